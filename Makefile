@@ -1,0 +1,58 @@
+# The two commands of the README, and what a contributor runs. `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python kernels -name '*.rs' -o -name '*.toml' -o -name '*.py' 2>/dev/null | grep -v __pycache__)
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+.PHONY: serve
+serve: $(VENV)/.installed ## set everything up and serve the default model at http://127.0.0.1:8000/v1 (ARGS="--port 9000" adds flags)
+	$(BIN)/chairlift serve $(ARGS)
+
+.PHONY: test
+test: $(VENV)/.developing ## set everything up and pass every test
+	cargo test --workspace
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: check
+check: $(VENV)/.developing ## formatting, lints and types of both languages
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+.PHONY: format
+format: $(VENV)/.developing ## put all sources into the house's form
+	cargo fmt --all
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+.PHONY: bench
+bench: $(VENV)/.developing ## time the scheduler and write benches/results/scheduler.md
+	$(BIN)/python benches/scheduler.py
+
+.PHONY: wheel
+wheel: $(VENV)/.developing ## build the wheel into dist/
+	$(BIN)/maturin build --release --out dist
+
+.PHONY: clean
+clean: ## remove what was built, and the virtual environment
+	rm -rf $(VENV) dist target python/chairlift/_core.abi3.so
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# A plain install for users; an editable one, with the tools, for those who change things.
+$(VENV)/.installed: $(BIN)/python $(SOURCES)
+	$(BIN)/pip install --quiet --disable-pip-version-check '.[gguf]'
+	touch $@
+
+$(VENV)/.developing: $(BIN)/python $(SOURCES)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@

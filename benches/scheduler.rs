@@ -1,0 +1,143 @@
+//! What a scheduling decision costs: plan + fill + commit, without a model.
+//!
+//! `cargo bench` times the cases; with `-- --steps N CASE` the program runs N
+//! steps of one case and exits, which is what `benches/scheduler.py` counts
+//! instructions with.
+
+use chairlift_core::{Config, Outputs, Request, Scheduler, StepBuffers};
+use criterion::{BenchmarkId, Criterion};
+use std::cell::Cell;
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+const BLOCK_SIZE: u32 = 16;
+const CONTEXT: u32 = 500;
+const MAX_TOKENS: u32 = 8192;
+/// Steps before the contexts have grown so much that a world is made anew.
+const STEPS: u64 = 256;
+const MAX_MODEL_LEN: u32 = 2048;
+
+/// What is running, what is coming and what is waiting while a step is timed.
+#[derive(Clone, Copy)]
+struct Case {
+    running: u32,
+    waiting: u32,
+    /// A prompt of 512 tokens arrives in each step and is computed in it, and a request of one token ends.
+    arrivals: bool,
+}
+
+struct World {
+    scheduler: Scheduler,
+    arrays: Vec<Vec<i32>>,
+    outputs: Outputs,
+    sampled: Vec<i32>,
+    tag: u64,
+}
+
+impl World {
+    fn new(case: Case) -> Self {
+        let max_seqs = case.running + u32::from(case.arrivals);
+        let blocks = MAX_MODEL_LEN / BLOCK_SIZE;
+        let config = Config {
+            num_blocks: max_seqs * blocks + 1,
+            block_size: BLOCK_SIZE,
+            max_tokens: MAX_TOKENS,
+            max_seqs,
+            max_model_len: MAX_MODEL_LEN,
+            prefix_caching: true,
+            watermark: 0,
+        };
+        let (tokens, seqs) = (MAX_TOKENS as usize, max_seqs as usize);
+        let lens = [tokens, tokens, tokens, seqs + 1, seqs, seqs, tokens, tokens, 2 * seqs, seqs * blocks as usize];
+        let mut world = Self {
+            scheduler: Scheduler::new(config).expect("a sound config"),
+            arrays: lens.iter().map(|&len| vec![0; len]).collect(),
+            outputs: Outputs::default(),
+            sampled: vec![7; tokens],
+            tag: 0,
+        };
+        for i in 0..case.running {
+            // Lengths differ, so that blocks fill up in every step and not in every sixteenth.
+            world.add(CONTEXT - i % BLOCK_SIZE, MAX_MODEL_LEN - CONTEXT);
+        }
+        while world.scheduler.stats().waiting > 0 || world.outputs.tokens.len() < case.running as usize {
+            world.step();
+        }
+        for _ in 0..case.waiting {
+            world.add(32, 32);
+        }
+        world
+    }
+
+    fn add(&mut self, prompt: u32, new: u32) {
+        let tag = self.tag as u32;
+        self.tag += 1;
+        let prompt = (0..prompt).map(|i| tag.wrapping_mul(0x9E37_79B1).wrapping_add(i) % 50_000).collect();
+        let request = Request { tag: self.tag, prompt, max_new_tokens: new, stop: vec![50_000], salt: [].into() };
+        self.scheduler.add(request, 0).expect("a request that fits");
+    }
+
+    fn step(&mut self) {
+        let plan = self.scheduler.plan(0).expect("something to run");
+        let mut arrays = self.arrays.iter_mut().map(|array| Cell::from_mut(array.as_mut_slice()).as_slice_of_cells());
+        let mut next = || arrays.next().expect("ten arrays");
+        let buffers = StepBuffers {
+            input_ids: next(),
+            positions: next(),
+            slots: next(),
+            query_starts: next(),
+            context_lens: next(),
+            rows: next(),
+            sample_at: next(),
+            sample_rows: next(),
+            copies: next(),
+            block_tables: next(),
+            max_blocks: (MAX_MODEL_LEN / BLOCK_SIZE) as usize,
+        };
+        black_box(plan.fill(&self.scheduler, &buffers));
+        self.scheduler.commit(plan, &self.sampled, 0, &mut self.outputs);
+        black_box(&self.outputs);
+    }
+}
+
+/// The time of `steps` steps, the making of worlds left out.
+fn run(case: Case, steps: u64) -> Duration {
+    let mut total = Duration::ZERO;
+    let mut left = steps;
+    while left > 0 {
+        let mut world = World::new(case);
+        for _ in 0..left.min(STEPS) {
+            if case.arrivals {
+                world.add(512, 1);
+            }
+            let start = Instant::now();
+            world.step();
+            total += start.elapsed();
+        }
+        left -= left.min(STEPS);
+    }
+    total
+}
+
+fn cases() -> Vec<(&'static str, u32, Case)> {
+    let decode = [1, 16, 64, 256, 1024].map(|running| ("decode", running, Case { running, waiting: 0, arrivals: false }));
+    let mixed = [16, 256].map(|running| ("mixed", running, Case { running, waiting: 0, arrivals: true }));
+    let waiting = [10, 10_000, 1_000_000].map(|waiting| ("waiting", waiting, Case { running: 256, waiting, arrivals: false }));
+    decode.into_iter().chain(mixed).chain(waiting).collect()
+}
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let Some(at) = arguments.iter().position(|argument| argument == "--steps") {
+        let (steps, name) = (arguments[at + 1].parse().expect("a number of steps"), &arguments[at + 2]);
+        let (_, _, case) = *cases().iter().find(|(group, size, _)| format!("{group}/{size}") == *name).expect("a case, as in decode/256");
+        run(case, steps);
+        return;
+    }
+    let mut criterion = Criterion::default().configure_from_args().measurement_time(Duration::from_secs(3)).sample_size(20);
+    for (group, size, case) in cases() {
+        let id = BenchmarkId::new(group, size);
+        criterion.bench_with_input(id, &case, |bencher, &case| bencher.iter_custom(|steps| run(case, steps)));
+    }
+    criterion.final_summary();
+}

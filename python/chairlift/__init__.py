@@ -1,0 +1,73 @@
+"""Chairlift: continuous batching for one box.
+
+`LLM` runs a model in this process, `AsyncEngine` runs it in a child process for asyncio programs. Names are
+imported when they are first used, so that `import chairlift` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chairlift import errors as errors
+    from chairlift.config import DEFAULT_MODEL as DEFAULT_MODEL
+    from chairlift.config import EngineConfig as EngineConfig
+    from chairlift.engine.client import AsyncEngine as AsyncEngine
+    from chairlift.engine.llm import LLM as LLM
+    from chairlift.errors import ChairliftError as ChairliftError
+    from chairlift.errors import EngineDead as EngineDead
+    from chairlift.errors import InvalidRequest as InvalidRequest
+    from chairlift.errors import ModelNotFound as ModelNotFound
+    from chairlift.errors import RequestFailed as RequestFailed
+    from chairlift.errors import UnsupportedModel as UnsupportedModel
+    from chairlift.outputs import RequestOutput as RequestOutput
+    from chairlift.outputs import Timing as Timing
+    from chairlift.sampling import SamplingParams as SamplingParams
+
+    __version__: str
+
+_HOMES = {
+    "LLM": "engine.llm",
+    "AsyncEngine": "engine.client",
+    "SamplingParams": "sampling",
+    "RequestOutput": "outputs",
+    "Timing": "outputs",
+    "EngineConfig": "config",
+    "DEFAULT_MODEL": "config",
+    "ChairliftError": "errors",
+    "EngineDead": "errors",
+    "InvalidRequest": "errors",
+    "ModelNotFound": "errors",
+    "RequestFailed": "errors",
+    "UnsupportedModel": "errors",
+}
+
+__all__ = [*_HOMES, "errors"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name at its first use."""
+    if name in _HOMES:
+        value = getattr(import_module(f"chairlift.{_HOMES[name]}"), name)
+    elif name == "errors":
+        return import_module("chairlift.errors")
+    elif name == "__version__":
+        value = _version()
+    else:
+        raise AttributeError(f"module 'chairlift' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("chairlift")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+source"

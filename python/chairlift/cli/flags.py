@@ -1,0 +1,59 @@
+"""Settings as flags: the fields of the config classes, with their environment variables."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from chairlift.config import ENV_PREFIX, from_environment, parse_value
+
+C = TypeVar("C")
+
+
+def add(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Adds a flag for each field of the dataclass `cls` that has help, under its group's heading."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in dataclasses.fields(cls):
+        if "help" not in field.metadata:
+            continue
+        heading = field.metadata["group"]
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        groups[heading].add_argument(_flag(field), dest=field.name, default=argparse.SUPPRESS, help=_help(field), **_shape(field))
+
+
+def read(cls: type[C], arguments: Mapping[str, Any]) -> C:
+    """Makes a `cls` of its defaults, the environment, and the flags among `arguments`; the latter win. Raises ValueError."""
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    flags = {name: value for name, value in arguments.items() if name in names and value is not None}
+    return cls(**{**from_environment(cls), **flags})
+
+
+def _flag(field: dataclasses.Field[Any]) -> str:
+    return "--" + field.name.replace("_", "-")
+
+
+def _shape(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """What argparse needs beside the name: how the value is read, and what stands for it in the help."""
+    kind = str(field.type)
+    if "bool" in kind:
+        return {"action": argparse.BooleanOptionalAction}
+
+    def parse(text: str) -> Any:
+        try:
+            return parse_value(field.metadata, field.type, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    choices = field.metadata.get("choices")
+    number = "N" if "int" in kind else "SECONDS" if "float" in kind else "TEXT"
+    return {"type": parse, "metavar": "{" + ",".join(choices) + "}" if choices else number}
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    value = field.default
+    shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+    default = "" if value is None else f" (default: {shown})"
+    return f"{field.metadata['help']}{default} [{ENV_PREFIX}{field.name.upper()}]".replace("%", "%%")

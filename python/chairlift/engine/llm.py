@@ -1,0 +1,226 @@
+"""The engine for scripts and notebooks: it runs in the caller's process, and `generate` returns when all is done."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
+
+from chairlift.checkpoint.locate import locate
+from chairlift.config import DEFAULT_MODEL, EngineConfig
+from chairlift.engine.request import Request, deliver, validate
+from chairlift.errors import EngineDead, InvalidRequest
+from chairlift.outputs import RequestOutput
+from chairlift.sampling import SamplingParams
+from chairlift.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+log = logging.getLogger("chairlift")
+
+LONG_WORK = 1.0
+"""Seconds of work after which a progress bar is worth its line."""
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model in this process: no child, no server, no `__main__` guard.
+
+    `settings` are the fields of `EngineConfig`. Raises ModelNotFound or UnsupportedModel, or ValueError for a setting.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **settings: Any) -> None:
+        from chairlift.engine.loop import Engine  # here, for it brings torch: `from chairlift import LLM` stays quick
+
+        self.config = EngineConfig(model=model, **settings)
+        directory = locate(model, self.config.revision)
+        self.tokenizer = Tokenizer(directory, self.config.tokenizer)
+        self._engine = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
+        self.facts: dict[str, Any] = {**self._engine.facts, "model": model}
+        self._tags = itertools.count(1)
+        self._turn = threading.Lock()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Completes each prompt (text or token ids); returns whole outputs in the order of the prompts.
+
+        `params` is one for all, or one each. `progress` shows a bar, or does not; by default it appears on a terminal
+        when the work takes over a second. Raises InvalidRequest, naming the prompt's index, before anything is run. A
+        request that fails on the way has `finish_reason` "error" and does not disturb the others.
+        """
+        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        each = [params or SamplingParams()] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise InvalidRequest(f"{len(many)} prompts and {len(each)} params: give one for all, or one each", param="params")
+        requests = []
+        for index, (prompt, one) in enumerate(zip(many, each, strict=True)):
+            with _naming(index):
+                requests.append(self._request(prompt, one))
+        with self._turn:
+            return self._run(requests, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of several, through the model's chat template; else as `generate`."""
+        conversations = [messages] if _is_conversation(messages) else list(messages)
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            with _naming(index):
+                if not _is_conversation(conversation):
+                    raise InvalidRequest("a conversation is a list of messages, each with `role` and `content`", param="messages")
+                prompts.append(self.tokenizer.chat([dict(message) for message in conversation]))
+        return self.generate(prompts, params, progress=progress)
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequest(f"a prompt is text or a list of token ids, got {prompt!r:.50}", param="prompt")
+        prompt_token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return Request(self.tokenizer, prompt_token_ids, validate(prompt_token_ids, params, self.facts))
+
+    def _run(self, requests: list[Request], progress: bool | None) -> list[RequestOutput]:
+        """Runs checked requests to their ends, or aborts them all."""
+        outputs: dict[int, RequestOutput] = {}
+        running: dict[int, Request] = {}
+        try:
+            for index, request in enumerate(requests):
+                tag = next(self._tags)
+                with _naming(index):
+                    self._engine.add(tag, request.prompt_token_ids, request.params)
+                running[tag], outputs[tag] = request, RequestOutput("", [], request.prompt_token_ids)
+            with _Bar(requests, progress) as bar, _interrupts_held() as interrupted:
+                while running:
+                    self._step(running, outputs, bar)
+                    if interrupted.is_set():
+                        raise KeyboardInterrupt
+        finally:
+            for tag in running:
+                self._engine.abort(tag)
+        return list(outputs.values())
+
+    def _step(self, running: dict[int, Request], outputs: dict[int, RequestOutput], bar: _Bar) -> None:
+        report = self._engine.step()
+        if report is None:
+            raise EngineDead(f"the engine found nothing to run, with {len(running)} requests open")
+        for tag, request in deliver(report, running).items():
+            # Text is made at the end, all at once, unless a stop string has to be looked for.
+            if tag in running and not request.params.stop:
+                continue
+            part = request.take()
+            if part is None:
+                continue
+            whole = outputs[tag]
+            outputs[tag] = dataclasses.replace(part, text=whole.text + part.text, token_ids=whole.token_ids + part.token_ids)
+            if part.finish_reason is not None:
+                bar.end(request, len(outputs[tag].token_ids))
+                if running.pop(tag, None) is not None:
+                    self._engine.abort(tag)
+        bar.advance(len(report.finishes))
+
+
+class _Bar:
+    """A progress bar that appears when the work turns out to be long; it counts the tokens that may still come."""
+
+    def __init__(self, requests: list[Request], wanted: bool | None) -> None:
+        self._requests = len(requests)
+        self._most = sum(request.params.max_tokens or 0 for request in requests)
+        self._allowed = sys.stderr.isatty() if wanted is None else wanted
+        self._patience = 0.0 if wanted else LONG_WORK
+        self._began = time.monotonic()
+        self._done = self._tokens = self._spared = 0
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def advance(self, tokens: int) -> None:
+        """Counts a step's tokens, and shows where things stand."""
+        self._tokens += tokens
+        seconds = time.monotonic() - self._began
+        if not self._allowed or seconds < self._patience:
+            return
+        if self._progress is None:
+            self._progress = _open_progress(self._most)
+        note = f"{self._done}/{self._requests} requests, {self._tokens / max(seconds, 1e-9):.0f} tokens/s"
+        self._progress.update(self._progress.task_ids[0], completed=self._tokens + self._spared, note=note)
+
+    def end(self, request: Request, tokens: int) -> None:
+        """Counts a request that ended after `tokens`, perhaps sooner than it might have."""
+        self._done += 1
+        self._spared += (request.params.max_tokens or 0) - tokens
+
+
+def _open_progress(total: int) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("generating"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True))
+    progress.add_task("", total=total, note="")
+    progress.start()
+    return progress
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[threading.Event]:
+    """Sets the event on Ctrl-C instead of raising, so that a step is never left half done; a second Ctrl-C raises as usual."""
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield pressed  # not ours to catch
+        return
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _naming(index: int) -> Iterator[None]:
+    """Puts the prompt's place into what is wrong with it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"prompt {index}: {error}", param=error.param, code=error.code) from error
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _is_conversation(messages: object) -> TypeGuard[Sequence[Message]]:
+    return isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
+
+
+def _log_phase(name: str, seconds: float) -> None:
+    log.info("phase %s %.2f s", name, seconds)

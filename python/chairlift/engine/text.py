@@ -1,0 +1,82 @@
+"""A request's text as its tokens come: never half a character, never a part of a stop string."""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from chairlift.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from chairlift.tokenizer import Tokenizer
+
+
+class TextStream:
+    """Turns the tokens of one answer into text, a few at a time.
+
+    The texts of all pushes together are what `Tokenizer.decode` gives for all tokens, up to the stop string that was
+    completed first (of several completed by the same character, the longest), however the tokens were grouped. The
+    cost of a token does not depend on how many there were.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._stops = [_Stop(text) for text in params.stop]
+        self._held = ""
+        self._at_start = tokenizer.strips_first_space
+        self.stopped: str | None = None
+        """The stop string that ended the text, once it did; what is pushed later is ignored."""
+
+    def push(self, token_ids: Sequence[int], final: bool) -> str:
+        """The new text that is safe to show after these tokens; `final` gives out what was held back."""
+        if self.stopped is not None:
+            return ""
+        special = self._tokenizer.special_token_ids
+        data = b"".join([self._tokenizer.piece(token) for token in token_ids if token not in special])
+        text = self._decoder.decode(data, final)
+        if self._at_start and text:
+            self._at_start = False
+            text = text.removeprefix(" ")
+        return self._before_stop(text, final) if self._stops else text
+
+    def _before_stop(self, text: str, final: bool) -> str:
+        """Takes new text; gives what can't belong to a stop string any more."""
+        start = len(self._held)
+        self._held += text
+        for end, character in enumerate(text, start + 1):
+            complete = [stop for stop in self._stops if stop.takes(character)]
+            if complete:
+                longest = max(complete, key=lambda stop: len(stop.text))
+                self.stopped = longest.text
+                shown, self._held = self._held[: end - len(longest.text)], ""
+                return shown
+        kept = 0 if final else max(stop.matched for stop in self._stops)
+        at = len(self._held) - kept
+        shown, self._held = self._held[:at], self._held[at:]
+        return shown
+
+
+class _Stop:
+    """How much of one stop string the text ends with, kept up to date by character (Knuth, Morris and Pratt's way)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        # shorter[n]: the next shorter beginning that the first n characters also end with.
+        self._shorter = [0, 0]
+        length = 0
+        for character in text[1:]:
+            length = self._next(length, character)
+            self._shorter.append(length)
+
+    def takes(self, character: str) -> bool:
+        """Whether `character` completes the stop string."""
+        self.matched = self._next(self.matched, character)
+        return self.matched == len(self.text)
+
+    def _next(self, length: int, character: str) -> int:
+        while length and self.text[length] != character:
+            length = self._shorter[length]
+        return length + (self.text[length] == character)

@@ -1,0 +1,39 @@
+"""What can go wrong, as types: every error that a caller of chairlift may want to catch."""
+
+from __future__ import annotations
+
+
+class ChairliftError(Exception):
+    """The base of every error that chairlift raises on purpose."""
+
+
+class InvalidRequest(ChairliftError, ValueError):
+    """A request that cannot be served as asked; the message says what is allowed.
+
+    `param` names the field at fault as an API client knows it, `code` is a stable word for programs.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class InvalidSetting(ChairliftError, ValueError):
+    """A setting that cannot work with this model on this machine; the message has the flag and the numbers."""
+
+
+class ModelNotFound(ChairliftError):
+    """No model of that name could be found or fetched; the message names the ways out."""
+
+
+class UnsupportedModel(ChairliftError):
+    """The checkpoint is of a kind that chairlift cannot run or read."""
+
+
+class RequestFailed(ChairliftError):
+    """The model gave no usable answer for this one request (logits that are not finite, say)."""
+
+
+class EngineDead(ChairliftError):
+    """The engine's process ended; requests in flight are lost, and new ones are refused."""

@@ -1,0 +1,1 @@
+"""Native model code, and the configuration that a checkpoint comes with."""

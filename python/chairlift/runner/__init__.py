@@ -1,0 +1,1 @@
+"""Runs the model: arrays of one step in, sampled tokens out."""

@@ -1,0 +1,129 @@
+"""Runs steps: the arrays that the scheduler filled go in, sampled tokens come out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.layers.attention import plan_attention
+from chairlift.layers.linear import padded_rows
+from chairlift.models.config import ModelConfig
+from chairlift.models.llama import Llama, Step
+from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.cache import KvCache, fit_cache
+from chairlift.runner.machine import available_memory, usable_cores
+from chairlift.runner.sampler import Sampler
+from chairlift.runner.weights import DummyWeights, SafetensorWeights
+from chairlift.sampling import SamplingParams
+
+
+class ModelRunner:
+    """A loaded model with its KV cache, its step buffers and its sampler.
+
+    `max_model_len` is how long a sequence may get, `num_kv_blocks` how many blocks there are, scratch block 0 included.
+    """
+
+    def __init__(self, config: EngineConfig, directory: Path, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> None:
+        """Loads the model of `directory`, sizes and allocates the cache, and runs a first step.
+
+        Calls on_phase("weights" | "kv cache" | "warm-up", seconds) after each. Raises ModelNotFound or UnsupportedModel for a
+        directory that it cannot use, InvalidSetting for a setting that does not suit this model or machine.
+        """
+        clock = time.perf_counter()
+
+        def phase(name: str) -> None:
+            nonlocal clock
+            now = time.perf_counter()
+            on_phase(name, now - clock)
+            clock = now
+
+        if torch.get_num_threads() > usable_cores():
+            torch.set_num_threads(usable_cores())
+        self.model_config = ModelConfig.load(directory)
+        self.device = _device(config.device)
+        self.dtype = _dtype(self.model_config, self.device)
+        with torch.inference_mode():
+            self.model = self._load(config, directory)
+            phase("weights")
+            size = fit_cache(config, self.model_config, self.dtype, available_memory(self.device))
+            self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
+            self.block_size = config.block_size
+            self.cache = KvCache(self.model_config, self.num_kv_blocks, self.block_size, self.dtype, self.device)
+            blocks = -(-self.max_model_len // self.block_size)
+            self.buffers = StepBuffers(config.max_num_batched_tokens, config.max_num_seqs, blocks)
+            self.sampler = Sampler(config.max_num_seqs, self.model_config.vocab_size, self.device)
+        self.windows = frozenset(self.model_config.windows)
+        phase("kv cache")
+        self._warm_up()
+        phase("warm-up")
+
+    def seat(self, row: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
+        """A sequence takes a row: its way of sampling, its tokens so far (prompt, then generated; for penalties), and its seed."""
+        self.sampler.seat(row, params, tokens, prompt_len, seed)
+
+    @torch.inference_mode()
+    def run(self, num_tokens: int, num_seqs: int, num_samples: int, num_copies: int) -> np.ndarray:
+        """Runs the step that the buffers describe; int32 [num_samples]: the sampled tokens, -1 where logits are not finite."""
+        buffers, device = self.buffers, self.device
+        if num_copies:
+            self.cache.copy(buffers.copies[: 2 * num_copies].reshape(-1, 2))
+        attention = plan_attention(
+            buffers.slots[:num_tokens],
+            buffers.query_starts[: num_seqs + 1],
+            buffers.context_lens[:num_seqs],
+            buffers.block_tables[buffers.rows[:num_seqs]],
+            kv_heads=self.model_config.num_kv_heads,
+            block_size=self.block_size,
+            windows=self.windows,
+            device=device,
+            dtype=self.dtype,
+        )
+        # Token and position 0 fill the padding: any valid ones would do, nobody looks at those rows.
+        padded = np.zeros((2, padded_rows(num_tokens)), dtype=np.int32)
+        padded[0, :num_tokens] = buffers.input_ids[:num_tokens]
+        padded[1, :num_tokens] = buffers.positions[:num_tokens]
+        input_ids, positions = torch.from_numpy(padded).to(device)
+        sample_at = buffers.sample_at[:num_samples]
+        logits = self.model.forward(Step(input_ids, positions, attention, torch.from_numpy(sample_at).to(device)), self.cache.tensor)
+        return self.sampler.sample(logits.float(), buffers.sample_rows[:num_samples], buffers.positions[sample_at] + 1)
+
+    def _load(self, config: EngineConfig, directory: Path) -> Llama:
+        if config.load_format == "dummy":
+            return Llama(self.model_config, DummyWeights(config.seed, self.dtype, self.device))
+        weights = SafetensorWeights(directory, self.dtype, self.device)
+        model = Llama(self.model_config, weights)
+        weights.finish(frozenset({"lm_head.weight"}) if self.model_config.tie_word_embeddings else frozenset())
+        return model
+
+    def _warm_up(self) -> None:
+        """Runs a prefill and a decode step in scratch block 0, so that no request waits for what torch does only once."""
+        buffers = self.buffers
+        for length in {min(32, len(buffers.input_ids), self.max_model_len), 1}:
+            buffers.positions[:length] = np.arange(length)
+            buffers.slots[:length] = np.arange(length) % self.block_size
+            buffers.query_starts[1] = buffers.context_lens[0] = length
+            buffers.sample_at[0] = length - 1
+            for temperature in (0.0, 1.0):
+                self.seat(0, SamplingParams(temperature=temperature), np.zeros(1, dtype=np.int32), 1, 0)
+                self.run(length, 1, 1, 0)
+        for array in buffers.arrays().values():
+            array.fill(0)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidSetting("--device cuda: torch sees no CUDA device here (use --device cpu)")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
+    """fp32 on CPU, where halves are several times slower; what the checkpoint is in elsewhere."""
+    if device.type == "cpu":
+        return torch.float32
+    return {"float16": torch.float16, "float32": torch.float32}.get(model.dtype or "", torch.bfloat16)

@@ -1,0 +1,123 @@
+"""Chooses the next tokens from logits, for all rows of a step at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from chairlift.runner.penalties import Penalties
+from chairlift.runner.philox import uniforms
+from chairlift.sampling import SamplingParams
+
+CANDIDATES = 256
+"""How many of the likeliest tokens are looked at first; a row that needs more gets them all, at a price."""
+LOWEST_TEMPERATURE = 1e-5
+"""Below this all weight is on the likeliest token anyway, and fp32 divisions overflow."""
+FAILED = -1
+"""The answer for a row whose logits are not finite."""
+
+
+class Sampler:
+    """Sampling settings of every row, and the draw.
+
+    A draw is the inverse of the cumulative distribution over the tokens, likeliest first, at a uniform number that depends on
+    (seed, position) alone: who else is in the step cannot change it.
+    """
+
+    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, device
+        self.temperature = np.zeros(max_seqs)
+        self.top_k = np.zeros(max_seqs, dtype=np.int64)
+        self.top_p = np.ones(max_seqs)
+        self.min_p = np.zeros(max_seqs)
+        self.seed = np.zeros(max_seqs, dtype=np.uint64)
+        self.penalties: dict[int, Penalties] = {}
+
+    def seat(self, row: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
+        """Gives `row` to a sequence: its settings, and its tokens so far (prompt, then generated)."""
+        self.temperature[row] = params.temperature and max(params.temperature, LOWEST_TEMPERATURE)
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = seed % 2**64
+        self.penalties.pop(row, None)
+        if params.penalised:
+            self.penalties[row] = Penalties(params, tokens, prompt_len, self.vocab_size, self.device)
+
+    def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Picks a token for each row of logits [N, vocabulary], which it may overwrite; int32 [N], FAILED where they are not finite.
+
+        `rows` [N] says whose they are, `positions` [N] which place in its sequence the token will take.
+        """
+        penalised = [(i, self.penalties[row]) for i, row in enumerate(rows.tolist()) if row in self.penalties] if self.penalties else []
+        for i, penalties in penalised:
+            penalties.apply(logits[i])
+        # NaN is the largest of all to `max`, and of equals the first is taken.
+        best, choice = logits.max(-1)
+        chosen = choice.cpu().numpy().astype(np.int32)
+        drawn = np.flatnonzero(self.temperature[rows] > 0)
+        if drawn.size:
+            whole = drawn.size == len(rows)
+            chosen[drawn] = self._draw(logits if whole else logits[torch.from_numpy(drawn)], rows[drawn], positions[drawn])
+        chosen[~torch.isfinite(best).cpu().numpy()] = FAILED
+        for i, penalties in penalised:
+            if chosen[i] != FAILED:
+                penalties.add(int(chosen[i]))
+        return chosen
+
+    def _draw(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Draws for rows of which none is greedy; those with NaN get an arbitrary token."""
+        vocabulary = logits.shape[1]
+
+        def column(values: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(values).to(self.device).unsqueeze(1)
+
+        temperature, top_p, min_p = column(self.temperature[rows]), column(self.top_p[rows]), column(self.min_p[rows])
+        top_k = self.top_k[rows]
+        top_k = column(np.where(top_k == 0, vocabulary, np.minimum(top_k, vocabulary)))
+        uniform = column(uniforms(self.seed[rows], positions))
+        values, tokens = logits.topk(min(CANDIDATES, vocabulary))
+        total = ((logits - values[:, :1]) / temperature.float()).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+        place, known = _pick(_weights(values, temperature), vocabulary, total, top_k, top_p, min_p, uniform)
+        chosen = tokens.gather(1, place)
+        if not bool(known.all()):
+            few = (~known).squeeze(1).nonzero().squeeze(1)
+            values, tokens = logits[few].sort(descending=True, stable=True)
+            weights = _weights(values, temperature[few])
+            place, _ = _pick(weights, vocabulary, weights.sum(1, keepdim=True), top_k[few], top_p[few], min_p[few], uniform[few])
+            chosen[few] = tokens.gather(1, place)
+        return chosen.squeeze(1).cpu().numpy().astype(np.int32)
+
+
+def _weights(values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Unnormalised probabilities [N, K], fp64, of logits that fall along each row: the first is 1."""
+    return ((values - values[:, :1]).double() / temperature).exp_()
+
+
+def _pick(
+    weights: torch.Tensor,
+    vocabulary: int,
+    total: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the drawn tokens among the K likeliest of each row, [N, 1], and whether those K were enough to know.
+
+    `total` is the weight of the whole vocabulary. top-p counts from what top-k leaves, min-p from the likeliest token.
+    """
+    count = weights.shape[1]
+    cumulative = weights.cumsum(1)
+    # The weight that top-k leaves. Between the candidates and the vocabulary it is not known, so those rows never are.
+    within, unlimited = top_k <= count, top_k == vocabulary
+    mass = torch.where(within, cumulative.gather(1, top_k.clamp(max=count) - 1), total)
+    rank = torch.arange(count, device=weights.device)
+    kept = (rank < top_k) & (cumulative - weights < top_p * mass) & (weights >= min_p)
+    length = kept.sum(1, keepdim=True).clamp(min=1)
+    # Where all candidates are kept, more tokens may be. Then only a draw from all there are can be told, if it falls among these.
+    closed = within | (unlimited & (length < count))
+    target = uniform * torch.where(closed, cumulative.gather(1, length - 1), total)
+    place = (cumulative <= target).sum(1, keepdim=True)
+    known = closed | (unlimited & (top_p == 1) & (min_p == 0) & (place < count))
+    return place.minimum(length - 1), known

@@ -1,0 +1,101 @@
+"""Where a model's tensors come from: safetensors files, or a seed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from chairlift.errors import ModelNotFound, UnsupportedModel
+
+READABLE = {torch.float32, torch.bfloat16, torch.float16}
+
+
+class SafetensorWeights:
+    """The tensors of a directory's *.safetensors files, mapped rather than read: what is never touched costs nothing."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Opens model.safetensors, or the files that model.safetensors.index.json names."""
+        self.directory, self.dtype, self.device = directory, dtype, device
+        self.files: dict[str, Any] = {}
+        for path in _files(directory):
+            try:
+                opened: Any = safe_open(path, framework="pt")
+                self.files.update(dict.fromkeys(opened.keys(), opened))
+            except (OSError, SafetensorError) as error:
+                raise UnsupportedModel(f"{path} cannot be read as safetensors ({error}): is the download complete?") from None
+        self.left = set(self.files)
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor of that name in the dtype and on the device of the model; raises UnsupportedModel if it is missing or misshapen."""
+        if name not in self.files:
+            raise UnsupportedModel(f"{self.directory} has no tensor {name}: its weights do not belong to its config.json")
+        tensor: torch.Tensor = self.files[name].get_tensor(name)
+        if tensor.shape != shape:
+            raise UnsupportedModel(f"tensor {name} is {list(tensor.shape)} where config.json asks for {list(shape)}")
+        if tensor.dtype not in READABLE:
+            raise UnsupportedModel(f"tensor {name} is {tensor.dtype} (supported: float32, bfloat16, float16)")
+        self.left.discard(name)
+        return tensor.to(self.device, self.dtype)
+
+    def finish(self, ignored: frozenset[str] = frozenset()) -> None:
+        """Raises UnsupportedModel if there are tensors that nobody took, but for the `ignored` and old tables of rotary angles."""
+        extra = sorted(name for name in self.left - ignored if not name.endswith("rotary_emb.inv_freq"))
+        if extra:
+            more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+            raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {', '.join(extra[:3])}{more}")
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            raise UnsupportedModel(f"{index} is not an index of safetensors files") from None
+        paths = [directory / name for name in names]
+        for path in paths:
+            if not path.exists():
+                raise ModelNotFound(f"{path} is missing, though {index.name} names it: is the download complete?")
+        return paths
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise ModelNotFound(f"{directory} holds no *.safetensors file: convert the weights to safetensors, or use --load-format dummy")
+    return paths
+
+
+class DummyWeights:
+    """Random tensors of any shape, equal for equal seeds: to measure a model whose weights are not at hand.
+
+    Matrices keep the scale of what they multiply, and embeddings are large enough that logits are not flat. All come from one
+    pool of normal numbers, repeated: drawing billions of them would take minutes.
+    """
+
+    POOL = 1_048_573
+    """A prime, so that no matrix has equal rows."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.pool = torch.randn(self.POOL, generator=torch.Generator().manual_seed(seed))
+        self.offset = 0
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """A random tensor: ones for norms, small for biases."""
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        size = math.prod(shape)
+        std = 0.1 if name.endswith("bias") else shape[-1] ** -0.5
+        if "embed_tokens" in name or "lm_head" in name:
+            std *= 4
+        start, self.offset = self.offset, (self.offset + size) % self.POOL
+        repeats = -(-(start + size) // self.POOL)
+        pool = (self.pool * std).to(self.device, self.dtype)
+        drawn: torch.Tensor = pool.repeat(repeats)[start : start + size].view(shape)
+        return drawn
+
+    def finish(self, ignored: frozenset[str] = frozenset()) -> None:
+        """Nothing can be left over."""

@@ -1,0 +1,79 @@
+"""Every refusal and failure as OpenAI's error envelope."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chairlift.errors import EngineDead, InvalidRequest, RequestFailed
+
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = _brief.maxlong = 60
+
+
+def brief(value: object) -> str:
+    """Shows what a client sent in at most about 60 characters a piece, so that no answer is longer than its question."""
+    return _brief.repr(value)[:100]
+
+
+class ApiError(Exception):
+    """An answer other than success: `status`, and the envelope's four fields."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.envelope = {"error": {"message": message, "type": type, "param": param, "code": code}}
+        self.headers = dict(headers or {})
+
+    def response(self) -> Response:
+        """The HTTP response that carries it."""
+        return Response(json.dumps(self.envelope), self.status, self.headers, "application/json")
+
+
+def unavailable(message: str, code: str, retry_after: int) -> ApiError:
+    """503: the server cannot serve now; the client may come back after `retry_after` seconds."""
+    return ApiError(503, message, type="server_error", code=code, headers={"retry-after": str(retry_after)})
+
+
+def api_error(error: Exception) -> ApiError:
+    """Says `error` to a client; what was not raised on purpose is told as an internal error, without its text."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequest():
+            return ApiError(400, str(error), param=error.param, code=error.code)
+        case EngineDead():
+            # Its text may quote what the process said as it died, which is for the log.
+            return unavailable("the engine has stopped; the server's log has the reason", "engine_dead", 5)
+        case RequestFailed():
+            return ApiError(500, str(error), type="server_error", code="request_failed")
+        case HTTPException(status_code=404):
+            return ApiError(404, "no such route; the API is at /v1/chat/completions, /v1/completions and /v1/models", code="not_found")
+        case HTTPException(status_code=405):
+            return ApiError(405, "this route does not take that method", code="method_not_allowed", headers=error.headers)
+        case HTTPException():
+            return ApiError(error.status_code, error.detail, headers=error.headers)
+    return ApiError(500, "internal error; the server's log has the details", type="server_error", code="internal_error")
+
+
+async def respond(request: Request, error: Exception) -> Response:
+    """Starlette's exception handler for all of the above."""
+    return api_error(error).response()
+
+
+HANDLERS: dict[Any, Any] = dict.fromkeys((ApiError, InvalidRequest, EngineDead, RequestFailed, HTTPException, Exception), respond)

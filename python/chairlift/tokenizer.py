@@ -1,0 +1,196 @@
+"""Text to tokens and back, and the chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chairlift.errors import InvalidRequest, ModelNotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+    from chairlift.chat_template import ChatTemplate
+
+_SPACE = "\u2581"
+
+
+class Tokenizer:
+    """A model's tokenizer: tokenizer.json for the tokens, tokenizer_config.json for their roles and the chat template.
+
+    It may be used from several threads. transformers is not needed, and text comes out the same as from its
+    tokenizers, but for byte tokens that form no character (see `decode`).
+    """
+
+    def __init__(self, directory: Path, source: str | Path | None = None) -> None:
+        """Loads the tokenizer of the model in `directory`; `source` names another directory or tokenizer.json for it.
+
+        Raises ModelNotFound when there is no tokenizer.json, UnsupportedModel when it cannot be read.
+        """
+        from tokenizers import Tokenizer as Backend
+
+        self._model = directory
+        path = Path(source).expanduser() if source else directory
+        file = path if path.suffix == ".json" else path / "tokenizer.json"
+        if not file.is_file():
+            raise ModelNotFound(f"{path} has no tokenizer.json; name a directory or file that is one with --tokenizer")
+        try:
+            self._backend = Backend.from_file(str(file))
+        except Exception as error:  # the tokenizers package raises nothing more precise
+            raise UnsupportedModel(f"{file} cannot be read: {error}") from None
+        # Some files ask for truncation or padding, which suited a training run.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._directory = file.parent
+        self._config = _read_json(self._directory / "tokenizer_config.json")
+        self.special_token_ids = frozenset(token for token, added in self._backend.get_added_tokens_decoder().items() if added.special)
+        """The control tokens, which `decode` leaves out."""
+        self._pieces: dict[int, bytes] = {}
+        self._spelling = _Spelling(self._backend, file)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; a model's own vocabulary may be padded beyond it."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every token that ends an answer, by config.json, generation_config.json or tokenizer_config.json."""
+        found: set[int] = set()
+        for name in ("config.json", "generation_config.json"):
+            value = _read_json(self._model / name).get("eos_token_id")
+            found.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
+        token = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        return frozenset(found if token is None else found | {token})
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """The tokens that have a role, as `bos_token`, `eos_token`, `unk_token`, `pad_token`: their texts."""
+        roles = {}
+        for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+            value = self._config.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                roles[name] = text
+        return roles
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template; raises InvalidRequest if the model has none."""
+        from chairlift.chat_template import ChatTemplate
+
+        return ChatTemplate.from_files(self._directory, self._config, self.special_tokens)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of `text`; control tokens written in it become control tokens, as completion APIs have it.
+
+        `add_special_tokens` puts before (or after) what the model expects there. Raises InvalidRequest for text with
+        surrogates, which is no Unicode.
+        """
+        return self._encode(self._backend, text, "prompt", add_special_tokens)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
+        """The tokens of a conversation by the model's chat template; `kwargs` are variables for the template, like `tools`.
+
+        Control tokens written inside messages or `kwargs` stay plain text: nobody can end their turn and begin the
+        system's. Raises InvalidRequest when there is no template, or the template refuses.
+        """
+        pieces = self.template.render(messages, self._control_texts, add_generation_prompt=add_generation_prompt, **kwargs)
+        ids: list[int] = []
+        for text, plain in pieces:
+            ids += self._encode(self._plain_backend if plain else self._backend, text, "messages", False)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that form no character become U+FFFD, and ids outside the vocabulary nothing.
+
+        This is what the tokenizers package gives, except that for SentencePiece vocabularies it would turn a whole run
+        of byte tokens into U+FFFD when one of them is wrong; here the good ones stay.
+        """
+        skipped = self.special_token_ids if skip_special_tokens else ()
+        text = b"".join(self.piece(token) for token in ids if token not in skipped).decode("utf-8", "replace")
+        return text[1:] if self.strips_first_space and text.startswith(" ") else text
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether a text's first space stands for its beginning, and is not shown."""
+        return self._spelling.strips_first_space
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token stands for, which may be part of a character."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            text = self._backend.id_to_token(token) if 0 <= token < 2**32 else None
+            piece = self._pieces[token] = b"" if text is None else self._spelling.to_bytes(text)
+        return piece
+
+    @cached_property
+    def _control_texts(self) -> tuple[str, ...]:
+        texts = (self._backend.id_to_token(token) for token in self.special_token_ids)
+        return tuple(sorted((text for text in texts if text), key=lambda text: (-len(text), text)))
+
+    @cached_property
+    def _plain_backend(self) -> Backend:
+        """A second tokenizer, to which control tokens are ordinary text."""
+        from tokenizers import Tokenizer as Backend
+
+        plain = Backend.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @staticmethod
+    def _encode(backend: Backend, text: str, param: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            message = f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, which is no Unicode text"
+            raise InvalidRequest(message, param=param) from None
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+class _Spelling:
+    """How a vocabulary writes bytes as text: GPT-2's alphabet of 256 characters, or SentencePiece's ▁ and <0x0A>."""
+
+    def __init__(self, backend: Backend, file: Path) -> None:
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
+        steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
+        self._alphabet = _byte_alphabet() if "ByteLevel" in steps else None
+        self._byte_fallback = "ByteFallback" in steps
+        unknown = steps.keys() - {"ByteLevel", "ByteFallback", "Replace", "Fuse", "Strip", "Metaspace"}
+        if unknown:
+            raise UnsupportedModel(f"{file} spells its tokens in a way that is not known: {', '.join(sorted(unknown))}")
+        metaspace = steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
+        self.strips_first_space: bool = metaspace or steps.get("Strip", {}).get("start", 0) > 0
+
+    def to_bytes(self, token: str) -> bytes:
+        if self._alphabet is not None:
+            try:
+                return bytes(self._alphabet[character] for character in token)
+            except KeyError:  # an added token, which is spelled as it is shown
+                return token.encode()
+        if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        return token.replace(_SPACE, " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: visible Latin-1 characters stand for themselves, the others for 256 and up."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} is not JSON: {error}") from None
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,149 @@
+//! One forward pass, as the model runner needs it: flat arrays of integers.
+
+use crate::{BlockId, Scheduler, SeqId};
+use std::cell::Cell;
+
+/// Consecutive tokens of one sequence in one step: a piece of its prompt, a
+/// decode token, or a decode token and the drafted ones after it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    /// Whose tokens.
+    pub seq: SeqId,
+    /// The sequence's place in the step buffers.
+    pub row: u32,
+    /// Position of the first.
+    pub start: u32,
+    /// How many.
+    pub len: u32,
+    /// How many of them, at the end, are drafted.
+    pub drafted: u32,
+    /// Whether the chunk reaches the sequence's end, and so yields tokens:
+    /// one, and one more for each drafted token that proves right.
+    pub samples: bool,
+    /// Entries of the sequence's block table that the buffers have already.
+    pub(crate) table_from: u32,
+    /// The sequence's preemptions when this was planned: if it has more at the
+    /// commit, its blocks are not the ones this chunk wrote.
+    pub(crate) preemptions: u32,
+}
+
+/// A sequence that took a row in this step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seated {
+    /// The row it holds until it ends or is preempted.
+    pub row: u32,
+    /// The sequence.
+    pub seq: SeqId,
+    /// Its request's tag.
+    pub tag: u64,
+}
+
+/// What one forward pass computes. Spend it with [`Scheduler::commit`].
+#[derive(Debug, Default)]
+#[must_use = "the sequences of a plan that is never committed wait for ever"]
+pub struct StepPlan {
+    /// In batch order, longest-running sequence first.
+    pub chunks: Vec<Chunk>,
+    /// Blocks to be copied, (from, to), one after the other, before the pass.
+    pub copies: Vec<(BlockId, BlockId)>,
+    /// Sequences admitted in this step.
+    pub seated: Vec<Seated>,
+    /// Tags of the sequences that lost their blocks and row to make room.
+    pub preempted: Vec<u64>,
+    /// The plan's place in the order of commits.
+    pub(crate) step: u64,
+}
+
+/// How much of each array a plan fills.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lens {
+    /// Tokens in the pass.
+    pub tokens: usize,
+    /// Sequences in the pass.
+    pub seqs: usize,
+    /// Positions to be sampled.
+    pub samples: usize,
+    /// Blocks to be copied first.
+    pub copies: usize,
+}
+
+/// Arrays that the caller owns (pinned, say, so that a copy to the device can
+/// overlap) and may look at while they are filled: hence `Cell`.
+#[derive(Clone, Copy, Debug)]
+pub struct StepBuffers<'a> {
+    /// `[max_tokens]`: tokens; `-(row + 1)` stands for the token that the
+    /// row sampled in the step before, when that step was not yet committed.
+    pub input_ids: &'a [Cell<i32>],
+    /// `[max_tokens]`
+    pub positions: &'a [Cell<i32>],
+    /// `[max_tokens]`: cache slot of each token's key and value, block * block size + offset.
+    pub slots: &'a [Cell<i32>],
+    /// `[max_seqs + 1]`: first token of each sequence, and the end of the last.
+    pub query_starts: &'a [Cell<i32>],
+    /// `[max_seqs]`: context length after the pass.
+    pub context_lens: &'a [Cell<i32>],
+    /// `[max_seqs]`: row of each sequence.
+    pub rows: &'a [Cell<i32>],
+    /// `[max_tokens]`: index on the token axis of each position to be sampled.
+    pub sample_at: &'a [Cell<i32>],
+    /// `[max_tokens]`: row of each position to be sampled.
+    pub sample_rows: &'a [Cell<i32>],
+    /// `[2 * max_seqs]`: pairs of blocks, from and to.
+    pub copies: &'a [Cell<i32>],
+    /// `[max_seqs, max_blocks]`, row-major, by row, and kept from step to
+    /// step: only entries that changed are written.
+    pub block_tables: &'a [Cell<i32>],
+    /// Row length of `block_tables`.
+    pub max_blocks: usize,
+}
+
+impl StepPlan {
+    /// Writes the plan into `out`; call it right after [`Scheduler::plan`].
+    /// Panics if an array is too short.
+    pub fn fill(&self, scheduler: &Scheduler, out: &StepBuffers<'_>) -> Lens {
+        let block_size = scheduler.config().block_size;
+        let mut lens = Lens { seqs: self.chunks.len(), copies: self.copies.len(), ..Lens::default() };
+        out.query_starts[0].set(0);
+        for (i, chunk) in self.chunks.iter().enumerate() {
+            let seq = scheduler.sequence(chunk.seq);
+            let ids = seq.table.ids();
+            for position in chunk.start..chunk.start + chunk.len {
+                let (block, offset) = (position / block_size, position % block_size);
+                out.input_ids[lens.tokens].set(seq.input_at(position as usize));
+                out.positions[lens.tokens].set(position as i32);
+                out.slots[lens.tokens].set((ids[block as usize].0 * block_size + offset) as i32);
+                lens.tokens += 1;
+            }
+            out.query_starts[i + 1].set(lens.tokens as i32);
+            out.context_lens[i].set((chunk.start + chunk.len) as i32);
+            out.rows[i].set(chunk.row as i32);
+            if chunk.samples {
+                for at in lens.tokens - 1 - chunk.drafted as usize..lens.tokens {
+                    out.sample_at[lens.samples].set(at as i32);
+                    out.sample_rows[lens.samples].set(chunk.row as i32);
+                    lens.samples += 1;
+                }
+            }
+            let from = chunk.table_from as usize;
+            if from < ids.len() {
+                let cells = &out.block_tables[chunk.row as usize * out.max_blocks..][from..ids.len()];
+                cells.iter().zip(&ids[from..]).for_each(|(cell, id)| cell.set(id.0 as i32));
+            }
+        }
+        for (pair, (from, to)) in out.copies.chunks_exact(2).zip(&self.copies) {
+            pair[0].set(from.0 as i32);
+            pair[1].set(to.0 as i32);
+        }
+        lens
+    }
+
+    /// Makes an empty plan of a spent one, keeping its memory.
+    pub(crate) fn reuse(mut self, step: u64) -> Self {
+        self.chunks.clear();
+        self.copies.clear();
+        self.seated.clear();
+        self.preempted.clear();
+        self.step = step;
+        self
+    }
+}

@@ -1,0 +1,420 @@
+//! Physical KV blocks: who holds each one, what it is named, which are free.
+
+use crate::{BlockHash, Token};
+use rustc_hash::FxHashMap;
+use std::sync::Arc;
+
+/// Index of a physical block. Block 0 is scratch and never handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockId(pub u32);
+
+/// The blocks of one sequence, in order.
+///
+/// Not `Clone`, and only [`BlockPool::release`] empties it, so that a block is
+/// given back once.
+#[derive(Debug, Default)]
+pub struct BlockTable(Vec<BlockId>);
+
+impl BlockTable {
+    /// The physical blocks, in logical order.
+    pub fn ids(&self) -> &[BlockId] {
+        &self.0
+    }
+}
+
+impl Drop for BlockTable {
+    fn drop(&mut self) {
+        debug_assert!(self.0.is_empty() || std::thread::panicking(), "leaked {:?}", self.0);
+    }
+}
+
+/// How far the full blocks of a sequence are named: the end of their chain.
+#[derive(Clone, Debug)]
+pub struct Chain {
+    salt: Arc<[u8]>,
+    hash: BlockHash,
+    content: Content,
+    len: usize,
+}
+
+impl Chain {
+    /// The chain of a sequence that has no named block yet.
+    pub fn root(salt: &Arc<[u8]>) -> Self {
+        Self { salt: Arc::clone(salt), hash: BlockHash::root(salt), content: ROOT, len: 0 }
+    }
+
+    /// Blocks named so far.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+/// A number for "these tokens after exactly those": equal numbers, equal
+/// content up to and including the block. Never reused.
+type Content = u64;
+
+const ROOT: Content = 0;
+const NIL: u32 = u32::MAX;
+
+/// What a named block holds, beside its tokens.
+#[derive(Debug)]
+struct Name {
+    hash: BlockHash,
+    content: Content,
+    parent: Content,
+    /// Of a chain's first block; the others have it through their parent.
+    salt: Option<Arc<[u8]>>,
+    /// The step that completes it.
+    step: u64,
+}
+
+#[derive(Debug)]
+struct Block {
+    holders: u32,
+    /// Neighbours among the free named blocks.
+    prev: u32,
+    next: u32,
+    name: Option<Name>,
+}
+
+/// Every block of the cache.
+///
+/// A free block keeps its name, so that [`find`](Self::find) can revive it,
+/// until [`grow`](Self::grow) takes it: blocks without a name first, then the
+/// least recently freed.
+#[derive(Debug)]
+pub struct BlockPool {
+    block_size: usize,
+    blocks: Vec<Block>,
+    /// `[blocks, block_size]`: the tokens of named blocks.
+    tokens: Vec<Token>,
+    named: FxHashMap<BlockHash, BlockId>,
+    unnamed: Vec<BlockId>,
+    oldest: u32,
+    newest: u32,
+    free_named: usize,
+    next_content: Content,
+}
+
+impl BlockPool {
+    /// A pool of `count` blocks of `block_size` tokens, block 0 set aside.
+    pub fn new(count: u32, block_size: usize) -> Self {
+        let block = |_| Block { holders: 0, prev: NIL, next: NIL, name: None };
+        Self {
+            block_size,
+            blocks: (0..count).map(block).collect(),
+            tokens: vec![0; count as usize * block_size],
+            named: FxHashMap::with_capacity_and_hasher(count as usize, rustc_hash::FxBuildHasher),
+            unnamed: (1..count).rev().map(BlockId).collect(),
+            oldest: NIL,
+            newest: NIL,
+            free_named: 0,
+            next_content: ROOT + 1,
+        }
+    }
+
+    /// Blocks that nobody holds.
+    pub fn free(&self) -> usize {
+        self.unnamed.len() + self.free_named
+    }
+
+    /// How many sequences hold a block.
+    pub fn holders(&self, id: BlockId) -> u32 {
+        self.blocks[id.0 as usize].holders
+    }
+
+    /// Pushes the longest run of cached blocks whose content is `tokens` from
+    /// the start, and returns the end of their chain. Each candidate's tokens,
+    /// parent and salt are compared: a name alone proves nothing.
+    pub fn find(&self, salt: &Arc<[u8]>, tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
+        let mut chain = Chain::root(salt);
+        for tokens in tokens.chunks_exact(self.block_size) {
+            let hash = chain.hash.child(tokens);
+            let Some(&id) = self.named.get(&hash) else { break };
+            let Some(content) = self.content_if(id, &chain, tokens) else { break };
+            found.push(id);
+            chain.advance(hash, content);
+        }
+        chain
+    }
+
+    /// Adds a found block to `table`.
+    pub fn share(&mut self, table: &mut BlockTable, id: BlockId) {
+        if self.blocks[id.0 as usize].holders == 0 {
+            self.unlink_free(id);
+        }
+        self.blocks[id.0 as usize].holders += 1;
+        table.0.push(id);
+    }
+
+    /// Grows `table` to `len` blocks, or does nothing and returns false.
+    #[must_use]
+    pub fn grow(&mut self, table: &mut BlockTable, len: usize) -> bool {
+        let wanted = len.saturating_sub(table.0.len());
+        if wanted > self.free() {
+            return false;
+        }
+        for _ in 0..wanted {
+            let id = self.take_free();
+            table.0.push(id);
+        }
+        true
+    }
+
+    /// Replaces a table's last block by a fresh one that it holds alone, and
+    /// returns (shared, fresh): the caller must copy the first to the second
+    /// before it writes. Panics unless a block is free.
+    pub fn unshare_last(&mut self, table: &mut BlockTable) -> (BlockId, BlockId) {
+        let shared = table.0.pop().expect("a table with a block");
+        let fresh = self.take_free();
+        table.0.push(fresh);
+        self.let_go(shared);
+        (shared, fresh)
+    }
+
+    /// Whether a named block is complete before `step` begins.
+    pub fn complete_before(&self, id: BlockId, step: u64) -> bool {
+        self.blocks[id.0 as usize].name.as_ref().is_some_and(|name| name.step < step)
+    }
+
+    /// Names the next full block of `table`, which holds `tokens` once `step`
+    /// has run, so that later sequences may find it. If the same content is
+    /// cached already, the block stays unnamed, and the chain goes on from the
+    /// other's content.
+    pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, tokens: &[Token], step: u64) {
+        debug_assert_eq!(tokens.len(), self.block_size);
+        let id = table.0[chain.len];
+        let hash = chain.hash.child(tokens);
+        let content = if let Some(&other) = self.named.get(&hash) {
+            self.content_if(other, chain, tokens).unwrap_or_else(|| self.fresh_content())
+        } else {
+            let content = self.fresh_content();
+            debug_assert!(self.blocks[id.0 as usize].holders > 0 && self.blocks[id.0 as usize].name.is_none());
+            let salt = (chain.content == ROOT).then(|| Arc::clone(&chain.salt));
+            self.blocks[id.0 as usize].name = Some(Name { hash, content, parent: chain.content, salt, step });
+            self.tokens[id.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
+            self.named.insert(hash, id);
+            content
+        };
+        chain.advance(hash, content);
+    }
+
+    /// Takes the names from `table`'s blocks from index `from` on: what they
+    /// hold turned out to be no good.
+    pub fn forget(&mut self, table: &BlockTable, from: usize) {
+        for &id in table.0.iter().skip(from) {
+            self.take_name(id);
+        }
+    }
+
+    /// Gives back every block of `table`, last first: the tail of a sequence
+    /// is the least likely part to be shared, so it is reused soonest, and a
+    /// block is never reused before one that continues it.
+    pub fn release(&mut self, table: &mut BlockTable) {
+        while let Some(id) = table.0.pop() {
+            self.let_go(id);
+        }
+    }
+
+    /// Panics unless the pool agrees with `tables`, all the tables there are.
+    pub fn check<'a>(&self, tables: impl Iterator<Item = &'a BlockTable>) {
+        let mut held = vec![0; self.blocks.len()];
+        tables.flat_map(BlockTable::ids).for_each(|id| held[id.0 as usize] += 1);
+        let mut free = vec![false; self.blocks.len()];
+        let mut mark = |id: u32, named: bool| {
+            assert!(!std::mem::replace(&mut free[id as usize], true), "block {id} is free twice");
+            assert_eq!(self.blocks[id as usize].name.is_some(), named, "block {id} is on the wrong free list");
+        };
+        self.unnamed.iter().for_each(|id| mark(id.0, false));
+        let (mut at, mut listed) = (self.oldest, 0);
+        while at != NIL {
+            mark(at, true);
+            (at, listed) = (self.blocks[at as usize].next, listed + 1);
+        }
+        assert_eq!(listed, self.free_named, "length of the free list");
+        assert!(!free[0] && held[0] == 0, "the scratch block is in use");
+        for (id, block) in self.blocks.iter().enumerate().skip(1) {
+            assert_eq!(block.holders, held[id], "holders of block {id}");
+            assert_eq!(block.holders == 0, free[id], "block {id}: free list and holders disagree");
+        }
+        let names = self.blocks.iter().filter(|block| block.name.is_some()).count();
+        assert_eq!(names, self.named.len(), "a name without a block, or a block without its name");
+        for (hash, id) in &self.named {
+            assert_eq!(self.blocks[id.0 as usize].name.as_ref().map(|name| name.hash), Some(*hash));
+        }
+    }
+
+    /// The content of block `id` if it holds `tokens` right after `chain`.
+    fn content_if(&self, id: BlockId, chain: &Chain, tokens: &[Token]) -> Option<Content> {
+        let name = self.blocks[id.0 as usize].name.as_ref()?;
+        let same = name.parent == chain.content
+            && name.salt.as_ref().is_none_or(|salt| *salt == chain.salt)
+            && self.tokens[id.0 as usize * self.block_size..][..self.block_size] == *tokens;
+        same.then_some(name.content)
+    }
+
+    fn fresh_content(&mut self) -> Content {
+        self.next_content += 1;
+        self.next_content - 1
+    }
+
+    fn take_free(&mut self) -> BlockId {
+        let id = self.unnamed.pop().unwrap_or(BlockId(self.oldest));
+        if self.blocks[id.0 as usize].name.is_some() {
+            self.unlink_free(id);
+            self.take_name(id);
+        }
+        self.blocks[id.0 as usize].holders = 1;
+        id
+    }
+
+    /// Removes a block's name, if it has one. The block is held or just being taken.
+    fn take_name(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.0 as usize];
+        if let Some(name) = block.name.take() {
+            self.named.remove(&name.hash);
+        }
+    }
+
+    fn let_go(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.0 as usize];
+        block.holders -= 1;
+        if block.holders > 0 {
+            return;
+        }
+        if block.name.is_none() {
+            self.unnamed.push(id);
+            return;
+        }
+        (block.prev, block.next) = (self.newest, NIL);
+        match self.newest {
+            NIL => self.oldest = id.0,
+            last => self.blocks[last as usize].next = id.0,
+        }
+        self.newest = id.0;
+        self.free_named += 1;
+    }
+
+    /// Takes a named block off the free list.
+    fn unlink_free(&mut self, id: BlockId) {
+        let Block { prev, next, .. } = self.blocks[id.0 as usize];
+        match prev {
+            NIL => self.oldest = next,
+            at => self.blocks[at as usize].next = next,
+        }
+        match next {
+            NIL => self.newest = prev,
+            at => self.blocks[at as usize].prev = prev,
+        }
+        self.free_named -= 1;
+    }
+}
+
+impl Chain {
+    fn advance(&mut self, hash: BlockHash, content: Content) {
+        (self.hash, self.content, self.len) = (hash, content, self.len + 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn salt(text: &str) -> Arc<[u8]> {
+        text.as_bytes().into()
+    }
+
+    /// A table holding `tokens` in full blocks, sealed under `name`.
+    fn cache(pool: &mut BlockPool, name: &str, tokens: &[Token]) -> BlockTable {
+        let (mut table, mut chain) = (BlockTable::default(), Chain::root(&salt(name)));
+        assert!(pool.grow(&mut table, tokens.len() / pool.block_size));
+        for tokens in tokens.chunks_exact(pool.block_size) {
+            pool.seal(&table, &mut chain, tokens, 0);
+        }
+        table
+    }
+
+    fn hits(pool: &BlockPool, name: &str, tokens: &[Token]) -> Vec<u32> {
+        let mut found = Vec::new();
+        pool.find(&salt(name), tokens, &mut found);
+        found.into_iter().map(|id| id.0).collect()
+    }
+
+    #[test]
+    fn blocks_without_a_name_go_first_then_the_least_recently_freed_tail() {
+        let mut pool = BlockPool::new(8, 2);
+        let mut first = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 1, 2
+        let mut second = cache(&mut pool, "", &[5, 6, 7, 8]); // blocks 3, 4
+        pool.release(&mut second);
+        pool.release(&mut first);
+        let mut table = BlockTable::default();
+        assert!(pool.grow(&mut table, 7));
+        let order: Vec<u32> = table.ids().iter().map(|id| id.0).collect();
+        assert_eq!(order, [5, 6, 7, 4, 3, 2, 1]);
+        assert!(hits(&pool, "", &[1, 2]).is_empty(), "a taken block lost its name");
+        pool.release(&mut table);
+        pool.check(std::iter::empty());
+    }
+
+    #[test]
+    fn a_block_is_found_only_with_its_tokens_its_past_and_its_salt() {
+        let mut pool = BlockPool::new(8, 2);
+        let mut table = cache(&mut pool, "a", &[1, 2, 3, 4]);
+        assert_eq!(hits(&pool, "a", &[1, 2, 3, 4, 5]), [1, 2]);
+        assert_eq!(hits(&pool, "a", &[1, 2, 3, 5]), [1]);
+        assert!(hits(&pool, "a", &[3, 4]).is_empty());
+        assert!(hits(&pool, "b", &[1, 2, 3, 4]).is_empty());
+        pool.release(&mut table);
+    }
+
+    #[test]
+    fn equal_names_with_other_content_are_not_shared() {
+        let mut pool = BlockPool::new(8, 2);
+        let mut table = cache(&mut pool, "a", &[1, 2]);
+        // A collision by hand: the block's name now also stands for other tokens, and for another salt.
+        for (salt_text, tokens) in [("a", [9, 9]), ("b", [1, 2])] {
+            let hash = BlockHash::root(salt_text.as_bytes()).child(&tokens);
+            pool.named.insert(hash, BlockId(1));
+            assert!(hits(&pool, salt_text, &tokens).is_empty());
+            pool.named.remove(&hash);
+        }
+        pool.release(&mut table);
+    }
+
+    #[test]
+    fn the_second_of_two_equal_blocks_stays_unnamed_and_chains_to_the_first() {
+        let mut pool = BlockPool::new(8, 2);
+        let mut first = cache(&mut pool, "", &[1, 2]); // block 1
+        let mut second = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 2, 3: the first of them a double
+        assert_eq!(hits(&pool, "", &[1, 2, 3, 4]), [1, 3]);
+        pool.release(&mut second);
+        assert_eq!(pool.unnamed.last(), Some(&BlockId(2)));
+        pool.release(&mut first);
+        pool.check(std::iter::empty());
+    }
+
+    #[test]
+    fn an_allocation_that_fails_touches_nothing() {
+        let mut pool = BlockPool::new(4, 2);
+        let mut table = cache(&mut pool, "", &[1, 2]);
+        let mut other = BlockTable::default();
+        assert!(!pool.grow(&mut other, 3));
+        assert_eq!((pool.free(), other.ids().len()), (2, 0));
+        pool.release(&mut table);
+        assert_eq!(hits(&pool, "", &[1, 2]), [1]);
+    }
+
+    #[test]
+    fn unsharing_keeps_the_shared_block_for_its_other_holder() {
+        let mut pool = BlockPool::new(8, 2);
+        let mut first = cache(&mut pool, "", &[1, 2]);
+        let mut second = BlockTable::default();
+        pool.share(&mut second, BlockId(1));
+        assert_eq!(pool.unshare_last(&mut second), (BlockId(1), BlockId(2)));
+        assert_eq!((pool.holders(BlockId(1)), pool.holders(BlockId(2))), (1, 1));
+        pool.check([&first, &second].into_iter());
+        pool.release(&mut first);
+        pool.release(&mut second);
+    }
+}

@@ -1,0 +1,117 @@
+//! The step buffers: arrays that Python owns and the core writes.
+
+use chairlift_core as core;
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use std::cell::Cell;
+
+/// The arrays of one step, shared with the model runner.
+///
+/// All are writable, C-contiguous int32; see `chairlift_core::StepBuffers`
+/// for their shapes.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct StepBuffers {
+    input_ids: PyBuffer<i32>,
+    positions: PyBuffer<i32>,
+    slots: PyBuffer<i32>,
+    query_starts: PyBuffer<i32>,
+    context_lens: PyBuffer<i32>,
+    rows: PyBuffer<i32>,
+    sample_at: PyBuffer<i32>,
+    sample_rows: PyBuffer<i32>,
+    copies: PyBuffer<i32>,
+    block_tables: PyBuffer<i32>,
+    max_blocks: usize,
+}
+
+#[pymethods]
+impl StepBuffers {
+    #[new]
+    #[pyo3(signature = (*, input_ids, positions, slots, query_starts, context_lens, rows, sample_at, sample_rows, copies, block_tables))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        input_ids: PyBuffer<i32>,
+        positions: PyBuffer<i32>,
+        slots: PyBuffer<i32>,
+        query_starts: PyBuffer<i32>,
+        context_lens: PyBuffer<i32>,
+        rows: PyBuffer<i32>,
+        sample_at: PyBuffer<i32>,
+        sample_rows: PyBuffer<i32>,
+        copies: PyBuffer<i32>,
+        block_tables: PyBuffer<i32>,
+    ) -> PyResult<Self> {
+        let &[_, max_blocks] = block_tables.shape() else {
+            return Err(PyValueError::new_err("block_tables must be two-dimensional"));
+        };
+        let buffers = Self {
+            input_ids,
+            positions,
+            slots,
+            query_starts,
+            context_lens,
+            rows,
+            sample_at,
+            sample_rows,
+            copies,
+            block_tables,
+            max_blocks,
+        };
+        buffers.view(py).map(|_| ()).ok_or_else(|| PyValueError::new_err("step buffers must be writable, C-contiguous int32 arrays"))?;
+        Ok(buffers)
+    }
+}
+
+impl StepBuffers {
+    /// The arrays as the core takes them; `None` if one is read-only or strided.
+    pub(crate) fn view<'a>(&'a self, py: Python<'a>) -> Option<core::StepBuffers<'a>> {
+        Some(core::StepBuffers {
+            input_ids: cells(py, &self.input_ids)?,
+            positions: cells(py, &self.positions)?,
+            slots: cells(py, &self.slots)?,
+            query_starts: cells(py, &self.query_starts)?,
+            context_lens: cells(py, &self.context_lens)?,
+            rows: cells(py, &self.rows)?,
+            sample_at: cells(py, &self.sample_at)?,
+            sample_rows: cells(py, &self.sample_rows)?,
+            copies: cells(py, &self.copies)?,
+            block_tables: cells(py, &self.block_tables)?,
+            max_blocks: self.max_blocks,
+        })
+    }
+
+    /// Says what is too short for a scheduler of these limits.
+    pub(crate) fn check(&self, config: &core::Config) -> PyResult<()> {
+        let (tokens, seqs) = (config.max_tokens as usize, config.max_seqs as usize);
+        let wanted = [
+            ("input_ids", &self.input_ids, tokens),
+            ("positions", &self.positions, tokens),
+            ("slots", &self.slots, tokens),
+            ("query_starts", &self.query_starts, seqs + 1),
+            ("context_lens", &self.context_lens, seqs),
+            ("rows", &self.rows, seqs),
+            ("sample_at", &self.sample_at, tokens),
+            ("sample_rows", &self.sample_rows, tokens),
+            ("copies", &self.copies, 2 * seqs),
+            ("block_tables", &self.block_tables, seqs * self.max_blocks),
+        ];
+        for (name, buffer, least) in wanted {
+            if buffer.item_count() < least {
+                return Err(PyValueError::new_err(format!("{name} has {} entries, needs {least}", buffer.item_count())));
+            }
+        }
+        if self.max_blocks < config.max_blocks_per_seq() as usize {
+            let (have, need) = (self.max_blocks, config.max_blocks_per_seq());
+            return Err(PyValueError::new_err(format!("block_tables has rows of {have} blocks, needs {need}")));
+        }
+        Ok(())
+    }
+}
+
+/// An array as cells; `None` if it is read-only, strided or empty.
+#[expect(deprecated, reason = "sound here: never empty, and only the engine's thread, which holds the GIL now, touches step buffers")]
+fn cells<'a>(py: Python<'a>, buffer: &'a PyBuffer<i32>) -> Option<&'a [Cell<i32>]> {
+    if buffer.item_count() == 0 { None } else { buffer.as_mut_slice(py) }
+}

@@ -1,0 +1,21 @@
+//! The core's refusals, one Python exception each.
+
+use chairlift_core as core;
+use pyo3::exceptions::PyValueError;
+use pyo3::{PyErr, create_exception};
+
+create_exception!(chairlift._core, Rejected, PyValueError, "A request that can never run.");
+create_exception!(chairlift._core, EmptyPrompt, Rejected, "The prompt has no tokens.");
+create_exception!(chairlift._core, NoNewTokens, Rejected, "No new token was asked for.");
+create_exception!(chairlift._core, TooLong, Rejected, "Prompt and output exceed the model's context.");
+create_exception!(chairlift._core, NeverFits, Rejected, "Prompt and output exceed the whole KV cache.");
+
+pub(crate) fn rejected(error: core::Rejected) -> PyErr {
+    let message = error.to_string();
+    match error {
+        core::Rejected::EmptyPrompt => EmptyPrompt::new_err(message),
+        core::Rejected::NoNewTokens => NoNewTokens::new_err(message),
+        core::Rejected::TooLong { .. } => TooLong::new_err(message),
+        core::Rejected::NeverFits { .. } => NeverFits::new_err(message),
+    }
+}

@@ -1,0 +1,24 @@
+//! `chairlift._core`: the scheduler for Python. Conversion and one mutex,
+//! nothing else; numbers cross in flat arrays, once a step.
+
+mod buffers;
+mod errors;
+mod scheduler;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    use crate::buffers::StepBuffers;
+    #[pymodule_export]
+    use crate::errors::{EmptyPrompt, NeverFits, NoNewTokens, Rejected, TooLong};
+    #[pymodule_export]
+    use crate::scheduler::{Outputs, Scheduler, Stats, StepPlan};
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

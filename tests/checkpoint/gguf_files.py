@@ -1,0 +1,161 @@
+"""GGUF files for the tests: the default one, and tiny ones written the way llama.cpp's converter does."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from chairlift.checkpoint.pull import pull_default
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+CONTROLS = ("<|end|>", "<|user|>")
+FLOATS = {"layer_norm_rms_epsilon", "freq_base", "factor"}
+
+
+def default_file() -> Path:
+    return pull_default(progress=False)
+
+
+def byte_tokens() -> list[str]:
+    """GPT-2's alphabet: the 256 bytes as visible characters, in the order of the bytes."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
+
+
+def tiny_model(kind: str, **settings: Any) -> PreTrainedModel:
+    """A random model of two layers with a vocabulary of 320."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    defaults = {"vocab_size": 320, "max_position_embeddings": 128, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 256}
+    config = AutoConfig.for_model(kind, **sizes, **{"head_dim": 16, **defaults, "rms_norm_eps": 1e-5, **settings})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide a mistake
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+def gguf_of(
+    model: PreTrainedModel,
+    path: Path,
+    quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    *,
+    tokenizer: str = "gpt-2",
+    replaced: dict[str, Any] | None = None,
+    frequencies: np.ndarray | None = None,
+) -> None:
+    """Writes `model`, its matrices quantized; `replaced` metadata differ from what it says, and None is left out."""
+    config, kind = model.config, model.config.model_type
+    rope = config.rope_parameters
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values = {
+        "general.architecture": kind,
+        f"{kind}.context_length": config.max_position_embeddings,
+        f"{kind}.embedding_length": config.hidden_size,
+        f"{kind}.block_count": config.num_hidden_layers,
+        f"{kind}.feed_forward_length": config.intermediate_size,
+        f"{kind}.attention.head_count": config.num_attention_heads,
+        f"{kind}.attention.head_count_kv": config.num_key_value_heads,
+        f"{kind}.attention.key_length": head_dim,
+        f"{kind}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{kind}.rope.freq_base": rope["rope_theta"],
+        **byte_level_metadata(tokenizer),
+    }
+    if rope["rope_type"] in ("linear", "yarn"):
+        values |= {f"{kind}.rope.scaling.type": rope["rope_type"], f"{kind}.rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "yarn":
+        values[f"{kind}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "llama3":
+        frequencies = _llama3_divisors(rope, head_dim)
+    writer = _writer(path, values | (replaced or {}))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stem, suffix = name.rsplit(".", 1)
+        weights = tensor.numpy()
+        if kind == "llama" and stem.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
+            weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+        used = quantization if weights.ndim == 2 else gguf.GGMLQuantizationType.F32
+        data = gguf.quantize(np.ascontiguousarray(weights), used)
+        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", data, raw_dtype=used)
+    if frequencies is not None:
+        writer.add_tensor("rope_freqs.weight", frequencies)
+    _write(writer)
+
+
+def byte_level_metadata(pre: str) -> dict[str, Any]:
+    """A vocabulary of bytes, a few merges, digits and control tokens; padded to 320."""
+    merges = ["h e", "l l", "he ll", "hell o", "Ġ Ġ", "Ġ h", "1 2", "12 3", "Ġ 1", "Ċ Ċ", "Ã ©", "e Ì", "eÌ ģ"]
+    tokens = [*byte_tokens(), *CONTROLS, "<think>", *("".join(merge.split(" ")) for merge in merges)]
+    kinds = [NORMAL] * 256 + [CONTROL] * 2 + [USER_DEFINED] + [NORMAL] * len(merges)
+    padding = [f"[PAD{index}]" for index in range(320 - len(tokens))]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [*tokens, *padding],
+        "tokenizer.ggml.token_type": kinds + [5] * len(padding),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 257,
+        "tokenizer.ggml.eos_token_id": 256,
+    }
+
+
+def sentencepiece_metadata() -> dict[str, Any]:
+    """A vocabulary as SentencePiece makes them: bytes, pieces with scores, and no merges; padded to 320."""
+    pieces = ["\u2581", *"helowrdab\n", "he", "ll", "\u2581he", "hell", "\u2581hell", "hello", "\u2581hello", "\u2581\u2581"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    padding = [f"[PAD{index}]" for index in range(320 - len(tokens))]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [*tokens, *padding],
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(rank) for rank in range(len(pieces) + len(padding))],
+        "tokenizer.ggml.token_type": [2, CONTROL, CONTROL] + [6] * 256 + [NORMAL] * len(pieces) + [5] * len(padding),
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """What the converter stores for Llama 3: by how much each frequency is divided."""
+    divisors = []
+    for frequency in rope["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim):
+        length = 2 * np.pi / frequency
+        context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = (context / length - low) / (high - low)
+        between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+        divisors.append(1.0 if length < context / high else rope["factor"] if length > context / low else between)
+    return np.array(divisors, dtype=np.float32)
+
+
+def _writer(path: Path, values: dict[str, Any]) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, values.pop("general.architecture"))
+    for key, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif key.rsplit(".", 1)[1] in FLOATS:
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    return writer
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,225 @@
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import default_file, gguf_of, tiny_model
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from chairlift.checkpoint.gguf import convert
+from chairlift.checkpoint.gguf_file import GGUFFile
+from chairlift.errors import ChairliftError, UnsupportedModel
+from chairlift.tokenizer import Tokenizer
+
+BLOCKS = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+
+
+def _paired(weights: np.ndarray, heads: int) -> np.ndarray:
+    """The order in which llama.cpp stores rotary rows: (i, i + half) side by side."""
+    return weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+
+
+def test_weights_are_those_of_the_gguf_package(model_dir: Path) -> None:
+    converted = load_file(model_dir / "model.safetensors")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
+    ours = {names.get_name(name.removesuffix(".weight")) + ".weight": (name, value) for name, value in converted.items()}
+    reader = gguf.GGUFReader(default_file())
+    assert ours.keys() == {tensor.name for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        if tensor.name.startswith("blk.") and tensor.name.split(".")[1] not in ("0", "17", "29"):
+            continue  # the package takes its time: some layers will do
+        name, value = ours[tensor.name]
+        if ".q_proj." in name or ".k_proj." in name:
+            value = _paired(value, 9 if ".q_proj." in name else 3)
+        assert value.dtype == np.float32
+        np.testing.assert_array_equal(value, gguf.dequantize(tensor.data, tensor.tensor_type), strict=True)
+
+
+def test_config_of_the_default_model(model_dir: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    wanted = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "head_dim": 64, "vocab_size": 49152, "eos_token_id": 2}
+    wanted |= {"rms_norm_eps": 1e-5, "rope_theta": 1e5, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+    assert {key: config[key] for key in wanted} == wanted
+    assert json.loads((model_dir / "generation_config.json").read_text()) == {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": [2]}
+
+
+def test_transformers_runs_the_default_model(model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    answer = model.generate(**tokenizer("The capital of France is", return_tensors="pt"), max_new_tokens=1, do_sample=False)
+    assert tokenizer.decode(answer[0]) == "The capital of France is Paris"
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "head_dim": 8, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+        ("qwen2", {}),
+        ("qwen2", {"rope_parameters": {"rope_theta": 1e6, **YARN}}),
+        ("qwen3", {"tie_word_embeddings": True, "head_dim": 8}),
+    ],
+)
+def test_a_model_comes_back_from_gguf_as_it_was(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    """A model of transformers, written as llama.cpp's converter does and converted back, gives the same logits."""
+    model = tiny_model(kind, **settings)
+    gguf_of(model, tmp_path / "tiny.gguf")
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert type(back) is type(model)
+    before, after = model.state_dict(), back.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    ids = torch.randint(0, model.config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
+def test_kinds_of_quantization(tmp_path: Path, kind: str) -> None:
+    quantization = gguf.GGMLQuantizationType[kind]
+    model = tiny_model("qwen2")
+    gguf_of(model, tmp_path / "tiny.gguf", quantization)
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    weights = model.model.layers[1].mlp.up_proj.weight.detach().numpy()
+    expected = gguf.dequantize(gguf.quantize(weights, quantization), quantization)
+    np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.mlp.up_proj.weight"], expected)
+
+
+def test_two_conversions_at_once_agree(tmp_path: Path) -> None:
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf")
+    barrier = threading.Barrier(4)
+    failures = []
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            convert(tmp_path / "tiny.gguf", tmp_path / "cache" / "out")
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["out"]
+    Tokenizer(tmp_path / "cache" / "out")
+
+
+def test_a_tokenizer_beside_the_file_is_taken(tmp_path: Path, model_dir: Path) -> None:
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", tokenizer="unheard-of")
+    with pytest.raises(UnsupportedModel, match=r"put the model's own tokenizer\.json beside the file"):
+        convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert Tokenizer(tmp_path / "out").vocab_size == 49152
+
+
+def _altered(tmp_path: Path, **metadata: Any) -> Path:
+    """A tiny model with some of its metadata replaced; None leaves a key out."""
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("llama"), path, replaced={key.replace("__", "."): value for key, value in metadata.items()})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ({"general__architecture": "mamba"}, "architecture 'mamba'; those that can be read: llama, qwen2, qwen3"),
+        ({"llama__expert_count": 8}, "mixture of experts"),
+        ({"split__count": 3}, "llama-gguf-split --merge"),
+        ({"llama__block_count": None}, "llama.block_count is None"),
+        ({"llama__block_count": 2**31 - 1}, "says it has 2147483647 layers but holds 21 tensors"),
+        ({"llama__block_count": 3}, "lacks 9 tensors, model.layers.2.self_attn.q_proj.weight among them"),
+        ({"llama__block_count": "two"}, "llama.block_count is 'two' and not of type int"),
+        ({"llama__block_count": 1}, "tensor blk.1.attn_q.weight of shape .* does not belong"),
+        ({"llama__feed_forward_length": 65}, "tensor blk.0.ffn_gate.weight of shape .* does not belong"),
+        ({"llama__attention__head_count": 0}, "llama.attention.head_count is 0, not a positive integer"),
+        ({"llama__rope__dimension_count": 4}, "rotary or value dimensions"),
+        ({"llama__rope__freq_base": float("nan")}, "freq_base is nan"),
+        ({"llama__rope__scaling__type": "longrope", "llama__rope__scaling__factor": 2.0}, "rope scaling of type 'longrope'"),
+        ({"general__alignment": 0}, "alignment is 0"),
+        ({"tokenizer__ggml__tokens": ["a", "a"]}, "vocabulary is missing or contradicts itself"),
+        ({"tokenizer__ggml__tokens": 7}, "tokenizer.ggml.tokens is 7 and not of type list"),
+        ({"tokenizer__ggml__merges": ["nospace"]}, "its vocabulary is not sound"),
+        ({"tokenizer__ggml__merges": ["x y z"]}, "its vocabulary is not sound"),
+        ({"tokenizer__ggml__pre": "tomorrow"}, "of the kind 'gpt2' / 'tomorrow'"),
+        ({"tokenizer__ggml__model": "t5"}, "of the kind 't5'"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, metadata: dict[str, Any], reason: str) -> None:
+    path = _altered(tmp_path, **metadata)
+    with pytest.raises(UnsupportedModel, match=reason):
+        convert(path, tmp_path / "out")
+    assert [left.name for left in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def test_frequencies_of_another_kind_are_refused(tmp_path: Path) -> None:
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", frequencies=np.linspace(1, 3, 8, dtype=np.float32))
+    with pytest.raises(UnsupportedModel, match="rope frequencies are not those of Llama 3"):
+        convert(tmp_path / "tiny.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [b"", b"GGU", b"\0" * 64, b"PK\3\4" + b"\0" * 64])
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other.gguf"
+    path.write_bytes(content)
+    with pytest.raises(UnsupportedModel, match="is not a GGUF file"):
+        convert(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("version", "reason"), [(1, "version 1; versions 2 and 3"), (3 << 24, "big-endian")])
+def test_other_versions_are_refused(tmp_path: Path, version: int, reason: str) -> None:
+    path = tmp_path / "other.gguf"
+    path.write_bytes(b"GGUF" + version.to_bytes(4, "little") + b"\0" * 64)
+    with pytest.raises(UnsupportedModel, match=reason):
+        convert(path, tmp_path / "out")
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    whole = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), whole)
+    content = whole.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for size in (*range(4, 400), *range(400, len(content), 997), len(content) - 32):
+        cut.write_bytes(content[:size])
+        with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
+            GGUFFile(cut, BLOCKS)
+    with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
+        convert(cut, tmp_path / "out")
+    assert sorted(left.name for left in tmp_path.iterdir()) == ["cut.gguf", "tiny.gguf"]
+
+
+def test_flipped_bytes_do_no_harm(tmp_path: Path) -> None:
+    """Whatever a header claims, reading it ends in a model or in one of our errors, and in no huge allocation."""
+    whole = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("llama"), whole)
+    content = bytearray(whole.read_bytes())
+    header = GGUFFile(whole, BLOCKS).tensors["token_embd.weight"].start
+    damaged = tmp_path / "damaged.gguf"
+    random = np.random.default_rng(0)
+    refused = 0
+    for turn in range(300):
+        copy = bytearray(content)
+        for at in random.integers(4, header, 1 + turn % 3):
+            copy[at] = random.integers(256)
+        damaged.write_bytes(copy)
+        try:
+            convert(damaged, tmp_path / "out" / str(turn))
+        except ChairliftError:
+            refused += 1
+    assert refused > 50
+    assert all(not left.name.startswith(".") for left in (tmp_path / "out").iterdir())

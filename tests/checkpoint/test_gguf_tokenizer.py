@@ -1,0 +1,159 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_files import CONTROLS, byte_level_metadata, default_file, gguf_of, sentencepiece_metadata, tiny_model
+from tokenizers.pre_tokenizers import ByteLevel, Digits
+from tokenizers.pre_tokenizers import Sequence as InTurn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from chairlift.checkpoint.gguf import convert
+from chairlift.errors import UnsupportedModel
+from chairlift.tokenizer import Tokenizer
+
+TEXTS = [
+    "",
+    "Hello world, it's we'll I'M 'S don't",
+    "def f(x):\n    return x[1:]\n\n\tif a==1: print('hi')\r\n",
+    "12 3456 7.89e-10 x12y 2026-01-02",
+    "😀 👩\u200d👩\u200d👧 🏳️\u200d🌈 ok",
+    "你好世界 こんにちは 안녕하세요 Ελληνικά العربية",
+    "cafe\u0301 a\u0308 café \u0915\u094d\u0937 \u212b",
+    "   a    b\n\n\n c\t\td \n   ",
+    "\u00a0x\u2003y\u200bz\ufeff\ufffd\x00\x7f",
+    "<|im_start|>user\nhi<|im_end|>\n <|endoftext|>x<file_sep> <empty_output>y",
+]
+SPACED_NUMBERS = ["  1", "x  12   345\n 6", "½ ² ٣٤ Ⅷ"]
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedTokenizerBase:
+    """transformers' own reading of the default file."""
+    path = default_file()
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def test_ids_are_those_of_transformers(model_dir: Path, reference: PreTrainedTokenizerBase) -> None:
+    tokenizer = Tokenizer(model_dir)
+    assert [tokenizer.encode(text) for text in TEXTS] == [reference(text)["input_ids"] for text in TEXTS]
+    assert tokenizer.vocab_size == len(reference)
+    assert tokenizer.special_token_ids == set(range(17))
+
+
+def test_digits_stand_alone_before_words_are_cut(model_dir: Path, reference: PreTrainedTokenizerBase) -> None:
+    """SmolLM's own tokenizer isolates digits first; transformers leaves that out for GGUF files, so it is put back here."""
+    plain = [reference(text)["input_ids"] for text in SPACED_NUMBERS]
+    reference.backend_tokenizer.pre_tokenizer = InTurn([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    tokenizer = Tokenizer(model_dir)
+    ours = [tokenizer.encode(text) for text in SPACED_NUMBERS]
+    assert ours == [reference(text)["input_ids"] for text in SPACED_NUMBERS]
+    assert ours != plain
+    assert tokenizer.decode(ours[1]) == SPACED_NUMBERS[1]
+
+
+def test_transformers_reads_what_is_written(model_dir: Path) -> None:
+    theirs, ours = AutoTokenizer.from_pretrained(model_dir), Tokenizer(model_dir)
+    for text in TEXTS + SPACED_NUMBERS:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text), skip_special_tokens=True)
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, theirs.unk_token_id) == (1, 2, 2, 0)
+
+
+def _both(tmp_path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
+    """The tokenizer of a file with these metadata, read by chairlift and by transformers."""
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced=metadata)
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    return Tokenizer(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+
+
+BYTE_TEXTS = [
+    *TEXTS,
+    *SPACED_NUMBERS,
+    "hello hello 123 1234567 hellohello\n\n x",
+    "<|user|>hello<|end|> <think>hello</think>",
+    "don't DON'T he'LL",
+    "a!!!\n\nb  \n  c\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "default", "llama-bpe", "qwen2"])
+def test_ways_of_cutting_words(tmp_path: Path, pre: str) -> None:
+    ours, theirs = _both(tmp_path, byte_level_metadata(pre) | {"tokenizer.ggml.add_bos_token": False})
+    # Qwen's own tokenizer composes characters first (NFC), which transformers leaves out for GGUF files; and it adds
+    # <|endoftext|> to vocabularies that lack it.
+    texts = [text for text in BYTE_TEXTS if (pre != "qwen2" or "e\u0301" not in text) and "<|endoftext|>" not in text]
+    assert [ours.encode(text) for text in texts] == [theirs(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert [ours.decode(ours.encode(text)) for text in BYTE_TEXTS[:4]] == BYTE_TEXTS[:4]
+
+
+def test_qwen_composes_characters(tmp_path: Path) -> None:
+    ours, _ = _both(tmp_path, byte_level_metadata("qwen2"))
+    assert ours.encode("cafe\u0301") == ours.encode("caf\u00e9")
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_not(tmp_path: Path) -> None:
+    ours, _ = _both(tmp_path, byte_level_metadata("gpt-2"))
+    ids = ours.encode("<|user|><think>a<|end|>")
+    assert ids[:2] == [257, 258]
+    assert ids[-1] == 256
+    assert ours.decode(ids) == "<think>a"
+    assert ours.decode(ids, skip_special_tokens=False) == "<|user|><think>a<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("pre", "metadata", "expected"),
+    [
+        ("gpt-2", {}, ["h"]),
+        ("llama-bpe", {}, [CONTROLS[1], "h"]),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, ["h"]),
+        ("gpt-2", {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, [CONTROLS[1], "h", CONTROLS[0]]),
+    ],
+)
+def test_what_stands_around_a_prompt(tmp_path: Path, pre: str, metadata: dict[str, Any], expected: list[str]) -> None:
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced=byte_level_metadata(pre) | metadata)
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    ours, theirs = Tokenizer(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert [ours.decode([token], skip_special_tokens=False) for token in ours.encode("h")] == expected
+    assert theirs("h")["input_ids"] == ours.encode("h")
+    assert ours.encode("h", add_special_tokens=False) == [ord("h")]
+
+
+def test_ends_of_a_turn(tmp_path: Path) -> None:
+    metadata = byte_level_metadata("gpt-2") | {"tokenizer.ggml.eos_token_id": 257, "tokenizer.ggml.eot_token_id": 258}
+    ours, _ = _both(tmp_path, metadata)
+    assert ours.eos_token_ids == {256, 257, 258}  # <|end|> is known to end a turn
+
+
+SENTENCES = ["hello", "hello hello", " hello", "hell ohello ", "ähello你", "a\nb", ""]
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    ours, theirs = _both(tmp_path, sentencepiece_metadata())
+    assert ours.encode("hello hello") == theirs("hello hello")["input_ids"]
+    assert ours.encode("h", add_special_tokens=False) == theirs("h", add_special_tokens=False)["input_ids"]
+    for text in SENTENCES:
+        assert ours.decode(ours.encode(text)) == text
+    # llama.cpp, and the tokenizer.json of Llama 2, begin each stretch of text with a space.
+    h = ours.encode("h", add_special_tokens=False)
+    assert ours.encode("h</s>h") == [1, *h, 2, *h]
+    assert ours.decode([1, *h, 2, *h]) == "h h"
+
+
+def test_sentencepiece_falls_back_to_bytes(tmp_path: Path) -> None:
+    ours, theirs = _both(tmp_path, sentencepiece_metadata())
+    ids = ours.encode("a你", add_special_tokens=False)
+    assert ids == theirs("a你", add_special_tokens=False)["input_ids"]
+    assert [ours.piece(token) for token in ids[-3:]] == [b"\xe4", b"\xbd", b"\xa0"]
+    assert ours.decode(ids[:-1]) == "a\ufffd"
+
+
+def test_sentencepiece_without_a_space_in_front(tmp_path: Path) -> None:
+    ours, _ = _both(tmp_path, sentencepiece_metadata() | {"tokenizer.ggml.add_space_prefix": False})
+    assert not ours.strips_first_space
+    assert ours.decode(ours.encode(" hello")) == " hello"
+    assert ours.encode("h", add_special_tokens=False) != ours.encode(" h", add_special_tokens=False)
+
+
+def test_sentencepiece_without_scores_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="its vocabulary has no scores"):
+        _both(tmp_path, sentencepiece_metadata() | {"tokenizer.ggml.scores": None})

@@ -1,0 +1,154 @@
+import os
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from gguf_files import gguf_of, tiny_model
+from huggingface_hub import constants, errors
+
+from chairlift.checkpoint import locate as module
+from chairlift.checkpoint.locate import cache_dir, locate
+from chairlift.config import DEFAULT_MODEL
+from chairlift.errors import ModelNotFound, UnsupportedModel
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("CHAIRLIFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHAIRLIFT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "chairlift"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_dir() == Path("/x/chairlift")
+    monkeypatch.setenv("CHAIRLIFT_CACHE", "~/c")
+    assert cache_dir() == tmp_path / "c"
+
+
+def test_the_default_model_is_complete(model_dir: Path) -> None:
+    names = {path.name for path in model_dir.iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert locate(DEFAULT_MODEL) == model_dir
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    assert locate(str(tmp_path / "m")) == tmp_path / "m"
+    monkeypatch.chdir(tmp_path)
+    assert locate("m") == tmp_path / "m"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert locate("~/m") == tmp_path / "m"
+
+
+def test_a_file_is_converted_once(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), path)
+    first = locate(str(path))
+    assert first.parent == cache / "models"
+    assert (first / "model.safetensors").is_file()
+    assert capsys.readouterr().err == "Converting tiny.gguf\n"
+    assert locate(str(path)) == first
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_changed_is_converted_again(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), path)
+    first = locate(str(path), progress=False)
+    os.utime(path, ns=(0, 0))
+    second = locate(str(path), progress=False)
+    (tmp_path / "tokenizer.json").write_bytes((first / "tokenizer.json").read_bytes())
+    third = locate(str(path), progress=False)
+    assert len({first, second, third}) == 3
+
+
+def test_a_directory_with_one_gguf_file_stands_for_it(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "m").mkdir()
+    gguf_of(tiny_model("qwen2"), tmp_path / "m" / "tiny.gguf")
+    assert (locate(str(tmp_path / "m"), progress=False) / "config.json").is_file()
+    (tmp_path / "m" / "other.gguf").write_bytes(b"")
+    with pytest.raises(ModelNotFound, match=r"it holds 2 \.gguf files: name one of them"):
+        locate(str(tmp_path / "m"))
+
+
+def test_a_bad_file_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
+        locate(str(tmp_path / "bad.gguf"), progress=False)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("empty", r"empty has no config\.json; a model's directory holds config\.json, tokenizer\.json and \*\.safetensors"),
+        ("weights.bin", r"weights\.bin is a file but not a \.gguf one"),
+        ("missing", "there is no model '.*missing' here; name a directory"),
+        ("missing.gguf", "there is no model"),
+    ],
+)
+def test_what_is_no_model(tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "weights.bin").write_bytes(b"")
+    with pytest.raises(ModelNotFound, match=reason):
+        locate(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "", "a/b/c", "../m/x", "org/na me"])
+def test_what_is_no_name_of_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "_from_hub", None)
+    with pytest.raises(ModelNotFound):
+        locate(name)
+
+
+def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def snapshot(name: str, **settings: object) -> str:
+        asked.update(settings, name=name)
+        (tmp_path / "config.json").write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert locate("org/model", "v1", progress=False) == tmp_path
+    assert (asked["name"], asked["revision"]) == ("org/model", "v1")
+    assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in asked["allow_patterns"])
+
+
+def _response_error(kind: type[Exception]) -> Exception:
+    error = kind.__new__(kind)
+    error.args = ("404 Client Error",)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (_response_error(errors.GatedRepoError), "is gated: accept its terms"),
+        (_response_error(errors.RepositoryNotFoundError), r"the Hugging Face hub has no model org/model \(or it is private"),
+        (_response_error(errors.RevisionNotFoundError), "has no revision 'v9'"),
+        (errors.LocalEntryNotFoundError("no"), "cannot be reached; name a local directory"),
+        (OSError("disk full\nand more"), r"could not fetch org/model from the Hugging Face hub \(disk full\)"),
+    ],
+)
+def test_what_the_hub_refuses(monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
+    def snapshot(name: str, **settings: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(ModelNotFound, match=reason):
+        locate("org/model", "v9", progress=False)
+
+
+def test_offline_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelNotFound, match="is not in the local cache and the Hugging Face hub cannot be reached"):
+        locate("org/model", progress=False)

@@ -1,0 +1,106 @@
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import chairlift
+from chairlift.cli import flags, main
+from chairlift.config import EngineConfig, ServerConfig
+
+HEAVY = {"torch", "transformers", "starlette", "uvicorn", "pydantic", "numpy", "rich", "tokenizers", "jinja2", "huggingface_hub", "msgpack"}
+
+
+def chairlift_command(*arguments, stdin="", **environ):
+    """Runs the command line in a process of its own."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("CHAIRLIFT_") or name == "CHAIRLIFT_CACHE"}
+    command = [sys.executable, "-m", "chairlift.cli.main", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=clean | environ, timeout=100, check=False)
+
+
+def test_help_imports_nothing_heavy():
+    asked = "import sys; from chairlift.cli.main import main\ntry: main(['serve', '--help'])\nfinally: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in done.stderr.split()}
+    assert "argparse" in loaded
+    assert not loaded & HEAVY
+
+
+def test_version():
+    done = chairlift_command("--version")
+    assert (done.returncode, done.stdout) == (0, f"chairlift {chairlift.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "pull"])
+def test_every_command_explains_itself_by_example(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        main.main([command, "--help"])
+    assert left.value.code == 0
+    assert f"chairlift {command}" in capsys.readouterr().out.split("examples:")[1]
+
+
+def test_every_setting_has_a_flag_and_tells_its_variable(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["serve", "--help"])
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)):
+        assert field.name == "model" or f" --{field.name.replace('_', '-')}" in text
+        assert f"[CHAIRLIFT_{field.name.upper()}]" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "says"),
+    [
+        ([], {}, "required: COMMAND"),
+        (["ski"], {}, "invalid choice: 'ski'"),
+        (["serve", "--no-such-flag"], {}, "--no-such-flag"),
+        (["serve", "--block-size", "x"], {}, "--block-size: expected a whole number, got 'x'"),
+        (["serve", "--max-model-len", "many"], {}, "--max-model-len: not a size: 'many'"),
+        (["serve", "--device", "abacus"], {}, "--device: expected one of auto, cpu, cuda, got 'abacus'"),
+        (["serve", "--max-num-seqs", "0"], {}, "--max-num-seqs must be at least 1, got 0"),
+        (["serve", "--max-num-seq", "4"], {}, "--max-num-seq"),
+        (["serve"], {"CHAIRLIFT_PORT": "abc"}, "CHAIRLIFT_PORT: expected a whole number, got 'abc'"),
+        (["chat"], {"CHAIRLIFT_ENABLE_PREFIX_CACHING": "maybe"}, "CHAIRLIFT_ENABLE_PREFIX_CACHING: expected true or false"),
+        (["generate", "a", "--max-tokens", "ten"], {}, "--max-tokens"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments, environ, says):
+    done = chairlift_command(*arguments, **environ)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("chairlift: ")
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["pull", "./no/such/directory"], "no/such/directory"),
+        (["generate", "a", "--model", "./no/such/directory"], "no/such/directory"),
+        (["generate", "a", "--temperature", "-1"], "temperature must be a number from 0 to 100, got -1.0"),
+        (["serve", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
+    ],
+)
+def test_a_failure_is_one_line_and_exit_code_1(arguments, says):
+    done = chairlift_command(*arguments)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("chairlift: ")
+    assert says in line
+
+
+def test_flags_win_over_variables_and_variables_over_defaults(monkeypatch):
+    monkeypatch.setenv("CHAIRLIFT_PORT", "1")
+    monkeypatch.setenv("CHAIRLIFT_MODEL", "from/variable")
+    monkeypatch.setenv("CHAIRLIFT_MAX_MODEL_LEN", "2k")
+    monkeypatch.setenv("CHAIRLIFT_ENABLE_PREFIX_CACHING", "off")
+    given = vars(main._parser().parse_args(["serve", "--port", "2"]))
+    assert flags.read(ServerConfig, given).port == 2
+    assert flags.read(EngineConfig, given) == EngineConfig(model="from/variable", max_model_len=2000, enable_prefix_caching=False)
+    given = vars(main._parser().parse_args(["serve", "from/argument", "--enable-prefix-caching", "--max-num-batched-tokens", "1K"]))
+    engine = flags.read(EngineConfig, given)
+    assert (engine.model, engine.enable_prefix_caching, engine.max_num_batched_tokens) == ("from/argument", True, 1024)

@@ -1,0 +1,147 @@
+"""An engine without a model, for tests of what stands around it; `python -m fake_engine FD` runs it as the child process.
+
+A request's tokens count up from the first token of its prompt. The prompts below make it misbehave.
+"""
+
+import asyncio
+import os
+import signal
+import struct
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chairlift.engine import process
+from chairlift.errors import InvalidRequest
+
+REFUSED, CRASHING, DYING, HANGING, FAILING, BROKEN = range(900_001, 900_007)
+EOS = 7
+FACTS = {
+    "model": "fake",
+    "max_model_len": 2_000_000,
+    "vocab_size": 1_000_000,
+    "num_kv_blocks": 10,
+    "block_size": 16,
+    "max_num_seqs": 64,
+    "eos_token_ids": [EOS],
+}
+
+
+@dataclass
+class FakeReport:
+    entries: list = field(default_factory=list)
+    ended: list = field(default_factory=list)
+
+    @property
+    def tags(self):
+        return struct.pack(f"<{len(self.entries)}Q", *(entry[0] for entry in self.entries))
+
+    @property
+    def tokens(self):
+        return struct.pack(f"<{len(self.entries)}i", *(entry[1] for entry in self.entries))
+
+    @property
+    def finishes(self):
+        return bytes(entry[2] for entry in self.entries)
+
+
+class FakeEngine:
+    def __init__(self, config, on_phase=lambda name, seconds: None):
+        if config.seed == 13:
+            raise InvalidRequest("an unlucky seed")
+        on_phase("weights", 0.25)
+        self.facts = FACTS
+        self.running = {}
+        self.aborted = []
+        self.steps = 0
+
+    def add(self, tag, prompt, params):
+        if prompt[0] == REFUSED:
+            raise InvalidRequest("it can never fit: needs 12 blocks of 10", param="prompt", code="never_fits")
+        if prompt[0] == BROKEN:
+            raise RuntimeError("not foreseen")
+        self.running[tag] = [int(prompt[0]), 0, params]
+
+    def abort(self, tag):
+        self.aborted.append(tag)
+        return self.running.pop(tag, None) is not None
+
+    def step(self):
+        self.steps += 1
+        if not self.running:
+            return None
+        report = FakeReport()
+        for tag, entry in list(self.running.items()):
+            start, count, params = entry
+            if start == CRASHING:
+                raise ZeroDivisionError("a bug in the model")
+            if start == DYING:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while start == HANGING:
+                time.sleep(0.01)
+            entry[1] += 1
+            token = start + count
+            stops = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
+            finish = 3 if start == FAILING else 1 if token in stops else 2 if count + 1 == params.max_tokens else 0
+            report.entries.append((tag, -1 if finish == 3 else token, finish))
+            if finish:
+                del self.running[tag]
+                report.ended.append((tag, 16, 1, 1_000_000, 1_500_000, 2_000_000, 4_000_000))
+        return report
+
+    def stats(self):
+        return {"running": len(self.running), "aborted": len(self.aborted), "steps": self.steps}
+
+
+class FakeTokenizer:
+    """One token a character, and back."""
+
+    eos_token_ids = special_token_ids = frozenset({EOS})
+    strips_first_space = False
+    vocab_size = FACTS["vocab_size"]
+
+    def __init__(self, directory=Path(), source=None):
+        self.directory = directory
+
+    def encode(self, text):
+        return [ord(character) for character in text]
+
+    def piece(self, token):
+        return chr(token % 0xD800).encode()  # from there on come surrogates, which are no text
+
+    def chat(self, messages):
+        return self.encode(messages[-1]["content"])
+
+
+def fake(monkeypatch):
+    """Puts the fakes in the places of the model's directory, tokenizer and process."""
+    from chairlift.engine import client, llm
+
+    for module in (client, llm):
+        monkeypatch.setattr(module, "locate", lambda model, revision=None: Path("/models") / model)
+        monkeypatch.setattr(module, "Tokenizer", FakeTokenizer)
+    monkeypatch.setattr(client.AsyncEngine, "_command", ("-m", "fake_engine"))
+
+
+def text_of(start, count):
+    return "".join(map(chr, range(start, start + count)))
+
+
+async def _be_a_parent():
+    """Holds an engine that hangs in a step, and says so; killed by the test."""
+    import pytest
+
+    from chairlift.engine.client import AsyncEngine
+
+    fake(pytest.MonkeyPatch())
+    async with AsyncEngine() as engine:
+        asyncio.get_running_loop().call_soon(lambda: print("up", flush=True))
+        async for _ in engine.generate([HANGING]):
+            pass
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "parent":
+        asyncio.run(_be_a_parent())
+    os._exit(process.main(int(sys.argv[1]), lambda: FakeEngine))

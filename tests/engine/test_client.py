@@ -1,0 +1,372 @@
+"""AsyncEngine against a child process with a fake engine: streams, early exits, refusals and the child's death."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from contextlib import aclosing
+
+import fake_engine
+import pytest
+from fake_engine import CRASHING, DYING, EOS, FAILING, HANGING, REFUSED, text_of
+
+from chairlift.engine.client import AsyncEngine
+from chairlift.errors import EngineDead, InvalidRequest, ModelNotFound, RequestFailed
+from chairlift.sampling import SamplingParams
+
+GUARD = 60
+ENDLESS = SamplingParams(max_tokens=1_000_000)
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch):
+    fake_engine.fake(monkeypatch)
+
+
+def run(test, **settings):
+    """Runs `test(engine)` with a started engine."""
+
+    async def main():
+        async with asyncio.timeout(GUARD), AsyncEngine(**settings) as engine:
+            await test(engine)
+
+    asyncio.run(main())
+
+
+async def collect(engine, prompt, **params):
+    """A request's increments, all read as soon as they come."""
+    return [output async for output in engine.generate(prompt, SamplingParams(**params))]
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def ids(outputs):
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_many_streams_each_get_their_own_tokens():
+    async def test(engine):
+        jobs = [collect(engine, [100 * number], max_tokens=1 + number % 17) for number in range(1, 65)]
+        for number, outputs in enumerate(await asyncio.gather(*jobs), 1):
+            count = 1 + number % 17
+            assert ids(outputs) == list(range(100 * number, 100 * number + count))
+            assert "".join(output.text for output in outputs) == text_of(100 * number, count)
+            assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
+            assert outputs[0].prompt_token_ids == [100 * number]
+
+    run(test)
+
+
+def test_text_is_encoded_and_the_account_is_kept():
+    async def test(engine):
+        assert engine.facts["model"] == "smollm2-135m-instruct"
+        last = (await collect(engine, "a", max_tokens=3))[-1]
+        assert last.prompt_token_ids == [97]
+        assert (last.cached_tokens, last.preemptions) == (16, 1)
+        assert (last.timing.queued, last.timing.first_token, last.timing.total) == (0.5, 1.0, 3.0)
+
+    run(test)
+
+
+def test_end_of_sequence_is_an_id_but_no_text():
+    async def test(engine):
+        outputs = await collect(engine, [EOS - 2], max_tokens=10)
+        assert ids(outputs) == [EOS - 2, EOS - 1, EOS]
+        assert "".join(output.text for output in outputs) == text_of(EOS - 2, 2)
+        assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", None)
+
+    run(test)
+
+
+def test_stop_token_is_named():
+    async def test(engine):
+        outputs = await collect(engine, "a", max_tokens=10, stop_token_ids=(ord("c"),))
+        assert ids(outputs) == [97, 98, 99]
+        assert "".join(output.text for output in outputs) == "ab"
+        assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", 99)
+
+    run(test)
+
+
+def test_stop_string_ends_the_request_in_the_engine_too():
+    async def test(engine):
+        outputs = await collect(engine, "a", max_tokens=1_000_000, stop=("zz", "def"))
+        assert ids(outputs) == [97, 98, 99, 100, 101, 102]
+        assert "".join(output.text for output in outputs) == "abc"
+        assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", "def")
+        assert outputs[-1].timing.first_token <= outputs[-1].timing.total
+        await until(lambda: engine.stats()["running"] == 0)
+        assert engine.stats()["aborted"] == 1
+
+    run(test)
+
+
+def test_slow_reader_gets_everything_in_one_increment():
+    async def test(engine):
+        stream = engine.generate("a", SamplingParams(max_tokens=2000))
+        first = await anext(stream)
+        await until(lambda: engine.stats()["running"] == 0)
+        rest = [output async for output in stream]
+        assert len(rest) == 1
+        assert rest[0].finish_reason == "length"
+        assert first.token_ids + rest[0].token_ids == list(range(97, 2097))
+        assert first.text + rest[0].text == text_of(97, 2000)
+        await collect(engine, "a")  # an abort would have arrived before this
+        assert engine.stats()["aborted"] == 0
+
+    run(test)
+
+
+def test_slow_reader_sees_the_ids_up_to_the_stop_string_only():
+    async def test(engine):
+        stream = engine.generate("a", SamplingParams(max_tokens=20, stop=("fg",)))
+        first = await anext(stream)
+        await until(lambda: engine.stats()["running"] == 0)
+        rest = [first] + [output async for output in stream]
+        assert ids(rest) == [ord(character) for character in "abcdefg"]
+        assert "".join(output.text for output in rest) == "abcde"
+        assert (rest[-1].finish_reason, rest[-1].stop_reason) == ("stop", "fg")
+
+    run(test)
+
+
+@pytest.mark.parametrize("way", ["break", "raise", "cancel"])
+def test_leaving_early_aborts_in_the_engine(way):
+    async def leave(engine, started):
+        stream = engine.generate("a", ENDLESS)
+        if way == "break":
+            async for _ in stream:
+                started.set()
+                return
+        async with aclosing(stream):
+            async for _ in stream:
+                started.set()
+                if way == "raise":
+                    raise ZeroDivisionError
+
+    async def test(engine):
+        started = asyncio.Event()
+        task = asyncio.create_task(leave(engine, started))
+        other = asyncio.create_task(collect(engine, [1000], max_tokens=500))
+        await started.wait()
+        if way == "cancel":
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert ids(await other) == list(range(1000, 1500))
+        await until(lambda: engine.stats()["running"] == 0)
+        assert engine.stats()["aborted"] == 1
+
+    run(test)
+
+
+def test_a_request_left_before_its_first_token_is_aborted():
+    async def test(engine):
+        task = asyncio.create_task(collect(engine, "a", max_tokens=1_000_000))
+        await until(lambda: engine._streams)
+        task.cancel()
+        await asyncio.wait([task])
+        await until(lambda: engine.stats()["aborted"] == 1 and engine.stats()["running"] == 0)
+
+    run(test)
+
+
+def test_a_refused_request_says_why_and_disturbs_nobody():
+    async def test(engine):
+        other = asyncio.create_task(collect(engine, [1000], max_tokens=300))
+        with pytest.raises(InvalidRequest, match="needs 12 blocks of 10") as caught:
+            await collect(engine, [REFUSED])
+        assert (caught.value.param, caught.value.code) == ("prompt", "never_fits")
+        with pytest.raises(RequestFailed, match="not foreseen"):
+            await collect(engine, [fake_engine.BROKEN])
+        assert len(ids(await other)) == 300
+        assert engine.stats()["aborted"] == 0
+
+    run(test)
+
+
+def test_a_failing_request_fails_alone():
+    async def test(engine):
+        other = asyncio.create_task(collect(engine, [1000], max_tokens=300))
+        with pytest.raises(RequestFailed, match="not finite"):
+            await collect(engine, [FAILING], max_tokens=5)
+        assert len(ids(await other)) == 300
+
+    run(test)
+
+
+def test_what_the_model_cannot_take_is_refused_at_the_door():
+    cases = [
+        ([], {}, "The prompt is empty"),
+        ("", {}, "The prompt is empty"),
+        ([1_000_000], {}, "from 0 to 999999"),
+        ([-1], {}, "from 0 to 999999"),
+        ([True], {}, "no token id"),
+        (["a"], {}, "no token id"),
+        ([1, 2], {"max_tokens": 2_000_000}, r"requested 2000002 tokens \(2 in the prompt, 2000000 for the output\)"),
+    ]
+
+    async def test(engine):
+        for prompt, params, message in cases:
+            with pytest.raises(InvalidRequest, match=message) as caught:
+                await collect(engine, prompt, **params)
+            assert caught.value.param == "prompt"
+
+    run(test)
+
+
+def test_validate_fills_what_the_context_leaves():
+    engine = AsyncEngine()
+    engine.facts = {"max_model_len": 10, "vocab_size": 5}
+    assert engine.validate([1] * 9, SamplingParams(max_tokens=None)).max_tokens == 1
+    assert engine.validate([1], SamplingParams(max_tokens=9)).max_tokens == 9
+    with pytest.raises(InvalidRequest, match=r"maximum context length is 10 .* 11 tokens \(10 in the prompt, 1 for the") as caught:
+        engine.validate([1] * 10, SamplingParams(max_tokens=None))
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_every_open_stream_hears_of_the_engines_crash(capfd):
+    async def test(engine):
+        jobs = [asyncio.create_task(collect(engine, [1000], max_tokens=1_000_000)) for _ in range(5)]
+        await until(lambda: engine.stats().get("running") == 5)
+        jobs.append(asyncio.create_task(collect(engine, [CRASHING])))
+        for result in await asyncio.gather(*jobs, return_exceptions=True):
+            assert isinstance(result, EngineDead)
+            assert "ZeroDivisionError: a bug in the model" in str(result)
+        assert not engine.alive
+        assert not engine.ready
+        with pytest.raises(EngineDead, match="a bug in the model"):
+            await collect(engine, [1000])
+
+    run(test)
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_what_was_finished_can_be_read_when_the_engine_is_dead():
+    async def test(engine):
+        stream = engine.generate("a", SamplingParams(max_tokens=2000))
+        first = await anext(stream)
+        await until(lambda: engine.stats()["running"] == 0)
+        with pytest.raises(EngineDead):
+            await collect(engine, [DYING])
+        rest = [output async for output in stream]
+        assert ids([first, *rest]) == list(range(97, 2097))
+
+    run(test)
+
+
+def test_a_killed_engine_is_told_by_its_signal():
+    async def test(engine):
+        with pytest.raises(EngineDead, match="killed by signal 9"):
+            await collect(engine, [DYING])
+        assert not engine.alive
+
+    run(test)
+
+
+def test_close_in_the_middle_leaves_no_process_and_can_be_repeated(monkeypatch):
+    monkeypatch.setattr("chairlift.engine.client.STOP_SECONDS", 0.1)
+
+    async def test(engine):
+        process = engine._process
+        open_ones = [asyncio.create_task(collect(engine, [1000], max_tokens=1_000_000)), asyncio.create_task(collect(engine, [HANGING]))]
+        await until(lambda: len(engine._streams) == 2)
+        await asyncio.gather(engine.close(), engine.close())
+        for result in await asyncio.gather(*open_ones, return_exceptions=True):
+            assert isinstance(result, EngineDead)
+        assert process.returncode == -signal.SIGKILL  # it hung, and was killed
+        await engine.close()
+        with pytest.raises(EngineDead, match="closed"):
+            await collect(engine, [1000])
+
+    run(test)
+
+
+def test_close_is_kind_where_it_can_be():
+    async def test(engine):
+        process = engine._process
+        await engine.close()
+        assert process.returncode == 0
+
+    run(test)
+
+
+def test_a_closed_engine_starts_again():
+    async def main():
+        engine = AsyncEngine()
+        for _ in range(2):
+            async with asyncio.timeout(GUARD), engine:
+                assert engine.ready
+                with pytest.raises(RuntimeError, match="close it first"):
+                    await engine.start()
+                assert ids(await collect(engine, [1000], max_tokens=2)) == [1000, 1001]
+
+    asyncio.run(main())
+
+
+def test_before_start_it_says_so():
+    engine = AsyncEngine(max_num_seqs=3)
+    assert engine.config.max_num_seqs == 3
+    assert (engine.alive, engine.ready, engine.stats()) == (False, False, {})
+
+    async def main():
+        with pytest.raises(EngineDead, match="not been started"):
+            await collect(engine, [1])
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_no_model_leaves_no_process(monkeypatch):
+    engines = []
+
+    def missing(model, revision=None):
+        engines.append(engine._process)
+        raise ModelNotFound("there is no such model")
+
+    monkeypatch.setattr("chairlift.engine.client.locate", missing)
+    engine = AsyncEngine()
+    with pytest.raises(ModelNotFound):
+        asyncio.run(engine.start())
+    assert engines[0].returncode is not None
+    assert not engine.alive
+
+
+def test_what_stops_the_engines_start_arrives_as_it_was():
+    engine = AsyncEngine(seed=13)
+    with pytest.raises(InvalidRequest, match="an unlucky seed"):
+        asyncio.run(engine.start())
+    assert not engine.alive
+
+
+def test_a_child_that_never_speaks_is_named(monkeypatch):
+    monkeypatch.setattr(AsyncEngine, "_command", ("-c", "raise SystemExit(3)"))
+    with pytest.raises(EngineDead, match="exit status 3"):
+        asyncio.run(AsyncEngine().start())
+
+
+def test_phases_are_logged_and_sum_to_the_total(caplog):
+    async def test(engine):
+        lines = [record.getMessage() for record in caplog.records if record.name == "chairlift"]
+        assert "phase weights 0.25 s" in lines
+        total, parts = lines[-1].removeprefix("ready in ").split(" s: ")
+        parts = {name: float(seconds) for name, seconds in (part.rsplit(" ", 1) for part in parts.split(" + "))}
+        logged = {line.split()[1] for line in lines if line.startswith("phase ")}
+        assert set(parts) == logged >= {"process", "imports", "weights"}
+        assert sum(parts.values()) == pytest.approx(float(total))
+
+    with caplog.at_level(logging.INFO, "chairlift"):
+        run(test)
+
+
+def test_a_parent_that_is_killed_takes_its_engine_along():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    parent = subprocess.Popen([sys.executable, "-m", "fake_engine", "parent"], stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout.readline() == b"up\n"
+    parent.kill()
+    # The engine has inherited the pipe: it ends when both are gone, though the engine hangs in a step.
+    parent.communicate(timeout=GUARD)

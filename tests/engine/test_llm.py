@@ -1,0 +1,194 @@
+"""LLM against a fake engine: order, refusals before work, interrupts, failures that stay alone."""
+
+import signal
+import subprocess
+import sys
+import types
+
+import fake_engine
+import pytest
+from fake_engine import BROKEN, EOS, FAILING, REFUSED, FakeEngine, text_of
+
+from chairlift.engine.llm import LLM
+from chairlift.errors import EngineDead, InvalidRequest
+from chairlift.sampling import SamplingParams
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    fake_engine.fake(monkeypatch)
+    monkeypatch.setitem(sys.modules, "chairlift.engine.loop", types.SimpleNamespace(Engine=FakeEngine))
+    return LLM()
+
+
+def params(**values):
+    return SamplingParams(**values)
+
+
+def test_outputs_are_whole_and_in_the_order_of_the_prompts(llm):
+    prompts = [[100 * number] for number in range(1, 30)]
+    outputs = llm.generate(prompts, [params(max_tokens=30 - number) for number in range(1, 30)])
+    for number, output in enumerate(outputs, 1):
+        assert output.prompt_token_ids == [100 * number]
+        assert output.token_ids == list(range(100 * number, 100 * number + 30 - number))
+        assert output.text == text_of(100 * number, 30 - number)
+        assert output.finish_reason == "length"
+        assert (output.cached_tokens, output.preemptions, output.timing.total) == (16, 1, 3.0)
+
+
+def test_one_prompt_may_be_text_or_ids(llm):
+    assert [output.text for output in llm.generate("a")] == [text_of(97, 16)]
+    assert [output.token_ids for output in llm.generate([97], params(max_tokens=2))] == [[97, 98]]
+    assert [output.text for output in llm.generate(["a", [98]], params(max_tokens=2))] == ["ab", "bc"]
+    assert llm.generate([]) == []
+
+
+def test_chat_takes_one_conversation_or_several(llm):
+    hello, bye = ([{"role": "user", "content": text}] for text in ("hello", "bye"))
+    assert [output.prompt_token_ids for output in llm.chat(hello)] == [llm.tokenizer.encode("hello")]
+    assert [output.prompt_token_ids for output in llm.chat([hello, bye])] == [llm.tokenizer.encode(text) for text in ("hello", "bye")]
+    for wrong in ("hello", [hello, []], [hello, "bye"]):
+        with pytest.raises(InvalidRequest, match="a conversation is a list of messages"):
+            llm.chat(wrong)
+
+
+def test_stops(llm):
+    end, token, string = llm.generate(
+        [[EOS - 1], "a", "a"],
+        [params(max_tokens=9), params(max_tokens=9, stop_token_ids=(99,)), params(max_tokens=100_000, stop=("ef", "cd"))],
+    )
+    assert (end.token_ids, end.text, end.finish_reason, end.stop_reason) == ([EOS - 1, EOS], chr(EOS - 1), "stop", None)
+    assert (token.token_ids, token.text, token.finish_reason, token.stop_reason) == ([97, 98, 99], "ab", "stop", 99)
+    assert (string.token_ids, string.text, string.finish_reason, string.stop_reason) == ([97, 98, 99, 100], "ab", "stop", "cd")
+    assert len(llm._engine.aborted) == 1
+    assert not llm._engine.running
+
+
+def test_a_stop_token_that_is_the_ignored_end_is_named(llm):
+    (output,) = llm.generate([EOS], params(ignore_eos=True, stop_token_ids=(EOS,)))
+    assert output.stop_reason == EOS
+
+
+@pytest.mark.parametrize("bad", [[], "", [1_000_000], [-1], 5, [1, "a"], [REFUSED]])
+def test_a_bad_prompt_is_named_before_anything_runs(llm, bad):
+    with pytest.raises(InvalidRequest, match="prompt 2: ") as caught:
+        llm.generate(["a", "b", bad])
+    assert caught.value.param == "prompt"
+    assert llm._engine.steps == 0
+    assert not llm._engine.running
+
+
+def test_a_prompt_too_long_keeps_its_code(llm):
+    with pytest.raises(InvalidRequest, match="prompt 0: This model's maximum context length is 2000000 tokens") as caught:
+        llm.generate([[1]], params(max_tokens=2_000_000))
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_as_many_params_as_prompts(llm):
+    with pytest.raises(InvalidRequest, match="2 prompts and 3 params"):
+        llm.generate(["a", "b"], [params()] * 3)
+
+
+def test_a_failing_request_fails_alone(llm):
+    failed, good = llm.generate([[FAILING], "a"], params(max_tokens=3))
+    assert (failed.finish_reason, failed.text, failed.token_ids) == ("error", "", [])
+    assert good.text == "abc"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_error_aborts_everything_and_leaves_the_engine_usable(llm, monkeypatch, error):
+    step = llm._engine.step
+
+    def failing():
+        if llm._engine.steps == 3:
+            raise error
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", failing)
+    with pytest.raises(error):
+        llm.generate(["a", "b"], params(max_tokens=100))
+    assert not llm._engine.running
+    monkeypatch.undo()
+    assert llm.generate("a", params(max_tokens=3))[0].text == "abc"
+
+
+def test_ctrl_c_waits_for_the_steps_end(llm, monkeypatch):
+    step, finished = llm._engine.step, []
+
+    def pressed():
+        if len(finished) == 2:
+            signal.raise_signal(signal.SIGINT)
+        report = step()
+        finished.append(report)
+        return report
+
+    monkeypatch.setattr(llm._engine, "step", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("a", params(max_tokens=100))
+    assert len(finished) == 3
+    assert not llm._engine.running
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_does_not_wait(llm, monkeypatch):
+    def stuck():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(llm._engine, "step", stuck)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("a")
+
+
+def test_an_engine_without_work_is_an_error_and_no_endless_loop(llm, monkeypatch):
+    monkeypatch.setattr(llm._engine, "step", lambda: None)
+    with pytest.raises(EngineDead, match="nothing to run, with 1 requests open"):
+        llm.generate("a")
+
+
+def test_an_engine_that_cannot_add_leaves_nothing_behind(llm):
+    with pytest.raises(RuntimeError, match="not foreseen"):
+        llm.generate(["a", [BROKEN]])
+    assert not llm._engine.running
+
+
+def test_progress_is_shown_when_wanted_and_never_on_stdout(llm, capfd):
+    llm.generate(["a", "b"], params(max_tokens=5), progress=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "generating" in err
+    assert "2/2 requests" in err
+    assert "tokens/s" in err
+
+
+def test_progress_is_shown_by_itself_for_long_work_on_a_terminal_only(llm, capfd, monkeypatch):
+    def shows(wish, terminal, patience):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+        monkeypatch.setattr("chairlift.engine.llm.LONG_WORK", patience)
+        llm.generate(["a", "b"], params(max_tokens=5), progress=wish)
+        out, err = capfd.readouterr()
+        assert out == ""
+        return "generating" in err
+
+    assert shows(None, terminal=True, patience=0)
+    assert not shows(None, terminal=True, patience=1000)
+    assert not shows(None, terminal=False, patience=0)
+    assert not shows(False, terminal=True, patience=0)
+
+
+def test_facts_name_the_model_as_it_was_asked_for(llm):
+    assert llm.facts["model"] == llm.config.model == "smollm2-135m-instruct"
+
+
+def test_importing_chairlift_imports_nothing_heavy():
+    code = (
+        "import sys, chairlift\n"
+        "assert not [name for name in sys.modules if name.startswith('chairlift.')], sys.modules\n"
+        "from chairlift import LLM, AsyncEngine, SamplingParams, RequestOutput, errors, __version__\n"
+        "assert not {'torch', 'transformers', 'starlette', 'triton', 'uvicorn'} & sys.modules.keys()\n"
+        "assert set(chairlift.__all__) <= set(dir(chairlift))\n"
+        "assert all(hasattr(chairlift, name) for name in chairlift.__all__)\n"
+        "assert not hasattr(chairlift, 'nothing')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(filter(None, sys.path))})

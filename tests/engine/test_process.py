@@ -1,0 +1,217 @@
+"""The child process: what it answers, when it waits, and that it never outlives its parent."""
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import fake_engine
+import pytest
+from fake_engine import BROKEN, CRASHING, HANGING, REFUSED
+
+from chairlift.config import EngineConfig
+from chairlift.engine.protocol import Abort, Add, Config, Fatal, Phase, Ready, Rejected, Step, Stop, pack_params, pack_tokens, receive, send
+from chairlift.sampling import SamplingParams
+
+GUARD = 60
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+
+
+class Child:
+    """A process with the fake engine, driven frame by frame."""
+
+    def __init__(self, **options):
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(GUARD)
+        command = [sys.executable, "-m", "fake_engine", str(theirs.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=ENVIRONMENT, **options)
+        theirs.close()
+        self.file = self.socket.makefile("rb")
+
+    def send(self, frame):
+        send(self.socket, frame)
+
+    def receive(self):
+        frame = receive(self.file)
+        # Whether the settings are there when the imports are done is a matter of time.
+        return self.receive() if isinstance(frame, Phase) and frame.name == "locate" else frame
+
+    def add(self, tag, prompt, **params):
+        self.send(Add(tag, pack_tokens(prompt), pack_params(SamplingParams(**params))))
+
+    def start(self, **settings):
+        """Sends settings and takes what comes up to the first, empty step."""
+        self.send(Config({"model": "/m", **settings}))
+        frames = [self.receive() for _ in range(4)]
+        assert [type(frame) for frame in frames] == [Phase, Phase, Ready, Step], frames
+        return frames
+
+
+@contextmanager
+def child(**options):
+    it = Child(**options)
+    try:
+        yield it
+    finally:
+        it.process.kill()
+        it.process.wait()
+        it.file.close()
+        it.socket.close()
+
+
+def test_it_reports_phases_then_facts_then_counters():
+    with child() as it:
+        imports, weights, ready, step = it.start()
+        assert imports.name == "imports"
+        assert weights == Phase("weights", 0.25)
+        assert ready.facts == fake_engine.FACTS
+        assert step == Step(stats={"running": 0, "aborted": 0, "steps": 1}, ended=[])
+
+
+def test_one_frame_a_step_carries_every_request():
+    with child() as it:
+        it.start()
+        for tag in (5, 6):
+            it.add(tag, [100 * tag], max_tokens=3)
+        seen = {5: [], 6: []}
+        ended = []
+        while len(ended) < 2:
+            step = it.receive()
+            tags = struct.unpack(f"<{len(step.finishes)}Q", step.tags)
+            assert len(set(tags)) == len(tags)
+            for tag, token, finish in zip(tags, struct.unpack(f"<{len(tags)}i", step.tokens), step.finishes, strict=True):
+                seen[tag].append((token, finish))
+            ended += step.ended
+        assert seen == {tag: [(100 * tag, 0), (100 * tag + 1, 0), (100 * tag + 2, 2)] for tag in (5, 6)}
+        assert {account[0] for account in ended} == {5, 6}
+
+
+def test_an_idle_engine_waits_for_frames_and_does_nothing_else():
+    with child() as it:
+        it.start()
+        for steps in (2, 3, 4):
+            # One look for work a frame, whatever the time between them: were it to poll, the count would run ahead.
+            it.send(Abort([1]))
+            step = it.receive()
+            assert step.stats["steps"] == steps
+
+
+def test_abort_reaches_the_engine_in_the_middle_of_a_request():
+    with child() as it:
+        it.start()
+        it.add(1, [100], max_tokens=1_000_000)
+        assert it.receive().stats["running"] == 1
+        it.send(Abort([1]))
+        while (step := it.receive()).stats["running"]:
+            assert step.finishes == b"\0"
+        assert step.stats["aborted"] == 1
+
+
+def test_a_refused_request_disturbs_nobody():
+    with child(stderr=subprocess.DEVNULL) as it:
+        it.start()
+        it.add(1, [REFUSED], max_tokens=2)
+        it.add(2, [BROKEN], max_tokens=2)
+        it.send(Add(3, pack_tokens([100]), {"temperature": float("nan")}))
+        it.send(Add(4, pack_tokens([100]), {"no such thing": 1}))
+        it.add(5, [100], max_tokens=2)
+        rejected, tokens = {}, []
+        while len(tokens) < 2:
+            frame = it.receive()
+            if isinstance(frame, Rejected):
+                rejected[frame.tag] = frame
+            else:
+                tokens += struct.unpack(f"<{len(frame.finishes)}i", frame.tokens)
+        assert tokens == [100, 101]
+        assert rejected[1] == Rejected(1, "InvalidRequest", "it can never fit: needs 12 blocks of 10", "prompt", "never_fits")
+        assert rejected[2].error == "RequestFailed"
+        assert "not foreseen" in rejected[2].message
+        assert (rejected[3].error, rejected[3].param) == ("InvalidRequest", "temperature")
+        assert rejected[4].error == "RequestFailed"
+
+
+def test_stop_ends_it_in_peace():
+    with child() as it:
+        it.start()
+        it.send(Stop())
+        assert it.receive() is None
+        assert it.process.wait(GUARD) == 0
+
+
+def test_a_step_that_fails_is_named_and_ends_it():
+    with child(stderr=subprocess.PIPE) as it:
+        it.start()
+        it.add(1, [CRASHING])
+        assert it.receive() == Fatal("ZeroDivisionError", "a bug in the model")
+        assert it.process.wait(GUARD) == 1
+        assert b"Traceback" in it.process.stderr.read()
+        it.process.stderr.close()
+
+
+def test_a_start_that_fails_is_named_without_a_trace():
+    with child(stderr=subprocess.PIPE) as it:
+        it.send(Config({"model": "/m", "seed": 13}))
+        assert isinstance(it.receive(), Phase)
+        assert it.receive() == Fatal("InvalidRequest", "an unlucky seed")
+        assert it.process.wait(GUARD) == 1
+        assert it.process.stderr.read() == b""
+        it.process.stderr.close()
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\0\0\0\1x", struct.pack(">I", 3) + b"\x81\xa1t"])
+def test_garbage_ends_it_with_a_word(garbage):
+    with child(stderr=subprocess.DEVNULL) as it:
+        it.start()
+        it.socket.sendall(garbage)
+        frame = it.receive()
+        assert isinstance(frame, Fatal)
+        assert frame.error == "BadFrame"
+
+
+@pytest.mark.parametrize("prompt", [None, [HANGING]], ids=["idle", "in a step"])
+def test_it_ends_when_the_socket_does(prompt):
+    with child() as it:
+        it.start()
+        if prompt:
+            it.add(1, prompt)
+        it.socket.shutdown(socket.SHUT_RDWR)
+        assert it.process.wait(GUARD) == 1
+
+
+def test_signals_are_the_parents_business():
+    with child() as it:
+        it.start()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            it.process.send_signal(number)
+        it.add(1, [100], max_tokens=1)
+        assert it.receive().finishes == b"\2"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is signalled on Linux only")
+def test_it_dies_with_its_parent_even_where_the_socket_stays_open():
+    ours, theirs = socket.socketpair()
+    code = (
+        "import subprocess, sys, time\n"
+        "subprocess.Popen([sys.executable, '-m', 'fake_engine', sys.argv[1]], pass_fds=[int(sys.argv[1])])\n"
+        "time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(theirs.fileno())]
+    parent = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=ENVIRONMENT)
+    theirs.close()
+    ours.settimeout(GUARD)
+    with ours, ours.makefile("rb") as file:
+        assert isinstance(receive(file), Phase)
+        parent.kill()
+        parent.wait()
+        assert receive(file) is None  # the child's end, and with it the child, is gone; ours was open all the time
+
+
+def test_every_setting_crosses():
+    from dataclasses import asdict
+
+    settings = EngineConfig(model="/m", max_model_len=99)
+    with child() as it:
+        it.start(**asdict(settings))

@@ -1,0 +1,136 @@
+"""Frames: what goes in comes out, and what is no frame is named so."""
+
+import asyncio
+import io
+import socket
+import struct
+import threading
+
+import msgpack
+import pytest
+
+from chairlift.engine import protocol
+from chairlift.engine.protocol import Abort, Add, BadFrame, Config, Fatal, Phase, Ready, Rejected, Step, Stop
+from chairlift.sampling import SamplingParams
+
+FRAMES = [
+    Config({"model": "/models/m", "max_model_len": None, "enable_prefix_caching": True}),
+    Add(2**64 - 1, protocol.pack_tokens([1, 2, 2**31 - 1]), {"seed": -(2**63), "top_p": 0.5, "stop": ["ü"]}),
+    Abort([1, 2, 3]),
+    Stop(),
+    Phase("weights", 0.5),
+    Ready({"max_model_len": 8192, "eos_token_ids": [2]}),
+    Step(b"\1" * 8, b"\2" * 4, b"\0", [[1, 0, 0, 5, 6, 7, 8]], {"running": 1}),
+    Rejected(9, "InvalidRequest", "too long", "prompt", "context_length_exceeded"),
+    Fatal("ZeroDivisionError", "division by zero"),
+]
+
+
+def read_all(data: bytes):
+    """The frames of a byte stream that comes in one-byte pieces, read the parent's way."""
+
+    async def main():
+        reader = asyncio.StreamReader()
+
+        async def trickle():
+            for byte in data:
+                reader.feed_data(bytes([byte]))
+                await asyncio.sleep(0)
+            reader.feed_eof()
+
+        feeding = asyncio.create_task(trickle())
+        frames = []
+        try:
+            while (frame := await protocol.read(reader)) is not None:
+                frames.append(frame)
+        finally:
+            feeding.cancel()
+        return frames
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
+def test_round_trip(frame):
+    encoded = protocol.encode(frame)
+    assert struct.unpack(">I", encoded[:4])[0] == len(encoded) - 4
+    assert protocol.decode(encoded[4:]) == frame
+
+
+def test_child_reads_frames_whole_however_they_arrive():
+    ours, theirs = socket.socketpair()
+    data = b"".join(map(protocol.encode, FRAMES))
+    with ours, theirs, theirs.makefile("rb") as file:
+
+        def trickle():
+            for byte in data:
+                ours.send(bytes([byte]))
+            ours.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        assert [protocol.receive(file) for _ in FRAMES] == FRAMES
+        assert protocol.receive(file) is None
+        thread.join()
+
+
+def test_parent_reads_frames_whole_however_they_arrive():
+    assert read_all(b"".join(map(protocol.encode, FRAMES))) == FRAMES
+
+
+def test_send_writes_one_frame():
+    ours, theirs = socket.socketpair()
+    with ours, theirs, theirs.makefile("rb") as file:
+        protocol.send(ours, FRAMES[1])
+        assert protocol.receive(file) == FRAMES[1]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 20])
+def test_stream_that_ends_inside_a_frame(cut):
+    data = protocol.encode(Ready({"name": "a model with a name"}))[:cut]
+    with pytest.raises(BadFrame, match="ended"):
+        protocol.receive(io.BytesIO(data))
+    with pytest.raises(BadFrame, match="ended"):
+        read_all(data)
+
+
+def test_frame_too_long_is_refused_before_it_is_read():
+    header = struct.pack(">I", protocol.MAX_FRAME + 1)
+    with pytest.raises(BadFrame, match=f"at most {protocol.MAX_FRAME}"):
+        protocol.receive(io.BytesIO(header))
+    with pytest.raises(BadFrame, match=f"at most {protocol.MAX_FRAME}"):
+        read_all(header)
+
+
+def test_frame_too_long_is_not_sent(monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_FRAME", 100)
+    with pytest.raises(BadFrame, match="at most 100"):
+        protocol.encode(Fatal("x", "y" * 100))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"GET / HTTP/1.1\r\n",
+        msgpack.packb(5),
+        msgpack.packb({"no": "kind"}),
+        msgpack.packb({"t": "unknown"}),
+        msgpack.packb({"t": []}),
+        msgpack.packb({"t": "add", "tag": 1}),
+        msgpack.packb({"t": "stop", "extra": 1}),
+        msgpack.packb({"t": "stop"}) + b"\0",
+    ],
+)
+def test_garbage_is_named_so(payload):
+    with pytest.raises(BadFrame, match="makes no sense"):
+        protocol.decode(payload)
+
+
+def test_params_cross_as_they_are():
+    params = SamplingParams(
+        max_tokens=None, temperature=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"), stop_token_ids=(1, 2), ignore_eos=True
+    )
+    crossed = protocol.decode(protocol.encode(Add(1, b"", protocol.pack_params(params)))[4:])
+    assert SamplingParams(**crossed.params) == params

@@ -1,0 +1,106 @@
+import json
+
+import pytest
+import transformers
+
+from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.models.config import ModelConfig, RopeConfig
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def parse(**changes: object) -> ModelConfig:
+    return ModelConfig.parse(BASE | changes)
+
+
+def test_defaults_are_those_of_the_family():
+    config = parse()
+    assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings, config.dtype) == (4, 16, 2048, None)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm, config.tie_word_embeddings) == (False,) * 5
+    assert config.windows == (None, None, None)
+    qwen2 = parse(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2)
+    assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
+    qwen3 = parse(architectures=["Qwen3ForCausalLM"], num_key_value_heads=2)
+    assert (qwen3.qk_norm, qwen3.head_dim) == (True, 128)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_what_transformers_writes_by_default_is_read(family, tmp_path):
+    theirs = getattr(transformers, f"{family}Config")(architectures=[f"{family}ForCausalLM"])
+    theirs.save_pretrained(tmp_path)
+    ours = ModelConfig.load(tmp_path)
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
+    assert ours.windows == ((4096,) * 32 if family == "Mistral" else (None,) * theirs.num_hidden_layers)
+    # And where its config.json is silent.
+    sizes = {name: getattr(theirs, name) for name in BASE}
+    assert ModelConfig.parse(sizes).num_kv_heads == ours.num_kv_heads
+    assert ModelConfig.parse(sizes).max_position_embeddings == ours.max_position_embeddings
+
+
+def test_both_spellings_of_rope_are_read():
+    expected = RopeConfig(theta=5e5, kind="llama3", **LLAMA3)
+    assert parse(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}).rope == expected
+    assert parse(rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3}).rope == expected
+    assert parse(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope == RopeConfig(kind="linear", factor=2.0)
+    assert parse(rope_theta=1e6, rope_scaling=None).rope == RopeConfig(theta=1e6)
+
+
+def test_sliding_windows_are_per_layer():
+    mistral = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4}
+    assert parse(**mistral, sliding_window=None).windows == (None,) * 3
+    assert parse(**mistral, sliding_window=8).windows == (8,) * 3
+    assert parse(sliding_window=8).windows == (None,) * 3
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4, "sliding_window": 8}
+    assert parse(**qwen).windows == (None,) * 3
+    assert parse(**qwen, use_sliding_window=True, max_window_layers=2).windows == (None, None, 8)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert parse(**qwen, use_sliding_window=True, layer_types=types).windows == (8, None, 8)
+
+
+def test_end_tokens_come_from_both_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"eos_token_id": 2, "torch_dtype": "bfloat16"}))
+    assert ModelConfig.load(tmp_path).eos_token_ids == {2}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    config = ModelConfig.load(tmp_path)
+    assert config.eos_token_ids == {2, 5}
+    assert config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel is not supported \(supported: LlamaForCausalLM, .*Qwen3ForCausalLM"),
+        ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"'yarn' is not supported \(supported: default, linear, llama3\)"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
+        ({"hidden_size": 60, "num_attention_heads": 4}, "head_dim must be even"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        parse(**changes)
+
+
+def test_directories_without_a_usable_config_are_refused(tmp_path):
+    with pytest.raises(ModelNotFound, match=r"no readable config\.json"):
+        ModelConfig.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnsupportedModel, match="not valid JSON"):
+        ModelConfig.load(tmp_path)

@@ -1,0 +1,71 @@
+"""Drives a ModelRunner by hand: a scheduler of the simplest kind, with shuffled blocks, that keeps the logits."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from chairlift.runner.runner import ModelRunner
+from chairlift.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Riding:
+    row: int
+    tokens: list[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+class Driver:
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self.free = list(np.random.default_rng(seed).permutation(np.arange(1, runner.num_kv_blocks)).tolist())
+        forward = runner.model.forward
+
+        def kept(step, cache):
+            self.logits = forward(step, cache)
+            return self.logits.clone()
+
+        runner.model.forward = kept  # type: ignore[method-assign]
+
+    def seat(self, row: int, tokens: list[int], params: SamplingParams = GREEDY, seed: int = 0) -> Riding:
+        self.runner.seat(row, params, np.array(tokens, dtype=np.int32), len(tokens), seed)
+        return Riding(row, list(tokens))
+
+    def leave(self, riding: Riding) -> None:
+        self.free += riding.blocks
+
+    def step(self, chunks: list[tuple[Riding, int]], copies: list[tuple[int, int]] = ()) -> list[int]:
+        """Computes so many more tokens of each, sampling those that reach their end; the sampled tokens are appended."""
+        buffers, size = self.runner.buffers, self.runner.block_size
+        at, samples = 0, []
+        buffers.query_starts[0] = 0
+        for i, (riding, count) in enumerate(chunks):
+            positions = np.arange(riding.computed, riding.computed + count)
+            riding.computed += count
+            while len(riding.blocks) * size < riding.computed:
+                riding.blocks.append(self.free.pop())
+            blocks = np.array(riding.blocks)
+            span = slice(at, at + count)
+            buffers.input_ids[span] = np.array(riding.tokens)[positions]
+            buffers.positions[span] = positions
+            buffers.slots[span] = blocks[positions // size] * size + positions % size
+            at += count
+            buffers.query_starts[i + 1] = at
+            buffers.context_lens[i] = riding.computed
+            buffers.rows[i] = riding.row
+            buffers.block_tables[riding.row, : len(blocks)] = blocks
+            if riding.computed == len(riding.tokens):
+                buffers.sample_at[len(samples)] = at - 1
+                buffers.sample_rows[len(samples)] = riding.row
+                samples.append(riding)
+        buffers.copies[: 2 * len(copies)] = np.array(copies, dtype=np.int32).reshape(-1)
+        sampled = self.runner.run(at, len(chunks), len(samples), len(copies)).tolist()
+        for riding, token, logits in zip(samples, sampled, self.logits, strict=True):
+            riding.logits.append(logits)
+            riding.tokens.append(token)
+        return sampled

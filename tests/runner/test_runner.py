@@ -1,0 +1,168 @@
+import numpy as np
+import pytest
+import torch
+from runner_steps import GREEDY, Driver
+from tiny_models import FAMILIES, write
+
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting, UnsupportedModel
+from chairlift.runner.runner import ModelRunner
+from chairlift.sampling import SamplingParams
+
+LENGTHS = (37, 1, 18, 70)
+
+
+def runner_for(directory, **settings) -> ModelRunner:
+    small = {"num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    return ModelRunner(EngineConfig(**small | settings), directory)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([length, seed]).integers(0, 199, length).tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path):
+    reference = write(name, tmp_path)
+    driver = Driver(runner_for(tmp_path))
+    a, b, c, d = (driver.seat(row, prompt(length)) for row, length in zip((3, 0, 5, 2), LENGTHS, strict=True))
+    # Whole prompts, chunks that start and end inside blocks, and decodes, mixed, in changing order.
+    driver.step([(a, 20), (b, 1), (d, 30)])
+    driver.step([(d, 11), (b, 1), (c, 18), (a, 17)])
+    driver.step([(a, 1), (d, 29), (c, 1)])
+    for _ in range(4):
+        driver.step([(c, 1), (a, 1), (b, 1), (d, 1)])
+    for riding, length in zip((a, b, c, d), LENGTHS, strict=True):
+        with torch.inference_mode():
+            expected = reference(torch.tensor([riding.tokens[:-1]])).logits[0, length - 1 :]
+        found = torch.stack(riding.logits)
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert riding.tokens[length:] == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path):
+    # Holds on the CPU with oneDNN, for the same chunks of the sequence and the same number of threads.
+    write(name, tmp_path)
+    driver = Driver(runner_for(tmp_path))
+
+    def ride(company: list[int]) -> list[torch.Tensor]:
+        others = [driver.seat(row + 1, prompt(length, 1)) for row, length in enumerate(company)]
+        one = driver.seat(0, prompt(21))
+        for other in others[1:]:
+            driver.step([(other, len(other.tokens))])
+        driver.step([(others[0], len(others[0].tokens)), (one, 21), *((other, 1) for other in others[1:])] if others else [(one, 21)])
+        for _ in range(6):
+            driver.step([*((other, 1) for other in others), (one, 1)])
+        for riding in (one, *others):
+            driver.leave(riding)
+        return one.logits
+
+    alone = ride([])
+    for company in ([5], [9, 30], [30, 7, 40, 1, 12, 33, 2]):
+        assert all(map(torch.equal, ride(company), alone))
+
+
+def test_blocks_are_copied_before_the_step(tmp_path):
+    write("llama", tmp_path)
+    driver = Driver(runner_for(tmp_path))
+    one = driver.seat(0, prompt(13))
+    driver.step([(one, 13)])
+    fork = driver.seat(1, one.tokens)
+    fork.computed, fork.blocks = 13, [one.blocks[0], driver.free.pop()]
+    driver.step([(fork, 1)], copies=[(one.blocks[1], fork.blocks[1])])
+    driver.step([(one, 1)])
+    assert torch.equal(fork.logits[0], one.logits[1])
+
+
+def test_a_row_with_logits_that_are_not_finite_fails_alone(tmp_path):
+    write("llama", tmp_path)
+    driver = Driver(runner_for(tmp_path))
+    driver.runner.model.embedding = driver.runner.model.embedding.clone()
+    driver.runner.model.embedding[5] = float("nan")
+    good, bad = driver.seat(0, [3, 4]), driver.seat(1, [5, 6])
+    alone = Driver(driver.runner, seed=1).step([(driver.seat(2, [3, 4]), 2)])
+    assert driver.step([(bad, 2), (good, 2)]) == [-1, *alone]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_read_as_fp32_and_from_several_files(dtype, tmp_path):
+    reference = write("qwen2-sliding", tmp_path, dtype, max_shard_size="60KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    driver = Driver(runner_for(tmp_path))
+    riding = driver.seat(0, prompt(30))
+    driver.step([(riding, 30)])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt(30)])).logits[0, -1]
+    assert (riding.logits[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    write("llama", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    norm = "model.layers.1.input_layernorm.weight"
+    for change, message in (
+        ({norm: None}, f"no tensor {norm}"),
+        ({norm: torch.ones(3)}, rf"{norm} is \[3\] where config.json asks for \[48\]"),
+        ({"model.layers.9.extra": torch.ones(1)}, "model.layers.9.extra"),
+    ):
+        save_file({name: tensor for name, tensor in (tensors | change).items() if tensor is not None}, path)
+        with pytest.raises(UnsupportedModel, match=message):
+            runner_for(tmp_path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UnsupportedModel, match="download complete"):
+        runner_for(tmp_path)
+
+
+def test_dummy_weights_follow_the_seed_and_give_logits_that_are_not_flat(tmp_path):
+    write("qwen3", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+
+    def logits(seed: int) -> torch.Tensor:
+        driver = Driver(runner_for(tmp_path, load_format="dummy", seed=seed))
+        riding = driver.seat(0, prompt(9))
+        driver.step([(riding, 9)])
+        return riding.logits[0]
+
+    one = logits(1)
+    assert torch.equal(one, logits(1))
+    assert not torch.equal(one, logits(2))
+    assert 1 < one.std() < 20
+
+
+def test_phases_are_told_and_the_buffers_are_left_clean(tmp_path):
+    write("llama", tmp_path)
+    phases = []
+    runner = ModelRunner(EngineConfig(num_kv_blocks=10), tmp_path, lambda name, seconds: phases.append((name, seconds)))
+    assert [name for name, _ in phases] == ["weights", "kv cache", "warm-up"]
+    assert all(not array.any() for array in runner.buffers.arrays().values())
+    assert runner.buffers.block_tables.shape == (64, 9)
+
+
+def test_seeded_draws_do_not_depend_on_company(tmp_path):
+    write("llama", tmp_path)
+    driver = Driver(runner_for(tmp_path))
+    params = SamplingParams(temperature=1.5, top_p=0.95)
+
+    def ride(others: int) -> list[int]:
+        one = driver.seat(0, prompt(9), params, seed=42)
+        rest = [driver.seat(row, prompt(4, row), params if row % 2 else GREEDY, seed=row) for row in range(1, 1 + others)]
+        driver.step([*((riding, 4) for riding in rest), (one, 9)])
+        for _ in range(12):
+            driver.step([(one, 1), *((riding, 1) for riding in rest)])
+        for riding in (one, *rest):
+            driver.leave(riding)
+        return one.tokens
+
+    assert ride(0) == ride(3) == ride(6)
+
+
+def test_cuda_is_refused_where_there_is_none(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    write("llama", tmp_path)
+    with pytest.raises(InvalidSetting, match="--device cpu"):
+        runner_for(tmp_path, device="cuda")

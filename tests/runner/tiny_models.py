@@ -1,0 +1,45 @@
+"""Tiny random models of every supported family, written by transformers with weights that make logits far from flat."""
+
+from pathlib import Path
+
+import torch
+import transformers
+
+SHAPE = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "eos_token_id": 7,
+    "bos_token_id": 1,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+FAMILIES = {
+    "llama": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6}),
+    "llama3-rope": ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, **LLAMA3}}),
+    "linear-rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "mistral": ("Mistral", {"sliding_window": 13, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 1}),
+}
+
+
+def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, **save: object) -> torch.nn.Module:
+    """Writes the model to the directory, and returns it."""
+    family, settings = FAMILIES[name]
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings}, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        # Biases start at zero and norms at one: a mistake with them would go unseen.
+        if parameter_name.endswith("bias") or "norm" in parameter_name:
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.2)
+    model.to(dtype).save_pretrained(directory, **save)
+    return type(model).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()

@@ -1,0 +1,109 @@
+"""The whole way, from the openai client through the server's and the engine's processes to the default model and back."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import openai
+import pytest
+from fake_engine import wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+WORDS = ["mountain", "snow", "lift", "chair", "valley", "ski", "rope", "station", "summit", "cloud", "pine", "river", "stone", "bridge"]
+
+
+@pytest.fixture(scope="module")
+def real(model_dir):
+    """Address of `chairlift serve` with few places and a small cache, so that requests queue and share."""
+    flags = ["--port", "0", "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--max-model-len", "512", "--num-kv-blocks", "200"]
+    command = [sys.executable, "-m", "chairlift.cli.main", "serve", str(model_dir), "--served-model-name", "smol", *flags]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        log = []
+        address = None
+        for line in process.stderr:
+            log.append(line)
+            if "listening on " in line:
+                address = line.split("listening on ")[1].strip().removesuffix("/v1")
+                break
+        assert address, "".join(log)
+        # Somebody has to read the rest, or the server would block on a full pipe.
+        threading.Thread(target=lambda: log.extend(process.stderr), daemon=True).start()
+        try:
+            yield address
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, "".join(log)
+        finally:
+            process.kill()
+
+
+def metric(base, name):
+    text = httpx.get(f"{base}/metrics").text
+    [sample] = [s for f in text_string_to_metric_families(text) for s in f.samples if s.name == f"chairlift_{name}"]
+    return sample.value
+
+
+def ask(i):
+    """A greedy request whose prompt and length are its own."""
+    words = [WORDS[(i * k) % len(WORDS)] for k in range(1, 2 + i % 7)]
+    return {"model": "smol", "prompt": f"{i}. The {' and the '.join(words)}", "max_tokens": 1 + i % 12, "temperature": 0}
+
+
+def test_sixty_four_streams_each_get_what_they_get_alone(real):
+    async def stream(client, i):
+        pieces, finishes = [], 0
+        async for chunk in await client.completions.create(**ask(i), stream=True):
+            pieces.append(chunk.choices[0].text)
+            finishes += chunk.choices[0].finish_reason is not None
+        assert finishes == 1
+        return "".join(pieces)
+
+    async def together_and_alone():
+        async with openai.AsyncOpenAI(base_url=f"{real}/v1", api_key="any", max_retries=0) as client:
+            together = await asyncio.gather(*(stream(client, i) for i in range(64)))
+            alone = [await client.completions.create(**ask(i)) for i in range(0, 64, 5)]
+        assert together[::5] == [one.choices[0].text for one in alone]
+        assert len(set(together)) > 50
+
+    asyncio.run(together_and_alone())
+
+
+def test_a_conversation_streams_the_same_text_as_it_gives_whole(real):
+    request = {"model": "smol", "messages": [{"role": "user", "content": "Greet me in Greek, with an emoji."}]}
+    request |= {"max_tokens": 24, "temperature": 0}
+    with openai.OpenAI(base_url=f"{real}/v1", api_key="any", max_retries=0) as client:
+        whole = client.chat.completions.create(**request)
+        chunks = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= 16  # the second time the prompt's blocks are there
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_blocks_are_free_again_when_clients_have_gone(real, stream):
+    generated = metric(real, "generation_tokens_total")
+    request = {"prompt": "Once upon a time", "max_tokens": 500, "ignore_eos": True, "stream": stream}
+    if stream:
+        with httpx.stream("POST", f"{real}/v1/completions", json=request, timeout=60) as response:
+            assert next(response.iter_lines()).startswith("data: {")
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{real}/v1/completions", json=request, timeout=0.5)
+    wait_until(lambda: metric(real, "num_requests_running") == 0 and metric(real, "kv_cache_usage_perc") == 0, seconds=60)
+    assert metric(real, "generation_tokens_total") - generated < 500
+
+
+def test_what_the_engine_refuses_is_refused(real):
+    with openai.OpenAI(base_url=f"{real}/v1", api_key="any", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens") as refused:
+            client.completions.create(model="smol", prompt="ski " * 600)
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="smol", prompt=[10**6])
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="a")
+        assert client.models.retrieve("smol").id == "smol"

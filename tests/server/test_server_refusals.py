@@ -1,0 +1,254 @@
+import contextlib
+import json
+import re
+import socket
+import threading
+
+import httpx
+import pytest
+from fake_engine import MODEL, FakeEngine, answer, serving
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """One server for all: what is refused leaves no trace."""
+    engine = FakeEngine()
+    with serving(engine) as (base, _), httpx.Client(base_url=base, timeout=30) as client:
+        yield engine, base, client
+
+
+@pytest.fixture
+def engine(shared):
+    shared[0].started = 0
+    return shared[0]
+
+
+@pytest.fixture
+def base(shared):
+    return shared[1]
+
+
+@pytest.fixture
+def http(shared):
+    return shared[2]
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+BODIES = {
+    "empty": b"",
+    "truncated": b'{"model":',
+    "a string": b'"hello"',
+    "a list": b"[1]",
+    "null": b"null",
+    "nan": b'{"prompt": "a", "temperature": NaN}',
+    "infinity": b'{"prompt": "a", "temperature": -Infinity}',
+    "too large a float": b'{"prompt": "a", "temperature": 1e999}',
+    "too large an int": b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}",
+    "too deep": b'{"prompt": "a", "metadata": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
+    "not utf-8": b'{"prompt": "\xff\xfe"}',
+    "utf-16": '{"prompt": "a"}'.encode("utf-16"),
+    "half a surrogate pair": b'{"prompt": "\\ud800 a"}',
+    "a control character": b'{"prompt": "a\x01b"}',
+    "something after it": b'{"prompt": "a"} x',
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+def test_bodies_that_are_no_json(http, engine, body):
+    refused(http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"}))
+    assert engine.started == 0
+
+
+ONE = {"prompt": "hi", "max_tokens": 4}
+FIELDS = [
+    *[("model", value) for value in (7, ["a"], {})],
+    *[
+        ("prompt", value)
+        for value in ("", None, [], [[]], {}, 7, [True], [1.0], [-1], [256], [2**40], [[[1]]], [[1], "a"], ["a", 1], ["a", ""])
+    ],
+    *[("prompt", value) for value in (["a"] * 257, "a " * 3000)],
+    *[("max_tokens", value) for value in (0, -1, "10", True, 1.5, 2**31, 10**30)],
+    *[("temperature", value) for value in (-1, "hot", True, [1], 1e6)],
+    *[("top_p", value) for value in (0, 1.5, "1")],
+    *[("top_k", value) for value in (-2, 2.5, "3", True)],
+    *[("min_p", value) for value in (-0.1, 2)],
+    *[("seed", value) for value in (1.5, 2**64, "1", True)],
+    *[("presence_penalty", value) for value in (5, -2.1)],
+    *[("frequency_penalty", value) for value in (5, "1")],
+    *[("repetition_penalty", value) for value in (0, -1, 1e9)],
+    *[("stop", value) for value in ("", [""], 1, [1], {}, ["a"] * 17, "s" * 500_000)],
+    *[("stop_token_ids", value) for value in (1, ["1"], [True], [-1], [1] * 65)],
+    *[("ignore_eos", value) for value in (1, "true")],
+    *[("stream", value) for value in (1, "yes")],
+    *[("stream_options", value) for value in ([1], "x", {"include_usage": "true"})],
+    *[("n", value) for value in (0, -1, 2, 10_000, True, "1", 1.0)],
+    *[("best_of", value) for value in (2, 10**6)],
+    *[("logprobs", value) for value in (0, 5, -5, True)],
+    *[("logit_bias", value) for value in ({"1": 5}, [1], {"99999999": 1})],
+    *[("echo", value) for value in (True, "x")],
+    *[
+        ("prompt_embeds", "gASV"),
+        ("suffix", "x"),
+        ("min_tokens", 3),
+        ("cache_salt", ""),
+        ("truncate_prompt_tokens", 5),
+        ("bad_words", ["a"]),
+    ],
+    *[("structured_outputs", {"regex": "a"}), ("allowed_token_ids", [1]), ("include_stop_str_in_output", True)],
+]
+
+
+@pytest.mark.parametrize(("field", "value"), FIELDS, ids=[f"{name}={value!r:.24}" for name, value in FIELDS])
+def test_fields_that_are_wrong_or_not_supported_yet(http, engine, field, value):
+    error = refused(http.post(COMPLETIONS, json={**ONE, field: value}))
+    # A prompt too long and one field of an object are named as what they belong to.
+    assert re.split(r"[.\[]", error["param"] or "")[0] == field
+    assert engine.started == 0
+
+
+HELLO = {"role": "user", "content": "hi"}
+CONVERSATIONS = [
+    None, "hi", [], [123], [{}], [HELLO, {}], [{"role": "king", "content": "hi"}], [{"role": "user"}], [{"role": "user", "content": None}],
+    [{"role": "user", "content": 1}], [{"role": "user", "content": []}], [{"role": "user", "content": [{"type": "text"}]}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://192.0.2.1/x"}}]}],
+    [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], [{"role": "user", "content": "a " * 3000}],
+    [{"role": "user", "content": "bad template"}], [{"role": "user", "content": ""}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=lambda value: f"{value!r:.40}")
+def test_conversations_that_are_none(http, engine, messages):
+    error = refused(http.post(CHAT, json={"messages": messages, "max_tokens": 4}))
+    assert error["param"].startswith("messages")
+    assert engine.started == 0
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+BAD_TOOL = {**TOOL, "function": {"name": "f", "parameters": "x"}}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+CHAT_FIELDS = [
+    *[("tools", value) for value in ({}, "x", [1], [{"type": "function"}], [BAD_TOOL], [TOOL] * 129)],
+    *[("tool_choice", value) for value in ("required", 7, {"type": "function", "function": {"name": "f"}})],
+    *[("response_format", value) for value in ("json", {"type": "json_object"}, {"type": "sound"}, JSON_SCHEMA)],
+    *[("logprobs", value) for value in (True, "true")],
+    *[("top_logprobs", 3), ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"tokenize": True}), ("max_completion_tokens", "4")],
+    *[("modalities", ["audio"]), ("continue_final_message", True), ("functions", [{}])],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), CHAT_FIELDS, ids=[f"{name}={value!r:.24}" for name, value in CHAT_FIELDS])
+def test_chat_fields_that_are_wrong_or_not_supported_yet(http, field, value):
+    error = refused(http.post(CHAT, json={"messages": [HELLO], "max_tokens": 4, field: value}))
+    assert re.split(r"[.\[]", error["param"])[0] == field
+
+
+def test_a_message_says_what_is_allowed(http):
+    told = {
+        "temperature": refused(http.post(COMPLETIONS, json={**ONE, "temperature": -1})),
+        "n": refused(http.post(COMPLETIONS, json={**ONE, "n": 3})),
+        "top_k": refused(http.post(COMPLETIONS, json={**ONE, "top_k": "3"})),
+        "model": refused(http.post(COMPLETIONS, json={**ONE, "model": "x"}), 404),
+    }
+    assert "from 0 to 100" in told["temperature"]["message"]
+    assert "not supported yet" in told["n"]["message"]
+    assert "a valid integer, got '3'" in told["top_k"]["message"]
+    assert told["model"]["code"] == "model_not_found"
+    assert MODEL in told["model"]["message"]
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "evil/repo", "m" * 100_000])
+def test_models_that_are_not_served(http, name):
+    assert len(refused(http.post(COMPLETIONS, json={**ONE, "model": name}), 404)["message"]) < 300
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "multipart/form-data; boundary=x"])
+def test_bodies_that_a_web_page_could_send_unasked(http, kind):
+    refused(http.post(COMPLETIONS, content=json.dumps(ONE), headers={"content-type": kind}), 415)
+
+
+def test_compressed_bodies_are_not_inflated(http):
+    refused(http.post(COMPLETIONS, content=b"x", headers={"content-type": "application/json", "content-encoding": "gzip"}), 415)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_have_a_limit(http, chunked):
+    pieces = [b'{"prompt":"', *[b"a" * 65536] * 33, b'"}']
+    body = iter(pieces) if chunked else b"".join(pieces)
+    refused(http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"}), 413)
+
+
+RAW = {
+    "a length that cannot be": (b"content-length: 99999999999\r\n\r\n", b"413"),
+    "two ideas of the length": (
+        b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"400",
+    ),
+    "a negative length": (b"content-length: -1\r\n\r\n{}", b"400"),
+    "a header without end": (b"x-a: " + b"a" * 200_000, b"400"),
+}
+
+
+@pytest.mark.parametrize(("rest", "status"), RAW.values(), ids=RAW.keys())
+def test_requests_that_no_client_library_would_send(base, http, rest, status):
+    host, port = base.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + rest)
+        got = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := sock.recv(65536):  # until the server closes the connection
+                got += piece
+    assert got.startswith(b"HTTP/1.1 " + status)
+    assert got.count(b"HTTP/1.1 ") == 1
+    assert http.get("/health").status_code == 200
+
+
+def test_other_routes_and_methods(http):
+    assert refused(http.get("/v1/nothing"), 404)["code"] == "not_found"
+    refused(http.post("/v1/completions/", json=ONE), 404)
+    refused(http.get("/v1/models/..%2f..%2fetc%2fpasswd"), 404)
+    put = http.put(COMPLETIONS, json=ONE)
+    assert refused(put, 405)["code"] == "method_not_allowed"
+    assert put.headers["allow"] == "POST"
+
+
+def test_unknown_fields_are_told_not_refused(http):
+    response = http.post(COMPLETIONS, json={**ONE, "zzz": 1, "evil\r\nx-evil: 1": 2, "user": "u", "metadata": {"a": "b"}})
+    assert response.status_code == 200
+    assert response.headers["x-chairlift-ignored"] == "zzz"
+    assert "x-evil" not in response.headers
+    tools = http.post(CHAT, json={"messages": [HELLO], "max_tokens": 1, "tools": [TOOL]})
+    assert tools.headers["x-chairlift-ignored"] == "tools"
+
+
+def test_a_stream_beside_all_this_is_unharmed(http, base):
+    prompt, got = "slow and steady", []
+
+    def ride():
+        request = {"prompt": prompt, "max_tokens": 100, "stream": True}
+        with httpx.stream("POST", base + COMPLETIONS, json=request, timeout=60) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    got.append(json.loads(line[6:])["choices"][0]["text"])
+
+    rider = threading.Thread(target=ride)
+    rider.start()
+    while rider.is_alive():
+        for body in BODIES.values():
+            refused(http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"}))
+        refused(http.post(COMPLETIONS, json={**ONE, "temperature": "hot"}))
+        http.post(COMPLETIONS, json={"prompt": "bug", "max_tokens": 9})
+    assert "".join(got) == answer(prompt, 100)
+
+
+def refused(response, status=400):
+    """The error of a refusal, whose form is checked."""
+    assert response.status_code == status, response.text[:300]
+    body = response.json()
+    assert body.keys() == {"error"}
+    error = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert not re.search(r"0x[0-9a-f]{6,}|Traceback|File \"|site-packages", response.text)
+    assert len(response.content) < 1000
+    return error
