@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python kernels -name '*.rs' -o -name '*.toml' -o -name '*.py' 2>/dev/null | grep -v __pycache__)
+RUST := pyproject.toml Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name '*.toml')
+SOURCES := $(RUST) $(shell find python kernels -name '*.py')
 
 .DEFAULT_GOAL := help
 
@@ -53,6 +54,6 @@ $(VENV)/.installed: $(BIN)/python $(SOURCES)
 	$(BIN)/pip install --quiet --disable-pip-version-check '.[gguf]'
 	touch $@
 
-$(VENV)/.developing: $(BIN)/python $(SOURCES)
+$(VENV)/.developing: $(BIN)/python $(RUST)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@

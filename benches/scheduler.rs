@@ -126,6 +126,27 @@ fn cases() -> Vec<(&'static str, u32, Case)> {
     decode.into_iter().chain(mixed).chain(waiting).collect()
 }
 
+/// The least that a decode step could cost: for each sequence a cache line of state is read and written, and its
+/// entries in the step buffers and in the outputs are written.
+fn floor(seqs: usize, steps: u64) -> Duration {
+    let mut states = vec![[1_u32; 16]; seqs];
+    let mut arrays = vec![vec![0_u32; seqs]; 8];
+    let mut outputs = vec![(0_u64, 0_u32, 0_u32); seqs];
+    let start = Instant::now();
+    for _ in 0..steps {
+        for (i, state) in states.iter_mut().enumerate() {
+            state[0] += 1;
+            state[8] += state[0];
+            for (array, value) in arrays.iter_mut().zip(*state) {
+                array[i] = value;
+            }
+            outputs[i] = (u64::from(state[9]), state[8], state[10]);
+        }
+        black_box((&mut states, &mut arrays, &mut outputs));
+    }
+    start.elapsed()
+}
+
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
     if let Some(at) = arguments.iter().position(|argument| argument == "--steps") {
@@ -134,10 +155,18 @@ fn main() {
         run(case, steps);
         return;
     }
-    let mut criterion = Criterion::default().configure_from_args().measurement_time(Duration::from_secs(3)).sample_size(20);
+    let mut criterion = Criterion::default()
+        .configure_from_args()
+        .warm_up_time(Duration::from_secs(1))
+        .measurement_time(Duration::from_secs(2))
+        .sample_size(20);
     for (group, size, case) in cases() {
         let id = BenchmarkId::new(group, size);
         criterion.bench_with_input(id, &case, |bencher, &case| bencher.iter_custom(|steps| run(case, steps)));
+    }
+    for seqs in [1_usize, 16, 64, 256, 1024] {
+        criterion
+            .bench_with_input(BenchmarkId::new("floor", seqs), &seqs, |bencher, &seqs| bencher.iter_custom(|steps| floor(seqs, steps)));
     }
     criterion.final_summary();
 }

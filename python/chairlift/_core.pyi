@@ -1,7 +1,24 @@
 """The Rust scheduler, as Python sees it; times are microseconds on one clock of the caller's."""
 
-from collections.abc import Buffer, Sequence
+from collections.abc import Sequence
 from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "EmptyPrompt",
+    "NeverFits",
+    "NoNewTokens",
+    "Outputs",
+    "Rejected",
+    "Scheduler",
+    "Stats",
+    "StepBuffers",
+    "StepPlan",
+    "TooLong",
+    "__version__",
+]
 
 __version__: str
 
@@ -27,16 +44,16 @@ class StepBuffers:
     def __new__(
         cls,
         *,
-        input_ids: Buffer,
-        positions: Buffer,
-        slots: Buffer,
-        query_starts: Buffer,
-        context_lens: Buffer,
-        rows: Buffer,
-        sample_at: Buffer,
-        sample_rows: Buffer,
-        copies: Buffer,
-        block_tables: Buffer,
+        input_ids: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        query_starts: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        rows: NDArray[np.int32],
+        sample_at: NDArray[np.int32],
+        sample_rows: NDArray[np.int32],
+        copies: NDArray[np.int32],
+        block_tables: NDArray[np.int32],
     ) -> StepBuffers: ...
 
 @final
@@ -52,8 +69,8 @@ class StepPlan:
     @property
     def num_copies(self) -> int: ...
     @property
-    def seated(self) -> list[tuple[int, int, int]]:
-        """`(row, sequence, tag)` of each sequence admitted in this step."""
+    def seated(self) -> list[tuple[int, int, int, int, int]]:
+        """One a sequence admitted in this step: row, sequence, tag, cached prompt tokens, microseconds it had queued."""
     @property
     def preempted(self) -> list[int]:
         """Tags of the sequences that lost their blocks to make room."""
@@ -72,8 +89,8 @@ class Outputs:
     def finishes(self) -> bytes:
         """uint8: 0 goes on, 1 stop, 2 length, 3 error (the entry's token is none)."""
     @property
-    def ended(self) -> list[tuple[int, int, int, int, int, int, int]]:
-        """One a request that finished: tag, cached tokens, preemptions, and when it arrived, started, gave its first token, ended."""
+    def ended(self) -> list[tuple[int, int, int, int, int, int]]:
+        """One a request that finished: tag, preemptions, and when it arrived, started, gave its first token, ended."""
 
 @final
 class Stats:
@@ -115,13 +132,13 @@ class Scheduler:
         prefix_caching: bool = True,
         watermark: int = 0,
     ) -> Scheduler: ...
-    def add(self, tag: int, prompt: Buffer, max_new_tokens: int, stop: Sequence[int], now: int, *, salt: bytes = b"") -> int:
+    def add(self, tag: int, prompt: NDArray[np.int32], max_new_tokens: int, stop: Sequence[int], now: int, *, salt: bytes = ...) -> int:
         """Queues a request and returns its sequence's handle; raises a `Rejected` if it can never run."""
     def abort(self, seq: int, now: int) -> bool:
         """Ends a request in whatever state it is; False if it has ended already."""
     def plan(self, buffers: StepBuffers, now: int) -> StepPlan | None:
         """Chooses the next step and fills the buffers; None when there is nothing to run."""
-    def commit(self, plan: StepPlan, sampled: Buffer, now: int) -> Outputs:
+    def commit(self, plan: StepPlan, sampled: NDArray[np.int32], now: int) -> Outputs:
         """Takes in the sampled tokens (int32, one a sampled position, negative: none), plans in order."""
     def tokens(self, seq: int) -> tuple[bytes, int]:
         """A sequence's tokens so far (int32) and how many are its prompt; KeyError if it has ended."""

@@ -90,10 +90,10 @@ def gguf_of(
 
 
 def byte_level_metadata(pre: str) -> dict[str, Any]:
-    """A vocabulary of bytes, a few merges, digits and control tokens; padded to 320."""
+    """A vocabulary of bytes, a few merges, control tokens, and a word that no merges lead to; padded to 320."""
     merges = ["h e", "l l", "he ll", "hell o", "Ġ Ġ", "Ġ h", "1 2", "12 3", "Ġ 1", "Ċ Ċ", "Ã ©", "e Ì", "eÌ ģ"]
-    tokens = [*byte_tokens(), *CONTROLS, "<think>", *("".join(merge.split(" ")) for merge in merges)]
-    kinds = [NORMAL] * 256 + [CONTROL] * 2 + [USER_DEFINED] + [NORMAL] * len(merges)
+    tokens = [*byte_tokens(), *CONTROLS, "<think>", *("".join(merge.split(" ")) for merge in merges), "xyz"]
+    kinds = [NORMAL] * 256 + [CONTROL] * 2 + [USER_DEFINED] + [NORMAL] * (len(merges) + 1)
     padding = [f"[PAD{index}]" for index in range(320 - len(tokens))]
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -107,15 +107,15 @@ def byte_level_metadata(pre: str) -> dict[str, Any]:
 
 
 def sentencepiece_metadata() -> dict[str, Any]:
-    """A vocabulary as SentencePiece makes them: bytes, pieces with scores, and no merges; padded to 320."""
-    pieces = ["\u2581", *"helowrdab\n", "he", "ll", "\u2581he", "hell", "\u2581hell", "hello", "\u2581hello", "\u2581\u2581"]
+    """A vocabulary as SentencePiece makes them: bytes, pieces with scores (not in their order), no merges; padded to 320."""
+    pieces = ["\u2581", *"helowrdab\n", "he", "ll", "\u2581he", "hell", "\u2581hell", "hello", "\u2581hello", "\u2581\u2581", "lo"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     padding = [f"[PAD{index}]" for index in range(320 - len(tokens))]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.tokens": [*tokens, *padding],
-        "tokenizer.ggml.scores": [0.0] * 259 + [-float(rank) for rank in range(len(pieces) + len(padding))],
+        "tokenizer.ggml.scores": [0.0] * 259 + [float(rank) for rank in range(len(pieces))] + [-1.0] * len(padding),
         "tokenizer.ggml.token_type": [2, CONTROL, CONTROL] + [6] * 256 + [NORMAL] * len(pieces) + [5] * len(padding),
         "tokenizer.ggml.merges": None,
         "tokenizer.ggml.bos_token_id": 1,

@@ -24,10 +24,10 @@ def _paired(weights: np.ndarray, heads: int) -> np.ndarray:
     return weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
 
-def test_weights_are_those_of_the_gguf_package(model_dir: Path) -> None:
-    converted = load_file(model_dir / "model.safetensors")
+def test_weights_are_those_of_the_gguf_package(converted: Path) -> None:
+    weights = load_file(converted / "model.safetensors")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
-    ours = {names.get_name(name.removesuffix(".weight")) + ".weight": (name, value) for name, value in converted.items()}
+    ours = {names.get_name(name.removesuffix(".weight")) + ".weight": (name, value) for name, value in weights.items()}
     reader = gguf.GGUFReader(default_file())
     assert ours.keys() == {tensor.name for tensor in reader.tensors}
     for tensor in reader.tensors:
@@ -40,17 +40,17 @@ def test_weights_are_those_of_the_gguf_package(model_dir: Path) -> None:
         np.testing.assert_array_equal(value, gguf.dequantize(tensor.data, tensor.tensor_type), strict=True)
 
 
-def test_config_of_the_default_model(model_dir: Path) -> None:
-    config = json.loads((model_dir / "config.json").read_text())
+def test_config_of_the_default_model(converted: Path) -> None:
+    config = json.loads((converted / "config.json").read_text())
     wanted = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "head_dim": 64, "vocab_size": 49152, "eos_token_id": 2}
     wanted |= {"rms_norm_eps": 1e-5, "rope_theta": 1e5, "max_position_embeddings": 8192, "tie_word_embeddings": True}
     assert {key: config[key] for key in wanted} == wanted
-    assert json.loads((model_dir / "generation_config.json").read_text()) == {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": [2]}
+    assert json.loads((converted / "generation_config.json").read_text()) == {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": [2]}
 
 
-def test_transformers_runs_the_default_model(model_dir: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+def test_transformers_runs_the_default_model(converted: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(converted)
     answer = model.generate(**tokenizer("The capital of France is", return_tensors="pt"), max_new_tokens=1, do_sample=False)
     assert tokenizer.decode(answer[0]) == "The capital of France is Paris"
 
@@ -119,11 +119,11 @@ def test_two_conversions_at_once_agree(tmp_path: Path) -> None:
     Tokenizer(tmp_path / "cache" / "out")
 
 
-def test_a_tokenizer_beside_the_file_is_taken(tmp_path: Path, model_dir: Path) -> None:
+def test_a_tokenizer_beside_the_file_is_taken(tmp_path: Path, converted: Path) -> None:
     gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", tokenizer="unheard-of")
     with pytest.raises(UnsupportedModel, match=r"put the model's own tokenizer\.json beside the file"):
         convert(tmp_path / "tiny.gguf", tmp_path / "out")
-    (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((converted / "tokenizer.json").read_bytes())
     convert(tmp_path / "tiny.gguf", tmp_path / "out")
     assert Tokenizer(tmp_path / "out").vocab_size == 49152
 

@@ -33,26 +33,26 @@ def reference() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
-def test_ids_are_those_of_transformers(model_dir: Path, reference: PreTrainedTokenizerBase) -> None:
-    tokenizer = Tokenizer(model_dir)
+def test_ids_are_those_of_transformers(converted: Path, reference: PreTrainedTokenizerBase) -> None:
+    tokenizer = Tokenizer(converted)
     assert [tokenizer.encode(text) for text in TEXTS] == [reference(text)["input_ids"] for text in TEXTS]
     assert tokenizer.vocab_size == len(reference)
     assert tokenizer.special_token_ids == set(range(17))
 
 
-def test_digits_stand_alone_before_words_are_cut(model_dir: Path, reference: PreTrainedTokenizerBase) -> None:
+def test_digits_stand_alone_before_words_are_cut(converted: Path, reference: PreTrainedTokenizerBase) -> None:
     """SmolLM's own tokenizer isolates digits first; transformers leaves that out for GGUF files, so it is put back here."""
     plain = [reference(text)["input_ids"] for text in SPACED_NUMBERS]
     reference.backend_tokenizer.pre_tokenizer = InTurn([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    tokenizer = Tokenizer(model_dir)
+    tokenizer = Tokenizer(converted)
     ours = [tokenizer.encode(text) for text in SPACED_NUMBERS]
     assert ours == [reference(text)["input_ids"] for text in SPACED_NUMBERS]
     assert ours != plain
     assert tokenizer.decode(ours[1]) == SPACED_NUMBERS[1]
 
 
-def test_transformers_reads_what_is_written(model_dir: Path) -> None:
-    theirs, ours = AutoTokenizer.from_pretrained(model_dir), Tokenizer(model_dir)
+def test_transformers_reads_what_is_written(converted: Path) -> None:
+    theirs, ours = AutoTokenizer.from_pretrained(converted), Tokenizer(converted)
     for text in TEXTS + SPACED_NUMBERS:
         assert ours.encode(text) == theirs(text)["input_ids"]
         assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text), skip_special_tokens=True)
@@ -61,6 +61,7 @@ def test_transformers_reads_what_is_written(model_dir: Path) -> None:
 
 def _both(tmp_path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
     """The tokenizer of a file with these metadata, read by chairlift and by transformers."""
+    tmp_path.mkdir(exist_ok=True)
     gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced=metadata)
     convert(tmp_path / "tiny.gguf", tmp_path / "out")
     return Tokenizer(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf")
@@ -122,6 +123,23 @@ def test_ends_of_a_turn(tmp_path: Path) -> None:
     metadata = byte_level_metadata("gpt-2") | {"tokenizer.ggml.eos_token_id": 257, "tokenizer.ggml.eot_token_id": 258}
     ours, _ = _both(tmp_path, metadata)
     assert ours.eos_token_ids == {256, 257, 258}  # <|end|> is known to end a turn
+
+
+def test_llama3_takes_whole_words_before_it_merges(tmp_path: Path) -> None:
+    ours, _ = _both(tmp_path, byte_level_metadata("llama-bpe") | {"tokenizer.ggml.add_bos_token": False})
+    assert len(ours.encode("xyz")) == 1
+    ours, _ = _both(tmp_path / "other", byte_level_metadata("gpt-2"))
+    assert len(ours.encode("xyz")) == 3
+
+
+def test_an_added_token_may_be_spelled_as_it_is_shown(tmp_path: Path) -> None:
+    metadata = byte_level_metadata("gpt-2")
+    metadata["tokenizer.ggml.tokens"][258] = "<thi nk…>"
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced=metadata)
+    convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    ours = Tokenizer(tmp_path / "out")
+    assert ours.encode("a<thi nk…>b") == [97, 258, 98]
+    assert ours.decode([97, 258, 98]) == "a<thi nk…>b"
 
 
 SENTENCES = ["hello", "hello hello", " hello", "hell ohello ", "ähello你", "a\nb", ""]

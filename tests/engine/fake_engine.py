@@ -31,6 +31,7 @@ FACTS = {
 @dataclass
 class FakeReport:
     entries: list = field(default_factory=list)
+    started: list = field(default_factory=list)
     ended: list = field(default_factory=list)
 
     @property
@@ -78,8 +79,11 @@ class FakeEngine:
                 raise ZeroDivisionError("a bug in the model")
             if start == DYING:
                 os.kill(os.getpid(), signal.SIGKILL)
-            while start == HANGING:
-                time.sleep(0.01)
+            if start == HANGING:
+                print("hanging", flush=True)
+                time.sleep(3600)
+            if count == 0:
+                report.started.append((tag, 16, 500_000))
             entry[1] += 1
             token = start + count
             stops = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
@@ -87,7 +91,7 @@ class FakeEngine:
             report.entries.append((tag, -1 if finish == 3 else token, finish))
             if finish:
                 del self.running[tag]
-                report.ended.append((tag, 16, 1, 1_000_000, 1_500_000, 2_000_000, 4_000_000))
+                report.ended.append((tag, 1, 1_000_000, 1_500_000, 2_000_000, 4_000_000))
         return report
 
     def stats(self):
@@ -129,14 +133,13 @@ def text_of(start, count):
 
 
 async def _be_a_parent():
-    """Holds an engine that hangs in a step, and says so; killed by the test."""
+    """Holds an engine that hangs in a step; killed by the test."""
     import pytest
 
     from chairlift.engine.client import AsyncEngine
 
     fake(pytest.MonkeyPatch())
     async with AsyncEngine() as engine:
-        asyncio.get_running_loop().call_soon(lambda: print("up", flush=True))
         async for _ in engine.generate([HANGING]):
             pass
 

@@ -100,6 +100,7 @@ def test_stop_string_ends_the_request_in_the_engine_too():
         assert "".join(output.text for output in outputs) == "abc"
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", "def")
         assert outputs[-1].timing.first_token <= outputs[-1].timing.total
+        assert (outputs[-1].cached_tokens, outputs[-1].timing.queued) == (16, 0.5)
         await until(lambda: engine.stats()["running"] == 0)
         assert engine.stats()["aborted"] == 1
 
@@ -268,13 +269,13 @@ def test_a_killed_engine_is_told_by_its_signal():
     run(test)
 
 
-def test_close_in_the_middle_leaves_no_process_and_can_be_repeated(monkeypatch):
+def test_close_in_the_middle_leaves_no_process_and_can_be_repeated(monkeypatch, capfd):
     monkeypatch.setattr("chairlift.engine.client.STOP_SECONDS", 0.1)
 
     async def test(engine):
         process = engine._process
         open_ones = [asyncio.create_task(collect(engine, [1000], max_tokens=1_000_000)), asyncio.create_task(collect(engine, [HANGING]))]
-        await until(lambda: len(engine._streams) == 2)
+        await until(lambda: "hanging" in capfd.readouterr().out)
         await asyncio.gather(engine.close(), engine.close())
         for result in await asyncio.gather(*open_ones, return_exceptions=True):
             assert isinstance(result, EngineDead)
@@ -366,7 +367,7 @@ def test_phases_are_logged_and_sum_to_the_total(caplog):
 def test_a_parent_that_is_killed_takes_its_engine_along():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     parent = subprocess.Popen([sys.executable, "-m", "fake_engine", "parent"], stdout=subprocess.PIPE, env=environment)
-    assert parent.stdout.readline() == b"up\n"
+    assert parent.stdout.readline() == b"hanging\n"
     parent.kill()
     # The engine has inherited the pipe: it ends when both are gone, though the engine hangs in a step.
     parent.communicate(timeout=GUARD)

@@ -68,7 +68,7 @@ def test_it_reports_phases_then_facts_then_counters():
         assert imports.name == "imports"
         assert weights == Phase("weights", 0.25)
         assert ready.facts == fake_engine.FACTS
-        assert step == Step(stats={"running": 0, "aborted": 0, "steps": 1}, ended=[])
+        assert step == Step(stats={"running": 0, "aborted": 0, "steps": 1}, started=[], ended=[])
 
 
 def test_one_frame_a_step_carries_every_request():
@@ -173,10 +173,12 @@ def test_garbage_ends_it_with_a_word(garbage):
 
 @pytest.mark.parametrize("prompt", [None, [HANGING]], ids=["idle", "in a step"])
 def test_it_ends_when_the_socket_does(prompt):
-    with child() as it:
+    with child(stdout=subprocess.PIPE) as it:
         it.start()
         if prompt:
             it.add(1, prompt)
+            assert it.process.stdout.readline() == b"hanging\n"
+        it.process.stdout.close()
         it.socket.shutdown(socket.SHUT_RDWR)
         assert it.process.wait(GUARD) == 1
 

@@ -45,18 +45,16 @@ def test_paged_attention_equals_attention_written_out(window):
         np.cumsum([0] + [queries for queries, _ in lengths], dtype=np.int32),
         np.array([context for _, context in lengths], dtype=np.int32),
         tables,
-        kv_heads=KV_HEADS,
-        block_size=BLOCK,
+        heads=HEADS,
         windows=frozenset({window}),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
+        cache=cache,
     )
     rows = padded_rows(len(slots)) + 4
     query = torch.randn(rows, HEADS, HEAD_DIM, generator=generator)
     new = torch.cat([kv[-queries:] for kv, (queries, _) in zip(contexts, lengths, strict=True)]).flatten(1, 2)
     # Padding rows are garbage that must go nowhere.
     write_kv(torch.cat((new, torch.full((rows - len(new), *new.shape[1:]), float("nan")))), cache, plan)
-    found = paged_attention(query, cache, plan.reads[window])
+    found = paged_attention(query, cache, plan, window)
     expected = [
         dense(part, kv[:, 0], kv[:, 1], window)
         for part, kv in zip(query[: len(slots)].split([queries for queries, _ in lengths]), contexts, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ def locate(model: str, revision: str | None = None, progress: bool = True) -> Pa
     `organisation/model` of the Hugging Face hub, of which `revision` is a branch, tag or commit. `progress` shows on
     stderr what takes long. Raises ModelNotFound, naming the ways out, or UnsupportedModel.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if model == DEFAULT_MODEL and not path.is_dir():
         out = cache_dir() / "models" / f"{Path(MEMBER).stem}-{_LAYOUT}"
         return out if out.is_dir() else _converted(pull_default(progress), out, progress)
@@ -97,15 +98,14 @@ def _announced(text: str, progress: bool) -> Iterator[None]:
 
 
 def _from_hub(name: str, revision: str | None, progress: bool) -> Path:
-    """The hub's snapshot of a model; $HF_HUB_OFFLINE, $HF_TOKEN and the hub's own cache are honoured."""
+    """The hub's snapshot of a model; $HF_HUB_OFFLINE, $HF_TOKEN and the hub's own cache are honoured, and it shows its own bars."""
     ways_out = "name a local directory or .gguf file instead, or fetch it where the hub can be reached and copy it here"
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
         raise ModelNotFound(f"fetching {name} needs the package huggingface_hub; {ways_out}") from None
     try:
-        with _announced(f"Fetching {name} from the Hugging Face hub", progress):
-            path = Path(snapshot_download(name, revision=revision, allow_patterns=list(_HUB_FILES), etag_timeout=_HUB_TIMEOUT))
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=list(_HUB_FILES), etag_timeout=_HUB_TIMEOUT))
     except errors.GatedRepoError:
         raise ModelNotFound(f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN, or {ways_out}") from None
     except errors.RevisionNotFoundError:

@@ -30,11 +30,12 @@ class _Seat:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step gave: packed arrays, one entry a token (see `_core.Outputs`)."""
+    """What one step gave: packed arrays, one entry a token, and who started and ended in it (see `protocol.Step`)."""
 
     tags: bytes
     tokens: bytes
     finishes: bytes
+    started: Sequence[Sequence[int]]
     ended: Sequence[Sequence[int]]
 
 
@@ -83,7 +84,7 @@ class Engine:
             raise InvalidRequest(f"request {tag} is already running", param="request_id")
         tokens = np.ascontiguousarray(prompt, dtype=np.int32)
         vocab_size = self._runner.model_config.vocab_size
-        if tokens.size and not (0 <= int(tokens.min()) and int(tokens.max()) < vocab_size):
+        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
             raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
         max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self._runner.max_model_len - tokens.size)
         stop = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos)]
@@ -109,15 +110,17 @@ class Engine:
         plan = self._scheduler.plan(self._buffers, _now())
         if plan is None:
             return None
-        for row, seq, tag in plan.seated:
+        started = []
+        for row, seq, tag, cached_tokens, queued in plan.seated:
             tokens, prompt_len = self._scheduler.tokens(seq)
             seat = self._live[tag]
             self._runner.seat(row, seat.params, np.frombuffer(tokens, dtype=np.int32), prompt_len, seat.seed)
+            started.append((tag, cached_tokens, queued))
         sampled = self._runner.run(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies)
         outputs = self._scheduler.commit(plan, sampled, _now())
         for ended in outputs.ended:
             del self._live[ended[0]]
-        return StepReport(outputs.tags, outputs.tokens, outputs.finishes, outputs.ended)
+        return StepReport(outputs.tags, outputs.tokens, outputs.finishes, started, outputs.ended)
 
     def stats(self) -> dict[str, int]:
         """The scheduler's counters since the start, and what is true now."""

@@ -103,7 +103,7 @@ def _run(sock: socket.socket, inbox: SimpleQueue[Frame | BadFrame], make: Engine
         if step is None:
             send(sock, Step(stats=engine.stats()))
         else:
-            send(sock, Step(step.tags, step.tokens, step.finishes, step.ended, engine.stats()))
+            send(sock, Step(step.tags, step.tokens, step.finishes, step.started, step.ended, engine.stats()))
         if not _drain(sock, engine, inbox, idle=step is None):
             return
 

@@ -79,12 +79,14 @@ class Step:
     """From the engine after each step: one entry a token, for all requests together, and the newest counters.
 
     `tags` are u64, `tokens` i32 and `finishes` u8 (0 none, 1 stop, 2 length, 3 error), little-endian, equally many.
-    `ended` has one (tag, cached tokens, preemptions, arrived, started, first token, ended) a request that ended, times in microseconds.
+    `started` has one (tag, cached tokens, microseconds queued) a request that was admitted, again when it was preempted meanwhile.
+    `ended` has one (tag, preemptions, arrived, started, first token, ended) a request that ended, times in microseconds.
     """
 
     tags: bytes = b""
     tokens: bytes = b""
     finishes: bytes = b""
+    started: Sequence[Sequence[int]] = ()
     ended: Sequence[Sequence[int]] = ()
     stats: dict[str, Any] = field(default_factory=dict)
 

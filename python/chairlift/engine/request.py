@@ -37,6 +37,10 @@ class Report(Protocol):
         """u8, one a token."""
 
     @property
+    def started(self) -> Sequence[Sequence[int]]:
+        """One a request that was admitted."""
+
+    @property
     def ended(self) -> Sequence[Sequence[int]]:
         """One a request that ended."""
 
@@ -56,6 +60,8 @@ class Request:
         self._finish = 0
         self._created = time.monotonic()
         self._first: float | None = None
+        self._queued = 0.0
+        self._cached_tokens = 0
         self._account: Sequence[int] | None = None
 
     def feed(self, token: int, finish: int) -> None:
@@ -65,6 +71,10 @@ class Request:
         if self._first is None:
             self._first = time.monotonic()
         self._finish = finish
+
+    def start(self, cached_tokens: int, queued: int) -> None:
+        """Takes what the engine found when it admitted the request: tokens in the cache, and microseconds it had waited."""
+        self._cached_tokens, self._queued = cached_tokens, queued / 1e6
 
     def settle(self, account: Sequence[int]) -> None:
         """Takes what the engine counted for the request when it ended it."""
@@ -106,13 +116,14 @@ class Request:
         return (text + self._text.push([], True) if final else text), used
 
     def _close(self, output: RequestOutput) -> None:
+        output.cached_tokens = self._cached_tokens
         if self._account is not None:
-            _, output.cached_tokens, output.preemptions, arrived, started, first, ended = self._account
+            _, output.preemptions, arrived, started, first, ended = self._account
             output.timing = Timing((started - arrived) / 1e6, (first - arrived) / 1e6, (ended - arrived) / 1e6)
         else:
-            # A stop string was found before the engine's own end, so it has no account: the clock on this side has to do.
+            # A stop string was found before the engine's own end: the clock on this side has to do.
             first_token = None if self._first is None else self._first - self._created
-            output.timing = Timing(0.0, first_token, time.monotonic() - self._created)
+            output.timing = Timing(self._queued, first_token, time.monotonic() - self._created)
 
 
 R = TypeVar("R", bound=Request)
@@ -123,6 +134,9 @@ def deliver(report: Report, requests: dict[int, R]) -> dict[int, R]:
 
     Tags that are not there belong to requests whose callers have left: their tokens are dropped.
     """
+    for tag, cached_tokens, queued in report.started:
+        if (request := requests.get(tag)) is not None:
+            request.start(cached_tokens, queued)
     for account in report.ended:
         if (request := requests.get(account[0])) is not None:
             request.settle(account)

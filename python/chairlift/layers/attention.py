@@ -11,18 +11,20 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What the queries of one sequence see in one step.
+    """What the queries of one sequence, `start` to `end` on the token axis, see in one step.
 
-    `rows` are the cache's rows (see `as_rows`) that hold its keys, then its values, head by head and block by block. Of the
-    tokens in them, `first` to `last` are seen; `mask` [queries, last - first], added to the scores, says by whom, and is None
-    when there is but one query, or when the queries are the whole context (`causal`).
+    `rows` are the rows of a cache (of block_size * head_dim numbers) with its keys, then its values, head by head and block by
+    block. They are gathered into `gathered`, scratch memory that all reads share, of which `keys` and `values` are views in the
+    shape that the product wants, without what nobody sees. `mask` [queries, keys] is added to the scores; it is None for a
+    single query, and for queries that are the whole context (`causal`).
     """
 
     start: int
     end: int
     rows: torch.Tensor
-    first: int
-    last: int
+    gathered: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
     mask: torch.Tensor | None
     causal: bool
 
@@ -46,38 +48,38 @@ def plan_attention(
     context_lens: np.ndarray,
     block_tables: np.ndarray,
     *,
-    kv_heads: int,
-    block_size: int,
+    heads: int,
     windows: frozenset[int | None],
-    device: torch.device,
-    dtype: torch.dtype,
+    cache: torch.Tensor,
 ) -> AttentionPlan:
     """Plans a step of S sequences: slots [T], query_starts [S + 1], context_lens [S] and block_tables [S, blocks], all int32.
 
     A slot is block * block_size + offset; sequence i owns the tokens query_starts[i] to query_starts[i + 1], and they are the
-    last ones of its context.
+    last ones of its context. `cache` is any one layer's (see write_kv); `heads` counts the query heads.
     """
+    _, _, kv_heads, size, head_dim = cache.shape
     parts = np.arange(2 * kv_heads, dtype=np.int64)
-    block, offset = np.divmod(slots.astype(np.int64), block_size)
-    writes = ((block[:, None] * (2 * kv_heads) + parts) * block_size + offset[:, None]).reshape(-1)
+    block, offset = np.divmod(slots.astype(np.int64), size)
+    writes = ((block[:, None] * (2 * kv_heads) + parts) * size + offset[:, None]).reshape(-1)
     tables = block_tables.astype(np.int64) * (2 * kv_heads)
     starts, lens = query_starts.tolist(), context_lens.tolist()
+    scratch = cache.new_empty(-(-max(lens) // size) * 2 * kv_heads, size * head_dim)
     reads: dict[int | None, list[Read]] = {window: [] for window in windows}
-    for i, context in enumerate(lens):
-        start, end = starts[i], starts[i + 1]
-        position = context - (end - start)
+    for start, end, context, table in zip(starts, starts[1:], lens, tables, strict=False):
+        count, position = end - start, context - (end - start)
         for window, found in reads.items():
             seen = 0 if window is None else max(0, position - window + 1)
-            low = seen // block_size
-            rows = (tables[i, low : -(-context // block_size)] + parts[:, None]).reshape(-1)
-            # A window's mask is needed as soon as the first query's sight ends after what the last one still sees.
-            causal = position == 0 and end - start > 1 and (window is None or context <= window)
-            mask = None
-            if end - start > 1 and not causal:
-                mask = _mask(position, context, seen, window, dtype).to(device)
-            base = low * block_size
-            found.append(Read(start, end, torch.from_numpy(rows).to(device), seen - base, context - base, mask, causal))
-    return AttentionPlan(len(slots), torch.from_numpy(writes).to(device), reads)
+            low = seen // size
+            rows = (table[low : -(-context // size)] + parts[:, None]).reshape(-1)
+            gathered = scratch[: len(rows)]
+            kv = gathered.view(2, kv_heads, 1, -1, head_dim)[:, :, :, seen - low * size : context - low * size]
+            # The heads of a group share keys and values. A single query's heads go in as the rows of one matrix; several
+            # queries' go in as heads of their own, of which the keys and values are repeated without a copy.
+            kv = kv.transpose(1, 2) if count == 1 else kv.expand(-1, -1, heads // kv_heads, -1, -1)
+            causal = position == 0 and count > 1 and (window is None or context <= window)
+            mask = None if count == 1 or causal else _mask(position, context, seen, window, cache.dtype).to(cache.device)
+            found.append(Read(start, end, torch.from_numpy(rows).to(cache.device), gathered, kv[0], kv[1], mask, causal))
+    return AttentionPlan(len(slots), torch.from_numpy(writes).to(cache.device), reads)
 
 
 def _mask(position: int, context: int, seen: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -100,35 +102,26 @@ def write_kv(kv: torch.Tensor, cache: torch.Tensor, plan: AttentionPlan) -> None
     cache.view(-1, head_dim).index_copy_(0, plan.writes, kv[: plan.tokens].reshape(-1, head_dim))
 
 
-def paged_attention(query: torch.Tensor, cache: torch.Tensor, reads: list[Read]) -> torch.Tensor:
+def paged_attention(query: torch.Tensor, cache: torch.Tensor, plan: AttentionPlan, window: int | None) -> torch.Tensor:
     """Attends from query [rows, heads, head_dim] to one layer's cache, which holds this step's keys and values already.
 
     Returns [rows, heads * head_dim], zero for rows that belong to no sequence (padding). Each sequence is computed by calls that
     see nothing of the others: its result does not depend on who shares the step.
     """
     rows, heads, head_dim = query.shape
-    _, _, kv_heads, block_size, _ = cache.shape
-    group = heads // kv_heads
-    blocks = cache.view(-1, block_size * head_dim)
-    single = query.view(rows, 1, kv_heads, group, head_dim).unbind(0)
+    _, _, kv_heads, size, _ = cache.shape
+    blocks = cache.view(-1, size * head_dim)
+    queries = query.view(rows, 1, kv_heads, heads // kv_heads, head_dim)
+    single = queries.unbind(0)
     outputs = []
-    for read in reads:
-        keys, values = blocks.index_select(0, read.rows).view(2, 1, kv_heads, -1, head_dim)[:, :, :, read.first : read.last].unbind(0)
+    for read in plan.reads[window]:
+        torch.index_select(blocks, 0, read.rows, out=read.gathered)
         if read.end - read.start == 1:
-            # The heads of a group share keys and values: they go in as the rows of one query matrix.
-            outputs.append(functional.scaled_dot_product_attention(single[read.start], keys, values).view(1, -1))
+            outputs.append(functional.scaled_dot_product_attention(single[read.start], read.keys, read.values).view(1, -1))
             continue
-        span = query[read.start : read.end].view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        shape = (kv_heads, group, keys.shape[2], head_dim)
-        output = functional.scaled_dot_product_attention(
-            span,
-            keys.transpose(0, 1).expand(shape),
-            values.transpose(0, 1).expand(shape),
-            attn_mask=read.mask,
-            is_causal=read.causal,
-        )
+        span = queries[read.start : read.end].squeeze(1).permute(1, 2, 0, 3)
+        output = functional.scaled_dot_product_attention(span, read.keys, read.values, attn_mask=read.mask, is_causal=read.causal)
         outputs.append(output.permute(2, 0, 1, 3).reshape(-1, heads * head_dim))
-    tokens = reads[-1].end
-    if tokens < rows:
-        outputs.append(query.new_zeros(rows - tokens, heads * head_dim))
+    if plan.tokens < rows:
+        outputs.append(query.new_zeros(rows - plan.tokens, heads * head_dim))
     return torch.cat(outputs)

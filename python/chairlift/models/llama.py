@@ -107,6 +107,6 @@ class _Layer:
         turned = rotate(turned, cosines, sines)
         # Stored before read: attention finds this step's keys where it finds all others.
         write_kv(torch.cat((turned[:, self.heads :], qkv[:, turning:]), 1), cache, plan)
-        x = x + self.output(paged_attention(turned[:, : self.heads], cache, plan.reads[self.window]))
+        x = x + self.output(paged_attention(turned[:, : self.heads], cache, plan, self.window))
         gate, up = self.gate_up(rms_norm(x, self.post_norm, self.eps)).chunk(2, -1)
         return x + self.down(functional.silu(gate).mul_(up))

@@ -78,11 +78,9 @@ class ModelRunner:
             buffers.query_starts[: num_seqs + 1],
             buffers.context_lens[:num_seqs],
             buffers.block_tables[buffers.rows[:num_seqs]],
-            kv_heads=self.model_config.num_kv_heads,
-            block_size=self.block_size,
+            heads=self.model_config.num_heads,
             windows=self.windows,
-            device=device,
-            dtype=self.dtype,
+            cache=self.cache.tensor[0],
         )
         # Token and position 0 fill the padding: any valid ones would do, nobody looks at those rows.
         padded = np.zeros((2, padded_rows(num_tokens)), dtype=np.int32)
@@ -104,14 +102,13 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Runs a prefill and a decode step in scratch block 0, so that no request waits for what torch does only once."""
         buffers = self.buffers
-        for length in {min(32, len(buffers.input_ids), self.max_model_len), 1}:
+        for length, temperature in ((min(32, len(buffers.input_ids), self.max_model_len), 1.0), (1, 0.0)):
             buffers.positions[:length] = np.arange(length)
             buffers.slots[:length] = np.arange(length) % self.block_size
             buffers.query_starts[1] = buffers.context_lens[0] = length
             buffers.sample_at[0] = length - 1
-            for temperature in (0.0, 1.0):
-                self.seat(0, SamplingParams(temperature=temperature), np.zeros(1, dtype=np.int32), 1, 0)
-                self.run(length, 1, 1, 0)
+            self.seat(0, SamplingParams(temperature=temperature), np.zeros(1, dtype=np.int32), 1, 0)
+            self.run(length, 1, 1, 0)
         for array in buffers.arrays().values():
             array.fill(0)
 

@@ -1,6 +1,6 @@
 //! One forward pass, as the model runner needs it: flat arrays of integers.
 
-use crate::{BlockId, Scheduler, SeqId};
+use crate::{BlockId, Scheduler, SeqId, Time};
 use std::cell::Cell;
 
 /// Consecutive tokens of one sequence in one step: a piece of its prompt, a
@@ -36,6 +36,10 @@ pub struct Seated {
     pub seq: SeqId,
     /// Its request's tag.
     pub tag: u64,
+    /// Prompt tokens that were in the cache when it was first admitted.
+    pub cached_tokens: u32,
+    /// How long it had waited then, in microseconds.
+    pub queued: Time,
 }
 
 /// What one forward pass computes. Spend it with [`Scheduler::commit`].

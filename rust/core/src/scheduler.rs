@@ -349,6 +349,7 @@ impl Scheduler {
         seq.row = self.free_rows.pop().expect("the caller looked");
         // Room for all it will sample, so that decoding does not allocate.
         seq.tokens.reserve_exact(seq.limit as usize - len);
+        let queued = seq.started.unwrap_or(now).saturating_sub(seq.arrived);
         if seq.started.is_none() {
             seq.started = Some(now);
             seq.cached_tokens = seq.computed;
@@ -358,7 +359,7 @@ impl Scheduler {
                 self.counters.prefix_hits += u64::from(seq.computed);
             }
         }
-        plan.seated.push(Seated { row: seq.row, seq: id, tag: seq.tag });
+        plan.seated.push(Seated { row: seq.row, seq: id, tag: seq.tag, cached_tokens: seq.cached_tokens, queued });
         self.queue.remove(seq.ticket);
         self.running.push(id);
         true

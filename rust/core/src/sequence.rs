@@ -71,8 +71,6 @@ pub struct Output {
 pub struct Ended {
     /// Which request.
     pub tag: u64,
-    /// Prompt tokens found in the cache at its first admission.
-    pub cached_tokens: u32,
     /// How often it lost its blocks and was computed again.
     pub preemptions: u32,
     /// When it was added.
@@ -212,7 +210,6 @@ impl Sequence {
     pub(crate) fn ended(&self, now: Time) -> Ended {
         Ended {
             tag: self.tag,
-            cached_tokens: self.cached_tokens,
             preemptions: self.preemptions,
             arrived: self.arrived,
             started: self.started.unwrap_or(now),

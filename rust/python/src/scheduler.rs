@@ -22,13 +22,16 @@ pub(crate) struct StepPlan {
     #[pyo3(get)]
     num_copies: usize,
     #[pyo3(get)]
-    seated: Vec<(u32, u64, u64)>,
+    seated: Vec<Seated>,
     #[pyo3(get)]
     preempted: Vec<u64>,
 }
 
-/// (tag, cached tokens, preemptions, arrived, started, first token, ended) of a request that finished.
-type Ended = (u64, u32, u32, core::Time, core::Time, core::Time, core::Time);
+/// (row, sequence, tag, cached tokens, microseconds queued) of a sequence admitted in a step.
+type Seated = (u32, u64, u64, u32, core::Time);
+
+/// (tag, preemptions, arrived, started, first token, ended) of a request that finished.
+type Ended = (u64, u32, core::Time, core::Time, core::Time, core::Time);
 
 /// What a step gave: packed arrays of equal length, one entry a token.
 #[pyclass(frozen, get_all, module = "chairlift._core")]
@@ -122,7 +125,11 @@ impl Scheduler {
             num_seqs: lens.seqs,
             num_samples: lens.samples,
             num_copies: lens.copies,
-            seated: plan.seated.iter().map(|seated| (seated.row, seated.seq.to_bits(), seated.tag)).collect(),
+            seated: plan
+                .seated
+                .iter()
+                .map(|seated| (seated.row, seated.seq.to_bits(), seated.tag, seated.cached_tokens, seated.queued))
+                .collect(),
             preempted: plan.preempted.clone(),
             plan: Mutex::new(Some(plan)),
         }))
@@ -143,8 +150,8 @@ impl Scheduler {
         core.commit(plan, sampled, now, outputs);
         let tokens = &outputs.tokens;
         let ended = outputs.ended.iter().map(|ended| {
-            let core::Ended { tag, cached_tokens, preemptions, arrived, started, first_token, ended } = *ended;
-            (tag, cached_tokens, preemptions, arrived, started, first_token, ended)
+            let core::Ended { tag, preemptions, arrived, started, first_token, ended } = *ended;
+            (tag, preemptions, arrived, started, first_token, ended)
         });
         Ok(Outputs {
             tags: packed(py, tokens, |output| output.tag.to_le_bytes())?,

@@ -1,0 +1,83 @@
+"""The house's import arrows point down only, and heavy packages stay out of light places."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "python" / "chairlift"
+
+LEAVES = {"config", "errors", "sampling", "outputs"}
+MAY_IMPORT = {
+    "": {"engine", *LEAVES},
+    "cli": {"server", "engine", "checkpoint", "tokenizer", *LEAVES, ""},
+    "server": {"engine", "tokenizer", "checkpoint", *LEAVES, ""},
+    "engine": {"runner", "tokenizer", "checkpoint", "_core", *LEAVES, ""},
+    "runner": {"models", "layers", "kernels", "checkpoint", *LEAVES},
+    "models": {"layers", *LEAVES},
+    "layers": {"kernels"},
+    "kernels": set(),
+    "tokenizer": {"chat_template", *LEAVES},
+    "chat_template": {"errors"},
+    "checkpoint": LEAVES,
+    "config": set(),
+    "errors": set(),
+    "sampling": {"errors"},
+    "outputs": set(),
+}
+"""Room of the house → rooms it may import from; "" is the package's own `__init__`."""
+
+TORCH = {"runner", "models", "layers", "kernels"}
+"""The only rooms that may import torch."""
+
+
+def modules() -> list[tuple[str, Path]]:
+    """(room, file) of every module."""
+    found = []
+    # Whether `rglob` follows the link to the kernels depends on the Python version.
+    for path in sorted({*SOURCE.rglob("*.py"), *(SOURCE / "kernels").glob("*.py")}):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found.append(("" if parts == ("__init__",) else parts[0], path))
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """The full names of all modules that a file imports, wherever it does so; those for type checkers alone excepted."""
+    tree = ast.parse(path.read_text())
+    checked_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if node in checked_only:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "chairlift" else {str(node.module)}
+    return names
+
+
+def test_every_room_is_there() -> None:
+    assert {room for room, _ in modules()} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize(("room", "path"), modules(), ids=lambda value: value if isinstance(value, str) else value.name)
+def test_arrows_point_down(room: str, path: Path) -> None:
+    rooms = {name.split(".")[1] for name in imports(path) if name.startswith("chairlift.")}
+    allowed = MAY_IMPORT[room] | {room}
+    names = {name for name in rooms if (SOURCE / name).exists() or (SOURCE / f"{name}.py").exists() or name == "_core"}
+    assert names <= allowed, f"{path.relative_to(SOURCE)} imports from {sorted(names - allowed)}"
+
+
+@pytest.mark.parametrize(("room", "path"), modules(), ids=lambda value: value if isinstance(value, str) else value.name)
+def test_heavy_packages_stay_where_they_are_used(room: str, path: Path) -> None:
+    packages = {name.split(".")[0] for name in imports(path)}
+    assert "transformers" not in packages, "modelling and tokenizing are our own; transformers serves the tests"
+    assert "torch" not in packages or room in TORCH, f"{room or 'the package'} imports torch"
+    assert "triton" not in packages or room == "kernels", f"{room} imports triton"
+    assert not packages & {"starlette", "uvicorn"} or room in {"server", "cli"}, f"{room} imports the web server"

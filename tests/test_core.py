@@ -1,0 +1,140 @@
+"""The binding: what crosses between Python and the Rust scheduler, and what is refused."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from chairlift import _core
+
+MAX_SEQS, MAX_TOKENS, BLOCK, MAX_LEN = 4, 32, 4, 64
+
+
+def arrays(**changes: np.ndarray) -> dict[str, np.ndarray]:
+    shapes = {
+        "input_ids": MAX_TOKENS,
+        "positions": MAX_TOKENS,
+        "slots": MAX_TOKENS,
+        "query_starts": MAX_SEQS + 1,
+        "context_lens": MAX_SEQS,
+        "rows": MAX_SEQS,
+        "sample_at": MAX_TOKENS,
+        "sample_rows": MAX_TOKENS,
+        "copies": 2 * MAX_SEQS,
+        "block_tables": (MAX_SEQS, MAX_LEN // BLOCK),
+    }
+    return {name: np.zeros(shape, np.int32) for name, shape in shapes.items()} | changes
+
+
+def scheduler(num_blocks: int = 33) -> _core.Scheduler:
+    return _core.Scheduler(num_blocks=num_blocks, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def test_a_step_crosses_in_flat_arrays() -> None:
+    core, step = scheduler(), arrays()
+    buffers = _core.StepBuffers(**step)
+    first = core.add(70, ids(5, 6, 7, 8, 9), 2, [1], 1000)
+    core.add(71, ids(3), 4, [1], 1000)
+    plan = core.plan(buffers, 2000)
+    assert plan is not None
+    assert (plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies) == (6, 2, 2, 0)
+    assert [(row, tag, cached, queued) for row, _, tag, cached, queued in plan.seated] == [(0, 70, 0, 1000), (1, 71, 0, 1000)]
+    assert plan.seated[0][1] == first
+    assert step["input_ids"][:6].tolist() == [5, 6, 7, 8, 9, 3]
+    assert step["positions"][:6].tolist() == [0, 1, 2, 3, 4, 0]
+    assert step["query_starts"][:3].tolist() == [0, 5, 6]
+    assert step["context_lens"][:2].tolist() == [5, 1]
+    assert step["sample_at"][:2].tolist() == [4, 5]
+    table = step["block_tables"][0]
+    assert step["slots"][:5].tolist() == [table[0] * BLOCK + i for i in range(4)] + [table[1] * BLOCK]
+
+    outputs = core.commit(plan, ids(11, 1), 3000)
+    assert np.frombuffer(outputs.tags, "<u8").tolist() == [70, 71]
+    assert np.frombuffer(outputs.tokens, "<i4").tolist() == [11, 1]
+    assert list(outputs.finishes) == [0, 1]
+    assert outputs.ended == [(71, 0, 1000, 2000, 3000, 3000)]
+    assert core.tokens(first) == (ids(5, 6, 7, 8, 9, 11).tobytes(), 5)
+
+    plan = core.plan(buffers, 4000)
+    assert plan is not None
+    assert list(core.commit(plan, ids(12), 5000).finishes) == [2]
+    assert core.plan(buffers, 6000) is None
+    stats = core.stats()
+    assert (stats.running, stats.waiting, stats.free_blocks, stats.total_blocks) == (0, 0, 32, 32)
+    assert (stats.steps, stats.prompt_tokens, stats.generated_tokens) == (2, 6, 3)
+    core.check()
+
+
+def test_a_token_that_is_none_ends_its_request_alone() -> None:
+    core, buffers = scheduler(), _core.StepBuffers(**arrays())
+    core.add(1, ids(5), 3, [], 0)
+    core.add(2, ids(6), 3, [], 0)
+    plan = core.plan(buffers, 0)
+    assert plan is not None
+    assert list(core.commit(plan, ids(-1, 9), 0).finishes) == [3, 0]
+    assert core.stats().running == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "error", "words"),
+    [
+        ([], 1, _core.EmptyPrompt, "no tokens"),
+        ([1], 0, _core.NoNewTokens, "at least one"),
+        ([1] * 60, 5, _core.TooLong, "60 prompt tokens and 5 new ones exceed the 64"),
+        ([1] * 20, 20, _core.NeverFits, "needs 10 KV blocks, the cache has 4: at most 17 tokens"),
+    ],
+)
+def test_what_can_never_run_is_refused_with_the_numbers(prompt: list[int], new: int, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        scheduler(num_blocks=5).add(0, ids(*prompt), new, [], 0)
+
+
+def test_handles_are_never_reused() -> None:
+    core = scheduler()
+    first = core.add(1, ids(5), 1, [], 0)
+    assert core.abort(first, 0)
+    second = core.add(1, ids(5), 1, [], 0)
+    assert first != second
+    assert not core.abort(first, 0)
+    assert core.stats().waiting == 1
+    with pytest.raises(KeyError):
+        core.tokens(first)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": np.zeros(MAX_TOKENS, np.int64)},
+        {"slots": np.zeros(2 * MAX_TOKENS, np.int32)[::2]},
+        {"slots": np.zeros(0, np.int32)},
+        {"block_tables": np.zeros(MAX_SEQS, np.int32)},
+    ],
+)
+def test_unfit_buffers_are_refused(changes: dict[str, np.ndarray]) -> None:
+    with pytest.raises((ValueError, BufferError)):
+        _core.StepBuffers(**arrays(**changes))
+
+
+def test_short_buffers_and_spent_plans_are_refused() -> None:
+    core = scheduler()
+    core.add(1, ids(5), 3, [], 0)
+    with pytest.raises(ValueError, match="rows has 2 entries, needs 4"):
+        core.plan(_core.StepBuffers(**arrays(rows=np.zeros(2, np.int32))), 0)
+    plan = core.plan(_core.StepBuffers(**arrays()), 0)
+    assert plan is not None
+    with pytest.raises(ValueError, match="sampled has 0 tokens, the plan samples 1"):
+        core.commit(plan, ids(), 0)
+    core.commit(plan, ids(4), 0)
+    with pytest.raises(RuntimeError, match="committed before"):
+        core.commit(plan, ids(4), 0)
+
+
+def test_stub_matches_the_module() -> None:
+    command = [sys.executable, "-m", "mypy.stubtest", "chairlift._core", "--ignore-disjoint-bases"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
