@@ -200,10 +200,9 @@ impl BlockPool {
         chain.advance(hash, content);
     }
 
-    /// Takes the names from `table`'s blocks from index `from` on: what they
-    /// hold turned out to be no good.
-    pub fn forget(&mut self, table: &BlockTable, from: usize) {
-        for &id in table.0.iter().skip(from) {
+    /// Takes the names from `table`'s blocks: what they hold may be no good.
+    pub fn forget(&mut self, table: &BlockTable) {
+        for &id in &table.0 {
             self.take_name(id);
         }
     }

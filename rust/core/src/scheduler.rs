@@ -342,7 +342,6 @@ impl Scheduler {
         let grown = self.pool.grow(&mut seq.table, blocks);
         assert!(grown, "counted before");
         seq.computed = (self.found.len() * block_size).min(len - 1) as u32;
-        seq.found = seq.computed / self.config.block_size;
         if self.config.prefix_caching {
             seq.seal_at = (self.found.len() as u32 + 1) * self.config.block_size;
         }
@@ -371,7 +370,7 @@ impl Scheduler {
         let seq = &mut self.seqs[id];
         self.pool.release(&mut seq.table);
         self.free_rows.push(seq.row);
-        (seq.row, seq.computed, seq.found) = (NO_ROW, 0, 0);
+        (seq.row, seq.computed) = (NO_ROW, 0);
         seq.chain = Chain::root(&seq.salt);
         seq.draft.clear();
         seq.preemptions += 1;
@@ -410,7 +409,7 @@ impl Scheduler {
             None => seal(&mut self.pool, seq, self.config.block_size, step),
             Some(reason) => {
                 if reason == FinishReason::Error {
-                    self.pool.forget(&seq.table, seq.found as usize);
+                    self.pool.forget(&seq.table);
                 }
                 outputs.ended.push(seq.ended(now));
                 self.remove(chunk.seq);

@@ -110,8 +110,6 @@ pub(crate) struct Sequence {
     pub(crate) limit: u32,
     pub(crate) prompt_len: u32,
     pub(crate) preemptions: u32,
-    /// Blocks at the start of `table` that somebody else computed.
-    pub(crate) found: u32,
     /// Known and computed tokens at which its next block gets its name.
     pub(crate) seal_at: u32,
     /// Whether `draft` is part of a planned step: the length is unknown until its commit.
@@ -153,7 +151,6 @@ impl Sequence {
             limit: (prompt + new) as u32,
             prompt_len: prompt as u32,
             preemptions: 0,
-            found: 0,
             seal_at: u32::MAX,
             drafting: false,
             tokens: request.prompt,

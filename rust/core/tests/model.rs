@@ -41,8 +41,8 @@ fn op() -> impl Strategy<Value = Op> {
         4 => (prompt, 1..12u32, any::<bool>(), 0..2u8).prop_map(|(prompt, new, stop, salt)| Op::Add { prompt, new, stop, salt }),
         1 => (0..30usize).prop_map(Op::Abort),
         2 => (0..30usize, 0..4usize, 0..3usize).prop_map(|(which, right, wrong)| Op::Draft { which, right, wrong }),
-        10 => (0..3usize).prop_map(|lag| Op::Step { lag: lag.saturating_sub(1), poison: None }),
-        1 => (0..2usize, 0..30usize).prop_map(|(lag, which)| Op::Step { lag, poison: Some(which) }),
+        10 => (0..4usize).prop_map(|lag| Op::Step { lag: lag.saturating_sub(1), poison: None }),
+        1 => (0..3usize, 0..30usize).prop_map(|(lag, which)| Op::Step { lag, poison: Some(which) }),
     ]
 }
 
@@ -74,7 +74,7 @@ struct Live {
     context: Vec<Token>,
     left: u32,
     stop: Option<Token>,
-    /// A broken cell was about while it ran: it may fail.
+    /// Its cells were broken, or it may have shared the blocks of a request that failed: it may fail.
     exposed: bool,
 }
 
@@ -88,6 +88,8 @@ struct World {
     in_flight: VecDeque<(StepPlan, Vec<i32>)>,
     live: HashMap<u64, Live>,
     outputs: Outputs,
+    /// A request with broken cells left before that showed: whoever shares its blocks first may fail.
+    tainted: bool,
     next_tag: u64,
     now: u64,
 }
@@ -105,6 +107,7 @@ impl World {
             in_flight: VecDeque::new(),
             live: HashMap::new(),
             outputs: Outputs::default(),
+            tainted: false,
             next_tag: 0,
             now: 0,
         }
@@ -117,6 +120,7 @@ impl World {
             Op::Abort(which) => {
                 let Some(tag) = self.pick(which) else { return };
                 let live = self.live.remove(&tag).unwrap();
+                self.tainted |= live.exposed;
                 assert!(self.scheduler.abort(live.seq, self.now));
                 assert!(!self.scheduler.abort(live.seq, self.now), "aborted twice");
             }
@@ -132,6 +136,7 @@ impl World {
             }
             Op::Step { lag, poison } => {
                 let poison = poison.and_then(|which| self.pick(which));
+                poison.inspect(|tag| self.live.get_mut(tag).unwrap().exposed = true);
                 self.step(poison);
                 while self.in_flight.len() > lag {
                     self.commit();
@@ -209,6 +214,10 @@ impl World {
             assert!(from < to, "an empty chunk");
             let slot = |position: usize| self.tables[row * max_blocks + position / size] as usize * size + position % size;
             assert_eq!(lens[i], positions[to - 1] + 1);
+            if let Some(live) = self.live.get(&self.row_tag[row]) {
+                let limit = live.context.len() + live.left as usize;
+                assert!((lens[i] as usize) < limit + usize::from(limit == 1), "planned past the last token that can matter");
+            }
             for at in from..to {
                 let position = positions[at] as usize;
                 assert_eq!(slots[at] as usize, slot(position));
@@ -216,19 +225,32 @@ impl World {
                 let before = if position == 0 { origin(self.row_salt[row]) } else { self.cache[slot(position - 1)] };
                 let token = if ids[at] < 0 { self.last_token[(-ids[at] - 1) as usize] } else { ids[at] };
                 // A row whose request failed in the step before has no token; it is dropped at the commit.
-                let broken = poison == Some(self.row_tag[row]) || token < 0;
+                let broken = (poison == Some(self.row_tag[row]) && plan.chunks[i].samples) || token < 0;
                 self.cache[slots[at] as usize] = if broken { POISON } else { cell(before, token as Token) };
             }
         }
+        self.check_writes(&plan, &starts, &positions, &slots);
         let sampled: Vec<i32> = (0..n.samples).map(|i| sample(self.cache[slots[sample_at[i] as usize] as usize])).collect();
         for (i, &token) in sampled.iter().enumerate() {
             self.last_token[sample_rows[i] as usize] = token;
         }
-        if sampled.contains(&-1) || poison.is_some() {
-            self.live.values_mut().for_each(|live| live.exposed = true);
-        }
         self.in_flight.push_back((plan, sampled));
         true
+    }
+
+    /// No step writes a cell that another sequence had before the step.
+    fn check_writes(&self, plan: &StepPlan, starts: &[i32], positions: &[i32], slots: &[i32]) {
+        let config = self.scheduler.config();
+        let (size, max_blocks) = (config.block_size as usize, config.max_blocks_per_seq() as usize);
+        for (reader, chunk) in plan.chunks.iter().enumerate() {
+            if plan.seated.iter().any(|seated| seated.seq == chunk.seq) {
+                continue; // what it found may be completed in this very step
+            }
+            let (row, start) = (chunk.row as usize, positions[starts[reader] as usize] as usize);
+            let had: Vec<usize> = (0..start).map(|p| self.tables[row * max_blocks + p / size] as usize * size + p % size).collect();
+            let written = &slots[..*starts[..=plan.chunks.len()].last().unwrap() as usize];
+            assert!(written.iter().all(|&slot| !had.contains(&(slot as usize))), "wrote into a cell that row {row} reads");
+        }
     }
 
     fn commit(&mut self) {
@@ -238,8 +260,9 @@ impl World {
         for output in &outputs.tokens {
             let live = self.live.get_mut(&output.tag).expect("output of a request that is over");
             if output.finish == Some(FinishReason::Error) {
-                assert!(live.exposed, "request {} failed for another's fault", output.tag);
+                assert!(live.exposed || self.tainted, "request {} failed for another's fault", output.tag);
                 self.live.remove(&output.tag);
+                self.live.values_mut().for_each(|live| live.exposed = true);
                 continue;
             }
             assert_eq!(output.token, oracle(live.salt, &live.context), "request {}", output.tag);
