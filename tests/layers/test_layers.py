@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -24,9 +25,16 @@ def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window:
     return torch.stack(outputs)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield 2
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 8])
-def test_paged_attention_equals_attention_written_out(window):
-    threads = torch.get_num_threads()
+def test_paged_attention_equals_attention_written_out(window, two_threads):
     generator = torch.Generator().manual_seed(0)
     lengths = [(1, 1), (1, 13), (7, 7), (5, 12), (1, 4), (4, 24), (12, 12)]  # (queries, context), around block boundaries
     blocks = np.random.default_rng(0).permutation(np.arange(1, 40))
@@ -62,7 +70,7 @@ def test_paged_attention_equals_attention_written_out(window):
     ]
     torch.testing.assert_close(found[: len(slots)], torch.cat(expected), rtol=1e-5, atol=1e-6)
     assert not found[len(slots) :].any()
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == two_threads
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance():

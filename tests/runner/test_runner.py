@@ -160,6 +160,21 @@ def test_seeded_draws_do_not_depend_on_company(tmp_path):
     assert ride(0) == ride(3) == ride(6)
 
 
+def test_a_draw_is_for_the_place_that_its_token_takes(tmp_path):
+    write("llama", tmp_path)
+    driver = Driver(runner_for(tmp_path))
+    asked = []
+    sample = driver.runner.sampler.sample
+    driver.runner.sampler.sample = lambda logits, rows, positions: (
+        asked.append((rows.tolist(), positions.tolist())) or sample(logits, rows, positions)
+    )
+    a, b = driver.seat(4, prompt(9)), driver.seat(1, prompt(20))
+    assert driver.step([(b, 12)]) == []
+    driver.step([(a, 9), (b, 8)])
+    driver.step([(b, 1), (a, 1)])
+    assert asked == [([], []), ([4, 1], [9, 20]), ([1, 4], [21, 10])]
+
+
 def test_cuda_is_refused_where_there_is_none(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")

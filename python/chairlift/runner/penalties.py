@@ -13,25 +13,28 @@ class Penalties:
 
     The repetition penalty is for tokens of the prompt or the output (transformers' rule: positive logits are divided by it,
     negative ones multiplied); presence and frequency penalties are for the output alone (OpenAI's rule: subtracted once, or once
-    for each time).
+    for each time). A step costs as much as the sequence has different tokens, whatever the vocabulary.
     """
 
-    def __init__(self, params: SamplingParams, tokens: np.ndarray, prompt_len: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, params: SamplingParams, tokens: np.ndarray, prompt_len: int, device: torch.device) -> None:
         self.repetition, self.presence, self.frequency = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.seen[torch.from_numpy(tokens.astype(np.int64)).to(device)] = True
-        counts = np.bincount(tokens[prompt_len:], minlength=vocab_size).astype(np.float32)
+        distinct, inverse = np.unique(tokens, return_inverse=True)
+        self.places = {token: place for place, token in enumerate(distinct.tolist())}
+        self.distinct = torch.from_numpy(distinct.astype(np.int64)).to(device)
+        counts = np.bincount(inverse[prompt_len:], minlength=len(distinct)).astype(np.float32)
         self.counts = torch.from_numpy(counts).to(device)
 
     def apply(self, logits: torch.Tensor) -> None:
         """Changes the logits [vocabulary] of the sequence's next token."""
+        found = logits[self.distinct]
         if self.repetition != 1.0:
-            penalised = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
-            torch.where(self.seen, penalised, logits, out=logits)
-        if self.presence != 0.0 or self.frequency != 0.0:
-            logits -= self.counts * self.frequency + (self.counts > 0) * self.presence
+            found = torch.where(found > 0, found / self.repetition, found * self.repetition)
+        logits[self.distinct] = found - self.counts * self.frequency - (self.counts > 0) * self.presence
 
     def add(self, token: int) -> None:
         """Counts one more token of the output."""
-        self.seen[token] = True
-        self.counts[token] += 1
+        place = self.places.setdefault(token, len(self.places))
+        if place == len(self.distinct):
+            self.distinct = torch.cat((self.distinct, self.distinct.new_tensor([token])))
+            self.counts = torch.cat((self.counts, self.counts.new_zeros(1)))
+        self.counts[place] += 1

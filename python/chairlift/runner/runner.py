@@ -57,7 +57,7 @@ class ModelRunner:
             self.cache = KvCache(self.model_config, self.num_kv_blocks, self.block_size, self.dtype, self.device)
             blocks = -(-self.max_model_len // self.block_size)
             self.buffers = StepBuffers(config.max_num_batched_tokens, config.max_num_seqs, blocks)
-            self.sampler = Sampler(config.max_num_seqs, self.model_config.vocab_size, self.device)
+            self.sampler = Sampler(config.max_num_seqs, self.device)
         self.windows = frozenset(self.model_config.windows)
         phase("kv cache")
         self._warm_up()

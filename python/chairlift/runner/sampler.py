@@ -9,8 +9,12 @@ from chairlift.runner.penalties import Penalties
 from chairlift.runner.philox import uniforms
 from chairlift.sampling import SamplingParams
 
-CANDIDATES = 256
-"""How many of the likeliest tokens are looked at first; a row that needs more gets them all, at a price."""
+CANDIDATES = (256, 4096)
+"""How many of the likeliest tokens are looked at first, and then for the rows that need more; a few need all, which is slow.
+
+Measured for a vocabulary of 49152, per row: 0.2, 0.7 and 4 ms. Of a 135M model's rows at temperature 1 and top-p 0.95, two thirds
+need the second round, and 3 in 100 the third.
+"""
 LOWEST_TEMPERATURE = 1e-5
 """Below this all weight is on the likeliest token anyway, and fp32 divisions overflow."""
 FAILED = -1
@@ -24,8 +28,8 @@ class Sampler:
     (seed, position) alone: who else is in the step cannot change it.
     """
 
-    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, device
+    def __init__(self, max_seqs: int, device: torch.device) -> None:
+        self.device = device
         self.temperature = np.zeros(max_seqs)
         self.top_k = np.zeros(max_seqs, dtype=np.int64)
         self.top_p = np.ones(max_seqs)
@@ -42,7 +46,7 @@ class Sampler:
         self.seed[row] = seed % 2**64
         self.penalties.pop(row, None)
         if params.penalised:
-            self.penalties[row] = Penalties(params, tokens, prompt_len, self.vocab_size, self.device)
+            self.penalties[row] = Penalties(params, tokens, prompt_len, self.device)
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Picks a token for each row of logits [N, vocabulary], which it may overwrite; int32 [N], FAILED where they are not finite.
@@ -76,22 +80,21 @@ class Sampler:
         top_k = self.top_k[rows]
         top_k = column(np.where(top_k == 0, vocabulary, np.minimum(top_k, vocabulary)))
         uniform = column(uniforms(self.seed[rows], positions))
-        values, tokens = logits.topk(min(CANDIDATES, vocabulary))
-        total = ((logits - values[:, :1]) / temperature.float()).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-        place, known = _pick(_weights(values, temperature), vocabulary, total, top_k, top_p, min_p, uniform)
-        chosen = tokens.gather(1, place)
-        if not bool(known.all()):
-            few = (~known).squeeze(1).nonzero().squeeze(1)
-            values, tokens = logits[few].sort(descending=True, stable=True)
-            weights = _weights(values, temperature[few])
-            place, _ = _pick(weights, vocabulary, weights.sum(1, keepdim=True), top_k[few], top_p[few], min_p[few], uniform[few])
-            chosen[few] = tokens.gather(1, place)
-        return chosen.squeeze(1).cpu().numpy().astype(np.int32)
-
-
-def _weights(values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Unnormalised probabilities [N, K], fp64, of logits that fall along each row: the first is 1."""
-    return ((values - values[:, :1]).double() / temperature).exp_()
+        best = logits.max(-1, keepdim=True).values
+        total = ((logits - best) / temperature.float()).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+        chosen = top_k.new_empty(len(rows))
+        # Each round decides the rows that it can, and leaves to the next the ones that may reach beyond its candidates.
+        left = torch.arange(len(rows), device=self.device)
+        for count in (*CANDIDATES, vocabulary):
+            whole = len(left) == len(rows)
+            values, tokens = (logits if whole else logits[left]).topk(min(count, vocabulary))
+            weights = ((values - best[left]).double() / temperature[left]).exp_()
+            place, known = _pick(weights, vocabulary, total[left], top_k[left], top_p[left], min_p[left], uniform[left])
+            chosen[left] = tokens.gather(1, place).squeeze(1)
+            left = left[~known.squeeze(1)]
+            if not len(left):
+                break
+        return chosen.cpu().numpy().astype(np.int32)
 
 
 def _pick(
@@ -105,7 +108,8 @@ def _pick(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Places of the drawn tokens among the K likeliest of each row, [N, 1], and whether those K were enough to know.
 
-    `total` is the weight of the whole vocabulary. top-p counts from what top-k leaves, min-p from the likeliest token.
+    `weights` [N, K] are their unnormalised probabilities, falling from 1; `total` is the weight of the whole vocabulary.
+    top-p counts from what top-k leaves, min-p from the likeliest token.
     """
     count = weights.shape[1]
     cumulative = weights.cumsum(1)

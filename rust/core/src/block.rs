@@ -178,6 +178,13 @@ impl BlockPool {
         self.blocks[id.0 as usize].name.as_ref().is_some_and(|name| name.step < step)
     }
 
+    /// Notes that `step` writes the end of a named block again.
+    pub fn rewrite(&mut self, id: BlockId, step: u64) {
+        if let Some(name) = self.blocks[id.0 as usize].name.as_mut() {
+            name.step = step;
+        }
+    }
+
     /// Names the next full block of `table`, which holds `tokens` once `step`
     /// has run, so that later sequences may find it. If the same content is
     /// cached already, the block stays unnamed, and the chain goes on from the
@@ -200,10 +207,13 @@ impl BlockPool {
         chain.advance(hash, content);
     }
 
-    /// Takes the names from `table`'s blocks: what they hold may be no good.
-    pub fn forget(&mut self, table: &BlockTable) {
+    /// Takes the names from those of `table`'s blocks that `since` or a later
+    /// step completes: what they hold may be no good.
+    pub fn forget(&mut self, table: &BlockTable, since: u64) {
         for &id in &table.0 {
-            self.take_name(id);
+            if !self.complete_before(id, since) {
+                self.take_name(id);
+            }
         }
     }
 

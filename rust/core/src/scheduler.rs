@@ -98,6 +98,9 @@ impl Scheduler {
     /// Ends a request without further output, in whatever state it is, and
     /// frees what it holds. False if it has ended already.
     pub fn abort(&mut self, id: SeqId, _now: Time) -> bool {
+        if let Some(seq) = self.seqs.get(id) {
+            self.pool.forget(&seq.table, self.committed);
+        }
         self.remove(id)
     }
 
@@ -154,7 +157,7 @@ impl Scheduler {
             if chunk.samples {
                 let sampled = &sampled[at..=at + chunk.drafted as usize];
                 at += sampled.len();
-                self.commit_chunk(chunk, sampled, plan.step, now, outputs);
+                self.commit_chunk(chunk, sampled, now, outputs);
             }
         }
         self.spare.push(plan);
@@ -338,6 +341,8 @@ impl Scheduler {
         }
         if copy.is_some() {
             plan.copies.push(self.pool.unshare_last(&mut seq.table));
+        } else if let Some(&last) = self.found.last().filter(|_| self.found.len() * block_size == len) {
+            self.pool.rewrite(last, plan.step);
         }
         let grown = self.pool.grow(&mut seq.table, blocks);
         assert!(grown, "counted before");
@@ -365,9 +370,11 @@ impl Scheduler {
     }
 
     /// Takes blocks and row from a running sequence and queues it at its old
-    /// place. A token on its way still arrives.
+    /// place. A token on its way still arrives. Names that rest on steps not
+    /// yet committed go: nobody would take them back if those steps fail.
     fn preempt(&mut self, id: SeqId, plan: &mut StepPlan) {
         let seq = &mut self.seqs[id];
+        self.pool.forget(&seq.table, self.committed);
         self.pool.release(&mut seq.table);
         self.free_rows.push(seq.row);
         (seq.row, seq.computed) = (NO_ROW, 0);
@@ -381,7 +388,7 @@ impl Scheduler {
 
     /// Appends what one chunk sampled, up to the first drafted token that the
     /// model would not have chosen, or the request's end.
-    fn commit_chunk(&mut self, chunk: &Chunk, sampled: &[i32], step: u64, now: Time, outputs: &mut Outputs) {
+    fn commit_chunk(&mut self, chunk: &Chunk, sampled: &[i32], now: Time, outputs: &mut Outputs) {
         let Some(seq) = self.seqs.get_mut(chunk.seq) else { return };
         seq.pending -= 1;
         let mut finish = None;
@@ -406,10 +413,11 @@ impl Scheduler {
             }
         }
         match finish {
-            None => seal(&mut self.pool, seq, self.config.block_size, step),
+            // The token is known only now, but its KV may be a later plan's work.
+            None => seal(&mut self.pool, seq, self.config.block_size, self.counters.steps - 1),
             Some(reason) => {
                 if reason == FinishReason::Error {
-                    self.pool.forget(&seq.table);
+                    self.pool.forget(&seq.table, 0);
                 }
                 outputs.ended.push(seq.ended(now));
                 self.remove(chunk.seq);

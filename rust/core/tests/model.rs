@@ -88,8 +88,6 @@ struct World {
     in_flight: VecDeque<(StepPlan, Vec<i32>)>,
     live: HashMap<u64, Live>,
     outputs: Outputs,
-    /// A request with broken cells left before that showed: whoever shares its blocks first may fail.
-    tainted: bool,
     next_tag: u64,
     now: u64,
 }
@@ -107,7 +105,6 @@ impl World {
             in_flight: VecDeque::new(),
             live: HashMap::new(),
             outputs: Outputs::default(),
-            tainted: false,
             next_tag: 0,
             now: 0,
         }
@@ -120,7 +117,9 @@ impl World {
             Op::Abort(which) => {
                 let Some(tag) = self.pick(which) else { return };
                 let live = self.live.remove(&tag).unwrap();
-                self.tainted |= live.exposed;
+                if live.exposed {
+                    self.live.values_mut().for_each(|other| other.exposed = true);
+                }
                 assert!(self.scheduler.abort(live.seq, self.now));
                 assert!(!self.scheduler.abort(live.seq, self.now), "aborted twice");
             }
@@ -260,7 +259,7 @@ impl World {
         for output in &outputs.tokens {
             let live = self.live.get_mut(&output.tag).expect("output of a request that is over");
             if output.finish == Some(FinishReason::Error) {
-                assert!(live.exposed || self.tainted, "request {} failed for another's fault", output.tag);
+                assert!(live.exposed, "request {} failed for another's fault", output.tag);
                 self.live.remove(&output.tag);
                 self.live.values_mut().for_each(|live| live.exposed = true);
                 continue;
