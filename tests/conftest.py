@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+import chairlift.runner  # noqa: F401  (before torch, which reads what this sets)
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
 

@@ -1,7 +1,7 @@
 import httpx
 import openai
 import pytest
-from fake_engine import FakeEngine, serving
+from fake_async_engine import FakeEngine, serving
 
 
 @pytest.fixture

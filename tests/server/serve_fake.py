@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 
-from fake_engine import MODEL, FakeEngine
+from fake_async_engine import MODEL, FakeEngine
 
 from chairlift.config import ServerConfig
 from chairlift.errors import ModelNotFound

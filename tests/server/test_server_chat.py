@@ -2,7 +2,7 @@ import json
 
 import openai
 import pytest
-from fake_engine import MODEL, answer
+from fake_async_engine import MODEL, answer
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 

@@ -2,7 +2,7 @@ import asyncio
 
 import openai
 import pytest
-from fake_engine import MODEL, answer
+from fake_async_engine import MODEL, answer
 from openai.types import Completion
 from pydantic import TypeAdapter
 

@@ -1,6 +1,6 @@
 import httpx
 import pytest
-from fake_engine import MODEL, FakeEngine, serving
+from fake_async_engine import MODEL, FakeEngine, serving
 
 import chairlift
 

@@ -2,7 +2,7 @@ import json
 import socket
 
 import pytest
-from fake_engine import wait_until
+from fake_async_engine import wait_until
 
 
 def leave(base, path, body):

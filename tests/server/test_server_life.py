@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_engine import wait_until
+from fake_async_engine import wait_until
 
 from chairlift.server.port import PortTaken, open_port
 

@@ -10,7 +10,7 @@ import threading
 import httpx
 import openai
 import pytest
-from fake_engine import wait_until
+from fake_async_engine import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 WORDS = ["mountain", "snow", "lift", "chair", "valley", "ski", "rope", "station", "summit", "cloud", "pine", "river", "stone", "bridge"]

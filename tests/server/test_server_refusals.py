@@ -6,7 +6,7 @@ import threading
 
 import httpx
 import pytest
-from fake_engine import MODEL, FakeEngine, answer, serving
+from fake_async_engine import MODEL, FakeEngine, answer, serving
 
 
 @pytest.fixture(scope="module")
