@@ -41,18 +41,15 @@ def run(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(prompts, GREEDY)]
 
 
-@pytest.fixture(scope="module")
-def roomy() -> LLM:
-    return LLM(max_model_len=2048, max_num_seqs=32, num_kv_blocks=1024)
+def test_alone(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    llm = LLM(max_model_len=2048, max_num_seqs=1, num_kv_blocks=1024, enable_prefix_caching=False)
+    assert run(llm, prompts) == expected
 
 
-def test_alone(roomy: LLM, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    assert [run(roomy, [prompt])[0] for prompt in prompts[::4]] == expected[::4]
-
-
-def test_all_together_and_again_from_the_prefix_cache(roomy: LLM, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    assert run(roomy, prompts) == expected
-    again = roomy.generate(prompts, GREEDY)
+def test_all_together_and_again_from_the_prefix_cache(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    llm = LLM(max_model_len=2048, max_num_seqs=32, num_kv_blocks=1024)
+    assert run(llm, prompts) == expected
+    again = llm.generate(prompts, GREEDY)
     assert [output.token_ids for output in again] == expected
     # Everything but the last token, which must run: whole blocks, or all of it where the prompt fills its blocks.
     for prompt, output in zip(prompts, again, strict=True):

@@ -1,6 +1,7 @@
 """The wheel: one file for every Python from 3.11 on, with the kernels in it."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -37,3 +38,20 @@ def test_holds_the_core_the_kernels_and_the_types_and_is_small(wheel: Path) -> N
     assert modules <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith("tests/")]
     assert wheel.stat().st_size < 10e6
+
+
+def test_imports_under_every_python_at_hand_without_its_dependencies(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    found = [shutil.which(f"python3.{minor}") for minor in range(12, 15)]
+    program = (
+        "import chairlift, chairlift._core as core\n"
+        "core.Scheduler(num_blocks=9, block_size=4, max_tokens=8, max_seqs=2, max_model_len=16).check()\n"
+        "assert chairlift.SamplingParams(temperature=0.0).greedy\n"
+    )
+    for python in [sys.executable, *filter(None, found)]:
+        # A version manager's stub for a Python that is not installed can't even say its version.
+        if subprocess.run([python, "--version"], capture_output=True).returncode:
+            continue
+        # -S: no site-packages, so neither torch nor numpy.
+        subprocess.run([python, "-S", "-c", program], cwd=tmp_path, check=True)
