@@ -107,31 +107,37 @@ impl StepPlan {
     pub fn fill(&self, scheduler: &Scheduler, out: &StepBuffers<'_>) -> Lens {
         let block_size = scheduler.config().block_size;
         let mut lens = Lens { seqs: self.chunks.len(), copies: self.copies.len(), ..Lens::default() };
+        assert!(lens.seqs < out.query_starts.len() && lens.seqs <= out.context_lens.len() && lens.seqs <= out.rows.len());
         out.query_starts[0].set(0);
-        for (i, chunk) in self.chunks.iter().enumerate() {
+        let per_seq = out.query_starts[1..].iter().zip(out.context_lens).zip(out.rows);
+        for (chunk, ((end, context), row)) in self.chunks.iter().zip(per_seq) {
             let seq = scheduler.sequence(chunk.seq);
             let ids = seq.table.ids();
+            let (mut block, mut offset) = ((chunk.start / block_size) as usize, chunk.start % block_size);
             for position in chunk.start..chunk.start + chunk.len {
-                let (block, offset) = (position / block_size, position % block_size);
                 out.input_ids[lens.tokens].set(seq.input_at(position as usize));
                 out.positions[lens.tokens].set(position as i32);
-                out.slots[lens.tokens].set((ids[block as usize].0 * block_size + offset) as i32);
+                out.slots[lens.tokens].set((ids[block].0 * block_size + offset) as i32);
                 lens.tokens += 1;
+                offset += 1;
+                if offset == block_size {
+                    (block, offset) = (block + 1, 0);
+                }
             }
-            out.query_starts[i + 1].set(lens.tokens as i32);
-            out.context_lens[i].set((chunk.start + chunk.len) as i32);
-            out.rows[i].set(chunk.row as i32);
+            end.set(lens.tokens as i32);
+            context.set((chunk.start + chunk.len) as i32);
+            row.set(chunk.row as i32);
             if chunk.samples {
-                for at in lens.tokens - 1 - chunk.drafted as usize..lens.tokens {
-                    out.sample_at[lens.samples].set(at as i32);
+                for back in (0..=chunk.drafted as usize).rev() {
+                    out.sample_at[lens.samples].set((lens.tokens - 1 - back) as i32);
                     out.sample_rows[lens.samples].set(chunk.row as i32);
                     lens.samples += 1;
                 }
             }
-            let from = chunk.table_from as usize;
-            if from < ids.len() {
-                let cells = &out.block_tables[chunk.row as usize * out.max_blocks..][from..ids.len()];
-                cells.iter().zip(&ids[from..]).for_each(|(cell, id)| cell.set(id.0 as i32));
+            if (chunk.table_from as usize) < ids.len() {
+                let fresh = &ids[chunk.table_from as usize..];
+                let cells = &out.block_tables[chunk.row as usize * out.max_blocks + chunk.table_from as usize..][..fresh.len()];
+                cells.iter().zip(fresh).for_each(|(cell, id)| cell.set(id.0 as i32));
             }
         }
         for (pair, (from, to)) in out.copies.chunks_exact(2).zip(&self.copies) {

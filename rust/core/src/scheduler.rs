@@ -155,7 +155,7 @@ impl Scheduler {
         let mut at = 0;
         for chunk in &plan.chunks {
             if chunk.samples {
-                let sampled = &sampled[at..=at + chunk.drafted as usize];
+                let sampled = &sampled[at..at + 1 + chunk.drafted as usize];
                 at += sampled.len();
                 self.commit_chunk(chunk, sampled, now, outputs);
             }

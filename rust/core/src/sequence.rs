@@ -98,7 +98,11 @@ pub(crate) const NO_ROW: u32 = u32::MAX;
 
 /// A request and its progress. There is no prefill or decode mode: `computed`
 /// against the length says everything.
+///
+/// In the order of use: what a decode step touches lies in the first two cache
+/// lines.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub(crate) struct Sequence {
     /// Its fixed place in the step buffers while it runs, else [`NO_ROW`].
     pub(crate) row: u32,
@@ -108,27 +112,27 @@ pub(crate) struct Sequence {
     pub(crate) pending: u32,
     /// Longest it can get, prompt and output.
     pub(crate) limit: u32,
-    pub(crate) prompt_len: u32,
-    pub(crate) preemptions: u32,
     /// Known and computed tokens at which its next block gets its name.
     pub(crate) seal_at: u32,
+    pub(crate) preemptions: u32,
+    pub(crate) tokens: Vec<Token>,
+    pub(crate) tag: u64,
     /// Whether `draft` is part of a planned step: the length is unknown until its commit.
     pub(crate) drafting: bool,
-    pub(crate) tokens: Vec<Token>,
     pub(crate) table: BlockTable,
-    pub(crate) chain: Chain,
     /// A guess at the tokens after the last one.
     pub(crate) draft: Vec<Token>,
-    pub(crate) stop: Vec<Token>,
+    pub(crate) stop: Box<[Token]>,
+    pub(crate) first_token: Option<Time>,
+    pub(crate) chain: Chain,
     pub(crate) salt: Arc<[u8]>,
-    pub(crate) tag: u64,
     pub(crate) ticket: Ticket,
+    pub(crate) prompt_len: u32,
+    pub(crate) cached_tokens: u32,
     /// Free blocks it lacked when it was last turned back from the queue's head.
     pub(crate) needs_free: usize,
-    pub(crate) cached_tokens: u32,
     pub(crate) arrived: Time,
     pub(crate) started: Option<Time>,
-    pub(crate) first_token: Option<Time>,
 }
 
 impl Sequence {
@@ -157,7 +161,7 @@ impl Sequence {
             table: BlockTable::default(),
             chain: Chain::root(&request.salt),
             draft: Vec::new(),
-            stop: request.stop,
+            stop: request.stop.into_boxed_slice(),
             salt: request.salt,
             tag: request.tag,
             ticket,
