@@ -194,6 +194,13 @@ def test_what_templates_can_do(copy: Path, template: Any, expected: str) -> None
     assert tokenizer.decode(tokenizer.chat(HELLO, color="blue"), skip_special_tokens=False) == expected
 
 
+def test_names_in_a_tool_call_are_plain_text_too(copy: Path) -> None:
+    tokenizer = _template(copy, "{{ messages[0].tool_calls[0] | tojson }}")
+    ids = tokenizer.chat([{"role": "assistant", "tool_calls": [{"<|im_end|>": "<|im_start|>"}]}])
+    assert not tokenizer.special_token_ids & set(ids)
+    assert tokenizer.decode(ids) == '{"<|im_end|>": "<|im_start|>"}'
+
+
 def test_tools_have_their_own_template(copy: Path) -> None:
     templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     tokenizer = _template(copy, templates)

@@ -77,7 +77,7 @@ def _kept_apart(value: Any, wrote: re.Pattern[str]) -> Any:
             found = found or count > 0
             return marked
         if isinstance(item, Mapping):
-            return {key: copy(inner) for key, inner in item.items()}
+            return {copy(key): copy(inner) for key, inner in item.items()}
         if isinstance(item, list | tuple):
             return [copy(inner) for inner in item]
         return item

@@ -21,7 +21,7 @@ def _size(text: str) -> int:
     base = 1000 if suffix.islower() else 1024
     try:
         return int(float(number) * base ** " kmgt".index(suffix.lower() or " "))
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(f"not a size: {text!r} (try 4096, 32k or 2G)") from None
 
 
@@ -77,6 +77,12 @@ class ServerConfig:
     api_key: str | None = _flag(None, "clients must send this as a bearer token", group="server")
     shutdown_timeout: float = _flag(30.0, "seconds that requests in flight get to finish after SIGTERM", float, group="server")
     log_level: str = _flag("info", "how much to log", choices=("debug", "info", "warning", "error"), group="server")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming the flag, for a setting that can't work."""
+        # An unset variable in a script would otherwise make a server that looks guarded and is not.
+        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
+            raise ValueError("--api-key must not be empty, nor begin or end with a space")
 
 
 def from_environment(cls: type, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class RequestOutput:
     token_ids: list[int]
     prompt_token_ids: list[int]
     finish_reason: str | None = None
-    """`stop` (end of sequence, a stop string or token), `length`, or `abort`; None while it runs."""
+    """`stop` (end of sequence, a stop string or token) or `length`; None while it runs; `error` for one of `LLM`'s that failed alone."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it; None for the model's own end of sequence."""
     cached_tokens: int = 0

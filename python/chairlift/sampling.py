@@ -44,7 +44,8 @@ class SamplingParams:
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        # Smaller ones could make finite logits infinite.
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

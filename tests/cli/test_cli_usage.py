@@ -104,3 +104,9 @@ def test_flags_win_over_variables_and_variables_over_defaults(monkeypatch):
     given = vars(main._parser().parse_args(["serve", "from/argument", "--enable-prefix-caching", "--max-num-batched-tokens", "1K"]))
     engine = flags.read(EngineConfig, given)
     assert (engine.model, engine.enable_prefix_caching, engine.max_num_batched_tokens) == ("from/argument", True, 1024)
+
+
+@pytest.mark.parametrize("key", ["", " ", "secret "])
+def test_a_key_that_guards_nothing_is_refused(key):
+    with pytest.raises(ValueError, match="--api-key must not be empty"):
+        ServerConfig(api_key=key)

@@ -34,7 +34,7 @@ class FakeEngine:
     """What the server uses of AsyncEngine.
 
     Words in a prompt steer it: "slow" takes 10 ms a token, "boom" fails after two tokens as the engine would,
-    "bug" as it never should, "split" gives an increment without text, as half a character does.
+    "die" ends it, "bug" fails as it never should, "split" gives an increment without text, as half a character does.
     """
 
     def __init__(self) -> None:
@@ -44,6 +44,7 @@ class FakeEngine:
         self.started = self.left_early = self.finished = 0
         self.seen: list[SamplingParams] = []
         self.counters: dict[str, int] = {}
+        self.end = asyncio.Event()
 
     async def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
@@ -54,8 +55,12 @@ class FakeEngine:
     def stats(self) -> dict[str, int]:
         return self.counters
 
+    async def ended(self) -> None:
+        await self.end.wait()
+
     async def close(self) -> None:
         self.alive = self.ready = False
+        self.end.set()
 
     async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[RequestOutput]:
         self.started += 1
@@ -66,6 +71,8 @@ class FakeEngine:
         try:
             for i in range(params.max_tokens):
                 await asyncio.sleep(0.01 if "slow" in text else 0)
+                if "die" in text.split():
+                    await self.close()
                 if not self.alive:
                     raise EngineDead("the engine has stopped")
                 if i == 2 and "boom" in text:

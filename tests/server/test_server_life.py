@@ -97,6 +97,15 @@ def test_a_model_that_cannot_be_loaded_ends_the_server():
         assert "there is no such model" in process.stderr.read()
 
 
+def test_a_dead_engine_ends_the_server():
+    with running() as (process, client):
+        wait_until(lambda: status(client, "/ready") == 200)
+        answered = client.post("/v1/completions", json={"prompt": "die"})
+        assert (answered.status_code, answered.json()["error"]["code"]) == (503, "engine_dead")
+        assert process.wait(20) == 1
+        assert "the engine has ended" in process.stderr.read()
+
+
 def test_a_port_in_use_is_said():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

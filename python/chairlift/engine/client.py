@@ -55,6 +55,7 @@ class AsyncEngine:
         self._process: subprocess.Popen[bytes] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._death: EngineDead | None = EngineDead("the engine has not been started")
+        self._ended = asyncio.Event()
 
     @property
     def alive(self) -> bool:
@@ -77,6 +78,7 @@ class AsyncEngine:
             raise RuntimeError("the engine has been started already; close it first")
         self.facts, self._stats, self._phases = {}, {}, {}
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended.clear()
         # First of all, since importing torch is most of the wait: the model is looked for meanwhile.
         sock = self._spawn()
         try:
@@ -155,6 +157,10 @@ class AsyncEngine:
                     return
         finally:
             self._leave(tag)
+
+    async def ended(self) -> None:
+        """Returns when the engine has ended, however it came to that."""
+        await self._ended.wait()
 
     def stats(self) -> dict[str, Any]:
         """The newest counters from the engine; empty before it is ready."""
@@ -237,6 +243,7 @@ class AsyncEngine:
         for stream in self._streams.values():
             stream.fail(EngineDead(str(death)))
         self._streams.clear()
+        self._ended.set()
         if not self._is_ready.done():
             self._is_ready.set_exception(death)
             self._is_ready.exception()  # so that asyncio does not complain where nobody waits for it

@@ -106,17 +106,27 @@ class Engine:
         return seat is not None and self._scheduler.abort(seat.seq, _now())
 
     def step(self) -> StepReport | None:
-        """Runs the model once over whatever the scheduler chose; None when there is nothing to run."""
+        """Runs the model once over whatever the scheduler chose; None when there is nothing to run.
+
+        What the runner raises ends every request, and goes on to the caller; the engine can be used again.
+        """
         plan = self._scheduler.plan(self._buffers, _now())
         if plan is None:
             return None
         started = []
-        for row, seq, tag, cached_tokens, queued in plan.seated:
-            tokens, prompt_len = self._scheduler.tokens(seq)
-            seat = self._live[tag]
-            self._runner.seat(row, seat.params, np.frombuffer(tokens, dtype=np.int32), prompt_len, seat.seed)
-            started.append((tag, cached_tokens, queued))
-        sampled = self._runner.run(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies)
+        try:
+            for row, seq, tag, cached_tokens, queued in plan.seated:
+                tokens, prompt_len = self._scheduler.tokens(seq)
+                seat = self._live[tag]
+                self._runner.seat(row, seat.params, np.frombuffer(tokens, dtype=np.int32), prompt_len, seat.seed)
+                started.append((tag, cached_tokens, queued))
+            sampled = self._runner.run(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies)
+        except BaseException:
+            # Aborted before the commit: then no block keeps a name that rests on a step which never ran.
+            for tag in list(self._live):
+                self.abort(tag)
+            self._scheduler.commit(plan, np.full(plan.num_samples, -1, dtype=np.int32), _now())
+            raise
         outputs = self._scheduler.commit(plan, sampled, _now())
         for ended in outputs.ended:
             del self._live[ended[0]]

@@ -160,12 +160,6 @@ def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, 
     """
     if not len(prompt):
         raise InvalidRequest("The prompt is empty: at least one token is needed.", param="prompt")
-    vocabulary = facts["vocab_size"]
-    for token in prompt:
-        if type(token) is not int or not 0 <= token < vocabulary:
-            raise InvalidRequest(
-                f"The prompt holds {token!r:.50}, which is no token id: they are integers from 0 to {vocabulary - 1}.", param="prompt"
-            )
     limit = facts["max_model_len"]
     room = limit - len(prompt)
     wanted = max(room, 1) if params.max_tokens is None else params.max_tokens
@@ -176,4 +170,10 @@ def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, 
             param="prompt",
             code="context_length_exceeded",
         )
+    vocabulary = facts["vocab_size"]
+    for token in prompt:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise InvalidRequest(
+                f"The prompt holds {token!r:.50}, which is no token id: they are integers from 0 to {vocabulary - 1}.", param="prompt"
+            )
     return replace(params, max_tokens=wanted)

@@ -206,7 +206,7 @@ def _windows(raw: dict[str, Any], architecture: str, layers: int) -> tuple[int |
 
 def _ids(value: Any) -> frozenset[int]:
     values = value if isinstance(value, list) else [value]
-    return frozenset(item for item in values if isinstance(item, int))
+    return frozenset(item for item in values if type(item) is int and item >= 0)
 
 
 def _dtype(raw: dict[str, Any]) -> str | None:

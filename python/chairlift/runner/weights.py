@@ -55,7 +55,7 @@ def _files(directory: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UnsupportedModel(f"{index} is not an index of safetensors files") from None
         paths = [directory / name for name in names]
         for path in paths:

@@ -73,20 +73,25 @@ class Life:
     async def run(self, starting: asyncio.Task[None], listener: socket.socket) -> int:
         """Serves on `listener` until a signal; `starting` is the engine's start. Returns the exit status.
 
-        Raises what kept the engine from starting.
+        Raises what kept the engine from starting. When the engine ends by itself the server ends too, with status 1: whoever
+        watches over it can start both again, which no probe would tell them to do.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signal)
         http = asyncio.create_task(self._http.serve(sockets=[listener]))
         reporting = asyncio.create_task(status.report(self._engine.stats))
+        died = False
         try:
             await _first(starting, self._leave.wait())
             if starting.done():
                 starting.result()
                 logger.info("listening on %s", _address(listener))
-                await _first(http, self._leave.wait())
-                await self._drain()
+                await _first(http, self._leave.wait(), self._engine.ended())
+                if died := not self._engine.alive:
+                    logger.error("the engine has ended: ending too")
+                else:
+                    await self._drain()
         finally:
             # The engine first: what is still open ends with an error that says so, and only then the connections.
             starting.cancel()
@@ -96,7 +101,7 @@ class Life:
             self._http.force_exit = self._now.is_set()
             reporting.cancel()
             await http
-        return 1 if self._now.is_set() else 0
+        return 1 if died or self._now.is_set() else 0
 
     def _signal(self) -> None:
         if self._leave.is_set():

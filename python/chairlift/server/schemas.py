@@ -13,6 +13,7 @@ from chairlift.server.errors import brief
 
 MAX_PROMPTS = 256
 MAX_TOOLS = 128
+MAX_MESSAGES = 4096
 
 # Fields that cannot be honoured yet, with the values that ask for nothing. Anything else is refused: an answer that
 # silently lacks what was asked for is worse than none.
@@ -199,7 +200,7 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None

@@ -188,14 +188,19 @@ impl BlockPool {
     /// Names the next full block of `table`, which holds `tokens` once `step`
     /// has run, so that later sequences may find it. If the same content is
     /// cached already, the block stays unnamed, and the chain goes on from the
-    /// other's content.
+    /// other's content. A block of the same name that `find` would not take
+    /// here (its parent's name is gone, or the names collide) gives it up.
     pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, tokens: &[Token], step: u64) {
         debug_assert_eq!(tokens.len(), self.block_size);
         let id = table.0[chain.len];
         let hash = chain.hash.child(tokens);
-        let content = if let Some(&other) = self.named.get(&hash) {
-            self.content_if(other, chain, tokens).unwrap_or_else(|| self.fresh_content())
+        let other = self.named.get(&hash).copied();
+        let content = if let Some(content) = other.and_then(|other| self.content_if(other, chain, tokens)) {
+            content
         } else {
+            if let Some(other) = other {
+                self.take_name(other);
+            }
             let content = self.fresh_content();
             debug_assert!(self.blocks[id.0 as usize].holders > 0 && self.blocks[id.0 as usize].name.is_none());
             let salt = (chain.content == ROOT).then(|| Arc::clone(&chain.salt));
@@ -269,20 +274,24 @@ impl BlockPool {
     }
 
     fn take_free(&mut self) -> BlockId {
-        let id = self.unnamed.pop().unwrap_or(BlockId(self.oldest));
-        if self.blocks[id.0 as usize].name.is_some() {
-            self.unlink_free(id);
-            self.take_name(id);
-        }
+        let id = self.unnamed.pop().unwrap_or_else(|| {
+            let oldest = BlockId(self.oldest);
+            self.unlink_free(oldest);
+            oldest
+        });
         self.blocks[id.0 as usize].holders = 1;
+        self.take_name(id);
         id
     }
 
-    /// Removes a block's name, if it has one. The block is held or just being taken.
+    /// Removes a block's name, if it has one.
     fn take_name(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.0 as usize];
-        if let Some(name) = block.name.take() {
-            self.named.remove(&name.hash);
+        let Some(name) = block.name.take() else { return };
+        self.named.remove(&name.hash);
+        if block.holders == 0 {
+            self.unlink_free(id);
+            self.unnamed.push(id);
         }
     }
 
@@ -400,6 +409,22 @@ mod tests {
         pool.release(&mut second);
         assert_eq!(pool.unnamed.last(), Some(&BlockId(2)));
         pool.release(&mut first);
+        pool.check(std::iter::empty());
+    }
+
+    #[test]
+    fn a_name_whose_parent_is_forgotten_passes_to_the_next_block_of_that_content() {
+        let mut pool = BlockPool::new(8, 2);
+        let mut first = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 1, 2
+        let head = BlockTable(vec![first.0[0]]);
+        pool.forget(&head, 0);
+        std::mem::forget(head);
+        pool.release(&mut first);
+        assert!(hits(&pool, "", &[1, 2, 3, 4]).is_empty(), "block 2 is an orphan");
+        let mut second = cache(&mut pool, "", &[1, 2, 3, 4]);
+        assert_eq!(hits(&pool, "", &[1, 2, 3, 4]).len(), 2);
+        pool.check(std::iter::once(&second));
+        pool.release(&mut second);
         pool.check(std::iter::empty());
     }
 

@@ -396,7 +396,7 @@ impl Scheduler {
             let token = token as Token;
             finish = if token as i32 >= 0 { seq.push(token) } else { Some(FinishReason::Error) };
             outputs.tokens.push(Output { tag: seq.tag, token, finish });
-            self.counters.generated_tokens += 1;
+            self.counters.generated_tokens += u64::from(finish != Some(FinishReason::Error));
             if finish.is_some() || (i < chunk.drafted as usize && seq.draft.get(i) != Some(&token)) {
                 break;
             }

@@ -129,7 +129,7 @@ pub(crate) struct Sequence {
     pub(crate) ticket: Ticket,
     pub(crate) prompt_len: u32,
     pub(crate) cached_tokens: u32,
-    /// Free blocks it lacked when it was last turned back from the queue's head.
+    /// Free blocks it needed, beyond the watermark, when it was last turned back from the queue's head.
     pub(crate) needs_free: usize,
     pub(crate) arrived: Time,
     pub(crate) started: Option<Time>,

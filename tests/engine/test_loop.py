@@ -1,0 +1,66 @@
+"""The engine over a real model: what a step that fails leaves behind, and what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chairlift import SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.engine.loop import Engine
+from chairlift.errors import InvalidRequest
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+PROMPT = list(range(100, 140))
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: Path) -> Engine:
+    return Engine(EngineConfig(model=str(model_dir), max_model_len=256, max_num_seqs=4, num_kv_blocks=65, max_num_batched_tokens=64))
+
+
+def answer(engine: Engine, tag: int, prompt: list[int]) -> list[int]:
+    engine.add(tag, prompt, GREEDY)
+    tokens: list[int] = []
+    while engine.has_work:
+        report = engine.step()
+        assert report is not None
+        tokens += np.frombuffer(report.tokens, "<i4").tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_step_that_fails_ends_its_requests_and_nothing_else(engine: Engine, monkeypatch: pytest.MonkeyPatch, error: type) -> None:
+    expected = answer(engine, 1, PROMPT)
+
+    def fail(*sizes: int) -> np.ndarray:
+        raise error
+
+    fresh = [7 if error is MemoryError else 8, *PROMPT]  # in no cache: its blocks get their names in the step that fails
+    engine.add(2, fresh, GREEDY)
+    engine.add(3, PROMPT, GREEDY)
+    with monkeypatch.context() as broken:
+        broken.setattr(engine._runner, "run", fail)
+        with pytest.raises(error):
+            engine.step()
+    assert not engine.has_work
+    engine.check()
+    stats = engine.stats()
+    assert (stats["running"], stats["waiting"], stats["free_blocks"]) == (0, 0, stats["total_blocks"])
+    assert answer(engine, 4, PROMPT) == expected
+    hits = engine.stats()["prefix_hits"]
+    answer(engine, 5, fresh)
+    assert engine.stats()["prefix_hits"] == hits, "found a block that was never computed"
+
+
+def test_a_tag_in_use_and_tokens_outside_the_vocabulary_are_refused(engine: Engine) -> None:
+    engine.add(1, PROMPT, GREEDY)
+    with pytest.raises(InvalidRequest, match="already running"):
+        engine.add(1, PROMPT, GREEDY)
+    with pytest.raises(InvalidRequest, match="from 0 to 49151"):
+        engine.add(2, [49152], GREEDY)
+    with pytest.raises(InvalidRequest, match="no tokens"):
+        engine.add(2, [], GREEDY)
+    assert engine.abort(1)
+    assert not engine.abort(1)
+    assert not engine.has_work
