@@ -321,17 +321,15 @@ impl Scheduler {
         // The last token always runs, or there would be nothing to sample
         // from. If its block was found it is written again, so in a copy when
         // others hold it, and not at all when there is nothing to copy yet.
-        let mut copy = None;
-        if let Some(&last) = self.found.last().filter(|_| self.found.len() * block_size == len) {
-            copy = Some(last).filter(|&last| self.pool.holders(last) > 0);
-            if copy.is_some() && !self.pool.complete_before(last, plan.step) {
-                self.found.clear();
-                seq.chain = self.pool.find(&seq.salt, &seq.tokens[..len - 1], &mut self.found);
-                copy = None;
-            }
+        let mut rewritten = self.found.last().copied().filter(|_| self.found.len() * block_size == len);
+        let mut copy = rewritten.is_some_and(|last| self.pool.holders(last) > 0);
+        if copy && rewritten.is_some_and(|last| !self.pool.complete_before(last, plan.step)) {
+            self.found.clear();
+            seq.chain = self.pool.find(&seq.salt, &seq.tokens[..len - 1], &mut self.found);
+            (rewritten, copy) = (None, false);
         }
         let revived = self.found.iter().filter(|&&found| self.pool.holders(found) == 0).count();
-        seq.needs_free = revived + blocks - self.found.len() + usize::from(copy.is_some());
+        seq.needs_free = revived + blocks - self.found.len() + usize::from(copy);
         if seq.needs_free > room {
             return false;
         }
@@ -339,9 +337,9 @@ impl Scheduler {
         for &found in &self.found {
             self.pool.share(&mut seq.table, found);
         }
-        if copy.is_some() {
+        if copy {
             plan.copies.push(self.pool.unshare_last(&mut seq.table));
-        } else if let Some(&last) = self.found.last().filter(|_| self.found.len() * block_size == len) {
+        } else if let Some(last) = rewritten {
             self.pool.rewrite(last, plan.step);
         }
         let grown = self.pool.grow(&mut seq.table, blocks);
