@@ -46,8 +46,7 @@ impl World {
             max_tokens: MAX_TOKENS,
             max_seqs,
             max_model_len: MAX_MODEL_LEN,
-            prefix_caching: true,
-            watermark: 0,
+            ..Config::default()
         };
         let (tokens, seqs) = (MAX_TOKENS as usize, max_seqs as usize);
         let lens = [tokens, tokens, tokens, seqs + 1, seqs, seqs, tokens, tokens, 2 * seqs, seqs * blocks as usize];
@@ -79,7 +78,7 @@ impl World {
         let tag = self.tag as u32;
         self.tag += 1;
         let prompt = (0..prompt).map(|i| tag.wrapping_mul(0x9E37_79B1).wrapping_add(i) % 50_000).collect();
-        let request = Request { tag: self.tag, prompt, max_new_tokens: new, stop: vec![50_000], salt: [].into() };
+        let request = Request { tag: self.tag, prompt, max_new_tokens: new, stop: vec![50_000], ..Request::default() };
         self.scheduler.add(request, 0).expect("a request that fits");
     }
 

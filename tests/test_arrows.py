@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "python" / "chairlift"
 
-LEAVES = {"config", "errors", "sampling", "outputs"}
+LEAVES = {"config", "errors", "sampling", "scheduling", "outputs"}
 MAY_IMPORT = {
     "": {"engine", *LEAVES},
     "cli": {"server", "engine", "checkpoint", "tokenizer", *LEAVES, ""},
@@ -22,7 +22,9 @@ MAY_IMPORT = {
     "checkpoint": LEAVES,
     "config": set(),
     "errors": set(),
-    "sampling": {"errors"},
+    "checks": {"errors"},
+    "sampling": {"checks", "errors"},
+    "scheduling": {"checks"},
     "outputs": set(),
 }
 """Room of the house → rooms it may import from; "" is the package's own `__init__`."""

@@ -57,7 +57,30 @@ def test_a_step_crosses_in_flat_arrays() -> None:
     assert np.frombuffer(outputs.tags, "<u8").tolist() == [70, 71]
     assert np.frombuffer(outputs.tokens, "<i4").tolist() == [11, 1]
     assert list(outputs.finishes) == [0, 1]
-    assert outputs.ended == [(71, 0, 1000, 2000, 3000, 3000)]
+    assert outputs.ended == [
+        {
+            "tag": 71,
+            "finish": "stop",
+            "arrived": 1000,
+            "started": 2000,
+            "first_token": 3000,
+            "ended": 3000,
+            "prompt_tokens": 1,
+            "cached_tokens": 0,
+            "output_tokens": 1,
+            "computed_tokens": 1,
+            "recomputed_tokens": 0,
+            "preemptions": 0,
+            "swaps": 0,
+            "block_us": 1000,
+            "tenant": "",
+            "priority": 0,
+            "limit": "wait_step",
+            "preempted_by": [],
+            "causes": {"wait_step": 1000, "prefill_shared": 1000},
+        }
+    ]
+    assert core.explain(71) == outputs.ended[0]
     assert core.tokens(first) == (ids(5, 6, 7, 8, 9, 11).tobytes(), 5)
 
     plan = core.plan(buffers, 4000)
@@ -65,8 +88,8 @@ def test_a_step_crosses_in_flat_arrays() -> None:
     assert list(core.commit(plan, ids(12), 5000).finishes) == [2]
     assert core.plan(buffers, 6000) is None
     stats = core.stats()
-    assert (stats.running, stats.waiting, stats.free_blocks, stats.total_blocks) == (0, 0, 32, 32)
-    assert (stats.steps, stats.prompt_tokens, stats.generated_tokens) == (2, 6, 3)
+    assert [stats[name] for name in ("running", "waiting", "free_blocks", "total_blocks")] == [0, 0, 32, 32]
+    assert [stats[name] for name in ("steps", "prompt_tokens", "generated_tokens")] == [2, 6, 3]
     core.check()
 
 
@@ -77,7 +100,7 @@ def test_a_token_that_is_none_ends_its_request_alone() -> None:
     plan = core.plan(buffers, 0)
     assert plan is not None
     assert list(core.commit(plan, ids(-1, 9), 0).finishes) == [3, 0]
-    assert core.stats().running == 1
+    assert core.stats()["running"] == 1
 
 
 @pytest.mark.parametrize(
@@ -101,7 +124,7 @@ def test_handles_are_never_reused() -> None:
     second = core.add(1, ids(5), 1, [], 0)
     assert first != second
     assert not core.abort(first, 0)
-    assert core.stats().waiting == 1
+    assert core.stats()["waiting"] == 1
     with pytest.raises(KeyError):
         core.tokens(first)
 
@@ -138,3 +161,50 @@ def test_stub_matches_the_module() -> None:
     command = [sys.executable, "-m", "mypy.stubtest", "chairlift._core", "--ignore-disjoint-bases"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_what_was_recorded_decides_the_same_again_and_can_be_lived_otherwise() -> None:
+    core = _core.Scheduler(
+        num_blocks=33, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN, policy="priority", journal=True
+    )
+    buffers, now = _core.StepBuffers(**arrays()), 0
+    for tag in range(12):
+        core.add(tag, ids(*range(10 + tag % 3)), 6, [1], tag * 10, priority=tag % 2, tenant="one")
+    while (plan := core.plan(buffers, now)) is not None:
+        now += 1000
+        core.commit(plan, np.full(MAX_TOKENS, 7, np.int32), now)
+    journal = core.journal()
+    assert core.journal() == b""
+    again = _core.replay(journal)
+    assert (again["differs_at"], again["truncated"], again["steps"]) == (None, False, core.stats()["steps"])
+    assert again["ended"] == [core.explain(ledger["tag"]) for ledger in again["ended"]]
+    assert (again["config"]["policy"], again["config"]["max_queued_reqs"]) == ("priority", None)
+    slower = _core.what_if(journal, {"max_seqs": 1, "policy": "fcfs"})
+    assert slower["config"] == again["config"] | {"max_seqs": 1, "policy": "fcfs"}
+    assert slower["steps"] > again["steps"]
+    assert [ledger["tag"] for ledger in slower["ended"]] == list(range(12))
+    with pytest.raises(ValueError, match='no setting "seqs": there are num_blocks, '):
+        _core.what_if(journal, {"seqs": 1})
+    with pytest.raises(ValueError, match="damaged"):
+        _core.replay(journal[:200] + b"\xff" * 100 + journal[300:])
+    assert _core.replay(journal[:-3])["truncated"]
+    with pytest.raises(ValueError, match="no journal"):
+        _core.replay(b"something else")
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    core = _core.Scheduler(
+        num_blocks=33, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN, max_queued_reqs=1
+    )
+    core.add(1, ids(5), 3, [], 0)
+    with pytest.raises(_core.QueueFull, match="at most 1 may") as caught:
+        core.add(2, ids(5), 3, [], 0)
+    assert caught.value.args[1] == 0
+
+
+def test_a_policy_that_there_is_not_is_named() -> None:
+    limits = {"num_blocks": 33, "block_size": BLOCK, "max_tokens": MAX_TOKENS, "max_seqs": MAX_SEQS, "max_model_len": MAX_LEN}
+    with pytest.raises(ValueError, match="fcfs, priority, fair, deadline, shortest, prefix"):
+        _core.Scheduler(**limits, policy="random")
+    with pytest.raises(ValueError, match="continuous, static and dynamic"):
+        _core.Scheduler(**limits, batching="bus")

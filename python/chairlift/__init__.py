@@ -16,14 +16,18 @@ if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine as AsyncEngine
     from chairlift.engine.llm import LLM as LLM
     from chairlift.errors import ChairliftError as ChairliftError
+    from chairlift.errors import DeadlineMissed as DeadlineMissed
     from chairlift.errors import EngineDead as EngineDead
     from chairlift.errors import InvalidRequest as InvalidRequest
     from chairlift.errors import ModelNotFound as ModelNotFound
+    from chairlift.errors import QueueFull as QueueFull
     from chairlift.errors import RequestFailed as RequestFailed
     from chairlift.errors import UnsupportedModel as UnsupportedModel
+    from chairlift.outputs import Ledger as Ledger
     from chairlift.outputs import RequestOutput as RequestOutput
     from chairlift.outputs import Timing as Timing
     from chairlift.sampling import SamplingParams as SamplingParams
+    from chairlift.scheduling import Scheduling as Scheduling
 
     __version__: str
 
@@ -31,14 +35,18 @@ _HOMES = {
     "LLM": "engine.llm",
     "AsyncEngine": "engine.client",
     "SamplingParams": "sampling",
+    "Scheduling": "scheduling",
     "RequestOutput": "outputs",
+    "Ledger": "outputs",
     "Timing": "outputs",
     "EngineConfig": "config",
     "DEFAULT_MODEL": "config",
     "ChairliftError": "errors",
+    "DeadlineMissed": "errors",
     "EngineDead": "errors",
     "InvalidRequest": "errors",
     "ModelNotFound": "errors",
+    "QueueFull": "errors",
     "RequestFailed": "errors",
     "UnsupportedModel": "errors",
 }

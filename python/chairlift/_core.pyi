@@ -1,7 +1,7 @@
 """The Rust scheduler, as Python sees it; times are microseconds on one clock of the caller's."""
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,19 +11,21 @@ __all__ = [
     "NeverFits",
     "NoNewTokens",
     "Outputs",
+    "QueueFull",
     "Rejected",
     "Scheduler",
-    "Stats",
     "StepBuffers",
     "StepPlan",
     "TooLong",
     "__version__",
+    "replay",
+    "what_if",
 ]
 
 __version__: str
 
 class Rejected(ValueError):
-    """A request that can never run."""
+    """A request that was turned away."""
 
 class EmptyPrompt(Rejected):
     """The prompt has no tokens."""
@@ -36,6 +38,9 @@ class TooLong(Rejected):
 
 class NeverFits(Rejected):
     """Prompt and output exceed the whole KV cache."""
+
+class QueueFull(Rejected):
+    """As many requests wait as may: `args` are the message and the microseconds after which to come back."""
 
 @final
 class StepBuffers:
@@ -74,6 +79,12 @@ class StepPlan:
     @property
     def preempted(self) -> list[int]:
         """Tags of the sequences that lost their blocks to make room."""
+    @property
+    def swap_out(self) -> list[tuple[int, int]]:
+        """Blocks to be copied to the host pool, (device, host), before anything else."""
+    @property
+    def swap_in(self) -> list[tuple[int, int]]:
+        """Blocks to be copied from the host pool, (host, device), after that; then come the copies of the step buffers."""
 
 @final
 class Outputs:
@@ -89,33 +100,8 @@ class Outputs:
     def finishes(self) -> bytes:
         """uint8: 0 goes on, 1 stop, 2 length, 3 error (the entry's token is none)."""
     @property
-    def ended(self) -> list[tuple[int, int, int, int, int, int]]:
-        """One a request that finished: tag, preemptions, and when it arrived, started, gave its first token, ended."""
-
-@final
-class Stats:
-    """Counters since the start, and what is true now."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def total_blocks(self) -> int: ...
-    @property
-    def free_blocks(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def prefix_queries(self) -> int: ...
-    @property
-    def prefix_hits(self) -> int: ...
-    @property
-    def generated_tokens(self) -> int: ...
-    @property
-    def preemptions(self) -> int: ...
+    def ended(self) -> list[dict[str, Any]]:
+        """One ledger a request that finished: see `Scheduler.explain`."""
 
 @final
 class Scheduler:
@@ -131,18 +117,72 @@ class Scheduler:
         max_model_len: int,
         prefix_caching: bool = True,
         watermark: int = 0,
-    ) -> Scheduler: ...
-    def add(self, tag: int, prompt: NDArray[np.int32], max_new_tokens: int, stop: Sequence[int], now: int, *, salt: bytes = ...) -> int:
-        """Queues a request and returns its sequence's handle; raises a `Rejected` if it can never run."""
+        policy: str = "fcfs",
+        batching: str = "continuous",
+        batch_size: int | None = None,
+        batch_timeout: int = 0,
+        max_queued_reqs: int | None = None,
+        max_queued_tokens: int | None = None,
+        ageing: int = 10_000_000,
+        target_itl: int | None = None,
+        host_blocks: int = 0,
+        swap_ns_per_block: int = 0,
+        journal: bool = False,
+    ) -> Scheduler:
+        """Raises ValueError for limits that run nothing, and for a policy or batching that there is not."""
+    def add(
+        self,
+        tag: int,
+        prompt: NDArray[np.int32],
+        max_new_tokens: int,
+        stop: Sequence[int],
+        now: int,
+        *,
+        salt: bytes = ...,
+        priority: int = 0,
+        tenant: str = "",
+        weight: int = 1,
+        deadline: int | None = None,
+        ttft_deadline: int | None = None,
+        predicted_tokens: int | None = None,
+    ) -> int:
+        """Queues a request and returns its sequence's handle; raises a `Rejected` if it can never run or the queue is full."""
+    def fork(self, seq: int, tag: int, now: int) -> int:
+        """Adds a sibling with the same prompt, which will share its blocks; KeyError if the sequence has ended."""
     def abort(self, seq: int, now: int) -> bool:
         """Ends a request in whatever state it is; False if it has ended already."""
+    def expire(self, now: int) -> list[dict[str, Any]]:
+        """Ends the requests that missed their deadlines, or surely will; returns their ledgers. To be called before `plan`."""
     def plan(self, buffers: StepBuffers, now: int) -> StepPlan | None:
         """Chooses the next step and fills the buffers; None when there is nothing to run."""
     def commit(self, plan: StepPlan, sampled: NDArray[np.int32], now: int) -> Outputs:
         """Takes in the sampled tokens (int32, one a sampled position, negative: none), plans in order."""
     def tokens(self, seq: int) -> tuple[bytes, int]:
         """A sequence's tokens so far (int32) and how many are its prompt; KeyError if it has ended."""
-    def stats(self) -> Stats:
-        """Counters, and what is true now."""
+    def explain(self, tag: int) -> dict[str, Any] | None:
+        """The ledger of a live request, or of one of the last 10,000 that ended: times by cause in microseconds, and what it used."""
+    def wake_at(self) -> int | None:
+        """When `plan`, having given None, may give a step without another call before; None: never."""
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, and what is true now."""
+    def usage(self) -> dict[str, Any]:
+        """What each tenant and each class used, under "tenants" and "classes"."""
+    def journal(self) -> bytes:
+        """What was recorded since the last call."""
     def check(self) -> None:
         """Panics unless every invariant holds."""
+
+def replay(journal: bytes) -> dict[str, Any]:
+    """Makes every recorded call again.
+
+    Returns config, calls, truncated, steps, hash, differs_at (the first plan that came out otherwise, or None), ended
+    (ledgers), stats, and step_model (microseconds of an empty step, a prompt token, a decoding sequence, a token of
+    context). Raises ValueError for what is no journal.
+    """
+
+def what_if(journal: bytes, settings: dict[str, Any]) -> dict[str, Any]:
+    """Lives the recorded requests again in virtual time, under the recorded settings changed by `settings`.
+
+    These are the arguments of `Scheduler`, but for block_size and journal. Steps take what the journal's took. Times count
+    from the first request. Returns config, steps, ended_at, refused (tags), ended (ledgers) and stats. Raises ValueError.
+    """

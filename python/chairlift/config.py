@@ -12,6 +12,23 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 ENV_PREFIX = "CHAIRLIFT_"
 
+LARGEST_WEIGHT = 10_000
+LONGEST_MS = 1e10
+"""The longest duration that a setting may have: four months."""
+
+_COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "static_batch_size",
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_memory_bytes",
+)
+_DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms")
+
 
 def _size(text: str) -> int:
     """Reads `4096`, `32k`, `2G` or `1.5GiB`; decimal suffixes are lower case k/m/g, binary ones K/M/G or KiB/MiB/GiB."""
@@ -23,6 +40,17 @@ def _size(text: str) -> int:
         return int(float(number) * base ** " kmgt".index(suffix.lower() or " "))
     except (ValueError, OverflowError):
         raise ValueError(f"not a size: {text!r} (try 4096, 32k or 2G)") from None
+
+
+def _weights(text: str) -> dict[str, int]:
+    """Reads `alice=2,bob=1`; what is wrong with a weight is said where all settings are checked."""
+    weights = {}
+    for item in text.split(","):
+        name, equals, weight = item.rpartition("=")
+        if not equals or not name.strip() or not weight.strip().isdecimal():
+            raise ValueError(f"expected weights like alice=2,bob=1, got {text!r:.100}")
+        weights[name.strip()] = int(weight)
+    return weights
 
 
 def _flag(default: Any, help: str, parse: Callable[[str], Any] = str, *, group: str, **extra: Any) -> Any:
@@ -47,24 +75,101 @@ class EngineConfig:
     )
     max_num_seqs: int = _flag(64, "sequences in one step", _size, group="scheduler")
     max_num_batched_tokens: int = _flag(256, "tokens in one step: longer prompts are computed in chunks", _size, group="scheduler")
+    scheduling_policy: str = _flag(
+        "fcfs",
+        "who goes first: the first to come, the lowest priority number, the tenant served least, the least slack, "
+        "the least left to do, the longest cached prefix",
+        choices=("fcfs", "priority", "fair", "deadline", "shortest", "prefix"),
+        group="scheduler",
+    )
+    tenant_weights: Mapping[str, int] | None = _flag(
+        None,
+        "shares of tenants under the policy 'fair', like alice=2,bob=1; 1 for the others",
+        _weights,
+        metavar="SHARES",
+        group="scheduler",
+    )
+    batching: str = _flag(
+        "continuous",
+        "when requests join and leave: at every step, or as whole batches, which 'dynamic' does not hold back for long",
+        choices=("continuous", "static", "dynamic"),
+        group="scheduler",
+    )
+    static_batch_size: int | None = _flag(
+        None, "sequences in a static or dynamic batch (default: --max-num-seqs)", _size, group="scheduler"
+    )
+    batch_timeout_ms: float | None = _flag(
+        None, "how long the first of a dynamic batch waits for the others (default: not at all)", float, metavar="MS", group="scheduler"
+    )
+    max_num_queued_reqs: int | None = _flag(
+        None, "requests that may wait; more are refused (default: any number)", _size, group="scheduler"
+    )
+    max_num_queued_tokens: int | None = _flag(
+        None, "prompt tokens that may wait; more are refused (default: any number)", _size, group="scheduler"
+    )
+    queue_ageing_ms: float = _flag(
+        10_000.0, "how long a request waits before it goes ahead of the policy's order", float, metavar="MS", group="scheduler"
+    )
+    target_itl_ms: float | None = _flag(
+        None,
+        "aimed time between two tokens of a request: prompts are computed in smaller chunks for it",
+        float,
+        metavar="MS",
+        group="scheduler",
+    )
+    journal: str | None = _flag(
+        None, "record what the scheduler is given in this file, without any text, for 'chairlift replay'", metavar="FILE", group="scheduler"
+    )
     block_size: int = _flag(16, "tokens in one block of the KV cache", int, group="cache")
     num_kv_blocks: int | None = _flag(None, "blocks in the KV cache (default: fitted to memory)", _size, group="cache")
     kv_cache_memory_bytes: int | None = _flag(
         None, "memory for the KV cache (default: a quarter of what is available)", _size, group="cache"
     )
     enable_prefix_caching: bool = _flag(True, "share the KV blocks of equal prompt beginnings", group="cache")
+    swap_space: int = _flag(
+        0, "host memory that preempted requests may be moved to, in bytes; without it they are computed again", _size, group="cache"
+    )
+    watermark: float = _flag(
+        0.05,
+        "share of the KV blocks kept free when a request is admitted, so that those running can grow",
+        float,
+        metavar="X",
+        group="cache",
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the flag, for a setting that can't work."""
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory_bytes"):
+        for item in fields(self):
+            choices = item.metadata.get("choices")
+            if choices and getattr(self, item.name) not in choices:
+                raise ValueError(f"--{item.name.replace('_', '-')}: expected one of {', '.join(choices)}, got {getattr(self, item.name)!r}")
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        for name in _DURATIONS:
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= LONGEST_MS:
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0 and at most {LONGEST_MS:g}, got {value:g}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs ({self.max_num_seqs}): "
                 "every running sequence needs one token a step"
             )
+        if self.static_batch_size is not None:
+            if self.batching == "continuous":
+                raise ValueError("--static-batch-size needs --batching static or --batching dynamic")
+            if self.static_batch_size > self.max_num_seqs:
+                raise ValueError(f"--static-batch-size ({self.static_batch_size}) must be at most --max-num-seqs ({self.max_num_seqs})")
+        if self.batch_timeout_ms is not None and self.batching != "dynamic":
+            raise ValueError("--batch-timeout-ms needs --batching dynamic")
+        if self.swap_space < 0:
+            raise ValueError(f"--swap-space must be at least 0, got {self.swap_space}")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"--watermark must be at least 0 and below 1, got {self.watermark:g}")
+        for tenant, weight in (self.tenant_weights or {}).items():
+            if not 1 <= weight <= LARGEST_WEIGHT:
+                raise ValueError(f"--tenant-weights: {tenant}'s must be an integer from 1 to {LARGEST_WEIGHT}, got {weight}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

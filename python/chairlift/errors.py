@@ -35,5 +35,22 @@ class RequestFailed(ChairliftError):
     """The model gave no usable answer for this one request (logits that are not finite, say)."""
 
 
+class QueueFull(ChairliftError):
+    """As many requests wait as may wait; `retry_after` is how many seconds a new one would wait now."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineMissed(ChairliftError):
+    """A request was dropped because it missed, or would surely miss, its deadline; its token counts say what was used till then."""
+
+    def __init__(self, message: str, *, prompt_tokens: int, completion_tokens: int) -> None:
+        super().__init__(message)
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = completion_tokens
+
+
 class EngineDead(ChairliftError):
     """The engine's process ended; requests in flight are lost, and new ones are refused."""

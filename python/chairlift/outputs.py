@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +15,52 @@ class Timing:
     """Until its first chunk was planned."""
     first_token: float | None
     total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What became of one sequence's time in the engine; times are seconds on the machine's monotonic clock.
+
+    `causes` says what it waited for and worked on, in seconds that sum to its life: `wait_step` (the next one to begin), `wait_rows`,
+    `wait_tokens`, `wait_blocks`, `wait_order`, `wait_share`, `wait_batch`, `wait_sibling`, `prefill`, `prefill_shared`, `decode`,
+    `decode_shared`, `stalled`, `preempted`, `swapped`, `recompute`. Those that took no time are left out.
+    """
+
+    tag: int
+    """The engine's number for the sequence; `preempted_by` speaks of others by theirs."""
+    finish: str | None
+    """`stop`, `length`, `error`, `deadline` or `abort`; None while it lives."""
+    arrived: float
+    started: float | None
+    first_token: float | None
+    ended: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    """Tokens that went through the model for it, again where its blocks were lost meanwhile."""
+    recomputed_tokens: int
+    preemptions: int
+    swaps: int
+    block_seconds: float
+    """How many KV blocks it held, times how long."""
+    tenant: str
+    priority: int
+    limit: str | None
+    """The limit that it last waited for."""
+    preempted_by: tuple[int, ...]
+    causes: dict[str, float]
+
+    @classmethod
+    def read(cls, ledger: Mapping[str, Any]) -> Self:
+        """Makes one of the core's, whose times are microseconds."""
+        plain = dict(ledger)
+        for name in ("arrived", "started", "first_token", "ended"):
+            plain[name] = None if plain[name] is None else plain[name] / 1e6
+        plain["block_seconds"] = plain.pop("block_us") / 1e6
+        plain["preempted_by"] = tuple(plain["preempted_by"])
+        plain["causes"] = {cause: time / 1e6 for cause, time in plain["causes"].items()}
+        return cls(**plain)
 
 
 @dataclass(slots=True)
@@ -27,7 +75,10 @@ class RequestOutput:
     token_ids: list[int]
     prompt_token_ids: list[int]
     finish_reason: str | None = None
-    """`stop` (end of sequence, a stop string or token) or `length`; None while it runs; `error` for one of `LLM`'s that failed alone."""
+    """`stop` (end of sequence, a stop string or token) or `length`; None while it runs.
+
+    One of `LLM`'s may also be `error`, which failed alone, or `deadline`, which was dropped with what it had.
+    """
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it; None for the model's own end of sequence."""
     cached_tokens: int = 0
@@ -35,3 +86,7 @@ class RequestOutput:
     preemptions: int = 0
     timing: Timing | None = None
     """Set with `finish_reason`."""
+    index: int = 0
+    """Which of the request's `n` answers it belongs to."""
+    ledger: Ledger | None = None
+    """Set with `finish_reason`, unless a stop string ended the request: that is found outside the engine."""

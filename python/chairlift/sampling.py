@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from chairlift.checks import integer, number
 from chairlift.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 64
+MAX_SEQUENCES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `max_tokens` None means as many as the context
     leaves. `seed` makes the draws a function of (seed, position) alone, whatever else is in the batch. The
-    generated text ends before the first of `stop`; a token of `stop_token_ids` ends it too.
+    generated text ends before the first of `stop`; a token of `stop_token_ids` ends it too. `n` answers are drawn;
+    with `best_of` above it that many are, and the `n` with the highest mean log-probability of their tokens are kept.
     """
 
     max_tokens: int | None = 16
@@ -33,21 +35,23 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the field and what it may be."""
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, 0, 2**31 - 1)
-        _number("top_p", self.top_p, 0.0, 1.0, above=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
+            integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        number("temperature", self.temperature, 0.0, 100.0)
+        integer("top_k", self.top_k, 0, 2**31 - 1)
+        number("top_p", self.top_p, 0.0, 1.0, above=True)
+        number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+            integer("seed", self.seed, -(2**63), 2**63 - 1)
         # Smaller ones could make finite logits infinite.
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if len(stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop has {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
@@ -59,8 +63,11 @@ class SamplingParams:
         if len(ids) > MAX_STOP_TOKENS:
             raise InvalidRequest(f"stop_token_ids has {len(ids)} entries, at most {MAX_STOP_TOKENS} are allowed", param="stop_token_ids")
         for token in ids:
-            _integer("stop_token_ids", token, 0, 2**31 - 1)
+            integer("stop_token_ids", token, 0, 2**31 - 1)
         object.__setattr__(self, "stop_token_ids", ids)
+        integer("n", self.n, 1, MAX_SEQUENCES)
+        if self.best_of is not None:
+            integer("best_of", self.best_of, self.n, MAX_SEQUENCES)
 
     @property
     def greedy(self) -> bool:
@@ -72,14 +79,12 @@ class SamplingParams:
         """Whether the choice depends on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def num_sequences(self) -> int:
+        """How many answers are drawn."""
+        return self.n if self.best_of is None else self.best_of
 
-def _integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequest(f"{name} must be an integer from {low} to {high}, got {value!r:.100}", param=name)
-
-
-def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
-    if not ok or (above and value == low):
-        span = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-        raise InvalidRequest(f"{name} must be a number {span}, got {value!r:.100}", param=name)
+    @property
+    def ranked(self) -> bool:
+        """Whether more answers are drawn than are kept."""
+        return self.num_sequences > self.n

@@ -35,7 +35,8 @@ class EchoEngine:
             if word == "INTERRUPT" and "ASSISTANT" not in prompt.upper():
                 signal.raise_signal(signal.SIGINT)
             yield RequestOutput(f"{word} ", [1], [1])
-        yield RequestOutput(f"({params.max_tokens})", [1], [1], "stop")
+        for index in range(params.n):
+            yield RequestOutput(f"({params.max_tokens})", [1], [1], "stop", index=index)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,16 @@ def test_generate_goes_on_from_one_prompt_or_several(capsys):
     EchoEngine.closed = 0
     assert main.main(["generate", "a", "b"]) == 0
     assert capsys.readouterr().out == "==> a <==\nA (128)\n\n==> b <==\nB (128)\n\n"
+
+
+def test_generate_gives_several_answers(capsys):
+    assert main.main(["generate", "a b", "-n", "2"]) == 0
+    assert capsys.readouterr().out == "==> a b <==\nA B (128)\n\n==> a b <==\n(128)\n\n"
+
+
+def test_generate_says_which_of_several_prompts_cannot_be_asked(capsys):
+    assert main.main(["generate", "a", "too long"]) == 1
+    assert capsys.readouterr().err == "chairlift: prompt 2: that is too long\n"
 
 
 def test_generate_reads_a_pipe(monkeypatch, capsys):

@@ -61,6 +61,8 @@ def test_every_setting_has_a_flag_and_tells_its_variable(capsys):
         (["serve", "--device", "abacus"], {}, "--device: expected one of auto, cpu, cuda, got 'abacus'"),
         (["serve", "--max-num-seqs", "0"], {}, "--max-num-seqs must be at least 1, got 0"),
         (["serve", "--max-num-seq", "4"], {}, "--max-num-seq"),
+        (["serve", "--batch-timeout-ms", "5"], {}, "--batch-timeout-ms needs --batching dynamic"),
+        (["serve", "--tenant-weights", "alice"], {}, "--tenant-weights: expected weights like alice=2,bob=1, got 'alice'"),
         (["serve"], {"CHAIRLIFT_PORT": "abc"}, "CHAIRLIFT_PORT: expected a whole number, got 'abc'"),
         (["chat"], {"CHAIRLIFT_ENABLE_PREFIX_CACHING": "maybe"}, "CHAIRLIFT_ENABLE_PREFIX_CACHING: expected true or false"),
         (["generate", "a", "--max-tokens", "ten"], {}, "--max-tokens"),

@@ -1,6 +1,7 @@
 """An engine without a model, for tests of what stands around it; `python -m fake_engine FD` runs it as the child process.
 
-A request's tokens count up from the first token of its prompt. The prompts below make it misbehave.
+A request's tokens count up from the first token of its prompt, those of its further answers from 100 above the one before. The
+prompts below make it misbehave.
 """
 
 import asyncio
@@ -13,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chairlift.engine import process
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, QueueFull
 
-REFUSED, CRASHING, DYING, HANGING, FAILING, BROKEN = range(900_001, 900_007)
+REFUSED, CRASHING, DYING, HANGING, FAILING, BROKEN, FULL, LATE, PATIENT = range(900_001, 900_010)
+"""LATE is dropped for its deadline after three tokens, or before the first; PATIENT gets nothing before the engine's time has come."""
+PATIENCE = 0.05
 EOS = 7
 FACTS = {
     "model": "fake",
@@ -26,6 +29,32 @@ FACTS = {
     "max_num_seqs": 64,
     "eos_token_ids": [EOS],
 }
+
+
+def ledger(tag, finish="length", **changes):
+    """An account as the core gives it: half a second in the queue, half for the first token, two for the others."""
+    account = {
+        "tag": tag,
+        "finish": finish,
+        "arrived": 1_000_000,
+        "started": 1_500_000,
+        "first_token": 2_000_000,
+        "ended": 4_000_000,
+        "prompt_tokens": 1,
+        "cached_tokens": 16,
+        "output_tokens": 3,
+        "computed_tokens": 4,
+        "recomputed_tokens": 2,
+        "preemptions": 1,
+        "swaps": 0,
+        "block_us": 7_000_000,
+        "tenant": "",
+        "priority": 0,
+        "limit": "blocks",
+        "preempted_by": [9],
+        "causes": {"wait_blocks": 500_000, "prefill": 500_000, "decode": 2_000_000},
+    }
+    return account | changes
 
 
 @dataclass
@@ -46,6 +75,10 @@ class FakeReport:
     def finishes(self):
         return bytes(entry[2] for entry in self.entries)
 
+    @property
+    def logprobs(self):
+        return struct.pack(f"<{len(self.entries)}f", *(entry[3] for entry in self.entries))
+
 
 class FakeEngine:
     def __init__(self, config, on_phase=lambda name, seconds: None):
@@ -56,13 +89,21 @@ class FakeEngine:
         self.running = {}
         self.aborted = []
         self.steps = 0
+        self.scheduling = []
+        self.ready_at = 0.0
 
-    def add(self, tag, prompt, params):
+    def add(self, tag, prompt, params, scheduling, arrived):
         if prompt[0] == REFUSED:
             raise InvalidRequest("it can never fit: needs 12 blocks of 10", param="prompt", code="never_fits")
         if prompt[0] == BROKEN:
             raise RuntimeError("not foreseen")
-        self.running[tag] = [int(prompt[0]), 0, params]
+        if prompt[0] == FULL:
+            raise QueueFull("4 requests wait, and no more may", retry_after=2.5)
+        if prompt[0] == PATIENT:
+            self.ready_at = time.monotonic() + PATIENCE
+        self.scheduling.append(scheduling)
+        for index in range(params.num_sequences):
+            self.running[tag + index] = [int(prompt[0]) + 100 * index, 0, params, index]
 
     def abort(self, tag):
         self.aborted.append(tag)
@@ -70,11 +111,11 @@ class FakeEngine:
 
     def step(self):
         self.steps += 1
-        if not self.running:
+        if not self.running or time.monotonic() < self.ready_at:
             return None
         report = FakeReport()
         for tag, entry in list(self.running.items()):
-            start, count, params = entry
+            start, count, params, index = entry
             if start == CRASHING:
                 raise ZeroDivisionError("a bug in the model")
             if start == DYING:
@@ -82,20 +123,38 @@ class FakeEngine:
             if start == HANGING:
                 print("hanging", flush=True)
                 time.sleep(3600)
+            if start == LATE and count == min(3, params.max_tokens - 1):
+                del self.running[tag]
+                times = {} if count else {"started": None, "first_token": None}
+                report.ended.append(ledger(tag, "deadline", **times))
+                continue
             if count == 0:
                 report.started.append((tag, 16, 500_000))
             entry[1] += 1
             token = start + count
             stops = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
             finish = 3 if start == FAILING else 1 if token in stops else 2 if count + 1 == params.max_tokens else 0
-            report.entries.append((tag, -1 if finish == 3 else token, finish))
+            # The third answer of five is the best, then the second, the fourth, the first, the fifth.
+            report.entries.append((tag, -1 if finish == 3 else token, finish, -abs(index - 1.9) if params.ranked else 0.0))
             if finish:
                 del self.running[tag]
-                report.ended.append((tag, 1, 1_000_000, 1_500_000, 2_000_000, 4_000_000))
+                report.ended.append(ledger(tag, ("stop", "length", "error")[finish - 1]))
         return report
+
+    def wakes_in(self):
+        return max(0.0, self.ready_at - time.monotonic()) if self.running else None
+
+    def explain(self, tag):
+        return ledger(tag, None if tag in self.running else "length")
 
     def stats(self):
         return {"running": len(self.running), "aborted": len(self.aborted), "steps": self.steps}
+
+    def usage(self):
+        return {"tenants": {"": {"running": len(self.running)}}, "classes": {0: {}}}
+
+    def close(self):
+        print("closed", file=sys.stderr)
 
 
 class FakeTokenizer:

@@ -10,11 +10,14 @@ from contextlib import aclosing
 
 import fake_engine
 import pytest
-from fake_engine import CRASHING, DYING, EOS, FAILING, HANGING, REFUSED, text_of
+from fake_engine import CRASHING, DYING, EOS, FAILING, FULL, HANGING, LATE, PATIENT, REFUSED, text_of
 
+from chairlift.engine import client
 from chairlift.engine.client import AsyncEngine
-from chairlift.errors import EngineDead, InvalidRequest, ModelNotFound, RequestFailed
+from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, ModelNotFound, QueueFull, RequestFailed
+from chairlift.outputs import Ledger
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 
 GUARD = 60
 ENDLESS = SamplingParams(max_tokens=1_000_000)
@@ -38,6 +41,12 @@ def run(test, **settings):
 async def collect(engine, prompt, **params):
     """A request's increments, all read as soon as they come."""
     return [output async for output in engine.generate(prompt, SamplingParams(**params))]
+
+
+async def into(outputs, stream):
+    """Appends a request's increments as they come, so that they are there when it fails."""
+    async for output in stream:
+        outputs.append(output)
 
 
 async def until(condition):
@@ -69,6 +78,9 @@ def test_text_is_encoded_and_the_account_is_kept():
         assert last.prompt_token_ids == [97]
         assert (last.cached_tokens, last.preemptions) == (16, 1)
         assert (last.timing.queued, last.timing.first_token, last.timing.total) == (0.5, 1.0, 3.0)
+        assert last.ledger == Ledger.read(fake_engine.ledger(last.ledger.tag))
+        assert (last.ledger.finish, last.ledger.ended, last.ledger.block_seconds) == ("length", 4.0, 7.0)
+        assert sum(last.ledger.causes.values()) == last.ledger.ended - last.ledger.arrived
 
     run(test)
 
@@ -101,8 +113,148 @@ def test_stop_string_ends_the_request_in_the_engine_too():
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", "def")
         assert outputs[-1].timing.first_token <= outputs[-1].timing.total
         assert (outputs[-1].cached_tokens, outputs[-1].timing.queued) == (16, 0.5)
+        await until(lambda: engine.stats()["aborted"] == 1 and engine.stats()["running"] == 0)
+
+    run(test)
+
+
+def test_several_answers_come_side_by_side_and_each_to_its_own_end():
+    async def test(engine):
+        outputs = await collect(engine, [1000], n=3, max_tokens=4, stop_token_ids=(1101,))
+        for index, count in enumerate((4, 2, 4)):
+            own = [output for output in outputs if output.index == index]
+            assert ids(own) == list(range(1000 + 100 * index, 1000 + 100 * index + count))
+            assert [output.finish_reason for output in own] == [None] * (len(own) - 1) + ["stop" if index == 1 else "length"]
+            assert own[-1].ledger is not None
+        assert sorted(output.index for output in outputs if output.finish_reason) == [0, 1, 2]
+
+    run(test)
+
+
+def test_answers_that_end_by_a_stop_string_are_aborted_one_by_one():
+    async def test(engine):
+        outputs = await collect(engine, [1000], n=2, max_tokens=1_000_000, stop=(text_of(1105, 2),), stop_token_ids=(1050,))
+        ends = {output.index: output for output in outputs if output.finish_reason}
+        assert (ends[0].stop_reason, ends[1].stop_reason) == (1050, text_of(1105, 2))
+        assert (ends[0].ledger is None, ends[1].ledger is None) == (False, True)
+        await until(lambda: engine.stats()["aborted"] == 1 and engine.stats()["running"] == 0)
+
+    run(test)
+
+
+def test_the_best_answers_come_whole_at_the_end_and_the_best_first():
+    async def test(engine):
+        outputs = await collect(engine, [1000], n=3, best_of=5, max_tokens=4)
+        assert [(output.index, output.token_ids[0]) for output in outputs] == [(0, 1200), (1, 1100), (2, 1300)]
+        for output in outputs:
+            assert output.token_ids == list(range(output.token_ids[0], output.token_ids[0] + 4))
+            assert output.text == text_of(output.token_ids[0], 4)
+            assert (output.finish_reason, output.ledger.finish) == ("length", "length")
+
+    run(test)
+
+
+def test_leaving_aborts_all_answers_that_are_not_over():
+    async def test(engine):
+        async with aclosing(engine.generate([1000], SamplingParams(max_tokens=1_000_000, n=3, stop_token_ids=(1100,)))) as stream:
+            async for output in stream:
+                if output.finish_reason:
+                    break
+        await until(lambda: engine.stats()["aborted"] == 2 and engine.stats()["running"] == 0)
+
+    run(test)
+
+
+def test_a_missed_deadline_is_raised_after_what_there_was():
+    async def test(engine):
+        outputs = []
+        with pytest.raises(DeadlineMissed, match=r"after 3 tokens of output.*allow more time") as caught:
+            await into(outputs, engine.generate([LATE], SamplingParams(max_tokens=9), Scheduling(deadline_ms=5)))
+        assert ids(outputs) == [LATE, LATE + 1, LATE + 2]
+        assert [output for output in outputs if output.finish_reason] == []
+        assert (caught.value.prompt_tokens, caught.value.completion_tokens) == (1, 3)
+        with pytest.raises(DeadlineMissed) as caught:
+            await collect(engine, [LATE], max_tokens=1)
+        assert caught.value.completion_tokens == 0
+        assert not engine._streams
+
+    run(test)
+
+
+def test_one_answer_may_be_late_and_another_not():
+    async def test(engine):
+        outputs = []
+        with pytest.raises(DeadlineMissed) as caught:
+            await into(outputs, engine.generate([LATE], SamplingParams(max_tokens=9, n=2)))
+        assert [(output.index, output.finish_reason) for output in outputs if output.finish_reason] == [(1, "length")]
+        assert caught.value.completion_tokens == 3 + 9
+
+    run(test)
+
+
+def test_a_full_queue_says_when_to_come_back():
+    async def test(engine):
+        with pytest.raises(QueueFull, match="4 requests wait") as caught:
+            await collect(engine, [FULL], n=2)
+        assert caught.value.retry_after == 2.5
+        assert not engine._streams
+        assert ids(await collect(engine, [1000], max_tokens=1)) == [1000]
+
+    run(test)
+
+
+def test_an_engine_that_waits_for_its_time_answers_then():
+    async def test(engine):
+        assert ids(await collect(engine, [PATIENT], max_tokens=2)) == [PATIENT, PATIENT + 1]
+
+    run(test)
+
+
+def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
+    monkeypatch.setattr(client, "REMEMBERED", 2)
+
+    async def one(engine, request_id, **params):
+        return [output async for output in engine.generate([1000], SamplingParams(max_tokens=2, **params), request_id=request_id)]
+
+    async def test(engine):
+        outputs = await one(engine, "a", n=2)
+        ended = [output.ledger for output in outputs if output.finish_reason]
+        assert await engine.explain("a") == ended
+        assert await engine.explain("unknown") == []
+        await one(engine, None)
+        await one(engine, "b")
+        await one(engine, "a")
+        await one(engine, "c")
+        assert [len(await engine.explain(request_id)) for request_id in "abc"] == [1, 0, 1]
+        async with aclosing(engine.generate([1000], ENDLESS, request_id="open")) as stream:
+            await anext(stream)
+            assert [ledger.finish for ledger in await engine.explain("open")] == [None]
+
+    run(test)
+
+
+def test_a_question_to_an_engine_that_dies_is_not_left_open():
+    async def test(engine):
+        hanging = asyncio.create_task(collect(engine, [HANGING]))
+        await until(lambda: engine._streams)
+        engine._remember("a", range(1, 2))
+        asking = asyncio.create_task(engine.explain("a"))
+        await until(lambda: engine._answers)
+        engine._process.kill()
+        for result in await asyncio.gather(hanging, asking, return_exceptions=True):
+            assert isinstance(result, EngineDead)
+        with pytest.raises(EngineDead):
+            await engine.explain("a")
+
+    run(test)
+
+
+def test_counters_that_are_not_sent_stay_as_they_were():
+    async def test(engine):
+        await collect(engine, [1000], max_tokens=50)
         await until(lambda: engine.stats()["running"] == 0)
-        assert engine.stats()["aborted"] == 1
+        assert engine.stats()["tenants"] == {"": {"running": 0}}
+        assert engine.stats()["classes"] == {0: {}}
 
     run(test)
 
@@ -111,13 +263,14 @@ def test_slow_reader_gets_everything_in_one_increment():
     async def test(engine):
         stream = engine.generate("a", SamplingParams(max_tokens=2000))
         first = await anext(stream)
-        await until(lambda: engine.stats()["running"] == 0)
+        await until(lambda: not engine._streams)
         rest = [output async for output in stream]
         assert len(rest) == 1
         assert rest[0].finish_reason == "length"
         assert first.token_ids + rest[0].token_ids == list(range(97, 2097))
         assert first.text + rest[0].text == text_of(97, 2000)
         await collect(engine, "a")  # an abort would have arrived before this
+        await until(lambda: engine.stats()["steps"] > 2000 and engine.stats()["running"] == 0)
         assert engine.stats()["aborted"] == 0
 
     run(test)
@@ -127,7 +280,7 @@ def test_slow_reader_sees_the_ids_up_to_the_stop_string_only():
     async def test(engine):
         stream = engine.generate("a", SamplingParams(max_tokens=20, stop=("fg",)))
         first = await anext(stream)
-        await until(lambda: engine.stats()["running"] == 0)
+        await until(lambda: not engine._streams)
         rest = [first] + [output async for output in stream]
         assert ids(rest) == [ord(character) for character in "abcdefg"]
         assert "".join(output.text for output in rest) == "abcde"
@@ -159,8 +312,7 @@ def test_leaving_early_aborts_in_the_engine(way):
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert ids(await other) == list(range(1000, 1500))
-        await until(lambda: engine.stats()["running"] == 0)
-        assert engine.stats()["aborted"] == 1
+        await until(lambda: engine.stats()["aborted"] == 1 and engine.stats()["running"] == 0)
 
     run(test)
 
@@ -185,6 +337,7 @@ def test_a_refused_request_says_why_and_disturbs_nobody():
         with pytest.raises(RequestFailed, match="not foreseen"):
             await collect(engine, [fake_engine.BROKEN])
         assert len(ids(await other)) == 300
+        await until(lambda: engine.stats()["steps"] > 300 and engine.stats()["running"] == 0)
         assert engine.stats()["aborted"] == 0
 
     run(test)
@@ -251,7 +404,7 @@ def test_what_was_finished_can_be_read_when_the_engine_is_dead():
     async def test(engine):
         stream = engine.generate("a", SamplingParams(max_tokens=2000))
         first = await anext(stream)
-        await until(lambda: engine.stats()["running"] == 0)
+        await until(lambda: not engine._streams)
         with pytest.raises(EngineDead):
             await collect(engine, [DYING])
         rest = [output async for output in stream]

@@ -7,11 +7,12 @@ import types
 
 import fake_engine
 import pytest
-from fake_engine import BROKEN, EOS, FAILING, REFUSED, FakeEngine, text_of
+from fake_engine import BROKEN, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, FakeEngine, text_of
 
 from chairlift.engine.llm import LLM
-from chairlift.errors import EngineDead, InvalidRequest
+from chairlift.errors import EngineDead, InvalidRequest, QueueFull
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 
 
 @pytest.fixture
@@ -62,6 +63,66 @@ def test_stops(llm):
     assert (string.token_ids, string.text, string.finish_reason, string.stop_reason) == ([97, 98, 99, 100], "ab", "stop", "cd")
     assert len(llm._engine.aborted) == 1
     assert not llm._engine.running
+
+
+def test_several_answers_stand_in_order_after_their_prompt(llm):
+    outputs = llm.generate([[1000], [5000]], [params(n=3, max_tokens=4), params(max_tokens=2)])
+    assert [(output.index, output.token_ids[0], len(output.token_ids)) for output in outputs] == [
+        (0, 1000, 4),
+        (1, 1100, 4),
+        (2, 1200, 4),
+        (0, 5000, 2),
+    ]
+    assert [output.text for output in outputs] == [text_of(output.token_ids[0], len(output.token_ids)) for output in outputs]
+    assert all(output.finish_reason == output.ledger.finish == "length" for output in outputs)
+
+
+@pytest.mark.parametrize("stop", [(), (text_of(1202, 2),)])
+def test_the_best_answers_are_kept_and_come_first(llm, stop):
+    outputs = llm.generate([1000], params(n=2, best_of=5, max_tokens=30, stop=stop))
+    assert [(output.index, output.token_ids[0]) for output in outputs] == [(0, 1200), (1, 1100)]
+    # What ends by a stop string is ranked by what it has up to there.
+    assert (outputs[0].finish_reason, len(outputs[0].token_ids)) == (("stop", 4) if stop else ("length", 30))
+    assert not llm._engine.running
+
+
+def test_an_answer_without_an_end_ranks_below_those_with_one(llm):
+    # The third answer would be the best; it misses its deadline.
+    outputs = llm.generate([LATE - 200], params(n=4, best_of=4, max_tokens=9))
+    assert [output.finish_reason for output in outputs] == ["length", "length", "deadline", "length"]
+    outputs = llm.generate([LATE - 200], params(n=4, best_of=5, max_tokens=9))
+    assert [output.token_ids[0] - LATE + 200 for output in outputs] == [100, 300, 0, 400]
+
+
+def test_what_misses_its_deadline_keeps_what_it_has(llm):
+    late, never, good = llm.generate([[LATE], [LATE], "a"], [params(max_tokens=9), params(max_tokens=1), params(max_tokens=3)])
+    assert (late.finish_reason, late.token_ids) == ("deadline", [LATE, LATE + 1, LATE + 2])
+    assert (never.finish_reason, never.token_ids, never.timing.first_token, never.timing.queued) == ("deadline", [], None, 3.0)
+    assert good.text == "abc"
+
+
+def test_scheduling_is_one_for_all_or_one_each(llm):
+    one, two = Scheduling(priority=1), Scheduling(tenant="b", deadline_ms=1e6)
+    llm.generate(["a", "b"], params(max_tokens=1), scheduling=[one, two])
+    llm.generate(["a", "b"], params(max_tokens=1), scheduling=one)
+    llm.chat([{"role": "user", "content": "a"}], params(max_tokens=1), scheduling=two)
+    llm.generate("a", params(max_tokens=1))
+    assert llm._engine.scheduling == [one, two, one, one, two, Scheduling()]
+    with pytest.raises(InvalidRequest, match="2 prompts and 1 scheduling"):
+        llm.generate(["a", "b"], scheduling=[one])
+
+
+def test_a_full_queue_refuses_all(llm):
+    with pytest.raises(QueueFull, match="no more may") as caught:
+        llm.generate(["a", [FULL]])
+    assert caught.value.retry_after == 2.5
+    assert not llm._engine.running
+
+
+def test_an_engine_that_waits_for_its_time_is_waited_for(llm):
+    (output,) = llm.generate([PATIENT], params(max_tokens=2))
+    assert output.token_ids == [PATIENT, PATIENT + 1]
+    assert llm._engine.steps <= 5
 
 
 def test_a_stop_token_that_is_the_ignored_end_is_named(llm):
@@ -143,6 +204,7 @@ def test_a_second_ctrl_c_does_not_wait(llm, monkeypatch):
 
 def test_an_engine_without_work_is_an_error_and_no_endless_loop(llm, monkeypatch):
     monkeypatch.setattr(llm._engine, "step", lambda: None)
+    monkeypatch.setattr(llm._engine, "wakes_in", lambda: None)
     with pytest.raises(EngineDead, match="nothing to run, with 1 requests open"):
         llm.generate("a")
 
@@ -185,7 +247,7 @@ def test_importing_chairlift_imports_nothing_heavy():
     code = (
         "import sys, chairlift\n"
         "assert not [name for name in sys.modules if name.startswith('chairlift.')], sys.modules\n"
-        "from chairlift import LLM, AsyncEngine, SamplingParams, RequestOutput, errors, __version__\n"
+        "from chairlift import LLM, AsyncEngine, SamplingParams, Scheduling, RequestOutput, Ledger, errors, __version__\n"
         "assert not {'torch', 'transformers', 'starlette', 'triton', 'uvicorn'} & sys.modules.keys()\n"
         "assert set(chairlift.__all__) <= set(dir(chairlift))\n"
         "assert all(hasattr(chairlift, name) for name in chairlift.__all__)\n"

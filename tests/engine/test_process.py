@@ -10,10 +10,27 @@ from contextlib import contextmanager
 
 import fake_engine
 import pytest
-from fake_engine import BROKEN, CRASHING, HANGING, REFUSED
+from fake_engine import BROKEN, CRASHING, FULL, HANGING, LATE, PATIENT, REFUSED, FakeEngine, ledger
 
 from chairlift.config import EngineConfig
-from chairlift.engine.protocol import Abort, Add, Config, Fatal, Phase, Ready, Rejected, Step, Stop, pack_params, pack_tokens, receive, send
+from chairlift.engine import process
+from chairlift.engine.protocol import (
+    Abort,
+    Add,
+    Config,
+    Explain,
+    Explained,
+    Fatal,
+    Phase,
+    Ready,
+    Rejected,
+    Step,
+    Stop,
+    pack_fields,
+    pack_tokens,
+    receive,
+    send,
+)
 from chairlift.sampling import SamplingParams
 
 GUARD = 60
@@ -40,7 +57,7 @@ class Child:
         return self.receive() if isinstance(frame, Phase) and frame.name == "locate" else frame
 
     def add(self, tag, prompt, **params):
-        self.send(Add(tag, pack_tokens(prompt), pack_params(SamplingParams(**params))))
+        self.send(Add(tag, pack_tokens(prompt), pack_fields(SamplingParams(**params))))
 
     def start(self, **settings):
         """Sends settings and takes what comes up to the first, empty step."""
@@ -68,7 +85,8 @@ def test_it_reports_phases_then_facts_then_counters():
         assert imports.name == "imports"
         assert weights == Phase("weights", 0.25)
         assert ready.facts == fake_engine.FACTS
-        assert step == Step(stats={"running": 0, "aborted": 0, "steps": 1}, started=[], ended=[])
+        counters = {"running": 0, "aborted": 0, "steps": 1, "tenants": {"": {"running": 0}}, "classes": {0: {}}}
+        assert step == Step(stats=counters, started=[], ended=[])
 
 
 def test_one_frame_a_step_carries_every_request():
@@ -86,7 +104,7 @@ def test_one_frame_a_step_carries_every_request():
                 seen[tag].append((token, finish))
             ended += step.ended
         assert seen == {tag: [(100 * tag, 0), (100 * tag + 1, 0), (100 * tag + 2, 2)] for tag in (5, 6)}
-        assert {account[0] for account in ended} == {5, 6}
+        assert sorted(ended, key=lambda account: account["tag"]) == [ledger(5), ledger(6)]
 
 
 def test_an_idle_engine_waits_for_frames_and_does_nothing_else():
@@ -99,15 +117,64 @@ def test_an_idle_engine_waits_for_frames_and_does_nothing_else():
             assert step.stats["steps"] == steps
 
 
+def test_an_engine_that_waits_for_its_time_is_woken_then():
+    with child() as it:
+        it.start()
+        it.add(1, [PATIENT], max_tokens=2)
+        while not (step := it.receive()).finishes:
+            assert step.stats["running"] == 1
+        # Once for the request and once for the time: were it to poll, the count would run ahead.
+        assert it.receive().finishes == b"\2"
+        assert it.receive().stats["steps"] <= 6
+
+
+def test_counters_are_sent_when_they_are_due_and_when_it_goes_idle(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
+    counters = process._Counters(FakeEngine(EngineConfig()))
+
+    def told(after, *, idle=False):
+        now[0] += after
+        return {"steps", "tenants"} & counters.news(idle=idle).keys()
+
+    assert told(0) == {"steps", "tenants"}
+    assert told(0.1) == set()
+    assert told(0.11) == {"steps"}
+    assert told(0.01, idle=True) == {"steps", "tenants"}
+    assert told(0.1) == set()
+    assert told(0.85) == {"steps"}
+    assert told(0.1) == {"tenants"}
+
+
 def test_abort_reaches_the_engine_in_the_middle_of_a_request():
     with child() as it:
         it.start()
         it.add(1, [100], max_tokens=1_000_000)
-        assert it.receive().stats["running"] == 1
+        assert it.receive().finishes == b"\0"
         it.send(Abort([1]))
-        while (step := it.receive()).stats["running"]:
+        while not (step := it.receive()).stats or step.stats["running"]:
             assert step.finishes == b"\0"
         assert step.stats["aborted"] == 1
+
+
+def test_a_missed_deadline_is_told_without_a_token():
+    with child() as it:
+        it.start()
+        it.add(1, [LATE], max_tokens=1)
+        step = it.receive()
+        assert (step.finishes, step.ended) == (b"", [ledger(1, "deadline", started=None, first_token=None)])
+
+
+def test_a_sequence_is_explained_idle_and_at_work():
+    with child() as it:
+        it.start()
+        it.send(Explain(7, [3, 4]))
+        assert it.receive() == Explained(7, [ledger(3), ledger(4)])
+        it.add(1, [100], max_tokens=1_000_000)
+        it.send(Explain(8, [1]))
+        while not isinstance(frame := it.receive(), Explained):
+            pass
+        assert frame == Explained(8, [ledger(1, None)])
 
 
 def test_a_refused_request_disturbs_nobody():
@@ -115,6 +182,8 @@ def test_a_refused_request_disturbs_nobody():
         it.start()
         it.add(1, [REFUSED], max_tokens=2)
         it.add(2, [BROKEN], max_tokens=2)
+        it.send(Add(6, pack_tokens([100]), {}, {"priority": "high"}))
+        it.add(7, [FULL])
         it.send(Add(3, pack_tokens([100]), {"temperature": float("nan")}))
         it.send(Add(4, pack_tokens([100]), {"no such thing": 1}))
         it.add(5, [100], max_tokens=2)
@@ -131,14 +200,18 @@ def test_a_refused_request_disturbs_nobody():
         assert "not foreseen" in rejected[2].message
         assert (rejected[3].error, rejected[3].param) == ("InvalidRequest", "temperature")
         assert rejected[4].error == "RequestFailed"
+        assert (rejected[6].error, rejected[6].param) == ("InvalidRequest", "priority")
+        assert rejected[7] == Rejected(7, "QueueFull", "4 requests wait, and no more may", retry_after=2.5)
 
 
-def test_stop_ends_it_in_peace():
-    with child() as it:
+def test_stop_ends_it_in_peace_and_closes_the_engine():
+    with child(stderr=subprocess.PIPE) as it:
         it.start()
         it.send(Stop())
         assert it.receive() is None
         assert it.process.wait(GUARD) == 0
+        assert it.process.stderr.read() == b"closed\n"
+        it.process.stderr.close()
 
 
 def test_a_step_that_fails_is_named_and_ends_it():
@@ -214,6 +287,6 @@ def test_it_dies_with_its_parent_even_where_the_socket_stays_open():
 def test_every_setting_crosses():
     from dataclasses import asdict
 
-    settings = EngineConfig(model="/m", max_model_len=99)
+    settings = EngineConfig(model="/m", max_model_len=99, tenant_weights={"a": 2}, batching="dynamic", batch_timeout_ms=1.5)
     with child() as it:
         it.start(**asdict(settings))

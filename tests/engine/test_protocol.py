@@ -10,18 +10,24 @@ import msgpack
 import pytest
 
 from chairlift.engine import protocol
-from chairlift.engine.protocol import Abort, Add, BadFrame, Config, Fatal, Phase, Ready, Rejected, Step, Stop
+from chairlift.engine.protocol import Abort, Add, BadFrame, Config, Explain, Explained, Fatal, Phase, Ready, Rejected, Step, Stop
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 
 FRAMES = [
     Config({"model": "/models/m", "max_model_len": None, "enable_prefix_caching": True}),
     Add(2**64 - 1, protocol.pack_tokens([1, 2, 2**31 - 1]), {"seed": -(2**63), "top_p": 0.5, "stop": ["ü"]}),
+    Add(1, b"", {}, {"tenant": "ä", "deadline_ms": 0.5, "priority": -(2**31)}),
     Abort([1, 2, 3]),
+    Explain(7, [1, 2**64 - 1]),
     Stop(),
     Phase("weights", 0.5),
     Ready({"max_model_len": 8192, "eos_token_ids": [2]}),
-    Step(b"\1" * 8, b"\2" * 4, b"\0", [[1, 0, 0, 5, 6, 7, 8]], {"running": 1}),
+    Step(b"\1" * 8, b"\2" * 4, b"\0", b"\0" * 4, [[1, 0, 5]], [{"tag": 1, "limit": None, "causes": {"decode": 7}}], {"running": 1}),
+    Step(started=[], ended=[], stats={"classes": {-1: {"waiting": 2}}, "tenants": {"a": {"waiting": 2}}}),
     Rejected(9, "InvalidRequest", "too long", "prompt", "context_length_exceeded"),
+    Rejected(9, "QueueFull", "too many", retry_after=0.25),
+    Explained(7, [{"tag": 1, "finish": None}]),
     Fatal("ZeroDivisionError", "division by zero"),
 ]
 
@@ -128,9 +134,12 @@ def test_garbage_is_named_so(payload):
         protocol.decode(payload)
 
 
-def test_params_cross_as_they_are():
+def test_a_request_crosses_as_it_is():
     params = SamplingParams(
-        max_tokens=None, temperature=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"), stop_token_ids=(1, 2), ignore_eos=True
+        max_tokens=None, temperature=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"), stop_token_ids=(1, 2), ignore_eos=True, n=2, best_of=3
     )
-    crossed = protocol.decode(protocol.encode(Add(1, b"", protocol.pack_params(params)))[4:])
+    scheduling = Scheduling(priority=-1, tenant="a", deadline_ms=5, ttft_deadline_ms=0.5, cache_salt="s", predicted_tokens=9)
+    frame = Add(1, b"", protocol.pack_fields(params), protocol.pack_fields(scheduling))
+    crossed = protocol.decode(protocol.encode(frame)[4:])
     assert SamplingParams(**crossed.params) == params
+    assert Scheduling(**crossed.scheduling) == scheduling

@@ -8,7 +8,7 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
-from chairlift.runner.cache import CacheSize, KvCache, block_bytes, fit_cache
+from chairlift.runner.cache import CacheSize, KvCache, block_bytes, fit_cache, fit_host
 from chairlift.runner.machine import available_memory, usable_cores
 
 MODEL = ModelConfig.parse(
@@ -78,9 +78,44 @@ def test_copies_take_a_block_of_every_layer():
     assert torch.equal(cache.tensor[:, :4], before[:, :4])
 
 
+def test_what_is_swapped_out_comes_back_bit_for_bit_wherever_it_is_put():
+    cache = KvCache(replace(MODEL, num_layers=3), 6, 4, torch.float32, torch.device("cpu"), 4)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape))
+    before = cache.tensor.clone()
+    cache.swap([(1, 3), (4, 0)], [])
+    cache.tensor[:, [1, 4]] = float("nan")
+    # In one step: block 2 goes to the host before the others come back, one of them into its place.
+    cache.swap([(2, 1)], [(3, 2), (0, 1)])
+    assert torch.equal(cache.tensor[:, [2, 1]], before[:, [1, 4]])
+    assert torch.equal(cache.tensor[:, [0, 3, 5]], before[:, [0, 3, 5]])
+    cache.swap([], [(1, 4)])
+    assert torch.equal(cache.tensor[:, 4], before[:, 2])
+
+
+def test_timing_a_swap_changes_nothing():
+    cache = KvCache(MODEL, 6, 4, torch.float32, torch.device("cpu"), 20)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape))
+    before = cache.tensor.clone()
+    assert cache.time_swap() >= 1
+    assert torch.equal(cache.tensor, before)
+
+
+def test_the_host_has_as_many_blocks_as_fit():
+    def fitted_host(space: int) -> int:
+        return fit_host(EngineConfig(swap_space=space), MODEL, torch.float32, 10 * EACH)
+
+    assert [fitted_host(space) for space in (0, EACH, 3 * EACH - 1, 10 * EACH)] == [0, 1, 2, 10]
+    with pytest.raises(InvalidSetting, match=f"--swap-space {EACH - 1} does not hold a block of 16 tokens, which takes {EACH} bytes"):
+        fitted_host(EACH - 1)
+    with pytest.raises(InvalidSetting, match=f"--swap-space {11 * EACH}: there are 0.0 GiB"):
+        fitted_host(11 * EACH)
+
+
 def test_more_memory_than_there_is_is_refused_with_the_number():
     with pytest.raises(InvalidSetting, match="lower --num-kv-blocks"):
         KvCache(MODEL, 2**45, 16, torch.float32, torch.device("cpu"))
+    with pytest.raises(InvalidSetting, match="lower --swap-space"):
+        KvCache(MODEL, 2, 16, torch.float32, torch.device("cpu"), 2**45)
 
 
 def test_the_machine_has_cores_and_memory():

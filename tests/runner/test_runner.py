@@ -75,6 +75,24 @@ def test_blocks_are_copied_before_the_step(tmp_path):
     assert torch.equal(fork.logits[0], one.logits[1])
 
 
+def test_a_sequence_goes_on_bit_for_bit_after_its_blocks_were_swapped(tmp_path):
+    write("llama", tmp_path)
+    runner = runner_for(tmp_path, swap_space=2**20)
+    assert runner.swap_ns_per_block > 0
+    driver = Driver(runner)
+    one, twin = driver.seat(0, prompt(21)), driver.seat(1, prompt(21))
+    driver.step([(one, 21), (twin, 21)])
+    places = [5, 0, runner.host_blocks - 1]
+    runner.swap(list(zip(one.blocks, places, strict=True)), [])
+    with torch.inference_mode():
+        runner.cache.tensor[:, one.blocks] = float("nan")
+    one.blocks = [driver.free.pop() for _ in places]
+    runner.swap([], list(zip(places, one.blocks, strict=True)))
+    for _ in range(4):
+        driver.step([(one, 1), (twin, 1)])
+    assert all(map(torch.equal, one.logits, twin.logits))
+
+
 def test_a_row_with_logits_that_are_not_finite_fails_alone(tmp_path):
     write("llama", tmp_path)
     driver = Driver(runner_for(tmp_path))

@@ -152,6 +152,30 @@ def test_sampled_tokens_join_the_output_until_the_row_is_seated_anew():
     assert not made.penalties
 
 
+def test_tokens_of_ranked_rows_have_their_log_probability_in_the_penalised_logits():
+    logits = torch.randn(4, 700, generator=torch.Generator().manual_seed(0)) * 3
+    ranked = {"n": 1, "best_of": 2}
+    made = sampler(
+        SamplingParams(),
+        SamplingParams(temperature=0.3, top_k=5, **ranked),
+        SamplingParams(temperature=0.0, **ranked),
+        SamplingParams(presence_penalty=2.0, **ranked),
+    )
+    repeated = int(logits[3].argmax())
+    made.penalties[3].add(repeated)
+    tokens = made.sample(logits.clone(), np.arange(4), np.arange(4))
+    logits[3, repeated] -= 2.0
+    expected = logits.double().log_softmax(-1).gather(1, torch.from_numpy(tokens).long().unsqueeze(1)).squeeze(1)
+    assert made.logprobs.dtype == np.float32
+    assert made.logprobs[0] == 0
+    assert np.abs(made.logprobs[1:] - expected[1:].numpy()).max() < 1e-5
+    made.sample(logits[:1].clone(), np.array([0]), np.array([9]))
+    assert made.logprobs.size == 0
+    made.seat(2, SamplingParams(), empty(), 0, 0)
+    made.sample(logits[2:3].clone(), np.array([2]), np.array([9]))
+    assert made.logprobs.size == 0
+
+
 def test_philox_gives_the_published_words():
     zero, ones = np.zeros(1, dtype=np.uint64), np.full(1, 2**64 - 1, dtype=np.uint64)
     assert [f"{word:08x}" for word in philox(zero, zero)[0]] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]

@@ -1,18 +1,19 @@
 """An engine without a model, and a real HTTP server around it: bytes are tokens, and the answer repeats the prompt's words."""
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import uvicorn
 
 from chairlift.engine.request import validate
-from chairlift.errors import EngineDead, InvalidRequest, RequestFailed
-from chairlift.outputs import RequestOutput, Timing
+from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
+from chairlift.outputs import Ledger, RequestOutput, Timing
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 from chairlift.server.app import build
 from chairlift.server.metrics import Metrics
 from chairlift.server.service import Service
@@ -34,7 +35,9 @@ class FakeEngine:
     """What the server uses of AsyncEngine.
 
     Words in a prompt steer it: "slow" takes 10 ms a token, "boom" fails after two tokens as the engine would,
-    "die" ends it, "bug" fails as it never should, "split" gives an increment without text, as half a character does.
+    "die" ends it, "bug" fails as it never should, "split" gives an increment without text, as half a character does,
+    "full" finds a full queue, "late" misses its deadline (that for the first token if it has one, else after two tokens),
+    "held" waits until it is `released`. Each further one of n answers begins one word later.
     """
 
     def __init__(self) -> None:
@@ -43,7 +46,11 @@ class FakeEngine:
         self.alive = self.ready = True
         self.started = self.left_early = self.finished = 0
         self.seen: list[SamplingParams] = []
-        self.counters: dict[str, int] = {}
+        self.scheduled: list[Scheduling] = []
+        self.named: list[str] = []
+        self.ledgers: dict[str, list[Ledger]] = {}
+        self.released = False
+        self.counters: dict[str, object] = {}
         self.end = asyncio.Event()
 
     async def encode(self, text: str) -> list[int]:
@@ -52,8 +59,11 @@ class FakeEngine:
     def validate(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
         return validate(prompt, params, self.facts)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, object]:
         return self.counters
+
+    async def explain(self, request_id: str) -> list[Ledger]:
+        return self.ledgers.get(request_id, [])
 
     async def ended(self) -> None:
         await self.end.wait()
@@ -62,40 +72,89 @@ class FakeEngine:
         self.alive = self.ready = False
         self.end.set()
 
-    async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, scheduling: Scheduling, *, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
         self.started += 1
         self.seen.append(params)
+        self.scheduled.append(scheduling)
+        self.named.append(request_id)
         text = bytes(prompt).decode()
-        words = itertools.cycle(text.split() or ["nothing"])
         done = False
         try:
+            if "full" in text:
+                raise QueueFull("4 requests are waiting, as many as may", retry_after=2.3)
+            while "held" in text and not self.released:
+                await asyncio.sleep(0.01)
             for i in range(params.max_tokens):
                 await asyncio.sleep(0.01 if "slow" in text else 0)
                 if "die" in text.split():
                     await self.close()
                 if not self.alive:
                     raise EngineDead("the engine has stopped")
+                if "late" in text and i == (2 if scheduling.ttft_deadline_ms is None else 0):
+                    counts = {"prompt_tokens": len(prompt), "completion_tokens": i * params.num_sequences}
+                    raise DeadlineMissed("the deadline was missed", **counts)
                 if i == 2 and "boom" in text:
                     raise RequestFailed("the model gave no usable answer for this request")
                 if i == 2 and "bug" in text:
                     raise RuntimeError('File "/usr/lib/secret.py" object at 0x7f0000001234')
                 done = i + 1 == params.max_tokens
-                if i == 1 and "split" in text:
-                    yield RequestOutput("", [1], prompt)
-                    continue
-                timing = Timing(0.001, 0.002, 0.003) if done else None
-                yield RequestOutput(f"{next(words)} ", [1], prompt, "length" if done else None, cached_tokens=3 * done, timing=timing)
+                for index in range(params.n):
+                    if i == 1 and "split" in text:
+                        yield RequestOutput("", [1], prompt, index=index)
+                        continue
+                    output = RequestOutput(_word(text, i + index), [1], prompt, "length" if done else None, index=index)
+                    if done:
+                        # A sibling finds the whole prompt computed.
+                        output.cached_tokens = len(prompt) if index else 3
+                        output.timing = Timing(0.001, 0.002, 0.003)
+                    yield output
         finally:
+            tenant, priority = scheduling.tenant, scheduling.priority
+            self.ledgers[request_id] = [ledger(tenant=tenant, priority=priority) for _ in range(params.num_sequences)]
             if done:
                 self.finished += 1
             else:
                 self.left_early += 1
 
 
-def answer(prompt: str, tokens: int) -> str:
-    """What the fake engine says to `prompt`."""
-    words = itertools.cycle(prompt.split())
-    return "".join(f"{next(words)} " for _ in range(tokens))
+def ledger(**changes: object) -> Ledger:
+    """A ledger of a request that waited a while, ran and ended."""
+    return replace(
+        Ledger(
+            tag=1,
+            finish="length",
+            arrived=100.0,
+            started=101.5,
+            first_token=101.75,
+            ended=102.0,
+            prompt_tokens=5,
+            cached_tokens=0,
+            output_tokens=3,
+            computed_tokens=7,
+            recomputed_tokens=0,
+            preemptions=0,
+            swaps=0,
+            block_seconds=0.5,
+            tenant="",
+            priority=0,
+            limit=None,
+            preempted_by=(),
+            causes={"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25},
+        ),
+        **changes,
+    )
+
+
+def answer(prompt: str, tokens: int, index: int = 0) -> str:
+    """What the fake engine says to `prompt`, as the answer of that index."""
+    return "".join(_word(prompt, i + index) for i in range(tokens))
+
+
+def _word(prompt: str, i: int) -> str:
+    words = prompt.split() or ["nothing"]
+    return f"{words[i % len(words)]} "
 
 
 @contextmanager

@@ -65,13 +65,13 @@ def test_continuous_usage_counts_up(http):
     options = {"include_usage": True, "continuous_usage_stats": True}
     request = {"messages": USER, "max_tokens": 3, "stream": True, "stream_options": options}
     *chunks, _ = events(http.post("/v1/chat/completions", json=request))
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 3, 3]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2, 3, 3]
 
 
 def test_increments_without_text_are_not_sent(http):
     request = {"messages": [{"role": "user", "content": "split me"}], "max_tokens": 4, "stream": True}
     *chunks, _ = events(http.post("/v1/chat/completions", json=request))
-    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "split ", "me ", "split "]
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "split ", "split ", "me "]
 
 
 def test_the_openai_client_streams(client):

@@ -3,6 +3,8 @@ import pytest
 from fake_async_engine import MODEL, FakeEngine, serving
 
 import chairlift
+from chairlift.errors import InvalidSetting
+from chairlift.server.door import read_keys
 
 KEY = "sk-schlüssel"
 
@@ -34,6 +36,43 @@ def test_two_keys_are_none(locked):
     good, bad = (b"authorization", b"Bearer " + KEY.encode()), (b"authorization", b"Bearer nope")
     assert locked.get("/v1/models", headers=[bad, good]).status_code == 401
     assert locked.get("/v1/models", headers=[good, bad]).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        (None, {}),
+        ("sk-1", {"sk-1": ""}),
+        ("alice=sk-1,bob=sk-2", {"sk-1": "alice", "sk-2": "bob"}),
+        ("alice=sk-1,alice=sk-2,sk-3", {"sk-1": "alice", "sk-2": "alice", "sk-3": ""}),
+        ("alice=a=b", {"a=b": "alice"}),
+        # Base64 ends in signs of equality: a name followed by nothing secret would be an open door.
+        ("c2VjcmV0cw==", {"c2VjcmV0cw==": ""}),
+        ("c2VjcmV0cyE=", {"c2VjcmV0cyE=": ""}),
+    ],
+)
+def test_keys_may_have_tenants(text, keys):
+    assert read_keys(text) == keys
+
+
+@pytest.mark.parametrize("text", ["", "a,", ",a", "alice=a,,bob=b", "alice=a, bob=b", "alice= a", "alice=a,bob=a"])
+def test_keys_that_would_open_too_much(text):
+    with pytest.raises(InvalidSetting, match="--api-key: "):
+        read_keys(text)
+
+
+def test_a_key_says_whose_request_it_is():
+    engine = FakeEngine()
+    with serving(engine, "alice=sk-1,bob=sk-2,sk-3") as (base, _), httpx.Client(base_url=base) as client:
+
+        def ask(key, **headers):
+            headers |= {"authorization": f"Bearer {key}"}
+            return client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers).status_code
+
+        assert [ask(key) for key in ("sk-1", "sk-2", "sk-3", "alice=sk-1", "alice", "sk-4")] == [200, 200, 200, 401, 401, 401]
+        assert ask("sk-2", **{"x-tenant-id": "alice"}) == 200
+        assert ask("sk-3", **{"x-tenant-id": "carol"}) == 200
+    assert [one.tenant for one in engine.scheduled] == ["alice", "bob", "", "bob", "carol"]
 
 
 def test_request_ids_come_back_or_are_made(http):

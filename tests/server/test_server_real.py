@@ -97,6 +97,40 @@ def test_blocks_are_free_again_when_clients_have_gone(real, stream):
     assert metric(real, "generation_tokens_total") - generated < 500
 
 
+@pytest.mark.parametrize("fields", [{"n": 3}, {"n": 2, "best_of": 4}])
+def test_greedy_siblings_say_what_one_says_alone(real, fields):
+    request = {"prompt": "The lift goes up to the summit and", "max_tokens": 8, "temperature": 0}
+    alone = httpx.post(f"{real}/v1/completions", json=request, timeout=60).json()
+    body = httpx.post(f"{real}/v1/completions", json=request | fields, timeout=60).json()
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
+        (i, alone["choices"][0]["text"]) for i in range(fields["n"])
+    ]
+    drawn = fields.get("best_of", fields["n"])
+    assert body["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    assert body["usage"]["completion_tokens"] == drawn * alone["usage"]["completion_tokens"]
+    assert len(httpx.get(f"{real}/v1/requests/{body['id']}/explain").json()["sequences"]) == drawn
+
+
+def test_a_request_is_explained_to_its_last_millisecond(real):
+    request = {"prompt": "Once upon a time", "max_tokens": 16, "ignore_eos": True, "priority": 2}
+    answered = httpx.post(f"{real}/v1/completions", json=request, headers={"x-tenant-id": "alice"}, timeout=60).json()
+    [sequence] = httpx.get(f"{real}/v1/requests/{answered['id']}/explain").json()["sequences"]
+    assert sum(sequence["causes"].values()) == pytest.approx(sequence["ended"] - sequence["arrived"], abs=1e-3)
+    told = ("finish", "tenant", "priority", "prompt_tokens", "output_tokens")
+    assert [sequence[name] for name in told] == ["length", "alice", 2, answered["usage"]["prompt_tokens"], 16]
+    assert "prefill" in sequence["summary"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_cannot_make_its_deadline_is_dropped(real, stream):
+    request = {"prompt": "Once upon a time", "max_tokens": 500, "ignore_eos": True, "deadline_ms": 0.001, "stream": stream}
+    response = httpx.post(f"{real}/v1/completions", json=request, timeout=60)
+    assert response.status_code == 504
+    body = response.json()
+    assert body["error"]["code"] == "deadline_exceeded"
+    assert (body["usage"]["prompt_tokens"] > 0, body["usage"]["completion_tokens"]) == (True, 0)
+
+
 def test_what_the_engine_refuses_is_refused(real):
     with openai.OpenAI(base_url=f"{real}/v1", api_key="any", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens") as refused:

@@ -82,8 +82,13 @@ FIELDS = [
     *[("ignore_eos", value) for value in (1, "true")],
     *[("stream", value) for value in (1, "yes")],
     *[("stream_options", value) for value in ([1], "x", {"include_usage": "true"})],
-    *[("n", value) for value in (0, -1, 2, 10_000, True, "1", 1.0)],
-    *[("best_of", value) for value in (2, 10**6)],
+    *[("n", value) for value in (0, -1, 129, 10_000, True, "1", 1.0)],
+    *[("best_of", value) for value in (0, 129, 10**6, True, "2")],
+    *[("priority", value) for value in (2**31, 2**40, -(2**31) - 1, "1", 1.5, True)],
+    *[("service_tier", value) for value in ("gold", "", 1, True)],
+    *[(name, value) for name in ("deadline_ms", "ttft_deadline_ms") for value in (0, -1, 1e300, "5", True)],
+    *[("cache_salt", value) for value in ("", "s" * 257, 7)],
+    *[("predicted_tokens", value) for value in (0, -1, 1.5, "9", True)],
     *[("logprobs", value) for value in (0, 5, -5, True)],
     *[("logit_bias", value) for value in ({"1": 5}, [1], {"99999999": 1})],
     *[("echo", value) for value in (True, "x")],
@@ -91,7 +96,6 @@ FIELDS = [
         ("prompt_embeds", "gASV"),
         ("suffix", "x"),
         ("min_tokens", 3),
-        ("cache_salt", ""),
         ("truncate_prompt_tokens", 5),
         ("bad_words", ["a"]),
     ],
@@ -133,6 +137,7 @@ CHAT_FIELDS = [
     *[("response_format", value) for value in ("json", {"type": "json_object"}, {"type": "sound"}, JSON_SCHEMA)],
     *[("logprobs", value) for value in (True, "true")],
     *[("top_logprobs", 3), ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"tokenize": True}), ("max_completion_tokens", "4")],
+    *[("n", 129), ("best_of", 2), ("service_tier", "gold"), ("deadline_ms", 0), ("predicted_tokens", 0)],
     *[("modalities", ["audio"]), ("continue_final_message", True), ("functions", [{}])],
 ]  # fmt: skip
 
@@ -146,15 +151,45 @@ def test_chat_fields_that_are_wrong_or_not_supported_yet(http, field, value):
 def test_a_message_says_what_is_allowed(http):
     told = {
         "temperature": refused(http.post(COMPLETIONS, json={**ONE, "temperature": -1})),
-        "n": refused(http.post(COMPLETIONS, json={**ONE, "n": 3})),
+        "echo": refused(http.post(COMPLETIONS, json={**ONE, "echo": True})),
+        "service_tier": refused(http.post(COMPLETIONS, json={**ONE, "service_tier": "gold"})),
         "top_k": refused(http.post(COMPLETIONS, json={**ONE, "top_k": "3"})),
         "model": refused(http.post(COMPLETIONS, json={**ONE, "model": "x"}), 404),
     }
     assert "from 0 to 100" in told["temperature"]["message"]
-    assert "not supported yet" in told["n"]["message"]
+    assert "not supported yet" in told["echo"]["message"]
+    assert "'priority' or 'scale', got 'gold'" in told["service_tier"]["message"]
     assert "a valid integer, got '3'" in told["top_k"]["message"]
     assert told["model"]["code"] == "model_not_found"
     assert MODEL in told["model"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 3, "stream": True}, "best_of"),
+        ({"prompt": ["a"] * 100, "n": 11}, "n"),
+        ({"prompt": ["a"] * 100, "n": 2, "best_of": 11}, "best_of"),
+    ],
+)
+def test_fields_that_do_not_go_together(http, engine, fields, param):
+    assert refused(http.post(COMPLETIONS, json={**ONE, **fields}))["param"] == param
+    assert engine.started == 0
+
+
+@pytest.mark.parametrize("name", ["x-request-deadline-ms", "x-request-ttft-deadline-ms"])
+@pytest.mark.parametrize("value", ["", "soon", "0", "-5", "nan", "inf", "1e300"])
+def test_deadlines_in_headers_that_are_none(http, engine, name, value):
+    assert refused(http.post(COMPLETIONS, json=ONE, headers={name: value}))["param"] == name
+    assert engine.started == 0
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 65, 'a"b', "a,b", "../a"])
+def test_tenants_that_are_none(http, engine, name):
+    assert refused(http.post(COMPLETIONS, json=ONE, headers={"x-tenant-id": name}))["param"] == "x-tenant-id"
+    refused(http.post(COMPLETIONS, json=ONE, headers=[("x-tenant-id", "a"), ("x-tenant-id", "b")]))
+    assert engine.started == 0
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "evil/repo", "m" * 100_000])

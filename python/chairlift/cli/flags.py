@@ -49,7 +49,7 @@ def _shape(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
     choices = field.metadata.get("choices")
     number = "N" if "int" in kind else "SECONDS" if "float" in kind else "TEXT"
-    return {"type": parse, "metavar": "{" + ",".join(choices) + "}" if choices else number}
+    return {"type": parse, "metavar": "{" + ",".join(choices) + "}" if choices else field.metadata.get("metavar", number)}
 
 
 def _help(field: dataclasses.Field[Any]) -> str:

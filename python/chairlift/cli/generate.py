@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -31,22 +31,32 @@ async def _generate(config: EngineConfig, prompts: list[str], params: SamplingPa
     engine = AsyncEngine(config)
     await engine.start(began)
     try:
-        if len(prompts) == 1:
-            await _text(engine, prompts[0], params, show=True)
+        if len(prompts) == 1 and params.n == 1:
+            await _texts(engine, prompts[0], params, show=True)
             print()
             return
-        texts = await asyncio.gather(*(_text(engine, prompt, params) for prompt in prompts))
-        for prompt, text in zip(prompts, texts, strict=True):
-            print(f"==> {prompt} <==\n{text}\n")
+        answers = await asyncio.gather(*(_named(number, _texts(engine, prompt, params)) for number, prompt in enumerate(prompts, 1)))
+        for prompt, texts in zip(prompts, answers, strict=True):
+            for text in texts:
+                print(f"==> {prompt} <==\n{text}\n")
     finally:
         await engine.close()
 
 
-async def _text(engine: AsyncEngine, prompt: str, params: SamplingParams, *, show: bool = False) -> str:
-    pieces = []
+async def _texts(engine: AsyncEngine, prompt: str, params: SamplingParams, *, show: bool = False) -> list[str]:
+    """The answers to a prompt, shown as they come if so wished."""
+    pieces: list[list[str]] = [[] for _ in range(params.n)]
     async with aclosing(engine.generate(prompt, params)) as outputs:
         async for output in outputs:
-            pieces.append(output.text)
+            pieces[output.index].append(output.text)
             if show:
                 print(output.text, end="", flush=True)
-    return "".join(pieces)
+    return list(map("".join, pieces))
+
+
+async def _named(number: int, texts: Awaitable[list[str]]) -> list[str]:
+    """Puts the prompt's place into what is wrong with it."""
+    try:
+        return await texts
+    except InvalidRequest as error:
+        raise InvalidRequest(f"prompt {number}: {error}", param=error.param, code=error.code) from error

@@ -109,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = command("generate", "generate text from prompts", _GENERATE)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to go on from (default: the whole of standard input)")
     generate.add_argument("--model", metavar="MODEL", help=_MODEL.format(DEFAULT_MODEL))
+    generate.add_argument("-n", type=int, metavar="N", help="answers to each prompt (default: 1)")
     _add_sampling(generate, max_tokens=128)
     _add_engine(generate)
 

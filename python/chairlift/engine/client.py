@@ -12,24 +12,41 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any, ClassVar, Self
 
 from chairlift import errors
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine import protocol
-from chairlift.engine.protocol import Abort, Add, BadFrame, Config, Fatal, Frame, Phase, Ready, Rejected, Step, Stop
+from chairlift.engine.protocol import (
+    Abort,
+    Add,
+    BadFrame,
+    Config,
+    Explain,
+    Explained,
+    Fatal,
+    Frame,
+    Phase,
+    Ready,
+    Rejected,
+    Step,
+    Stop,
+)
 from chairlift.engine.request import Request, deliver, validate
-from chairlift.errors import ChairliftError, EngineDead, RequestFailed
-from chairlift.outputs import RequestOutput
-from chairlift.sampling import SamplingParams
+from chairlift.errors import ChairliftError, DeadlineMissed, EngineDead, RequestFailed
+from chairlift.outputs import Ledger, RequestOutput
+from chairlift.sampling import MAX_SEQUENCES, SamplingParams
+from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
 
 STOP_SECONDS = 5.0
 """How long the engine gets to end by itself before it is killed."""
+REMEMBERED = 10_000
+"""How many requests can be asked about by the ids that their callers gave them; the engine remembers as many sequences that ended."""
 
 
 class AsyncEngine:
@@ -49,7 +66,10 @@ class AsyncEngine:
         self.config = dataclasses.replace(config or EngineConfig(), **settings)
         self.facts = {}
         self._stats: dict[str, Any] = {}
-        self._tags = itertools.count(1)
+        self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences are numbered on from its tag
+        self._remembered: dict[str, range] = {}
+        self._questions = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[list[Ledger]]] = {}
         self._streams: dict[int, _Stream] = {}
         self._phases: dict[str, float] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,7 +96,7 @@ class AsyncEngine:
         began = time.perf_counter() if since is None else since
         if self._process is not None:
             raise RuntimeError("the engine has been started already; close it first")
-        self.facts, self._stats, self._phases = {}, {}, {}
+        self.facts, self._stats, self._phases, self._remembered = {}, {}, {}, {}
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ended.clear()
         # First of all, since importing torch is most of the wait: the model is looked for meanwhile.
@@ -131,45 +151,85 @@ class AsyncEngine:
         """The parameters with `max_tokens` filled in; raises InvalidRequest for what the model can't take."""
         return validate(prompt_token_ids, params, self.facts)
 
-    async def generate(self, prompt: str | list[int], params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
-        """Runs one request; yields what is new each time, and `finish_reason` with the last.
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        scheduling: Scheduling | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Runs one request; yields what is new of its answers, by `index`, and `finish_reason` with the last of each.
 
-        Leaving the iterator early aborts the request: at once when it is closed or cancelled, so wrap it in
-        `contextlib.aclosing` where the loop may end before the request does. Raises InvalidRequest, RequestFailed or EngineDead.
+        Where only the `n` best are kept, they come whole at the end. Leaving the iterator early aborts the request: at once when it
+        is closed or cancelled, so wrap it in `contextlib.aclosing` where the loop may end before the request does. `request_id` is for
+        `explain`. Raises InvalidRequest or QueueFull before anything, and RequestFailed, DeadlineMissed or EngineDead at any time.
         """
+        arrived = time.monotonic_ns() // 1000
         self._check_alive()
         prompt_token_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
-        params = self.validate(prompt_token_ids, params or SamplingParams())
-        stream = _Stream(self.tokenizer, prompt_token_ids, params)
-        tag = next(self._tags)
+        params, scheduling = self.validate(prompt_token_ids, params or SamplingParams()), scheduling or Scheduling()
+        stream = _Stream(self.tokenizer, next(self._tags), prompt_token_ids, params)
         self._check_alive()
-        self._streams[tag] = stream
+        if request_id is not None:
+            self._remember(request_id, stream.tags)
+        self._streams.update(dict.fromkeys(stream.tags, stream))
+        missed = False
         try:
-            self._write(Add(tag, protocol.pack_tokens(prompt_token_ids), protocol.pack_params(params)))
+            packed = protocol.pack_fields(params), protocol.pack_fields(scheduling)
+            self._write(Add(stream.tags.start, protocol.pack_tokens(prompt_token_ids), *packed, arrived))
             with contextlib.suppress(ConnectionError):  # the stream hears of it, in better words
                 await self._writer.drain()
-            while True:
-                output = await stream.next()
-                if output.finish_reason is not None:
-                    self._leave(tag)
-                yield output
-                if output.finish_reason is not None:
-                    return
+            while not stream.over:
+                outputs = await stream.next()
+                self._leave(stream.finished())
+                for output in outputs:
+                    if output.finish_reason == "deadline":
+                        missed, output.finish_reason = True, None
+                    if output.finish_reason is not None or output.token_ids or output.text:
+                        yield output
         finally:
-            self._leave(tag)
+            self._leave(stream.tags)
+        if missed:
+            raise DeadlineMissed(
+                f"the request was dropped after {stream.num_tokens} tokens of output, since it missed its deadline or would surely have "
+                "missed it: allow more time, or ask for fewer tokens",
+                prompt_tokens=len(prompt_token_ids),
+                completion_tokens=stream.num_tokens,
+            )
+
+    async def explain(self, request_id: str) -> list[Ledger]:
+        """What became of a request's time, one ledger a sequence of it, also while it runs; empty for one that is not remembered."""
+        self._check_alive()
+        if request_id not in self._remembered:
+            return []
+        ask = next(self._questions)
+        self._answers[ask] = asyncio.get_running_loop().create_future()
+        try:
+            self._write(Explain(ask, list(self._remembered[request_id])))
+            return await self._answers[ask]
+        finally:
+            del self._answers[ask]
 
     async def ended(self) -> None:
         """Returns when the engine has ended, however it came to that."""
         await self._ended.wait()
 
     def stats(self) -> dict[str, Any]:
-        """The newest counters from the engine; empty before it is ready."""
+        """The newest counters from the engine, a fraction of a second old while it works; empty before it is ready."""
         return self._stats
 
-    def _leave(self, tag: int) -> None:
-        """Forgets a request, and has the engine do so if it still runs there."""
-        if self._streams.pop(tag, None) is not None and self.alive:
-            self._write(Abort([tag]))
+    def _leave(self, tags: Iterable[int]) -> None:
+        """Forgets sequences, and has the engine do so with those that still run there."""
+        left = [tag for tag in tags if self._streams.pop(tag, None) is not None]
+        if left and self.alive:
+            self._write(Abort(left))
+
+    def _remember(self, request_id: str, tags: range) -> None:
+        self._remembered.pop(request_id, None)  # the newest come last
+        self._remembered[request_id] = tags
+        if len(self._remembered) > REMEMBERED:
+            del self._remembered[next(iter(self._remembered))]
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -203,14 +263,20 @@ class AsyncEngine:
             while (frame := await protocol.read(self._reader)) is not None:
                 match frame:
                     case Step():
-                        self._stats = frame.stats
+                        if frame.stats:
+                            self._stats = {**self._stats, **frame.stats}
                         if not self._is_ready.done():  # the first one says that the engine waits for work
                             self._is_ready.set_result(None)
-                        for stream in deliver(frame, self._streams).values():
+                        for stream in deliver(frame, self._streams):
                             stream.wake()
                     case Rejected():
-                        if (rejected := self._streams.pop(frame.tag, None)) is not None:
+                        if (rejected := self._streams.get(frame.tag)) is not None:
+                            for tag in rejected.tags:
+                                self._streams.pop(tag, None)
                             rejected.fail(_rejection(frame))
+                    case Explained():
+                        if (answer := self._answers.get(frame.ask)) is not None and not answer.done():
+                            answer.set_result([Ledger.read(ledger) for ledger in frame.ledgers])
                     case Phase():
                         log.info("phase %s %.2f s", frame.name, frame.seconds)
                         self._phases[frame.name] = frame.seconds
@@ -238,10 +304,13 @@ class AsyncEngine:
         self._fail(death)
 
     def _fail(self, death: ChairliftError) -> None:
-        """Marks the engine as dead, and ends every open request."""
+        """Marks the engine as dead, and ends every open request and question."""
         self._death = death if isinstance(death, EngineDead) else EngineDead(str(death))
         for stream in self._streams.values():
             stream.fail(EngineDead(str(death)))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(str(death)))
         self._streams.clear()
         self._ended.set()
         if not self._is_ready.done():
@@ -259,8 +328,8 @@ class AsyncEngine:
 class _Stream(Request):
     """A request whose reader is a coroutine."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        super().__init__(tokenizer, prompt_token_ids, params)
+    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        super().__init__(tokenizer, tag, prompt_token_ids, params)
         self._news = asyncio.Event()
         self._error: ChairliftError | None = None
 
@@ -271,24 +340,23 @@ class _Stream(Request):
         self._error = error
         self._news.set()
 
-    async def next(self) -> RequestOutput:
-        """The next increment; raises what ended the request, if that was an error."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            if self._error is not None:
-                raise self._error
-            output = self.take()
-            if output is None:
-                continue
-            if output.finish_reason == "error":
-                raise RequestFailed("the model gave no usable answer for this request: its logits are not finite")
-            return output
+    async def next(self) -> list[RequestOutput]:
+        """The next increments, perhaps none; raises what ended the request, if that was an error."""
+        await self._news.wait()
+        self._news.clear()
+        if self._error is not None:
+            raise self._error
+        outputs = self.take()
+        if any(output.finish_reason == "error" for output in outputs):
+            raise RequestFailed("the model gave no usable answer for this request: its logits are not finite")
+        return outputs
 
 
 def _rejection(frame: Rejected) -> ChairliftError:
     if frame.error == "InvalidRequest":
         return errors.InvalidRequest(frame.message, param=frame.param, code=frame.code)
+    if frame.error == "QueueFull":
+        return errors.QueueFull(frame.message, retry_after=frame.retry_after or 0.0)
     return RequestFailed(frame.message)
 
 

@@ -12,14 +12,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL, EngineConfig
-from chairlift.engine.request import Request, deliver, validate
+from chairlift.engine.request import Request, deliver, joined, validate
 from chairlift.errors import EngineDead, InvalidRequest
 from chairlift.outputs import RequestOutput
-from chairlift.sampling import SamplingParams
+from chairlift.sampling import MAX_SEQUENCES, SamplingParams
+from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ log = logging.getLogger("chairlift")
 
 LONG_WORK = 1.0
 """Seconds of work after which a progress bar is worth its line."""
+
+LONGEST_SLEEP = 0.1
+"""Seconds after which an engine that waits for its time looks whether it was interrupted."""
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -48,7 +52,7 @@ class LLM:
         self.tokenizer = Tokenizer(directory, self.config.tokenizer)
         self._engine = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
         self.facts: dict[str, Any] = {**self._engine.facts, "model": model}
-        self._tags = itertools.count(1)
+        self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences are numbered on from its tag
         self._turn = threading.Lock()
 
     def generate(
@@ -56,30 +60,32 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        scheduling: Scheduling | Sequence[Scheduling] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Completes each prompt (text or token ids); returns whole outputs in the order of the prompts.
+        """Completes each prompt (text or token ids); returns whole outputs in the order of the prompts, `n` for each.
 
-        `params` is one for all, or one each. `progress` shows a bar, or does not; by default it appears on a terminal
-        when the work takes over a second. Raises InvalidRequest, naming the prompt's index, before anything is run. A
-        request that fails on the way has `finish_reason` "error" and does not disturb the others.
+        `params` and `scheduling` are one for all, or one each. `progress` shows a bar, or does not; by default it appears on a
+        terminal when the work takes over a second. Raises InvalidRequest, naming the prompt's index, or QueueFull, before anything
+        is run. A request that fails on the way has `finish_reason` "error", one that misses its deadline "deadline", and neither
+        disturbs the others.
         """
         many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        each = [params or SamplingParams()] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(many):
-            raise InvalidRequest(f"{len(many)} prompts and {len(each)} params: give one for all, or one each", param="params")
+        each = _one_each("params", params or SamplingParams(), len(many))
+        treated = _one_each("scheduling", scheduling or Scheduling(), len(many))
         requests = []
         for index, (prompt, one) in enumerate(zip(many, each, strict=True)):
             with _naming(index):
                 requests.append(self._request(prompt, one))
         with self._turn:
-            return self._run(requests, progress)
+            return self._run(requests, treated, progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        scheduling: Scheduling | Sequence[Scheduling] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several, through the model's chat template; else as `generate`."""
@@ -90,24 +96,26 @@ class LLM:
                 if not _is_conversation(conversation):
                     raise InvalidRequest("a conversation is a list of messages, each with `role` and `content`", param="messages")
                 prompts.append(self.tokenizer.chat([dict(message) for message in conversation]))
-        return self.generate(prompts, params, progress=progress)
+        return self.generate(prompts, params, scheduling=scheduling, progress=progress)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         if not isinstance(prompt, Sequence):
             raise InvalidRequest(f"a prompt is text or a list of token ids, got {prompt!r:.50}", param="prompt")
         prompt_token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return Request(self.tokenizer, prompt_token_ids, validate(prompt_token_ids, params, self.facts))
+        params = validate(prompt_token_ids, params, self.facts)
+        return Request(self.tokenizer, next(self._tags), prompt_token_ids, params)
 
-    def _run(self, requests: list[Request], progress: bool | None) -> list[RequestOutput]:
+    def _run(self, requests: list[Request], scheduling: list[Scheduling], progress: bool | None) -> list[RequestOutput]:
         """Runs checked requests to their ends, or aborts them all."""
         outputs: dict[int, RequestOutput] = {}
         running: dict[int, Request] = {}
         try:
-            for index, request in enumerate(requests):
-                tag = next(self._tags)
+            for index, (request, treated) in enumerate(zip(requests, scheduling, strict=True)):
                 with _naming(index):
-                    self._engine.add(tag, request.prompt_token_ids, request.params)
-                running[tag], outputs[tag] = request, RequestOutput("", [], request.prompt_token_ids)
+                    self._engine.add(request.tags.start, request.prompt_token_ids, request.params, treated)
+                running.update(dict.fromkeys(request.tags, request))
+                for choice in range(request.params.n):
+                    outputs[request.tags[choice]] = RequestOutput("", [], request.prompt_token_ids, index=choice)
             with _Bar(requests, progress) as bar, _interrupts_held() as interrupted:
                 while running:
                     self._step(running, outputs, bar)
@@ -121,21 +129,28 @@ class LLM:
     def _step(self, running: dict[int, Request], outputs: dict[int, RequestOutput], bar: _Bar) -> None:
         report = self._engine.step()
         if report is None:
-            raise EngineDead(f"the engine found nothing to run, with {len(running)} requests open")
-        for tag, request in deliver(report, running).items():
+            self._wait(len(running))
+            return
+        for request in deliver(report, running):
             # Text is made at the end, all at once, unless a stop string has to be looked for.
-            if tag in running and not request.params.stop:
+            if not request.params.stop and any(tag in running for tag in request.tags):
                 continue
-            part = request.take()
-            if part is None:
-                continue
-            whole = outputs[tag]
-            outputs[tag] = dataclasses.replace(part, text=whole.text + part.text, token_ids=whole.token_ids + part.token_ids)
-            if part.finish_reason is not None:
-                bar.end(request, len(outputs[tag].token_ids))
+            for part in request.take():
+                tag = request.tags[part.index]
+                outputs[tag] = joined(outputs[tag], part)
+            for tag in request.finished():
                 if running.pop(tag, None) is not None:
                     self._engine.abort(tag)
+            if request.over:
+                bar.end(request)
         bar.advance(len(report.finishes))
+
+    def _wait(self, open_ones: int) -> None:
+        """Sleeps until the engine may have something to run; raises EngineDead if that will never be."""
+        seconds = self._engine.wakes_in()
+        if seconds is None:
+            raise EngineDead(f"the engine found nothing to run, with {open_ones} requests open")
+        time.sleep(min(seconds, LONGEST_SLEEP))
 
 
 class _Bar:
@@ -143,7 +158,7 @@ class _Bar:
 
     def __init__(self, requests: list[Request], wanted: bool | None) -> None:
         self._requests = len(requests)
-        self._most = sum(request.params.max_tokens or 0 for request in requests)
+        self._most = sum(map(_most_tokens, requests))
         self._allowed = sys.stderr.isatty() if wanted is None else wanted
         self._patience = 0.0 if wanted else LONG_WORK
         self._began = time.monotonic()
@@ -168,10 +183,14 @@ class _Bar:
         note = f"{self._done}/{self._requests} requests, {self._tokens / max(seconds, 1e-9):.0f} tokens/s"
         self._progress.update(self._progress.task_ids[0], completed=self._tokens + self._spared, note=note)
 
-    def end(self, request: Request, tokens: int) -> None:
-        """Counts a request that ended after `tokens`, perhaps sooner than it might have."""
+    def end(self, request: Request) -> None:
+        """Counts a request that ended, perhaps sooner than it might have."""
         self._done += 1
-        self._spared += (request.params.max_tokens or 0) - tokens
+        self._spared += _most_tokens(request) - request.num_tokens
+
+
+def _most_tokens(request: Request) -> int:
+    return (request.params.max_tokens or 0) * request.params.num_sequences
 
 
 def _open_progress(total: int) -> Progress:
@@ -212,6 +231,17 @@ def _naming(index: int) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         raise InvalidRequest(f"prompt {index}: {error}", param=error.param, code=error.code) from error
+
+
+T = TypeVar("T", SamplingParams, Scheduling)
+
+
+def _one_each(name: str, given: T | Sequence[T], count: int) -> list[T]:
+    """What was given for each of `count` prompts, or for all of them."""
+    each = list(given) if isinstance(given, Sequence) else [given] * count
+    if len(each) != count:
+        raise InvalidRequest(f"{count} prompts and {len(each)} {name}: give one for all, or one each", param=name)
+    return each
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

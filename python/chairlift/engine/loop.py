@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from chairlift import _core
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
-from chairlift.errors import InvalidRequest
+from chairlift.engine.journal import Journal
+from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.runner.runner import ModelRunner
 from chairlift.sampling import SamplingParams
-
-WATERMARK = 0.05
-"""Share of the KV blocks kept free at admission: with 5 % of headroom preemption all but vanishes."""
+from chairlift.scheduling import Scheduling
 
 
 @dataclass(slots=True)
 class _Seat:
-    """What the engine keeps of a request while the core has it."""
+    """What the engine keeps of a sequence while the core has it."""
 
     seq: int
     params: SamplingParams
@@ -32,11 +33,12 @@ class _Seat:
 class StepReport:
     """What one step gave: packed arrays, one entry a token, and who started and ended in it (see `protocol.Step`)."""
 
-    tags: bytes
-    tokens: bytes
-    finishes: bytes
-    started: Sequence[Sequence[int]]
-    ended: Sequence[Sequence[int]]
+    tags: bytes = b""
+    tokens: bytes = b""
+    finishes: bytes = b""
+    logprobs: bytes = b""
+    started: Sequence[Sequence[int]] = ()
+    ended: Sequence[Mapping[str, Any]] = ()
 
 
 class Engine:
@@ -48,6 +50,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> None:
         self.config = config
+        self._journal = None if config.journal is None else Journal(config.journal)
         self._runner = ModelRunner(config, locate(config.model, config.revision), on_phase)
         runner = self._runner
         self._scheduler = _core.Scheduler(
@@ -57,7 +60,18 @@ class Engine:
             max_seqs=config.max_num_seqs,
             max_model_len=runner.max_model_len,
             prefix_caching=config.enable_prefix_caching,
-            watermark=int(WATERMARK * (runner.num_kv_blocks - 1)),
+            watermark=int(config.watermark * (runner.num_kv_blocks - 1)),
+            policy=config.scheduling_policy,
+            batching=config.batching,
+            batch_size=config.static_batch_size,
+            batch_timeout=_microseconds(config.batch_timeout_ms or 0),
+            max_queued_reqs=config.max_num_queued_reqs,
+            max_queued_tokens=config.max_num_queued_tokens,
+            ageing=_microseconds(config.queue_ageing_ms),
+            target_itl=None if config.target_itl_ms is None else _microseconds(config.target_itl_ms),
+            host_blocks=runner.host_blocks,
+            swap_ns_per_block=runner.swap_ns_per_block,
+            journal=config.journal is not None,
         )
         self._buffers = _core.StepBuffers(**runner.buffers.arrays())
         self._live: dict[int, _Seat] = {}
@@ -78,41 +92,60 @@ class Engine:
         """Whether any request is unfinished."""
         return bool(self._live)
 
-    def add(self, tag: int, prompt: Sequence[int] | np.ndarray, params: SamplingParams) -> None:
-        """Queues a request under `tag`, unique among unfinished ones; raises InvalidRequest if it can never run."""
-        if tag in self._live:
+    def add(
+        self,
+        tag: int,
+        prompt: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        scheduling: Scheduling | None = None,
+        arrived: int | None = None,
+    ) -> None:
+        """Queues a request, whose sequences take `tag` and the numbers after it, all unique among unfinished ones.
+
+        `arrived`, in microseconds of the monotonic clock, is when it came, if not just now: its account and deadlines begin there.
+        Raises InvalidRequest if it can never run, and QueueFull if it can't wait; then none of its sequences is left.
+        """
+        scheduling = scheduling or Scheduling()
+        tags = range(tag, tag + params.num_sequences)
+        if not self._live.keys().isdisjoint(tags):
             raise InvalidRequest(f"request {tag} is already running", param="request_id")
         tokens = np.ascontiguousarray(prompt, dtype=np.int32)
         vocab_size = self._runner.model_config.vocab_size
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
             raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
-        max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self._runner.max_model_len - tokens.size)
-        stop = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos)]
+        now = min(_now(), arrived or sys.maxsize)
         try:
-            seq = self._scheduler.add(tag, tokens, max_tokens, stop, _now())
-        except _core.NoNewTokens as error:
-            raise InvalidRequest(str(error), param="max_tokens") from None
-        except _core.TooLong as error:
-            raise InvalidRequest(str(error), param="prompt", code="context_length_exceeded") from None
-        except _core.Rejected as error:
-            raise InvalidRequest(str(error), param="prompt") from None
-        # Without a seed of its own a request still draws independently of the others.
-        seed = params.seed if params.seed is not None else hash((self.config.seed, tag))
-        self._live[tag] = _Seat(seq, params, seed)
+            self._live[tag] = _Seat(self._first(tag, tokens, params, scheduling, now), params, self._seed(tag, 0, params))
+            for index, sibling in enumerate(tags[1:], 1):
+                seq = self._scheduler.fork(self._live[tag].seq, sibling, now)
+                self._live[sibling] = _Seat(seq, params, self._seed(sibling, index, params))
+        except BaseException as error:
+            for added in tags:
+                self.abort(added)
+            raise _refusal(error) from None
 
     def abort(self, tag: int) -> bool:
-        """Ends a request without further output and frees what it holds; False if it has ended already."""
+        """Ends a sequence without further output and frees what it holds; False if it has ended already."""
         seat = self._live.pop(tag, None)
-        return seat is not None and self._scheduler.abort(seat.seq, _now())
+        if seat is None:
+            return False
+        found = self._scheduler.abort(seat.seq, _now())
+        self._record()
+        return found
 
     def step(self) -> StepReport | None:
-        """Runs the model once over whatever the scheduler chose; None when there is nothing to run.
+        """Ends what has missed its deadline, and runs the model once over whatever the scheduler chose; None when there was neither.
 
         What the runner raises ends every request, and goes on to the caller; the engine can be used again.
         """
-        plan = self._scheduler.plan(self._buffers, _now())
+        now = _now()
+        expired = self._scheduler.expire(now)
+        for ledger in expired:
+            del self._live[ledger["tag"]]
+        plan = self._scheduler.plan(self._buffers, now)
         if plan is None:
-            return None
+            self._record()
+            return StepReport(ended=expired) if expired else None
         started = []
         try:
             for row, seq, tag, cached_tokens, queued in plan.seated:
@@ -120,6 +153,7 @@ class Engine:
                 seat = self._live[tag]
                 self._runner.seat(row, seat.params, np.frombuffer(tokens, dtype=np.int32), prompt_len, seat.seed)
                 started.append((tag, cached_tokens, queued))
+            self._runner.swap(plan.swap_out, plan.swap_in)
             sampled = self._runner.run(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies)
         except BaseException:
             # Aborted before the commit: then no block keeps a name that rests on a step which never ran.
@@ -128,33 +162,93 @@ class Engine:
             self._scheduler.commit(plan, np.full(plan.num_samples, -1, dtype=np.int32), _now())
             raise
         outputs = self._scheduler.commit(plan, sampled, _now())
-        for ended in outputs.ended:
-            del self._live[ended[0]]
-        return StepReport(outputs.tags, outputs.tokens, outputs.finishes, started, outputs.ended)
+        for ledger in outputs.ended:
+            del self._live[ledger["tag"]]
+        self._record()
+        # One token a sample, in their order, since nobody leaves or drafts between plan and commit.
+        logprobs = self._runner.logprobs.tobytes()
+        return StepReport(outputs.tags, outputs.tokens, outputs.finishes, logprobs, started, [*expired, *outputs.ended])
 
-    def stats(self) -> dict[str, int]:
+    def wakes_in(self) -> float | None:
+        """After a step that gave None: seconds until one may give something though nothing was added; None for never."""
+        at = self._scheduler.wake_at()
+        return None if at is None else max(0, at - _now()) / 1e6
+
+    def explain(self, tag: int) -> dict[str, Any] | None:
+        """The ledger of a sequence, so far or to its end; None for one that is not among the last that ended."""
+        return self._scheduler.explain(tag)
+
+    def stats(self) -> dict[str, Any]:
         """The scheduler's counters since the start, and what is true now."""
-        stats = self._scheduler.stats()
-        return {name: getattr(stats, name) for name in _STATS}
+        return self._scheduler.stats()
+
+    def usage(self) -> dict[str, Any]:
+        """The same for each of the `tenants` and `classes`."""
+        return self._scheduler.usage()
 
     def check(self) -> None:
         """Panics unless every invariant of the scheduler holds; for tests."""
         self._scheduler.check()
 
+    def close(self) -> None:
+        """Writes out the rest of the journal; open requests get nothing more."""
+        if self._journal is not None:
+            self._record()
+            self._journal.close()
 
-_STATS = (
-    "running",
-    "waiting",
-    "total_blocks",
-    "free_blocks",
-    "steps",
-    "prompt_tokens",
-    "prefix_queries",
-    "prefix_hits",
-    "generated_tokens",
-    "preemptions",
-)
+    def _first(self, tag: int, tokens: np.ndarray, params: SamplingParams, scheduling: Scheduling, now: int) -> int:
+        """Gives the core a request's first sequence."""
+        max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self._runner.max_model_len - tokens.size)
+        stop = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos)]
+
+        def until(milliseconds: float | None) -> int | None:
+            return None if milliseconds is None else now + _microseconds(milliseconds)
+
+        return self._scheduler.add(
+            tag,
+            tokens,
+            max_tokens,
+            stop,
+            now,
+            salt=(scheduling.cache_salt or "").encode(),
+            priority=scheduling.priority,
+            tenant=scheduling.tenant,
+            weight=(self.config.tenant_weights or {}).get(scheduling.tenant, 1),
+            deadline=until(scheduling.deadline_ms),
+            ttft_deadline=until(scheduling.ttft_deadline_ms),
+            predicted_tokens=scheduling.predicted_tokens,
+        )
+
+    def _seed(self, tag: int, index: int, params: SamplingParams) -> int:
+        """What a sequence's draws depend on: without a seed of its own it still draws independently of the others."""
+        if params.seed is None:
+            return hash((self.config.seed, tag))
+        return hash((params.seed, index)) if index else params.seed
+
+    def _record(self) -> None:
+        """Moves what the scheduler recorded to the journal."""
+        if self._journal is not None:
+            self._journal.append(self._scheduler.journal(), flush=not self._live)
+
+
+def _refusal(error: BaseException) -> BaseException:
+    """What the core says of a request that it does not take, in the words of `chairlift.errors`."""
+    match error:
+        case _core.QueueFull():
+            message, retry_after = error.args
+            return QueueFull(message, retry_after=retry_after / 1e6)
+        case _core.NoNewTokens():
+            return InvalidRequest(str(error), param="max_tokens")
+        case _core.TooLong():
+            return InvalidRequest(str(error), param="prompt", code="context_length_exceeded")
+        case _core.Rejected():
+            return InvalidRequest(str(error), param="prompt")
+    return error
 
 
 def _now() -> int:
     return time.monotonic_ns() // 1000
+
+
+def _microseconds(milliseconds: float) -> int:
+    return int(milliseconds * 1000)

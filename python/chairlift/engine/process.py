@@ -18,15 +18,34 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import EngineConfig
-from chairlift.engine.protocol import Abort, Add, BadFrame, Config, Fatal, Frame, Phase, Ready, Rejected, Step, Stop, receive, send
-from chairlift.errors import ChairliftError, InvalidRequest
+from chairlift.engine.protocol import (
+    Abort,
+    Add,
+    BadFrame,
+    Config,
+    Explain,
+    Explained,
+    Fatal,
+    Frame,
+    Phase,
+    Ready,
+    Rejected,
+    Step,
+    Stop,
+    receive,
+    send,
+)
+from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from chairlift.engine.request import Report
 
 LONGEST_UNSAID_WAIT = 0.005
 """Seconds of waiting for the model's directory that are not worth a line in the log."""
+STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0
+"""How often the parent hears of the counters, and of those for each tenant and class, while the engine works."""
 
 
 class EngineLike(Protocol):
@@ -34,8 +53,8 @@ class EngineLike(Protocol):
 
     facts: dict[str, Any]
 
-    def add(self, tag: int, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Takes a request; raises InvalidRequest."""
+    def add(self, tag: int, prompt: Sequence[int], params: SamplingParams, scheduling: Scheduling, arrived: int | None) -> None:
+        """Takes a request; raises InvalidRequest or QueueFull."""
 
     def abort(self, tag: int) -> bool:
         """Ends a request."""
@@ -43,8 +62,20 @@ class EngineLike(Protocol):
     def step(self) -> Report | None:
         """Runs one step; None when there is nothing to run."""
 
+    def wakes_in(self) -> float | None:
+        """Seconds after which a step may give something though nothing came; None: never."""
+
+    def explain(self, tag: int) -> dict[str, Any] | None:
+        """What became of a sequence's time; None if it is not remembered."""
+
     def stats(self) -> dict[str, Any]:
         """The newest counters."""
+
+    def usage(self) -> dict[str, Any]:
+        """The newest counters of each tenant and class."""
+
+    def close(self) -> None:
+        """Writes out what must not be lost."""
 
 
 EngineMaker = Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]
@@ -95,25 +126,50 @@ def _run(sock: socket.socket, inbox: SimpleQueue[Frame | BadFrame], make: Engine
     if not isinstance(first, Config):
         raise BadFrame(f"expected the settings first, got {first!r:.100}")
     engine = make(EngineConfig(**first.settings), report)
-    send(sock, Ready(engine.facts))
-    while True:
-        step = engine.step()
-        # One frame for all requests; with nothing to run an empty one, so that the counters show the quiet too.
-        # A parent that does not read blocks the engine here, rather than letting its answers pile up.
-        if step is None:
-            send(sock, Step(stats=engine.stats()))
-        else:
-            send(sock, Step(step.tags, step.tokens, step.finishes, step.started, step.ended, engine.stats()))
-        if not _drain(sock, engine, inbox, idle=step is None):
-            return
+    try:
+        send(sock, Ready(engine.facts))
+        counters = _Counters(engine)
+        while True:
+            step = engine.step()
+            # One frame for all requests; with nothing to run an empty one, so that the counters show the quiet too.
+            # A parent that does not read blocks the engine here, rather than letting its answers pile up.
+            if step is None:
+                send(sock, Step(stats=counters.news(idle=True)))
+            else:
+                news = counters.news(idle=False)
+                send(sock, Step(step.tags, step.tokens, step.finishes, step.logprobs, step.started, step.ended, news))
+            if not _drain(sock, engine, inbox, idle=step is None):
+                return
+    finally:
+        engine.close()
+
+
+class _Counters:
+    """The engine's counters, as often as they are worth sending: now and then, and when it goes idle."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._stats_due = self._usage_due = 0.0
+
+    def news(self, *, idle: bool) -> dict[str, Any]:
+        """What is to be told now; empty for nothing."""
+        news: dict[str, Any] = {}
+        now = time.monotonic()
+        if idle or now >= self._stats_due:
+            self._stats_due = now + STATS_SECONDS
+            news |= self._engine.stats()
+        if idle or now >= self._usage_due:
+            self._usage_due = now + USAGE_SECONDS
+            news |= self._engine.usage()
+        return news
 
 
 def _drain(sock: socket.socket, engine: EngineLike, inbox: SimpleQueue[Frame | BadFrame], *, idle: bool) -> bool:
-    """Carries out every frame that has come, after waiting for one if `idle`; False when told to stop."""
-    block = idle
+    """Carries out every frame that has come, if `idle` after waiting for one or for the engine's time; False when told to stop."""
+    block, timeout = idle, engine.wakes_in() if idle else None
     while True:
         try:
-            frame = inbox.get(block=block)
+            frame = inbox.get(block, timeout)
         except Empty:
             return True
         block = False
@@ -123,6 +179,8 @@ def _drain(sock: socket.socket, engine: EngineLike, inbox: SimpleQueue[Frame | B
             case Abort(tags):
                 for tag in tags:
                     engine.abort(tag)
+            case Explain(ask, tags):
+                send(sock, Explained(ask, [ledger for tag in tags if (ledger := engine.explain(tag)) is not None]))
             case Stop():
                 return False
             case BadFrame():
@@ -133,9 +191,12 @@ def _drain(sock: socket.socket, engine: EngineLike, inbox: SimpleQueue[Frame | B
 
 def _add(sock: socket.socket, engine: EngineLike, frame: Add) -> None:
     try:
-        engine.add(frame.tag, memoryview(frame.prompt).cast("i"), SamplingParams(**frame.params))
+        params, scheduling = SamplingParams(**frame.params), Scheduling(**frame.scheduling)
+        engine.add(frame.tag, memoryview(frame.prompt).cast("i"), params, scheduling, frame.arrived)
     except InvalidRequest as error:
         send(sock, Rejected(frame.tag, "InvalidRequest", str(error), error.param, error.code))
+    except QueueFull as error:
+        send(sock, Rejected(frame.tag, "QueueFull", str(error), retry_after=error.retry_after))
     except Exception as error:  # whatever is wrong with one request must not cost the others theirs
         traceback.print_exc()
         send(sock, Rejected(frame.tag, "RequestFailed", f"the engine could not take the request: {type(error).__name__}: {error}"))

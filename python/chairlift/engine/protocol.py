@@ -6,14 +6,16 @@ Each frame is a small dataclass; the key `t` of the map names which. Nothing but
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, BinaryIO
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO, get_args
 
 import msgpack
 
 from chairlift.errors import ChairliftError
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,7 +26,8 @@ MAX_FRAME = 64 * 2**20
 
 _LENGTH = struct.Struct(">I")
 _pack: Callable[[object], bytes] = msgpack.dumps
-_unpack: Callable[[bytes], Any] = msgpack.loads
+# Priorities are keys of the counters, and they are numbers.
+_unpack: Callable[[bytes], Any] = partial(msgpack.loads, strict_map_key=False)
 
 
 class BadFrame(ChairliftError):
@@ -40,17 +43,31 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """To the engine: a request. `prompt` holds int32 little-endian token ids, `params` the fields of `SamplingParams`."""
+    """To the engine: a request, whose sequences get `tag` and the numbers after it.
+
+    `prompt` holds int32 little-endian token ids, `params` and `scheduling` the fields of `SamplingParams` and `Scheduling`.
+    `arrived` is when it came, in microseconds of the monotonic clock: a step may be under way for long before the engine hears of it.
+    """
 
     tag: int
     prompt: bytes
     params: dict[str, Any]
+    scheduling: dict[str, Any] = field(default_factory=dict)
+    arrived: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
     """To the engine: these requests are not wanted any more. Unknown tags are fine: they may just have ended."""
 
+    tags: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """To the engine: what became of these sequences? `ask` is a number for the answer to carry."""
+
+    ask: int
     tags: list[int]
 
 
@@ -79,27 +96,38 @@ class Step:
     """From the engine after each step: one entry a token, for all requests together, and the newest counters.
 
     `tags` are u64, `tokens` i32 and `finishes` u8 (0 none, 1 stop, 2 length, 3 error), little-endian, equally many.
-    `started` has one (tag, cached tokens, microseconds queued) a request that was admitted, again when it was preempted meanwhile.
-    `ended` has one (tag, preemptions, arrived, started, first token, ended) a request that ended, times in microseconds.
+    `logprobs` are f32, as many where a request is ranked by them, else none. `started` has one (tag, cached tokens, microseconds
+    queued) a sequence that was admitted, again when it was preempted meanwhile. `ended` has one of the core's ledgers a sequence
+    that ended; one that missed its deadline is in no other field. `stats` are counters that have news: they are not sent each time.
     """
 
     tags: bytes = b""
     tokens: bytes = b""
     finishes: bytes = b""
+    logprobs: bytes = b""
     started: Sequence[Sequence[int]] = ()
-    ended: Sequence[Sequence[int]] = ()
+    ended: Sequence[Mapping[str, Any]] = ()
     stats: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """From the engine: a request it did not take. `error` is the name of a class in `chairlift.errors`."""
+    """From the engine: a request it did not take. `error` is the name of a class in `chairlift.errors`, the rest are its attributes."""
 
     tag: int
     error: str
     message: str
     param: str | None = None
     code: str | None = None
+    retry_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """From the engine: the ledgers of the sequences that were asked for, of those it remembers."""
+
+    ask: int
+    ledgers: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +138,9 @@ class Fatal:
     message: str
 
 
-Frame = Config | Add | Abort | Stop | Phase | Ready | Step | Rejected | Fatal
+Frame = Config | Add | Abort | Explain | Stop | Phase | Ready | Step | Rejected | Explained | Fatal
 
-_KINDS: dict[str, type[Frame]] = {kind.__name__.lower(): kind for kind in (Config, Add, Abort, Stop, Phase, Ready, Step, Rejected, Fatal)}
+_KINDS: dict[str, type[Frame]] = {kind.__name__.lower(): kind for kind in get_args(Frame)}
 _SHAPES = {kind: (name, tuple(item.name for item in fields(kind))) for name, kind in _KINDS.items()}
 
 
@@ -168,9 +196,9 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
     return struct.pack(f"<{len(values)}i", *values)
 
 
-def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as plain data; `SamplingParams(**data)` is the way back."""
-    return {item.name: getattr(params, item.name) for item in fields(params)}
+def pack_fields(item: SamplingParams | Scheduling) -> dict[str, Any]:
+    """A part of a request as plain data; `SamplingParams(**data)` or `Scheduling(**data)` is the way back."""
+    return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
 def _length(header: bytes) -> int:

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from chairlift.engine.text import TextStream
 from chairlift.errors import InvalidRequest
-from chairlift.outputs import RequestOutput, Timing
+from chairlift.outputs import Ledger, RequestOutput, Timing
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from chairlift.tokenizer import Tokenizer
 
-STOP, ERROR = 1, 3
-FINISH_REASONS = (None, "stop", "length", "error")
-"""The engine's finish codes, as words."""
+STOP, ERROR, DEADLINE = 1, 3, 4
+FINISH_REASONS = (None, "stop", "length", "error", "deadline")
+"""The engine's finish codes, as words; it has no code for the last, which comes without a token."""
 
 
 class Report(Protocol):
-    """What one step of the engine gave, as bytes: see `protocol.Step`."""
+    """What one step of the engine gave: see `protocol.Step`."""
 
     @property
     def tags(self) -> bytes:
@@ -37,58 +37,79 @@ class Report(Protocol):
         """u8, one a token."""
 
     @property
-    def started(self) -> Sequence[Sequence[int]]:
-        """One a request that was admitted."""
+    def logprobs(self) -> bytes:
+        """f32, one a token, or none."""
 
     @property
-    def ended(self) -> Sequence[Sequence[int]]:
-        """One a request that ended."""
+    def started(self) -> Sequence[Sequence[int]]:
+        """One a sequence that was admitted."""
+
+    @property
+    def ended(self) -> Sequence[Mapping[str, Any]]:
+        """One a sequence that ended."""
 
 
-class Request:
-    """A request in flight: takes token ids as they come, gives increments of text.
+class Choice:
+    """One answer to a request in flight: takes token ids as they come, gives increments of text.
 
     Tokens pile up in it until they are taken, at most `max_tokens` of them: a slow reader gets fewer, longer increments.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        self.prompt_token_ids = prompt_token_ids
-        self.params = params
+    def __init__(self, tokenizer: Tokenizer, index: int, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self.index = index
+        self.num_tokens = 0
+        """How many were taken, up to the stop string if there was one."""
+        self.over = False
+        """Whether its last increment was taken."""
+        self._prompt_token_ids = prompt_token_ids
+        self._one_by_one = bool(params.stop)
         self._text = TextStream(tokenizer, params)
         self._eos = frozenset() if params.ignore_eos else tokenizer.eos_token_ids
         self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._logprob = 0.0
         self._finish = 0
         self._created = time.monotonic()
         self._first: float | None = None
         self._queued = 0.0
         self._cached_tokens = 0
-        self._account: Sequence[int] | None = None
+        self._ledger: Ledger | None = None
 
-    def feed(self, token: int, finish: int) -> None:
-        """Takes one token from the engine, and how it ended the request (0: not)."""
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens taken; 0 where the engine was not asked for it."""
+        return self._logprob / max(self.num_tokens, 1)
+
+    def feed(self, token: int, logprob: float, finish: int) -> None:
+        """Takes one token from the engine, and how it ended the sequence (0: not)."""
         if finish != ERROR:  # its token means nothing
             self._tokens.append(token)
+            self._logprobs.append(logprob)
         if self._first is None:
             self._first = time.monotonic()
         self._finish = finish
 
     def start(self, cached_tokens: int, queued: int) -> None:
-        """Takes what the engine found when it admitted the request: tokens in the cache, and microseconds it had waited."""
+        """Takes what the engine found when it admitted the sequence: tokens in the cache, and microseconds it had waited."""
         self._cached_tokens, self._queued = cached_tokens, queued / 1e6
 
-    def settle(self, account: Sequence[int]) -> None:
-        """Takes what the engine counted for the request when it ended it."""
-        self._account = account
+    def settle(self, ledger: Mapping[str, Any]) -> bool:
+        """Takes the engine's account of the sequence when it ended; True if that is the only word of its end."""
+        self._ledger = Ledger.read(ledger)
+        if missed := self._ledger.finish == "deadline":
+            self._finish = DEADLINE
+        return missed
 
     def take(self) -> RequestOutput | None:
         """Everything since the last call, as one increment; None when there is nothing.
 
-        The last one has a `finish_reason`. A stop string can end the request here while the engine goes on: then
+        The last one has a `finish_reason`. A stop string can end the answer here while the engine goes on: then
         the caller must abort it.
         """
         tokens, self._tokens = self._tokens, []
+        logprobs, self._logprobs = self._logprobs, []
         reason = FINISH_REASONS[self._finish]
-        if not tokens and reason is None:
+        if self.over or (not tokens and reason is None):
             return None
         # A stop token is the caller's to see among the ids, but it is not text.
         shown = tokens[:-1] if self._finish == STOP else tokens
@@ -98,7 +119,9 @@ class Request:
             tokens, reason, stop_reason = tokens[:used], "stop", self._text.stopped
         elif self._finish == STOP and tokens[-1] not in self._eos:
             stop_reason = tokens[-1]
-        output = RequestOutput(text, tokens, self.prompt_token_ids, reason, stop_reason)
+        self.num_tokens += len(tokens)
+        self._logprob += sum(logprobs[: len(tokens)])
+        output = RequestOutput(text, tokens, self._prompt_token_ids, reason, stop_reason, index=self.index)
         if reason is not None:
             self._close(output)
         return output
@@ -106,7 +129,7 @@ class Request:
     def _show(self, tokens: list[int], *, final: bool) -> tuple[str, int]:
         """Their text, and how many of them it took up to a stop string."""
         # One by one where a stop string may end it: the ids must not depend on how many were taken at once.
-        pieces = [[token] for token in tokens] if self.params.stop else [tokens]
+        pieces = [[token] for token in tokens] if self._one_by_one else [tokens]
         text, used = "", 0
         for piece in pieces:
             text += self._text.push(piece, False)
@@ -116,41 +139,102 @@ class Request:
         return (text + self._text.push([], True) if final else text), used
 
     def _close(self, output: RequestOutput) -> None:
+        self.over = True
         output.cached_tokens = self._cached_tokens
-        if self._account is not None:
-            _, output.preemptions, arrived, started, first, ended = self._account
-            output.timing = Timing((started - arrived) / 1e6, (first - arrived) / 1e6, (ended - arrived) / 1e6)
+        ledger = output.ledger = self._ledger
+        if ledger is not None and ledger.ended is not None:
+            output.preemptions = ledger.preemptions
+            started = ledger.ended if ledger.started is None else ledger.started
+            first_token = None if ledger.first_token is None else ledger.first_token - ledger.arrived
+            output.timing = Timing(started - ledger.arrived, first_token, ledger.ended - ledger.arrived)
         else:
             # A stop string was found before the engine's own end: the clock on this side has to do.
             first_token = None if self._first is None else self._first - self._created
             output.timing = Timing(self._queued, first_token, time.monotonic() - self._created)
 
 
+class Request:
+    """What a caller asked for, in flight: as many answers as are drawn, tagged `tag` and the numbers after it."""
+
+    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self.tags = range(tag, tag + params.num_sequences)
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.choices = [Choice(tokenizer, index, prompt_token_ids, params) for index in range(params.num_sequences)]
+        self._whole: dict[int, RequestOutput] = {}
+
+    @property
+    def over(self) -> bool:
+        """Whether the last increment of every answer was taken."""
+        return all(choice.over for choice in self.choices)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers that were taken, those that are not kept included."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def choice(self, tag: int) -> Choice:
+        """The answer that has this tag."""
+        return self.choices[tag - self.tags.start]
+
+    def finished(self) -> list[int]:
+        """The tags of the answers that are over: the engine must not go on with them."""
+        return [tag for tag, choice in zip(self.tags, self.choices, strict=True) if choice.over]
+
+    def take(self) -> list[RequestOutput]:
+        """Everything since the last call, one increment an answer; whole answers at the end where only the best are kept."""
+        parts = [part for choice in self.choices if (part := choice.take()) is not None]
+        if not self.params.ranked:
+            return parts
+        for part in parts:
+            self._whole[part.index] = joined(self._whole.get(part.index), part)
+        return self._best() if self.over else []
+
+    def _best(self) -> list[RequestOutput]:
+        """The answers to keep, the best first: those that came to an end before those that did not, then by mean log-probability."""
+
+        def merit(output: RequestOutput) -> tuple[bool, float]:
+            return output.finish_reason in ("stop", "length"), self.choices[output.index].mean_logprob
+
+        best = sorted(self._whole.values(), key=merit, reverse=True)[: self.params.n]
+        return [replace(output, index=index) for index, output in enumerate(best)]
+
+
+def joined(whole: RequestOutput | None, part: RequestOutput) -> RequestOutput:
+    """An answer so far, with its next increment."""
+    if whole is None:
+        return part
+    return replace(part, text=whole.text + part.text, token_ids=whole.token_ids + part.token_ids)
+
+
 R = TypeVar("R", bound=Request)
 
 
-def deliver(report: Report, requests: dict[int, R]) -> dict[int, R]:
-    """Hands a step's tokens to `requests`, by tag, and removes those which ended; returns those which got something.
+def deliver(report: Report, requests: dict[int, R]) -> list[R]:
+    """Hands a step's tokens to `requests`, by tag, and removes the tags which ended; returns the requests which got something.
 
     Tags that are not there belong to requests whose callers have left: their tokens are dropped.
     """
+    touched: dict[int, R] = {}
     for tag, cached_tokens, queued in report.started:
         if (request := requests.get(tag)) is not None:
-            request.start(cached_tokens, queued)
-    for account in report.ended:
-        if (request := requests.get(account[0])) is not None:
-            request.settle(account)
+            request.choice(tag).start(cached_tokens, queued)
+    for ledger in report.ended:
+        tag = ledger["tag"]
+        if (request := requests.get(tag)) is not None and request.choice(tag).settle(ledger):
+            touched[request.tags.start] = request
+            del requests[tag]
     count = len(report.finishes)
-    touched: dict[int, R] = {}
     tags, tokens = struct.unpack(f"<{count}Q", report.tags), struct.unpack(f"<{count}i", report.tokens)
-    for tag, token, finish in zip(tags, tokens, report.finishes, strict=True):
+    logprobs = struct.unpack(f"<{count}f", report.logprobs) if report.logprobs else (0.0,) * count
+    for tag, token, logprob, finish in zip(tags, tokens, logprobs, report.finishes, strict=True):
         if (request := requests.get(tag)) is None:
             continue
-        request.feed(token, finish)
-        touched[tag] = request
+        request.choice(tag).feed(token, logprob, finish)
+        touched[request.tags.start] = request
         if finish:
             del requests[tag]
-    return touched
+    return list(touched.values())
 
 
 def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, Any]) -> SamplingParams:

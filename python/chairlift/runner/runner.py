@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from chairlift.layers.linear import padded_rows
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import Llama, Step
 from chairlift.runner.buffers import StepBuffers
-from chairlift.runner.cache import KvCache, fit_cache
+from chairlift.runner.cache import KvCache, fit_cache, fit_host
 from chairlift.runner.machine import available_memory, usable_cores
 from chairlift.runner.sampler import Sampler
 from chairlift.runner.weights import DummyWeights, SafetensorWeights
@@ -26,7 +26,8 @@ from chairlift.sampling import SamplingParams
 class ModelRunner:
     """A loaded model with its KV cache, its step buffers and its sampler.
 
-    `max_model_len` is how long a sequence may get, `num_kv_blocks` how many blocks there are, scratch block 0 included.
+    `max_model_len` is how long a sequence may get, `num_kv_blocks` how many blocks there are, scratch block 0 included, and
+    `host_blocks` how many more can be swapped out, each of which takes `swap_ns_per_block` nanoseconds one way.
     """
 
     def __init__(self, config: EngineConfig, directory: Path, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> None:
@@ -54,7 +55,9 @@ class ModelRunner:
             size = fit_cache(config, self.model_config, self.dtype, available_memory(self.device))
             self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
             self.block_size = config.block_size
-            self.cache = KvCache(self.model_config, self.num_kv_blocks, self.block_size, self.dtype, self.device)
+            self.host_blocks = fit_host(config, self.model_config, self.dtype, available_memory(torch.device("cpu")))
+            self.cache = KvCache(self.model_config, self.num_kv_blocks, self.block_size, self.dtype, self.device, self.host_blocks)
+            self.swap_ns_per_block = self.cache.time_swap() if self.host_blocks else 0
             blocks = -(-self.max_model_len // self.block_size)
             self.buffers = StepBuffers(config.max_num_batched_tokens, config.max_num_seqs, blocks)
             self.sampler = Sampler(config.max_num_seqs, self.device)
@@ -66,6 +69,16 @@ class ModelRunner:
     def seat(self, row: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
         """A sequence takes a row: its way of sampling, its tokens so far (prompt, then generated; for penalties), and its seed."""
         self.sampler.seat(row, params, tokens, prompt_len, seed)
+
+    @torch.inference_mode()
+    def swap(self, outs: Iterable[tuple[int, int]], ins: Iterable[tuple[int, int]]) -> None:
+        """Copies blocks to the host (device block, host block) and then back (host block, device block), before the step that needs it."""
+        self.cache.swap(outs, ins)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Log-probabilities of the tokens of the last `run`, 0 where they were not asked for; empty if nobody asked."""
+        return self.sampler.logprobs
 
     @torch.inference_mode()
     def run(self, num_tokens: int, num_seqs: int, num_samples: int, num_copies: int) -> np.ndarray:

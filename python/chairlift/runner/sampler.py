@@ -36,6 +36,9 @@ class Sampler:
         self.min_p = np.zeros(max_seqs)
         self.seed = np.zeros(max_seqs, dtype=np.uint64)
         self.penalties: dict[int, Penalties] = {}
+        self.scored = np.zeros(max_seqs, dtype=bool)
+        self.logprobs = np.zeros(0, dtype=np.float32)
+        """Log-probabilities of the tokens that `sample` picked last, 0 for rows that are not ranked by them; empty if none is."""
 
     def seat(self, row: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
         """Gives `row` to a sequence: its settings, and its tokens so far (prompt, then generated)."""
@@ -44,6 +47,7 @@ class Sampler:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = seed % 2**64
+        self.scored[row] = params.ranked
         self.penalties.pop(row, None)
         if params.penalised:
             self.penalties[row] = Penalties(params, tokens, prompt_len, self.device)
@@ -63,6 +67,10 @@ class Sampler:
         if drawn.size:
             whole = drawn.size == len(rows)
             chosen[drawn] = self._draw(logits if whole else logits[torch.from_numpy(drawn)], rows[drawn], positions[drawn])
+        scored = np.flatnonzero(self.scored[rows])
+        self.logprobs = np.zeros(len(rows) if scored.size else 0, dtype=np.float32)
+        if scored.size:
+            self.logprobs[scored] = _logprobs(logits[torch.from_numpy(scored)], chosen[scored])
         chosen[~torch.isfinite(best).cpu().numpy()] = FAILED
         for i, penalties in penalised:
             if chosen[i] != FAILED:
@@ -95,6 +103,12 @@ class Sampler:
             if not len(left):
                 break
         return chosen.cpu().numpy().astype(np.int32)
+
+
+def _logprobs(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
+    """The log-probability of one token of each row, at temperature 1 and with nothing cut off."""
+    chosen = logits.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(logits.device).unsqueeze(1)).squeeze(1)
+    return (chosen - logits.logsumexp(1)).cpu().numpy()
 
 
 def _pick(

@@ -14,8 +14,9 @@ import chairlift
 from chairlift.server.answer import Json
 from chairlift.server.chat import chat_completions
 from chairlift.server.completions import completions
-from chairlift.server.door import Door
+from chairlift.server.door import Door, read_keys
 from chairlift.server.errors import HANDLERS
+from chairlift.server.explain import explain
 from chairlift.server.service import Service, service_of
 from chairlift.server.sse import ClientGone
 
@@ -24,11 +25,12 @@ PROBES = ("/live", "/ready", "/health", "/ping", "/metrics")
 
 
 def build(service: Service, api_key: str | None = None) -> ASGIApp:
-    """The server as an ASGI application; with a key, every route but /live wants it."""
+    """The server as an ASGI application; with a key, or several named ones, every route but /live wants one. Raises InvalidSetting."""
     app = Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/requests/{name:path}/explain", explain),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/live", live),
@@ -42,7 +44,7 @@ def build(service: Service, api_key: str | None = None) -> ASGIApp:
     )
     app.router.redirect_slashes = False  # a redirect would lose the body
     app.state.service = service
-    return Door(app, service, api_key)
+    return Door(app, service, read_keys(api_key))
 
 
 async def models(request: Request) -> Response:

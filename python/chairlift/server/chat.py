@@ -27,10 +27,11 @@ async def chat_completions(request: Request) -> Response:
     if wanted.tools:
         ignored.append("tools")  # the model may answer without them, and is not told of them yet
     params = wanted.params()
+    scheduling = wanted.scheduling(request.state.tenant, request.headers)
     kind = "chat.completion.chunk" if wanted.stream else "chat.completion"
     try:
         prompt = await service.render(wanted.conversation())
-        generation = Generation(service, [prompt], params, kind=kind)
+        generation = Generation(service, [prompt], params, scheduling, kind=kind, request_id=request.state.id)
     except InvalidRequest as error:
         if error.param == "prompt":  # as the engine calls what this route takes as messages
             error.param = "messages"
@@ -38,34 +39,33 @@ async def chat_completions(request: Request) -> Response:
     headers = ignored_header(ignored)
     if wanted.stream:
         return EventStream(_events(generation, wanted), headers)
-    return Json(await unless_gone(request.receive, _whole(generation)), headers=headers)
+    return Json(await unless_gone(request.receive, _whole(generation, wanted)), headers=headers)
 
 
-async def _whole(generation: Generation) -> dict[str, Any]:
-    text: list[str] = []
-    finish_reason = None
-    async with aclosing(generation.outputs()) as outputs:
-        async for _, output in outputs:
-            text.append(output.text)
-            finish_reason = output.finish_reason
-    message = {"role": "assistant", "content": "".join(text), "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-    return {**generation.head, "choices": [choice], "usage": generation.usage.json()}
+async def _whole(generation: Generation, wanted: ChatRequest) -> dict[str, Any]:
+    choices = []
+    for index, (text, finish_reason) in enumerate(await generation.whole()):
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choices.append({"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason})
+    return {**generation.head, **wanted.echo(), "choices": choices, "usage": generation.usage.json()}
 
 
 async def _events(generation: Generation, wanted: ChatRequest) -> AsyncGenerator[bytes]:
-    head: dict[str, Any] = generation.head | ({"usage": None} if wanted.include_usage else {})
+    head: dict[str, Any] = generation.head | wanted.echo() | ({"usage": None} if wanted.include_usage else {})
+    speaking: set[int] = set()
 
-    def chunk(delta: dict[str, Any], finish_reason: str | None) -> bytes:
+    def chunk(index: int, delta: dict[str, Any], finish_reason: str | None) -> bytes:
         if wanted.continuous_usage:
             head["usage"] = generation.usage.json()
-        return event({**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}]})
+        return event({**head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}]})
 
-    yield chunk({"role": "assistant", "content": ""}, None)
     async with aclosing(generation.outputs()) as outputs:
-        async for _, output in outputs:
+        async for index, output in outputs:
+            if index not in speaking:
+                speaking.add(index)
+                yield chunk(index, {"role": "assistant", "content": ""}, None)
             if output.text or output.finish_reason:  # neither: half a character, or what may become a stop string
-                yield chunk({"content": output.text} if output.text else {}, output.finish_reason)
+                yield chunk(index, {"content": output.text} if output.text else {}, output.finish_reason)
     if wanted.include_usage:
         yield event({**head, "choices": [], "usage": generation.usage.json()})
     yield DONE

@@ -27,31 +27,28 @@ async def completions(request: Request) -> Response:
     wanted, ignored = CompletionRequest.read(await read_json(request))
     service.check_model(wanted.model)
     params = wanted.params()
+    scheduling = wanted.scheduling(request.state.tenant, request.headers)
     prompts = [await service.engine.encode(prompt) if isinstance(prompt, str) else prompt for prompt in wanted.prompts()]
-    generation = Generation(service, prompts, params, kind="text_completion", default=DEFAULT_MAX_TOKENS)
+    generation = Generation(
+        service, prompts, params, scheduling, kind="text_completion", request_id=request.state.id, default=DEFAULT_MAX_TOKENS
+    )
     headers = ignored_header(ignored)
     if wanted.stream:
         return EventStream(_events(generation, wanted), headers)
-    return Json(await unless_gone(request.receive, _whole(generation)), headers=headers)
+    return Json(await unless_gone(request.receive, _whole(generation, wanted)), headers=headers)
 
 
 def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
-async def _whole(generation: Generation) -> dict[str, Any]:
-    texts: list[list[str]] = [[] for _ in range(generation.size)]
-    finishes: list[str | None] = [None] * generation.size
-    async with aclosing(generation.outputs()) as outputs:
-        async for index, output in outputs:
-            texts[index].append(output.text)
-            finishes[index] = output.finish_reason
-    choices = [_choice(index, "".join(text), finishes[index]) for index, text in enumerate(texts)]
-    return {**generation.head, "choices": choices, "usage": generation.usage.json()}
+async def _whole(generation: Generation, wanted: CompletionRequest) -> dict[str, Any]:
+    choices = [_choice(index, text, finish_reason) for index, (text, finish_reason) in enumerate(await generation.whole())]
+    return {**generation.head, **wanted.echo(), "choices": choices, "usage": generation.usage.json()}
 
 
 async def _events(generation: Generation, wanted: CompletionRequest) -> AsyncGenerator[bytes]:
-    head: dict[str, Any] = generation.head | ({"usage": None} if wanted.include_usage else {})
+    head: dict[str, Any] = generation.head | wanted.echo() | ({"usage": None} if wanted.include_usage else {})
     async with aclosing(generation.outputs()) as outputs:
         async for index, output in outputs:
             if not output.text and not output.finish_reason:

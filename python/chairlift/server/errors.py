@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.errors import EngineDead, InvalidRequest, RequestFailed
+from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
+from chairlift.server.usage import Usage
 
 _brief = reprlib.Repr()
 _brief.maxstring = _brief.maxother = _brief.maxlong = 60
@@ -23,7 +25,7 @@ def brief(value: object) -> str:
 
 
 class ApiError(Exception):
-    """An answer other than success: `status`, and the envelope's four fields."""
+    """An answer other than success: `status`, the envelope's four fields, and the tokens that it took all the same."""
 
     def __init__(
         self,
@@ -34,10 +36,13 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        usage: Usage | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.envelope = {"error": {"message": message, "type": type, "param": param, "code": code}}
+        self.envelope: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code}}
+        if usage is not None:
+            self.envelope["usage"] = usage.json()
         self.headers = dict(headers or {})
 
     def response(self) -> Response:
@@ -60,6 +65,13 @@ def api_error(error: Exception) -> ApiError:
         case EngineDead():
             # Its text may quote what the process said as it died, which is for the log.
             return unavailable("the engine has stopped; the server's log has the reason", "engine_dead", 5)
+        case QueueFull():
+            return unavailable(str(error), "queue_full", max(1, math.ceil(error.retry_after)))
+        case DeadlineMissed():
+            usage = Usage(error.prompt_tokens, error.completion_tokens)
+            # OpenAI's clients would try again by themselves, and whoever waited has gone.
+            headers = {"x-should-retry": "false"}
+            return ApiError(504, str(error), type="timeout_error", code="deadline_exceeded", headers=headers, usage=usage)
         case RequestFailed():
             return ApiError(500, str(error), type="server_error", code="request_failed")
         case HTTPException(status_code=404):
@@ -76,4 +88,6 @@ async def respond(request: Request, error: Exception) -> Response:
     return api_error(error).response()
 
 
-HANDLERS: dict[Any, Any] = dict.fromkeys((ApiError, InvalidRequest, EngineDead, RequestFailed, HTTPException, Exception), respond)
+HANDLERS: dict[Any, Any] = dict.fromkeys(
+    (ApiError, InvalidRequest, QueueFull, DeadlineMissed, EngineDead, RequestFailed, HTTPException, Exception), respond
+)

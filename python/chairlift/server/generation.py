@@ -7,33 +7,17 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
+from chairlift.errors import DeadlineMissed, QueueFull
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
-from chairlift.server.service import Service
+from chairlift.scheduling import Scheduling
+from chairlift.server.service import Service, engine_ids
+from chairlift.server.usage import Usage
 
 _AHEAD = 64
 """Outputs that may wait for a slow reader of a request with several prompts."""
-
-
-@dataclass(slots=True)
-class Usage:
-    """Tokens that a request took so far."""
-
-    prompt: int = 0
-    completion: int = 0
-    cached: int = 0
-
-    def json(self) -> dict[str, Any]:
-        """OpenAI's `usage` object."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
 
 
 class Generation:
@@ -43,14 +27,27 @@ class Generation:
     """
 
     def __init__(
-        self, service: Service, prompts: list[list[int]], params: SamplingParams, *, kind: str, default: int | None = None
+        self,
+        service: Service,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        scheduling: Scheduling,
+        *,
+        kind: str,
+        request_id: str,
+        default: int | None = None,
     ) -> None:
         """Raises InvalidRequest for a prompt that cannot be served; `default` bounds the length where the request does not."""
         self._service = service
         self._work = [(prompt, self._fit(prompt, params, default)) for prompt in prompts]
+        self._n = params.n
+        self._scheduling = scheduling
         self._arrived = time.monotonic()
         prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
-        self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": service.model}
+        answer_id = f"{prefix}-{uuid.uuid4().hex}"
+        service.remember(request_id, answer_id, len(prompts))
+        self._ids = engine_ids(answer_id, len(prompts))
+        self.head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": service.model}
         self.usage = Usage(prompt=sum(map(len, prompts)))
 
     def _fit(self, prompt: list[int], params: SamplingParams, default: int | None) -> SamplingParams:
@@ -59,17 +56,23 @@ class Generation:
             return replace(fitted, max_tokens=min(default, fitted.max_tokens))
         return fitted
 
-    @property
-    def size(self) -> int:
-        """How many prompts it has, which is how many choices the answer has."""
-        return len(self._work)
+    async def whole(self) -> list[tuple[str, str | None]]:
+        """Every choice's text and how it ended; raises what the engine raises."""
+        choices = len(self._work) * self._n
+        texts: list[list[str]] = [[] for _ in range(choices)]
+        finishes: list[str | None] = [None] * choices
+        async with aclosing(self.outputs()) as outputs:
+            async for choice, output in outputs:
+                texts[choice].append(output.text)
+                finishes[choice] = output.finish_reason
+        return [("".join(text), finish) for text, finish in zip(texts, finishes, strict=True)]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """Yields (prompt's index, what is new), as it comes; raises what the engine raises."""
-        if self.size == 1:
+        """Yields (choice's index, what is new), as it comes; raises what the engine raises."""
+        if len(self._work) == 1:
             async with aclosing(self._one(0)) as outputs:
                 async for output in outputs:
-                    yield 0, output
+                    yield output.index, output
             return
         queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(_AHEAD)
 
@@ -83,9 +86,9 @@ class Generation:
                 end = error
             await queue.put((index, end))
 
-        tasks = [asyncio.create_task(pump(index)) for index in range(self.size)]
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._work))]
         try:
-            running = self.size
+            running = len(tasks)
             while running:
                 index, item = await queue.get()
                 if isinstance(item, Exception):
@@ -93,7 +96,7 @@ class Generation:
                 if item is None:
                     running -= 1
                 else:
-                    yield index, item
+                    yield index * self._n + item.index, item
         finally:
             for task in tasks:
                 task.cancel()
@@ -103,27 +106,48 @@ class Generation:
         """One prompt's outputs, with the metrics that they are good for."""
         metrics, usage = self._service.metrics, self.usage
         prompt, params = self._work[index]
-        latest: float | None = None
+        latest: dict[int, float] = {}
+        cached: int | None = None
+        generated = 0
+        going = params.n
         reason = "abort"
         try:
-            async with aclosing(self._service.engine.generate(prompt, params)) as outputs:
+            engine = self._service.engine
+            async with aclosing(engine.generate(prompt, params, self._scheduling, request_id=self._ids[index])) as outputs:
                 async for output in outputs:
                     if output.token_ids:
                         now = time.monotonic()
-                        if latest is None:
-                            metrics.first_token.observe(now - self._arrived)
-                        else:
-                            metrics.between_tokens.observe(now - latest)
-                        latest = now
+                        if not latest:
+                            metrics.answered(now - self._arrived, self._scheduling.priority)
+                        elif output.index in latest:
+                            metrics.between_tokens.observe(now - latest[output.index])
+                        latest[output.index] = now
+                        generated += len(output.token_ids)
                         usage.completion += len(output.token_ids)
                     if output.finish_reason:
-                        reason = output.finish_reason
-                        usage.cached += output.cached_tokens
+                        # Siblings find what the first of them computed: the least is what was there before.
+                        least = output.cached_tokens if cached is None else min(cached, output.cached_tokens)
+                        usage.cached += least - (cached or 0)
+                        cached = least
                         if output.timing:
                             metrics.queued.observe(output.timing.queued)
+                        metrics.ended(output.finish_reason, time.monotonic() - self._arrived)
+                        going -= 1
                     yield output
+            if params.ranked:  # those that were not the best took tokens too
+                drawn = sum(ledger.output_tokens for ledger in await engine.explain(self._ids[index]))
+                usage.completion += max(0, drawn - generated)
+        except QueueFull:
+            going = 0  # it never came in: the engine counts it
+            raise
+        except DeadlineMissed as missed:
+            reason = "deadline"
+            # Some of its tokens may never have been shown, and other prompts of the request took theirs.
+            usage.completion += missed.completion_tokens - generated
+            raise DeadlineMissed(str(missed), prompt_tokens=usage.prompt, completion_tokens=usage.completion) from None
         except Exception:
             reason = "error"
             raise
         finally:
-            metrics.ended(reason, time.monotonic() - self._arrived)
+            for _ in range(going):
+                metrics.ended(reason, time.monotonic() - self._arrived)

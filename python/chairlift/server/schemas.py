@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -9,17 +10,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import LONGEST_MS, Scheduling
 from chairlift.server.errors import brief
 
 MAX_PROMPTS = 256
+MAX_ANSWERS = 1024
 MAX_TOOLS = 128
 MAX_MESSAGES = 4096
 
 # Fields that cannot be honoured yet, with the values that ask for nothing. Anything else is refused: an answer that
 # silently lacks what was asked for is worse than none.
 _NOT_YET: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "echo": (False,),
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -37,7 +38,6 @@ _NOT_YET: dict[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "add_special_tokens": (True,),
     "prompt_embeds": (),
-    "cache_salt": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -61,11 +61,14 @@ _NOT_YET: dict[str, tuple[object, ...]] = {
 # Fields that never change the text: taken without a word.
 _WITHOUT_EFFECT = frozenset(
     (
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id"),
+        *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id"),
         *("parallel_tool_calls", "prediction", "reasoning_effort", "verbosity"),
-        *("priority", "spaces_between_special_tokens", "stream_interval"),
+        *("spaces_between_special_tokens", "stream_interval"),
     )
 )
+
+TIERS = {"auto": 0, "default": 0, "scale": 0, "priority": -10, "flex": 10}
+"""OpenAI's service tiers as priorities, of which lower ones go first; `flex` is batch work."""
 
 
 class StreamOptions(BaseModel):
@@ -93,6 +96,14 @@ class GenerationRequest(BaseModel):
     stop: Any = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+    priority: int | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    deadline_ms: float | None = None
+    ttft_deadline_ms: float | None = None
+    cache_salt: str | None = None
+    predicted_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -129,8 +140,8 @@ class GenerationRequest(BaseModel):
     def params(self) -> SamplingParams:
         """The request's way of sampling; raises InvalidRequest."""
         given: dict[str, Any] = {"max_tokens": self.limit()}
-        names = ("temperature", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos")
-        given |= {name: value for name in names if (value := getattr(self, name)) is not None}
+        given |= self._given("temperature", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        given |= self._given("ignore_eos", "n", "best_of")
         if self.top_k is not None:
             given["top_k"] = 0 if self.top_k == -1 else self.top_k  # both are in use for "off"
         if self.stop is not None:
@@ -141,11 +152,35 @@ class GenerationRequest(BaseModel):
             given["stop_token_ids"] = tuple(self.stop_token_ids)
         return SamplingParams(**given)
 
+    def scheduling(self, tenant: str, headers: Mapping[str, str]) -> Scheduling:
+        """The request's place among others, `tenant` being whose it is; what `headers` say the body may overrule. Raises InvalidRequest."""
+        given: dict[str, Any] = {"tenant": tenant, "priority": TIERS[self.service_tier or "default"]}
+        for name, header in (("deadline_ms", "x-request-deadline-ms"), ("ttft_deadline_ms", "x-request-ttft-deadline-ms")):
+            if getattr(self, name) is None and header in headers:
+                given[name] = _milliseconds(header, headers[header])
+        return Scheduling(**given | self._given("priority", "deadline_ms", "ttft_deadline_ms", "cache_salt", "predicted_tokens"))
+
+    def echo(self) -> dict[str, Any]:
+        """What the answer repeats of the request: the tier that served it, if it asked for one."""
+        if self.service_tier is None:
+            return {}
+        return {"service_tier": self.service_tier if TIERS[self.service_tier] else "default"}
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Any = None
+
+    def params(self) -> SamplingParams:
+        """As for any request, but the best answers are known only when all have ended."""
+        params = super().params()
+        if self.stream and params.ranked:
+            raise InvalidRequest("best_of above n can't be streamed: leave out stream, or best_of", param="best_of")
+        return params
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list, each a text or its token ids; raises InvalidRequest."""
@@ -158,6 +193,10 @@ class CompletionRequest(GenerationRequest):
             if all(isinstance(one, str) for one in prompt) or all(_ids(one) for one in prompt):
                 if len(prompt) > MAX_PROMPTS:
                     raise InvalidRequest(f"{len(prompt)} prompts in one request, at most {MAX_PROMPTS} are allowed", param="prompt")
+                answers = self.best_of or self.n or 1
+                if len(prompt) * answers > MAX_ANSWERS:
+                    message = f"{len(prompt)} prompts with {answers} answers each; at most {MAX_ANSWERS} answers are made for one request"
+                    raise InvalidRequest(message, param="best_of" if self.best_of else "n")
                 return prompt
         raise InvalidRequest(
             f"prompt must be a string, a list of token ids, or a list of either (none empty), got {brief(prompt)}", param="prompt"
@@ -219,6 +258,23 @@ class ChatRequest(GenerationRequest):
     def limit(self) -> int | None:
         """`max_completion_tokens` is the newer name of `max_tokens`, and wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def params(self) -> SamplingParams:
+        """As for any request, but OpenAI's chats have no `best_of`."""
+        if self.best_of not in (None, 1):
+            raise InvalidRequest("best_of is for /v1/completions: leave it out, or ask for n answers", param="best_of")
+        return super().params()
+
+
+def _milliseconds(header: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= LONGEST_MS:
+        message = f"{header} must be a number of milliseconds above 0 and at most {LONGEST_MS:g}, got {brief(text)}"
+        raise InvalidRequest(message, param=header)
+    return value
 
 
 def _same(value: object, harmless: object) -> bool:

@@ -1,4 +1,4 @@
-"""What every route shares: the engine, its name, its metrics, and whether new requests are taken."""
+"""What every route shares: the engine, its name, its metrics, what requests are called, and whether new ones are taken."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from chairlift.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine
+    from chairlift.outputs import Ledger
+
+REMEMBERED = 10_000
+"""How many requests are known by name after they ended; the engine keeps what became of as many."""
 
 
 @dataclass(slots=True)
@@ -31,6 +35,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     open: int = 0
     """Requests being answered."""
+    _named: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def admit(self) -> None:
         """Raises ApiError 503 unless new requests are taken."""
@@ -51,6 +56,19 @@ class Service:
         """A conversation's token ids, ending where the assistant speaks, found off the event loop; raises InvalidRequest."""
         return await asyncio.to_thread(self.engine.tokenizer.chat, conversation)
 
+    def remember(self, request_id: str, answer_id: str, prompts: int) -> None:
+        """Lets `explain` find a request by the id of its answer and by the one that came in its header."""
+        for name in (request_id, answer_id):
+            self._named.pop(name, None)  # so that it is among the newest
+            self._named[name] = answer_id, prompts
+        while len(self._named) > 2 * REMEMBERED:
+            del self._named[next(iter(self._named))]
+
+    async def explain(self, name: str) -> tuple[str, list[Ledger]]:
+        """The id of a request's answer, and what became of its sequences; none of them if it is not known, or not any more."""
+        answer_id, prompts = self._named.get(name, (name, 0))
+        return answer_id, [ledger for one in engine_ids(answer_id, prompts) for ledger in await self.engine.explain(one)]
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Counts a request as open while it lasts."""
@@ -59,6 +77,11 @@ class Service:
             yield
         finally:
             self.open -= 1
+
+
+def engine_ids(answer_id: str, prompts: int) -> list[str]:
+    """What the engine calls each prompt of the request with this answer."""
+    return [answer_id] if prompts == 1 else [f"{answer_id}-{i}" for i in range(prompts)]
 
 
 def service_of(request: Request) -> Service:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from chairlift.server.errors import api_error
+from chairlift.server.errors import ApiError, api_error
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+
+PATIENCE = 1.0
+"""Seconds that a stream's headers wait for its first event: what fails in that time, as in a full queue, has a status that says so."""
 
 T = TypeVar("T")
 
@@ -54,7 +57,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of server-sent events; an error on the way becomes the last of them."""
+    """A stream of server-sent events; an error before the first is the answer, and one on the way becomes the last of them."""
 
     media_type = "text/event-stream"
 
@@ -67,19 +70,40 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream, or as much of it as the client stays for."""
         try:
-            await unless_gone(receive, self._write(send))
+            await unless_gone(receive, self._write(scope, receive, send))
         except ClientGone:
             logger.debug("client left a stream")
 
-    async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async with aclosing(self._events) as events:
-                async for data in events:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-        except Exception as error:
-            told = api_error(error)
-            if told.status == 500:
-                logger.exception("a stream failed")
-            await send({"type": "http.response.body", "body": event(told.envelope), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            first = asyncio.ensure_future(anext(events))
+            try:
+                await asyncio.wait((first,), timeout=PATIENCE)
+                if first.done():
+                    first.result()
+            except Exception as error:
+                await _told(error).response()(scope, receive, send)
+            else:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await _body(first, events, send)
+            finally:
+                # Nobody may close a generator that is still at work.
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+
+
+async def _body(first: Awaitable[bytes], events: AsyncGenerator[bytes], send: Send) -> None:
+    try:
+        await send({"type": "http.response.body", "body": await first, "more_body": True})
+        async for data in events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    except Exception as error:
+        await send({"type": "http.response.body", "body": event(_told(error).envelope), "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _told(error: Exception) -> ApiError:
+    told = api_error(error)
+    if told.status == 500:
+        logger.error("a stream failed", exc_info=error)
+    return told

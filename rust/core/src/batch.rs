@@ -1,6 +1,7 @@
 //! One forward pass, as the model runner needs it: flat arrays of integers.
 
-use crate::{BlockId, Scheduler, SeqId, Time};
+use crate::sequence::Sequence;
+use crate::{BlockId, Load, Scheduler, SeqId, Time};
 use std::cell::Cell;
 
 /// Consecutive tokens of one sequence in one step: a piece of its prompt, a
@@ -20,12 +21,19 @@ pub struct Chunk {
     /// Whether the chunk reaches the sequence's end, and so yields tokens:
     /// one, and one more for each drafted token that proves right.
     pub samples: bool,
-    /// Entries of the sequence's block table that the buffers have already.
+    /// The first token and its cache slot, as the step buffers want them.
+    pub(crate) token: i32,
+    pub(crate) slot: u32,
+    /// Entries of the sequence's block table that the buffers have already;
+    /// [`WHOLE_TABLE`] if they have them all.
     pub(crate) table_from: u32,
     /// The sequence's preemptions when this was planned: if it has more at the
     /// commit, its blocks are not the ones this chunk wrote.
     pub(crate) preemptions: u32,
 }
+
+/// Says that a chunk's block table did not change.
+pub(crate) const WHOLE_TABLE: u32 = u32::MAX;
 
 /// A sequence that took a row in this step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,14 +56,21 @@ pub struct Seated {
 pub struct StepPlan {
     /// In batch order, longest-running sequence first.
     pub chunks: Vec<Chunk>,
-    /// Blocks to be copied, (from, to), one after the other, before the pass.
+    /// Blocks to be copied to the host pool, (device, host), before anything else.
+    pub swap_out: Vec<(BlockId, u32)>,
+    /// Blocks to be copied from the host pool, (host, device), after that.
+    pub swap_in: Vec<(u32, BlockId)>,
+    /// Blocks to be copied, (from, to), one after the other, after that and before the pass.
     pub copies: Vec<(BlockId, BlockId)>,
     /// Sequences admitted in this step.
     pub seated: Vec<Seated>,
     /// Tags of the sequences that lost their blocks and row to make room.
     pub preempted: Vec<u64>,
+    /// What the step has to do, for the step-time model.
+    pub load: Load,
     /// The plan's place in the order of commits.
     pub(crate) step: u64,
+    pub(crate) planned: Time,
 }
 
 /// How much of each array a plan fills.
@@ -111,18 +126,12 @@ impl StepPlan {
         out.query_starts[0].set(0);
         let per_seq = out.query_starts[1..].iter().zip(out.context_lens).zip(out.rows);
         for (chunk, ((end, context), row)) in self.chunks.iter().zip(per_seq) {
-            let seq = scheduler.sequence(chunk.seq);
-            let ids = seq.table.ids();
-            let (mut block, mut offset) = ((chunk.start / block_size) as usize, chunk.start % block_size);
-            for position in chunk.start..chunk.start + chunk.len {
-                out.input_ids[lens.tokens].set(seq.input_at(position as usize));
-                out.positions[lens.tokens].set(position as i32);
-                out.slots[lens.tokens].set((ids[block].0 * block_size + offset) as i32);
-                lens.tokens += 1;
-                offset += 1;
-                if offset == block_size {
-                    (block, offset) = (block + 1, 0);
-                }
+            out.input_ids[lens.tokens].set(chunk.token);
+            out.positions[lens.tokens].set(chunk.start as i32);
+            out.slots[lens.tokens].set(chunk.slot as i32);
+            lens.tokens += 1;
+            if chunk.table_from != WHOLE_TABLE {
+                lens.tokens = fill_rest(chunk, scheduler.sequence(chunk.seq), block_size, lens.tokens, out);
             }
             end.set(lens.tokens as i32);
             context.set((chunk.start + chunk.len) as i32);
@@ -134,11 +143,6 @@ impl StepPlan {
                     lens.samples += 1;
                 }
             }
-            if (chunk.table_from as usize) < ids.len() {
-                let fresh = &ids[chunk.table_from as usize..];
-                let cells = &out.block_tables[chunk.row as usize * out.max_blocks + chunk.table_from as usize..][..fresh.len()];
-                cells.iter().zip(fresh).for_each(|(cell, id)| cell.set(id.0 as i32));
-            }
         }
         for (pair, (from, to)) in out.copies.chunks_exact(2).zip(&self.copies) {
             pair[0].set(from.0 as i32);
@@ -148,12 +152,31 @@ impl StepPlan {
     }
 
     /// Makes an empty plan of a spent one, keeping its memory.
-    pub(crate) fn reuse(mut self, step: u64) -> Self {
+    pub(crate) fn reuse(mut self, step: u64, now: Time) -> Self {
         self.chunks.clear();
+        self.swap_out.clear();
+        self.swap_in.clear();
         self.copies.clear();
         self.seated.clear();
         self.preempted.clear();
-        self.step = step;
+        self.load = Load::default();
+        (self.step, self.planned) = (step, now);
         self
     }
+}
+
+/// Writes what a chunk has beyond its first token: more tokens, and new
+/// entries of the block table. Returns the end of its tokens.
+fn fill_rest(chunk: &Chunk, seq: &Sequence, block_size: u32, mut at: usize, out: &StepBuffers<'_>) -> usize {
+    let ids = seq.table.ids();
+    for position in chunk.start + 1..chunk.start + chunk.len {
+        out.input_ids[at].set(seq.input_at(position as usize));
+        out.positions[at].set(position as i32);
+        out.slots[at].set(seq.slot_of(position, block_size) as i32);
+        at += 1;
+    }
+    let fresh = &ids[chunk.table_from as usize..];
+    let cells = &out.block_tables[chunk.row as usize * out.max_blocks + chunk.table_from as usize..][..fresh.len()];
+    cells.iter().zip(fresh).for_each(|(cell, id)| cell.set(id.0 as i32));
+    at
 }

@@ -20,6 +20,11 @@ impl BlockTable {
     pub fn ids(&self) -> &[BlockId] {
         &self.0
     }
+
+    /// Makes room for `len` blocks in all, so that growing to them does not allocate.
+    pub fn reserve(&mut self, len: usize) {
+        self.0.reserve_exact(len.saturating_sub(self.0.len()));
+    }
 }
 
 impl Drop for BlockTable {
@@ -47,6 +52,16 @@ impl Chain {
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// The name that the next block will have if it holds `tokens`.
+    pub fn next(&self, tokens: &[Token]) -> BlockHash {
+        self.hash.child(tokens)
+    }
+
+    /// Whether both stand for the same tokens, and as many.
+    pub fn equals(&self, other: &Self) -> bool {
+        self.len == other.len && self.content == other.content && (self.len > 0 || self.salt == other.salt)
     }
 }
 
@@ -128,7 +143,11 @@ impl BlockPool {
     /// the start, and returns the end of their chain. Each candidate's tokens,
     /// parent and salt are compared: a name alone proves nothing.
     pub fn find(&self, salt: &Arc<[u8]>, tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
-        let mut chain = Chain::root(salt);
+        self.find_on(Chain::root(salt), tokens, found)
+    }
+
+    /// As [`find`](Self::find), from a chain on that was found before: `tokens` are those after it.
+    pub fn find_on(&self, mut chain: Chain, tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
         for tokens in tokens.chunks_exact(self.block_size) {
             let hash = chain.hash.child(tokens);
             let Some(&id) = self.named.get(&hash) else { break };
@@ -173,9 +192,20 @@ impl BlockPool {
         (shared, fresh)
     }
 
+    /// A block's name, if it has one.
+    pub fn name(&self, id: BlockId) -> Option<BlockHash> {
+        self.blocks[id.0 as usize].name.as_ref().map(|name| name.hash)
+    }
+
     /// Whether a named block is complete before `step` begins.
     pub fn complete_before(&self, id: BlockId, step: u64) -> bool {
         self.blocks[id.0 as usize].name.as_ref().is_some_and(|name| name.step < step)
+    }
+
+    /// Whether a block that its holder has filled is complete before `step`
+    /// begins: only a named one can be somebody else's work in that step.
+    pub fn settled_before(&self, id: BlockId, step: u64) -> bool {
+        self.blocks[id.0 as usize].name.as_ref().is_none_or(|name| name.step < step)
     }
 
     /// Notes that `step` writes the end of a named block again.
@@ -190,7 +220,8 @@ impl BlockPool {
     /// cached already, the block stays unnamed, and the chain goes on from the
     /// other's content. A block of the same name that `find` would not take
     /// here (its parent's name is gone, or the names collide) gives it up.
-    pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, tokens: &[Token], step: u64) {
+    /// Returns the name.
+    pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, tokens: &[Token], step: u64) -> BlockHash {
         debug_assert_eq!(tokens.len(), self.block_size);
         let id = table.0[chain.len];
         let hash = chain.hash.child(tokens);
@@ -210,6 +241,7 @@ impl BlockPool {
             content
         };
         chain.advance(hash, content);
+        hash
     }
 
     /// Takes the names from those of `table`'s blocks that `since` or a later

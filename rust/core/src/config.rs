@@ -1,6 +1,27 @@
-//! The limits a scheduler works within.
+//! The limits a scheduler works within, and the order in which it serves.
 
-use crate::ConfigError;
+use crate::sequence::Time;
+use crate::{ConfigError, Policy};
+
+/// When waiting sequences may join those that run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Batching {
+    /// At every step (Orca, OSDI'22).
+    #[default]
+    Continuous,
+    /// Only when all of the batch before have ended, up to `size` at once, as the classic servers do.
+    Static {
+        /// Sequences in a batch.
+        size: u32,
+    },
+    /// As static, but a batch also waits until it is full or its first has waited `timeout` microseconds.
+    Dynamic {
+        /// Sequences in a batch.
+        size: u32,
+        /// Longest wait for others, in microseconds.
+        timeout: Time,
+    },
+}
 
 /// Limits, fixed for the life of a scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +41,45 @@ pub struct Config {
     /// Blocks that stay free when a sequence is admitted beside others, so
     /// that the running ones can grow instead of preempting each other.
     pub watermark: u32,
+    /// The order in which waiting sequences are served.
+    pub policy: Policy,
+    /// When they may join.
+    pub batching: Batching,
+    /// Requests that may wait; those that ran already do not count.
+    pub max_queued_reqs: u32,
+    /// Their prompt tokens, together.
+    pub max_queued_tokens: u64,
+    /// Microseconds that a request may be passed over: by others of its
+    /// policy, or, where it does not fit, by those behind it that do.
+    pub ageing: Time,
+    /// What a step should take at most, in microseconds, where it is prompts that would make it longer; 0 for any time.
+    pub target_itl: Time,
+    /// Blocks of the host pool; 0 if preempted sequences are always computed again.
+    pub host_blocks: u32,
+    /// Nanoseconds that the copy of one block takes, one way.
+    pub swap_ns_per_block: u32,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            num_blocks: 1025,
+            block_size: 16,
+            max_tokens: 256,
+            max_seqs: 64,
+            max_model_len: 8192,
+            prefix_caching: true,
+            watermark: 0,
+            policy: Policy::Fcfs,
+            batching: Batching::Continuous,
+            max_queued_reqs: u32::MAX,
+            max_queued_tokens: u64::MAX,
+            ageing: 10_000_000,
+            target_itl: 0,
+            host_blocks: 0,
+            swap_ns_per_block: 0,
+        }
+    }
 }
 
 impl Config {
@@ -41,6 +101,9 @@ impl Config {
         at_least("max_tokens", self.max_tokens, 1)?;
         at_least("max_seqs", self.max_seqs, 1)?;
         at_least("max_model_len", self.max_model_len, 1)?;
+        if let Batching::Static { size } | Batching::Dynamic { size, .. } = self.batching {
+            at_least("batch_size", size, 1)?;
+        }
         // Cache slots and buffer entries are 32-bit signed on the model's side.
         let slots = u64::from(self.num_blocks) * u64::from(self.block_size);
         for (name, value) in

@@ -31,6 +31,18 @@ pub enum Rejected {
         /// The prompt plus output that would fit, in tokens.
         fits: u64,
     },
+    /// As many wait as may wait.
+    #[error("the queue is full: {queued} {what} are waiting, at most {limit} may")]
+    QueueFull {
+        /// What there is too much of: requests or prompt tokens.
+        what: &'static str,
+        /// How many wait, the new one included.
+        queued: u64,
+        /// How many may.
+        limit: u64,
+        /// Microseconds after which those ahead of it will have started.
+        retry_after: u64,
+    },
 }
 
 /// Why a [`Config`](crate::Config) makes no scheduler.

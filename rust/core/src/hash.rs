@@ -7,13 +7,14 @@ use crate::Token;
 /// It only finds a candidate: tokens and ancestry are compared before a block
 /// is shared (see [`BlockPool::find`](crate::BlockPool::find)), so a collision
 /// costs a miss and never leaks one caller's cache to another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockHash(u64);
 
-// Odd constants from the digits of pi; the mixing is wyhash's folded multiply.
+// Odd constants from the digits of pi.
 const KEYS: [u64; 3] = [0x243F_6A88_85A3_08D3, 0x1319_8A2E_0370_7345, 0xA409_3822_299F_31D1];
 
-fn fold(a: u64, b: u64) -> u64 {
+/// The mixing of wyhash: a product, its halves folded together.
+pub(crate) fn fold(a: u64, b: u64) -> u64 {
     let wide = u128::from(a) * u128::from(b);
     (wide as u64) ^ (wide >> 64) as u64
 }
@@ -22,6 +23,11 @@ impl BlockHash {
     /// The parent of a first block; `salt` separates callers who must not share.
     pub fn root(salt: &[u8]) -> Self {
         Self(salt.iter().fold(KEYS[0], |hash, &byte| fold(hash ^ u64::from(byte), KEYS[1])))
+    }
+
+    /// The name as a plain number.
+    pub fn to_bits(self) -> u64 {
+        self.0
     }
 
     /// The name of the block that holds `tokens` after the block named `self`.

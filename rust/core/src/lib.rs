@@ -8,19 +8,41 @@
 //! A step is [`Scheduler::plan`], [`StepPlan::fill`], the model's forward pass
 //! (somebody else's), [`Scheduler::commit`].
 
+mod admission;
 mod batch;
 mod block;
+mod check;
 mod config;
+mod cost;
+mod deadline;
 mod error;
+mod group;
 mod hash;
+mod host;
+mod journal;
+mod ledger;
+mod policy;
+mod preemption;
+mod prefix;
 mod queue;
+mod replay;
+mod running;
 mod scheduler;
 mod sequence;
+mod share;
+mod stats;
 
 pub use batch::{Chunk, Lens, Seated, StepBuffers, StepPlan};
 pub use block::{BlockId, BlockPool, BlockTable, Chain};
-pub use config::Config;
+pub use config::{Batching, Config};
+pub use cost::{Load, StepModel};
 pub use error::{ConfigError, Rejected};
+pub use group::Usage;
 pub use hash::BlockHash;
-pub use scheduler::{Scheduler, Stats};
-pub use sequence::{Ended, FinishReason, Output, Outputs, Request, SeqId, Time, Token};
+pub use journal::{Arrival, BadJournal, Call, STOP, Script};
+pub use ledger::{Cause, Ledger};
+pub use policy::Policy;
+pub use replay::Replayed;
+pub use scheduler::Scheduler;
+pub use sequence::{FinishReason, Output, Outputs, Request, SeqId, Time, Token};
+pub use stats::{Counters, Stall, Stats};

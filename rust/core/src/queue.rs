@@ -1,35 +1,107 @@
 //! The waiting sequences, in the order they are served.
 
-use crate::SeqId;
+use crate::policy::{Key, Policy};
+use crate::sequence::{SeqId, Ticket};
+use crate::share::Shares;
 use std::collections::BTreeMap;
+use std::ops::Bound::{Excluded, Included, Unbounded};
 
-/// A place in the queue: smaller is served earlier. A sequence keeps its
-/// ticket for life, so one that was preempted returns to its old place.
-pub(crate) type Ticket = u64;
+/// How deep a walk goes into one tenant's requests before it tries the next tenant's.
+const DEPTH: u32 = 8;
 
-/// First come, first served; every operation is O(log n).
-#[derive(Debug, Default)]
-pub(crate) struct Queue(BTreeMap<Ticket, SeqId>);
+/// Every operation is O(log n).
+#[derive(Debug)]
+pub(crate) struct Queue {
+    policy: Policy,
+    order: BTreeMap<Key, SeqId>,
+    /// By arrival, where the order is another.
+    by_age: BTreeMap<Ticket, SeqId>,
+    /// The tenants' turns, where they take turns.
+    pub(crate) shares: Shares,
+}
+
+/// How far a walk through the queue has come.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Walk {
+    last: Option<Key>,
+    depth: u32,
+}
 
 impl Queue {
-    pub(crate) fn push(&mut self, ticket: Ticket, id: SeqId) {
-        let before = self.0.insert(ticket, id);
-        debug_assert!(before.is_none(), "two sequences with ticket {ticket}");
+    pub(crate) fn new(policy: Policy) -> Self {
+        Self { policy, order: BTreeMap::new(), by_age: BTreeMap::new(), shares: Shares::default() }
     }
 
-    pub(crate) fn remove(&mut self, ticket: Ticket) -> Option<SeqId> {
-        self.0.remove(&ticket)
+    /// Adds a sequence; `returns` if it ran before.
+    pub(crate) fn push(&mut self, key: Key, id: SeqId, returns: bool) {
+        let before = self.order.insert(key, id);
+        debug_assert!(before.is_none(), "two sequences with ticket {}", key.ticket);
+        if self.policy != Policy::Fcfs {
+            self.by_age.insert(key.ticket, id);
+        }
+        if self.policy == Policy::Fair {
+            let tenant = key.group as u32;
+            if returns { self.shares.wait(tenant) } else { self.shares.arrive(tenant) }
+        }
     }
 
-    pub(crate) fn first(&self) -> Option<SeqId> {
-        self.0.first_key_value().map(|(_, &id)| id)
+    pub(crate) fn remove(&mut self, key: Key) {
+        let removed = self.order.remove(&key);
+        debug_assert!(removed.is_some(), "a waiting sequence is queued");
+        if self.policy != Policy::Fcfs {
+            self.by_age.remove(&key.ticket);
+        }
+        if self.policy == Policy::Fair {
+            self.shares.leave(key.group as u32);
+        }
+    }
+
+    /// Whose turn it is.
+    pub(crate) fn first(&mut self) -> Option<SeqId> {
+        self.next(&mut Walk::default())
+    }
+
+    /// The one that came first of all.
+    pub(crate) fn oldest(&self) -> Option<SeqId> {
+        if self.policy == Policy::Fcfs { self.order.values().next().copied() } else { self.by_age.values().next().copied() }
+    }
+
+    /// The next one of a walk in the order of the policy.
+    pub(crate) fn next(&mut self, walk: &mut Walk) -> Option<SeqId> {
+        let (key, id) = if self.policy == Policy::Fair { self.next_of_tenants(walk)? } else { self.after(walk.last)? };
+        walk.last = Some(key);
+        Some(id)
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.0.len()
+        self.order.len()
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (Ticket, SeqId)> + '_ {
-        self.0.iter().map(|(&ticket, &id)| (ticket, id))
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Key, SeqId)> + '_ {
+        self.order.iter().map(|(&key, &id)| (key, id))
+    }
+
+    fn after(&self, key: Option<Key>) -> Option<(Key, SeqId)> {
+        match key {
+            None => self.order.first_key_value(),
+            Some(key) => self.order.range((Excluded(key), Unbounded)).next(),
+        }
+        .map(|(&key, &id)| (key, id))
+    }
+
+    fn next_of_tenants(&mut self, walk: &mut Walk) -> Option<(Key, SeqId)> {
+        let tenant = match walk.last {
+            None => self.shares.least()?,
+            Some(last) => {
+                walk.depth += 1;
+                match self.after(Some(last)).filter(|(key, _)| key.group == last.group && walk.depth < DEPTH) {
+                    Some(found) => return Some(found),
+                    None => self.shares.after(last.group as u32)?,
+                }
+            }
+        };
+        walk.depth = 0;
+        let from = Key { group: tenant.into(), ..Key::default() };
+        self.order.range((Included(from), Unbounded)).next().map(|(&key, &id)| (key, id))
     }
 }

@@ -1,35 +1,23 @@
 //! The order of work: who runs in the next step, and with how many tokens.
 
-use crate::batch::{Chunk, Seated, StepPlan};
-use crate::queue::{Queue, Ticket};
-use crate::sequence::{FinishReason, NO_ROW, Output, Outputs, Request, SeqId, Sequence, Time, Token};
-use crate::{BlockId, BlockPool, Chain, Config, ConfigError, Rejected};
+use crate::batch::StepPlan;
+use crate::group::{Groups, Usage};
+use crate::host::HostPool;
+use crate::journal::Journal;
+use crate::ledger::{Cause, Clocks, Ledger, State};
+use crate::policy::Policy;
+use crate::prefix::Hopes;
+use crate::queue::Queue;
+use crate::sequence::{FinishReason, NO_ROW, Output, Outputs, SeqId, Sequence, Ticket, Time, Token};
+use crate::share::OUTPUT_TOKEN;
+use crate::stats::{Counters, Stall};
+use crate::{BlockId, BlockPool, Chunk, Config, ConfigError, StepModel};
 use slotmap::SlotMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
-/// Counters since the start, and what is true now.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Sequences that hold a row.
-    pub running: usize,
-    /// Sequences in the queue.
-    pub waiting: usize,
-    /// Blocks that sequences can hold.
-    pub total_blocks: usize,
-    /// Of those, blocks that nobody holds.
-    pub free_blocks: usize,
-    /// Steps planned.
-    pub steps: u64,
-    /// Prompt tokens of admitted requests.
-    pub prompt_tokens: u64,
-    /// Prompt tokens looked for in the prefix cache, once a request.
-    pub prefix_queries: u64,
-    /// Of those, tokens found.
-    pub prefix_hits: u64,
-    /// Tokens sampled.
-    pub generated_tokens: u64,
-    /// Times that a sequence lost its blocks.
-    pub preemptions: u64,
-}
+/// Requests that ended whose ledgers are kept.
+const EXPLAINED: usize = 10_000;
 
 /// Decides each step: [`plan`](Self::plan), run, [`commit`](Self::commit).
 ///
@@ -39,37 +27,109 @@ pub struct Stats {
 /// written by the next plan's step, and by no earlier one.
 #[derive(Debug)]
 pub struct Scheduler {
-    config: Config,
-    pool: BlockPool,
-    seqs: SlotMap<SeqId, Sequence>,
-    queue: Queue,
-    /// Longest-running first; the last one is the first to lose its blocks.
-    /// May name sequences that ended: the next plan drops them.
-    running: Vec<SeqId>,
-    free_rows: Vec<u32>,
-    /// Plans spent, kept for their memory.
+    pub(crate) config: Config,
+    pub(crate) pool: BlockPool,
+    pub(crate) host: HostPool,
+    pub(crate) seqs: SlotMap<SeqId, Sequence>,
+    pub(crate) queue: Queue,
+    /// In the order of their admission. May name sequences that ended or were
+    /// preempted: the next plan drops them.
+    pub(crate) running: Vec<SeqId>,
+    pub(crate) free_rows: Vec<u32>,
+    /// Copies to the host that an empty plan could not carry out.
+    swaps_due: Vec<(BlockId, u32)>,
+    /// How many of each class run.
+    pub(crate) running_classes: BTreeMap<i32, u32>,
+    /// Requests with deadlines, by when to look at them next.
+    pub(crate) deadlines: BTreeMap<(Time, Ticket), SeqId>,
+    pub(crate) tenants: Groups<Arc<str>>,
+    pub(crate) classes: Groups<i32>,
+    pub(crate) clocks: Clocks,
+    pub(crate) model: StepModel,
+    pub(crate) hopes: Hopes,
+    /// Added since the last plan.
+    pub(crate) fresh: Vec<SeqId>,
+    /// Siblings that wait for their parents' prompts; they are in no queue.
+    pub(crate) parked: usize,
+    /// Sequences in the queue that ran before, and those of them with KV in host memory.
+    pub(crate) returning: usize,
+    pub(crate) swapped: usize,
+    /// Prompt tokens of requests that never ran, siblings not counted, and how many they are.
+    pub(crate) queued_tokens: u64,
+    pub(crate) queued_reqs: u32,
+    /// What a request generates, on average of late.
+    pub(crate) mean_output: f64,
+    /// Members of the batch that have not boarded yet (static and dynamic batching).
+    pub(crate) boarding: u32,
+    /// The one that runs because it had waited too long.
+    pub(crate) elder: Option<SeqId>,
+    /// Who was refused a running one's place, and how many had been admitted then.
+    pub(crate) refused: Option<(SeqId, u64)>,
+    pub(crate) admitted: u64,
+    /// Plans made, empty ones too.
+    pub(crate) looks: u64,
+    pub(crate) stall: Option<Stall>,
+    pub(crate) wake_at: Option<Time>,
+    pub(crate) predicted_step: u64,
+    pub(crate) next_ticket: Ticket,
+    pub(crate) committed: u64,
+    last_commit: Time,
+    pub(crate) counters: Counters,
+    finished: VecDeque<Ledger>,
+    pub(crate) journal: Option<Box<Journal>>,
+    /// Plans spent, and lists in use while a step is planned: kept for their memory.
     spare: Vec<StepPlan>,
-    found: Vec<BlockId>,
-    next_ticket: Ticket,
-    committed: u64,
-    counters: Stats,
+    pub(crate) found: Vec<BlockId>,
+    pub(crate) partial: Vec<SeqId>,
+    pub(crate) skipped: Vec<SeqId>,
 }
 
 impl Scheduler {
     /// A scheduler with nothing to do.
     pub fn new(config: Config) -> Result<Self, ConfigError> {
         config.check()?;
+        let mut clocks = Clocks::default();
+        clocks.admit_group(0);
         Ok(Self {
             pool: BlockPool::new(config.num_blocks, config.block_size as usize),
+            host: HostPool::new(config.host_blocks),
             seqs: SlotMap::with_key(),
-            queue: Queue::default(),
-            running: Vec::with_capacity(config.max_seqs as usize),
+            queue: Queue::new(config.policy),
+            running: Vec::with_capacity(2 * config.max_seqs as usize),
             free_rows: (0..config.max_seqs).rev().collect(),
-            spare: Vec::new(),
-            found: Vec::new(),
+            swaps_due: Vec::new(),
+            running_classes: BTreeMap::new(),
+            deadlines: BTreeMap::new(),
+            tenants: Groups::new(),
+            classes: Groups::new(),
+            clocks,
+            model: StepModel::default(),
+            hopes: Hopes::default(),
+            fresh: Vec::new(),
+            parked: 0,
+            returning: 0,
+            swapped: 0,
+            queued_tokens: 0,
+            queued_reqs: 0,
+            mean_output: 0.0,
+            boarding: 0,
+            elder: None,
+            refused: None,
+            admitted: 0,
+            looks: 0,
+            stall: None,
+            wake_at: None,
+            predicted_step: 0,
             next_ticket: 0,
             committed: 0,
-            counters: Stats::default(),
+            last_commit: 0,
+            counters: Counters::default(),
+            finished: VecDeque::new(),
+            journal: None,
+            spare: Vec::new(),
+            found: Vec::new(),
+            partial: Vec::new(),
+            skipped: Vec::new(),
             config,
         })
     }
@@ -79,35 +139,49 @@ impl Scheduler {
         &self.config
     }
 
-    /// Puts a request at the end of the queue, or says why it can never run.
-    pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
-        let seq = Sequence::new(request, self.next_ticket, self.config.max_model_len, now)?;
-        // The last token's KV is never needed.
-        let (needed, have) = ((seq.limit - 1).div_ceil(self.config.block_size), self.config.usable_blocks());
-        if needed > have {
-            let fits = u64::from(have) * u64::from(self.config.block_size) + 1;
-            return Err(Rejected::NeverFits { needed: needed.into(), have: have.into(), fits });
-        }
-        self.next_ticket += 1;
-        let ticket = seq.ticket;
-        let id = self.seqs.insert(seq);
-        self.queue.push(ticket, id);
-        Ok(id)
+    /// What it has learned of the machine.
+    pub fn model(&self) -> &StepModel {
+        &self.model
     }
 
     /// Ends a request without further output, in whatever state it is, and
     /// frees what it holds. False if it has ended already.
-    pub fn abort(&mut self, id: SeqId, _now: Time) -> bool {
-        if let Some(seq) = self.seqs.get(id) {
-            self.pool.forget(&seq.table, self.committed);
+    pub fn abort(&mut self, id: SeqId, now: Time) -> bool {
+        if !self.seqs.contains_key(id) {
+            return false;
         }
-        self.remove(id)
+        self.record(|journal, seqs| journal.abort(seqs[id].ticket, now));
+        self.clocks.tick(now);
+        self.leave_early(id, FinishReason::Abort);
+        true
+    }
+
+    /// Ends every request that missed its deadline, and, under
+    /// [`Policy::Deadline`], every one that cannot make it any more; adds their
+    /// ledgers to `ended`. To be called before each plan.
+    pub fn expire(&mut self, now: Time, ended: &mut Vec<Ledger>) {
+        if self.deadlines.first_key_value().is_none_or(|(&(at, _), _)| at > now) {
+            return;
+        }
+        self.record(|journal, _| journal.expire(now));
+        self.clocks.tick(now);
+        while let Some((&(at, ticket), &id)) = self.deadlines.first_key_value().filter(|((at, _), _)| *at <= now) {
+            self.deadlines.remove(&(at, ticket));
+            let due = self.due(&self.seqs[id]);
+            self.seqs[id].look_at = None;
+            if due > now {
+                self.watch(id, due);
+                continue;
+            }
+            self.counters.expired += 1;
+            ended.push(self.leave_early(id, FinishReason::Deadline));
+        }
     }
 
     /// Proposes the tokens after a sequence's last one, to be checked in its
     /// next step: commit keeps those that the model would have sampled itself.
     /// False, and nothing happens, unless the sequence is decoding with no
-    /// step in flight.
+    /// step in flight. Not recorded in the journal.
     pub fn draft(&mut self, id: SeqId, tokens: &[Token]) -> bool {
         let Some(seq) = self.seqs.get_mut(id) else { return false };
         let len = seq.tokens.len() as u32;
@@ -117,26 +191,54 @@ impl Scheduler {
         let room = (seq.limit - len - 1) as usize;
         seq.draft.clear();
         seq.draft.extend(tokens.iter().take(room));
+        seq.quick_until = 0;
         true
     }
 
-    /// Chooses the next step, or `None` when nothing can run before a commit or an addition.
+    /// Chooses the next step, or `None` when nothing can run before a commit,
+    /// an addition, or [`wake_at`](Self::wake_at).
     ///
-    /// Running sequences come first, so that a decode never waits for a
-    /// prompt (Sarathi-Serve, OSDI'24), then the queue's head as long as
-    /// tokens, rows and blocks allow; nobody is admitted in a step that
-    /// preempted.
+    /// Decodes come first, so that none waits for a prompt (Sarathi-Serve,
+    /// OSDI'24); then prompts begun; then the queue in the order of the policy,
+    /// as long as tokens, rows and blocks allow. In a step that preempted only
+    /// those are admitted for whom that was done.
     pub fn plan(&mut self, now: Time) -> Option<StepPlan> {
-        let mut plan = self.spare.pop().unwrap_or_default().reuse(self.counters.steps);
+        self.clocks.tick(now);
+        self.looks += 1;
+        for id in self.fresh.drain(..) {
+            if let Some(seq) = self.seqs.get_mut(id).filter(|seq| seq.account.state() == State::Fresh) {
+                seq.account.enter(State::Waiting, &self.clocks, seq.group, Cause::WaitOrder);
+            }
+        }
+        self.follow_hopes();
+        let mut plan = self.spare.pop().unwrap_or_default().reuse(self.counters.steps, self.clocks.now());
+        plan.swap_out.append(&mut self.swaps_due);
+        let way = self.make_room(&mut plan);
         let mut budget = self.config.max_tokens;
-        self.plan_running(&mut plan, &mut budget);
-        self.plan_waiting(&mut plan, &mut budget, now);
+        self.plan_decodes(&mut plan, &mut budget, way.spare);
+        self.bound_prefill(&plan, &mut budget);
+        self.plan_prefills(&mut plan, &mut budget, way.promised);
+        self.clocks.step(plan.chunks.len(), plan.load.prefill_tokens > 0);
         if plan.chunks.is_empty() {
+            self.record(|journal, _| journal.plan(now, None));
+            self.name_stall();
+            // Whoever lost its blocks for want of room still needs their copies.
+            self.swaps_due.append(&mut plan.swap_out);
             self.spare.push(plan);
             return None;
         }
+        self.record(|journal, _| journal.plan(now, Some(&plan)));
+        self.stall = None;
         self.counters.steps += 1;
+        self.predicted_step = self.model.step(&plan.load) as u64;
         Some(plan)
+    }
+
+    /// When [`plan`](Self::plan), having given nothing, may give something
+    /// with no other call before: a batch's timeout or somebody's deadline.
+    pub fn wake_at(&self) -> Option<Time> {
+        let deadline = self.deadlines.first_key_value().map(|(&(at, _), _)| at);
+        self.wake_at.into_iter().chain(deadline).min()
     }
 
     /// Takes in what a step sampled, for the oldest plan not yet committed.
@@ -149,7 +251,10 @@ impl Scheduler {
     /// Panics if plans are committed out of order or `sampled` is too short.
     pub fn commit(&mut self, plan: StepPlan, sampled: &[i32], now: Time, outputs: &mut Outputs) {
         assert_eq!(plan.step, self.committed, "plans must be committed in order");
+        self.clocks.tick(now);
         self.committed += 1;
+        self.model.observe(&plan.load, self.clocks.now() - plan.planned.max(self.last_commit));
+        self.last_commit = self.clocks.now();
         outputs.tokens.clear();
         outputs.ended.clear();
         let mut at = 0;
@@ -157,9 +262,10 @@ impl Scheduler {
             if chunk.samples {
                 let sampled = &sampled[at..at + 1 + chunk.drafted as usize];
                 at += sampled.len();
-                self.commit_chunk(chunk, sampled, now, outputs);
+                self.commit_chunk(chunk, sampled, outputs);
             }
         }
+        self.record(|journal, _| journal.commit(now, &outputs.tokens));
         self.spare.push(plan);
     }
 
@@ -173,234 +279,71 @@ impl Scheduler {
         self.seqs.is_empty()
     }
 
-    /// Counters, and what is true now.
-    pub fn stats(&self) -> Stats {
-        let waiting = self.queue.len();
-        Stats {
-            running: self.seqs.len() - waiting,
-            waiting,
-            total_blocks: self.config.usable_blocks() as usize,
-            free_blocks: self.pool.free(),
-            ..self.counters
-        }
+    /// The account of a request that lives, up to the last call, or of one of the last 10,000 that ended.
+    pub fn explain(&self, tag: u64) -> Option<Ledger> {
+        let ended = self.finished.iter().rev().find(|ledger| ledger.tag == tag).cloned();
+        ended.or_else(|| self.seqs.values().find(|seq| seq.tag == tag).map(|seq| self.ledger(seq, None)))
     }
 
-    /// Panics unless every invariant holds. For tests and for idle moments.
-    pub fn check(&self) {
-        self.pool.check(self.seqs.values().map(|seq| &seq.table));
-        let mut rows: Vec<u32> = self.free_rows.clone();
-        for (id, seq) in &self.seqs {
-            assert!(seq.tokens.len() as u32 <= seq.limit, "longer than it may get");
-            assert!(seq.computed <= seq.expected_len() + seq.draft.len() as u32, "computed more than there is");
-            let blocks = seq.table.ids().len() as u32;
-            assert!(seq.computed <= blocks * self.config.block_size, "computed tokens without a block");
-            if seq.row == NO_ROW {
-                assert_eq!((blocks, seq.computed), (0, 0), "a waiting sequence holds blocks");
-            } else {
-                assert!(self.running.contains(&id), "a row without a running sequence");
-                rows.push(seq.row);
-            }
-            if self.committed == self.counters.steps {
-                assert_eq!((seq.pending, seq.drafting), (0, false), "nothing is in flight");
-            }
-        }
-        rows.sort_unstable();
-        assert!(rows.into_iter().eq(0..self.config.max_seqs), "a row is lost or taken twice");
-        for (ticket, id) in self.queue.iter() {
-            let seq = self.seqs.get(id).expect("a queued sequence exists");
-            assert_eq!((seq.ticket, seq.row), (ticket, NO_ROW), "queued under another name, or while it runs");
-        }
-        let waiting = self.seqs.values().filter(|seq| seq.row == NO_ROW).count();
-        assert_eq!(waiting, self.queue.len(), "a sequence that neither waits nor runs");
+    /// What each tenant used, those that were not seen for long left out.
+    pub fn tenants(&self) -> impl Iterator<Item = (&Arc<str>, &Usage)> {
+        self.tenants.iter()
+    }
+
+    /// What each class used, likewise.
+    pub fn classes(&self) -> impl Iterator<Item = (&i32, &Usage)> {
+        self.classes.iter()
     }
 
     pub(crate) fn sequence(&self, id: SeqId) -> &Sequence {
         &self.seqs[id]
     }
 
-    /// Gives each running sequence its next chunk, and drops those that ended.
-    fn plan_running(&mut self, plan: &mut StepPlan, budget: &mut u32) {
-        let (mut at, mut kept) = (0, 0);
-        while at < self.running.len() {
-            let id = self.running[at];
-            at += 1;
-            // Preempting shortens `running` behind `at`, never before it, but for `id` itself.
-            if self.plan_chunk(id, at, plan, budget) {
-                self.running[kept] = id;
-                kept += 1;
-            }
-        }
-        self.running.truncate(kept);
+    /// What a sequence waits for when it is not its group's turn.
+    pub(crate) fn others(&self) -> Cause {
+        if self.config.policy == Policy::Fair { Cause::WaitShare } else { Cause::WaitOrder }
     }
 
-    /// Plans what `id` can run now. False if it has ended, or was preempted itself.
-    fn plan_chunk(&mut self, id: SeqId, at: usize, plan: &mut StepPlan, budget: &mut u32) -> bool {
-        let Some(seq) = self.seqs.get_mut(id) else { return false };
-        let expected = seq.expected_len();
-        // Nothing left to sample, or the length is open until the commit.
-        if *budget == 0 || expected == seq.limit || seq.drafting {
-            return true;
-        }
-        let block_size = self.config.block_size;
-        let table_from = seq.table.ids().len() as u32;
-        let mut len = (expected - seq.computed).min(*budget);
-        // A draft is worth free tokens and blocks, but nobody's eviction.
-        let drafted = (seq.draft.len() as u32).min(*budget - len);
-        let with_draft = seq.computed + len + drafted;
-        if drafted > 0 && self.pool.grow(&mut seq.table, with_draft.div_ceil(block_size) as usize) {
-            seq.draft.truncate(drafted as usize);
-            seq.drafting = true;
-            len += drafted;
-        } else {
-            seq.draft.clear();
-        }
-        let end = seq.computed + len;
-        if end <= table_from * block_size || self.pool.grow(&mut seq.table, end.div_ceil(block_size) as usize) {
-            plan.chunks.push(seq.next_chunk(id, len, table_from));
-            seal(&mut self.pool, seq, block_size, plan.step);
-        } else {
-            if !self.reserve(id, end.div_ceil(block_size) as usize, at, plan) {
-                return false;
-            }
-            let seq = &mut self.seqs[id];
-            plan.chunks.push(seq.next_chunk(id, len, table_from));
-            seal(&mut self.pool, seq, block_size, plan.step);
-        }
-        *budget -= len;
-        true
-    }
-
-    /// Grows a running sequence's table to `blocks`, taking blocks from the
-    /// last of those in `running[at..]`. False if it came to `id` itself.
-    fn reserve(&mut self, id: SeqId, blocks: usize, at: usize, plan: &mut StepPlan) -> bool {
-        while !self.pool.grow(&mut self.seqs[id].table, blocks) {
-            let victim = if self.running.len() > at { self.running.pop().expect("not empty") } else { id };
-            if !self.seqs.contains_key(victim) {
-                continue;
-            }
-            self.preempt(victim, plan);
-            if victim == id {
-                return false;
-            }
-        }
-        true
-    }
-
-    /// Admits waiting sequences while tokens, rows and blocks allow.
-    fn plan_waiting(&mut self, plan: &mut StepPlan, budget: &mut u32, now: Time) {
-        while plan.preempted.is_empty() && *budget > 0 && !self.free_rows.is_empty() {
-            let Some(id) = self.queue.first() else { return };
-            if !self.admit(id, plan, now) {
-                return;
-            }
-            let seq = &mut self.seqs[id];
-            let len = (seq.tokens.len() as u32 - seq.computed).min(*budget);
-            *budget -= len;
-            plan.chunks.push(seq.next_chunk(id, len, 0));
-            seal(&mut self.pool, seq, self.config.block_size, plan.step);
-        }
-    }
-
-    /// Moves the queue's head to a row, with blocks for all its tokens, cached
-    /// ones first. False if there is no room for it yet.
-    fn admit(&mut self, id: SeqId, plan: &mut StepPlan, now: Time) -> bool {
-        let headroom = if self.running.is_empty() { 0 } else { self.config.watermark as usize };
-        let room = self.pool.free().saturating_sub(headroom);
+    /// Books a sequence's time so far, and begins another state.
+    pub(crate) fn enter(&mut self, id: SeqId, state: State) {
+        let others = self.others();
         let seq = &mut self.seqs[id];
-        // A token still on its way was sampled before the sequence lost its blocks.
-        if seq.pending > 0 || seq.needs_free > room {
-            return false;
-        }
-        let len = seq.tokens.len();
-        let block_size = self.config.block_size as usize;
-        let blocks = len.div_ceil(block_size);
-        self.found.clear();
-        if self.config.prefix_caching {
-            seq.chain = self.pool.find(&seq.salt, &seq.tokens, &mut self.found);
-        }
-        // The last token always runs, or there would be nothing to sample
-        // from. If its block was found it is written again, so in a copy when
-        // others hold it, and not at all when there is nothing to copy yet.
-        let mut rewritten = self.found.last().copied().filter(|_| self.found.len() * block_size == len);
-        let mut copy = rewritten.is_some_and(|last| self.pool.holders(last) > 0);
-        if copy && rewritten.is_some_and(|last| !self.pool.complete_before(last, plan.step)) {
-            self.found.clear();
-            seq.chain = self.pool.find(&seq.salt, &seq.tokens[..len - 1], &mut self.found);
-            (rewritten, copy) = (None, false);
-        }
-        let revived = self.found.iter().filter(|&&found| self.pool.holders(found) == 0).count();
-        seq.needs_free = revived + blocks - self.found.len() + usize::from(copy);
-        if seq.needs_free > room {
-            return false;
-        }
-        seq.needs_free = 0;
-        for &found in &self.found {
-            self.pool.share(&mut seq.table, found);
-        }
-        if copy {
-            plan.copies.push(self.pool.unshare_last(&mut seq.table));
-        } else if let Some(last) = rewritten {
-            self.pool.rewrite(last, plan.step);
-        }
-        let grown = self.pool.grow(&mut seq.table, blocks);
-        assert!(grown, "counted before");
-        seq.computed = (self.found.len() * block_size).min(len - 1) as u32;
-        if self.config.prefix_caching {
-            seq.seal_at = (self.found.len() as u32 + 1) * self.config.block_size;
-        }
-        seq.row = self.free_rows.pop().expect("the caller looked");
-        // Room for all it will sample, so that decoding does not allocate.
-        seq.tokens.reserve_exact(seq.limit as usize - len);
-        let queued = seq.started.unwrap_or(now).saturating_sub(seq.arrived);
-        if seq.started.is_none() {
-            seq.started = Some(now);
-            seq.cached_tokens = seq.computed;
-            self.counters.prompt_tokens += len as u64;
-            if self.config.prefix_caching {
-                self.counters.prefix_queries += len as u64;
-                self.counters.prefix_hits += u64::from(seq.computed);
-            }
-        }
-        plan.seated.push(Seated { row: seq.row, seq: id, tag: seq.tag, cached_tokens: seq.cached_tokens, queued });
-        self.queue.remove(seq.ticket);
-        self.running.push(id);
-        true
+        seq.account.enter(state, &self.clocks, seq.group, others);
     }
 
-    /// Takes blocks and row from a running sequence and queues it at its old
-    /// place. A token on its way still arrives. Names that rest on steps not
-    /// yet committed go: nobody would take them back if those steps fail.
-    fn preempt(&mut self, id: SeqId, plan: &mut StepPlan) {
-        let seq = &mut self.seqs[id];
-        self.pool.forget(&seq.table, self.committed);
-        self.pool.release(&mut seq.table);
-        self.free_rows.push(seq.row);
-        (seq.row, seq.computed) = (NO_ROW, 0);
-        seq.chain = Chain::root(&seq.salt);
-        seq.draft.clear();
-        seq.preemptions += 1;
-        self.counters.preemptions += 1;
-        plan.preempted.push(seq.tag);
-        self.queue.push(seq.ticket, id);
+    /// Runs `write` if there is a journal.
+    pub(crate) fn record(&mut self, write: impl FnOnce(&mut Journal, &SlotMap<SeqId, Sequence>)) {
+        if let Some(journal) = &mut self.journal {
+            write(journal, &self.seqs);
+        }
     }
 
     /// Appends what one chunk sampled, up to the first drafted token that the
     /// model would not have chosen, or the request's end.
-    fn commit_chunk(&mut self, chunk: &Chunk, sampled: &[i32], now: Time, outputs: &mut Outputs) {
+    fn commit_chunk(&mut self, chunk: &Chunk, sampled: &[i32], outputs: &mut Outputs) {
         let Some(seq) = self.seqs.get_mut(chunk.seq) else { return };
         seq.pending -= 1;
+        let before = outputs.tokens.len();
         let mut finish = None;
         for (i, &token) in sampled.iter().enumerate() {
             let token = token as Token;
             finish = if token as i32 >= 0 { seq.push(token) } else { Some(FinishReason::Error) };
             outputs.tokens.push(Output { tag: seq.tag, token, finish });
-            self.counters.generated_tokens += u64::from(finish != Some(FinishReason::Error));
             if finish.is_some() || (i < chunk.drafted as usize && seq.draft.get(i) != Some(&token)) {
                 break;
             }
         }
-        if seq.first_token.is_none() {
-            seq.first_token = Some(now);
+        let given = (outputs.tokens.len() - before) as u64 - u64::from(finish == Some(FinishReason::Error));
+        self.counters.generated_tokens += given;
+        if self.config.policy == Policy::Fair {
+            self.queue.shares.charge(seq.tenant, OUTPUT_TOKEN * given, seq.weight);
+        }
+        if !seq.decoding {
+            seq.first_token.get_or_insert(self.clocks.now());
+            if seq.preemptions == chunk.preemptions {
+                seq.decoding = true;
+                seq.account.enter(State::Decode, &self.clocks, seq.group, Cause::WaitOrder);
+            }
         }
         // With drafts the length was a guess; but a sequence that lost its blocks since then has nothing computed.
         if chunk.drafted > 0 {
@@ -412,37 +355,106 @@ impl Scheduler {
         }
         match finish {
             // The token is known only now, but its KV may be a later plan's work.
-            None => seal(&mut self.pool, seq, self.config.block_size, self.counters.steps - 1),
+            None => {
+                let forks = !seq.forks.is_empty();
+                if seq.seal_at <= seq.computed.min(seq.tokens.len() as u32) {
+                    self.seal(chunk.seq, self.counters.steps - 1);
+                }
+                if forks {
+                    self.release_forks(chunk.seq);
+                }
+            }
             Some(reason) => {
                 if reason == FinishReason::Error {
                     self.pool.forget(&seq.table, 0);
                 }
-                outputs.ended.push(seq.ended(now));
-                self.remove(chunk.seq);
+                let ledger = self.remove(chunk.seq, reason);
+                outputs.ended.push(ledger);
             }
         }
     }
 
-    /// Frees all that a sequence holds and forgets it. False if it is gone already.
-    fn remove(&mut self, id: SeqId) -> bool {
-        let Some(mut seq) = self.seqs.remove(id) else { return false };
-        self.pool.release(&mut seq.table);
-        if seq.row == NO_ROW {
-            self.queue.remove(seq.ticket);
-        } else {
-            self.free_rows.push(seq.row);
+    /// Names the blocks of a sequence that, once `step` has run, are full of known tokens.
+    pub(crate) fn seal(&mut self, id: SeqId, step: u64) {
+        let seq = &mut self.seqs[id];
+        let size = self.config.block_size;
+        let known = seq.computed.min(seq.tokens.len() as u32);
+        while seq.seal_at <= known {
+            let block = (seq.seal_at - size) as usize..seq.seal_at as usize;
+            let name = self.pool.seal(&seq.table, &mut seq.chain, &seq.tokens[block], step);
+            self.hopes.sealed(name);
+            if let Some(journal) = &mut self.journal {
+                journal.name(seq, seq.seal_at / size - 1, name);
+            }
+            seq.seal_at += size;
         }
-        true
     }
-}
 
-/// Names the blocks of `seq` that, once `step` has run, are full of known tokens.
-fn seal(pool: &mut BlockPool, seq: &mut Sequence, block_size: u32, step: u64) {
-    let known = seq.computed.min(seq.tokens.len() as u32);
-    while seq.seal_at <= known {
-        let block = (seq.seal_at - block_size) as usize..seq.seal_at as usize;
-        pool.seal(&seq.table, &mut seq.chain, &seq.tokens[block], step);
-        seq.seal_at += block_size;
+    /// Ends a request between steps. Its blocks lose the names that rest on
+    /// steps not yet committed: should those fail, nobody would take them back.
+    fn leave_early(&mut self, id: SeqId, reason: FinishReason) -> Ledger {
+        self.pool.forget(&self.seqs[id].table, self.committed);
+        self.remove(id, reason)
+    }
+
+    /// Frees all that a sequence holds, forgets it, and closes its account.
+    fn remove(&mut self, id: SeqId, reason: FinishReason) -> Ledger {
+        self.release_forks(id);
+        let seq = &self.seqs[id];
+        let ledger = self.ledger(seq, Some(reason));
+        if seq.row == NO_ROW {
+            if seq.account.state() == State::Sibling {
+                self.parked -= 1;
+            } else {
+                self.dequeue(id);
+            }
+        } else {
+            self.unseat(id);
+        }
+        let mut seq = self.seqs.remove(id).expect("the caller looked");
+        self.pool.release(&mut seq.table);
+        self.host.release(&mut seq.host);
+        if let Some(at) = seq.look_at {
+            self.deadlines.remove(&(at, seq.ticket));
+        }
+        self.tenants.usage(seq.tenant).book(&ledger);
+        self.classes.usage(seq.class).book(&ledger);
+        self.tenants.leave(seq.tenant);
+        self.classes.leave(seq.class);
+        if matches!(reason, FinishReason::Stop | FinishReason::Length) {
+            let gain = if self.mean_output == 0.0 { 1.0 } else { 0.05 };
+            self.mean_output += gain * (f64::from(ledger.output_tokens) - self.mean_output);
+        }
+        if self.finished.len() == EXPLAINED {
+            self.finished.pop_front();
+        }
+        self.finished.push_back(ledger.clone());
+        ledger
+    }
+
+    /// A sequence's account up to now.
+    fn ledger(&self, seq: &Sequence, finish: Option<FinishReason>) -> Ledger {
+        let (causes, block_us) = seq.account.read(&self.clocks, seq.group, self.others());
+        Ledger {
+            tag: seq.tag,
+            finish,
+            arrived: seq.arrived,
+            started: seq.started,
+            first_token: seq.first_token,
+            ended: self.clocks.now(),
+            causes,
+            prompt_tokens: seq.prompt_len,
+            cached_tokens: seq.cached_tokens,
+            output_tokens: seq.tokens.len() as u32 - seq.prompt_len,
+            computed_tokens: seq.account.computed_tokens + u64::from(seq.computed - seq.computed_from),
+            recomputed_tokens: seq.account.recomputed_tokens,
+            preemptions: seq.preemptions,
+            swaps: seq.account.swaps,
+            preempted_by: seq.account.preempted_by.clone(),
+            block_us,
+            tenant: Arc::clone(self.tenants.name(seq.tenant)),
+            priority: seq.priority,
+        }
     }
 }
 

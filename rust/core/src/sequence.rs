@@ -1,8 +1,9 @@
 //! One request in flight: its tokens, and how many of them the model has seen.
 
-use crate::queue::Ticket;
-use crate::{BlockTable, Chain, Chunk, Rejected};
-use slotmap::{Key, KeyData, new_key_type};
+use crate::ledger::{Account, Ledger, State};
+use crate::policy::Key;
+use crate::{BlockHash, BlockTable, Chain, Chunk, Rejected};
+use slotmap::{Key as _, KeyData, new_key_type};
 use std::sync::Arc;
 
 /// A vocabulary index.
@@ -10,6 +11,9 @@ pub type Token = u32;
 
 /// Microseconds on the caller's clock.
 pub type Time = u64;
+
+/// The order of arrival.
+pub(crate) type Ticket = u64;
 
 new_key_type! {
     /// A sequence's handle. Never reused: a plan may outlive the sequences it
@@ -42,6 +46,36 @@ pub struct Request {
     pub stop: Vec<Token>,
     /// Requests share cached blocks only under equal salts.
     pub salt: Arc<[u8]>,
+    /// Its class: lower goes first, where the policy has classes.
+    pub priority: i32,
+    /// Whose request it is.
+    pub tenant: Arc<str>,
+    /// The tenant's share against others', at least 1.
+    pub weight: u32,
+    /// When it must have ended.
+    pub deadline: Option<Time>,
+    /// When its first token must be there.
+    pub ttft_deadline: Option<Time>,
+    /// How long the caller expects the output to be.
+    pub predicted_tokens: Option<u32>,
+}
+
+impl Default for Request {
+    fn default() -> Self {
+        Self {
+            tag: 0,
+            prompt: Vec::new(),
+            max_new_tokens: 16,
+            stop: Vec::new(),
+            salt: [].into(),
+            priority: 0,
+            tenant: "".into(),
+            weight: 1,
+            deadline: None,
+            ttft_deadline: None,
+            predicted_tokens: None,
+        }
+    }
 }
 
 /// Why a request ended.
@@ -53,6 +87,10 @@ pub enum FinishReason {
     Length,
     /// The model gave no valid token for it.
     Error,
+    /// It missed its deadline, or surely would have.
+    Deadline,
+    /// Its caller did not want it any more.
+    Abort,
 }
 
 /// One token, on its way to the caller.
@@ -66,23 +104,6 @@ pub struct Output {
     pub finish: Option<FinishReason>,
 }
 
-/// What became of a request that finished.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ended {
-    /// Which request.
-    pub tag: u64,
-    /// How often it lost its blocks and was computed again.
-    pub preemptions: u32,
-    /// When it was added.
-    pub arrived: Time,
-    /// When its first chunk was planned.
-    pub started: Time,
-    /// When its first token was committed.
-    pub first_token: Time,
-    /// When its last token was committed.
-    pub ended: Time,
-}
-
 /// What one step gave: reused from step to step, so that a steady step does
 /// not allocate.
 #[derive(Debug, Default)]
@@ -90,11 +111,15 @@ pub struct Outputs {
     /// One a token, in batch order; several of one sequence stand together.
     pub tokens: Vec<Output>,
     /// One a request that ended.
-    pub ended: Vec<Ended>,
+    pub ended: Vec<Ledger>,
 }
 
 /// The row of a sequence that waits.
 pub(crate) const NO_ROW: u32 = u32::MAX;
+/// How often a request can lose its blocks.
+pub(crate) const MOST_PREEMPTIONS: u32 = 2;
+/// Stands for "no stop token", which is none of a vocabulary's.
+const NO_TOKEN: Token = Token::MAX;
 
 /// A request and its progress. There is no prefill or decode mode: `computed`
 /// against the length says everything.
@@ -108,6 +133,11 @@ pub(crate) struct Sequence {
     pub(crate) row: u32,
     /// Leading tokens whose KV is, or by a planned step will be, in `table`.
     pub(crate) computed: u32,
+    /// While `computed` is below, the next token is the last of all, and
+    /// neither needs a block nor completes one: the quick way through a plan.
+    pub(crate) quick_until: u32,
+    /// On the quick way: the cache slot of the next token.
+    pub(crate) slot: u32,
     /// Tokens that planned steps will sample: known to be coming, not what they are.
     pub(crate) pending: u32,
     /// Longest it can get, prompt and output.
@@ -116,23 +146,64 @@ pub(crate) struct Sequence {
     pub(crate) seal_at: u32,
     pub(crate) preemptions: u32,
     pub(crate) tokens: Vec<Token>,
-    pub(crate) tag: u64,
+    /// Whether its output has begun since it was admitted last.
+    pub(crate) decoding: bool,
     /// Whether `draft` is part of a planned step: the length is unknown until its commit.
     pub(crate) drafting: bool,
+    /// Whether its next chunk is put off while others' come first.
+    pub(crate) stalled: bool,
+    /// The first of its stop tokens: most have one.
+    stop: Token,
+
+    pub(crate) tag: u64,
+    pub(crate) priority: i32,
+    pub(crate) tenant: u32,
+    more_stops: Box<[Token]>,
     pub(crate) table: BlockTable,
+    pub(crate) weight: u32,
+    /// The group of the queue whose turn it must be.
+    pub(crate) group: u32,
+
     /// A guess at the tokens after the last one.
     pub(crate) draft: Vec<Token>,
-    pub(crate) stop: Box<[Token]>,
-    pub(crate) first_token: Option<Time>,
     pub(crate) chain: Chain,
     pub(crate) salt: Arc<[u8]>,
     pub(crate) ticket: Ticket,
+    pub(crate) class: u32,
     pub(crate) prompt_len: u32,
     pub(crate) cached_tokens: u32,
-    /// Free blocks it needed, beyond the watermark, when it was last turned back from the queue's head.
+    /// `computed` when it was admitted last.
+    pub(crate) computed_from: u32,
+    /// What it had computed when it lost its KV last, until it is decoding again.
+    pub(crate) lost: u32,
+    /// Tokens it had to compute when it was queued, as far as the cache was looked at.
+    pub(crate) uncached: u32,
+    /// Tokens whose KV lies in `host`, while it waits.
+    pub(crate) saved: u32,
+    pub(crate) host: Vec<u32>,
+    /// Where it waits.
+    pub(crate) key: Key,
+    /// Free blocks it needed, beyond the watermark, when it was last turned back.
     pub(crate) needs_free: usize,
+    /// The plan in which it was turned back last.
+    pub(crate) looked_at: u64,
+    /// Since when it does not fit, and how many went past it since.
+    pub(crate) turned_back: Option<Time>,
+    pub(crate) passed: u32,
     pub(crate) arrived: Time,
     pub(crate) started: Option<Time>,
+    pub(crate) first_token: Option<Time>,
+    pub(crate) deadline: Time,
+    pub(crate) ttft_deadline: Time,
+    /// When its deadlines are looked at next, if it has any.
+    pub(crate) look_at: Option<Time>,
+    pub(crate) predicted: Option<u32>,
+    /// The block that would make its cached prefix longer (prefix policy).
+    pub(crate) hope: Option<BlockHash>,
+    pub(crate) parent: Option<SeqId>,
+    /// Siblings that wait for its prompt to be computed.
+    pub(crate) forks: Vec<SeqId>,
+    pub(crate) account: Account,
 }
 
 impl Sequence {
@@ -148,34 +219,106 @@ impl Sequence {
         if prompt + new > u64::from(max_model_len) {
             return Err(Rejected::TooLong { prompt, new, limit: max_model_len.into() });
         }
+        let (stop, more_stops) = match request.stop.split_first() {
+            Some((&first, rest)) => (first, rest.into()),
+            None => (NO_TOKEN, [].into()),
+        };
         Ok(Self {
             row: NO_ROW,
             computed: 0,
+            quick_until: 0,
+            slot: 0,
             pending: 0,
             limit: (prompt + new) as u32,
-            prompt_len: prompt as u32,
-            preemptions: 0,
             seal_at: u32::MAX,
+            preemptions: 0,
+            decoding: false,
             drafting: false,
+            stalled: false,
             tokens: request.prompt,
-            table: BlockTable::default(),
-            chain: Chain::root(&request.salt),
-            draft: Vec::new(),
-            stop: request.stop.into_boxed_slice(),
-            salt: request.salt,
+            stop,
+            more_stops,
             tag: request.tag,
+            priority: request.priority,
+            tenant: 0,
+            class: 0,
+            group: 0,
+            weight: request.weight.max(1),
+            table: BlockTable::default(),
+            draft: Vec::new(),
+            chain: Chain::root(&request.salt),
+            salt: request.salt,
             ticket,
-            needs_free: 0,
+            prompt_len: prompt as u32,
             cached_tokens: 0,
+            computed_from: 0,
+            lost: 0,
+            uncached: prompt as u32,
+            saved: 0,
+            host: Vec::new(),
+            key: Key::default(),
+            needs_free: 0,
+            looked_at: 0,
+            turned_back: None,
+            passed: 0,
             arrived: now,
             started: None,
             first_token: None,
+            deadline: request.deadline.unwrap_or(Time::MAX),
+            ttft_deadline: request.ttft_deadline.unwrap_or(Time::MAX),
+            look_at: None,
+            predicted: request.predicted_tokens,
+            hope: None,
+            parent: None,
+            forks: Vec::new(),
+            account: Account::default(),
         })
+    }
+
+    /// Another of the same request, from its beginning.
+    pub(crate) fn sibling(&self, tag: u64, tenant: Arc<str>) -> Request {
+        let set = |time: Time| (time != Time::MAX).then_some(time);
+        let stops = (self.stop != NO_TOKEN).then_some(self.stop).into_iter();
+        Request {
+            tag,
+            prompt: self.tokens[..self.prompt_len as usize].to_vec(),
+            max_new_tokens: self.limit - self.prompt_len,
+            stop: stops.chain(self.more_stops.iter().copied()).collect(),
+            salt: Arc::clone(&self.salt),
+            priority: self.priority,
+            tenant,
+            weight: self.weight,
+            deadline: set(self.deadline),
+            ttft_deadline: set(self.ttft_deadline),
+            predicted_tokens: self.predicted,
+        }
     }
 
     /// Its length once every planned step has sampled.
     pub(crate) fn expected_len(&self) -> u32 {
         self.tokens.len() as u32 + self.pending
+    }
+
+    /// Whether it was preempted so often that it must not be again: then it
+    /// gets all the blocks that it can ever need at once.
+    pub(crate) fn pinned(&self) -> bool {
+        self.preemptions >= MOST_PREEMPTIONS
+    }
+
+    /// What it is in while it runs.
+    pub(crate) fn running_state(&self) -> State {
+        match () {
+            () if self.decoding => State::Decode,
+            () if self.lost > 0 => State::Recompute,
+            () => State::Prefill,
+        }
+    }
+
+    /// Tokens that it is thought to generate still.
+    pub(crate) fn predicted_left(&self) -> u32 {
+        let longest = self.limit - self.prompt_len;
+        let done = self.tokens.len() as u32 - self.prompt_len;
+        self.predicted.unwrap_or(longest).min(longest).saturating_sub(done).max(1)
     }
 
     /// What the step buffers say for the token at `position`: the token, or
@@ -190,32 +333,35 @@ impl Sequence {
 
     /// Its next `len` tokens. From now on they count as computed: whatever is
     /// planned later runs later.
-    pub(crate) fn next_chunk(&mut self, id: SeqId, len: u32, table_from: u32) -> Chunk {
+    pub(crate) fn next_chunk(&mut self, id: SeqId, len: u32, table_from: u32, block_size: u32) -> Chunk {
         let start = self.computed;
-        self.computed += len;
         let drafted = if self.drafting { self.draft.len() as u32 } else { 0 };
+        let (token, slot) = (self.input_at(start as usize), self.slot_of(start, block_size));
+        self.computed += len;
         let samples = self.computed == self.expected_len() + drafted;
         self.pending += u32::from(samples);
-        Chunk { seq: id, row: self.row, start, len, drafted, samples, table_from, preemptions: self.preemptions }
+        // The next one is quick if its block is there, and it is not the block's last.
+        let offset = self.computed % block_size;
+        if samples && drafted == 0 && offset != 0 {
+            self.slot = self.slot_of(self.computed, block_size);
+            self.quick_until = self.computed - offset + block_size - 1;
+        } else {
+            self.quick_until = 0;
+        }
+        Chunk { seq: id, row: self.row, start, len, drafted, samples, token, slot, table_from, preemptions: self.preemptions }
+    }
+
+    /// The cache slot of the token at `position`, whose block it has.
+    pub(crate) fn slot_of(&self, position: u32, block_size: u32) -> u32 {
+        self.table.ids()[(position / block_size) as usize].0 * block_size + position % block_size
     }
 
     /// Appends a sampled token, and says whether that ends the request.
     pub(crate) fn push(&mut self, token: Token) -> Option<FinishReason> {
         self.tokens.push(token);
-        if self.stop.contains(&token) {
+        if token == self.stop || (!self.more_stops.is_empty() && self.more_stops.contains(&token)) {
             return Some(FinishReason::Stop);
         }
         (self.tokens.len() as u32 == self.limit).then_some(FinishReason::Length)
-    }
-
-    pub(crate) fn ended(&self, now: Time) -> Ended {
-        Ended {
-            tag: self.tag,
-            preemptions: self.preemptions,
-            arrived: self.arrived,
-            started: self.started.unwrap_or(now),
-            first_token: self.first_token.unwrap_or(now),
-            ended: now,
-        }
     }
 }

@@ -4,11 +4,12 @@ use chairlift_core as core;
 use pyo3::exceptions::PyValueError;
 use pyo3::{PyErr, create_exception};
 
-create_exception!(chairlift._core, Rejected, PyValueError, "A request that can never run.");
+create_exception!(chairlift._core, Rejected, PyValueError, "A request that was turned away.");
 create_exception!(chairlift._core, EmptyPrompt, Rejected, "The prompt has no tokens.");
 create_exception!(chairlift._core, NoNewTokens, Rejected, "No new token was asked for.");
 create_exception!(chairlift._core, TooLong, Rejected, "Prompt and output exceed the model's context.");
 create_exception!(chairlift._core, NeverFits, Rejected, "Prompt and output exceed the whole KV cache.");
+create_exception!(chairlift._core, QueueFull, Rejected, "As many requests wait as may: (message, microseconds after which to come back).");
 
 pub(crate) fn rejected(error: core::Rejected) -> PyErr {
     let message = error.to_string();
@@ -17,5 +18,6 @@ pub(crate) fn rejected(error: core::Rejected) -> PyErr {
         core::Rejected::NoNewTokens => NoNewTokens::new_err(message),
         core::Rejected::TooLong { .. } => TooLong::new_err(message),
         core::Rejected::NeverFits { .. } => NeverFits::new_err(message),
+        core::Rejected::QueueFull { retry_after, .. } => QueueFull::new_err((message, retry_after)),
     }
 }

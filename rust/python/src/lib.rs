@@ -3,6 +3,8 @@
 
 mod buffers;
 mod errors;
+mod replay;
+mod reports;
 mod scheduler;
 
 use pyo3::prelude::*;
@@ -12,9 +14,11 @@ mod _core {
     #[pymodule_export]
     use crate::buffers::StepBuffers;
     #[pymodule_export]
-    use crate::errors::{EmptyPrompt, NeverFits, NoNewTokens, Rejected, TooLong};
+    use crate::errors::{EmptyPrompt, NeverFits, NoNewTokens, QueueFull, Rejected, TooLong};
     #[pymodule_export]
-    use crate::scheduler::{Outputs, Scheduler, Stats, StepPlan};
+    use crate::replay::{replay, what_if};
+    #[pymodule_export]
+    use crate::scheduler::{Outputs, Scheduler, StepPlan};
     use pyo3::prelude::*;
 
     #[pymodule_init]

@@ -2,11 +2,12 @@
 
 use crate::buffers::StepBuffers;
 use crate::errors::rejected;
+use crate::reports;
 use chairlift_core as core;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyDict, PyList};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A planned step, spent by `Scheduler.commit`.
@@ -25,13 +26,14 @@ pub(crate) struct StepPlan {
     seated: Vec<Seated>,
     #[pyo3(get)]
     preempted: Vec<u64>,
+    #[pyo3(get)]
+    swap_out: Vec<(u32, u32)>,
+    #[pyo3(get)]
+    swap_in: Vec<(u32, u32)>,
 }
 
 /// (row, sequence, tag, cached tokens, microseconds queued) of a sequence admitted in a step.
 type Seated = (u32, u64, u64, u32, core::Time);
-
-/// (tag, preemptions, arrived, started, first token, ended) of a request that finished.
-type Ended = (u64, u32, core::Time, core::Time, core::Time, core::Time);
 
 /// What a step gave: packed arrays of equal length, one entry a token.
 #[pyclass(frozen, get_all, module = "chairlift._core")]
@@ -39,22 +41,7 @@ pub(crate) struct Outputs {
     tags: Py<PyBytes>,
     tokens: Py<PyBytes>,
     finishes: Py<PyBytes>,
-    ended: Vec<Ended>,
-}
-
-/// Counters since the start, and what is true now.
-#[pyclass(frozen, get_all, module = "chairlift._core")]
-pub(crate) struct Stats {
-    running: usize,
-    waiting: usize,
-    total_blocks: usize,
-    free_blocks: usize,
-    steps: u64,
-    prompt_tokens: u64,
-    prefix_queries: u64,
-    prefix_hits: u64,
-    generated_tokens: u64,
-    preemptions: u64,
+    ended: Py<PyList>,
 }
 
 struct Inner {
@@ -77,7 +64,10 @@ impl Scheduler {
 #[pymethods]
 impl Scheduler {
     #[new]
-    #[pyo3(signature = (*, num_blocks, block_size, max_tokens, max_seqs, max_model_len, prefix_caching = true, watermark = 0))]
+    #[pyo3(signature = (*, num_blocks, block_size, max_tokens, max_seqs, max_model_len, prefix_caching = true, watermark = 0,
+        policy = "fcfs", batching = "continuous", batch_size = None, batch_timeout = 0, max_queued_reqs = None,
+        max_queued_tokens = None, ageing = 10_000_000, target_itl = None, host_blocks = 0, swap_ns_per_block = 0, journal = false))]
+    #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools)] // the settings, by name
     fn new(
         num_blocks: u32,
         block_size: u32,
@@ -86,13 +76,44 @@ impl Scheduler {
         max_model_len: u32,
         prefix_caching: bool,
         watermark: u32,
+        policy: &str,
+        batching: &str,
+        batch_size: Option<u32>,
+        batch_timeout: core::Time,
+        max_queued_reqs: Option<u32>,
+        max_queued_tokens: Option<u64>,
+        ageing: core::Time,
+        target_itl: Option<core::Time>,
+        host_blocks: u32,
+        swap_ns_per_block: u32,
+        journal: bool,
     ) -> PyResult<Self> {
-        let config = core::Config { num_blocks, block_size, max_tokens, max_seqs, max_model_len, prefix_caching, watermark };
-        let core = core::Scheduler::new(config).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let config = core::Config {
+            num_blocks,
+            block_size,
+            max_tokens,
+            max_seqs,
+            max_model_len,
+            prefix_caching,
+            watermark,
+            policy: policy_of(policy)?,
+            batching: batching_of(batching, batch_size.unwrap_or(max_seqs), batch_timeout)?,
+            max_queued_reqs: max_queued_reqs.unwrap_or(u32::MAX),
+            max_queued_tokens: max_queued_tokens.unwrap_or(u64::MAX),
+            ageing,
+            target_itl: target_itl.unwrap_or(0),
+            host_blocks,
+            swap_ns_per_block,
+        };
+        let mut core = core::Scheduler::new(config).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        if journal {
+            core.start_journal();
+        }
         Ok(Self(Mutex::new(Inner { core, outputs: core::Outputs::default(), sampled: Vec::new() })))
     }
 
-    #[pyo3(signature = (tag, prompt, max_new_tokens, stop, now, *, salt = b"".as_slice()))]
+    #[pyo3(signature = (tag, prompt, max_new_tokens, stop, now, *, salt = b"".as_slice(), priority = 0, tenant = "", weight = 1,
+        deadline = None, ttft_deadline = None, predicted_tokens = None))]
     #[allow(clippy::needless_pass_by_value, clippy::too_many_arguments)] // what Python hands over
     fn add(
         &self,
@@ -103,15 +124,43 @@ impl Scheduler {
         stop: Vec<u32>,
         now: core::Time,
         salt: &[u8],
+        priority: i32,
+        tenant: &str,
+        weight: u32,
+        deadline: Option<core::Time>,
+        ttft_deadline: Option<core::Time>,
+        predicted_tokens: Option<u32>,
     ) -> PyResult<u64> {
         let prompt = prompt.to_vec(py)?.into_iter().map(u32::try_from).collect::<Result<_, _>>();
-        let prompt = prompt.map_err(|_| PyValueError::new_err("prompt has a negative token"))?;
-        let request = core::Request { tag, prompt, max_new_tokens, stop, salt: salt.into() };
+        let request = core::Request {
+            tag,
+            prompt: prompt.map_err(|_| PyValueError::new_err("prompt has a negative token"))?,
+            max_new_tokens,
+            stop,
+            salt: salt.into(),
+            priority,
+            tenant: tenant.into(),
+            weight,
+            deadline,
+            ttft_deadline,
+            predicted_tokens,
+        };
         self.lock()?.core.add(request, now).map(core::SeqId::to_bits).map_err(rejected)
+    }
+
+    fn fork(&self, seq: u64, tag: u64, now: core::Time) -> PyResult<u64> {
+        let sibling = self.lock()?.core.fork(core::SeqId::from_bits(seq), tag, now);
+        sibling.map(core::SeqId::to_bits).ok_or_else(|| PyKeyError::new_err("that sequence has ended"))
     }
 
     fn abort(&self, seq: u64, now: core::Time) -> PyResult<bool> {
         Ok(self.lock()?.core.abort(core::SeqId::from_bits(seq), now))
+    }
+
+    fn expire<'py>(&self, py: Python<'py>, now: core::Time) -> PyResult<Bound<'py, PyList>> {
+        let mut ended = Vec::new();
+        self.lock()?.core.expire(now, &mut ended);
+        reports::ledgers(py, &ended)
     }
 
     fn plan(&self, py: Python<'_>, buffers: &StepBuffers, now: core::Time) -> PyResult<Option<StepPlan>> {
@@ -120,17 +169,16 @@ impl Scheduler {
         let view = buffers.view(py).ok_or_else(|| PyValueError::new_err("the step buffers changed their layout"))?;
         let Some(plan) = inner.core.plan(now) else { return Ok(None) };
         let lens = plan.fill(&inner.core, &view);
+        let seated = plan.seated.iter().map(|one| (one.row, one.seq.to_bits(), one.tag, one.cached_tokens, one.queued));
         Ok(Some(StepPlan {
             num_tokens: lens.tokens,
             num_seqs: lens.seqs,
             num_samples: lens.samples,
             num_copies: lens.copies,
-            seated: plan
-                .seated
-                .iter()
-                .map(|seated| (seated.row, seated.seq.to_bits(), seated.tag, seated.cached_tokens, seated.queued))
-                .collect(),
+            seated: seated.collect(),
             preempted: plan.preempted.clone(),
+            swap_out: plan.swap_out.iter().map(|&(block, host)| (block.0, host)).collect(),
+            swap_in: plan.swap_in.iter().map(|&(host, block)| (host, block.0)).collect(),
             plan: Mutex::new(Some(plan)),
         }))
     }
@@ -149,15 +197,11 @@ impl Scheduler {
         let Inner { core, outputs, sampled } = &mut *inner;
         core.commit(plan, sampled, now, outputs);
         let tokens = &outputs.tokens;
-        let ended = outputs.ended.iter().map(|ended| {
-            let core::Ended { tag, preemptions, arrived, started, first_token, ended } = *ended;
-            (tag, preemptions, arrived, started, first_token, ended)
-        });
         Ok(Outputs {
             tags: packed(py, tokens, |output| output.tag.to_le_bytes())?,
             tokens: packed(py, tokens, |output| (output.token as i32).to_le_bytes())?,
             finishes: packed(py, tokens, |output| [finish_code(output.finish)])?,
-            ended: ended.collect(),
+            ended: reports::ledgers(py, &outputs.ended)?.unbind(),
         })
     }
 
@@ -168,36 +212,58 @@ impl Scheduler {
         Ok((packed(py, tokens, |token| token.to_le_bytes())?, prompt_len))
     }
 
-    fn stats(&self) -> PyResult<Stats> {
-        let core::Stats {
-            running,
-            waiting,
-            total_blocks,
-            free_blocks,
-            steps,
-            prompt_tokens,
-            prefix_queries,
-            prefix_hits,
-            generated_tokens,
-            preemptions,
-        } = self.lock()?.core.stats();
-        Ok(Stats {
-            running,
-            waiting,
-            total_blocks,
-            free_blocks,
-            steps,
-            prompt_tokens,
-            prefix_queries,
-            prefix_hits,
-            generated_tokens,
-            preemptions,
-        })
+    fn explain<'py>(&self, py: Python<'py>, tag: u64) -> PyResult<Option<Bound<'py, PyDict>>> {
+        self.lock()?.core.explain(tag).map(|ledger| reports::ledger(py, &ledger)).transpose()
+    }
+
+    fn wake_at(&self) -> PyResult<Option<core::Time>> {
+        Ok(self.lock()?.core.wake_at())
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        reports::stats(py, &self.lock()?.core.stats())
+    }
+
+    fn usage<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let inner = self.lock()?;
+        let (tenants, classes) = (PyDict::new(py), PyDict::new(py));
+        for (name, usage) in inner.core.tenants() {
+            tenants.set_item(&**name, reports::usage(py, usage)?)?;
+        }
+        for (priority, usage) in inner.core.classes() {
+            classes.set_item(priority, reports::usage(py, usage)?)?;
+        }
+        let dict = PyDict::new(py);
+        dict.set_item("tenants", tenants)?;
+        dict.set_item("classes", classes)?;
+        Ok(dict)
+    }
+
+    fn journal<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let mut bytes = Vec::new();
+        self.lock()?.core.take_journal(&mut bytes);
+        Ok(PyBytes::new(py, &bytes))
     }
 
     fn check(&self) -> PyResult<()> {
         self.lock()?.core.check();
         Ok(())
+    }
+}
+
+/// The policy of that name.
+pub(crate) fn policy_of(name: &str) -> PyResult<core::Policy> {
+    let names = || core::Policy::NAMES.map(|(name, _)| name).join(", ");
+    core::Policy::from_name(name).ok_or_else(|| PyValueError::new_err(format!("no policy {name:?}: there are {}", names())))
+}
+
+/// The way of batching of that name.
+pub(crate) fn batching_of(name: &str, size: u32, timeout: core::Time) -> PyResult<core::Batching> {
+    match name {
+        "continuous" => Ok(core::Batching::Continuous),
+        "static" => Ok(core::Batching::Static { size }),
+        "dynamic" => Ok(core::Batching::Dynamic { size, timeout }),
+        _ => Err(PyValueError::new_err(format!("no batching {name:?}: there are continuous, static and dynamic"))),
     }
 }
 
@@ -208,6 +274,7 @@ fn finish_code(finish: Option<core::FinishReason>) -> u8 {
         Some(core::FinishReason::Stop) => 1,
         Some(core::FinishReason::Length) => 2,
         Some(core::FinishReason::Error) => 3,
+        Some(core::FinishReason::Deadline | core::FinishReason::Abort) => unreachable!("such an end comes without a token"),
     }
 }
 

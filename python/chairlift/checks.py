@@ -1,0 +1,27 @@
+"""What the fields of a request may hold: numbers within their bounds, or an error that says which."""
+
+from __future__ import annotations
+
+import math
+
+from chairlift.errors import InvalidRequest
+
+
+def integer(name: str, value: object, low: int, high: int) -> None:
+    """Raises InvalidRequest unless `value` is an integer from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequest(f"{name} must be an integer from {low} to {high}, got {value!r:.100}", param=name)
+
+
+def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    """Raises InvalidRequest unless `value` is a finite number from `low` (`above`: which it must exceed) to `high`."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
+    if not ok or (above and value == low):
+        span = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+        raise InvalidRequest(f"{name} must be a number {span}, got {value!r:.100}", param=name)
+
+
+def text(name: str, value: object, low: int, high: int) -> None:
+    """Raises InvalidRequest unless `value` is a string of `low` to `high` characters."""
+    if not isinstance(value, str) or not low <= len(value) <= high:
+        raise InvalidRequest(f"{name} must be a string of {low} to {high} characters, got {value!r:.100}", param=name)

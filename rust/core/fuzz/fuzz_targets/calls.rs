@@ -1,0 +1,86 @@
+//! The same world as the property test's, under calls that bytes stand for.
+#![no_main]
+
+use arbitrary::{Result, Unstructured};
+use chairlift_core::{Batching, Config, Policy};
+use libfuzzer_sys::fuzz_target;
+use world::{Op, VOCABULARY, World};
+
+#[path = "../../tests/world/mod.rs"]
+mod world;
+
+fuzz_target!(|bytes: &[u8]| {
+    // Bytes that end in the middle of a call stand for the calls before it.
+    let mut bytes = Unstructured::new(bytes);
+    let Ok((config, journal)) = config(&mut bytes) else { return };
+    let mut world = World::new(config, journal);
+    while !bytes.is_empty() {
+        let Ok(op) = op(&mut bytes) else { break };
+        // Drafts are not recorded.
+        if !(journal && matches!(op, Op::Draft { .. })) {
+            world.apply(op);
+        }
+    }
+    world.drain();
+    if journal {
+        world.replay();
+    }
+});
+
+fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
+    let config = Config {
+        num_blocks: bytes.int_in_range(6..=40)?,
+        block_size: bytes.int_in_range(1..=6)?,
+        max_tokens: bytes.int_in_range(1..=24)?,
+        max_seqs: bytes.int_in_range(1..=6)?,
+        max_model_len: 44,
+        prefix_caching: bytes.ratio(9, 10)?,
+        watermark: bytes.int_in_range(0..=4)?,
+        policy: bytes.choose(&Policy::NAMES)?.1,
+        batching: match bytes.int_in_range(0..=5)? {
+            4 => Batching::Static { size: bytes.int_in_range(1..=6)? },
+            5 => Batching::Dynamic { size: bytes.int_in_range(1..=6)?, timeout: bytes.int_in_range(0..=30)? },
+            _ => Batching::Continuous,
+        },
+        max_queued_reqs: *bytes.choose(&[u32::MAX, u32::MAX, u32::MAX, 5])?,
+        max_queued_tokens: *bytes.choose(&[u64::MAX, u64::MAX, u64::MAX, 60])?,
+        ageing: bytes.int_in_range(0..=60)?,
+        target_itl: *bytes.choose(&[0, 0, 1, 4])?,
+        host_blocks: *bytes.choose(&[0, 3, 10, 40])?,
+        swap_ns_per_block: *bytes.choose(&[0, 500, 1_000_000])?,
+    };
+    Ok((config, bytes.arbitrary()?))
+}
+
+fn op(bytes: &mut Unstructured) -> Result<Op> {
+    Ok(match bytes.int_in_range(0..=19)? {
+        0..=3 => Op::Add {
+            prompt: prompt(bytes)?,
+            new: bytes.int_in_range(1..=12)?,
+            stop: bytes.arbitrary()?,
+            salt: bytes.int_in_range(0..=1)?,
+            forks: *bytes.choose(&[0, 0, 0, 1, 2])?,
+            priority: bytes.int_in_range(-1..=1)?,
+            tenant: bytes.int_in_range(0..=2)?,
+            patience: if bytes.ratio(3, 10)? { Some(bytes.int_in_range(0..=60)?) } else { None },
+            predicted: if bytes.arbitrary()? { Some(bytes.int_in_range(1..=12)?) } else { None },
+            ago: *bytes.choose(&[0, 0, 2, 8])?,
+        },
+        4 => Op::Fork(bytes.int_in_range(0..=30)?),
+        5 => Op::Wait(bytes.int_in_range(0..=40)?),
+        6 => Op::Abort(bytes.int_in_range(0..=30)?),
+        7..=8 => Op::Draft { which: bytes.int_in_range(0..=30)?, right: bytes.int_in_range(0..=3)?, wrong: bytes.int_in_range(0..=2)? },
+        9 => Op::Step { lag: bytes.int_in_range(0..=2)?, poison: Some(bytes.int_in_range(0..=30)?) },
+        _ => Op::Step { lag: *bytes.choose(&[0, 0, 1, 2])?, poison: None },
+    })
+}
+
+/// Tokens that begin as many others do, and end as they like.
+fn prompt(bytes: &mut Unstructured) -> Result<Vec<u32>> {
+    let (stem, len): (u32, u32) = (bytes.int_in_range(0..=1)?, bytes.int_in_range(1..=30)?);
+    let mut prompt: Vec<u32> = (0..len).map(|i| (i * i + stem * (i / 5)) % VOCABULARY).collect();
+    for _ in 0..bytes.int_in_range(0..=7)? {
+        prompt.push(bytes.int_in_range(0..=VOCABULARY - 1)?);
+    }
+    Ok(prompt)
+}

@@ -1,0 +1,441 @@
+//! The way in: what may wait, and who of those that wait gets a row and blocks.
+
+use crate::batch::{Seated, StepPlan};
+use crate::config::Batching;
+use crate::ledger::{Account, Cause, State};
+use crate::policy::Policy;
+use crate::queue::Walk;
+use crate::sequence::{NO_ROW, Request, SeqId, Sequence, Time};
+use crate::share::PROMPT_TOKEN;
+use crate::{Chain, Rejected, Scheduler};
+use std::sync::Arc;
+
+/// How many that do not fit are looked at, at most, for one that does.
+const LOOK_AHEAD: usize = 64;
+/// How often one that does not fit lets others go past it.
+const MOST_PASSED: u32 = 256;
+/// Plans after which one that did not fit is measured anew: its prefix may be in the cache by then.
+const MEASURED_FOR: u64 = 64;
+
+impl Scheduler {
+    /// Puts a request into the queue, or says why it cannot run, or cannot wait.
+    /// `now` is when it came: that may be before the last call, while a step was under way.
+    pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
+        self.clocks.tick(now);
+        let tenant = Arc::clone(&request.tenant);
+        let seq = Sequence::new(request, self.next_ticket, self.config.max_model_len, now)?;
+        // The last token's KV is never needed.
+        let (needed, have) = ((seq.limit - 1).div_ceil(self.config.block_size), self.config.usable_blocks());
+        if needed > have {
+            let fits = u64::from(have) * u64::from(self.config.block_size) + 1;
+            return Err(Rejected::NeverFits { needed: needed.into(), have: have.into(), fits });
+        }
+        self.check_queue(seq.prompt_len)?;
+        self.queued_reqs += 1;
+        self.queued_tokens += u64::from(seq.prompt_len);
+        let id = self.insert(seq, &tenant, State::Fresh);
+        self.record(|journal, seqs| journal.add(&seqs[id], &tenant, now));
+        self.enqueue(id, false);
+        self.fresh.push(id);
+        Ok(id)
+    }
+
+    /// Adds a sibling of a request that lives: the same prompt, limits and
+    /// stops under another tag. It waits until the prompt is computed, and then
+    /// shares its blocks; the last, partly filled one is copied. `None` if the
+    /// request has ended. Siblings do not count against the queue's limits.
+    pub fn fork(&mut self, parent: SeqId, tag: u64, now: Time) -> Option<SeqId> {
+        let seq = self.seqs.get(parent)?;
+        self.clocks.tick(now);
+        let tenant = Arc::clone(self.tenants.name(seq.tenant));
+        let waits = !seq.decoding && seq.first_token.is_none();
+        let request = seq.sibling(tag, Arc::clone(&tenant));
+        let mut seq = Sequence::new(request, self.next_ticket, self.config.max_model_len, now).expect("its parent was sound");
+        seq.parent = Some(parent);
+        let id = self.insert(seq, &tenant, if waits { State::Sibling } else { State::Fresh });
+        self.record(|journal, seqs| journal.fork(seqs[parent].ticket, &seqs[id], now));
+        if waits {
+            self.parked += 1;
+            self.seqs[parent].forks.push(id);
+        } else {
+            self.enqueue(id, false);
+            self.fresh.push(id);
+        }
+        Some(id)
+    }
+
+    /// Microseconds that a request arriving now would wait, as far as can be told.
+    pub(crate) fn predicted_wait(&self) -> Time {
+        let ahead = self.queue.len() + self.parked;
+        if (ahead == 0 && !self.free_rows.is_empty()) || !self.model.knows() {
+            return 0;
+        }
+        // Prompts take the tokens of steps one after the other, outputs rows for as long as they are.
+        let rows = f64::from(self.config.max_seqs);
+        let outputs = self.mean_output.max(1.0) * self.model.mean_step() * (ahead as f64 + 0.5) / rows;
+        (self.model.prefill(self.queued_tokens as f64) + outputs) as Time
+    }
+
+    /// Enters a sequence under its tenant and class.
+    fn insert(&mut self, mut seq: Sequence, tenant: &Arc<str>, state: State) -> SeqId {
+        let (number, new) = self.tenants.enter(tenant);
+        seq.tenant = number;
+        (seq.class, _) = self.classes.enter(&seq.priority);
+        seq.group = match self.config.policy {
+            Policy::Fair => seq.tenant,
+            policy if policy.has_classes() => seq.class,
+            _ => 0,
+        };
+        if new && self.config.policy == Policy::Fair {
+            self.queue.shares.introduce(number);
+        }
+        self.clocks.admit_group(seq.group);
+        seq.account = Account::open(seq.arrived, state);
+        self.next_ticket += 1;
+        let id = self.seqs.insert(seq);
+        let due = self.due(&self.seqs[id]);
+        self.watch(id, due);
+        id
+    }
+
+    fn check_queue(&mut self, prompt: u32) -> Result<(), Rejected> {
+        let full = |what, queued: u64, limit: u64| if queued > limit { Err((what, queued, limit)) } else { Ok(()) };
+        let checked = full("requests", u64::from(self.queued_reqs) + 1, self.config.max_queued_reqs.into())
+            .and_then(|()| full("prompt tokens", self.queued_tokens + u64::from(prompt), self.config.max_queued_tokens));
+        checked.map_err(|(what, queued, limit)| {
+            self.counters.rejected_queue_full += 1;
+            Rejected::QueueFull { what, queued, limit, retry_after: self.predicted_wait() }
+        })
+    }
+
+    /// Puts a sequence into the queue; `returns` if it ran before.
+    pub(crate) fn enqueue(&mut self, id: SeqId, returns: bool) {
+        let seq = &mut self.seqs[id];
+        self.tenants.usage(seq.tenant).waiting += 1;
+        self.classes.usage(seq.class).waiting += 1;
+        self.returning += usize::from(seq.started.is_some());
+        self.swapped += usize::from(seq.saved > 0);
+        if matches!(self.config.policy, Policy::Deadline | Policy::Shortest | Policy::Prefix) && self.config.prefix_caching {
+            seq.chain = Chain::root(&seq.salt);
+            self.look_up(id);
+        }
+        self.place(id, returns);
+    }
+
+    /// Gives a waiting sequence its place in the order.
+    pub(crate) fn place(&mut self, id: SeqId, returns: bool) {
+        let seq = &self.seqs[id];
+        let rank = match self.config.policy {
+            Policy::Deadline => self.due(seq),
+            Policy::Shortest => self.work_left(seq),
+            Policy::Prefix => seq.uncached.into(),
+            Policy::Fcfs | Policy::Priority | Policy::Fair => 0,
+        };
+        let key = self.config.policy.key(seq, rank);
+        let seq = &mut self.seqs[id];
+        seq.key = key;
+        self.queue.push(key, id, returns);
+        if self.config.policy == Policy::Prefix {
+            let (from, size) = (seq.chain.len() * self.config.block_size as usize, self.config.block_size as usize);
+            seq.hope = seq.tokens.get(from..from + size).map(|block| seq.chain.next(block));
+            if let Some(name) = seq.hope {
+                self.hopes.add(name, seq.ticket, id);
+            }
+        }
+    }
+
+    /// Takes a waiting sequence out of the queue.
+    pub(crate) fn dequeue(&mut self, id: SeqId) {
+        let seq = &mut self.seqs[id];
+        self.queue.remove(seq.key);
+        if let Some(name) = seq.hope.take() {
+            self.hopes.remove(name, seq.ticket);
+        }
+        self.tenants.usage(seq.tenant).waiting -= 1;
+        self.classes.usage(seq.class).waiting -= 1;
+        self.returning -= usize::from(seq.started.is_some());
+        self.swapped -= usize::from(seq.saved > 0);
+        if seq.started.is_none() && seq.parent.is_none() {
+            self.queued_reqs -= 1;
+            self.queued_tokens -= u64::from(seq.prompt_len);
+        }
+    }
+
+    /// Lets the siblings that waited for a sequence's prompt into the queue.
+    pub(crate) fn release_forks(&mut self, id: SeqId) {
+        for child in std::mem::take(&mut self.seqs[id].forks) {
+            if self.seqs.contains_key(child) {
+                self.parked -= 1;
+                self.enter(child, State::Waiting);
+                self.enqueue(child, false);
+            }
+        }
+    }
+
+    /// Admits waiting sequences while tokens, rows and blocks allow; no more
+    /// than `promised`, the first ones, if others were preempted in this step.
+    pub(crate) fn plan_waiting(&mut self, plan: &mut StepPlan, budget: &mut u32, promised: u32) {
+        let mut left = if plan.preempted.is_empty() { u32::MAX } else { promised };
+        self.open_batch();
+        let mut turned_back = if left == u32::MAX { self.admit_elder(plan, budget) } else { None };
+        let (barred, mut looked, mut walk) = (turned_back.is_some(), 0, Walk::default());
+        self.skipped.clear();
+        while !barred && left > 0 && *budget > 0 && !self.free_rows.is_empty() && looked < LOOK_AHEAD {
+            let Some(id) = self.queue.next(&mut walk) else { break };
+            if self.seqs[id].looked_at == self.looks {
+                continue; // turned back in this step already, before the walk began anew
+            }
+            left -= 1;
+            match self.admit(id, plan, budget) {
+                Ok(()) => {
+                    self.skipped.iter().for_each(|&passed| self.seqs[passed].passed += 1);
+                    if self.skipped.iter().any(|&passed| self.seqs[passed].passed >= MOST_PASSED) {
+                        break;
+                    }
+                    // Service changes whose turn it is.
+                    if self.config.policy == Policy::Fair {
+                        walk = Walk::default();
+                    }
+                }
+                Err(cause) => {
+                    let seq = &mut self.seqs[id];
+                    if cause != Cause::WaitOrder {
+                        turned_back.get_or_insert((seq.group, cause));
+                    }
+                    looked += 1;
+                    seq.looked_at = self.looks;
+                    if cause == Cause::WaitBatch && self.returning == 0 {
+                        break;
+                    }
+                    if cause == Cause::WaitBlocks && seq.pending == 0 {
+                        let since = *seq.turned_back.get_or_insert(self.clocks.now());
+                        if seq.passed >= MOST_PASSED || self.clocks.now() - since > self.config.ageing {
+                            break;
+                        }
+                        self.skipped.push(id);
+                    }
+                }
+            }
+        }
+        let limit = match () {
+            () if !plan.preempted.is_empty() => Cause::WaitBlocks,
+            () if self.free_rows.is_empty() => Cause::WaitRows,
+            () => Cause::WaitTokens,
+        };
+        // With tokens and rows left, those that wait are held back by their order.
+        let free = *budget > 0 && !self.free_rows.is_empty() && plan.preempted.is_empty();
+        let turn = turned_back.or_else(|| self.queue.first().filter(|_| !free).map(|id| (self.seqs[id].group, limit)));
+        self.clocks.hold(turn);
+    }
+
+    /// Moves a waiting sequence to a row, with blocks for all its tokens,
+    /// cached ones first, and plans its first chunk; or says what keeps it out.
+    pub(crate) fn admit(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32) -> Result<(), Cause> {
+        if self.config.batching != Batching::Continuous && self.boarding == 0 && self.seqs[id].started.is_none() {
+            return Err(Cause::WaitBatch);
+        }
+        let headroom = if self.running.is_empty() { 0 } else { self.config.watermark as usize };
+        let room = self.pool.free().saturating_sub(headroom);
+        let seq = &mut self.seqs[id];
+        let measured = self.looks - seq.looked_at < MEASURED_FOR;
+        // A token still on its way was sampled before the sequence lost its blocks.
+        if seq.pending > 0 || (measured && seq.needs_free > room) {
+            return Err(Cause::WaitBlocks);
+        }
+        let taken = if seq.saved > 0 { self.swap_in(id, room, plan) } else { self.take_blocks(id, room, plan) };
+        taken?;
+        self.seat(id, plan);
+        self.plan_piece(id, 0, plan, budget);
+        Ok(())
+    }
+
+    /// Gives a sequence its row.
+    fn seat(&mut self, id: SeqId, plan: &mut StepPlan) {
+        self.dequeue(id);
+        let seq = &mut self.seqs[id];
+        seq.saved = 0;
+        seq.row = self.free_rows.pop().expect("the caller looked");
+        // Room for all it will sample, so that decoding does not allocate.
+        seq.tokens.reserve_exact(seq.limit as usize - seq.tokens.len());
+        seq.table.reserve(seq.limit.div_ceil(self.config.block_size) as usize);
+        let len = u64::from(seq.prompt_len);
+        if seq.started.is_none() {
+            seq.started = Some(self.clocks.now());
+            seq.cached_tokens = seq.computed;
+            self.boarding = self.boarding.saturating_sub(1);
+            self.counters.prompt_tokens += len;
+            if self.config.prefix_caching && seq.parent.is_none() {
+                self.counters.prefix_queries += len;
+                self.counters.prefix_hits += u64::from(seq.computed);
+            }
+            if self.config.policy == Policy::Fair {
+                self.queue.shares.charge(seq.tenant, PROMPT_TOKEN * (len - u64::from(seq.computed)), seq.weight);
+            }
+        } else {
+            let again = u64::from(seq.lost.saturating_sub(seq.computed));
+            seq.account.recomputed_tokens += again;
+            self.counters.recomputed_tokens += again;
+        }
+        seq.computed_from = seq.computed;
+        (seq.needs_free, seq.turned_back, seq.passed) = (0, None, 0);
+        let queued = seq.started.unwrap_or(seq.arrived) - seq.arrived;
+        plan.seated.push(Seated { row: seq.row, seq: id, tag: seq.tag, cached_tokens: seq.cached_tokens, queued });
+        self.tenants.usage(seq.tenant).running += 1;
+        self.classes.usage(seq.class).running += 1;
+        *self.running_classes.entry(seq.priority).or_default() += 1;
+        self.running.push(id);
+        self.admitted += 1;
+        let state = seq.running_state();
+        self.enter(id, state);
+        self.hold_blocks(id);
+    }
+
+    /// Takes a running sequence's row.
+    pub(crate) fn unseat(&mut self, id: SeqId) {
+        let seq = &mut self.seqs[id];
+        self.free_rows.push(seq.row);
+        (seq.row, seq.quick_until, seq.stalled) = (NO_ROW, 0, false);
+        // There is more room now than when somebody was refused.
+        self.refused = None;
+        self.tenants.usage(seq.tenant).running -= 1;
+        self.classes.usage(seq.class).running -= 1;
+        let count = self.running_classes.get_mut(&seq.priority).expect("it runs");
+        *count -= 1;
+        if *count == 0 {
+            self.running_classes.remove(&seq.priority);
+        }
+        if self.elder == Some(id) {
+            self.elder = None;
+        }
+    }
+
+    /// Books how many blocks a sequence holds from now on.
+    pub(crate) fn hold_blocks(&mut self, id: SeqId) {
+        let seq = &mut self.seqs[id];
+        seq.account.hold(seq.table.ids().len(), &self.clocks);
+    }
+
+    /// Gives a sequence blocks for all its tokens, from the cache where it has them.
+    fn take_blocks(&mut self, id: SeqId, room: usize, plan: &mut StepPlan) -> Result<(), Cause> {
+        let block_size = self.config.block_size as usize;
+        let len = self.seqs[id].tokens.len();
+        let tail = self.find_blocks(id, len, plan.step);
+        if self.config.policy == Policy::Prefix && self.config.prefix_caching && self.is_on_its_way(id) {
+            return Err(Cause::WaitOrder);
+        }
+        // The last token always runs, or there would be nothing to sample
+        // from. If its block was found it is written again, so in a copy when
+        // others hold it, and not at all when there is nothing to copy yet.
+        let mut rewritten = self.found.last().copied().filter(|_| self.found.len() * block_size == len);
+        let mut copy = rewritten.is_some_and(|last| self.pool.holders(last) > 0);
+        let seq = &mut self.seqs[id];
+        if copy && rewritten.is_some_and(|last| !self.pool.complete_before(last, plan.step)) {
+            self.found.clear();
+            seq.chain = self.pool.find(&seq.salt, &seq.tokens[..len - 1], &mut self.found);
+            (rewritten, copy) = (None, false);
+        }
+        let blocks = self.blocks_at_admission(id);
+        let revived = self.found.iter().filter(|&&found| self.pool.holders(found) == 0).count();
+        let seq = &mut self.seqs[id];
+        seq.needs_free = revived + blocks - self.found.len() + usize::from(copy);
+        if seq.needs_free > room {
+            return Err(Cause::WaitBlocks);
+        }
+        for &found in &self.found {
+            self.pool.share(&mut seq.table, found);
+        }
+        if copy {
+            plan.copies.push(self.pool.unshare_last(&mut seq.table));
+        } else if let Some(last) = rewritten {
+            self.pool.rewrite(last, plan.step);
+        }
+        let grown = self.pool.grow(&mut seq.table, blocks);
+        assert!(grown, "counted before");
+        seq.computed = (self.found.len() * block_size).min(len - 1) as u32;
+        if let Some(from) = tail {
+            // What its parent's prompt left in a block partly filled.
+            plan.copies.push((from, seq.table.ids()[self.found.len()]));
+            seq.computed = len as u32 - 1;
+        }
+        if self.config.prefix_caching {
+            seq.seal_at = (self.found.len() as u32 + 1) * self.config.block_size;
+        }
+        Ok(())
+    }
+
+    /// Finds the blocks that a sequence can share, into `found`. A sibling
+    /// whose parent has all of its prompt also gets the block that the last but
+    /// one token of the prompt lies in, for copying.
+    fn find_blocks(&mut self, id: SeqId, len: usize, step: u64) -> Option<crate::BlockId> {
+        let seq = &self.seqs[id];
+        let whole = (len - 1) / self.config.block_size as usize;
+        self.found.clear();
+        let parent = seq.parent.and_then(|parent| self.seqs.get(parent));
+        let parent = parent.filter(|parent| parent.decoding && parent.row != NO_ROW && seq.started.is_none());
+        let chain = if self.config.prefix_caching {
+            self.pool.find(&seq.salt, &seq.tokens, &mut self.found)
+        } else {
+            self.found.extend(parent.iter().flat_map(|parent| &parent.table.ids()[..whole]));
+            Chain::root(&seq.salt)
+        };
+        let partly = !(len - 1).is_multiple_of(self.config.block_size as usize);
+        let tail = parent.filter(|_| partly && self.found.len() == whole).map(|parent| parent.table.ids()[whole]);
+        let tail = tail.filter(|&tail| self.pool.settled_before(tail, step));
+        self.seqs[id].chain = chain;
+        if self.config.prefix_caching {
+            self.record_found(id, 0);
+        }
+        tail
+    }
+
+    /// The blocks that a sequence gets when it is admitted.
+    pub(crate) fn blocks_at_admission(&self, id: SeqId) -> usize {
+        let seq = &self.seqs[id];
+        let len = if seq.pinned() { seq.limit - 1 } else { seq.tokens.len() as u32 };
+        len.div_ceil(self.config.block_size) as usize
+    }
+
+    /// Admits the oldest, if it has waited too long and none such runs: what
+    /// keeps it out then keeps out all, until it fits.
+    fn admit_elder(&mut self, plan: &mut StepPlan, budget: &mut u32) -> Option<(u32, Cause)> {
+        if !self.config.policy.starves() || self.elder.is_some() || *budget == 0 || self.free_rows.is_empty() {
+            return None;
+        }
+        let id = self.queue.oldest()?;
+        let seq = &self.seqs[id];
+        if self.clocks.now() - seq.arrived <= self.config.ageing || seq.pending > 0 {
+            return None;
+        }
+        let group = seq.group;
+        match self.admit(id, plan, budget) {
+            Ok(()) => {
+                self.elder = Some(id);
+                None
+            }
+            Err(Cause::WaitBlocks) => Some((group, Cause::WaitBlocks)),
+            Err(_) => None,
+        }
+    }
+
+    /// Lets a batch depart, where sequences are batched that way: when nobody
+    /// runs, and, if it is to wait for others, when it has waited.
+    fn open_batch(&mut self) {
+        self.wake_at = None;
+        let (size, timeout) = match self.config.batching {
+            Batching::Continuous => return,
+            Batching::Static { size } => (size, 0),
+            Batching::Dynamic { size, timeout } => (size, timeout),
+        };
+        let waiting = (self.queue.len() - self.returning) as u32;
+        self.boarding = self.boarding.min(waiting);
+        if self.boarding > 0 || waiting == 0 || !self.running.is_empty() {
+            return;
+        }
+        let departs = self.queue.oldest().map_or(0, |oldest| self.seqs[oldest].arrived.saturating_add(timeout));
+        if waiting >= size || self.returning > 0 || self.clocks.now() >= departs {
+            self.boarding = size.min(waiting);
+        } else {
+            self.wake_at = Some(departs);
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! How long a step takes, learned from the steps that were run.
+
+use crate::sequence::Time;
+
+/// What a step has to do, as far as its duration is concerned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Tokens of prompts, first or again.
+    pub prefill_tokens: u32,
+    /// Sequences that compute their last token alone.
+    pub decode_seqs: u32,
+    /// Tokens of context that all its sequences read.
+    pub context_tokens: u64,
+}
+
+const COEFFICIENTS: usize = 4;
+type Vector = [f64; COEFFICIENTS];
+
+/// What brings the features of an ordinary step near one.
+const SCALE: Vector = [1.0, 1.0 / 256.0, 1.0 / 64.0, 1.0 / 65_536.0];
+/// How far, squared, a coefficient may wander from step to step, of its own square.
+const DRIFT: f64 = 1e-5;
+/// The most that is believed to be unknown of a coefficient, squared microseconds.
+const UNKNOWN: f64 = 1e10;
+/// The part of a step's time that is noise, and the noise of an empty one in microseconds.
+const NOISE: f64 = 0.1;
+const LEAST_NOISE: f64 = 2.0;
+/// Steps after which the model's word counts.
+const ENOUGH: u32 = 8;
+
+/// A linear model of a step's time in microseconds: a constant, and a part for
+/// each prompt token, each decoding sequence and each token of context.
+///
+/// A Kalman filter whose coefficients may drift (Kalman, 1960): what steps of
+/// late say nothing about stays as it was. They never fall below zero.
+#[derive(Clone, Debug)]
+pub struct StepModel {
+    weights: Vector,
+    covariance: [Vector; COEFFICIENTS],
+    seen: u32,
+    /// A running mean of what steps took.
+    mean: f64,
+}
+
+impl Default for StepModel {
+    fn default() -> Self {
+        let mut covariance = [[0.0; COEFFICIENTS]; COEFFICIENTS];
+        (0..COEFFICIENTS).for_each(|i| covariance[i][i] = UNKNOWN);
+        Self { weights: [0.0; COEFFICIENTS], covariance, seen: 0, mean: 0.0 }
+    }
+}
+
+fn features(load: &Load) -> Vector {
+    let raw = [1.0, f64::from(load.prefill_tokens), f64::from(load.decode_seqs), load.context_tokens as f64];
+    std::array::from_fn(|i| raw[i] * SCALE[i])
+}
+
+fn dot(a: &Vector, b: &Vector) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+impl StepModel {
+    /// A model that is known: microseconds of an empty step, of a prompt token, of a decoding sequence, of a token of context.
+    pub fn new(fixed: f64, prefill_token: f64, decode_seq: f64, context_token: f64) -> Self {
+        let raw = [fixed, prefill_token, decode_seq, context_token];
+        Self { weights: std::array::from_fn(|i| raw[i] / SCALE[i]), seen: ENOUGH, mean: fixed, ..Self::default() }
+    }
+
+    /// Its coefficients in microseconds, in the order of [`new`](Self::new).
+    pub fn coefficients(&self) -> [f64; 4] {
+        std::array::from_fn(|i| self.weights[i] * SCALE[i])
+    }
+
+    /// Learns that a step of `load` took so many microseconds.
+    pub fn observe(&mut self, load: &Load, took: Time) {
+        let (x, took) = (features(load), took as f64);
+        for i in 0..COEFFICIENTS {
+            let drift = DRIFT * self.weights[i].max(1.0).powi(2);
+            self.covariance[i][i] = (self.covariance[i][i] + drift).min(UNKNOWN);
+        }
+        let px: Vector = std::array::from_fn(|i| dot(&self.covariance[i], &x));
+        let noise = (NOISE * took).max(LEAST_NOISE).powi(2);
+        let spread = dot(&x, &px) + noise;
+        // A step that took far longer than it can have needed was held up by something else.
+        let most = 3.0 * spread.sqrt();
+        let surprise = (took - dot(&self.weights, &x)).clamp(-most, most);
+        for i in 0..COEFFICIENTS {
+            self.weights[i] = (self.weights[i] + px[i] / spread * surprise).max(0.0);
+            for j in 0..COEFFICIENTS {
+                self.covariance[i][j] -= px[i] * px[j] / spread;
+            }
+        }
+        self.mean += (took - self.mean) / f64::from(self.seen.min(31) + 1);
+        self.seen = self.seen.saturating_add(1);
+    }
+
+    /// Whether enough was seen to say anything.
+    pub fn knows(&self) -> bool {
+        self.seen >= ENOUGH
+    }
+
+    /// Microseconds that a step of `load` will take.
+    pub fn step(&self, load: &Load) -> f64 {
+        dot(&self.weights, &features(load))
+    }
+
+    /// Microseconds that steps took of late.
+    pub fn mean_step(&self) -> f64 {
+        self.mean
+    }
+
+    /// Microseconds that so many tokens of a prompt add to the steps that compute them.
+    pub fn prefill(&self, tokens: f64) -> f64 {
+        self.weights[1] * SCALE[1] * tokens
+    }
+
+    /// Tokens of prompts that fit beside `load` in a step of `target` microseconds.
+    pub fn prefill_room(&self, load: &Load, target: f64) -> u32 {
+        let each = self.weights[1] * SCALE[1];
+        let room = (target - self.step(load)).max(0.0);
+        if each > 0.0 { (room / each) as u32 } else { u32::MAX }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Noise of up to ten percent, the same in every run.
+    fn noisy(value: f64, state: &mut u64) -> Time {
+        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (value * (0.9 + 0.2 * (*state >> 11) as f64 / (1_u64 << 53) as f64)) as Time
+    }
+
+    fn load(i: u32) -> Load {
+        let decode_seqs = i * 7 % 60;
+        let prefill_tokens = if i.is_multiple_of(3) { i * 31 % 256 } else { 0 };
+        Load { prefill_tokens, decode_seqs, context_tokens: u64::from(decode_seqs * (200 + i % 900)) + u64::from(prefill_tokens) }
+    }
+
+    #[test]
+    fn it_learns_what_a_machine_takes_and_follows_when_that_changes() {
+        let mut model = StepModel::default();
+        let mut state = 1;
+        for truth in [StepModel::new(9000.0, 300.0, 900.0, 0.5), StepModel::new(4000.0, 900.0, 400.0, 2.0)] {
+            for i in 0..3000 {
+                model.observe(&load(i), noisy(truth.step(&load(i)), &mut state));
+            }
+            for i in 5000..5100 {
+                let (said, is) = (model.step(&load(i)), truth.step(&load(i)));
+                assert!((said - is).abs() < 0.1 * is, "{said} for {is}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_steps_of_late_say_nothing_about_stays_known() {
+        let (mut model, mut state) = (StepModel::default(), 1);
+        let truth = StepModel::new(9000.0, 300.0, 900.0, 0.5);
+        for i in 0..500 {
+            model.observe(&load(i), noisy(truth.step(&load(i)), &mut state));
+        }
+        let before = model.prefill(100.0);
+        let decode = Load { prefill_tokens: 0, decode_seqs: 30, context_tokens: 9000 };
+        for _ in 0..20_000 {
+            model.observe(&decode, noisy(truth.step(&decode), &mut state));
+        }
+        let after = model.prefill(100.0);
+        assert!((after - before).abs() < 0.1 * before, "{before} became {after}");
+    }
+
+    #[test]
+    fn a_hiccup_does_not_make_every_step_look_long() {
+        let (mut model, mut state) = (StepModel::default(), 1);
+        let truth = StepModel::new(9000.0, 300.0, 900.0, 0.5);
+        for i in 0..500 {
+            model.observe(&load(i), noisy(truth.step(&load(i)), &mut state));
+        }
+        let before = model.step(&load(7));
+        model.observe(&load(7), 10_000_000);
+        assert!(model.step(&load(7)) < 1.5 * before);
+    }
+
+    #[test]
+    fn room_is_what_the_target_leaves() {
+        let model = StepModel::new(1000.0, 10.0, 100.0, 0.0);
+        let load = Load { prefill_tokens: 0, decode_seqs: 10, context_tokens: 0 };
+        assert_eq!(model.prefill_room(&load, 5000.0), 300);
+        assert_eq!(model.prefill_room(&load, 100.0), 0);
+    }
+}

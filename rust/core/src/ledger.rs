@@ -1,0 +1,297 @@
+//! Where a request's time went, and what it used.
+//!
+//! Nothing is counted per step and request: clocks run for all at once, a
+//! sequence notes them when it enters a state and subtracts when it leaves.
+
+use crate::sequence::{FinishReason, Time};
+use std::sync::Arc;
+
+/// What a request was doing, or waiting for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(usize)]
+pub enum Cause {
+    /// Every row was taken (`max_seqs`).
+    WaitRows,
+    /// The step's tokens were (`max_tokens`, or what `target_itl` leaves).
+    WaitTokens,
+    /// Too few blocks of the KV cache were free.
+    WaitBlocks,
+    /// The batch before was not done, or its own not full (static and dynamic batching).
+    WaitBatch,
+    /// Others go first by policy.
+    WaitOrder,
+    /// Its tenant had more than its share (fair policy).
+    WaitShare,
+    /// The step under way when it came had to end.
+    WaitStep,
+    /// Its sibling's prompt, which it shares, was not computed.
+    WaitSibling,
+    /// Its prompt was computed, alone.
+    Prefill,
+    /// Its prompt was computed, in steps that others shared.
+    PrefillShared,
+    /// Its output was computed.
+    Decode,
+    /// Its output was computed, in steps that others' prompts made longer.
+    DecodeShared,
+    /// It had a row, but the step had no tokens left for it.
+    Stalled,
+    /// It had lost its blocks, and its KV with them.
+    Preempted,
+    /// It had lost its blocks, and its KV lay in host memory.
+    Swapped,
+    /// What it had lost was computed again.
+    Recompute,
+}
+
+/// Causes there are.
+pub(crate) const CAUSES: usize = 16;
+/// Those that can bind a whole group of waiting sequences: the first of them.
+const LIMITS: usize = 4;
+
+impl Cause {
+    /// Every cause, by the name that reports use, in order.
+    pub const NAMES: [(Self, &'static str); CAUSES] = [
+        (Self::WaitRows, "wait_rows"),
+        (Self::WaitTokens, "wait_tokens"),
+        (Self::WaitBlocks, "wait_blocks"),
+        (Self::WaitBatch, "wait_batch"),
+        (Self::WaitOrder, "wait_order"),
+        (Self::WaitShare, "wait_share"),
+        (Self::WaitStep, "wait_step"),
+        (Self::WaitSibling, "wait_sibling"),
+        (Self::Prefill, "prefill"),
+        (Self::PrefillShared, "prefill_shared"),
+        (Self::Decode, "decode"),
+        (Self::DecodeShared, "decode_shared"),
+        (Self::Stalled, "stalled"),
+        (Self::Preempted, "preempted"),
+        (Self::Swapped, "swapped"),
+        (Self::Recompute, "recompute"),
+    ];
+
+    /// The cause's name.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize].1
+    }
+}
+
+/// A request's account: disjoint intervals that sum to its life, and what it used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ledger {
+    /// Which request.
+    pub tag: u64,
+    /// How it ended; `None` while it lives.
+    pub finish: Option<FinishReason>,
+    /// When it was added.
+    pub arrived: Time,
+    /// When its first chunk was planned.
+    pub started: Option<Time>,
+    /// When its first token was committed.
+    pub first_token: Option<Time>,
+    /// When it ended, or the time of the account.
+    pub ended: Time,
+    /// Microseconds by [`Cause`]: they sum to `ended - arrived`.
+    pub causes: [Time; CAUSES],
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Of those, in the cache when it was first admitted.
+    pub cached_tokens: u32,
+    /// Tokens generated.
+    pub output_tokens: u32,
+    /// Tokens computed for it, those computed again included.
+    pub computed_tokens: u64,
+    /// Tokens computed again after a preemption.
+    pub recomputed_tokens: u64,
+    /// How often it lost its blocks.
+    pub preemptions: u32,
+    /// Of those, with a copy in host memory.
+    pub swaps: u32,
+    /// Who needed the room, by tag; the first few.
+    pub preempted_by: Vec<u64>,
+    /// Blocks of the KV cache times microseconds that it held them, shared ones counted for each holder.
+    pub block_us: u64,
+    /// Whose request.
+    pub tenant: Arc<str>,
+    /// Its class.
+    pub priority: i32,
+}
+
+impl Ledger {
+    /// The limit that it waited for longest, if it waited.
+    pub fn limit(&self) -> Option<Cause> {
+        let waits = &Cause::NAMES[..=Cause::WaitSibling as usize];
+        let longest = waits.iter().map(|&(cause, _)| cause).max_by_key(|&cause| self.causes[cause as usize])?;
+        (self.causes[longest as usize] > 0).then_some(longest)
+    }
+
+    /// Microseconds from its arrival to its first chunk, or to the account if there was none.
+    pub fn queued(&self) -> Time {
+        self.started.unwrap_or(self.ended) - self.arrived
+    }
+}
+
+/// What a sequence is in, as far as its time is concerned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum State {
+    /// Added since the last plan.
+    #[default]
+    Fresh,
+    Waiting,
+    Sibling,
+    Prefill,
+    Decode,
+    Stalled,
+    Preempted,
+    Swapped,
+    Recompute,
+}
+
+/// The clocks that run for all.
+#[derive(Debug, Default)]
+pub(crate) struct Clocks {
+    now: Time,
+    /// Time in steps of several sequences, and in steps with a piece of a prompt.
+    several: Time,
+    prefill: Time,
+    in_several: bool,
+    in_prefill: bool,
+    /// Per group of the queue: time that it was its turn and a limit held it up.
+    groups: Vec<[Time; LIMITS]>,
+    turn: Option<(u32, Cause)>,
+}
+
+impl Clocks {
+    /// The time that events are dated with: it never runs backwards.
+    pub(crate) fn now(&self) -> Time {
+        self.now
+    }
+
+    /// Lets the clocks run until `now`.
+    pub(crate) fn tick(&mut self, now: Time) {
+        let passed = now.saturating_sub(self.now);
+        self.now += passed;
+        self.several += if self.in_several { passed } else { 0 };
+        self.prefill += if self.in_prefill { passed } else { 0 };
+        if let Some((group, limit)) = self.turn {
+            self.groups[group as usize][limit as usize] += passed;
+        }
+    }
+
+    /// From now on, a step runs of so many sequences, with pieces of prompts among them or not.
+    pub(crate) fn step(&mut self, sequences: usize, prefill: bool) {
+        (self.in_several, self.in_prefill) = (sequences > 1, prefill);
+    }
+
+    /// From now on, it is the turn of `group`, which `limit` holds up.
+    pub(crate) fn hold(&mut self, turn: Option<(u32, Cause)>) {
+        self.turn = turn;
+    }
+
+    /// Whose turn it is, and what holds it up.
+    pub(crate) fn turn(&self) -> Option<(u32, Cause)> {
+        self.turn
+    }
+
+    /// Makes room for groups up to `group`.
+    pub(crate) fn admit_group(&mut self, group: u32) {
+        if self.groups.len() <= group as usize {
+            self.groups.resize(group as usize + 1, [0; LIMITS]);
+        }
+    }
+}
+
+/// A sequence's account while it lives.
+#[derive(Debug, Default)]
+pub(crate) struct Account {
+    state: State,
+    since: Time,
+    /// The clocks when the state began: the group's while waiting, the steps' while running.
+    base: [Time; LIMITS],
+    causes: [Time; CAUSES],
+    pub(crate) swaps: u32,
+    pub(crate) preempted_by: Vec<u64>,
+    pub(crate) computed_tokens: u64,
+    pub(crate) recomputed_tokens: u64,
+    block_us: u64,
+    held: u64,
+    held_since: Time,
+}
+
+/// The preemptors that a ledger names.
+const NAMED: usize = 4;
+
+impl Account {
+    /// Opens the account of a request that came at `arrived`.
+    pub(crate) fn open(arrived: Time, state: State) -> Self {
+        Self { state, since: arrived, ..Self::default() }
+    }
+
+    pub(crate) fn state(&self) -> State {
+        self.state
+    }
+
+    /// When the state began.
+    pub(crate) fn since(&self) -> Time {
+        self.since
+    }
+
+    /// Books the time of the state so far, and begins another. `others` is
+    /// what it is called when it is not the group's turn.
+    pub(crate) fn enter(&mut self, state: State, clocks: &Clocks, group: u32, others: Cause) {
+        let mut add = |cause: Cause, time: Time| self.causes[cause as usize] += time;
+        let passed = clocks.now - self.since;
+        match self.state {
+            State::Fresh => add(Cause::WaitStep, passed),
+            State::Waiting => {
+                let mut rest = passed;
+                for (limit, (clock, base)) in clocks.groups[group as usize].iter().zip(&self.base).enumerate() {
+                    add(Cause::NAMES[limit].0, clock - base);
+                    rest -= clock - base;
+                }
+                add(others, rest);
+            }
+            State::Sibling => add(Cause::WaitSibling, passed),
+            State::Prefill => {
+                let shared = clocks.several - self.base[0];
+                add(Cause::PrefillShared, shared);
+                add(Cause::Prefill, passed - shared);
+            }
+            State::Decode => {
+                let shared = clocks.prefill - self.base[1];
+                add(Cause::DecodeShared, shared);
+                add(Cause::Decode, passed - shared);
+            }
+            State::Stalled => add(Cause::Stalled, passed),
+            State::Preempted => add(Cause::Preempted, passed),
+            State::Swapped => add(Cause::Swapped, passed),
+            State::Recompute => add(Cause::Recompute, passed),
+        }
+        (self.state, self.since) = (state, clocks.now);
+        self.base = match state {
+            State::Waiting => clocks.groups[group as usize],
+            _ => [clocks.several, clocks.prefill, 0, 0],
+        };
+    }
+
+    /// Notes that the sequence holds `blocks` from now on.
+    pub(crate) fn hold(&mut self, blocks: usize, clocks: &Clocks) {
+        self.block_us += self.held * (clocks.now - self.held_since);
+        (self.held, self.held_since) = (blocks as u64, clocks.now);
+    }
+
+    /// Notes who took its place.
+    pub(crate) fn blame(&mut self, tag: u64) {
+        if self.preempted_by.len() < NAMED {
+            self.preempted_by.push(tag);
+        }
+    }
+
+    /// The account up to now: time by cause, and block-microseconds.
+    pub(crate) fn read(&self, clocks: &Clocks, group: u32, others: Cause) -> ([Time; CAUSES], u64) {
+        let mut copy = Self { state: self.state, since: self.since, base: self.base, causes: self.causes, ..Self::default() };
+        copy.enter(State::Fresh, clocks, group, others);
+        (copy.causes, self.block_us + self.held * (clocks.now - self.held_since))
+    }
+}

@@ -1,0 +1,83 @@
+//! Who goes first: the order of the queue, and whether one may take another's place.
+//!
+//! docs/scheduling.md tells each policy's source, and what it promises.
+
+use crate::sequence::{Sequence, Ticket, Time};
+
+/// The order in which waiting sequences are served.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Policy {
+    /// First come, first served.
+    #[default]
+    Fcfs,
+    /// Lower classes first, strictly; first come within a class.
+    Priority,
+    /// The tenant that had the least service for its weight first (VTC, Sheng et al., OSDI'24).
+    Fair,
+    /// Within a class, the one that must start soonest to meet its deadline; what cannot is dropped.
+    Deadline,
+    /// Least remaining work first (SRPT), by `predicted_tokens` or `max_new_tokens`.
+    Shortest,
+    /// Longest cached prefix first (as in `SGLang`: Zheng et al., `NeurIPS`'24).
+    Prefix,
+}
+
+/// A place in the queue: smaller is served earlier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Key {
+    /// Class or tenant, where the policy knows such.
+    pub(crate) group: i64,
+    pub(crate) rank: u64,
+    pub(crate) ticket: Ticket,
+}
+
+impl Policy {
+    /// Every policy, by the name that flags and journals use.
+    pub const NAMES: [(&'static str, Self); 6] = [
+        ("fcfs", Self::Fcfs),
+        ("priority", Self::Priority),
+        ("fair", Self::Fair),
+        ("deadline", Self::Deadline),
+        ("shortest", Self::Shortest),
+        ("prefix", Self::Prefix),
+    ];
+
+    /// The policy of that name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, policy)| policy)
+    }
+
+    /// The policy's name.
+    pub fn name(self) -> &'static str {
+        Self::NAMES.iter().find(|(_, known)| *known == self).expect("all are named").0
+    }
+
+    /// Whether `priority` separates classes of which the lower goes first at every limit.
+    pub(crate) fn has_classes(self) -> bool {
+        matches!(self, Self::Priority | Self::Deadline)
+    }
+
+    /// Whether it can leave a request waiting for ever, so that the oldest must be let through from time to time.
+    pub(crate) fn starves(self) -> bool {
+        !matches!(self, Self::Fcfs | Self::Fair)
+    }
+
+    /// Where a sequence stands; `rank` is what the policy measures: the latest time to start (deadline), microseconds of work
+    /// left (shortest), prompt tokens not in the cache (prefix).
+    pub(crate) fn key(self, seq: &Sequence, rank: u64) -> Key {
+        let ticket = seq.ticket;
+        match self {
+            Self::Fcfs => Key { group: 0, rank: 0, ticket },
+            Self::Priority => Key { group: seq.priority.into(), rank: 0, ticket },
+            Self::Fair => Key { group: seq.tenant.into(), rank: 0, ticket },
+            Self::Deadline => Key { group: seq.priority.into(), rank, ticket },
+            Self::Shortest | Self::Prefix => Key { group: 0, rank, ticket },
+        }
+    }
+}
+
+/// Work that a newcomer may displace only if the gain exceeds the cost: `left` microseconds, of which `cost` more would
+/// be spent on stopping it and going on, for somebody who needs `work`.
+pub(crate) fn worth_preempting(left: Time, cost: Time, work: Time) -> bool {
+    left > 2 * (work + cost)
+}

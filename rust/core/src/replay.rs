@@ -1,0 +1,104 @@
+//! The same calls again: a journal proves itself, or shows where it differs.
+
+use crate::journal::{Call, STOP, Script, digest, digest_seed};
+use crate::sequence::Ticket;
+use crate::{ConfigError, Ledger, Outputs, Scheduler, SeqId, StepPlan};
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+
+/// What came of replaying a journal.
+#[derive(Debug)]
+pub struct Replayed {
+    /// Plans that were made, empty ones not counted.
+    pub steps: u64,
+    /// The hash of all decisions.
+    pub hash: u64,
+    /// The first plan whose hash is not the recorded one, counted with the empty ones.
+    pub differs_at: Option<u64>,
+    /// The accounts of the requests that ended, in that order.
+    pub ended: Vec<Ledger>,
+    /// The scheduler as it was left.
+    pub scheduler: Scheduler,
+}
+
+/// The requests of a replay that live.
+#[derive(Default)]
+struct Cast {
+    ids: Vec<SeqId>,
+    by_id: FxHashMap<SeqId, (Ticket, u64)>,
+}
+
+impl Script {
+    /// Makes every recorded call again and compares every decision. Panics
+    /// where the recorded scheduler would have.
+    pub fn replay(&self) -> Result<Replayed, ConfigError> {
+        let mut scheduler = Scheduler::new(self.config)?;
+        let mut cast = Cast::default();
+        let mut in_flight: VecDeque<StepPlan> = VecDeque::new();
+        let mut outputs = Outputs::default();
+        let (mut hash, mut plans, mut differs_at, mut ended) = (digest_seed(), 0, None, Vec::new());
+        for (now, call) in &self.calls {
+            let now = *now;
+            match call {
+                Call::Add(arrival) => {
+                    let id = scheduler.add(self.request(arrival), now);
+                    // A queue too full then is too full now; it was not recorded.
+                    cast.enter(id.unwrap_or_default(), arrival.ticket, arrival.tag);
+                }
+                Call::Fork { parent, tag } => {
+                    let ticket = cast.ids.len() as Ticket;
+                    let id = scheduler.fork(cast.ids[*parent as usize], *tag, now).unwrap_or_default();
+                    if let Some(seq) = scheduler.seqs.get_mut(id) {
+                        let tokens = seq.tokens.iter_mut().zip(0..);
+                        tokens.for_each(|(token, position)| *token = self.token(ticket, position));
+                    }
+                    cast.enter(id, ticket, *tag);
+                }
+                Call::Abort(ticket) => {
+                    let tag = cast.by_id.get(&cast.ids[*ticket as usize]).map(|&(_, tag)| tag);
+                    scheduler.abort(cast.ids[*ticket as usize], now);
+                    ended.extend(tag.and_then(|tag| scheduler.explain(tag)));
+                }
+                Call::Expire => scheduler.expire(now, &mut ended),
+                Call::Plan(recorded) => {
+                    let plan = scheduler.plan(now);
+                    hash = digest(hash, plan.as_ref());
+                    in_flight.extend(plan);
+                    if hash != *recorded {
+                        differs_at.get_or_insert(plans);
+                    }
+                    plans += 1;
+                }
+                Call::Commit(told) => {
+                    // Only a journal that differs already can lack a plan here.
+                    let Some(plan) = in_flight.pop_front() else { break };
+                    let sampled = self.sampled(&scheduler, &cast, &plan, told);
+                    scheduler.commit(plan, &sampled, now, &mut outputs);
+                    ended.append(&mut outputs.ended);
+                }
+            }
+        }
+        Ok(Replayed { steps: scheduler.stats().counters.steps, hash, differs_at, ended, scheduler })
+    }
+
+    /// Made-up tokens for a step's samples, with the stops and errors that were recorded.
+    fn sampled(&self, scheduler: &Scheduler, cast: &Cast, plan: &StepPlan, told: &[(u64, bool)]) -> Vec<i32> {
+        let sampled = plan.chunks.iter().filter(|chunk| chunk.samples).map(|chunk| {
+            let (Some(&(ticket, tag)), Some((tokens, _))) = (cast.by_id.get(&chunk.seq), scheduler.tokens(chunk.seq)) else { return 1 };
+            match told.iter().find(|(told, _)| *told == tag) {
+                Some((_, true)) => -1,
+                Some((_, false)) => STOP as i32,
+                None => self.token(ticket, tokens.len() as u32) as i32,
+            }
+        });
+        sampled.collect()
+    }
+}
+
+impl Cast {
+    fn enter(&mut self, id: SeqId, ticket: Ticket, tag: u64) {
+        debug_assert_eq!(self.ids.len() as Ticket, ticket);
+        self.ids.push(id);
+        self.by_id.insert(id, (ticket, tag));
+    }
+}

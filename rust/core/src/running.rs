@@ -1,0 +1,222 @@
+//! The next tokens of the sequences that run.
+
+use crate::batch::{Chunk, StepPlan, WHOLE_TABLE};
+use crate::ledger::State;
+use crate::policy::Policy;
+use crate::sequence::{NO_ROW, SeqId, Sequence};
+use crate::stats::Stall;
+use crate::{BlockTable, Scheduler};
+
+/// Tokens of prompts that a step computes whatever its target, so that they come to an end.
+const LEAST_PREFILL: u32 = 16;
+/// Tokens of prompts in a step with a target, before it is known what they take.
+const CAUTIOUS_PREFILL: u32 = 64;
+
+impl Scheduler {
+    /// Gives each sequence that decodes its next token, and drops those that
+    /// ended. `spare` blocks are free beyond what these tokens need.
+    pub(crate) fn plan_decodes(&mut self, plan: &mut StepPlan, budget: &mut u32, mut spare: usize) {
+        self.partial.clear();
+        let mut kept = 0;
+        for at in 0..self.running.len() {
+            let id = self.running[at];
+            let Some(seq) = self.seqs.get_mut(id).filter(|seq| seq.row != NO_ROW) else { continue };
+            self.running[kept] = id;
+            kept += 1;
+            let expected = seq.expected_len();
+            // Nothing left to sample, or the length is open until the commit.
+            if expected == seq.limit || seq.drafting {
+                continue;
+            }
+            if seq.computed < seq.quick_until && *budget > 0 {
+                *budget -= 1;
+                plan.load.decode_seqs += 1;
+                plan.load.context_tokens += u64::from(seq.computed) + 1;
+                plan.chunks.push(quick_chunk(seq, id));
+            } else if seq.computed + 1 < expected {
+                self.partial.push(id);
+            } else if *budget == 0 {
+                self.put_off(id);
+            } else {
+                self.plan_decode(id, plan, budget, &mut spare);
+            }
+        }
+        self.running.truncate(kept);
+        self.counters.computed_tokens += u64::from(plan.load.decode_seqs);
+    }
+
+    /// Leaves prompts as many tokens as the target allows.
+    pub(crate) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32) {
+        if self.config.target_itl > 0 {
+            let room =
+                if self.model.knows() { self.model.prefill_room(&plan.load, self.config.target_itl as f64) } else { CAUTIOUS_PREFILL };
+            *budget = (*budget).min(room.max(LEAST_PREFILL));
+        }
+    }
+
+    /// Divides the tokens that decodes left among prompts that have begun and
+    /// sequences that wait.
+    ///
+    /// Where the policy knows urgency, it decides. Else those that wait may
+    /// have half, so that a long prompt does not close the door behind itself,
+    /// and of those that have begun the one that is nearest to its end goes first.
+    pub(crate) fn plan_prefills(&mut self, plan: &mut StepPlan, budget: &mut u32, promised: u32) {
+        let (now, ageing) = (self.clocks.now(), self.config.ageing);
+        let overdue = |seq: &Sequence| seq.stalled && now - seq.account.since() > ageing;
+        let seqs = &self.seqs;
+        if self.has_urgency() {
+            self.partial.sort_unstable_by_key(|&id| (!overdue(&seqs[id]), seqs[id].key));
+            self.plan_partial(plan, budget);
+            self.plan_waiting(plan, budget, promised);
+        } else {
+            self.partial.sort_unstable_by_key(|&id| {
+                let seq = &seqs[id];
+                (!overdue(seq), seq.expected_len() - seq.computed, seq.ticket)
+            });
+            let wanted = self.partial.iter().map(|&id| seqs[id].expected_len() - seqs[id].computed).fold(0, u32::saturating_add);
+            let kept = budget.div_ceil(2).min(wanted);
+            let mut rest = *budget - kept;
+            self.plan_waiting(plan, &mut rest, promised);
+            *budget = rest + kept;
+            self.plan_partial(plan, budget);
+        }
+    }
+
+    /// Whether the policy says of any two requests which is more urgent, running or not.
+    fn has_urgency(&self) -> bool {
+        self.config.policy.has_classes() || self.config.policy == Policy::Shortest
+    }
+
+    /// Goes on with the prompts that have begun; more urgent ones that wait
+    /// are admitted before, where the policy knows urgency.
+    fn plan_partial(&mut self, plan: &mut StepPlan, budget: &mut u32) {
+        for at in 0..self.partial.len() {
+            let id = self.partial[at];
+            let seq = &self.seqs[id];
+            let overdue = seq.stalled && self.clocks.now() - seq.account.since() > self.config.ageing;
+            if self.has_urgency() && !overdue && plan.preempted.is_empty() {
+                let key = seq.key;
+                while *budget > 0 && !self.free_rows.is_empty() {
+                    let Some(first) = self.queue.first().filter(|&first| self.seqs[first].key < key) else { break };
+                    if self.admit(first, plan, budget).is_err() {
+                        break;
+                    }
+                }
+            }
+            if *budget == 0 {
+                self.put_off(id);
+            } else {
+                let table_from = self.seqs[id].table.ids().len() as u32;
+                self.plan_piece(id, table_from, plan, budget);
+            }
+        }
+    }
+
+    /// Plans the next piece of a sequence that has the blocks for it; the step
+    /// buffers have the first `table_from` of them.
+    pub(crate) fn plan_piece(&mut self, id: SeqId, table_from: u32, plan: &mut StepPlan, budget: &mut u32) {
+        self.go_on(id);
+        let seq = &mut self.seqs[id];
+        let len = (seq.expected_len() - seq.computed).min(*budget);
+        *budget -= len;
+        plan.load.context_tokens += u64::from(seq.computed + len);
+        self.counters.computed_tokens += u64::from(len);
+        // One token of a prompt costs what a decode does.
+        if len == 1 {
+            plan.load.decode_seqs += 1;
+        } else {
+            plan.load.prefill_tokens += len;
+        }
+        let chunk = seq.next_chunk(id, len, table_from, self.config.block_size);
+        plan.chunks.push(chunk);
+        self.seal(id, plan.step);
+    }
+
+    /// Plans a sequence's last token, which may need a block or complete one,
+    /// and its drafted ones, which are worth spare tokens and blocks, but nobody's eviction.
+    fn plan_decode(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32, spare: &mut usize) {
+        self.go_on(id);
+        let seq = &mut self.seqs[id];
+        let block_size = self.config.block_size;
+        let table_from = seq.table.ids().len();
+        let blocks = |tokens: u32| (tokens.div_ceil(block_size) as usize).max(table_from);
+        let drafted = (seq.draft.len() as u32).min(*budget - 1);
+        let mut end = seq.computed + 1;
+        let extra = blocks(end + drafted) - blocks(end);
+        if drafted > 0 && extra <= *spare {
+            *spare -= extra;
+            seq.draft.truncate(drafted as usize);
+            seq.drafting = true;
+            end += drafted;
+        } else {
+            seq.draft.clear();
+        }
+        let grown = self.pool.grow(&mut seq.table, blocks(end));
+        assert!(grown, "room was made before");
+        let len = end - seq.computed;
+        *budget -= len;
+        plan.load.decode_seqs += 1;
+        plan.load.prefill_tokens += len - 1;
+        plan.load.context_tokens += u64::from(end);
+        self.counters.computed_tokens += u64::from(len - 1);
+        let grew = BlockTable::ids(&seq.table).len() > table_from;
+        let from = if grew || len > 1 { table_from as u32 } else { WHOLE_TABLE };
+        plan.chunks.push(seq.next_chunk(id, len, from, block_size));
+        if grew {
+            self.hold_blocks(id);
+        }
+        self.seal(id, plan.step);
+    }
+
+    /// Puts a sequence off to a later step: this one has no tokens left for it.
+    fn put_off(&mut self, id: SeqId) {
+        let seq = &mut self.seqs[id];
+        if !seq.stalled {
+            (seq.stalled, seq.quick_until) = (true, 0);
+            self.enter(id, State::Stalled);
+        }
+    }
+
+    /// Lets a sequence go on that may have been put off.
+    fn go_on(&mut self, id: SeqId) {
+        let seq = &mut self.seqs[id];
+        if seq.stalled {
+            seq.stalled = false;
+            let state = seq.running_state();
+            self.enter(id, state);
+        }
+    }
+
+    /// Says why nothing was planned. Panics if there was no reason: requests that wait for nothing would wait for ever.
+    pub(crate) fn name_stall(&mut self) {
+        self.stall = match () {
+            () if self.seqs.is_empty() => None,
+            () if self.committed < self.counters.steps => Some(Stall::InFlight),
+            () if self.wake_at.is_some() => Some(Stall::Batch),
+            () => panic!("runnable work and an empty plan: {:?}", self.stats()),
+        };
+    }
+}
+
+/// The next token of a sequence that is on the quick way: see [`Sequence::quick_until`].
+#[inline]
+fn quick_chunk(seq: &mut Sequence, id: SeqId) -> Chunk {
+    let start = seq.computed;
+    let token = if seq.pending == 0 { *seq.tokens.last().expect("a prompt") as i32 } else { -(seq.row as i32) - 1 };
+    let slot = seq.slot;
+    seq.computed += 1;
+    seq.slot += 1;
+    seq.pending += 1;
+    Chunk {
+        seq: id,
+        row: seq.row,
+        start,
+        len: 1,
+        drafted: 0,
+        samples: true,
+        token,
+        slot,
+        table_from: WHOLE_TABLE,
+        preemptions: seq.preemptions,
+    }
+}

@@ -1,0 +1,143 @@
+//! What an operator wants to know: counters since the start, and what is true now.
+
+use crate::Scheduler;
+use crate::ledger::{CAUSES, Cause};
+use crate::policy::Policy;
+use crate::sequence::NO_ROW;
+
+/// Why no step was planned although there are requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stall {
+    /// Whoever runs waits for a commit.
+    InFlight,
+    /// A batch waits for more requests.
+    Batch,
+}
+
+impl Stall {
+    /// The name that reports use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::InFlight => "in_flight",
+            Self::Batch => "batch",
+        }
+    }
+}
+
+/// Counters since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Steps planned.
+    pub steps: u64,
+    /// Prompt tokens of admitted requests.
+    pub prompt_tokens: u64,
+    /// Prompt tokens looked for in the prefix cache, once a request.
+    pub prefix_queries: u64,
+    /// Of those, tokens found.
+    pub prefix_hits: u64,
+    /// Tokens sampled.
+    pub generated_tokens: u64,
+    /// Tokens that steps computed.
+    pub computed_tokens: u64,
+    /// Of those, tokens that had been computed before a preemption.
+    pub recomputed_tokens: u64,
+    /// Times that a sequence lost its blocks and its KV.
+    pub preemptions_recompute: u64,
+    /// Times that it lost its blocks, with a copy in host memory.
+    pub preemptions_swap: u64,
+    /// Blocks copied to host memory.
+    pub swapped_blocks: u64,
+    /// Requests that missed their deadline.
+    pub expired: u64,
+    /// Requests refused because the queue was full.
+    pub rejected_queue_full: u64,
+}
+
+/// What is true now, and [`Counters`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stats {
+    /// Counters since the start.
+    pub counters: Counters,
+    /// Sequences that hold a row.
+    pub running: usize,
+    /// Sequences that wait, swapped ones not included.
+    pub waiting: usize,
+    /// Sequences that wait with their KV in host memory.
+    pub swapped: usize,
+    /// Rows there are.
+    pub rows: usize,
+    /// Blocks that sequences can hold.
+    pub total_blocks: usize,
+    /// Of those, blocks that nobody holds.
+    pub free_blocks: usize,
+    /// Tokens with KV in running sequences' tables, and the slots of those tables: the rest is fragmentation.
+    pub used_tokens: usize,
+    /// Token slots in those tables.
+    pub held_slots: usize,
+    /// Blocks of the host pool.
+    pub host_blocks: usize,
+    /// Of those, free ones.
+    pub free_host_blocks: usize,
+    /// Prompt tokens of requests that never ran.
+    pub queued_prompt_tokens: u64,
+    /// Why nothing was planned when there was something to do.
+    pub stall: Option<Stall>,
+    /// Sequences that wait, by [`Cause`].
+    pub waiting_by_cause: [usize; CAUSES],
+    /// Microseconds that a request arriving now would wait.
+    pub predicted_wait: u64,
+    /// Microseconds that the last planned step should take.
+    pub predicted_step: u64,
+}
+
+impl Scheduler {
+    /// Counters, and what is true now. O(rows).
+    pub fn stats(&self) -> Stats {
+        let running = self.seqs.len() - self.queue.len() - self.parked;
+        let (mut used_tokens, mut held_slots) = (0, 0);
+        for seq in self.running.iter().filter_map(|&id| self.seqs.get(id)).filter(|seq| seq.row != NO_ROW) {
+            used_tokens += seq.computed as usize;
+            held_slots += seq.table.ids().len() * self.config.block_size as usize;
+        }
+        Stats {
+            counters: self.counters,
+            running,
+            waiting: self.seqs.len() - running - self.swapped,
+            swapped: self.swapped,
+            rows: self.config.max_seqs as usize,
+            total_blocks: self.config.usable_blocks() as usize,
+            free_blocks: self.pool.free(),
+            used_tokens,
+            held_slots,
+            host_blocks: self.host.len(),
+            free_host_blocks: self.host.free(),
+            queued_prompt_tokens: self.queued_tokens,
+            stall: self.stall,
+            waiting_by_cause: self.waiting_by_cause(),
+            predicted_wait: self.predicted_wait(),
+            predicted_step: self.predicted_step,
+        }
+    }
+
+    fn waiting_by_cause(&self) -> [usize; CAUSES] {
+        let mut by_cause = [0; CAUSES];
+        by_cause[Cause::WaitSibling as usize] = self.parked;
+        by_cause[Cause::Swapped as usize] = self.swapped;
+        by_cause[Cause::Preempted as usize] = self.returning - self.swapped;
+        let waiting = self.queue.len() - self.returning;
+        let Some((group, limit)) = self.clocks.turn() else {
+            let fresh = self.fresh.len().min(waiting);
+            by_cause[Cause::WaitStep as usize] = fresh;
+            by_cause[self.others() as usize] = waiting - fresh;
+            return by_cause;
+        };
+        let in_turn = match self.config.policy {
+            Policy::Fair => self.tenants.peek(group).waiting as usize,
+            policy if policy.has_classes() => self.classes.peek(group).waiting as usize,
+            _ => waiting,
+        };
+        by_cause[limit as usize] = in_turn.min(waiting);
+        by_cause[self.others() as usize] = waiting - in_turn.min(waiting);
+        by_cause
+    }
+}

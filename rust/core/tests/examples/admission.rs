@@ -1,0 +1,184 @@
+//! Who may wait, and who of those that wait is looked at.
+
+use crate::lab::{Cost, Lab, ask, plenty};
+use chairlift_core::{Cause, Config, Policy, Rejected, Request};
+
+/// Twenty blocks of 16 tokens, of which request 1 holds ten for long.
+fn half_full(config: Config) -> Lab {
+    let mut lab = Lab::new(Config { num_blocks: 21, ..config });
+    lab.add(ask(1, 150, 1));
+    // A prompt of ten blocks that goes on and on would grow: this one is only ever begun anew.
+    lab.step();
+    lab
+}
+
+#[test]
+fn the_queue_holds_as_many_requests_as_it_may_and_not_one_more() {
+    let mut lab = Lab::new(Config { max_queued_reqs: 3, max_seqs: 1, ..plenty(Policy::Fcfs) });
+    (1..=3).for_each(|tag| lab.add(ask(tag, 10, 5)));
+    for tag in 4..=5 {
+        let full = Rejected::QueueFull { what: "requests", queued: 4, limit: 3, retry_after: 0 };
+        assert_eq!(lab.try_add(ask(tag, 10, 5)), Err(full));
+    }
+    // One starts, one goes: two may come.
+    lab.step();
+    lab.abort(3);
+    lab.add(ask(6, 10, 5));
+    lab.add(ask(7, 10, 5));
+    assert!(lab.try_add(ask(8, 10, 5)).is_err());
+    // Siblings are no requests of their own.
+    (20..25).for_each(|tag| lab.fork(2, tag));
+    assert_eq!(lab.scheduler.stats().counters.rejected_queue_full, 3);
+    lab.abort(7);
+    lab.add(ask(9, 10, 5));
+    assert!(lab.try_add(ask(10, 10, 5)).is_err());
+    lab.finish();
+}
+
+#[test]
+fn the_queue_holds_as_many_prompt_tokens_as_it_may_and_not_one_more() {
+    let mut lab = Lab::new(Config { max_queued_tokens: 100, max_tokens: 50, max_seqs: 1, ..plenty(Policy::Fcfs) });
+    lab.add(ask(1, 60, 5));
+    let full = |queued| Err(Rejected::QueueFull { what: "prompt tokens", queued, limit: 100, retry_after: 0 });
+    assert_eq!(lab.try_add(ask(2, 41, 5)), full(101));
+    lab.add(ask(3, 40, 5));
+    assert_eq!(lab.try_add(ask(4, 1, 5)), full(101));
+    assert_eq!(lab.scheduler.stats().queued_prompt_tokens, 100);
+    // The first has begun, if only with 50 of its 60.
+    lab.step();
+    assert_eq!(lab.scheduler.stats().queued_prompt_tokens, 40);
+    lab.fork(3, 5);
+    lab.add(ask(6, 60, 5));
+    assert_eq!(lab.try_add(ask(7, 1, 5)), full(101));
+    lab.finish();
+    assert_eq!(lab.scheduler.stats().queued_prompt_tokens, 0);
+}
+
+#[test]
+fn who_was_preempted_takes_nobodys_place_in_the_queue() {
+    let mut lab = Lab::new(Config { max_queued_reqs: 1, max_seqs: 1, ..plenty(Policy::Priority) });
+    lab.add(Request { priority: 1, ..ask(1, 10, 50) });
+    lab.step();
+    lab.add(ask(2, 10, 5));
+    assert_eq!(lab.step().preempted, [1]);
+    lab.add(ask(3, 10, 5));
+    assert!(lab.try_add(ask(4, 10, 5)).is_err());
+    lab.finish();
+}
+
+#[test]
+fn a_refused_request_hears_how_long_those_before_it_will_take() {
+    let mut lab = Lab::taught(Config { max_queued_reqs: 10, max_seqs: 1, ..plenty(Policy::Fcfs) }, Cost(1000, 0, 0));
+    for tag in 1..=200 {
+        lab.add(ask(tag, 10, 20));
+        lab.step_until_ended(tag);
+    }
+    (301..=310).for_each(|tag| lab.add(ask(tag, 10, 20)));
+    let Err(Rejected::QueueFull { retry_after, .. }) = lab.try_add(ask(311, 10, 20)) else { panic!("there was room") };
+    // Ten that take twenty steps of a millisecond each.
+    assert!((190_000..=220_000).contains(&retry_after), "{retry_after}");
+    assert_eq!(lab.scheduler.stats().predicted_wait, retry_after);
+}
+
+#[test]
+fn a_request_that_could_never_run_is_refused_with_what_would_fit() {
+    let mut lab = Lab::new(Config { num_blocks: 11, max_model_len: 1000, ..plenty(Policy::Fcfs) });
+    // Ten blocks hold 160 tokens, and the last token needs none.
+    assert_eq!(lab.try_add(ask(1, 100, 62)), Err(Rejected::NeverFits { needed: 11, have: 10, fits: 161 }));
+    lab.add(ask(1, 100, 61));
+    assert_eq!(lab.try_add(ask(2, 940, 61)), Err(Rejected::TooLong { prompt: 940, new: 61, limit: 1000 }));
+    lab.finish();
+}
+
+#[test]
+fn blocks_stay_free_for_those_that_run() {
+    // Of twenty blocks the first has ten, and two must stay free: eight are for the second, not nine.
+    for (prompt, starts) in [(8 * 16, true), (8 * 16 + 1, false)] {
+        let mut lab = Lab::new(Config { num_blocks: 21, watermark: 2, ..plenty(Policy::Fcfs) });
+        lab.add(ask(1, 160, 9));
+        lab.add(ask(2, prompt, 9));
+        assert_eq!(lab.step().seated.contains(&2), starts, "with a prompt of {prompt}");
+    }
+    // Alone, a request may have all there are.
+    let mut lab = Lab::new(Config { num_blocks: 21, watermark: 2, ..plenty(Policy::Fcfs) });
+    lab.add(ask(1, 320, 1));
+    assert_eq!(lab.step().seated, [1]);
+}
+
+/// Request 1 holds 10 of 20 blocks for 60 steps, request 2 needs 15, and 600 requests of one block and one step come after.
+fn blocked_head(ageing: u64) -> Lab {
+    let mut lab = Lab::new(Config { num_blocks: 21, ageing, prefix_caching: false, ..plenty(Policy::Fcfs) });
+    lab.add(ask(1, 100, 60));
+    lab.step();
+    lab.add(ask(2, 240, 3));
+    (1000..1600).for_each(|tag| lab.add(ask(tag, 8, 1)));
+    lab
+}
+
+#[test]
+fn a_request_that_does_not_fit_lets_256_others_pass() {
+    let mut lab = blocked_head(10_000_000);
+    lab.step_until_started(2);
+    // It started when the first ended, in step 61, though small ones could have gone on past it all the time.
+    let before = lab.started.iter().take_while(|tag| **tag != 2).filter(|tag| **tag >= 1000).count();
+    assert!(lab.ended.contains_key(&1));
+    assert_eq!(before, 256);
+    assert_eq!(lab.explain(2).limit(), Some(Cause::WaitBlocks));
+    lab.finish();
+}
+
+#[test]
+fn a_request_that_does_not_fit_lets_others_pass_for_its_ageing_bound() {
+    let mut lab = blocked_head(10_000);
+    let from = lab.now;
+    let mut last = 0;
+    while !lab.started.contains(&2) {
+        let now = lab.now;
+        let seated = lab.step().seated;
+        if !seated.contains(&2) && !seated.is_empty() {
+            last = now;
+        }
+    }
+    // From the first step on that begins more than 10 ms after it was turned back first, it is a barrier.
+    assert_eq!(last, from + 10_000);
+    lab.finish();
+}
+
+#[test]
+fn sixty_four_that_do_not_fit_are_looked_past_and_no_more() {
+    for (large, starts) in [(63, true), (64, false)] {
+        let mut lab = half_full(plenty(Policy::Fcfs));
+        lab.add(ask(2, 150, 30));
+        lab.step();
+        (100..100 + large).for_each(|tag| lab.add(ask(tag, 240, 3)));
+        lab.add(ask(3, 8, 1));
+        assert_eq!(lab.step().seated.contains(&3), starts, "behind {large}");
+    }
+}
+
+#[test]
+fn prompts_are_cut_to_what_the_target_leaves() {
+    // 3000 us: 1000 for the step and 500 for five decodes leave 1500, which are 150 prompt tokens of 10 us.
+    let mut lab = Lab::taught(Config { target_itl: 3000, ..plenty(Policy::Fcfs) }, Cost(1000, 10, 100));
+    (1..=5).for_each(|tag| lab.add(ask(tag, 10, 50)));
+    lab.steps(2);
+    lab.add(ask(6, 5000, 1));
+    for _ in 0..5 {
+        let step = lab.step();
+        let (tag, piece) = step.chunks[5];
+        assert!(tag == 6 && (143..=157).contains(&piece), "{piece}");
+    }
+    let predicted = lab.scheduler.stats().predicted_step;
+    assert!((2900..=3000).contains(&predicted), "{predicted}");
+}
+
+#[test]
+fn a_target_too_low_for_anything_leaves_sixteen_tokens_of_prompts() {
+    let mut lab = Lab::taught(Config { target_itl: 100, ..plenty(Policy::Fcfs) }, Cost(1000, 10, 100));
+    lab.add(ask(1, 100, 1));
+    assert_eq!(lab.step().chunks, [(1, 16)]);
+    // Nothing is known of a new machine: 64, to begin with.
+    let mut lab = Lab::new(Config { target_itl: 100, ..plenty(Policy::Fcfs) });
+    lab.add(ask(1, 100, 1));
+    assert_eq!(lab.step().chunks, [(1, 64)]);
+}

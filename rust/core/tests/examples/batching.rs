@@ -1,0 +1,96 @@
+//! Batches that nobody joins, as the classic servers have them.
+
+use crate::lab::{Lab, ask, plenty};
+use chairlift_core::{Batching, Cause, Config, Policy, Stall};
+
+fn batches(batching: Batching) -> Config {
+    Config { batching, ..plenty(Policy::Fcfs) }
+}
+
+#[test]
+fn nobody_joins_a_static_batch_that_runs() {
+    let mut lab = Lab::new(batches(Batching::Static { size: 2 }));
+    (1..=2).for_each(|tag| lab.add(ask(tag, 10, 1 + 2 * tag as u32)));
+    assert_eq!(lab.step().seated, [1, 2]);
+    (3..=5).for_each(|tag| lab.add(ask(tag, 10, 2)));
+    // The first ends with its third token, the second with its fifth: rows stay empty till then.
+    assert_eq!(lab.step().chunks, [(1, 1), (2, 1)]);
+    assert_eq!(lab.step().chunks, [(1, 1), (2, 1)]);
+    assert_eq!(lab.step().chunks, [(2, 1)]);
+    assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitBatch as usize], 3);
+    assert_eq!(lab.step().chunks, [(2, 1)]);
+    assert_eq!(lab.step().seated, [3, 4]);
+    assert_eq!(lab.step().seated, []);
+    // A static batch does not wait to be full.
+    assert_eq!(lab.step().seated, [5]);
+    // From the second step on to the sixth.
+    assert_eq!(lab.ended[&3].causes[Cause::WaitBatch as usize], 4000);
+    assert_eq!(lab.ended[&3].limit(), Some(Cause::WaitBatch));
+}
+
+#[test]
+fn a_batch_boards_over_several_steps_if_one_has_too_few_tokens() {
+    let mut lab = Lab::new(Config { max_tokens: 100, ..batches(Batching::Static { size: 3 }) });
+    (1..=4).for_each(|tag| lab.add(ask(tag, 80, 9)));
+    assert_eq!(lab.step().chunks, [(1, 80), (2, 20)]);
+    // Half of what the decode leaves is for those that board.
+    assert_eq!(lab.step().chunks, [(1, 1), (3, 49), (2, 50)]);
+    assert_eq!(lab.step().chunks, [(1, 1), (2, 10), (3, 31)], "three, and not four");
+}
+
+#[test]
+fn a_dynamic_batch_departs_when_it_is_full_or_when_its_first_has_waited() {
+    let config = batches(Batching::Dynamic { size: 3, timeout: 10_000 });
+    let mut lab = Lab::new(config);
+    lab.add(ask(1, 10, 1));
+    assert!(lab.try_step().is_none());
+    assert_eq!((lab.scheduler.stats().stall, lab.scheduler.wake_at()), (Some(Stall::Batch), Some(10_000)));
+    lab.now = 4000;
+    lab.add(ask(2, 10, 1));
+    assert!(lab.try_step().is_none());
+    assert_eq!(lab.scheduler.wake_at(), Some(10_000), "by the first's arrival");
+    lab.now = 9999;
+    assert!(lab.try_step().is_none());
+    lab.now = 10_000;
+    assert_eq!(lab.step().seated, [1, 2]);
+    assert_eq!((lab.scheduler.stats().stall, lab.scheduler.wake_at()), (None, None));
+
+    let mut lab = Lab::new(config);
+    (1..=4).for_each(|tag| lab.add(ask(tag, 10, 1)));
+    assert_eq!(lab.step().seated, [1, 2, 3]);
+    assert!(lab.try_step().is_none());
+}
+
+#[test]
+fn who_is_preempted_may_rejoin_its_batch() {
+    // Eight blocks: 2 + 3 + 2, and in the second step each needs one more. The third, with as little as the first but
+    // younger, loses its two, so that the others have theirs.
+    let config = Config { num_blocks: 9, ..batches(Batching::Static { size: 3 }) };
+    let mut lab = Lab::new(config);
+    lab.add(ask(1, 32, 4));
+    lab.add(ask(2, 48, 30));
+    lab.add(ask(3, 32, 8));
+    lab.add(ask(4, 10, 5));
+    assert_eq!(lab.step().seated, [1, 2, 3]);
+    assert_eq!(lab.step().preempted, [3]);
+    lab.step_until_ended(1);
+    // It comes back beside the second; the fourth stays outside till both have ended.
+    assert_eq!(lab.step().seated, [3]);
+    lab.step_until_ended(2);
+    assert!(lab.ended.contains_key(&3) && !lab.started.contains(&4));
+    assert_eq!(lab.step().seated, [4]);
+}
+
+#[test]
+fn what_runs_and_is_not_committed_is_named_as_the_cause_of_a_stall() {
+    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    let request = ask(1, 10, 1);
+    lab.scheduler.add(request, 0).expect("it fits");
+    let plan = lab.scheduler.plan(0).expect("a prompt");
+    // Its only token is on the way.
+    assert!(lab.scheduler.plan(10).is_none());
+    assert_eq!(lab.scheduler.stats().stall, Some(Stall::InFlight));
+    lab.scheduler.commit(plan, &[7], 20, &mut chairlift_core::Outputs::default());
+    assert!(lab.scheduler.plan(30).is_none());
+    assert_eq!(lab.scheduler.stats().stall, None);
+}

@@ -1,0 +1,238 @@
+//! A scheduler on a machine whose steps take what we say.
+
+use chairlift_core::{Config, Ledger, Load, Outputs, Policy, Rejected, Request, Scheduler, SeqId, StepPlan, Time, Token};
+use std::collections::{HashMap, HashSet};
+
+/// Sampled by every request that goes on, and by one that stops.
+const GOES_ON: i32 = 7;
+const STOPS: i32 = 0;
+
+/// Microseconds of a step, of each prompt token and of each decoding sequence in it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cost(pub(crate) Time, pub(crate) Time, pub(crate) Time);
+
+impl Cost {
+    fn of(self, load: &Load) -> Time {
+        self.0 + self.1 * Time::from(load.prefill_tokens) + self.2 * Time::from(load.decode_seqs)
+    }
+}
+
+/// What a step did, requests by their tags.
+#[derive(Debug, Default)]
+pub(crate) struct Step {
+    /// Who computed how many tokens, in batch order.
+    pub(crate) chunks: Vec<(u64, u32)>,
+    pub(crate) rows: HashMap<u64, u32>,
+    pub(crate) seated: Vec<u64>,
+    pub(crate) preempted: Vec<u64>,
+    /// (device, host), (host, device) and (from, to).
+    pub(crate) swap_out: Vec<(u32, u32)>,
+    pub(crate) swap_in: Vec<(u32, u32)>,
+    pub(crate) copies: Vec<(u32, u32)>,
+}
+
+pub(crate) struct Lab {
+    pub(crate) scheduler: Scheduler,
+    pub(crate) now: Time,
+    pub(crate) cost: Cost,
+    /// The accounts of all that ended, by tag.
+    pub(crate) ended: HashMap<u64, Ledger>,
+    /// Everybody in the order of their first seats.
+    pub(crate) started: Vec<u64>,
+    ids: HashMap<u64, SeqId>,
+    tags: HashMap<SeqId, u64>,
+    seated: HashSet<u64>,
+    stopping: HashSet<u64>,
+    /// Steps from one look at all invariants to the next.
+    pub(crate) check_every: u64,
+    planned: u32,
+    outputs: Outputs,
+}
+
+/// Plenty of everything: tests make scarce what they are about.
+pub(crate) fn plenty(policy: Policy) -> Config {
+    Config { num_blocks: 4097, max_tokens: 1024, max_model_len: 16_384, policy, ..Config::default() }
+}
+
+/// A request whose prompt nobody else has.
+pub(crate) fn ask(tag: u64, prompt: u32, new: u32) -> Request {
+    let mut request = shares(tag, 0, prompt, new);
+    request.prompt[0] = 1_000_000 + tag as Token;
+    request
+}
+
+/// A request that has the first `common` tokens of its prompt with all others of the same `stem` in common.
+pub(crate) fn stem(stem: Token, tag: u64, common: u32, prompt: u32, new: u32) -> Request {
+    let mut request = shares(tag, common, prompt, new);
+    request.prompt[0] = 2_000_000 + stem;
+    request
+}
+
+fn shares(tag: u64, common: u32, prompt: u32, new: u32) -> Request {
+    let own = |at: u32| if at < common { 10 } else { 1000 + tag as Token };
+    let prompt = (0..prompt).map(own).collect();
+    Request { tag, prompt, max_new_tokens: new, stop: vec![STOPS as Token], ..Request::default() }
+}
+
+impl Lab {
+    /// Each step takes a millisecond.
+    pub(crate) fn new(config: Config) -> Self {
+        Self {
+            scheduler: Scheduler::new(config).expect("a sound config"),
+            now: 0,
+            cost: Cost(1000, 0, 0),
+            ended: HashMap::new(),
+            started: Vec::new(),
+            ids: HashMap::new(),
+            tags: HashMap::new(),
+            seated: HashSet::new(),
+            stopping: HashSet::new(),
+            check_every: 1,
+            planned: 0,
+            outputs: Outputs::default(),
+        }
+    }
+
+    /// A scheduler that knows the machine, for it has run sixty requests on it, one after the other.
+    pub(crate) fn taught(config: Config, cost: Cost) -> Self {
+        let mut lab = Self { cost, ..Self::new(config) };
+        let room = lab.scheduler.config().usable_blocks() * lab.scheduler.config().block_size;
+        for i in 0..60 {
+            // The salt keeps their blocks to themselves.
+            let tag = 900_000 + u64::from(i);
+            lab.add(Request { salt: [1].into(), ..ask(tag, (1 + i * 37 % 200).min(room / 2), 1 + i % 7) });
+            lab.finish();
+        }
+        lab.started.clear();
+        lab.ended.clear();
+        lab
+    }
+
+    pub(crate) fn add(&mut self, request: Request) {
+        self.try_add(request).expect("it fits");
+    }
+
+    pub(crate) fn try_add(&mut self, request: Request) -> Result<(), Rejected> {
+        self.try_add_at(self.now, request)
+    }
+
+    /// Adds a request that came at `time`.
+    pub(crate) fn try_add_at(&mut self, time: Time, request: Request) -> Result<(), Rejected> {
+        let tag = request.tag;
+        let id = self.scheduler.add(request, time)?;
+        self.enter(tag, id);
+        Ok(())
+    }
+
+    pub(crate) fn fork(&mut self, parent: u64, tag: u64) {
+        let id = self.scheduler.fork(self.ids[&parent], tag, self.now).expect("the parent lives");
+        self.enter(tag, id);
+    }
+
+    pub(crate) fn abort(&mut self, tag: u64) {
+        assert!(self.scheduler.abort(self.ids[&tag], self.now));
+        let ledger = self.scheduler.explain(tag).expect("it ended just now");
+        self.ended.insert(tag, ledger);
+        self.check();
+    }
+
+    /// The next token that the request samples is its last.
+    pub(crate) fn stop(&mut self, tag: u64) {
+        self.stopping.insert(tag);
+    }
+
+    /// Drops whoever is late, plans a step and runs it.
+    pub(crate) fn step(&mut self) -> Step {
+        self.try_step().unwrap_or_else(|| panic!("nothing to run: {:?}", self.scheduler.stats()))
+    }
+
+    pub(crate) fn try_step(&mut self) -> Option<Step> {
+        self.planned += 1;
+        assert!(self.planned < 100_000, "this never ends: {:?}", self.scheduler.stats());
+        self.expire();
+        let plan = self.scheduler.plan(self.now)?;
+        self.check();
+        let step = self.read(&plan);
+        self.started.extend(step.seated.iter().filter(|&&tag| self.seated.insert(tag)));
+        self.now += self.cost.of(&plan.load);
+        let tags = plan.chunks.iter().filter(|chunk| chunk.samples).map(|chunk| self.tags[&chunk.seq]);
+        let sampled: Vec<i32> = tags.map(|tag| if self.stopping.contains(&tag) { STOPS } else { GOES_ON }).collect();
+        self.scheduler.commit(plan, &sampled, self.now, &mut self.outputs);
+        self.ended.extend(self.outputs.ended.drain(..).map(|ledger| (ledger.tag, ledger)));
+        self.check();
+        Some(step)
+    }
+
+    pub(crate) fn steps(&mut self, count: u32) {
+        for _ in 0..count {
+            self.step();
+        }
+    }
+
+    /// Runs until a request has its first seat.
+    pub(crate) fn step_until_started(&mut self, tag: u64) {
+        while !self.started.contains(&tag) {
+            self.step();
+        }
+    }
+
+    pub(crate) fn step_until_ended(&mut self, tag: u64) {
+        while !self.ended.contains_key(&tag) {
+            self.step();
+        }
+    }
+
+    /// Runs until all have ended.
+    pub(crate) fn finish(&mut self) {
+        while !self.scheduler.is_idle() {
+            if self.try_step().is_none() && !self.scheduler.is_idle() {
+                self.now = self.scheduler.wake_at().expect("somebody waits for a time");
+            }
+        }
+        let stats = self.scheduler.stats();
+        assert_eq!((stats.free_blocks, stats.free_host_blocks), (stats.total_blocks, stats.host_blocks));
+    }
+
+    /// Blocks that are held.
+    pub(crate) fn held(&self) -> usize {
+        let stats = self.scheduler.stats();
+        stats.total_blocks - stats.free_blocks
+    }
+
+    /// The account of a request that lives or has ended.
+    pub(crate) fn explain(&self, tag: u64) -> Ledger {
+        self.scheduler.explain(tag).expect("known")
+    }
+
+    pub(crate) fn expire(&mut self) -> Vec<u64> {
+        let mut late = Vec::new();
+        self.scheduler.expire(self.now, &mut late);
+        self.check();
+        let tags = late.iter().map(|ledger| ledger.tag).collect();
+        self.ended.extend(late.into_iter().map(|ledger| (ledger.tag, ledger)));
+        tags
+    }
+
+    fn check(&self) {
+        if self.scheduler.stats().counters.steps.is_multiple_of(self.check_every) {
+            self.scheduler.check();
+        }
+    }
+
+    fn enter(&mut self, tag: u64, id: SeqId) {
+        self.ids.insert(tag, id);
+        self.tags.insert(id, tag);
+    }
+
+    fn read(&self, plan: &StepPlan) -> Step {
+        Step {
+            chunks: plan.chunks.iter().map(|chunk| (self.tags[&chunk.seq], chunk.len)).collect(),
+            rows: plan.chunks.iter().map(|chunk| (self.tags[&chunk.seq], chunk.row)).collect(),
+            seated: plan.seated.iter().map(|seated| seated.tag).collect(),
+            preempted: plan.preempted.clone(),
+            swap_out: plan.swap_out.iter().map(|&(block, host)| (block.0, host)).collect(),
+            swap_in: plan.swap_in.iter().map(|&(host, block)| (host, block.0)).collect(),
+            copies: plan.copies.iter().map(|&(from, to)| (from.0, to.0)).collect(),
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! Where a request's time went, and who used what.
+
+use crate::lab::{Cost, Lab, ask, plenty};
+use chairlift_core::{Batching, Cause, Config, FinishReason, Ledger, Policy, Request, Time};
+use std::collections::HashMap;
+
+fn time(ledger: &Ledger, causes: &[Cause]) -> Time {
+    causes.iter().map(|&cause| ledger.causes[cause as usize]).sum()
+}
+
+#[test]
+fn blocks_are_billed_for_the_time_they_are_held() {
+    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    lab.add(ask(1, 16, 3));
+    lab.add(ask(2, 20, 3));
+    lab.finish();
+    // One block for a millisecond, and a second one for the two that follow; two blocks for three.
+    assert_eq!((lab.ended[&1].block_us, lab.ended[&2].block_us), (1000 + 2 * 2000, 2 * 3000));
+}
+
+#[test]
+fn a_life_is_told_in_causes() {
+    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Fcfs) });
+    lab.cost = Cost(1000, 10, 0);
+    lab.add(ask(1, 100, 3));
+    lab.step();
+    lab.now += 300;
+    lab.add(ask(2, 50, 2));
+    lab.now += 200;
+    lab.finish();
+    // Prompt alone: 1000 + 100 * 10; till the next plan 500; two tokens of 1000.
+    let first = &lab.ended[&1];
+    assert_eq!(time(first, &[Cause::Prefill]), 2000);
+    assert_eq!(time(first, &[Cause::Decode, Cause::DecodeShared]), 500 + 2000);
+    assert_eq!((first.arrived, first.started, first.first_token, first.ended), (0, Some(0), Some(2000), 4500));
+    // 200 till the next plan, then two steps for the row, its prompt of 1500, and its second token.
+    let second = &lab.ended[&2];
+    assert_eq!(time(second, &[Cause::WaitStep]), 200);
+    assert_eq!(time(second, &[Cause::WaitRows]), 2000);
+    assert_eq!(time(second, &[Cause::Prefill]), 1500);
+    assert_eq!(time(second, &[Cause::Decode]), 1000);
+    assert_eq!((second.limit(), second.queued()), (Some(Cause::WaitRows), 2200));
+    assert_eq!(first.limit(), None);
+}
+
+#[test]
+fn steps_that_others_share_are_told_apart() {
+    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    lab.add(ask(1, 10, 4));
+    lab.step();
+    lab.add(ask(2, 10, 2));
+    lab.finish();
+    // Its prompt alone, a decode beside the other's prompt, and two more beside its decode or alone.
+    assert_eq!(time(&lab.ended[&1], &[Cause::Prefill]), 1000);
+    assert_eq!(time(&lab.ended[&1], &[Cause::DecodeShared]), 1000);
+    assert_eq!(time(&lab.ended[&1], &[Cause::Decode]), 2000);
+    assert_eq!(time(&lab.ended[&2], &[Cause::PrefillShared]), 1000);
+}
+
+#[test]
+fn the_limit_that_binds_is_named() {
+    // Tokens: the first step has none left; half of the next is for those that wait.
+    let mut lab = Lab::new(Config { max_tokens: 10, ..plenty(Policy::Fcfs) });
+    lab.add(ask(1, 100, 1));
+    lab.add(ask(2, 10, 1));
+    lab.step();
+    assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitTokens as usize], 1);
+    lab.finish();
+    assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[Cause::WaitTokens])), (Some(Cause::WaitTokens), 1000));
+    // Blocks: ten, of which the first has six.
+    let mut lab = Lab::new(Config { num_blocks: 11, ..plenty(Policy::Fcfs) });
+    lab.add(ask(1, 90, 6));
+    lab.add(ask(2, 70, 1));
+    lab.step();
+    assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitBlocks as usize], 1);
+    lab.finish();
+    assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[Cause::WaitBlocks])), (Some(Cause::WaitBlocks), 6000));
+    // Order: of two classes, the lower one has the row's turn, and the other waits for that.
+    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Priority) });
+    lab.add(ask(1, 10, 5));
+    lab.step();
+    lab.add(Request { priority: 1, ..ask(2, 10, 1) });
+    lab.add(ask(3, 10, 5));
+    lab.step();
+    let waiting = lab.scheduler.stats().waiting_by_cause;
+    assert_eq!((waiting[Cause::WaitRows as usize], waiting[Cause::WaitOrder as usize]), (1, 1));
+    lab.finish();
+    // Four steps behind the first, while it is the third's turn; five behind the third, which are its own.
+    assert_eq!((time(&lab.ended[&2], &[Cause::WaitOrder]), time(&lab.ended[&2], &[Cause::WaitRows])), (4000, 5000));
+    assert_eq!((time(&lab.ended[&3], &[Cause::WaitOrder]), time(&lab.ended[&3], &[Cause::WaitRows])), (0, 4000));
+}
+
+#[test]
+fn use_adds_up_by_tenant_and_by_class() {
+    let mut lab = Lab::new(Config { max_seqs: 2, ..plenty(Policy::Fcfs) });
+    for tag in 1..=6 {
+        let tenant = if tag % 3 == 0 { "x" } else { "y" };
+        lab.add(Request { tenant: tenant.into(), priority: (tag % 2) as i32, ..ask(tag, 10 * tag as u32, tag as u32) });
+    }
+    lab.step();
+    let now: Vec<_> = lab.scheduler.tenants().map(|(name, usage)| (name.to_string(), usage.running, usage.waiting)).collect();
+    // The first two run, both of y.
+    assert!(now.contains(&("y".into(), 1, 2)) || now.contains(&("y".into(), 2, 2)), "{now:?}");
+    lab.finish();
+    let of = |tags: &[u64], value: fn(&Ledger) -> u64| -> u64 { tags.iter().map(|tag| value(&lab.ended[tag])).sum() };
+    for (name, tags) in [("x", &[3, 6][..]), ("y", &[1, 2, 4, 5])] {
+        let (_, usage) = lab.scheduler.tenants().find(|(tenant, _)| &***tenant == name).expect("known");
+        assert_eq!((usage.requests, usage.running, usage.waiting), (tags.len() as u64, 0, 0));
+        assert_eq!((usage.prompt_tokens, usage.output_tokens), (10 * tags.iter().sum::<u64>(), tags.iter().sum()));
+        assert_eq!(usage.block_us, of(tags, |ledger| ledger.block_us));
+        assert_eq!(usage.computed_tokens, of(tags, |ledger| ledger.computed_tokens));
+        assert_eq!(usage.queued, of(tags, Ledger::queued));
+    }
+    for (class, tags) in [(0, [2, 4, 6]), (1, [1, 3, 5])] {
+        let (_, usage) = lab.scheduler.classes().find(|(priority, _)| **priority == class).expect("known");
+        assert_eq!((usage.requests, usage.output_tokens), (3, tags.iter().sum()));
+    }
+}
+
+#[test]
+fn the_last_ten_thousand_are_explained_and_those_that_live() {
+    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    for tag in 0..10_001 {
+        lab.add(ask(tag, 1, 1));
+        lab.abort(tag);
+    }
+    assert_eq!(lab.scheduler.explain(0), None);
+    assert_eq!(lab.explain(1).finish, Some(FinishReason::Abort));
+    lab.add(ask(50_000, 10, 2));
+    lab.step();
+    let ledger = lab.explain(50_000);
+    assert_eq!((ledger.finish, ledger.output_tokens, time(&ledger, &[Cause::Prefill])), (None, 1, 1000));
+}
+
+/// Numbers that look random: xorshift (Marsaglia, 2003).
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % end
+    }
+}
+
+/// What the test saw of a request.
+#[derive(Clone, Copy, Default)]
+struct Seen {
+    arrived: Time,
+    /// Since when it has no row.
+    off_since: Time,
+    /// How long it had none after its start.
+    off: Time,
+    started: bool,
+    running: bool,
+}
+
+/// Runs a sequence of random requests, keeps books of its own, and compares them with every account.
+fn keep_books(config: Config, requests: u64, dice: &mut Dice) -> HashMap<u64, Ledger> {
+    let mut lab = Lab::new(config);
+    lab.check_every = 64;
+    lab.cost = Cost(300, 7, 13);
+    let mut seen: HashMap<u64, Seen> = HashMap::new();
+    let mut next = 0;
+    while next < requests || !lab.scheduler.is_idle() {
+        if next < requests && dice.below(3) > 0 && lab.scheduler.stats().waiting < 40 {
+            lab.now += dice.below(50);
+            let (prompt, new) = (1 + dice.below(120) as u32, 1 + dice.below(30) as u32);
+            let within = |dice: &mut Dice, of: u64| (dice.below(6) == 0).then(|| lab.now + dice.below(of));
+            let request = Request {
+                priority: dice.below(3) as i32,
+                tenant: ["a", "b", "c"][dice.below(3) as usize].into(),
+                weight: 1 + dice.below(2) as u32,
+                deadline: within(dice, 60_000),
+                ttft_deadline: within(dice, 30_000),
+                predicted_tokens: (dice.below(2) == 0).then_some(new),
+                ..ask(next, prompt, new)
+            };
+            // Some came while a step was under way.
+            let came = lab.now - if dice.below(3) == 0 { dice.below(300) } else { 0 }.min(lab.now);
+            lab.try_add_at(came, request).expect("it fits");
+            for fork in 0..if dice.below(5) == 0 { 1 + dice.below(2) } else { 0 } {
+                lab.fork(next, next + 1 + fork);
+                seen.insert(next + 1 + fork, Seen { arrived: lab.now, ..Seen::default() });
+            }
+            seen.insert(next, Seen { arrived: came, ..Seen::default() });
+            next = 1 + *seen.keys().max().expect("one at least");
+        }
+        if dice.below(40) == 0 {
+            let mut live: Vec<u64> = seen.keys().copied().filter(|tag| !lab.ended.contains_key(tag)).collect();
+            live.sort_unstable();
+            if !live.is_empty() {
+                lab.abort(live[dice.below(live.len() as u64) as usize]);
+            }
+        }
+        lab.now += dice.below(30);
+        let planned = lab.now;
+        let Some(step) = lab.try_step() else {
+            lab.now = lab.scheduler.wake_at().unwrap_or(lab.now).max(lab.now);
+            continue;
+        };
+        for tag in &step.preempted {
+            let seen = seen.get_mut(tag).expect("known");
+            (seen.running, seen.off_since) = (false, planned);
+        }
+        for tag in &step.seated {
+            let seen = seen.get_mut(tag).expect("known");
+            if seen.started {
+                seen.off += planned - seen.off_since;
+            } else {
+                assert_eq!(lab.scheduler.explain(*tag).map(|ledger| ledger.started), Some(Some(planned)));
+            }
+            (seen.running, seen.started) = (true, true);
+        }
+    }
+    assert!(seen.len() as u64 >= requests && lab.ended.len() == seen.len());
+    for (tag, ledger) in &lab.ended {
+        compare(ledger, &seen[tag]);
+    }
+    lab.ended
+}
+
+fn compare(ledger: &Ledger, seen: &Seen) {
+    let waits: Vec<Cause> = Cause::NAMES.iter().map(|&(cause, _)| cause).filter(|&cause| cause <= Cause::WaitSibling).collect();
+    assert_eq!(ledger.causes.iter().sum::<Time>(), ledger.ended - ledger.arrived, "{ledger:?}");
+    assert_eq!(ledger.arrived, seen.arrived);
+    assert_eq!(ledger.started.is_some(), seen.started);
+    assert_eq!(time(ledger, &waits), ledger.queued(), "{ledger:?}");
+    // Whoever ended without a row had been without it till then.
+    let off = seen.off + if seen.started && !seen.running { ledger.ended - seen.off_since } else { 0 };
+    assert_eq!(time(ledger, &[Cause::Preempted, Cause::Swapped]), off, "{ledger:?}");
+    if ledger.preemptions == 0
+        && let Some(first) = ledger.first_token
+    {
+        let started = ledger.started.expect("it has a token");
+        assert_eq!(time(ledger, &[Cause::Decode, Cause::DecodeShared]), ledger.ended - first, "{ledger:?}");
+        assert_eq!(time(ledger, &[Cause::Prefill, Cause::PrefillShared, Cause::Stalled]), first - started, "{ledger:?}");
+    }
+}
+
+#[test]
+fn ten_thousand_accounts_are_right_to_the_microsecond() {
+    let mut dice = Dice(0x2545_F491_4F6C_DD1D);
+    let mut all = Vec::new();
+    let batchings =
+        [(Batching::Continuous, 1100), (Batching::Static { size: 6 }, 300), (Batching::Dynamic { size: 6, timeout: 2000 }, 300)];
+    for (_, policy) in Policy::NAMES {
+        for (batching, requests) in batchings {
+            let config = Config {
+                num_blocks: 40,
+                max_tokens: 100,
+                max_seqs: 12,
+                max_model_len: 400,
+                policy,
+                batching,
+                ageing: 20_000,
+                host_blocks: 24,
+                swap_ns_per_block: 30_000,
+                ..Config::default()
+            };
+            all.extend(keep_books(config, requests, &mut dice).into_values());
+        }
+    }
+    assert!(all.len() >= 10_000);
+    // Every cause occurs, or the comparison proves little.
+    for (cause, name) in Cause::NAMES {
+        assert!(all.iter().any(|ledger| ledger.causes[cause as usize] > 0), "nothing of {name}");
+    }
+    for reason in [FinishReason::Length, FinishReason::Abort, FinishReason::Deadline] {
+        assert!(all.iter().any(|ledger| ledger.finish == Some(reason)), "nobody ended by {reason:?}");
+    }
+}

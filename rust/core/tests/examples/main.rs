@@ -1,0 +1,14 @@
+//! What each policy and each limit does, with numbers worked out by hand.
+
+mod admission;
+mod batching;
+mod deadline;
+mod fair;
+mod fcfs;
+mod forks;
+mod lab;
+mod ledger;
+mod preemption;
+mod prefix;
+mod priority;
+mod shortest;

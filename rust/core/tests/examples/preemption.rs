@@ -1,0 +1,136 @@
+//! When blocks run out: whose are taken, and whether their KV is copied or computed again.
+
+use crate::lab::{Cost, Lab, Step, ask, plenty};
+use chairlift_core::{Cause, Config, Policy};
+
+/// Eight blocks: two requests have 3 and 4 for 48 and 64 tokens; the one left over goes to the first that needs a fourth,
+/// and then the second needs a fifth.
+fn crowded(host_blocks: u32, swap_ns_per_block: u32) -> Config {
+    Config { num_blocks: 9, prefix_caching: false, host_blocks, swap_ns_per_block, ..plenty(Policy::Fcfs) }
+}
+
+fn run_into_the_wall(lab: &mut Lab) -> Step {
+    lab.add(ask(1, 64, 40));
+    lab.add(ask(2, 48, 40));
+    loop {
+        let step = lab.step();
+        if !step.preempted.is_empty() {
+            return step;
+        }
+    }
+}
+
+#[test]
+fn the_one_that_loses_least_goes_and_nobody_comes_in_that_step() {
+    let mut lab = Lab::new(crowded(0, 0));
+    lab.add(ask(3, 1, 1));
+    lab.step();
+    lab.add(ask(1, 64, 40));
+    lab.add(ask(2, 48, 40));
+    lab.step();
+    // Both need a block for their next token, and there is one.
+    lab.add(ask(4, 1, 1));
+    let step = lab.step();
+    assert_eq!((step.preempted.as_slice(), step.seated.len(), step.chunks.as_slice()), (&[2][..], 0, &[(1, 1)][..]));
+    let ledger = lab.explain(2);
+    assert_eq!((ledger.preempted_by.as_slice(), ledger.swaps), (&[][..], 0), "for its own want of room");
+    assert_eq!(lab.step().seated, [4], "its old place is before the fourth's, but it does not fit");
+    lab.finish();
+    assert_eq!([1, 2].map(|tag| lab.ended[&tag].output_tokens), [40, 40]);
+    let counters = lab.scheduler.stats().counters;
+    assert_eq!((counters.preemptions_recompute, counters.preemptions_swap, counters.recomputed_tokens), (1, 0, 48));
+    // 48 and what came of its first step are computed twice.
+    assert_eq!(lab.ended[&2].computed_tokens, 48 + 48 + 39);
+}
+
+#[test]
+fn cheap_copies_are_swapped_out_and_in() {
+    // 100 us a prompt token against 1 us a block.
+    let mut lab = Lab::taught(crowded(6, 1000), Cost(1000, 100, 100));
+    let step = run_into_the_wall(&mut lab);
+    assert_eq!((step.preempted.as_slice(), step.swap_out.len(), step.swap_in.len()), (&[2][..], 3, 0));
+    let stats = lab.scheduler.stats();
+    assert_eq!((stats.swapped, stats.waiting, stats.running, stats.free_host_blocks), (1, 0, 1, 3));
+    assert_eq!(stats.waiting_by_cause[Cause::Swapped as usize], 1);
+    let step = loop {
+        let step = lab.step();
+        if !step.seated.is_empty() {
+            break step;
+        }
+    };
+    // What went out comes back, and the next token is the first it computes.
+    assert_eq!((step.seated.as_slice(), step.chunks.as_slice()), (&[2][..], &[(2, 1)][..]));
+    assert_eq!((step.swap_out.len(), step.swap_in.len()), (0, 3));
+    assert_eq!(lab.scheduler.stats().free_host_blocks, 6);
+    lab.finish();
+    let ledger = &lab.ended[&2];
+    assert_eq!((ledger.swaps, ledger.preemptions, ledger.recomputed_tokens, ledger.computed_tokens), (1, 1, 0, 48 + 39));
+    assert!(ledger.causes[Cause::Swapped as usize] > 0 && ledger.causes[Cause::Preempted as usize] == 0);
+    let counters = lab.scheduler.stats().counters;
+    assert_eq!((counters.preemptions_swap, counters.preemptions_recompute, counters.swapped_blocks), (1, 0, 3));
+}
+
+#[test]
+fn what_the_cache_still_has_is_not_copied_back() {
+    let config = Config { prefix_caching: true, ..crowded(6, 1000) };
+    let mut lab = Lab::taught(config, Cost(1000, 100, 100));
+    let step = run_into_the_wall(&mut lab);
+    assert_eq!(step.swap_out.len(), 3);
+    // The other one leaves before it has written over any of them.
+    lab.abort(1);
+    let step = lab.step();
+    assert_eq!((step.seated.as_slice(), step.swap_in.len()), (&[2][..], 0));
+    assert_eq!(lab.scheduler.stats().free_host_blocks, 6);
+    lab.finish();
+}
+
+#[test]
+fn dear_copies_are_computed_again_instead() {
+    // A second a block.
+    let mut lab = Lab::taught(crowded(6, 1_000_000_000), Cost(1000, 100, 100));
+    let step = run_into_the_wall(&mut lab);
+    assert_eq!((step.preempted.as_slice(), step.swap_out.len()), (&[2][..], 0));
+    assert_eq!((lab.scheduler.stats().swapped, lab.scheduler.stats().free_host_blocks), (0, 6));
+    lab.finish();
+    assert_eq!((lab.ended[&2].swaps, lab.ended[&2].recomputed_tokens), (0, 48));
+}
+
+#[test]
+fn a_copy_both_ways_is_weighed_against_the_prompt_computed_again() {
+    // 48 tokens of 100 us are 4800 us; three blocks, there and back, are six copies: the balance is at 800 us a copy.
+    for (ns, swaps) in [(700_000, 1), (900_000, 0)] {
+        let mut lab = Lab::taught(crowded(6, ns), Cost(1000, 100, 100));
+        run_into_the_wall(&mut lab);
+        assert_eq!(lab.explain(2).swaps, swaps, "at {ns} ns a block");
+    }
+}
+
+#[test]
+fn a_host_pool_too_small_for_a_sequence_takes_none_of_it() {
+    let mut lab = Lab::taught(crowded(2, 1000), Cost(1000, 100, 100));
+    let step = run_into_the_wall(&mut lab);
+    assert_eq!((step.preempted.as_slice(), step.swap_out.len()), (&[2][..], 0));
+    assert_eq!(lab.scheduler.stats().free_host_blocks, 2);
+    lab.finish();
+}
+
+#[test]
+fn a_swapped_request_that_is_aborted_gives_its_host_blocks_back() {
+    let mut lab = Lab::taught(crowded(6, 1000), Cost(1000, 100, 100));
+    run_into_the_wall(&mut lab);
+    assert_eq!(lab.scheduler.stats().free_host_blocks, 3);
+    lab.abort(2);
+    assert_eq!((lab.scheduler.stats().free_host_blocks, lab.scheduler.stats().swapped), (6, 0));
+    lab.finish();
+}
+
+#[test]
+fn with_a_watermark_those_that_run_do_not_preempt_each_other() {
+    // Forty blocks, and requests of two that grow to four: with twenty kept free, ten start.
+    for (watermark, preempts) in [(0, true), (20, false)] {
+        let mut lab = Lab::new(Config { num_blocks: 41, watermark, max_seqs: 20, ..plenty(Policy::Fcfs) });
+        (1..=40).for_each(|tag| lab.add(ask(tag, 30, 30)));
+        lab.finish();
+        assert_eq!(lab.scheduler.stats().counters.preemptions_recompute > 0, preempts, "with {watermark} blocks of headroom");
+    }
+}

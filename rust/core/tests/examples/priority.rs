@@ -1,0 +1,182 @@
+//! Lower classes go first at every limit: rows, blocks and tokens.
+
+use crate::lab::{Lab, ask, plenty};
+use chairlift_core::{Cause, Config, Policy, Request};
+
+fn urgent(tag: u64, prompt: u32, new: u32) -> Request {
+    Request { priority: 0, ..ask(tag, prompt, new) }
+}
+
+fn patient(tag: u64, prompt: u32, new: u32) -> Request {
+    Request { priority: 5, ..ask(tag, prompt, new) }
+}
+
+fn with_rows(max_seqs: u32) -> Config {
+    Config { max_seqs, ..plenty(Policy::Priority) }
+}
+
+#[test]
+fn lower_classes_start_first_and_equals_as_they_came() {
+    let mut lab = Lab::new(with_rows(1));
+    for (tag, priority) in [(1, 3), (2, -1), (3, 3), (4, 0), (5, -1)] {
+        lab.add(Request { priority, ..ask(tag, 10, 2) });
+    }
+    lab.finish();
+    assert_eq!(lab.started, [2, 5, 4, 1, 3]);
+}
+
+#[test]
+fn an_urgent_request_takes_the_row_of_the_less_urgent_one_that_loses_least() {
+    let mut lab = Lab::new(with_rows(2));
+    lab.add(patient(1, 100, 50));
+    lab.add(patient(2, 20, 50));
+    lab.step();
+    lab.add(urgent(3, 30, 2));
+    // Both are of one class: the one with 20 computed tokens goes, not the one with 100.
+    let step = lab.step();
+    assert_eq!((step.preempted, step.seated), (vec![2], vec![3]));
+    assert_eq!(step.chunks, [(1, 1), (3, 30)]);
+    // It comes back to the row when the urgent one has its two tokens, and computes its prompt and its one token again.
+    lab.step();
+    let step = lab.step();
+    assert_eq!((step.preempted, step.seated), (vec![], vec![2]));
+    // One block of its prompt is in the cache still: 21 - 16.
+    assert_eq!(step.chunks, [(1, 1), (2, 5)]);
+    let ledger = lab.explain(2);
+    assert_eq!((ledger.preemptions, ledger.preempted_by.as_slice()), (1, &[3][..]));
+    assert_eq!(ledger.causes[Cause::Preempted as usize], 2000);
+    assert_eq!(ledger.recomputed_tokens, 20 - 16);
+}
+
+#[test]
+fn of_two_less_urgent_classes_the_least_urgent_loses_its_row() {
+    let mut lab = Lab::new(with_rows(2));
+    lab.add(Request { priority: 7, ..ask(1, 300, 50) });
+    lab.add(Request { priority: 2, ..ask(2, 20, 50) });
+    lab.step();
+    lab.add(urgent(3, 30, 2));
+    // The first loses far more, but its class is the last.
+    assert_eq!(lab.step().preempted, [1]);
+}
+
+#[test]
+fn an_urgent_request_takes_blocks_as_well() {
+    // Ten blocks: five for 76 tokens, four for 60, one is free; and the urgent one needs three.
+    let mut lab = Lab::new(Config { num_blocks: 11, ..with_rows(8) });
+    lab.add(patient(1, 76, 4));
+    lab.add(patient(2, 60, 4));
+    lab.step();
+    assert_eq!(lab.held(), 9);
+    lab.add(urgent(3, 40, 2));
+    let step = lab.step();
+    assert_eq!((step.preempted, step.seated), (vec![2], vec![3]));
+    assert_eq!(lab.held(), 8);
+}
+
+#[test]
+fn nobody_is_preempted_for_one_who_could_not_start_then_either() {
+    // Ten blocks; the urgent one needs nine. The less urgent one has four, the other urgent one two: 10 - 2 < 9.
+    let mut lab = Lab::new(Config { num_blocks: 11, ..with_rows(8) });
+    lab.add(patient(1, 60, 4));
+    lab.add(urgent(2, 30, 2));
+    lab.step();
+    lab.add(urgent(3, 140, 2));
+    let step = lab.step();
+    assert_eq!((step.preempted.len(), step.seated.len()), (0, 0));
+    // When the other one has ended, it is worth it.
+    let step = lab.step();
+    assert_eq!((step.preempted, step.seated), (vec![1], vec![3]));
+}
+
+#[test]
+fn an_urgent_prompt_goes_ahead_of_one_that_has_begun() {
+    let mut lab = Lab::new(Config { max_tokens: 1000, ..plenty(Policy::Priority) });
+    lab.add(patient(1, 3000, 2));
+    assert_eq!(lab.step().chunks, [(1, 1000)]);
+    lab.add(urgent(2, 600, 5));
+    lab.add(urgent(3, 1200, 5));
+    // 600 + 400 of 1200; then 1 + 800 and what is left; and nobody lost anything.
+    assert_eq!(lab.step().chunks, [(2, 600), (3, 400)]);
+    assert_eq!(lab.step().chunks, [(2, 1), (3, 800), (1, 199)]);
+    assert_eq!(lab.scheduler.stats().counters.preemptions_recompute, 0);
+    lab.finish();
+    assert_eq!(lab.ended[&1].causes[Cause::Stalled as usize], 1000, "it had a row, and no tokens in one step");
+}
+
+#[test]
+fn equals_are_never_preempted() {
+    let mut lab = Lab::new(with_rows(1));
+    lab.add(urgent(1, 10, 20));
+    lab.step();
+    lab.add(urgent(2, 10, 2));
+    for _ in 0..19 {
+        assert_eq!(lab.step().chunks, [(1, 1)]);
+    }
+    assert_eq!(lab.step().seated, [2]);
+}
+
+#[test]
+fn after_two_preemptions_a_request_is_pinned_with_all_its_blocks() {
+    let mut lab = Lab::new(with_rows(1));
+    // 16 + 160 tokens, of which the last needs no block: 175 in 11.
+    lab.add(patient(1, 16, 160));
+    lab.steps(2);
+    for tag in [2, 3] {
+        assert_eq!(lab.scheduler.stats().held_slots, 2 * 16);
+        lab.add(urgent(tag, 10, 1));
+        let step = lab.step();
+        assert_eq!((step.preempted, step.seated), (vec![1], vec![tag]));
+        assert_eq!(lab.step().seated, [1]);
+    }
+    assert_eq!(lab.scheduler.stats().held_slots, 11 * 16);
+    lab.add(urgent(4, 10, 1));
+    let step = lab.step();
+    assert_eq!((step.preempted, step.chunks), (vec![], vec![(1, 1)]));
+    lab.finish();
+    assert_eq!((lab.ended[&1].preemptions, lab.ended[&1].preempted_by.as_slice()), (2, &[2, 3][..]));
+    assert!(lab.ended[&4].started > Some(lab.ended[&1].ended - 1));
+}
+
+/// Keeps three urgent requests of five steps waiting.
+fn flood(lab: &mut Lab, tag: &mut u64) {
+    while lab.scheduler.classes().find(|(class, _)| **class == 0).is_none_or(|(_, usage)| usage.waiting < 3) {
+        *tag += 1;
+        lab.add(urgent(*tag, 8, 5));
+    }
+}
+
+#[test]
+fn the_lowest_class_starts_within_its_ageing_bound_and_ends_though_urgent_ones_keep_coming() {
+    let mut lab = Lab::new(Config { ageing: 50_000, ..with_rows(1) });
+    let mut tag = 100;
+    lab.add(urgent(50, 8, 5));
+    lab.step();
+    lab.add(patient(1, 8, 20));
+    while !lab.ended.contains_key(&1) {
+        flood(&mut lab, &mut tag);
+        lab.step();
+        assert!(lab.now < 1_000_000, "never ends: {:?}", lab.explain(1));
+    }
+    // A row comes free every fifth step, which is five milliseconds.
+    let queued = lab.ended[&1].queued();
+    assert!((50_000..=56_000).contains(&queued), "{queued}");
+    assert!(lab.ended[&1].preemptions <= 2);
+    // Twice preempted at most, each time for one urgent request's five steps.
+    assert!(lab.ended[&1].ended < 56_000 + 20_000 + 2 * 10_000, "{:?}", lab.ended[&1]);
+}
+
+#[test]
+fn one_aged_request_at_a_time_goes_before_urgent_ones() {
+    let mut lab = Lab::new(Config { ageing: 10_000, ..with_rows(3) });
+    let mut tag = 100;
+    flood(&mut lab, &mut tag);
+    lab.step();
+    (1..=4).for_each(|aged| lab.add(patient(aged, 8, 12)));
+    while (1..=4).any(|aged| !lab.ended.contains_key(&aged)) {
+        flood(&mut lab, &mut tag);
+        let step = lab.step();
+        let aged = step.chunks.iter().filter(|(tag, _)| *tag <= 4).count();
+        assert!(aged <= 1, "{step:?}");
+        assert!(lab.now < 1_000_000, "some never end");
+    }
+}

@@ -1,0 +1,121 @@
+//! A steady decode step does not allocate: not in planning, not in filling the
+//! buffers, not in committing, whatever is switched on.
+
+use chairlift_core::{Config, Outputs, Policy, Request, Scheduler, StepBuffers, StepPlan};
+use std::cell::Cell;
+
+const ROWS: u32 = 64;
+const WAITING: u32 = 100_000;
+const STEPS: u32 = 200;
+const TENANTS: u32 = 8;
+const FAR: u64 = 1 << 50;
+
+struct World {
+    scheduler: Scheduler,
+    arrays: [Vec<i32>; 10],
+    sampled: Vec<i32>,
+    outputs: Outputs,
+    now: u64,
+}
+
+impl World {
+    fn new(config: Config) -> Self {
+        let (tokens, seqs) = (config.max_tokens as usize, config.max_seqs as usize);
+        let tables = seqs * config.max_blocks_per_seq() as usize;
+        let lens = [tokens, tokens, tokens, seqs + 1, seqs, seqs, tokens, tokens, 2 * seqs, tables];
+        Self {
+            scheduler: Scheduler::new(config).expect("a sound config"),
+            arrays: lens.map(|len| vec![0; len]),
+            sampled: vec![7; tokens],
+            outputs: Outputs::default(),
+            now: 0,
+        }
+    }
+
+    fn add(&mut self, tag: u32, new: u32) {
+        let request = Request {
+            tag: tag.into(),
+            // Lengths differ, so that some blocks fill up in every step.
+            prompt: (0..20 + tag % 16).map(|i| tag.wrapping_mul(0x9E37_79B1).wrapping_add(i) % 50_000).collect(),
+            max_new_tokens: new,
+            stop: vec![1, 2, 3],
+            priority: (tag % 3) as i32,
+            tenant: format!("tenant {}", tag % TENANTS).into(),
+            weight: 1 + tag % 2,
+            deadline: Some(FAR),
+            ttft_deadline: Some(FAR),
+            predicted_tokens: Some(new),
+            ..Request::default()
+        };
+        self.scheduler.add(request, self.now).expect("there is room for any number");
+    }
+
+    /// A step as the engine makes it; false if there was nothing to run.
+    fn step(&mut self) -> bool {
+        self.now += 1000;
+        let mut late = Vec::new();
+        self.scheduler.expire(self.now, &mut late);
+        let Some(plan) = self.scheduler.plan(self.now) else { return false };
+        self.fill(&plan);
+        self.scheduler.commit(plan, &self.sampled, self.now + 900, &mut self.outputs);
+        true
+    }
+
+    fn fill(&mut self, plan: &StepPlan) {
+        let max_blocks = self.scheduler.config().max_blocks_per_seq() as usize;
+        let [input_ids, positions, slots, query_starts, context_lens, rows, sample_at, sample_rows, copies, block_tables] =
+            self.arrays.each_mut().map(|array| Cell::from_mut(array.as_mut_slice()).as_slice_of_cells());
+        let buffers = StepBuffers {
+            input_ids,
+            positions,
+            slots,
+            query_starts,
+            context_lens,
+            rows,
+            sample_at,
+            sample_rows,
+            copies,
+            block_tables,
+            max_blocks,
+        };
+        assert_eq!(plan.fill(&self.scheduler, &buffers).seqs, plan.chunks.len());
+    }
+}
+
+#[test]
+fn a_steady_decode_step_does_not_allocate_under_any_policy() {
+    for (name, policy) in Policy::NAMES {
+        let mut world = World::new(Config {
+            num_blocks: ROWS * 64,
+            max_tokens: 2048,
+            max_seqs: ROWS,
+            max_model_len: 1024,
+            watermark: 64,
+            policy,
+            ageing: FAR,
+            target_itl: 50_000,
+            host_blocks: 256,
+            swap_ns_per_block: 1000,
+            ..Config::default()
+        });
+        (0..ROWS).for_each(|tag| world.add(tag, 900));
+        while world.outputs.tokens.len() < ROWS as usize {
+            assert!(world.step());
+        }
+        // Nobody of those that wait is so urgent, or so short, that it takes a row.
+        (0..WAITING).for_each(|i| world.add(3 * ROWS + i * 3 + 2, 900));
+        (0..32).for_each(|_| assert!(world.step()));
+        let blocks = world.scheduler.stats().free_blocks;
+        let counted = allocation_counter::measure(|| {
+            for _ in 0..STEPS {
+                assert!(world.step());
+                assert_eq!(world.outputs.tokens.len(), ROWS as usize);
+            }
+        });
+        // Reallocations count as allocations.
+        assert_eq!(counted.count_total, 0, "under {name}");
+        let stats = world.scheduler.stats();
+        assert_eq!((stats.running, stats.waiting), (ROWS as usize, WAITING as usize));
+        assert!(blocks - stats.free_blocks >= (ROWS * STEPS / 16 - ROWS) as usize, "blocks were taken on the way");
+    }
+}

@@ -1,0 +1,430 @@
+//! A scheduler beside a fake model that knows what every request must get.
+//!
+//! Shared by the property test and the fuzz target, which differ in where the
+//! calls come from.
+
+use chairlift_core::{
+    Config, FinishReason, Ledger, Outputs, Policy, Rejected, Request, Scheduler, Script, SeqId, StepBuffers, StepPlan, Token,
+};
+use std::cell::Cell;
+use std::collections::{HashMap, VecDeque};
+
+pub(crate) const VOCABULARY: u32 = 3;
+/// A cell computed from a broken one is broken too, as with NaN.
+const POISON: u32 = 0xDEAD_DEAD;
+
+/// A call, or several that belong together.
+#[derive(Clone, Debug)]
+pub(crate) enum Op {
+    Add {
+        prompt: Vec<Token>,
+        new: u32,
+        stop: bool,
+        salt: u8,
+        /// Siblings, and whether they come at once or later.
+        forks: usize,
+        priority: i32,
+        tenant: u8,
+        /// Time until the deadlines, if there are any.
+        patience: Option<u64>,
+        predicted: Option<u32>,
+        /// How long ago it came: the engine may have been at a step.
+        ago: u64,
+    },
+    Abort(usize),
+    Fork(usize),
+    /// Lets time pass.
+    Wait(u64),
+    Draft {
+        which: usize,
+        right: usize,
+        wrong: usize,
+    },
+    /// Plans and runs a step; leaves up to `lag` steps uncommitted.
+    Step {
+        lag: usize,
+        poison: Option<usize>,
+    },
+}
+
+/// The key and value of one position: like the real ones, a function of the
+/// token there and of everything before it.
+fn cell(before: u32, token: Token) -> u32 {
+    if before == POISON { POISON } else { (before ^ token).wrapping_mul(0x9E37_79B1).rotate_left(9) }
+}
+
+/// What stands before position 0. It depends on the salt, so that a block
+/// shared across salts shows.
+fn origin(salt: u8) -> u32 {
+    1 + u32::from(salt)
+}
+
+fn sample(last: u32) -> i32 {
+    if last == POISON { -1 } else { (last % VOCABULARY) as i32 }
+}
+
+fn oracle(salt: u8, context: &[Token]) -> Token {
+    sample(context.iter().fold(origin(salt), |before, token| cell(before, *token))) as Token
+}
+
+/// A request as the test knows it.
+#[derive(Clone)]
+struct Live {
+    seq: SeqId,
+    salt: u8,
+    context: Vec<Token>,
+    left: u32,
+    stop: Option<Token>,
+    priority: i32,
+    tenant: std::sync::Arc<str>,
+    /// The first of its siblings, or itself.
+    family: u64,
+    /// Its cells were broken, or it may have shared the blocks of a request that failed: it may fail.
+    exposed: bool,
+}
+
+/// The scheduler, the model's cache, and the requests as a caller knows them.
+pub(crate) struct World {
+    scheduler: Scheduler,
+    cache: Vec<u32>,
+    host: Vec<u32>,
+    tables: Vec<i32>,
+    last_token: Vec<i32>,
+    row_salt: Vec<u8>,
+    row_tag: Vec<u64>,
+    in_flight: VecDeque<(StepPlan, Vec<i32>)>,
+    live: HashMap<u64, Live>,
+    outputs: Outputs,
+    next_tag: u64,
+    now: u64,
+    ended: Vec<u64>,
+}
+
+impl World {
+    pub(crate) fn new(config: Config, journal: bool) -> Self {
+        let rows = config.max_seqs as usize;
+        let mut scheduler = Scheduler::new(config).unwrap();
+        if journal {
+            scheduler.start_journal();
+        }
+        Self {
+            scheduler,
+            ended: Vec::new(),
+            host: vec![8; (config.host_blocks * config.block_size) as usize],
+            cache: vec![7; (config.num_blocks * config.block_size) as usize],
+            tables: vec![0; rows * config.max_blocks_per_seq() as usize],
+            last_token: vec![-99; rows],
+            row_salt: vec![0; rows],
+            row_tag: vec![0; rows],
+            in_flight: VecDeque::new(),
+            live: HashMap::new(),
+            outputs: Outputs::default(),
+            next_tag: 0,
+            now: 0,
+        }
+    }
+
+    pub(crate) fn apply(&mut self, op: Op) {
+        self.now += 1;
+        match op {
+            Op::Add { prompt, new, stop, salt, forks, priority, tenant, patience, predicted, ago } => {
+                let came = self.now.saturating_sub(ago);
+                let request = Request {
+                    tag: self.next_tag,
+                    prompt,
+                    max_new_tokens: new,
+                    stop: stop.then_some(VOCABULARY - 1).into_iter().collect(),
+                    salt: vec![salt; usize::from(salt)].into(),
+                    priority,
+                    tenant: ["", "a", "b"][usize::from(tenant)].into(),
+                    weight: 1 + u32::from(tenant),
+                    deadline: patience.map(|patience| came + 2 * patience),
+                    ttft_deadline: patience.map(|patience| came + patience),
+                    predicted_tokens: predicted,
+                };
+                let tag = self.next_tag;
+                self.add(request, salt, came);
+                for _ in 0..forks {
+                    self.fork(tag);
+                }
+            }
+            Op::Fork(which) => {
+                if let Some(tag) = self.pick(which) {
+                    self.fork(tag);
+                }
+            }
+            Op::Wait(time) => self.now += time,
+            Op::Abort(which) => {
+                let Some(tag) = self.pick(which) else { return };
+                let seq = self.live[&tag].seq;
+                assert!(self.scheduler.abort(seq, self.now));
+                assert!(!self.scheduler.abort(seq, self.now), "aborted twice");
+                let ledger = self.scheduler.explain(tag).expect("one of the last that ended");
+                self.settle(&ledger);
+            }
+            Op::Draft { which, right, wrong } => {
+                let Some(tag) = self.pick(which) else { return };
+                let live = &self.live[&tag];
+                let mut context = live.context.clone();
+                for i in 0..right + wrong {
+                    let next = oracle(live.salt, &context);
+                    context.push(if i < right { next } else { (next + 1) % VOCABULARY });
+                }
+                self.scheduler.draft(live.seq, &context[live.context.len()..]);
+            }
+            Op::Step { lag, poison } => {
+                let poison = poison.and_then(|which| self.pick(which));
+                if let Some(tag) = poison {
+                    let family = self.live[&tag].family;
+                    self.live.values_mut().filter(|live| live.family == family).for_each(|live| live.exposed = true);
+                }
+                self.step(poison);
+                while self.in_flight.len() > lag {
+                    self.commit();
+                }
+            }
+        }
+        self.scheduler.check();
+    }
+
+    fn pick(&self, which: usize) -> Option<u64> {
+        let mut tags: Vec<u64> = self.live.keys().copied().collect();
+        tags.sort_unstable();
+        (!tags.is_empty()).then(|| tags[which % tags.len()])
+    }
+
+    fn add(&mut self, request: Request, salt: u8, came: u64) {
+        let config = *self.scheduler.config();
+        let tag = self.next_tag;
+        self.next_tag += 1;
+        let longest = request.prompt.len() as u32 + request.max_new_tokens;
+        let fits = longest <= config.max_model_len && (longest - 1).div_ceil(config.block_size) < config.num_blocks;
+        match self.scheduler.add(request.clone(), came) {
+            Ok(seq) => {
+                assert!(fits);
+                let Request { prompt: context, max_new_tokens: left, priority, tenant, stop, .. } = request;
+                let stop = stop.first().copied();
+                let live = Live { seq, salt, context, left, stop, priority, tenant, family: tag, exposed: false };
+                self.live.insert(tag, live);
+            }
+            Err(Rejected::QueueFull { queued, limit, .. }) => assert!(fits && queued > limit),
+            Err(error) => assert!(!fits, "{error:?}"),
+        }
+    }
+
+    /// Adds a sibling of a request, which begins where that one began.
+    fn fork(&mut self, of: u64) {
+        let Some(parent) = self.live.get(&of) else { return };
+        let (tokens, prompt_len) = self.scheduler.tokens(parent.seq).unwrap();
+        let context = tokens[..prompt_len].to_vec();
+        let left = parent.left + (tokens.len() - prompt_len) as u32;
+        let mut live = Live { context, left, ..parent.clone() };
+        live.seq = self.scheduler.fork(live.seq, self.next_tag, self.now).expect("the parent lives");
+        self.live.insert(self.next_tag, live);
+        self.next_tag += 1;
+    }
+
+    /// Drops whoever missed its deadline.
+    fn expire(&mut self) {
+        let mut ended = Vec::new();
+        self.scheduler.expire(self.now, &mut ended);
+        for ledger in ended {
+            assert_eq!(ledger.finish, Some(FinishReason::Deadline));
+            self.settle(&ledger);
+        }
+    }
+
+    /// Forgets a request that ended, after a look at its account.
+    fn settle(&mut self, ledger: &Ledger) {
+        assert_eq!(ledger.causes.iter().sum::<u64>(), ledger.ended - ledger.arrived, "{ledger:?}");
+        assert!(ledger.preemptions <= 2, "{ledger:?}");
+        let early = matches!(ledger.finish, Some(FinishReason::Abort | FinishReason::Deadline | FinishReason::Error));
+        self.ended.push(ledger.tag);
+        if let Some(live) = self.live.remove(&ledger.tag)
+            && early
+            && live.exposed
+        {
+            self.live.values_mut().for_each(|other| other.exposed = true);
+        }
+    }
+
+    /// Plans a step and runs it on the fake model. False if there was nothing to run.
+    fn step(&mut self, poison: Option<u64>) -> bool {
+        let config = *self.scheduler.config();
+        self.expire();
+        let poison = poison.filter(|tag| self.live.contains_key(tag));
+        let Some(plan) = self.scheduler.plan(self.now) else { return false };
+        let (max_tokens, max_seqs, max_blocks) =
+            (config.max_tokens as usize, config.max_seqs as usize, config.max_blocks_per_seq() as usize);
+        for seated in &plan.seated {
+            self.row_tag[seated.row as usize] = seated.tag;
+            self.row_salt[seated.row as usize] = self.live[&seated.tag].salt;
+        }
+        self.check_order(&plan);
+        let (mut ids, mut positions, mut slots) = (vec![0; max_tokens], vec![0; max_tokens], vec![0; max_tokens]);
+        let (mut starts, mut lens, mut rows) = (vec![0; max_seqs + 1], vec![0; max_seqs], vec![0; max_seqs]);
+        let (mut sample_at, mut sample_rows, mut copies) = (vec![0; max_tokens], vec![0; max_tokens], vec![0; 2 * max_seqs]);
+        let n = plan.fill(
+            &self.scheduler,
+            &StepBuffers {
+                input_ids: cells(&mut ids),
+                positions: cells(&mut positions),
+                slots: cells(&mut slots),
+                query_starts: cells(&mut starts),
+                context_lens: cells(&mut lens),
+                rows: cells(&mut rows),
+                sample_at: cells(&mut sample_at),
+                sample_rows: cells(&mut sample_rows),
+                copies: cells(&mut copies),
+                block_tables: cells(&mut self.tables),
+                max_blocks,
+            },
+        );
+        assert!(0 < n.tokens && n.tokens <= max_tokens && n.seqs <= max_seqs, "{n:?}");
+
+        let size = config.block_size as usize;
+        for &(block, host) in &plan.swap_out {
+            let (from, to) = (block.0 as usize * size, host as usize * size);
+            self.host[to..to + size].copy_from_slice(&self.cache[from..from + size]);
+        }
+        for &(host, block) in &plan.swap_in {
+            let (from, to) = (host as usize * size, block.0 as usize * size);
+            self.cache[to..to + size].copy_from_slice(&self.host[from..from + size]);
+        }
+        for pair in copies.chunks(2).take(n.copies) {
+            let (from, to) = (pair[0] as usize * size, pair[1] as usize * size);
+            self.cache.copy_within(from..from + size, to);
+        }
+        for i in 0..n.seqs {
+            let (row, from, to) = (rows[i] as usize, starts[i] as usize, starts[i + 1] as usize);
+            assert!(from < to, "an empty chunk");
+            let slot = |position: usize| self.tables[row * max_blocks + position / size] as usize * size + position % size;
+            assert_eq!(lens[i], positions[to - 1] + 1);
+            if let Some(live) = self.live.get(&self.row_tag[row]) {
+                let limit = live.context.len() + live.left as usize;
+                assert!((lens[i] as usize) < limit + usize::from(limit == 1), "planned past the last token that can matter");
+            }
+            for at in from..to {
+                let position = positions[at] as usize;
+                assert_eq!(slots[at] as usize, slot(position));
+                assert!(slots[at] as usize >= size, "wrote the scratch block");
+                let before = if position == 0 { origin(self.row_salt[row]) } else { self.cache[slot(position - 1)] };
+                let token = if ids[at] < 0 { self.last_token[(-ids[at] - 1) as usize] } else { ids[at] };
+                // A row whose request failed in the step before has no token; it is dropped at the commit.
+                let broken = (poison == Some(self.row_tag[row]) && plan.chunks[i].samples) || token < 0;
+                self.cache[slots[at] as usize] = if broken { POISON } else { cell(before, token as Token) };
+            }
+        }
+        self.check_writes(&plan, &starts, &positions, &slots);
+        let sampled: Vec<i32> = (0..n.samples).map(|i| sample(self.cache[slots[sample_at[i] as usize] as usize])).collect();
+        for (i, &token) in sampled.iter().enumerate() {
+            self.last_token[sample_rows[i] as usize] = token;
+        }
+        self.in_flight.push_back((plan, sampled));
+        true
+    }
+
+    /// Nobody is admitted in a step that preempted, but those for whom that was done.
+    fn check_order(&self, plan: &StepPlan) {
+        if plan.preempted.is_empty() || plan.seated.is_empty() {
+            return;
+        }
+        let class = |tag: &u64| self.live[tag].priority;
+        match self.scheduler.config().policy {
+            Policy::Shortest => {}
+            Policy::Fair => {
+                let whose = |tag: &u64| &self.live[tag].tenant;
+                assert_eq!(plan.seated.len(), 1, "preempted for more than one");
+                assert!(plan.preempted.iter().all(|tag| whose(tag) != whose(&plan.seated[0].tag)), "preempted for its own tenant");
+            }
+            Policy::Priority | Policy::Deadline => {
+                let most = plan.seated.iter().map(|seated| class(&seated.tag)).max();
+                assert!(most < plan.preempted.iter().map(class).min(), "preempted for one that is no more urgent");
+            }
+            _ => panic!("admitted in a step that preempted"),
+        }
+    }
+
+    /// No step writes a cell that another sequence had before the step.
+    fn check_writes(&self, plan: &StepPlan, starts: &[i32], positions: &[i32], slots: &[i32]) {
+        let config = self.scheduler.config();
+        let (size, max_blocks) = (config.block_size as usize, config.max_blocks_per_seq() as usize);
+        for (reader, chunk) in plan.chunks.iter().enumerate() {
+            if plan.seated.iter().any(|seated| seated.seq == chunk.seq) {
+                continue; // what it found may be completed in this very step
+            }
+            let (row, start) = (chunk.row as usize, positions[starts[reader] as usize] as usize);
+            let had: Vec<usize> = (0..start).map(|p| self.tables[row * max_blocks + p / size] as usize * size + p % size).collect();
+            let written = &slots[..*starts[..=plan.chunks.len()].last().unwrap() as usize];
+            assert!(written.iter().all(|&slot| !had.contains(&(slot as usize))), "wrote into a cell that row {row} reads");
+        }
+    }
+
+    fn commit(&mut self) {
+        let (plan, sampled) = self.in_flight.pop_front().unwrap();
+        let mut outputs = std::mem::take(&mut self.outputs);
+        self.scheduler.commit(plan, &sampled, self.now, &mut outputs);
+        for output in &outputs.tokens {
+            let live = self.live.get_mut(&output.tag).expect("output of a request that is over");
+            if output.finish == Some(FinishReason::Error) {
+                assert!(live.exposed, "request {} failed for another's fault", output.tag);
+                // Who shares its blocks in the same step comes later in the batch.
+                self.live.values_mut().for_each(|live| live.exposed = true);
+                continue;
+            }
+            assert_eq!(output.token, oracle(live.salt, &live.context), "request {}", output.tag);
+            live.context.push(output.token);
+            live.left -= 1;
+            let expected = match () {
+                () if live.stop == Some(output.token) => Some(FinishReason::Stop),
+                () if live.left == 0 => Some(FinishReason::Length),
+                () => None,
+            };
+            assert_eq!(output.finish, expected);
+        }
+        for ledger in &outputs.ended {
+            self.settle(ledger);
+        }
+        let finished = outputs.tokens.iter().filter(|output| output.finish.is_some()).count();
+        assert_eq!(outputs.ended.len(), finished);
+        self.outputs = outputs;
+        self.scheduler.check();
+    }
+
+    /// Runs until every request has ended, one step in flight at most.
+    pub(crate) fn drain(&mut self) {
+        while !self.in_flight.is_empty() {
+            self.commit();
+        }
+        for _ in 0..20_000 {
+            self.now += 1;
+            if self.step(None) {
+                self.commit();
+            } else if let Some(at) = self.scheduler.wake_at() {
+                self.now = self.now.max(at);
+            } else {
+                break;
+            }
+        }
+        assert!(self.scheduler.is_idle() && self.live.is_empty(), "requests that never end: {:?}", self.scheduler.stats());
+        let stats = self.scheduler.stats();
+        assert_eq!((stats.free_blocks, stats.running, stats.waiting, stats.swapped), (stats.total_blocks, 0, 0, 0));
+        assert_eq!(stats.free_host_blocks, stats.host_blocks);
+        self.scheduler.check();
+    }
+
+    /// The journal of all that makes every decision again.
+    pub(crate) fn replay(&mut self) {
+        let mut journal = Vec::new();
+        self.scheduler.take_journal(&mut journal);
+        let script = Script::read(&journal).expect("a sound journal");
+        let replayed = script.replay().expect("a sound config");
+        assert_eq!(replayed.differs_at, None);
+        assert_eq!(replayed.steps, self.scheduler.stats().counters.steps);
+        assert_eq!(replayed.ended.iter().map(|ledger| ledger.tag).collect::<Vec<_>>(), self.ended);
+    }
+}
+
+fn cells(array: &mut [i32]) -> &[Cell<i32>] {
+    Cell::from_mut(array).as_slice_of_cells()
+}

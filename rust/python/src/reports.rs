@@ -1,0 +1,130 @@
+//! What the core reports, as dicts of plain data.
+
+use chairlift_core as core;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+/// The word for a finish reason.
+fn finish_word(finish: core::FinishReason) -> &'static str {
+    match finish {
+        core::FinishReason::Stop => "stop",
+        core::FinishReason::Length => "length",
+        core::FinishReason::Error => "error",
+        core::FinishReason::Deadline => "deadline",
+        core::FinishReason::Abort => "abort",
+    }
+}
+
+/// A request's account; times in microseconds, causes that took no time left out.
+pub(crate) fn ledger<'py>(py: Python<'py>, ledger: &core::Ledger) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("tag", ledger.tag)?;
+    dict.set_item("finish", ledger.finish.map(finish_word))?;
+    dict.set_item("arrived", ledger.arrived)?;
+    dict.set_item("started", ledger.started)?;
+    dict.set_item("first_token", ledger.first_token)?;
+    dict.set_item("ended", ledger.finish.map(|_| ledger.ended))?;
+    dict.set_item("prompt_tokens", ledger.prompt_tokens)?;
+    dict.set_item("cached_tokens", ledger.cached_tokens)?;
+    dict.set_item("output_tokens", ledger.output_tokens)?;
+    dict.set_item("computed_tokens", ledger.computed_tokens)?;
+    dict.set_item("recomputed_tokens", ledger.recomputed_tokens)?;
+    dict.set_item("preemptions", ledger.preemptions)?;
+    dict.set_item("swaps", ledger.swaps)?;
+    dict.set_item("block_us", ledger.block_us)?;
+    dict.set_item("tenant", &*ledger.tenant)?;
+    dict.set_item("priority", ledger.priority)?;
+    dict.set_item("limit", ledger.limit().map(core::Cause::name))?;
+    dict.set_item("preempted_by", &ledger.preempted_by)?;
+    let causes = PyDict::new(py);
+    for (cause, name) in core::Cause::NAMES {
+        let time = ledger.causes[cause as usize];
+        if time > 0 {
+            causes.set_item(name, time)?;
+        }
+    }
+    dict.set_item("causes", causes)?;
+    Ok(dict)
+}
+
+/// Several accounts.
+pub(crate) fn ledgers<'py>(py: Python<'py>, many: &[core::Ledger]) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for one in many {
+        list.append(ledger(py, one)?)?;
+    }
+    Ok(list)
+}
+
+/// Counters and gauges.
+pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound<'py, PyDict>> {
+    let counters = &stats.counters;
+    let dict = PyDict::new(py);
+    let gauges = [
+        ("running", stats.running),
+        ("waiting", stats.waiting),
+        ("swapped", stats.swapped),
+        ("rows", stats.rows),
+        ("total_blocks", stats.total_blocks),
+        ("free_blocks", stats.free_blocks),
+        ("used_tokens", stats.used_tokens),
+        ("held_slots", stats.held_slots),
+        ("host_blocks", stats.host_blocks),
+        ("free_host_blocks", stats.free_host_blocks),
+    ];
+    for (name, value) in gauges {
+        dict.set_item(name, value)?;
+    }
+    let counted = [
+        ("steps", counters.steps),
+        ("prompt_tokens", counters.prompt_tokens),
+        ("prefix_queries", counters.prefix_queries),
+        ("prefix_hits", counters.prefix_hits),
+        ("generated_tokens", counters.generated_tokens),
+        ("computed_tokens", counters.computed_tokens),
+        ("recomputed_tokens", counters.recomputed_tokens),
+        ("preemptions", counters.preemptions_recompute + counters.preemptions_swap),
+        ("preemptions_recompute", counters.preemptions_recompute),
+        ("preemptions_swap", counters.preemptions_swap),
+        ("swapped_blocks", counters.swapped_blocks),
+        ("expired", counters.expired),
+        ("rejected_queue_full", counters.rejected_queue_full),
+        ("queued_prompt_tokens", stats.queued_prompt_tokens),
+        ("predicted_wait_us", stats.predicted_wait),
+        ("predicted_step_us", stats.predicted_step),
+    ];
+    for (name, value) in counted {
+        dict.set_item(name, value)?;
+    }
+    dict.set_item("stall", stats.stall.map(core::Stall::name))?;
+    let waiting = PyDict::new(py);
+    for (cause, name) in core::Cause::NAMES {
+        let count = stats.waiting_by_cause[cause as usize];
+        if count > 0 {
+            waiting.set_item(name, count)?;
+        }
+    }
+    dict.set_item("waiting_by_cause", waiting)?;
+    Ok(dict)
+}
+
+/// What a tenant or a class used.
+pub(crate) fn usage<'py>(py: Python<'py>, usage: &core::Usage) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let values = [
+        ("waiting", u64::from(usage.waiting)),
+        ("running", u64::from(usage.running)),
+        ("requests", usage.requests),
+        ("prompt_tokens", usage.prompt_tokens),
+        ("cached_tokens", usage.cached_tokens),
+        ("output_tokens", usage.output_tokens),
+        ("computed_tokens", usage.computed_tokens),
+        ("block_us", usage.block_us),
+        ("preemptions", usage.preemptions),
+        ("queued_us", usage.queued),
+    ];
+    for (name, value) in values {
+        dict.set_item(name, value)?;
+    }
+    Ok(dict)
+}

@@ -1,0 +1,39 @@
+//! What came of a simulation.
+
+use chairlift_core::{FinishReason, Ledger, Stats, Time};
+
+/// What came of a simulation.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// The accounts of the requests that ended, in that order.
+    pub ended: Vec<Ledger>,
+    /// Tags of those that were turned away.
+    pub refused: Vec<u64>,
+    /// Steps.
+    pub steps: u64,
+    /// The virtual time of the end.
+    pub ended_at: Time,
+    /// The scheduler's counters at the end.
+    pub stats: Option<Stats>,
+}
+
+impl Report {
+    /// Microseconds to the first token of the requests that `which` picks and that got one, sorted.
+    pub fn ttft(&self, which: impl Fn(&Ledger) -> bool) -> Vec<Time> {
+        let picked = self.ended.iter().filter(|ledger| which(ledger));
+        let mut times: Vec<Time> = picked.filter_map(|ledger| Some(ledger.first_token? - ledger.arrived)).collect();
+        times.sort_unstable();
+        times
+    }
+
+    /// Requests that came to their own end.
+    pub fn completed(&self) -> usize {
+        self.ended.iter().filter(|ledger| matches!(ledger.finish, Some(FinishReason::Stop | FinishReason::Length))).count()
+    }
+}
+
+/// The value below or at which so many percent of `sorted` lie; 0 of nothing.
+pub fn percentile(sorted: &[Time], percent: usize) -> Time {
+    let rank = (sorted.len() * percent).div_ceil(100);
+    sorted.get(rank.saturating_sub(1)).copied().unwrap_or(0)
+}

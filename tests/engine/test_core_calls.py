@@ -1,0 +1,300 @@
+"""The engine between a core and a runner that only take notes: what is asked of them, in which order, and what is made of it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from chairlift import SamplingParams, Scheduling
+from chairlift.config import EngineConfig
+from chairlift.engine import loop
+from chairlift.errors import InvalidRequest, InvalidSetting, QueueFull
+
+NOW = 5_000_000
+"""The clock's microseconds, in every test."""
+
+
+class Rejected(ValueError):
+    pass
+
+
+class Full(Rejected):
+    pass
+
+
+class TooLong(Rejected):
+    pass
+
+
+class FakeCore:
+    """A scheduler that queues everything, and plans what a test puts into `plans`."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+        self.calls = []
+        self.added = {}
+        self.live = {}
+        self.plans, self.expiring = [], []
+        self.room = 100
+        self.recorded = b""
+        self.wake = None
+
+    def add(self, tag, prompt, max_new_tokens, stop, now, **given):
+        if not self.room:
+            raise Full("1 request waits, and no more may", 1_500_000)
+        if len(prompt) > 50:
+            raise TooLong("that is too long")
+        self.room -= 1
+        self.added[tag] = {"max_new_tokens": max_new_tokens, "stop": stop, "now": now, **given}
+        self.live[10 * tag] = tag
+        return 10 * tag
+
+    def fork(self, seq, tag, now):
+        if not self.room:
+            raise Full("1 request waits, and no more may", 1_500_000)
+        self.room -= 1
+        self.live[10 * tag] = tag
+        self.calls.append(("fork", seq, tag))
+        return 10 * tag
+
+    def abort(self, seq, now):
+        return self.live.pop(seq, None) is not None
+
+    def expire(self, now):
+        self.calls.append("expire")
+        return [{"tag": tag, "finish": "deadline"} for tag in self.expiring if self.live.pop(10 * tag, None)]
+
+    def plan(self, buffers, now):
+        self.calls.append("plan")
+        return self.plans.pop(0) if self.plans else None
+
+    def commit(self, plan, sampled, now):
+        self.calls.append("commit")
+        ended = [{"tag": tag, "finish": "length"} for tag in plan.ending if self.live.pop(10 * tag, None)]
+        return SimpleNamespace(tags=b"tags", tokens=sampled.tobytes(), finishes=b"\2", ended=ended)
+
+    def tokens(self, seq):
+        return np.arange(3, dtype=np.int32).tobytes(), 2
+
+    def journal(self):
+        record, self.recorded = self.recorded, b""
+        return record
+
+    def wake_at(self):
+        return self.wake
+
+
+class FakeRunner:
+    num_kv_blocks, max_model_len, host_blocks, swap_ns_per_block = 101, 50, 7, 900
+    buffers = SimpleNamespace(arrays=dict)
+    model_config = SimpleNamespace(vocab_size=1000, eos_token_ids=frozenset({2}))
+    logprobs = np.array([-0.5], dtype=np.float32)
+
+    def __init__(self, config, directory, on_phase):
+        self.calls = []
+        self.seeds = {}
+
+    def seat(self, row, params, tokens, prompt_len, seed):
+        self.seeds[row] = seed
+        self.calls.append("seat")
+
+    def swap(self, outs, ins):
+        self.calls.append(("swap", outs, ins))
+
+    def run(self, *sizes):
+        self.calls.append("run")
+        return np.array([4], dtype=np.int32)
+
+
+@pytest.fixture
+def make(monkeypatch):
+    names = {"Rejected": Rejected, "QueueFull": Full, "TooLong": TooLong, "NoNewTokens": type("NoNewTokens", (Rejected,), {})}
+    monkeypatch.setattr(loop, "_core", SimpleNamespace(Scheduler=FakeCore, StepBuffers=lambda **arrays: None, **names))
+    monkeypatch.setattr(loop, "ModelRunner", FakeRunner)
+    monkeypatch.setattr(loop, "locate", lambda model, revision: model)
+    monkeypatch.setattr(loop, "_now", lambda: NOW)
+
+    def engine(**settings):
+        made = loop.Engine(EngineConfig(**settings))
+        # One list for both, so that it shows who was called before whom.
+        made._runner.calls = made._scheduler.calls
+        return made
+
+    return engine
+
+
+def plan(seated=(), ending=(), swap_out=(), swap_in=()):
+    return SimpleNamespace(
+        seated=seated, ending=ending, swap_out=swap_out, swap_in=swap_in, num_tokens=3, num_seqs=1, num_samples=1, num_copies=0
+    )
+
+
+def test_settings_reach_the_core_in_its_units(make):
+    settings = make(
+        scheduling_policy="fair",
+        batching="dynamic",
+        static_batch_size=8,
+        batch_timeout_ms=2.5,
+        max_num_queued_reqs=3,
+        target_itl_ms=0.5,
+        watermark=0.1,
+    )._scheduler.settings
+    assert settings == {
+        "num_blocks": 101,
+        "block_size": 16,
+        "max_tokens": 256,
+        "max_seqs": 64,
+        "max_model_len": 50,
+        "prefix_caching": True,
+        "watermark": 10,
+        "policy": "fair",
+        "batching": "dynamic",
+        "batch_size": 8,
+        "batch_timeout": 2500,
+        "max_queued_reqs": 3,
+        "max_queued_tokens": None,
+        "ageing": 10_000_000,
+        "target_itl": 500,
+        "host_blocks": 7,
+        "swap_ns_per_block": 900,
+        "journal": False,
+    }
+
+
+def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
+    engine = make(tenant_weights={"a": 3})
+    treated = Scheduling(priority=-2, tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, cache_salt="ü", predicted_tokens=4)
+    engine.add(1, [1, 2, 3], SamplingParams(max_tokens=None, stop_token_ids=(9,)), treated)
+    engine.add(2, [1], SamplingParams(ignore_eos=True), Scheduling(tenant="b"))
+    assert engine._scheduler.added[1] == {
+        "max_new_tokens": 47,
+        "stop": [9, 2],
+        "now": NOW,
+        "salt": "ü".encode(),
+        "priority": -2,
+        "tenant": "a",
+        "weight": 3,
+        "deadline": NOW + 1500,
+        "ttft_deadline": NOW + 250,
+        "predicted_tokens": 4,
+    }
+    plain = {"salt": b"", "priority": 0, "weight": 1, "deadline": None, "ttft_deadline": None, "predicted_tokens": None}
+    assert engine._scheduler.added[2] == {"max_new_tokens": 16, "stop": [], "now": NOW, "tenant": "b", **plain}
+
+
+def test_answers_are_forks_with_draws_of_their_own(make):
+    engine = make()
+    engine.add(4, [1, 2], SamplingParams(n=2, best_of=3, seed=77))
+    engine.add(7, [1, 2], SamplingParams(n=2))
+    assert engine._scheduler.calls == [("fork", 40, 5), ("fork", 40, 6), ("fork", 70, 8)]
+
+    def seeds(tags):
+        engine._scheduler.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate(tags)]))
+        engine.step()
+        return [engine._runner.seeds[row] for row in range(len(tags))]
+
+    first = seeds([4, 5, 6, 7, 8])
+    assert first[0] == 77
+    assert len(set(first)) == 5
+    again = make()
+    again.add(14, [1, 2], SamplingParams(n=3, seed=77))
+    engine = again
+    assert seeds([14, 15, 16]) == first[:3], "a seed gives the same draws whenever it is asked with"
+    with pytest.raises(InvalidRequest, match="already running"):
+        engine.add(13, [1], SamplingParams(n=2))
+
+
+def test_what_the_core_refuses_is_said_in_our_words_and_leaves_nothing(make):
+    engine = make()
+    engine._scheduler.room = 2
+    with pytest.raises(QueueFull, match="no more may") as full:
+        engine.add(1, [1, 2], SamplingParams(n=4))
+    assert full.value.retry_after == 1.5
+    assert not engine.has_work
+    assert not engine._scheduler.live
+    with pytest.raises(QueueFull):
+        engine.add(1, [1, 2], SamplingParams())
+    engine._scheduler.room = 1
+    with pytest.raises(InvalidRequest, match="too long") as refused:
+        engine.add(1, [1] * 51, SamplingParams())
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+    assert not engine.has_work
+
+
+def test_a_step_swaps_before_it_runs_and_expires_before_it_plans(make):
+    engine = make()
+    for tag in (1, 2, 3):
+        engine.add(tag, [1, 2], SamplingParams())
+    core = engine._scheduler
+    core.expiring = [2]
+    core.plans.append(plan([(0, 10, 1, 16, 250)], ending=[3], swap_out=[(5, 0)], swap_in=[(1, 6)]))
+    report = engine.step()
+    assert core.calls == ["expire", "plan", "seat", ("swap", [(5, 0)], [(1, 6)]), "run", "commit"]
+    assert (report.tags, report.tokens, report.finishes) == (b"tags", b"\4\0\0\0", b"\2")
+    assert np.frombuffer(report.logprobs, "<f4").tolist() == [-0.5]
+    assert report.started == [(1, 16, 250)]
+    assert report.ended == [{"tag": 2, "finish": "deadline"}, {"tag": 3, "finish": "length"}]
+    assert list(engine._live) == [1]
+
+
+def test_a_step_is_none_only_if_nothing_at_all_happened(make):
+    engine = make()
+    engine.add(1, [1], SamplingParams())
+    assert engine.step() is None
+    engine._scheduler.expiring = [1]
+    report = engine.step()
+    assert (report.tags, report.finishes, report.ended) == (b"", b"", [{"tag": 1, "finish": "deadline"}])
+    assert not engine.has_work
+    assert engine.step() is None
+
+
+def test_the_cores_time_is_told_in_seconds_from_now(make):
+    engine = make()
+    for at, seconds in ((None, None), (NOW + 2_500_000, 2.5), (NOW - 1, 0.0)):
+        engine._scheduler.wake = at
+        assert engine.wakes_in() == seconds
+
+
+def test_the_journal_is_whole_when_the_work_is_done_and_when_the_engine_is_closed(make, tmp_path):
+    path = tmp_path / "journal"
+    engine = make(journal=str(path))
+    core = engine._scheduler
+    assert core.settings["journal"]
+    for tag in (1, 2):
+        engine.add(tag, [1], SamplingParams())
+    for record, ending in ((b"one ", [1]), (b"two ", [2])):
+        assert path.read_bytes() == b""
+        core.plans.append(plan(ending=ending))
+        core.recorded = record
+        engine.step()
+    assert path.read_bytes() == b"one two "
+    engine.add(3, [1], SamplingParams())
+    core.recorded = b"three "
+    engine.abort(3)
+    assert path.read_bytes() == b"one two three "
+    engine.add(4, [1], SamplingParams())
+    core.recorded = b"four"
+    engine.close()
+    assert path.read_bytes() == b"one two three four"
+
+
+def test_a_journal_that_cannot_be_written_is_named_before_anything_is_loaded(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "ModelRunner", None)
+    with pytest.raises(InvalidSetting, match=r"--journal .*missing/journal: cannot write there \(No such file or directory\)"):
+        make(journal=str(tmp_path / "missing" / "journal"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_ends_the_journal_and_not_the_work(make, caplog):
+    engine = make(journal="/dev/full")
+    core = engine._scheduler
+    for tag in (1, 2):
+        core.recorded = b"record"
+        engine.add(tag, [1], SamplingParams())
+        assert engine.abort(tag)
+    engine.close()
+    assert [record.getMessage() for record in caplog.records if "journal" in record.getMessage()] == [
+        "the journal ends here, it cannot be written: [Errno 28] No space left on device"
+    ]
+    assert core.recorded == b""

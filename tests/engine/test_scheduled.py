@@ -1,0 +1,230 @@
+"""The engine with the real scheduler and a tiny random model: what sharing, moving, waiting and refusing do to the answers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chairlift import Ledger, SamplingParams, Scheduling
+from chairlift.config import EngineConfig
+from chairlift.engine import loop
+from chairlift.engine.loop import Engine
+from chairlift.engine.request import FINISH_REASONS
+from chairlift.errors import QueueFull
+from chairlift.runner.cache import KvCache
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 7,
+    "tie_word_embeddings": True,
+}
+NEW = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.5, max_tokens=NEW, ignore_eos=True, seed=5, presence_penalty=0.5)
+PROMPTS = [np.random.default_rng(length).integers(0, 199, length).tolist() for length in (33, 5, 48, 17, 1, 64, 20, 31)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("tiny")
+    (path / "config.json").write_text(json.dumps(SHAPE))
+    return path
+
+
+@pytest.fixture
+def make(directory: Path):
+    def engine(**settings) -> Engine:
+        roomy = {"num_kv_blocks": 200, "block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        return Engine(EngineConfig(model=str(directory), load_format="dummy", **roomy | settings))
+
+    return engine
+
+
+class Run:
+    """Takes an engine's reports until all is done: the tokens and the ledger of each tag."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.ledgers: dict[int, Ledger] = {}
+
+    def step(self) -> bool:
+        report = self.engine.step()
+        self.engine.check()
+        if report is None:
+            return False
+        tags, tokens = np.frombuffer(report.tags, "<u8").tolist(), np.frombuffer(report.tokens, "<i4").tolist()
+        logprobs = np.frombuffer(report.logprobs, "<f4").tolist() or [0.0] * len(tags)
+        for tag, token, logprob in zip(tags, tokens, logprobs, strict=True):
+            self.tokens.setdefault(tag, []).append(token)
+            self.logprobs.setdefault(tag, []).append(logprob)
+        self.ledgers |= {ledger["tag"]: Ledger.read(ledger) for ledger in report.ended}
+        for tag, finish in zip(tags, report.finishes, strict=True):
+            assert FINISH_REASONS[finish] == (self.ledgers[tag].finish if tag in self.ledgers else None)
+        return True
+
+    def all(self) -> dict[int, list[int]]:
+        while self.engine.has_work:
+            assert self.step(), "the engine found nothing to run"
+        stats = self.engine.stats()
+        assert (stats["running"], stats["waiting"], stats["swapped"]) == (0, 0, 0)
+        assert stats["free_blocks"] == stats["total_blocks"]
+        assert stats["free_host_blocks"] == stats["host_blocks"]
+        return self.tokens
+
+
+def answers(engine: Engine, params: SamplingParams) -> list[list[int]]:
+    run = Run(engine)
+    for tag, prompt in enumerate(PROMPTS):
+        engine.add(tag, prompt, params)
+    tokens = run.all()
+    for ledger in run.ledgers.values():
+        assert ledger.ended is not None
+        assert sum(ledger.causes.values()) == pytest.approx(ledger.ended - ledger.arrived, abs=1e-6)
+        assert ledger.output_tokens == NEW
+    return [tokens[tag] for tag in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_answers_are_the_same_swapped_recomputed_and_undisturbed(make, monkeypatch, params):
+    undisturbed = make()
+    expected = answers(undisturbed, params)
+    assert undisturbed.stats()["preemptions"] == 0
+    recomputing = make(num_kv_blocks=24, max_model_len=100)
+    assert answers(recomputing, params) == expected
+    stats = recomputing.stats()
+    assert stats["preemptions"] == stats["preemptions_recompute"] > 0
+    monkeypatch.setattr(KvCache, "time_swap", lambda self: 1)  # so quick that it is always worth it
+    swapping = make(num_kv_blocks=24, max_model_len=100, swap_space=2**22)
+    assert swapping.stats()["host_blocks"] > 100
+    assert answers(swapping, params) == expected
+    stats = swapping.stats()
+    assert stats["preemptions_swap"] > 0
+    assert stats["swapped_blocks"] > 0
+    assert stats["recomputed_tokens"] <= recomputing.stats()["recomputed_tokens"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline", "shortest", "prefix"])
+def test_a_policy_changes_the_order_and_not_the_answers(make, policy):
+    engine = make(num_kv_blocks=24, max_model_len=100, scheduling_policy=policy, tenant_weights={"a": 3})
+    run = Run(engine)
+    for tag, prompt in enumerate(PROMPTS):
+        scheduling = Scheduling(priority=tag % 3, tenant="ab"[tag % 2], deadline_ms=1e8, predicted_tokens=NEW)
+        engine.add(tag, prompt, GREEDY, scheduling)
+    tokens = run.all()
+    assert [tokens[tag] for tag in range(len(PROMPTS))] == answers(make(), GREEDY)
+    assert engine.usage()["tenants"]["a"]["output_tokens"] == NEW * len(PROMPTS) // 2
+    assert engine.usage()["classes"][1]["requests"] == 3
+    assert run.ledgers[1].tenant == "b"
+
+
+@pytest.mark.parametrize("batching", ["static", "dynamic"])
+def test_batches_give_the_same_answers(make, batching):
+    assert answers(make(batching=batching, static_batch_size=3), GREEDY) == answers(make(), GREEDY)
+
+
+def test_several_answers_share_the_prompt_and_draw_for_themselves(make):
+    def drawn(tag: int, **params) -> list[list[int]]:
+        engine = make()
+        run = Run(engine)
+        engine.add(tag, PROMPTS[5], SamplingParams(temperature=20.0, max_tokens=NEW, ignore_eos=True, **params))
+        tokens = run.all()
+        # The prompt once, and of it at most its last block anew for each of the others.
+        assert engine.stats()["computed_tokens"] <= len(PROMPTS[5]) + len(tokens) * (8 + NEW)
+        return [tokens[tag + index] for index in range(len(tokens))]
+
+    alone = drawn(1, seed=3)
+    three = drawn(1, n=3, seed=3)
+    assert three[0] == alone[0]
+    assert len({tuple(tokens) for tokens in three}) == 3
+    assert drawn(50, n=2, best_of=3, seed=3) == three
+    assert len({tuple(tokens) for tokens in drawn(1, n=3)}) == 3
+
+
+def test_ranked_answers_carry_the_log_probabilities_of_their_tokens(make):
+    engine = make()
+    run = Run(engine)
+    engine.add(1, PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, best_of=2))
+    engine.add(3, PROMPTS[1], GREEDY)
+    run.all()
+    assert run.tokens[1] == run.tokens[2]
+    assert run.logprobs[1] == pytest.approx(run.logprobs[2], abs=1e-4)
+    assert len(run.logprobs[1]) == NEW
+    assert all(-10 < logprob < 0 for logprob in run.logprobs[1])
+    assert set(run.logprobs[3]) == {0.0}
+
+
+def test_a_request_waits_as_one_and_is_refused_as_one(make):
+    engine = make(max_num_queued_reqs=2)
+    engine.add(1, PROMPTS[0], SamplingParams(n=4, max_tokens=1))
+    engine.add(5, PROMPTS[0], GREEDY)
+    with pytest.raises(QueueFull) as caught:
+        engine.add(10, PROMPTS[1], SamplingParams(n=4, max_tokens=1))
+    assert caught.value.retry_after >= 0
+    assert engine.stats()["rejected_queue_full"] == 1
+    assert len(Run(engine).all()) == 5
+
+
+def test_what_is_late_ends_without_a_token(make, monkeypatch):
+    clock = [1_000_000]
+    monkeypatch.setattr(loop, "_now", lambda: clock[0])
+    engine = make()
+    run = Run(engine)
+    engine.add(1, PROMPTS[0], GREEDY, Scheduling(deadline_ms=5))
+    engine.add(2, PROMPTS[1], SamplingParams(n=2, max_tokens=4), Scheduling(ttft_deadline_ms=5))
+    engine.add(4, PROMPTS[1], GREEDY, Scheduling(deadline_ms=1e6))
+    clock[0] += 6000
+    run.all()
+    assert {tag: ledger.finish for tag, ledger in run.ledgers.items()} == {1: "deadline", 2: "deadline", 3: "deadline", 4: "length"}
+    assert set(run.tokens) == {4}
+    assert engine.stats()["expired"] == 3
+    assert engine.explain(1)["finish"] == "deadline"
+
+
+def test_a_batch_waits_for_its_time_and_says_how_long(make, monkeypatch):
+    clock = [1_000_000]
+    monkeypatch.setattr(loop, "_now", lambda: clock[0])
+    engine = make(batching="dynamic", static_batch_size=4, batch_timeout_ms=20.0)
+    assert engine.wakes_in() is None
+    engine.add(1, PROMPTS[0], GREEDY)
+    assert engine.step() is None
+    assert engine.wakes_in() == pytest.approx(0.02)
+    clock[0] += 20_000
+    assert engine.step() is not None
+    Run(engine).all()
+
+
+def test_salts_keep_caches_apart_and_tenants_alone_do_not(make):
+    engine = make()
+
+    def cached(tag: int, **scheduling) -> int:
+        engine.add(tag, PROMPTS[5], GREEDY, Scheduling(**scheduling))
+        run = Run(engine)
+        run.all()
+        return run.ledgers[tag].cached_tokens
+
+    assert cached(1) == 0
+    assert cached(2, tenant="a") > 0
+    assert cached(3, cache_salt="s") == 0
+    assert cached(4, cache_salt="s") > 0
+
+
+def test_a_sequence_is_explained_while_it_lives_and_afterwards(make, tmp_path):
+    engine = make(journal=str(tmp_path / "journal"))
+    engine.add(1, PROMPTS[0], GREEDY)
+    assert engine.step() is not None
+    assert engine.explain(1)["finish"] is None
+    Run(engine).all()
+    assert engine.explain(1)["finish"] == "length"
+    assert engine.explain(2) is None
+    assert (tmp_path / "journal").stat().st_size > 0
+    engine.close()

@@ -1,0 +1,97 @@
+import httpx
+import pytest
+from fake_async_engine import FakeEngine, ledger, serving
+
+from chairlift.server import service
+from chairlift.server.sentence import sentence
+
+
+def ask(http, **changes):
+    headers = changes.pop("headers", {})
+    response = http.post("/v1/completions", json={"prompt": "secret words", "max_tokens": 2, **changes}, headers=headers)
+    return response.json()["id"], response.headers["x-request-id"]
+
+
+def test_a_request_is_explained_by_either_of_its_names(http):
+    answer_id, request_id = ask(http)
+    body = http.get(f"/v1/requests/{answer_id}/explain").json()
+    assert body.keys() == {"id", "object", "sequences"}
+    assert (body["id"], body["object"]) == (answer_id, "request.explanation")
+    [sequence] = body["sequences"]
+    assert sequence["causes"] == {"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25}
+    assert sequence["summary"] == "2.00 s: 1.50 s waiting for KV blocks, 0.25 s prefill, 0.25 s decode"
+    assert (sequence["prompt_tokens"], sequence["finish"], sequence["preempted_by"]) == (5, "length", [])
+    assert http.get(f"/v1/requests/{request_id}/explain").json() == body
+
+
+def test_chats_are_explained_and_ids_may_have_slashes(http):
+    request = {"messages": [{"role": "user", "content": "secret"}], "max_tokens": 1}
+    answered = http.post("/v1/chat/completions", json=request, headers={"x-request-id": "a/b:1"}).json()
+    explained = http.get("/v1/requests/a/b:1/explain")
+    assert explained.json()["id"] == answered["id"]
+    assert "secret" not in explained.text
+
+
+def test_every_sequence_of_a_request_is_there(http):
+    answer_id, _ = ask(http, prompt=["a", "b", "c"], n=2, best_of=4)
+    assert len(http.get(f"/v1/requests/{answer_id}/explain").json()["sequences"]) == 12
+
+
+def test_a_failed_request_is_found_by_the_id_that_it_came_with(http):
+    http.post("/v1/completions", json={"prompt": "late"}, headers={"x-request-id": "mine"})
+    assert len(http.get("/v1/requests/mine/explain").json()["sequences"]) == 1
+
+
+@pytest.mark.parametrize("name", ["cmpl-nothing", "..", "x" * 5000])
+def test_requests_that_are_not_known(http, name):
+    response = http.get(f"/v1/requests/{name}/explain")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == ("not_found" if name == ".." else "request_not_found")
+    assert len(response.content) < 500
+
+
+def test_the_oldest_are_forgotten(http, server, monkeypatch):
+    monkeypatch.setattr(service, "REMEMBERED", 2)
+    ids = [ask(http)[0] for _ in range(3)]
+    assert [http.get(f"/v1/requests/{one}/explain").status_code for one in ids] == [404, 200, 200]
+    assert len(server[1]._named) == 4
+
+
+def test_tenants_see_their_own_requests_only():
+    with serving(FakeEngine(), "alice=sk-1,bob=sk-2,sk-3") as (base, _), httpx.Client(base_url=base) as client:
+        keys = {name: {"authorization": f"Bearer {key}"} for name, key in {"alice": "sk-1", "bob": "sk-2", "operator": "sk-3"}.items()}
+        answer_id, _ = ask(client, headers=keys["alice"])
+        seen = {name: client.get(f"/v1/requests/{answer_id}/explain", headers=key).status_code for name, key in keys.items()}
+    assert seen == {"alice": 200, "bob": 404, "operator": 200}
+
+
+SENTENCES = [
+    (
+        {
+            "causes": {"wait_blocks": 1.8, "prefill": 0.16, "prefill_shared": 0.05, "decode": 0.3},
+            "preemptions": 1,
+            "swaps": 1,
+            "preempted_by": (17,),
+        },
+        "2.31 s: 1.80 s waiting for KV blocks, 0.21 s prefill (0.05 s shared), 0.30 s decode; preempted once (swapped) by request 17",
+    ),
+    (
+        {"causes": {"decode": 0.0042, "decode_shared": 0.0003}, "preemptions": 2, "preempted_by": (3, 4)},
+        "4.5 ms: 4.5 ms decode (0.3 ms shared); preempted twice (recomputed) by requests 3 and 4",
+    ),
+    (
+        {"causes": {"preempted": 1.0, "recompute": 0.5}, "preemptions": 3, "swaps": 1},
+        "1.50 s: 1.00 s preempted, 0.50 s computing again what was lost; preempted 3 times (1 of them swapped)",
+    ),
+    (
+        {"causes": {"wait_rows": 0.5, "wait_step": 0.05}, "finish": None},
+        "0.55 s so far: 0.50 s waiting for a place in the batch, 0.05 s waiting for the step under way",
+    ),
+    ({"causes": {"wait_order": 2.0}, "finish": "deadline"}, "2.00 s: 2.00 s waiting for requests that go first; it missed its deadline"),
+    ({"causes": {}, "finish": "abort"}, "0 ms; its client left"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), SENTENCES, ids=range(len(SENTENCES)))
+def test_a_ledger_in_one_sentence(changes, told):
+    assert sentence(ledger(**changes)) == told

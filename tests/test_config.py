@@ -1,0 +1,68 @@
+"""Settings: what cannot work is refused with the name of its flag."""
+
+import pytest
+
+from chairlift.config import EngineConfig, from_environment, parse_value
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"scheduling_policy": "lifo"}, "--scheduling-policy: expected one of fcfs, priority, .*, got 'lifo'"),
+        ({"batching": "bus"}, "--batching: expected one of continuous, static, dynamic, got 'bus'"),
+        ({"static_batch_size": 4}, "--static-batch-size needs --batching static or --batching dynamic"),
+        ({"batching": "static", "static_batch_size": 0}, "--static-batch-size must be at least 1"),
+        ({"batching": "static", "static_batch_size": 65}, r"--static-batch-size \(65\) must be at most --max-num-seqs \(64\)"),
+        ({"batching": "static", "batch_timeout_ms": 5.0}, "--batch-timeout-ms needs --batching dynamic"),
+        ({"batching": "dynamic", "batch_timeout_ms": -1.0}, "--batch-timeout-ms must be above 0 .* got -1"),
+        ({"max_num_queued_reqs": 0}, "--max-num-queued-reqs must be at least 1"),
+        ({"max_num_queued_tokens": 0}, "--max-num-queued-tokens must be at least 1"),
+        ({"queue_ageing_ms": 0.0}, "--queue-ageing-ms must be above 0"),
+        ({"queue_ageing_ms": float("nan")}, "--queue-ageing-ms must be above 0"),
+        ({"target_itl_ms": 0.0}, "--target-itl-ms must be above 0"),
+        ({"target_itl_ms": float("inf")}, "--target-itl-ms .* at most 1e.10"),
+        ({"swap_space": -1}, "--swap-space must be at least 0"),
+        ({"watermark": 1.0}, "--watermark must be at least 0 and below 1"),
+        ({"watermark": float("nan")}, "--watermark must be at least 0"),
+        ({"tenant_weights": {"a": 0}}, "--tenant-weights: a's must be an integer from 1 to 10000, got 0"),
+        ({"tenant_weights": {"a": 10_001}}, "--tenant-weights: a's must be"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named_by_its_flag(settings, says):
+    with pytest.raises(ValueError, match=says):
+        EngineConfig(**settings)
+
+
+def test_the_environment_has_them_all_in_their_own_words():
+    found = from_environment(
+        EngineConfig,
+        {
+            "CHAIRLIFT_SCHEDULING_POLICY": "fair",
+            "CHAIRLIFT_TENANT_WEIGHTS": "alice=2, bob=1,a=b=3",
+            "CHAIRLIFT_BATCHING": "dynamic",
+            "CHAIRLIFT_STATIC_BATCH_SIZE": "8",
+            "CHAIRLIFT_BATCH_TIMEOUT_MS": "2.5",
+            "CHAIRLIFT_MAX_NUM_QUEUED_TOKENS": "1M",
+            "CHAIRLIFT_SWAP_SPACE": "2GiB",
+            "CHAIRLIFT_WATERMARK": "0",
+            "CHAIRLIFT_JOURNAL": "/tmp/j",
+        },
+    )
+    assert EngineConfig(**found) == EngineConfig(
+        scheduling_policy="fair",
+        tenant_weights={"alice": 2, "bob": 1, "a=b": 3},
+        batching="dynamic",
+        static_batch_size=8,
+        batch_timeout_ms=2.5,
+        max_num_queued_tokens=2**20,
+        swap_space=2 * 2**30,
+        watermark=0.0,
+        journal="/tmp/j",
+    )
+
+
+@pytest.mark.parametrize("text", ["", "alice", "alice=", "=2", "alice=two", "alice=1.5", "alice=-1", "alice=1,"])
+def test_weights_that_are_none_are_shown_what_they_look_like(text):
+    field = EngineConfig.__dataclass_fields__["tenant_weights"]
+    with pytest.raises(ValueError, match="expected weights like alice=2,bob=1"):
+        parse_value(field.metadata, field.type, text)
