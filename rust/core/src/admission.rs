@@ -14,7 +14,7 @@ use std::sync::Arc;
 const LOOK_AHEAD: usize = 64;
 /// How often one that does not fit lets others go past it.
 const MOST_PASSED: u32 = 256;
-/// Plans after which one that did not fit is measured anew: its prefix may be in the cache by then.
+/// One that did not fit is measured anew every so many plans: its prefix may be in the cache by then.
 const MEASURED_FOR: u64 = 64;
 
 impl Scheduler {
@@ -73,7 +73,8 @@ impl Scheduler {
         // Prompts take the tokens of steps one after the other, outputs rows for as long as they are.
         let rows = f64::from(self.config.max_seqs);
         let outputs = self.mean_output.max(1.0) * self.model.mean_step() * (ahead as f64 + 0.5) / rows;
-        (self.model.prefill(self.queued_tokens as f64) + outputs) as Time
+        let each = self.queued_tokens as f64 / f64::from(self.queued_reqs.max(1));
+        (self.model.prefill(0.0, each) * f64::from(self.queued_reqs) + outputs) as Time
     }
 
     /// Enters a sequence under its tenant and class.
@@ -237,7 +238,7 @@ impl Scheduler {
         let headroom = if self.running.is_empty() { 0 } else { self.config.watermark as usize };
         let room = self.pool.free().saturating_sub(headroom);
         let seq = &mut self.seqs[id];
-        let measured = self.looks - seq.looked_at < MEASURED_FOR;
+        let measured = !(self.looks + seq.ticket).is_multiple_of(MEASURED_FOR);
         // A token still on its way was sampled before the sequence lost its blocks.
         if seq.pending > 0 || (measured && seq.needs_free > room) {
             return Err(Cause::WaitBlocks);

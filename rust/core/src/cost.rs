@@ -11,13 +11,15 @@ pub struct Load {
     pub decode_seqs: u32,
     /// Tokens of context that all its sequences read.
     pub context_tokens: u64,
+    /// Pairs of a prompt's token and one before it.
+    pub prefill_pairs: u64,
 }
 
-const COEFFICIENTS: usize = 4;
+const COEFFICIENTS: usize = 5;
 type Vector = [f64; COEFFICIENTS];
 
 /// What brings the features of an ordinary step near one.
-const SCALE: Vector = [1.0, 1.0 / 256.0, 1.0 / 64.0, 1.0 / 65_536.0];
+const SCALE: Vector = [1.0, 1.0 / 256.0, 1.0 / 64.0, 1.0 / 65_536.0, 1.0 / 1_048_576.0];
 /// How far, squared, a coefficient may wander from step to step, of its own square.
 const DRIFT: f64 = 1e-5;
 /// The most that is believed to be unknown of a coefficient, squared microseconds.
@@ -29,7 +31,8 @@ const LEAST_NOISE: f64 = 2.0;
 const ENOUGH: u32 = 8;
 
 /// A linear model of a step's time in microseconds: a constant, and a part for
-/// each prompt token, each decoding sequence and each token of context.
+/// each prompt token, each decoding sequence, each token of context, and each
+/// pair of a prompt's tokens, which is what makes the end of a long prompt dear.
 ///
 /// A Kalman filter whose coefficients may drift (Kalman, 1960): what steps of
 /// late say nothing about stays as it was. They never fall below zero.
@@ -51,7 +54,8 @@ impl Default for StepModel {
 }
 
 fn features(load: &Load) -> Vector {
-    let raw = [1.0, f64::from(load.prefill_tokens), f64::from(load.decode_seqs), load.context_tokens as f64];
+    let context = (load.context_tokens as f64, load.prefill_pairs as f64);
+    let raw = [1.0, f64::from(load.prefill_tokens), f64::from(load.decode_seqs), context.0, context.1];
     std::array::from_fn(|i| raw[i] * SCALE[i])
 }
 
@@ -60,14 +64,15 @@ fn dot(a: &Vector, b: &Vector) -> f64 {
 }
 
 impl StepModel {
-    /// A model that is known: microseconds of an empty step, of a prompt token, of a decoding sequence, of a token of context.
-    pub fn new(fixed: f64, prefill_token: f64, decode_seq: f64, context_token: f64) -> Self {
-        let raw = [fixed, prefill_token, decode_seq, context_token];
+    /// A model that is known: microseconds of an empty step, of a prompt
+    /// token, of a decoding sequence, of a token of context, of a pair of a prompt's tokens.
+    pub fn new(fixed: f64, prefill_token: f64, decode_seq: f64, context_token: f64, prefill_pair: f64) -> Self {
+        let raw = [fixed, prefill_token, decode_seq, context_token, prefill_pair];
         Self { weights: std::array::from_fn(|i| raw[i] / SCALE[i]), seen: ENOUGH, mean: fixed, ..Self::default() }
     }
 
     /// Its coefficients in microseconds, in the order of [`new`](Self::new).
-    pub fn coefficients(&self) -> [f64; 4] {
+    pub fn coefficients(&self) -> [f64; 5] {
         std::array::from_fn(|i| self.weights[i] * SCALE[i])
     }
 
@@ -109,14 +114,19 @@ impl StepModel {
         self.mean
     }
 
-    /// Microseconds that so many tokens of a prompt add to the steps that compute them.
-    pub fn prefill(&self, tokens: f64) -> f64 {
-        self.weights[1] * SCALE[1] * tokens
+    /// Microseconds that `tokens` of a prompt, after the first `from`, add to the steps that compute them.
+    pub fn prefill(&self, from: f64, tokens: f64) -> f64 {
+        self.prefill_token(from + tokens / 2.0) * tokens
     }
 
-    /// Tokens of prompts that fit beside `load` in a step of `target` microseconds.
-    pub fn prefill_room(&self, load: &Load, target: f64) -> u32 {
-        let each = self.weights[1] * SCALE[1];
+    /// Microseconds of a prompt's token with so much before it.
+    fn prefill_token(&self, context: f64) -> f64 {
+        self.weights[1] * SCALE[1] + self.weights[4] * SCALE[4] * context
+    }
+
+    /// Tokens of prompts that fit beside `load` in a step of `target` microseconds, with `context` tokens before them.
+    pub fn prefill_room(&self, load: &Load, target: f64, context: u32) -> u32 {
+        let each = self.prefill_token(context.into());
         let room = (target - self.step(load)).max(0.0);
         if each > 0.0 { (room / each) as u32 } else { u32::MAX }
     }
@@ -135,14 +145,16 @@ mod tests {
     fn load(i: u32) -> Load {
         let decode_seqs = i * 7 % 60;
         let prefill_tokens = if i.is_multiple_of(3) { i * 31 % 256 } else { 0 };
-        Load { prefill_tokens, decode_seqs, context_tokens: u64::from(decode_seqs * (200 + i % 900)) + u64::from(prefill_tokens) }
+        let prefill_pairs = u64::from(prefill_tokens) * u64::from(i * 97 % 4000);
+        let context_tokens = u64::from(decode_seqs * (200 + i % 900)) + u64::from(prefill_tokens);
+        Load { prefill_tokens, decode_seqs, context_tokens, prefill_pairs }
     }
 
     #[test]
     fn it_learns_what_a_machine_takes_and_follows_when_that_changes() {
         let mut model = StepModel::default();
         let mut state = 1;
-        for truth in [StepModel::new(9000.0, 300.0, 900.0, 0.5), StepModel::new(4000.0, 900.0, 400.0, 2.0)] {
+        for truth in [StepModel::new(9000.0, 300.0, 900.0, 0.5, 0.1), StepModel::new(4000.0, 900.0, 400.0, 2.0, 0.02)] {
             for i in 0..3000 {
                 model.observe(&load(i), noisy(truth.step(&load(i)), &mut state));
             }
@@ -156,23 +168,23 @@ mod tests {
     #[test]
     fn what_steps_of_late_say_nothing_about_stays_known() {
         let (mut model, mut state) = (StepModel::default(), 1);
-        let truth = StepModel::new(9000.0, 300.0, 900.0, 0.5);
+        let truth = StepModel::new(9000.0, 300.0, 900.0, 0.5, 0.1);
         for i in 0..500 {
             model.observe(&load(i), noisy(truth.step(&load(i)), &mut state));
         }
-        let before = model.prefill(100.0);
-        let decode = Load { prefill_tokens: 0, decode_seqs: 30, context_tokens: 9000 };
+        let before = model.prefill(0.0, 100.0);
+        let decode = Load { decode_seqs: 30, context_tokens: 9000, ..Load::default() };
         for _ in 0..20_000 {
             model.observe(&decode, noisy(truth.step(&decode), &mut state));
         }
-        let after = model.prefill(100.0);
+        let after = model.prefill(0.0, 100.0);
         assert!((after - before).abs() < 0.1 * before, "{before} became {after}");
     }
 
     #[test]
     fn a_hiccup_does_not_make_every_step_look_long() {
         let (mut model, mut state) = (StepModel::default(), 1);
-        let truth = StepModel::new(9000.0, 300.0, 900.0, 0.5);
+        let truth = StepModel::new(9000.0, 300.0, 900.0, 0.5, 0.1);
         for i in 0..500 {
             model.observe(&load(i), noisy(truth.step(&load(i)), &mut state));
         }
@@ -183,9 +195,10 @@ mod tests {
 
     #[test]
     fn room_is_what_the_target_leaves() {
-        let model = StepModel::new(1000.0, 10.0, 100.0, 0.0);
-        let load = Load { prefill_tokens: 0, decode_seqs: 10, context_tokens: 0 };
-        assert_eq!(model.prefill_room(&load, 5000.0), 300);
-        assert_eq!(model.prefill_room(&load, 100.0), 0);
+        let model = StepModel::new(1000.0, 10.0, 100.0, 0.0, 0.01);
+        let load = Load { decode_seqs: 10, ..Load::default() };
+        assert_eq!(model.prefill_room(&load, 5000.0, 0), 300);
+        assert_eq!(model.prefill_room(&load, 5000.0, 1000), 150);
+        assert_eq!(model.prefill_room(&load, 100.0, 0), 0);
     }
 }

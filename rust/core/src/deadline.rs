@@ -19,11 +19,14 @@ struct Guess {
     step: f64,
 }
 
-/// Microseconds for `prompt` tokens and then `output` ones.
-fn time(model: &StepModel, prompt: u32, output: u32) -> Time {
-    let (prompt, output) = (f64::from(prompt), f64::from(output));
-    let time =
-        if model.knows() { model.prefill(prompt) + model.mean_step() * output } else { GUESS.prefill_token * prompt + GUESS.step * output };
+/// Microseconds for `prompt` tokens after the first `from`, and then `output` ones.
+fn time(model: &StepModel, (from, prompt): (u32, u32), output: u32) -> Time {
+    let (from, prompt, output) = (f64::from(from), f64::from(prompt), f64::from(output));
+    let time = if model.knows() {
+        model.prefill(from, prompt) + model.mean_step() * output
+    } else {
+        GUESS.prefill_token * prompt + GUESS.step * output
+    };
     time as Time
 }
 
@@ -60,11 +63,11 @@ impl Scheduler {
     }
 }
 
-/// Tokens that a sequence has to compute before its next one is sampled.
-fn prompt_left(seq: &Sequence) -> u32 {
+/// What a sequence has computed, and what it has to before its next token is sampled.
+fn prompt_left(seq: &Sequence) -> (u32, u32) {
     match seq.row {
-        _ if seq.saved > 0 => 0,
-        NO_ROW => seq.uncached,
-        _ => (seq.tokens.len() as u32).saturating_sub(seq.computed + 1),
+        _ if seq.saved > 0 => (seq.saved, 0),
+        NO_ROW => (seq.tokens.len() as u32 - seq.uncached, seq.uncached),
+        _ => (seq.computed, (seq.tokens.len() as u32).saturating_sub(seq.computed + 1)),
     }
 }

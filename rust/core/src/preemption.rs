@@ -84,7 +84,7 @@ impl Scheduler {
 
     /// Preempts less urgent sequences for the first of the queue, which need
     /// rows or blocks; returns how many of these have them now. `need` blocks are spoken for.
-    fn make_way(&mut self, plan: &mut StepPlan, need: usize) -> u32 {
+    fn make_way(&mut self, plan: &mut StepPlan, mut need: usize) -> u32 {
         let by_class = self.config.policy.has_classes();
         if matches!(self.config.policy, Policy::Fcfs | Policy::Prefix) || self.config.batching != Batching::Continuous {
             return 0;
@@ -114,6 +114,10 @@ impl Scheduler {
                 }
                 _ => seq.priority > priority,
             };
+            if self.room_beside(promised, blocks, need, (0, 0)) < Some(wanted) {
+                // What was said to be needed may have been a guess.
+                need = need.min(self.need().0);
+            }
             if self.room_beside(promised, blocks, need, (0, 0)) < Some(wanted) {
                 let losable = self.running.iter().filter_map(|&id| self.seqs.get(id));
                 let losable = losable.filter(|seq| seq.row != NO_ROW && !seq.pinned() && less_urgent(self, seq));
@@ -239,6 +243,6 @@ impl Scheduler {
     }
 
     fn recompute_time(&self, seq: &Sequence) -> f64 {
-        self.model.prefill(seq.computed.into())
+        self.model.prefill(0.0, seq.computed.into())
     }
 }

@@ -48,8 +48,10 @@ impl Scheduler {
     /// Leaves prompts as many tokens as the target allows.
     pub(crate) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32) {
         if self.config.target_itl > 0 {
-            let room =
-                if self.model.knows() { self.model.prefill_room(&plan.load, self.config.target_itl as f64) } else { CAUTIOUS_PREFILL };
+            // Whose turn it will be is not known yet: the longest of those begun is the dearest.
+            let context = self.partial.iter().map(|&id| self.seqs[id].computed).max().unwrap_or(0);
+            let target = self.config.target_itl as f64;
+            let room = if self.model.knows() { self.model.prefill_room(&plan.load, target, context) } else { CAUTIOUS_PREFILL };
             *budget = (*budget).min(room.max(LEAST_PREFILL));
         }
     }
@@ -119,13 +121,15 @@ impl Scheduler {
         let seq = &mut self.seqs[id];
         let len = (seq.expected_len() - seq.computed).min(*budget);
         *budget -= len;
-        plan.load.context_tokens += u64::from(seq.computed + len);
+        let from = seq.computed;
+        plan.load.context_tokens += u64::from(from + len);
         self.counters.computed_tokens += u64::from(len);
         // One token of a prompt costs what a decode does.
         if len == 1 {
             plan.load.decode_seqs += 1;
         } else {
             plan.load.prefill_tokens += len;
+            plan.load.prefill_pairs += u64::from(len) * (u64::from(from) + u64::from(len) / 2);
         }
         let chunk = seq.next_chunk(id, len, table_from, self.config.block_size);
         plan.chunks.push(chunk);

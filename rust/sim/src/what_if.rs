@@ -1,7 +1,7 @@
 //! A recorded day, to be lived again under other settings.
 
 use crate::Job;
-use chairlift_core::{Call, FinishReason, Ledger, Script, Time};
+use chairlift_core::{Call, FinishReason, Ledger, Request, Script, Time};
 use std::collections::HashMap;
 
 /// The requests of a journal, each with the output that it had, by the
@@ -10,25 +10,25 @@ use std::collections::HashMap;
 /// caller predicted, or all it was allowed.
 pub fn jobs(script: &Script, ended: &[Ledger]) -> Vec<Job> {
     let by_tag: HashMap<u64, &Ledger> = ended.iter().map(|ledger| (ledger.tag, ledger)).collect();
-    let (mut jobs, mut tags): (Vec<Job>, Vec<u64>) = (Vec::new(), Vec::new());
-    let begins = script.calls.first().map_or(0, |(time, _)| *time);
+    let mut jobs: Vec<Job> = Vec::new();
+    let begins = script.calls.iter().map(|(time, _)| *time).min().unwrap_or(0);
     for (time, call) in &script.calls {
         let (request, sibling_of) = match call {
             Call::Add(arrival) => (script.request(arrival), None),
             Call::Fork { parent, tag } => {
-                let parent = tags[*parent as usize];
-                let of = jobs.iter().find(|job| job.request.tag == parent).map(|job| job.request.clone());
-                let Some(mut request) = of else { continue };
-                request.tag = *tag;
-                (request, Some(parent))
+                // Requests and siblings are numbered in the order of their coming.
+                let parent = &jobs[*parent as usize].request;
+                (Request { tag: *tag, ..parent.clone() }, Some(parent.tag))
             }
             _ => continue,
         };
-        let (ticket, tag) = (tags.len() as u64, request.tag);
-        tags.push(tag);
+        let (ticket, tag) = (jobs.len() as u64, request.tag);
         // Times count from the beginning, deadlines with them.
         let shift = |at: Option<Time>| at.map(|at| at - begins);
-        let request = chairlift_core::Request { deadline: shift(request.deadline), ttft_deadline: shift(request.ttft_deadline), ..request };
+        let request = match sibling_of {
+            None => Request { deadline: shift(request.deadline), ttft_deadline: shift(request.ttft_deadline), ..request },
+            Some(_) => request,
+        };
         let ledger = by_tag.get(&tag);
         let (made, finish) = ledger.map_or((request.max_new_tokens, None), |ledger| (ledger.output_tokens, ledger.finish));
         let len = match finish {
@@ -45,5 +45,7 @@ pub fn jobs(script: &Script, ended: &[Ledger]) -> Vec<Job> {
             sibling_of,
         });
     }
+    // The scheduler may hear of a request after one that came later.
+    jobs.sort_by_key(|job| job.time);
     jobs
 }

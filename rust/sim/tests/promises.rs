@@ -10,7 +10,7 @@ const MS: Time = 1000;
 const SECOND: Time = 1_000_000;
 
 fn machine() -> Machine {
-    Machine { step: StepModel::new(20_000.0, 50.0, 200.0, 0.0), swap_ns_per_block: 100_000 }
+    Machine { step: StepModel::new(20_000.0, 50.0, 200.0, 0.0, 0.0), swap_ns_per_block: 100_000 }
 }
 
 fn config() -> Config {

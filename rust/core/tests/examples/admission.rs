@@ -1,6 +1,6 @@
 //! Who may wait, and who of those that wait is looked at.
 
-use crate::lab::{Cost, Lab, ask, plenty};
+use crate::lab::{Cost, Lab, ask, plenty, stem};
 use chairlift_core::{Cause, Config, Policy, Rejected, Request};
 
 /// Twenty blocks of 16 tokens, of which request 1 holds ten for long.
@@ -181,4 +181,22 @@ fn a_target_too_low_for_anything_leaves_sixteen_tokens_of_prompts() {
     let mut lab = Lab::new(Config { target_itl: 100, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 100, 1));
     assert_eq!(lab.step().chunks, [(1, 64)]);
+}
+
+#[test]
+fn what_a_request_needs_is_measured_anew_as_the_cache_fills() {
+    // Thirty blocks of 128 tokens, so that nobody grows in a hundred steps.
+    let mut lab = Lab::new(Config { num_blocks: 31, block_size: 128, max_tokens: 4096, ..plenty(Policy::Fcfs) });
+    // Ten and six are taken. The third needs 19; the fourth has the third's first ten, and one more, and goes past it.
+    lab.add(ask(1, 1153, 120));
+    lab.add(ask(2, 760, 5));
+    lab.step();
+    lab.add(stem(1, 3, 1280, 19 * 128, 1));
+    lab.add(stem(1, 4, 1280, 1281, 120));
+    assert_eq!(lab.step().seated, [4]);
+    // When the second has ended, nine are free: enough for what the fourth does not have.
+    lab.step_until_started(3);
+    assert_eq!((lab.explain(3).cached_tokens, lab.explain(1).finish, lab.explain(4).finish), (1280, None, None));
+    // It is not measured in each step, for that takes as long as its prompt is; but in one of 64.
+    assert!(lab.now <= 5000 + 65_000, "{}", lab.now);
 }

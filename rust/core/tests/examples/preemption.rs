@@ -44,6 +44,20 @@ fn the_one_that_loses_least_goes_and_nobody_comes_in_that_step() {
 }
 
 #[test]
+fn who_needed_the_room_is_named() {
+    // Seven blocks: four for 64 tokens, three for 40. The first needs a fifth, and the second loses less.
+    let mut lab = Lab::new(Config { num_blocks: 8, ..crowded(0, 0) });
+    lab.add(ask(1, 64, 20));
+    lab.add(ask(2, 40, 20));
+    lab.step();
+    assert_eq!(lab.step().preempted, [2]);
+    lab.finish();
+    assert_eq!(lab.ended[&2].preempted_by, [1]);
+    // It lost its place after a millisecond and came back when the first had its twenty tokens.
+    assert_eq!(lab.ended[&2].causes[Cause::Preempted as usize], 19_000);
+}
+
+#[test]
 fn cheap_copies_are_swapped_out_and_in() {
     // 100 us a prompt token against 1 us a block.
     let mut lab = Lab::taught(crowded(6, 1000), Cost(1000, 100, 100));

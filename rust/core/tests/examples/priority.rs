@@ -180,3 +180,28 @@ fn one_aged_request_at_a_time_goes_before_urgent_ones() {
         assert!(lab.now < 1_000_000, "some never end");
     }
 }
+
+#[test]
+fn nobody_is_preempted_where_there_is_room() {
+    // Twenty blocks, of which eight have one each and need no more for some steps: six of the others are for the urgent one.
+    let mut lab = Lab::new(Config { num_blocks: 21, ..with_rows(16) });
+    (1..=8).for_each(|tag| lab.add(patient(tag, 4, 10)));
+    lab.step();
+    lab.add(urgent(9, 6 * 16, 1));
+    let step = lab.step();
+    assert_eq!((step.preempted, step.seated), (vec![], vec![9]));
+}
+
+#[test]
+fn an_urgent_request_leaves_blocks_free_for_those_that_run() {
+    // Twenty blocks, of which ten and four are taken and two must stay free: there is room for four more, not for five.
+    for (prompt, preempted) in [(4 * 16, vec![]), (5 * 16, vec![2])] {
+        let mut lab = Lab::new(Config { num_blocks: 21, watermark: 2, ..with_rows(8) });
+        lab.add(patient(1, 150, 9));
+        lab.add(patient(2, 60, 4));
+        lab.step();
+        lab.add(urgent(3, prompt, 2));
+        let step = lab.step();
+        assert_eq!((step.preempted, step.seated), (preempted, vec![3]), "with a prompt of {prompt}");
+    }
+}

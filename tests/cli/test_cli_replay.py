@@ -1,0 +1,406 @@
+"""`chairlift replay`: on journals that the real scheduler wrote, in made-up time."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from chairlift import _core
+from chairlift.cli import changes, main
+
+ROWS, TOKENS, BLOCKS, BLOCK, CONTEXT = 4, 32, 41, 4, 128
+SHAPES = {
+    "input_ids": TOKENS,
+    "positions": TOKENS,
+    "slots": TOKENS,
+    "query_starts": ROWS + 1,
+    "context_lens": ROWS,
+    "rows": ROWS,
+    "sample_at": TOKENS,
+    "sample_rows": TOKENS,
+    "copies": 2 * ROWS,
+    "block_tables": (ROWS, CONTEXT // BLOCK),
+}
+PROMPT_TOKEN = 987_654
+"""Stands in every prompt; a journal must not have it."""
+
+
+def record(*, requests=24, **settings) -> bytes:
+    """The journal of requests that come faster than they are served, some with a common beginning, some with a deadline."""
+    limits = {"num_blocks": BLOCKS, "max_tokens": TOKENS, "max_seqs": ROWS, "max_model_len": CONTEXT, "watermark": 2}
+    core = _core.Scheduler(block_size=BLOCK, journal=True, **limits | settings)
+    buffers = _core.StepBuffers(**{name: np.zeros(shape, np.int32) for name, shape in SHAPES.items()})
+    dice, now, journal, tag = random.Random(1), 7_000_000, b"", 0
+    arrivals = [now + 3500 * i for i in range(requests)]
+    while tag < requests or any(core.stats()[name] for name in ("running", "waiting", "swapped")):
+        while tag < requests and arrivals[tag] <= now:
+            prompt = [PROMPT_TOKEN] * 9 + [1000 + tag * dice.randint(0, 1)] * dice.randint(1, 40)
+            tenant, deadline = "few" if tag % 6 == 5 else "many", arrivals[tag] + 40_000 if tag % 8 == 7 else None
+            with suppress(_core.QueueFull):
+                core.add(tag, np.array(prompt, np.int32), dice.randint(2, 30), [1], arrivals[tag], tenant=tenant, deadline=deadline)
+            tag += 1
+        core.expire(now)
+        if plan := core.plan(buffers, now):
+            now += 2000 + 100 * plan.num_tokens
+            core.commit(plan, np.array([1 if dice.random() < 0.05 else 5 for _ in range(plan.num_samples)], np.int32), now)
+        else:
+            now += 100
+        journal += core.journal()
+    return journal + core.journal()
+
+
+@pytest.fixture(scope="module")
+def journal() -> bytes:
+    return record()
+
+
+@pytest.fixture
+def file(journal, tmp_path):
+    path = tmp_path / "day.journal"
+    path.write_bytes(journal)
+    return path
+
+
+@pytest.fixture
+def replay(capsys):
+    """Runs the command; gives its status, output and complaint."""
+
+    def run(path, *arguments):
+        status = main.main(["replay", str(path), *arguments])
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """The table's cells by label; a label of a percentile alone belongs to the one above."""
+    found, over = {}, ""
+    for line in output.splitlines():
+        label, *cells = re.split(r"  +", line.strip())
+        if line.startswith("  ") and label != "recorded":
+            label = f"{over}, {label}"
+        else:
+            over = label.split(",")[0]
+        found[label] = cells
+    return found
+
+
+def test_a_journal_proves_itself(replay, file):
+    status, output, complaint = replay(file)
+    assert (status, complaint) == (0, "")
+    first, second, *_ = output.splitlines()
+    steps = int(rows(output)["steps"][0])
+    assert re.fullmatch(rf"{file}: 24 requests, {steps} steps in 0\.\d+ s", first)
+    assert re.fullmatch(r"Every decision came out the same: hash [0-9a-f]{16}\.", second)
+    table = rows(output)
+    ended = [int(table[name][0]) for name in ("finished", "missed their deadline")]
+    assert sum(ended) == 24
+    assert ended[1] > 0
+    assert table["refused"] == ["-"]
+    assert table["time to first token, p99"][0].endswith("ms")
+    assert table["prompt tokens found in cache"][0].endswith("%")
+    assert "failed" not in table
+    assert all(len(cells) == 1 for label, cells in table.items() if label in ("requests", "steps", "output tokens a second"))
+
+
+def test_a_journal_has_no_tokens(journal):
+    assert PROMPT_TOKEN.to_bytes(3, "little") not in journal
+
+
+def test_a_change_stands_beside_the_simulation_without_it(replay, file):
+    status, output, _ = replay(file, "--set", "max_num_seqs=2", "--policy", "fair")
+    assert status == 0
+    assert "Changed: max_num_seqs 4 → 2; scheduling_policy fcfs → fair\n" in output
+    table = rows(output)
+    assert table["recorded"] == ["as recorded", "changed", "change"]
+    assert table["requests"] == ["24", "24", "24", "="]
+    slower = table["time in queue, p99"]
+    assert len(slower) == 4
+    assert slower[3].startswith("+")
+    assert "Compare the changed run with 'as recorded'" in output
+
+
+def test_several_values_are_several_runs(replay, file):
+    status, output, _ = replay(file, "--set", "max-num-seqs=1, 2,4", "--set", "watermark=0.1")
+    assert status == 0
+    assert rows(output)["recorded"] == ["as recorded", *(x for n in (1, 2, 4) for x in (f"max_num_seqs={n}", "change"))]
+    _, output, _ = replay(file, "--policy", "fair,shortest", "--set", "max_num_seqs=1,2", "--json")
+    assert [run["name"] for run in json.loads(output)["runs"]][2:] == [
+        "max_num_seqs=1, scheduling_policy=fair",
+        "max_num_seqs=1, scheduling_policy=shortest",
+        "max_num_seqs=2, scheduling_policy=fair",
+        "max_num_seqs=2, scheduling_policy=shortest",
+    ]
+
+
+def test_json_has_all_numbers(replay, file):
+    status, output, _ = replay(file, "--set", "num_kv_blocks=60", "--json")
+    document = json.loads(output)
+    assert status == 0
+    assert (document["same"], document["differs_at"], document["truncated"]) == (True, None, False)
+    assert document["file"] == str(file)
+    assert len(document["step_model_us"]) == 4
+    recorded, as_recorded, changed = document["runs"]
+    assert [recorded["figures"]["refused"], as_recorded["figures"]["refused"]] == [None, 0]
+    assert recorded["config"] == as_recorded["config"] == changed["config"] | {"num_blocks": BLOCKS, "watermark": 2}
+    assert (changed["config"]["num_blocks"], changed["config"]["watermark"]) == (60, 2)
+    for run in document["runs"]:
+        figures = run["figures"]
+        assert figures["steps"] == run["stats"]["steps"]
+        assert 0 < figures["ttft_p50_s"] <= figures["ttft_p90_s"] <= figures["ttft_p99_s"] <= figures["end_to_end_p99_s"] < 10
+        assert 0 < figures["time_per_output_token_p50_s"] < figures["end_to_end_p50_s"]
+        assert figures["queue_p99_s"] <= figures["ttft_p99_s"]
+        assert sum(run["causes_mean_s"].values()) > 0
+    # The machine that was recorded is as simple as the model that is fitted to it.
+    assert as_recorded["figures"]["end_to_end_p50_s"] == pytest.approx(recorded["figures"]["end_to_end_p50_s"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "value"),
+    [
+        ("max_num_seqs=2", "max_seqs", 2),
+        ("max-num-batched-tokens=64", "max_tokens", 64),
+        ("max_model_len=0.1k", "max_model_len", 100),
+        ("num-kv-blocks=1K", "num_blocks", 1024),
+        ("enable_prefix_caching=off", "prefix_caching", False),
+        ("watermark=0.5", "watermark", 20),
+        ("scheduling_policy=deadline", "policy", "deadline"),
+        ("batching=static", "batching", "static"),
+        ("max_num_queued_reqs=2", "max_queued_reqs", 2),
+        ("max_num_queued_tokens=100", "max_queued_tokens", 100),
+        ("queue_ageing_ms=1.5", "ageing", 1500),
+        ("target_itl_ms=20", "target_itl", 20_000),
+        ("target_itl_ms=none", "target_itl", None),
+        ("host_blocks=8", "host_blocks", 8),
+        ("swap_ns_per_block=500", "swap_ns_per_block", 500),
+    ],
+)
+def test_every_setting_reaches_the_scheduler_in_its_units(replay, file, setting, name, value):
+    status, output, _ = replay(file, "--set", setting, "--json")
+    *_, as_recorded, changed = json.loads(output)["runs"]
+    assert status == 0
+    assert changed["config"][name] == value
+    # Nothing else changed, but for what follows from it.
+    follows = {"watermark", "batch_size"} if name in ("num_blocks", "batching") else set()
+    assert {key for key in changed["config"] if changed["config"][key] != as_recorded["config"][key]} <= {name} | follows
+
+
+def test_no_name_is_left_out_above():
+    tried = {re.split("=", mark)[0].replace("-", "_") for mark, *_ in _settings()}
+    assert tried | {"static_batch_size", "batch_timeout_ms"} == set(changes.NAMES)
+
+
+def _settings():
+    [mark] = test_every_setting_reaches_the_scheduler_in_its_units.pytestmark
+    return mark.args[1]
+
+
+def test_sizes_of_batches_follow_what_they_follow_by_default(replay, tmp_path):
+    path = tmp_path / "batches.journal"
+    path.write_bytes(record(batching="dynamic", batch_timeout=3001))
+
+    def config(*arguments):
+        status, output, _ = replay(path, *arguments, "--json")
+        assert status == 0
+        return {key: json.loads(output)["runs"][-1]["config"][key] for key in ("batching", "batch_size", "batch_timeout")}
+
+    assert config() == {"batching": "dynamic", "batch_size": 4, "batch_timeout": 3001}
+    assert config("--set", "max_num_seqs=2") == {"batching": "dynamic", "batch_size": 2, "batch_timeout": 3001}
+    assert config("--set", "static_batch_size=3", "--set", "batch_timeout_ms=5")["batch_size"] == 3
+    assert config("--set", "batch_timeout_ms=none")["batch_timeout"] == 0
+    assert config("--set", "batching=static") == {"batching": "static", "batch_size": 4, "batch_timeout": 0}
+    assert config("--set", "batching=continuous") == {"batching": "continuous", "batch_size": None, "batch_timeout": 0}
+
+
+def test_a_setting_taken_as_it_was_changes_nothing(replay, tmp_path):
+    path = tmp_path / "some.journal"
+    path.write_bytes(record(watermark=3, max_queued_reqs=9, ageing=12_345, target_itl=6_001, policy="shortest"))
+    _, output, _ = replay(path, "--set", "max_num_seqs=4", "--json")
+    *_, as_recorded, changed = json.loads(output)["runs"]
+    assert as_recorded["figures"]["refused"] == 0  # those were not recorded
+    del as_recorded["name"], changed["name"]
+    assert changed == as_recorded
+
+
+def test_refusals_of_a_shorter_queue_are_counted(replay, file):
+    _, output, _ = replay(file, "--set", "max_num_queued_reqs=1")
+    recorded, as_recorded, changed, _ = rows(output)["refused"]
+    assert (recorded, as_recorded) == ("-", "0")
+    assert int(changed) > 0
+    assert rows(output)["requests"][2] == "24"
+
+
+def test_copies_that_cost_nothing_are_pointed_out(replay, file):
+    assert "are taken to cost nothing" in replay(file, "--set", "host_blocks=8")[1]
+    assert "are taken to cost nothing" not in replay(file, "--set", "host_blocks=8", "--set", "swap_ns_per_block=9")[1]
+    assert "are taken to cost nothing" not in replay(file)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--set", "max_num_seqs"], "expected NAME=VALUE, like max_num_seqs=64, got 'max_num_seqs'"),
+        (["--set", "speed=2"], "'speed' cannot be changed in a replay; what can: max_num_seqs, max_num_batched_tokens, "),
+        (["--set", "block_size=32"], "'block_size' cannot be changed in a replay"),
+        (["--set", "max_num_seqs=many"], "max_num_seqs: not a size: 'many'"),
+        (["--set", "max_num_seqs=none"], "max_num_seqs: not a size: 'none'"),
+        (["--set", "watermark=x"], "watermark: expected a number, got 'x'"),
+        (["--set", "enable_prefix_caching=maybe"], "enable_prefix_caching: expected true or false"),
+        (["--set", "host_blocks=-1"], "host_blocks: must be at least 0, got -1"),
+        (["--policy", "lottery"], "scheduling_policy: expected one of fcfs, priority, fair, deadline, shortest, prefix, got 'lottery'"),
+        ([], "required: FILE"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(arguments, says, capsys):
+    with pytest.raises(SystemExit) as left:
+        main.main(["replay", *(["file"] if arguments else []), *arguments])
+    assert left.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["max_num_seqs=64"], "--max-num-batched-tokens (32) must be at least --max-num-seqs (64)"),
+        (["watermark=1"], "--watermark must be at least 0 and below 1"),
+        (["static_batch_size=2"], "--static-batch-size needs --batching static or --batching dynamic"),
+        (["max_num_seqs=0"], "--max-num-seqs must be at least 1"),
+        (["num_kv_blocks=1"], "num_blocks must be at least 2, got 1"),
+        (["num_kv_blocks=1T"], "these settings make no scheduler"),
+        (["max_num_seqs=2,64"], "--max-num-batched-tokens (32) must be at least --max-num-seqs (64)"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_line_and_status_1(replay, file, settings, says):
+    status, output, complaint = replay(file, *(word for setting in settings for word in ("--set", setting)))
+    assert (status, output) == (1, "")
+    [line] = complaint.splitlines()
+    assert says in line
+
+
+def test_a_journal_that_a_crash_cut_off_is_replayed_to_there(replay, journal, tmp_path):
+    path = tmp_path / "cut.journal"
+    path.write_bytes(journal[: len(journal) * 2 // 3 - 1])
+    status, output, complaint = replay(path, "--set", "max_num_seqs=2")
+    assert (status, complaint) == (0, "")
+    assert "The last record is cut off, as after a crash" in output
+    assert "Every decision came out the same" in output
+    assert int(rows(output)["unfinished at the end"][0]) > 0
+
+
+def test_an_empty_day_is_a_journal_too(replay, tmp_path):
+    path = tmp_path / "empty.journal"
+    path.write_bytes(record(requests=0))
+    status, output, _ = replay(path, "--policy", "fair")
+    assert status == 0
+    assert rows(output)["time to first token, p50"] == ["-"] * 4
+
+
+def test_a_journal_that_says_otherwise_is_found_out(replay, file, journal):
+    # From the end on, one bit after the other is changed until it is one of a plan's hash.
+    for at in range(len(journal) - 1, 0, -1):
+        file.write_bytes(journal[:at] + bytes([journal[at] ^ 1]) + journal[at + 1 :])
+        with suppress(ValueError):
+            if _core.replay(file.read_bytes())["differs_at"] is not None:
+                break
+    status, output, complaint = replay(file)
+    assert (status, complaint) == (1, "")
+    assert re.search(r"The decisions differ, first at plan \d+: another version of chairlift", output)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"chairlift-journal-0\n12345", b"chairlift-journal-1\n\x00\x00"])
+def test_what_is_no_journal_is_one_line_and_status_1(replay, tmp_path, content):
+    path = tmp_path / "foreign"
+    path.write_bytes(content)
+    status, output, complaint = replay(path)
+    assert (status, output) == (1, "")
+    [line] = complaint.splitlines()
+    assert line.startswith(f"chairlift: {path} cannot be replayed, only what --journal of this version of chairlift wrote can: ")
+
+
+def test_calls_that_make_no_sense_together_are_one_line_and_status_1(replay, tmp_path):
+    path = tmp_path / "damaged.journal"
+    abort_of_the_ninth_request = bytes([3, 0, 9])
+    path.write_bytes(record(requests=0) + abort_of_the_ninth_request)
+    status, output, complaint = replay(path)
+    assert (status, output) == (1, "")
+    [line] = complaint.splitlines()
+    assert line.startswith(f"chairlift: {path}")
+    assert "the journal is damaged" in line
+
+
+def test_a_file_that_is_not_there_is_one_line_and_status_1(replay, tmp_path):
+    status, _, complaint = replay(tmp_path / "none")
+    assert status == 1
+    assert complaint == f"chairlift: {tmp_path / 'none'}: cannot be read (No such file or directory); name a file that --journal wrote\n"
+
+
+class _Page(HTMLParser):
+    """What a page loads from elsewhere, and what its scripts draw."""
+
+    def __init__(self):
+        super().__init__()
+        self.loads, self.scripts = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.scripts += [data] if "Plotly.newPlot" in data else []
+
+
+def test_the_plots_are_one_page_that_needs_nothing_else(replay, file, tmp_path):
+    path = tmp_path / "day.html"
+    status, output, _ = replay(file, "--set", "max_num_seqs=1,2", "--plot", str(path))
+    assert status == 0
+    assert output.endswith(f"\nPlots: {path}\n")
+    page = _Page()
+    page.feed(path.read_text(encoding="utf-8"))
+    assert page.loads == []
+    drawn = "".join(page.scripts[-4:])
+    for words in ("first token", "wait to start", "have started and not ended", "Where a request", "as recorded", "max_num_seqs=1"):
+        assert words in drawn
+
+
+def test_plots_of_the_recorded_run_alone_beside_json(replay, file, tmp_path):
+    status, output, _ = replay(file, "--json", "--plot", str(tmp_path / "day.html"))
+    assert status == 0
+    assert len(json.loads(output)["runs"]) == 1
+    assert (tmp_path / "day.html").stat().st_size > 1e6
+
+
+def test_a_plot_that_cannot_be_written_says_so(replay, file, tmp_path):
+    status, _, complaint = replay(file, "--plot", str(tmp_path / "no" / "day.html"))
+    assert status == 1
+    assert "cannot write there (No such file or directory)" in complaint
+
+
+def test_without_plotly_the_plot_tells_how_to_get_it(replay, file, monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "chairlift.cli.plot", raising=False)
+    monkeypatch.setattr("chairlift.cli.plot", None, raising=False)
+    monkeypatch.delattr("chairlift.cli.plot")
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    status, output, complaint = replay(file, "--plot", str(tmp_path / "day.html"))
+    assert (status, output, complaint) == (1, "", "chairlift: --plot needs plotly: pip install 'chairlift[plot]'\n")
+    assert replay(file)[0] == 0
+
+
+def test_help_teaches_by_example_and_names_every_setting(capsys):
+    with pytest.raises(SystemExit) as left:
+        main.main(["replay", "--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert "chairlift replay" in text.split("examples:")[1]
+    assert all(name in text for name in changes.NAMES)
+
+
+def test_a_table_needs_neither_plotly_nor_torch(file):
+    asked = f"import sys; from chairlift.cli.main import main; main(['replay', {str(file)!r}]); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert not {name.split(".")[0] for name in done.stderr.split()} & {"plotly", "torch", "numpy"}
