@@ -75,7 +75,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
             "block_us": 1000,
             "tenant": "",
             "priority": 0,
-            "limit": "wait_step",
+            "limit": None,
             "preempted_by": [],
             "causes": {"wait_step": 1000, "prefill_shared": 1000},
         }

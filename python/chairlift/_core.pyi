@@ -151,6 +151,8 @@ class Scheduler:
         """Adds a sibling with the same prompt, which will share its blocks; KeyError if the sequence has ended."""
     def abort(self, seq: int, now: int) -> bool:
         """Ends a request in whatever state it is; False if it has ended already."""
+    def stop(self, seq: int, now: int) -> bool:
+        """As `abort`, for a caller who has what it asked for: it counts as a stop."""
     def expire(self, now: int) -> list[dict[str, Any]]:
         """Ends the requests that missed their deadlines, or surely will; returns their ledgers. To be called before `plan`."""
     def plan(self, buffers: StepBuffers, now: int) -> StepPlan | None:
@@ -177,7 +179,7 @@ def replay(journal: bytes) -> dict[str, Any]:
 
     Returns config, calls, truncated, steps, hash, differs_at (the first plan that came out otherwise, or None), ended
     (ledgers), stats, and step_model (microseconds of an empty step, a prompt token, a decoding sequence, a token of
-    context). Raises ValueError for what is no journal.
+    context, a pair of tokens of a prompt). Raises ValueError for what is no journal.
     """
 
 def what_if(journal: bytes, settings: dict[str, Any]) -> dict[str, Any]:

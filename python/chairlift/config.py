@@ -108,7 +108,11 @@ class EngineConfig:
         None, "prompt tokens that may wait; more are refused (default: any number)", _size, group="scheduler"
     )
     queue_ageing_ms: float = _flag(
-        10_000.0, "how long a request waits before it goes ahead of the policy's order", float, metavar="MS", group="scheduler"
+        10_000.0,
+        "how long a request may be passed over, or one begun be put off, before it goes first",
+        float,
+        metavar="MS",
+        group="scheduler",
     )
     target_itl_ms: float | None = _flag(
         None,

@@ -47,7 +47,7 @@ class Ledger:
     tenant: str
     priority: int
     limit: str | None
-    """The limit that it last waited for."""
+    """The limit that it waited for longest, if any."""
     preempted_by: tuple[int, ...]
     causes: dict[str, float]
 

@@ -145,7 +145,7 @@ def test_json_has_all_numbers(replay, file):
     assert status == 0
     assert (document["same"], document["differs_at"], document["truncated"]) == (True, None, False)
     assert document["file"] == str(file)
-    assert len(document["step_model_us"]) == 4
+    assert len(document["step_model_us"]) == 5
     recorded, as_recorded, changed = document["runs"]
     assert [recorded["figures"]["refused"], as_recorded["figures"]["refused"]] == [None, 0]
     assert recorded["config"] == as_recorded["config"] == changed["config"] | {"num_blocks": BLOCKS, "watermark": 2}

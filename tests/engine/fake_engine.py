@@ -92,7 +92,7 @@ class FakeEngine:
         self.scheduling = []
         self.ready_at = 0.0
 
-    def add(self, tag, prompt, params, scheduling, arrived):
+    def add(self, tag, prompt, params, scheduling, arrived=None):
         if prompt[0] == REFUSED:
             raise InvalidRequest("it can never fit: needs 12 blocks of 10", param="prompt", code="never_fits")
         if prompt[0] == BROKEN:
@@ -105,7 +105,7 @@ class FakeEngine:
         for index in range(params.num_sequences):
             self.running[tag + index] = [int(prompt[0]) + 100 * index, 0, params, index]
 
-    def abort(self, tag):
+    def abort(self, tag, *, stopped=False):
         self.aborted.append(tag)
         return self.running.pop(tag, None) is not None
 

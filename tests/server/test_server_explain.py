@@ -73,11 +73,11 @@ SENTENCES = [
             "swaps": 1,
             "preempted_by": (17,),
         },
-        "2.31 s: 1.80 s waiting for KV blocks, 0.21 s prefill (0.05 s shared), 0.30 s decode; preempted once (swapped) by request 17",
+        "2.31 s: 1.80 s waiting for KV blocks, 0.21 s prefill (0.05 s shared), 0.30 s decode; preempted once (swapped), for request 17",
     ),
     (
         {"causes": {"decode": 0.0042, "decode_shared": 0.0003}, "preemptions": 2, "preempted_by": (3, 4)},
-        "4.5 ms: 4.5 ms decode (0.3 ms shared); preempted twice (recomputed) by requests 3 and 4",
+        "4.5 ms: 4.5 ms decode (0.3 ms shared); preempted twice (recomputed), for requests 3 and 4",
     ),
     (
         {"causes": {"preempted": 1.0, "recompute": 0.5}, "preemptions": 3, "swaps": 1},

@@ -67,7 +67,18 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
     assert {name: seen[name] for name in expected} == pytest.approx(expected)
     assert by(http, "num_preemptions_by_kind_total", "kind") == {"recompute": 1, "swap": 2}
     assert by(http, "admission_rejections_total", "reason") == {"queue_full": 6}
-    waiting = {"blocks": 4, "order": 1, "preempted": 2, "rows": 0, "tokens": 0, "share": 0, "batch": 0, "step": 0, "sibling": 0}
+    waiting = {
+        "blocks": 4,
+        "order": 1,
+        "preempted": 2,
+        "rows": 0,
+        "tokens": 0,
+        "share": 0,
+        "batch": 0,
+        "step": 0,
+        "sibling": 0,
+        "swapped": 0,
+    }
     assert by(http, "num_requests_waiting_by_reason", "reason") == waiting
 
 

@@ -182,7 +182,7 @@ class AsyncEngine:
                 await self._writer.drain()
             while not stream.over:
                 outputs = await stream.next()
-                self._leave(stream.finished())
+                self._leave(stream.finished(), stopped=True)
                 for output in outputs:
                     if output.finish_reason == "deadline":
                         missed, output.finish_reason = True, None
@@ -219,11 +219,11 @@ class AsyncEngine:
         """The newest counters from the engine, a fraction of a second old while it works; empty before it is ready."""
         return self._stats
 
-    def _leave(self, tags: Iterable[int]) -> None:
-        """Forgets sequences, and has the engine do so with those that still run there."""
+    def _leave(self, tags: Iterable[int], *, stopped: bool = False) -> None:
+        """Forgets sequences, and has the engine do so with those that still run there; `stopped` if a stop string was found."""
         left = [tag for tag in tags if self._streams.pop(tag, None) is not None]
         if left and self.alive:
-            self._write(Abort(left))
+            self._write(Abort(left, stopped))
 
     def _remember(self, request_id: str, tags: range) -> None:
         self._remembered.pop(request_id, None)  # the newest come last

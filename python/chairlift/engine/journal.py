@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+import os
 from typing import BinaryIO
 
 from chairlift.errors import InvalidSetting
@@ -20,7 +20,8 @@ class Journal:
     def __init__(self, path: str) -> None:
         """Makes the file anew; raises InvalidSetting where it can't be."""
         try:
-            self._file: BinaryIO | None = Path(path).open("wb", BUFFER)  # noqa: SIM115 (open for as long as the engine is)
+            # Tenants' names and the names of prompts' blocks are nobody else's business.
+            self._file: BinaryIO | None = open(path, "wb", BUFFER, opener=_private)  # noqa: SIM115 (open for as long as the engine is)
         except OSError as error:
             raise InvalidSetting(
                 f"--journal {path}: cannot write there ({error.strerror}); name a file in a directory that exists"
@@ -44,3 +45,7 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -140,7 +140,7 @@ class LLM:
                 outputs[tag] = joined(outputs[tag], part)
             for tag in request.finished():
                 if running.pop(tag, None) is not None:
-                    self._engine.abort(tag)
+                    self._engine.abort(tag, stopped=True)
             if request.over:
                 bar.end(request)
         bar.advance(len(report.finishes))

@@ -124,12 +124,15 @@ class Engine:
                 self.abort(added)
             raise _refusal(error) from None
 
-    def abort(self, tag: int) -> bool:
-        """Ends a sequence without further output and frees what it holds; False if it has ended already."""
+    def abort(self, tag: int, *, stopped: bool = False) -> bool:
+        """Ends a sequence without further output and frees what it holds; False if it has ended already.
+
+        `stopped` says that its caller has what it wanted: it counts as stopped then, not as given up.
+        """
         seat = self._live.pop(tag, None)
         if seat is None:
             return False
-        found = self._scheduler.abort(seat.seq, _now())
+        found = (self._scheduler.stop if stopped else self._scheduler.abort)(seat.seq, _now())
         self._record()
         return found
 

@@ -56,8 +56,8 @@ class EngineLike(Protocol):
     def add(self, tag: int, prompt: Sequence[int], params: SamplingParams, scheduling: Scheduling, arrived: int | None) -> None:
         """Takes a request; raises InvalidRequest or QueueFull."""
 
-    def abort(self, tag: int) -> bool:
-        """Ends a request."""
+    def abort(self, tag: int, *, stopped: bool = False) -> bool:
+        """Ends a request, whose caller left or, if `stopped`, has what it wanted."""
 
     def step(self) -> Report | None:
         """Runs one step; None when there is nothing to run."""
@@ -176,9 +176,9 @@ def _drain(sock: socket.socket, engine: EngineLike, inbox: SimpleQueue[Frame | B
         match frame:
             case Add():
                 _add(sock, engine, frame)
-            case Abort(tags):
+            case Abort(tags, stopped):
                 for tag in tags:
-                    engine.abort(tag)
+                    engine.abort(tag, stopped=stopped)
             case Explain(ask, tags):
                 send(sock, Explained(ask, [ledger for tag in tags if (ledger := engine.explain(tag)) is not None]))
             case Stop():

@@ -58,9 +58,13 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """To the engine: these requests are not wanted any more. Unknown tags are fine: they may just have ended."""
+    """To the engine: these sequences are not wanted any more. Unknown tags are fine: they may just have ended.
+
+    `stopped` if that is because a stop string was found in what they gave.
+    """
 
     tags: list[int]
+    stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ _LATENCY = (*_SHORT, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 6
 
 _FINISHES = ("stop", "length", "abort", "error", "deadline")
 _CLASSES = ("high", "default", "low")
-_REASONS = ("rows", "tokens", "blocks", "order", "share", "batch", "step", "sibling")
+_REASONS = ("rows", "tokens", "blocks", "order", "share", "batch", "step", "sibling", "preempted", "swapped")
 
 MOST_TENANTS = 100
 """Tenants that have a label of their own; the rest are summed as `other`."""
@@ -28,7 +28,7 @@ _COUNTERS = (
     ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache."),
     ("num_preemptions", "preemptions", "Times that a running request gave up its blocks."),
-    ("prompt_tokens", "prompt_tokens", "Prompt tokens computed."),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were started, those found in the cache included."),
     ("generation_tokens", "generated_tokens", "Tokens generated."),
     ("computed_tokens", "computed_tokens", "Tokens that went through the model, prompts and answers."),
     ("recomputed_tokens", "recomputed_tokens", "Tokens that went through the model again, after a preemption."),

@@ -39,7 +39,8 @@ def _preemptions(ledger: Ledger) -> str:
     times = {1: "once", 2: "twice"}.get(ledger.preemptions, f"{ledger.preemptions} times")
     kept = {0: "recomputed", ledger.preemptions: "swapped"}.get(ledger.swaps, f"{ledger.swaps} of them swapped")
     by = [str(tag) for tag in ledger.preempted_by]
-    others = f" by request{'s' * (len(by) > 1)} {' and '.join(by)}" if by else ""
+    # Where it went for want of a block of its own, nobody is named.
+    others = f", for request{'s' * (len(by) > 1)} {' and '.join(by)}" if by else ""
     return f"; preempted {times} ({kept}){others}"
 
 

@@ -14,6 +14,8 @@ use std::sync::Arc;
 const LOOK_AHEAD: usize = 64;
 /// How often one that does not fit lets others go past it.
 const MOST_PASSED: u32 = 256;
+/// Blocks by which a running sequence is thought to grow while others come and go.
+const GROWTH: usize = 8;
 /// One that did not fit is measured anew every so many plans: its prefix may be in the cache by then.
 const MEASURED_FOR: u64 = 64;
 
@@ -102,7 +104,8 @@ impl Scheduler {
     fn check_queue(&mut self, prompt: u32) -> Result<(), Rejected> {
         let full = |what, queued: u64, limit: u64| if queued > limit { Err((what, queued, limit)) } else { Ok(()) };
         let checked = full("requests", u64::from(self.queued_reqs) + 1, self.config.max_queued_reqs.into())
-            .and_then(|()| full("prompt tokens", self.queued_tokens + u64::from(prompt), self.config.max_queued_tokens));
+            // One that finds nobody waiting is never too long to wait.
+            .and_then(|()| full("prompt tokens", self.queued_tokens + u64::from(prompt), self.config.max_queued_tokens.max(prompt.into())));
         checked.map_err(|(what, queued, limit)| {
             self.counters.rejected_queue_full += 1;
             Rejected::QueueFull { what, queued, limit, retry_after: self.predicted_wait() }
@@ -129,7 +132,7 @@ impl Scheduler {
         let rank = match self.config.policy {
             Policy::Deadline => self.due(seq),
             Policy::Shortest => self.work_left(seq),
-            Policy::Prefix => seq.uncached.into(),
+            Policy::Prefix => u64::from(u32::MAX - (seq.tokens.len() as u32 - seq.uncached)),
             Policy::Fcfs | Policy::Priority | Policy::Fair => 0,
         };
         let key = self.config.policy.key(seq, rank);
@@ -175,13 +178,12 @@ impl Scheduler {
 
     /// Admits waiting sequences while tokens, rows and blocks allow; no more
     /// than `promised`, the first ones, if others were preempted in this step.
-    pub(crate) fn plan_waiting(&mut self, plan: &mut StepPlan, budget: &mut u32, promised: u32) {
+    /// If somebody is `barred`, the elder by what keeps it out, nobody is.
+    pub(crate) fn plan_waiting(&mut self, plan: &mut StepPlan, budget: &mut u32, promised: u32, barred: Option<(u32, Cause)>) {
         let mut left = if plan.preempted.is_empty() { u32::MAX } else { promised };
-        self.open_batch();
-        let mut turned_back = if left == u32::MAX { self.admit_elder(plan, budget) } else { None };
-        let (barred, mut looked, mut walk) = (turned_back.is_some(), 0, Walk::default());
+        let (mut turned_back, mut looked, mut walk) = (barred, 0, Walk::default());
         self.skipped.clear();
-        while !barred && left > 0 && *budget > 0 && !self.free_rows.is_empty() && looked < LOOK_AHEAD {
+        while barred.is_none() && left > 0 && *budget > 0 && !self.free_rows.is_empty() && looked < LOOK_AHEAD {
             let Some(id) = self.queue.next(&mut walk) else { break };
             if self.seqs[id].looked_at == self.looks {
                 continue; // turned back in this step already, before the walk began anew
@@ -235,8 +237,7 @@ impl Scheduler {
         if self.config.batching != Batching::Continuous && self.boarding == 0 && self.seqs[id].started.is_none() {
             return Err(Cause::WaitBatch);
         }
-        let headroom = if self.running.is_empty() { 0 } else { self.config.watermark as usize };
-        let room = self.pool.free().saturating_sub(headroom);
+        let room = self.pool.free().saturating_sub(self.headroom(self.running.len()));
         let seq = &mut self.seqs[id];
         let measured = !(self.looks + seq.ticket).is_multiple_of(MEASURED_FOR);
         // A token still on its way was sampled before the sequence lost its blocks.
@@ -248,6 +249,12 @@ impl Scheduler {
         self.seat(id, plan);
         self.plan_piece(id, 0, plan, budget);
         Ok(())
+    }
+
+    /// Blocks that stay free beside so many that run, so that they can grow:
+    /// few need less than the watermark.
+    pub(crate) fn headroom(&self, running: usize) -> usize {
+        (self.config.watermark as usize).min(GROWTH * running)
     }
 
     /// Gives a sequence its row.
@@ -398,7 +405,7 @@ impl Scheduler {
 
     /// Admits the oldest, if it has waited too long and none such runs: what
     /// keeps it out then keeps out all, until it fits.
-    fn admit_elder(&mut self, plan: &mut StepPlan, budget: &mut u32) -> Option<(u32, Cause)> {
+    pub(crate) fn admit_elder(&mut self, plan: &mut StepPlan, budget: &mut u32) -> Option<(u32, Cause)> {
         if !self.config.policy.starves() || self.elder.is_some() || *budget == 0 || self.free_rows.is_empty() {
             return None;
         }
@@ -420,7 +427,7 @@ impl Scheduler {
 
     /// Lets a batch depart, where sequences are batched that way: when nobody
     /// runs, and, if it is to wait for others, when it has waited.
-    fn open_batch(&mut self) {
+    pub(crate) fn open_batch(&mut self) {
         self.wake_at = None;
         let (size, timeout) = match self.config.batching {
             Batching::Continuous => return,

@@ -54,7 +54,7 @@ pub struct Seated {
 #[derive(Debug, Default)]
 #[must_use = "the sequences of a plan that is never committed wait for ever"]
 pub struct StepPlan {
-    /// In batch order, longest-running sequence first.
+    /// In batch order: decodes, then pieces of prompts in the order of their planning.
     pub chunks: Vec<Chunk>,
     /// Blocks to be copied to the host pool, (device, host), before anything else.
     pub swap_out: Vec<(BlockId, u32)>,

@@ -95,7 +95,9 @@ impl StepModel {
                 self.covariance[i][j] -= px[i] * px[j] / spread;
             }
         }
-        self.mean += (took - self.mean) / f64::from(self.seen.min(31) + 1);
+        // One very long step says little of the next ones.
+        let usual = if self.knows() { took.min(4.0 * self.mean) } else { took };
+        self.mean += (usual - self.mean) / f64::from(self.seen.min(31) + 1);
         self.seen = self.seen.saturating_add(1);
     }
 

@@ -25,6 +25,7 @@ const EXPIRE: u8 = 4;
 const PLAN: u8 = 5;
 const COMMIT: u8 = 6;
 const SEALED: u8 = 7;
+const STOPPED: u8 = 8;
 
 /// Why a journal cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -129,8 +130,8 @@ impl Journal {
         put(&mut self.bytes, seq.tag);
     }
 
-    pub(crate) fn abort(&mut self, ticket: Ticket, now: Time) {
-        self.begin(ABORT, now);
+    pub(crate) fn end(&mut self, ticket: Ticket, stopped: bool, now: Time) {
+        self.begin(if stopped { STOPPED } else { ABORT }, now);
         put(&mut self.bytes, ticket);
     }
 
@@ -231,8 +232,13 @@ pub enum Call {
         /// The sibling's tag.
         tag: u64,
     },
-    /// An abort of the request in this place.
-    Abort(Ticket),
+    /// The end of the request in this place, by its caller.
+    End {
+        /// The request's place.
+        ticket: Ticket,
+        /// Whether the caller had what it asked for, or just left.
+        stopped: bool,
+    },
     /// Deadlines were looked at.
     Expire,
     /// A plan; the hash of all decisions up to it.
@@ -370,7 +376,10 @@ impl Script {
                 *tickets += 1;
                 Call::Fork { parent, tag }
             }
-            ABORT => Call::Abort(reader.number().filter(|&ticket| ticket < *tickets)?),
+            ABORT | STOPPED => {
+                let ticket = reader.number().filter(|&ticket| ticket < *tickets)?;
+                Call::End { ticket, stopped: kind == STOPPED }
+            }
             EXPIRE => Call::Expire,
             PLAN => Call::Plan(reader.word()?),
             COMMIT => {

@@ -118,9 +118,9 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// The limit that it waited for longest, if it waited.
+    /// The limit that it waited for longest, if any: the end of a step or of a sibling's prompt is none.
     pub fn limit(&self) -> Option<Cause> {
-        let waits = &Cause::NAMES[..=Cause::WaitSibling as usize];
+        let waits = &Cause::NAMES[..=Cause::WaitShare as usize];
         let longest = waits.iter().map(|&(cause, _)| cause).max_by_key(|&cause| self.causes[cause as usize])?;
         (self.causes[longest as usize] > 0).then_some(longest)
     }

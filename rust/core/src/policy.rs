@@ -63,7 +63,7 @@ impl Policy {
     }
 
     /// Where a sequence stands; `rank` is what the policy measures: the latest time to start (deadline), microseconds of work
-    /// left (shortest), prompt tokens not in the cache (prefix).
+    /// left (shortest), how short the cached prefix is (prefix).
     pub(crate) fn key(self, seq: &Sequence, rank: u64) -> Key {
         let ticket = seq.ticket;
         match self {

@@ -147,8 +147,8 @@ impl Scheduler {
     fn room_beside(&self, promised: u32, blocks: usize, need: usize, more: (usize, usize)) -> Option<usize> {
         let free_rows = self.free_rows.len() + more.0;
         let running = self.config.max_seqs as usize - free_rows;
-        let headroom = if running > 0 || promised > 0 { self.config.watermark as usize } else { 0 };
-        let free = (self.pool.free() + more.1).saturating_sub(blocks + need.min(running) + headroom);
+        let spoken_for = blocks + need.min(running) + self.headroom(running + promised as usize);
+        let free = (self.pool.free() + more.1).saturating_sub(spoken_for);
         (free_rows > promised as usize).then_some(free)
     }
 

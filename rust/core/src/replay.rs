@@ -54,9 +54,14 @@ impl Script {
                     }
                     cast.enter(id, ticket, *tag);
                 }
-                Call::Abort(ticket) => {
-                    let tag = cast.by_id.get(&cast.ids[*ticket as usize]).map(|&(_, tag)| tag);
-                    scheduler.abort(cast.ids[*ticket as usize], now);
+                Call::End { ticket, stopped } => {
+                    let id = cast.ids[*ticket as usize];
+                    let tag = cast.by_id.get(&id).map(|&(_, tag)| tag);
+                    if *stopped {
+                        scheduler.stop(id, now)
+                    } else {
+                        scheduler.abort(id, now)
+                    };
                     ended.extend(tag.and_then(|tag| scheduler.explain(tag)));
                 }
                 Call::Expire => scheduler.expire(now, &mut ended),

@@ -63,13 +63,18 @@ impl Scheduler {
     /// have half, so that a long prompt does not close the door behind itself,
     /// and of those that have begun the one that is nearest to its end goes first.
     pub(crate) fn plan_prefills(&mut self, plan: &mut StepPlan, budget: &mut u32, promised: u32) {
+        self.open_batch();
         let (now, ageing) = (self.clocks.now(), self.config.ageing);
-        let overdue = |seq: &Sequence| seq.stalled && now - seq.account.since() > ageing;
+        let overdue = move |seq: &Sequence| seq.stalled && now - seq.account.since() > ageing;
+        // Who has begun and waited as long is older than whoever would come in.
+        let late = self.partial.iter().any(|&id| overdue(&self.seqs[id]));
+        let barred = if plan.preempted.is_empty() && !late { self.admit_elder(plan, budget) } else { None };
+        let elder = self.elder;
         let seqs = &self.seqs;
         if self.has_urgency() {
-            self.partial.sort_unstable_by_key(|&id| (!overdue(&seqs[id]), seqs[id].key));
-            self.plan_partial(plan, budget);
-            self.plan_waiting(plan, budget, promised);
+            self.partial.sort_unstable_by_key(|&id| (!overdue(&seqs[id]), elder != Some(id), seqs[id].key));
+            self.plan_partial(plan, budget, barred.is_none());
+            self.plan_waiting(plan, budget, promised, barred);
         } else {
             self.partial.sort_unstable_by_key(|&id| {
                 let seq = &seqs[id];
@@ -78,9 +83,9 @@ impl Scheduler {
             let wanted = self.partial.iter().map(|&id| seqs[id].expected_len() - seqs[id].computed).fold(0, u32::saturating_add);
             let kept = budget.div_ceil(2).min(wanted);
             let mut rest = *budget - kept;
-            self.plan_waiting(plan, &mut rest, promised);
+            self.plan_waiting(plan, &mut rest, promised, barred);
             *budget = rest + kept;
-            self.plan_partial(plan, budget);
+            self.plan_partial(plan, budget, false);
         }
     }
 
@@ -89,14 +94,14 @@ impl Scheduler {
         self.config.policy.has_classes() || self.config.policy == Policy::Shortest
     }
 
-    /// Goes on with the prompts that have begun; more urgent ones that wait
-    /// are admitted before, where the policy knows urgency.
-    fn plan_partial(&mut self, plan: &mut StepPlan, budget: &mut u32) {
+    /// Goes on with the prompts that have begun; more `urgent` ones that wait
+    /// are admitted before, but not before the elder, nor before one that was put off for too long.
+    fn plan_partial(&mut self, plan: &mut StepPlan, budget: &mut u32, urgent: bool) {
         for at in 0..self.partial.len() {
             let id = self.partial[at];
             let seq = &self.seqs[id];
             let overdue = seq.stalled && self.clocks.now() - seq.account.since() > self.config.ageing;
-            if self.has_urgency() && !overdue && plan.preempted.is_empty() {
+            if urgent && !overdue && self.elder != Some(id) && plan.preempted.is_empty() {
                 let key = seq.key;
                 while *budget > 0 && !self.free_rows.is_empty() {
                     let Some(first) = self.queue.first().filter(|&first| self.seqs[first].key < key) else { break };

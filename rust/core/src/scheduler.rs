@@ -147,13 +147,13 @@ impl Scheduler {
     /// Ends a request without further output, in whatever state it is, and
     /// frees what it holds. False if it has ended already.
     pub fn abort(&mut self, id: SeqId, now: Time) -> bool {
-        if !self.seqs.contains_key(id) {
-            return false;
-        }
-        self.record(|journal, seqs| journal.abort(seqs[id].ticket, now));
-        self.clocks.tick(now);
-        self.leave_early(id, FinishReason::Abort);
-        true
+        self.end(id, FinishReason::Abort, now)
+    }
+
+    /// As [`abort`](Self::abort), for a caller who has what it asked for: a
+    /// stop string, say, which only it can see. It counts as a stop.
+    pub fn stop(&mut self, id: SeqId, now: Time) -> bool {
+        self.end(id, FinishReason::Stop, now)
     }
 
     /// Ends every request that missed its deadline, and, under
@@ -199,7 +199,7 @@ impl Scheduler {
     /// an addition, or [`wake_at`](Self::wake_at).
     ///
     /// Decodes come first, so that none waits for a prompt (Sarathi-Serve,
-    /// OSDI'24); then prompts begun; then the queue in the order of the policy,
+    /// OSDI'24); then prompts begun and the queue in the order of the policy,
     /// as long as tokens, rows and blocks allow. In a step that preempted only
     /// those are admitted for whom that was done.
     pub fn plan(&mut self, now: Time) -> Option<StepPlan> {
@@ -264,6 +264,9 @@ impl Scheduler {
                 at += sampled.len();
                 self.commit_chunk(chunk, sampled, outputs);
             }
+        }
+        if self.committed == self.counters.steps {
+            self.clocks.step(0, false);
         }
         self.record(|journal, _| journal.commit(now, &outputs.tokens));
         self.spare.push(plan);
@@ -388,6 +391,16 @@ impl Scheduler {
             }
             seq.seal_at += size;
         }
+    }
+
+    fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
+        if !self.seqs.contains_key(id) {
+            return false;
+        }
+        self.record(|journal, seqs| journal.end(seqs[id].ticket, reason == FinishReason::Stop, now));
+        self.clocks.tick(now);
+        self.leave_early(id, reason);
+        true
     }
 
     /// Ends a request between steps. Its blocks lose the names that rest on

@@ -139,21 +139,21 @@ fn tenants_that_flood_share_by_their_weights() {
 
 #[test]
 fn a_prompt_of_100_k_tokens_neither_holds_up_short_ones_nor_waits_without_bound() {
-    // 100 k tokens need 6,252 blocks of 6,600: 95 % of the cache. The short ones come while it waits, and while it runs.
-    let config = Config { num_blocks: 6601, watermark: 0, max_tokens: 512, ageing: 5 * SECOND, ..config() };
-    let mut dice = Dice(4);
-    let mut shorts = stream(&mut dice, 1, 60 * SECOND, 400 * MS, |_, time, tag| job(time, tag, 200, 60));
-    shorts.extend((0..50).map(|i| job(0, 1 << 20 | i, 200, 60)));
-    let shorts = sorted(shorts);
-    let without = percentile(&run(config, &shorts).ttft(|_| true), 99);
+    // 100 k tokens need 6,252 blocks of 6,600: 95 % of the cache. 50 short ones are there before it, others come all the time.
+    let config = Config { num_blocks: 6601, watermark: 330, max_tokens: 512, ageing: 5 * SECOND, ..config() };
     let long = job(10 * MS, 0, 100_000, 20);
-    let report = run(config, &sorted([shorts, vec![long]].concat()));
-    let with = percentile(&report.ttft(|ledger| ledger.tag != 0), 99);
-    let started = report.ended.iter().find(|ledger| ledger.tag == 0).and_then(|ledger| ledger.started).unwrap();
-    println!("short p99 TTFT: {without} µs without the long one, {with} with it, which started after {started}");
-    assert!(with <= 2 * without, "{with} against {without}");
-    // Its ageing bound: 5 s of being passed over, and what was running then (60 steps of at most 0.2 s).
-    assert!(started <= 17 * SECOND, "{started}");
+    let later = stream(&mut Dice(4), 1 << 20, 60 * SECOND, 400 * MS, |_, time, tag| job(time, tag, 200, 60));
+    for burst in [0, 50] {
+        let shorts = sorted((1..=burst).map(|tag| job(0, tag, 200, 60)).chain(later.iter().cloned()).collect());
+        let (without, with) = (run(config, &shorts), run(config, &sorted([shorts, vec![long.clone()]].concat())));
+        let p99 = |report: &Report| percentile(&report.ttft(|ledger| ledger.tag != 0), 99);
+        let started = with.ended.iter().find(|ledger| ledger.tag == 0).and_then(|ledger| ledger.started).unwrap();
+        let (without, with) = (p99(&without), p99(&with));
+        println!("short p99 TTFT, {burst} there before: {without} µs without the long one, {with} with it, which started at {started}");
+        assert!(with <= 2 * without, "{with} against {without}");
+        // Its ageing bound: 5 s of being passed over, and what was running then (60 steps of at most 0.1 s).
+        assert!(started <= 11 * SECOND, "{started}");
+    }
 }
 
 #[test]
@@ -176,7 +176,9 @@ fn at_twice_what_it_can_do_deadlines_are_met_half_as_often_again() {
     let mut dice = Dice(6);
     let jobs = stream(&mut dice, 0, 60 * SECOND, 28 * MS, |dice, time, tag| {
         let mut job = job(time, tag, dice.between(50, 200), dice.between(20, 80));
-        job.request.deadline = Some(time + Time::from(dice.between(2000, 8000)) * MS);
+        // From one and a half to four times what it takes alone on a full machine.
+        let alone = Time::from(job.request.max_new_tokens) * 30 * MS;
+        job.request.deadline = Some(time + alone * Time::from(dice.between(15, 40)) / 10);
         job.request.predicted_tokens = Some(job.output.len() as u32);
         job
     });
@@ -189,8 +191,7 @@ fn at_twice_what_it_can_do_deadlines_are_met_half_as_often_again() {
     let in_time = |ledger: &&Ledger| Some(ledger.ended) <= jobs[ledger.tag as usize].request.deadline;
     let blind = blind.ended.iter().filter(in_time).count();
     println!("of {} requests {deadline} met their deadlines, {fcfs} under fcfs, {blind} if it is not told of them", jobs.len());
-    assert!(2 * deadline >= 3 * blind, "{deadline} against {blind}");
-    assert!(5 * deadline >= 6 * fcfs, "{deadline} against {fcfs}");
+    assert!(2 * deadline >= 3 * fcfs.max(blind), "{deadline} against {fcfs}, {blind}");
 }
 
 #[test]
@@ -208,11 +209,11 @@ fn shortest_first_and_prefix_first_pay() {
     println!("mean time to the end: {shortest} µs shortest first, {fcfs} first come first served");
     assert!(2 * shortest < fcfs);
 
-    // 20 documents of 800 tokens, asked about in random order; the cache holds few of them at a time.
+    // 40 documents of 800 tokens, asked about in random order; the cache holds few of them at a time.
     let mut dice = Dice(8);
     let jobs = stream(&mut dice, 0, 20 * SECOND, 10 * MS, |dice, time, tag| {
         let mut job = job(time, tag, 32, 20);
-        let document = u64::from(dice.between(0, 19));
+        let document = u64::from(dice.between(0, 39));
         job.request.prompt.splice(0..0, (0..800).map(|i| 2_000_000 + (document * 1000 + i) as Token));
         job
     });

@@ -187,3 +187,15 @@ fn a_tenant_with_nothing_takes_rows_of_one_that_has_more_than_twice_as_many_even
     assert_eq!((of(|step| &step.preempted), of(|step| &step.seated)), (vec![2], vec![102]));
     assert_eq!(lab.explain(1).preempted_by, [101]);
 }
+
+#[test]
+fn a_tenants_requests_that_do_not_fit_do_not_hide_those_of_another() {
+    // Twenty blocks, of which one has ten; the other tenant, who is next in turn, has a hundred requests for 15.
+    let mut lab = Lab::new(Config { num_blocks: 21, ..plenty(Policy::Fair) });
+    lab.add(Request { tenant: "a".into(), ..ask(1, 150, 10) });
+    lab.step();
+    (100..200).for_each(|tag| lab.add(Request { tenant: "b".into(), ..ask(tag, 240, 3) }));
+    lab.steps(2);
+    lab.add(Request { tenant: "a".into(), ..ask(2, 8, 1) });
+    assert_eq!(lab.step().seated, [2]);
+}

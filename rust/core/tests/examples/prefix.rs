@@ -88,3 +88,12 @@ fn a_long_uncached_prompt_starts_within_its_ageing_bound() {
     let queued = lab.explain(1).queued();
     assert!((50_000..=56_000).contains(&queued), "{queued}");
 }
+
+#[test]
+fn without_a_cache_nobody_waits_for_what_another_computes() {
+    let mut lab = Lab::new(Config { max_tokens: 100, prefix_caching: false, ..plenty(Policy::Prefix) });
+    lab.add(stem(1, 1, 256, 256, 9));
+    lab.step();
+    lab.add(stem(1, 2, 256, 300, 9));
+    assert_eq!(lab.step().chunks, [(2, 50), (1, 50)]);
+}

@@ -205,3 +205,26 @@ fn an_urgent_request_leaves_blocks_free_for_those_that_run() {
         assert_eq!((step.preempted, step.seated), (preempted, vec![3]), "with a prompt of {prompt}");
     }
 }
+
+#[test]
+fn a_prompt_that_has_begun_goes_on_within_its_ageing_bound() {
+    // Urgent prompts take all of each step's hundred tokens: those that have begun, those that come, those that are aged.
+    for (prompt, waiting) in [(100, 3), (150, 3), (1000, 3), (100, 12)] {
+        let mut lab = Lab::new(Config { max_tokens: 100, ageing: 5000, ..plenty(Policy::Priority) });
+        lab.add(patient(1, 300, 1));
+        lab.step();
+        let mut tag = 100;
+        while !lab.ended.contains_key(&1) {
+            while lab.scheduler.stats().waiting < waiting {
+                tag += 1;
+                lab.add(urgent(tag, prompt, 1));
+            }
+            lab.step();
+            assert!(lab.now < 100_000, "never goes on");
+        }
+        // Two more pieces: each waits for the first step that begins more than five milliseconds after it was put off.
+        let ledger = &lab.ended[&1];
+        assert_eq!(ledger.causes[Cause::Stalled as usize], 2 * 6000, "beside {waiting} prompts of {prompt}");
+        assert_eq!(ledger.first_token, Some(1000 + 2 * 7000));
+    }
+}
