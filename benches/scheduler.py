@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,8 @@ from chairlift import _core
 
 ROOT = Path(__file__).parent.parent
 SIZES = (1, 16, 64, 256, 1024)
-CASES = [f"decode/{n}" for n in SIZES] + ["mixed/16", "mixed/256", "waiting/10", "waiting/10000", "waiting/1000000"]
+CASES = [f"decode/{n}" for n in SIZES] + ["mixed/16", "mixed/256"]
+POLICIES = ("fcfs", "priority", "fair", "deadline", "shortest", "prefix")
 CONTEXT, BLOCK_SIZE, MAX_TOKENS, MAX_MODEL_LEN = 500, 16, 8192, 2048
 
 
@@ -35,22 +37,33 @@ def cargo_bench() -> dict[str, float]:
     return found
 
 
+def binary() -> Path:
+    """The benchmark program that was built last."""
+    binaries = (ROOT / "target/release/deps").glob("scheduler-*")
+    return max((path for path in binaries if not path.suffix), key=lambda path: path.stat().st_mtime)
+
+
+def while_waiting(policy: str) -> tuple[float, float]:
+    """Median microseconds of a step of 256 while ten wait and while a million do."""
+    output = subprocess.run([str(binary()), "--waiting", policy], check=True, capture_output=True, text=True).stdout
+    few, many = output.split()
+    return float(few), float(many)
+
+
 def instructions(case: str) -> int | None:
     """Instructions of one step: the difference between runs of 64 and 32 steps, so that set-up does not count."""
-    if shutil.which("valgrind") is None or case == "waiting/1000000":
+    if shutil.which("valgrind") is None:
         return None
-    binaries = (ROOT / "target/release/deps").glob("scheduler-*")
-    binary = max((path for path in binaries if not path.suffix), key=lambda path: path.stat().st_mtime)
     counts = []
     for steps in (32, 64):
-        command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", str(binary), "--steps", str(steps), case]
+        command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", str(binary()), "--steps", str(steps), case]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         counts.append(int(re.search(r"Collected : (\d+)", output)[1]))  # type: ignore[index]
     return (counts[1] - counts[0]) // 32
 
 
-def through_python(running: int) -> float:
-    """Median microseconds of a decode step driven from Python: plan with fill, then commit."""
+def python_scheduler(running: int, **settings: Any) -> tuple[_core.Scheduler, _core.StepBuffers]:
+    """A scheduler with room for all, and its buffers."""
     rows = MAX_MODEL_LEN // BLOCK_SIZE
     scheduler = _core.Scheduler(
         num_blocks=running * rows + 1,
@@ -58,6 +71,7 @@ def through_python(running: int) -> float:
         max_tokens=MAX_TOKENS,
         max_seqs=running,
         max_model_len=MAX_MODEL_LEN,
+        **settings,
     )
     shapes = {
         "input_ids": MAX_TOKENS,
@@ -71,21 +85,49 @@ def through_python(running: int) -> float:
         "copies": 2 * running,
         "block_tables": (running, rows),
     }
-    buffers = _core.StepBuffers(**{name: np.zeros(shape, np.int32) for name, shape in shapes.items()})
+    return scheduler, _core.StepBuffers(**{name: np.zeros(shape, np.int32) for name, shape in shapes.items()})
+
+
+def through_python(running: int, *, everything: bool) -> float:
+    """Median microseconds of a decode step driven from Python: plan with fill, then commit.
+
+    `everything`: policy fair with eight tenants, deadlines looked at, a target, host blocks, and the journal.
+    """
+    settings = {"policy": "fair", "target_itl": 10_000_000, "host_blocks": 1000, "swap_ns_per_block": 1000, "journal": True}
+    scheduler, buffers = python_scheduler(running, **(settings if everything else {}))
     random = np.random.default_rng(0)
     for tag in range(running):
         prompt = random.integers(0, 50_000, CONTEXT - tag % BLOCK_SIZE, dtype=np.int32)
-        scheduler.add(tag, prompt, MAX_MODEL_LEN - CONTEXT, [50_000], 0)
+        limits = {"tenant": f"tenant {tag % 8}", "deadline": 10**15} if everything else {}
+        scheduler.add(tag, prompt, MAX_MODEL_LEN - CONTEXT, [50_000], 0, **limits)
     sampled = np.full(MAX_TOKENS, 7, np.int32)
     times = []
-    for _ in range(1200):
+    for now in range(1200):
         start = time.perf_counter()
-        plan = scheduler.plan(buffers, 0)
+        if everything:
+            scheduler.expire(now)
+        plan = scheduler.plan(buffers, now)
         assert plan is not None
-        scheduler.commit(plan, sampled, 0)
+        scheduler.commit(plan, sampled, now)
+        if everything:
+            scheduler.journal()
         elapsed = time.perf_counter() - start
         if plan.num_tokens == plan.num_seqs == running:
             times.append(elapsed * 1e6)
+    return statistics.median(times)
+
+
+def adding(tokens: int) -> float:
+    """Median microseconds of adding a prompt of so many tokens from Python, with names recorded."""
+    scheduler = _core.Scheduler(
+        num_blocks=tokens, block_size=BLOCK_SIZE, max_tokens=MAX_TOKENS, max_seqs=1, max_model_len=2 * tokens, policy="prefix", journal=True
+    )
+    prompt = np.random.default_rng(0).integers(0, 50_000, tokens, dtype=np.int32)
+    times = []
+    for tag in range(200):
+        start = time.perf_counter()
+        scheduler.add(tag, prompt, 100, [50_000], 0)
+        times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
 
 
@@ -107,20 +149,25 @@ def main() -> None:
         "",
         f"{time.strftime('%Y-%m-%d')}, {machine()}. Contexts of {CONTEXT} tokens, blocks of {BLOCK_SIZE}, prefix cache on; medians.",
         "`floor` is a loop that reads and writes one cache line of state and the step's arrays per sequence, in the same run:",
-        "no scheduler can be quicker. `mixed`: a 512-token prompt arrives in each step and is computed in it. `waiting`: 256 decode",
-        "while so many wait.",
+        "no scheduler can be quicker. `mixed`: a 512-token prompt arrives in each step and is computed in it. With everything on:",
+        "policy fair with eight tenants, deadlines, a target for the step time, a host pool, and the journal.",
         "",
-        "| case | Rust µs | floor µs | ratio | through Python µs | instructions |",
-        "|---|---|---|---|---|---|",
+        "| case | Rust µs | floor µs | ratio | through Python µs | with everything on µs | instructions |",
+        "|---|---|---|---|---|---|---|",
     ]
     for case in CASES:
         group, size = case.split("/")
-        floor = times[f"floor/{size if group == 'decode' else 256 if group == 'waiting' else size}"]
-        python = f"{through_python(int(size)):.1f}" if group == "decode" else ""
+        floor = times[f"floor/{size}"]
+        python = ["", ""]
+        if group == "decode":
+            python = [f"{through_python(int(size), everything=everything):.1f}" for everything in (False, True)]
         count = instructions(case)
-        lines.append(f"| {case} | {times[case]:.2f} | {floor:.2f} | {times[case] / floor:.1f} | {python} | {count or ''} |")
-    ratio = times["waiting/1000000"] / times["waiting/10"]
-    lines += ["", f"One million waiting costs {ratio:.2f} times what ten cost."]
+        lines.append(f"| {case} | {times[case]:.2f} | {floor:.2f} | {times[case] / floor:.1f} | {' | '.join(python)} | {count or ''} |")
+    lines += ["", "A step of 256 while others wait:", "", "| policy | 10 wait, µs | 1,000,000 wait, µs | ratio |", "|---|---|---|---|"]
+    for policy in POLICIES:
+        few, many = while_waiting(policy)
+        lines.append(f"| {policy} | {few:.1f} | {many:.1f} | {many / few:.2f} |")
+    lines += ["", f"Adding a prompt of 32,768 tokens from Python, policy prefix, journal on: {adding(32_768):.0f} µs."]
     text = "\n".join(lines) + "\n"
     (ROOT / "benches/results/scheduler.md").write_text(text)
     sys.stdout.write(text)

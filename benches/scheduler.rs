@@ -2,9 +2,10 @@
 //!
 //! `cargo bench` times the cases; with `-- --steps N CASE` the program runs N
 //! steps of one case and exits, which is what `benches/scheduler.py` counts
-//! instructions with.
+//! instructions with; with `-- --waiting POLICY` it prints the median times of
+//! a step while few and while many wait.
 
-use chairlift_core::{Config, Outputs, Request, Scheduler, StepBuffers};
+use chairlift_core::{Config, Outputs, Policy, Request, Scheduler, StepBuffers};
 use criterion::{BenchmarkId, Criterion};
 use std::cell::Cell;
 use std::hint::black_box;
@@ -16,6 +17,8 @@ const MAX_TOKENS: u32 = 8192;
 /// Steps before the contexts have grown so much that a world is made anew.
 const STEPS: u64 = 256;
 const MAX_MODEL_LEN: u32 = 2048;
+/// Each has requests that run and requests that wait.
+const TENANTS: [&str; 8] = ["a", "b", "c", "d", "e", "f", "g", "h"];
 /// Steps of a new world that are not timed.
 const WARM_UP: u64 = 32;
 
@@ -24,6 +27,7 @@ const WARM_UP: u64 = 32;
 struct Case {
     running: u32,
     waiting: u32,
+    policy: Policy,
     /// A prompt of 512 tokens arrives in each step and is computed in it, and a request of one token ends.
     arrivals: bool,
 }
@@ -46,6 +50,7 @@ impl World {
             max_tokens: MAX_TOKENS,
             max_seqs,
             max_model_len: MAX_MODEL_LEN,
+            policy: case.policy,
             ..Config::default()
         };
         let (tokens, seqs) = (MAX_TOKENS as usize, max_seqs as usize);
@@ -78,7 +83,16 @@ impl World {
         let tag = self.tag as u32;
         self.tag += 1;
         let prompt = (0..prompt).map(|i| tag.wrapping_mul(0x9E37_79B1).wrapping_add(i) % 50_000).collect();
-        let request = Request { tag: self.tag, prompt, max_new_tokens: new, stop: vec![50_000], ..Request::default() };
+        let request = Request {
+            tag: self.tag,
+            prompt,
+            max_new_tokens: new,
+            stop: vec![50_000],
+            tenant: TENANTS[tag as usize % TENANTS.len()].into(),
+            // Those that run are the nearest to their end, or they would have to make way.
+            predicted_tokens: Some(if new > 32 { 1 } else { 32 }),
+            ..Request::default()
+        };
         self.scheduler.add(request, 0).expect("a request that fits");
     }
 
@@ -125,10 +139,32 @@ fn run(case: Case, steps: u64) -> Duration {
 }
 
 fn cases() -> Vec<(&'static str, u32, Case)> {
-    let decode = [1, 16, 64, 256, 1024].map(|running| ("decode", running, Case { running, waiting: 0, arrivals: false }));
-    let mixed = [16, 256].map(|running| ("mixed", running, Case { running, waiting: 0, arrivals: true }));
-    let waiting = [10, 10_000, 1_000_000].map(|waiting| ("waiting", waiting, Case { running: 256, waiting, arrivals: false }));
-    decode.into_iter().chain(mixed).chain(waiting).collect()
+    let case = |running, arrivals| Case { running, waiting: 0, policy: Policy::Fcfs, arrivals };
+    let decode = [1, 16, 64, 256, 1024].map(|running| ("decode", running, case(running, false)));
+    let mixed = [16, 256].map(|running| ("mixed", running, case(running, true)));
+    decode.into_iter().chain(mixed).collect()
+}
+
+/// The median times in microseconds of a step of 256 while ten wait and while a million do, measured by turns.
+fn while_waiting(policy: Policy) -> [f64; 2] {
+    let mut worlds = [10, 1_000_000].map(|waiting| World::new(Case { running: 256, waiting, policy, arrivals: false }));
+    let mut times = [Vec::new(), Vec::new()];
+    for turn in 0..32 {
+        for (world, times) in worlds.iter_mut().zip(&mut times) {
+            // The first steps of a turn find the other world in the processor's caches.
+            for step in 0..24 {
+                let start = Instant::now();
+                world.step();
+                if turn > 0 && step >= 8 {
+                    times.push(start.elapsed().as_secs_f64() * 1e6);
+                }
+            }
+        }
+    }
+    times.map(|mut times| {
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    })
 }
 
 /// The least that a decode step could cost: for each sequence a cache line of state is read and written, and its
@@ -158,6 +194,11 @@ fn main() {
         let (steps, name) = (arguments[at + 1].parse().expect("a number of steps"), &arguments[at + 2]);
         let (_, _, case) = *cases().iter().find(|(group, size, _)| format!("{group}/{size}") == *name).expect("a case, as in decode/256");
         run(case, steps);
+        return;
+    }
+    if let Some(at) = arguments.iter().position(|argument| argument == "--waiting") {
+        let [few, many] = while_waiting(Policy::from_name(&arguments[at + 1]).expect("a policy, as in fair"));
+        println!("{few:.3} {many:.3}");
         return;
     }
     let mut criterion = Criterion::default()

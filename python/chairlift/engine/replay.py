@@ -90,7 +90,8 @@ class Replay:
     """A journal's calls, made again: the run, and whether every decision came out the same.
 
     `differs_at` is the first plan, counted from 0 and with the empty ones, that did not. `truncated`: the last record is cut off,
-    as after a crash. `step_model`: microseconds of an empty step, a prompt token, a decoding sequence, a token of context.
+    as after a crash. `step_model`: microseconds of an empty step, a prompt token, a decoding sequence, a token of context,
+    a pair of tokens of a prompt.
     """
 
     run: Run

@@ -93,7 +93,7 @@ impl Scheduler {
             self.queue.shares.introduce(number);
         }
         self.clocks.admit_group(seq.group);
-        seq.account = Account::open(seq.arrived, state);
+        *seq.account = Account::open(seq.arrived, state);
         self.next_ticket += 1;
         let id = self.seqs.insert(seq);
         let due = self.due(&self.seqs[id]);

@@ -123,7 +123,8 @@ impl Scheduler {
                 let losable = losable.filter(|seq| seq.row != NO_ROW && !seq.pinned() && less_urgent(self, seq));
                 let most = losable.fold((0, 0), |(rows, blocks), seq| (rows + 1, blocks + seq.table.ids().len()));
                 if self.room_beside(promised, blocks, need, most) < Some(wanted) {
-                    self.refused = Some((id, self.admitted));
+                    // What each tenant was served changes with every step; the rest only when somebody comes or goes.
+                    self.refused = Some((id, self.admitted)).filter(|_| self.config.policy != Policy::Fair);
                     break;
                 }
             }

@@ -3,6 +3,7 @@
 
 use crate::sequence::{SeqId, Ticket};
 use crate::{BlockHash, Scheduler};
+use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 
 /// Sequences whose place is put right in one step, at most: the rest follow in the next ones.
@@ -12,6 +13,8 @@ const FOLLOWED: usize = 64;
 #[derive(Debug, Default)]
 pub(crate) struct Hopes {
     waiting: BTreeMap<(BlockHash, Ticket), SeqId>,
+    /// How many wait for each name: most blocks that are computed are nobody's hope, and that must be quick to see.
+    names: FxHashMap<BlockHash, u32>,
     /// Names that came into the cache, for which somebody waits.
     fulfilled: VecDeque<BlockHash>,
 }
@@ -19,15 +22,25 @@ pub(crate) struct Hopes {
 impl Hopes {
     pub(crate) fn add(&mut self, name: BlockHash, ticket: Ticket, id: SeqId) {
         self.waiting.insert((name, ticket), id);
+        *self.names.entry(name).or_default() += 1;
     }
 
     pub(crate) fn remove(&mut self, name: BlockHash, ticket: Ticket) {
         self.waiting.remove(&(name, ticket));
+        self.forget(name);
+    }
+
+    fn forget(&mut self, name: BlockHash) {
+        let count = self.names.get_mut(&name).expect("somebody waits for it");
+        *count -= 1;
+        if *count == 0 {
+            self.names.remove(&name);
+        }
     }
 
     /// Notes that a block of that name is in the cache.
     pub(crate) fn sealed(&mut self, name: BlockHash) {
-        if !self.waiting.is_empty() && self.waiting.range((name, 0)..=(name, Ticket::MAX)).next().is_some() {
+        if !self.names.is_empty() && self.names.contains_key(&name) {
             self.fulfilled.push_back(name);
         }
     }
@@ -37,6 +50,7 @@ impl Hopes {
         while let Some(&name) = self.fulfilled.front() {
             if let Some((&key, &id)) = self.waiting.range((name, 0)..=(name, Ticket::MAX)).next() {
                 self.waiting.remove(&key);
+                self.forget(name);
                 return Some(id);
             }
             self.fulfilled.pop_front();

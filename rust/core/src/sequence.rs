@@ -203,7 +203,8 @@ pub(crate) struct Sequence {
     pub(crate) parent: Option<SeqId>,
     /// Siblings that wait for its prompt to be computed.
     pub(crate) forks: Vec<SeqId>,
-    pub(crate) account: Account,
+    /// Apart, since it is large, and looked at only when something changes.
+    pub(crate) account: Box<Account>,
 }
 
 impl Sequence {
@@ -271,7 +272,7 @@ impl Sequence {
             hope: None,
             parent: None,
             forks: Vec::new(),
-            account: Account::default(),
+            account: Box::default(),
         })
     }
 

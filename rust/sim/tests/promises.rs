@@ -186,7 +186,9 @@ fn at_twice_what_it_can_do_deadlines_are_met_half_as_often_again() {
     let (deadline, fcfs) = (met(Policy::Deadline), met(Policy::Fcfs));
     // An engine that knows nothing of deadlines works for those who have long left.
     let mut untold = jobs.clone();
-    untold.iter_mut().for_each(|job| job.request.deadline = None);
+    for job in &mut untold {
+        job.request.deadline = None;
+    }
     let blind = run(config(), &untold);
     let in_time = |ledger: &&Ledger| Some(ledger.ended) <= jobs[ledger.tag as usize].request.deadline;
     let blind = blind.ended.iter().filter(in_time).count();
