@@ -119,7 +119,7 @@ class Ours:
         return elapsed, plan.num_tokens, plan.num_seqs
 
     def preemptions(self) -> int:
-        return self.scheduler.stats().preemptions
+        return self.scheduler.stats()["preemptions"]
 
     def as_given(self, prompt: Prompt) -> Prompt:
         return prompt

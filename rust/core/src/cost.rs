@@ -21,7 +21,7 @@ type Vector = [f64; COEFFICIENTS];
 /// What brings the features of an ordinary step near one.
 const SCALE: Vector = [1.0, 1.0 / 256.0, 1.0 / 64.0, 1.0 / 65_536.0, 1.0 / 1_048_576.0];
 /// How far, squared, a coefficient may wander from step to step, of its own square.
-const DRIFT: f64 = 1e-5;
+const DRIFT: f64 = 2e-4;
 /// The most that is believed to be unknown of a coefficient, squared microseconds.
 const UNKNOWN: f64 = 1e10;
 /// The part of a step's time that is noise, and the noise of an empty one in microseconds.

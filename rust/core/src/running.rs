@@ -9,6 +9,8 @@ use crate::{BlockTable, Scheduler};
 
 /// Tokens of prompts that a step computes whatever its target, so that they come to an end.
 const LEAST_PREFILL: u32 = 16;
+/// The part of the target that is aimed at: a prompt's next piece is always a little dearer than those the model has seen.
+const AIM: f64 = 0.9;
 /// Tokens of prompts in a step with a target, before it is known what they take.
 const CAUTIOUS_PREFILL: u32 = 64;
 
@@ -50,7 +52,7 @@ impl Scheduler {
         if self.config.target_itl > 0 {
             // Whose turn it will be is not known yet: the longest of those begun is the dearest.
             let context = self.partial.iter().map(|&id| self.seqs[id].computed).max().unwrap_or(0);
-            let target = self.config.target_itl as f64;
+            let target = AIM * self.config.target_itl as f64;
             let room = if self.model.knows() { self.model.prefill_room(&plan.load, target, context) } else { CAUTIOUS_PREFILL };
             *budget = (*budget).min(room.max(LEAST_PREFILL));
         }
