@@ -5,7 +5,8 @@ use crate::config::Batching;
 use crate::ledger::{Account, Cause, State};
 use crate::policy::Policy;
 use crate::queue::Walk;
-use crate::sequence::{NO_ROW, Request, SeqId, Sequence, Time};
+use crate::request::{Request, SeqId, Time};
+use crate::sequence::{NO_ROW, Sequence};
 use crate::share::PROMPT_TOKEN;
 use crate::{Chain, Rejected, Scheduler};
 use std::sync::Arc;
@@ -135,7 +136,7 @@ impl Scheduler {
             Policy::Prefix => u64::from(u32::MAX - (seq.tokens.len() as u32 - seq.uncached)),
             Policy::Fcfs | Policy::Priority | Policy::Fair => 0,
         };
-        let key = self.config.policy.key(seq, rank);
+        let key = self.config.policy.key(seq.priority, seq.tenant, rank, seq.ticket);
         let seq = &mut self.seqs[id];
         seq.key = key;
         self.queue.push(key, id, returns);

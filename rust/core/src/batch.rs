@@ -1,5 +1,7 @@
 //! One forward pass, as the model runner needs it: flat arrays of integers.
 
+use crate::ledger::Ledger;
+use crate::request::{FinishReason, Token};
 use crate::sequence::Sequence;
 use crate::{BlockId, Load, Scheduler, SeqId, Time};
 use std::cell::Cell;
@@ -84,6 +86,27 @@ pub struct Lens {
     pub samples: usize,
     /// Blocks to be copied first.
     pub copies: usize,
+}
+
+/// One token, on its way to the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Output {
+    /// Whose token.
+    pub tag: u64,
+    /// The token; meaningless with [`FinishReason::Error`].
+    pub token: Token,
+    /// Set with the request's last token.
+    pub finish: Option<FinishReason>,
+}
+
+/// What one step gave: reused from step to step, so that a steady step does
+/// not allocate.
+#[derive(Debug, Default)]
+pub struct Outputs {
+    /// One a token, in batch order; several of one sequence stand together.
+    pub tokens: Vec<Output>,
+    /// One a request that ended.
+    pub ended: Vec<Ledger>,
 }
 
 /// Arrays that the caller owns (pinned, say, so that a copy to the device can

@@ -1,6 +1,6 @@
 //! The limits a scheduler works within, and the order in which it serves.
 
-use crate::sequence::Time;
+use crate::request::Time;
 use crate::{ConfigError, Policy};
 
 /// When waiting sequences may join those that run.

@@ -1,6 +1,6 @@
 //! How long a step takes, learned from the steps that were run.
 
-use crate::sequence::Time;
+use crate::request::Time;
 
 /// What a step has to do, as far as its duration is concerned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,7 +1,8 @@
 //! How much a request has before it, and whether it can make its deadline.
 
 use crate::policy::Policy;
-use crate::sequence::{NO_ROW, SeqId, Sequence, Time};
+use crate::request::{SeqId, Time};
+use crate::sequence::{NO_ROW, Sequence};
 use crate::{Scheduler, StepModel};
 
 /// One that waits must be able to make it with so much to spare; one that runs

@@ -1,7 +1,7 @@
 //! Tenants and classes: who there is, and what each has used.
 
 use crate::ledger::Ledger;
-use crate::sequence::Time;
+use crate::request::Time;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::hash::Hash;

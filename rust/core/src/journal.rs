@@ -5,11 +5,13 @@
 //! equal: the journal has the blocks' names instead, and [`Script`] makes up
 //! tokens that are equal where the names are.
 
+use crate::batch::Output;
 use crate::batch::StepPlan;
 use crate::config::{Batching, Config};
 use crate::hash::fold;
 use crate::policy::Policy;
-use crate::sequence::{FinishReason, Output, Request, SeqId, Sequence, Ticket, Time, Token};
+use crate::request::{FinishReason, Request, SeqId, Ticket, Time, Token};
+use crate::sequence::Sequence;
 use crate::{BlockHash, Scheduler};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;

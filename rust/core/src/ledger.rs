@@ -3,7 +3,7 @@
 //! Nothing is counted per step and request: clocks run for all at once, a
 //! sequence notes them when it enters a state and subtracts when it leaves.
 
-use crate::sequence::{FinishReason, Time};
+use crate::request::{FinishReason, Time};
 use std::sync::Arc;
 
 /// What a request was doing, or waiting for.

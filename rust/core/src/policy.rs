@@ -2,7 +2,7 @@
 //!
 //! docs/scheduling.md tells each policy's source, and what it promises.
 
-use crate::sequence::{Sequence, Ticket, Time};
+use crate::request::{Ticket, Time};
 
 /// The order in which waiting sequences are served.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,13 +64,12 @@ impl Policy {
 
     /// Where a sequence stands; `rank` is what the policy measures: the latest time to start (deadline), microseconds of work
     /// left (shortest), how short the cached prefix is (prefix).
-    pub(crate) fn key(self, seq: &Sequence, rank: u64) -> Key {
-        let ticket = seq.ticket;
+    pub(crate) fn key(self, priority: i32, tenant: u32, rank: u64, ticket: Ticket) -> Key {
         match self {
             Self::Fcfs => Key { group: 0, rank: 0, ticket },
-            Self::Priority => Key { group: seq.priority.into(), rank: 0, ticket },
-            Self::Fair => Key { group: seq.tenant.into(), rank: 0, ticket },
-            Self::Deadline => Key { group: seq.priority.into(), rank, ticket },
+            Self::Priority => Key { group: priority.into(), rank: 0, ticket },
+            Self::Fair => Key { group: tenant.into(), rank: 0, ticket },
+            Self::Deadline => Key { group: priority.into(), rank, ticket },
             Self::Shortest | Self::Prefix => Key { group: 0, rank, ticket },
         }
     }

@@ -5,7 +5,8 @@ use crate::config::Batching;
 use crate::ledger::{Cause, State};
 use crate::policy::{Policy, worth_preempting};
 use crate::queue::Walk;
-use crate::sequence::{NO_ROW, SeqId, Sequence, Time};
+use crate::request::{SeqId, Time};
+use crate::sequence::{NO_ROW, Sequence};
 use crate::{BlockId, Chain, Scheduler};
 use std::cmp::Reverse;
 

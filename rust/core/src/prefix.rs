@@ -1,7 +1,7 @@
 //! Whose cached prefix would grow by which block: what keeps the order of the
 //! prefix policy true while blocks are computed, without a look at everybody.
 
-use crate::sequence::{SeqId, Ticket};
+use crate::request::{SeqId, Ticket};
 use crate::{BlockHash, Scheduler};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};

@@ -1,7 +1,7 @@
 //! The waiting sequences, in the order they are served.
 
 use crate::policy::{Key, Policy};
-use crate::sequence::{SeqId, Ticket};
+use crate::request::{SeqId, Ticket};
 use crate::share::Shares;
 use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Included, Unbounded};

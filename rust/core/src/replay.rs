@@ -1,7 +1,7 @@
 //! The same calls again: a journal proves itself, or shows where it differs.
 
 use crate::journal::{Call, STOP, Script, digest, digest_seed};
-use crate::sequence::Ticket;
+use crate::request::Ticket;
 use crate::{ConfigError, Ledger, Outputs, Scheduler, SeqId, StepPlan};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;

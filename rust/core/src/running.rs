@@ -3,7 +3,8 @@
 use crate::batch::{Chunk, StepPlan, WHOLE_TABLE};
 use crate::ledger::State;
 use crate::policy::Policy;
-use crate::sequence::{NO_ROW, SeqId, Sequence};
+use crate::request::SeqId;
+use crate::sequence::{NO_ROW, Sequence};
 use crate::stats::Stall;
 use crate::{BlockTable, Scheduler};
 

@@ -1,6 +1,7 @@
 //! The order of work: who runs in the next step, and with how many tokens.
 
 use crate::batch::StepPlan;
+use crate::batch::{Output, Outputs};
 use crate::group::{Groups, Usage};
 use crate::host::HostPool;
 use crate::journal::Journal;
@@ -8,7 +9,8 @@ use crate::ledger::{Cause, Clocks, Ledger, State};
 use crate::policy::Policy;
 use crate::prefix::Hopes;
 use crate::queue::Queue;
-use crate::sequence::{FinishReason, NO_ROW, Output, Outputs, SeqId, Sequence, Ticket, Time, Token};
+use crate::request::{FinishReason, SeqId, Ticket, Time, Token};
+use crate::sequence::{NO_ROW, Sequence};
 use crate::share::OUTPUT_TOKEN;
 use crate::stats::{Counters, Stall};
 use crate::{BlockId, BlockPool, Chunk, Config, ConfigError, StepModel};
