@@ -48,4 +48,6 @@ class Journal:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+    handle = os.open(path, flags, 0o600)
+    os.chmod(path, 0o600)  # it may have been there before
+    return handle

@@ -159,7 +159,11 @@ impl StepPlan {
             end.set(lens.tokens as i32);
             context.set((chunk.start + chunk.len) as i32);
             row.set(chunk.row as i32);
-            if chunk.samples {
+            if chunk.samples && chunk.drafted == 0 {
+                out.sample_at[lens.samples].set(lens.tokens as i32 - 1);
+                out.sample_rows[lens.samples].set(chunk.row as i32);
+                lens.samples += 1;
+            } else if chunk.samples {
                 for back in (0..=chunk.drafted as usize).rev() {
                     out.sample_at[lens.samples].set((lens.tokens - 1 - back) as i32);
                     out.sample_rows[lens.samples].set(chunk.row as i32);

@@ -20,7 +20,7 @@ impl Scheduler {
     /// ended. `spare` blocks are free beyond what these tokens need.
     pub(crate) fn plan_decodes(&mut self, plan: &mut StepPlan, budget: &mut u32, mut spare: usize) {
         self.partial.clear();
-        let mut kept = 0;
+        let (mut kept, mut quick, mut context) = (0, 0, 0);
         for at in 0..self.running.len() {
             let id = self.running[at];
             let Some(seq) = self.seqs.get_mut(id).filter(|seq| seq.row != NO_ROW) else { continue };
@@ -33,8 +33,8 @@ impl Scheduler {
             }
             if seq.computed < seq.quick_until && *budget > 0 {
                 *budget -= 1;
-                plan.load.decode_seqs += 1;
-                plan.load.context_tokens += u64::from(seq.computed) + 1;
+                quick += 1;
+                context += u64::from(seq.computed) + 1;
                 plan.chunks.push(quick_chunk(seq, id));
             } else if seq.computed + 1 < expected {
                 self.partial.push(id);
@@ -45,6 +45,8 @@ impl Scheduler {
             }
         }
         self.running.truncate(kept);
+        plan.load.decode_seqs += quick;
+        plan.load.context_tokens += context;
         self.counters.computed_tokens += u64::from(plan.load.decode_seqs);
     }
 

@@ -329,22 +329,22 @@ impl Scheduler {
         let Some(seq) = self.seqs.get_mut(chunk.seq) else { return };
         seq.pending -= 1;
         let before = outputs.tokens.len();
-        let mut finish = None;
-        for (i, &token) in sampled.iter().enumerate() {
-            let token = token as Token;
-            finish = if token as i32 >= 0 { seq.push(token) } else { Some(FinishReason::Error) };
-            outputs.tokens.push(Output { tag: seq.tag, token, finish });
-            if finish.is_some() || (i < chunk.drafted as usize && seq.draft.get(i) != Some(&token)) {
+        let mut finish = deliver(seq, sampled[0], outputs);
+        for (i, &token) in sampled.iter().enumerate().skip(1) {
+            if finish.is_some() || seq.draft.get(i - 1) != Some(&(sampled[i - 1] as Token)) {
                 break;
             }
+            finish = deliver(seq, token, outputs);
         }
         let given = (outputs.tokens.len() - before) as u64 - u64::from(finish == Some(FinishReason::Error));
         self.counters.generated_tokens += given;
         if self.config.policy == Policy::Fair {
             self.queue.shares.charge(seq.tenant, OUTPUT_TOKEN * given, seq.weight);
         }
+        let mut forks = false;
         if !seq.decoding {
             seq.first_token.get_or_insert(self.clocks.now());
+            forks = !seq.forks.is_empty();
             if seq.preemptions == chunk.preemptions {
                 seq.decoding = true;
                 seq.account.enter(State::Decode, &self.clocks, seq.group, Cause::WaitOrder);
@@ -361,7 +361,6 @@ impl Scheduler {
         match finish {
             // The token is known only now, but its KV may be a later plan's work.
             None => {
-                let forks = !seq.forks.is_empty();
                 if seq.seal_at <= seq.computed.min(seq.tokens.len() as u32) {
                     self.seal(chunk.seq, self.counters.steps - 1);
                 }
@@ -471,6 +470,14 @@ impl Scheduler {
             priority: seq.priority,
         }
     }
+}
+
+/// Takes in a sampled token, negative for none; says whether the request ends with it.
+#[inline]
+fn deliver(seq: &mut Sequence, token: i32, outputs: &mut Outputs) -> Option<FinishReason> {
+    let finish = if token >= 0 { seq.push(token as Token) } else { Some(FinishReason::Error) };
+    outputs.tokens.push(Output { tag: seq.tag, token: token as Token, finish });
+    finish
 }
 
 impl Drop for Scheduler {
