@@ -343,16 +343,8 @@ impl Scheduler {
             seq.chain = self.pool.find(&seq.salt, &seq.tokens[..len - 1], &mut self.found);
             (rewritten, copy) = (None, false);
         }
-        let blocks = self.blocks_at_admission(id);
-        let revived = self.found.iter().filter(|&&found| self.pool.holders(found) == 0).count();
+        let blocks = self.share_found(id, room, usize::from(copy))?;
         let seq = &mut self.seqs[id];
-        seq.needs_free = revived + blocks - self.found.len() + usize::from(copy);
-        if seq.needs_free > room {
-            return Err(Cause::WaitBlocks);
-        }
-        for &found in &self.found {
-            self.pool.share(&mut seq.table, found);
-        }
         if copy {
             plan.copies.push(self.pool.unshare_last(&mut seq.table));
         } else if let Some(last) = rewritten {
@@ -366,10 +358,26 @@ impl Scheduler {
             plan.copies.push((from, seq.table.ids()[self.found.len()]));
             seq.computed = len as u32 - 1;
         }
+        Ok(())
+    }
+
+    /// Gives a sequence the blocks found for it, if there is `room` for all the
+    /// blocks that it gets now, and for so many `copies`; says how many it gets.
+    pub(crate) fn share_found(&mut self, id: SeqId, room: usize, copies: usize) -> Result<usize, Cause> {
+        let blocks = self.blocks_at_admission(id);
+        let revived = self.found.iter().filter(|&&found| self.pool.holders(found) == 0).count();
+        let seq = &mut self.seqs[id];
+        seq.needs_free = revived + blocks - self.found.len() + copies;
+        if seq.needs_free > room {
+            return Err(Cause::WaitBlocks);
+        }
+        for &found in &self.found {
+            self.pool.share(&mut seq.table, found);
+        }
         if self.config.prefix_caching {
             seq.seal_at = (self.found.len() as u32 + 1) * self.config.block_size;
         }
-        Ok(())
+        Ok(blocks)
     }
 
     /// Finds the blocks that a sequence can share, into `found`. A sibling

@@ -254,26 +254,12 @@ pub enum Call {
 pub struct Arrival {
     /// When it came.
     pub time: Time,
-    /// The caller's name for it.
-    pub tag: u64,
-    /// Tokens of its prompt.
-    pub prompt_tokens: u32,
-    /// Most that it may generate.
-    pub max_new_tokens: u32,
-    /// Its class.
-    pub priority: i32,
-    /// Whose it is.
-    pub tenant: Arc<str>,
-    /// The tenant's share.
-    pub weight: u32,
-    /// When it must have ended.
-    pub deadline: Option<Time>,
-    /// When its first token must be there.
-    pub ttft_deadline: Option<Time>,
-    /// The output's expected length.
-    pub predicted_tokens: Option<u32>,
     /// Its place among all requests and siblings.
     pub ticket: Ticket,
+    /// Tokens of its prompt.
+    pub prompt_tokens: u32,
+    /// What it asked for, but for the prompt.
+    pub request: Request,
 }
 
 /// A journal, read.
@@ -406,20 +392,20 @@ impl Script {
             let name = reader.word()?;
             self.names.insert((ticket, block), name);
         }
-        let arrival = Arrival {
-            time,
+        let request = Request {
             tag,
-            prompt_tokens,
+            prompt: Vec::new(),
             max_new_tokens,
+            stop: vec![STOP],
+            salt: [].into(),
             priority,
             tenant,
             weight,
             deadline,
             ttft_deadline,
             predicted_tokens,
-            ticket,
         };
-        Some(arrival)
+        Some(Arrival { time, ticket, prompt_tokens, request })
     }
 
     /// A made-up token for a place in a sequence: equal to another's exactly
@@ -437,19 +423,8 @@ impl Script {
 
     /// The request of an arrival, with made-up tokens.
     pub fn request(&self, arrival: &Arrival) -> Request {
-        Request {
-            tag: arrival.tag,
-            prompt: (0..arrival.prompt_tokens).map(|position| self.token(arrival.ticket, position)).collect(),
-            max_new_tokens: arrival.max_new_tokens,
-            stop: vec![STOP],
-            salt: [].into(),
-            priority: arrival.priority,
-            tenant: Arc::clone(&arrival.tenant),
-            weight: arrival.weight,
-            deadline: arrival.deadline,
-            ttft_deadline: arrival.ttft_deadline,
-            predicted_tokens: arrival.predicted_tokens,
-        }
+        let prompt = (0..arrival.prompt_tokens).map(|position| self.token(arrival.ticket, position)).collect();
+        Request { prompt, ..arrival.request.clone() }
     }
 }
 

@@ -69,9 +69,7 @@ impl Scheduler {
     /// Who of the eligible loses its blocks first: by policy, then who loses
     /// least, then who came last. Pinned sequences never do.
     fn victim(&self, eligible: impl Fn(&Sequence) -> bool) -> Option<SeqId> {
-        let running = self.running.iter().filter_map(|&id| self.seqs.get(id).map(|seq| (id, seq)));
-        let eligible = running.filter(|(_, seq)| seq.row != NO_ROW && !seq.pinned() && eligible(seq));
-        let first = eligible.max_by_key(|(_, seq)| {
+        let first = self.losable(eligible).max_by_key(|(_, seq)| {
             let rank = match self.config.policy {
                 Policy::Priority | Policy::Deadline => i64::from(seq.priority),
                 Policy::Fair => self.queue.shares.counter(seq.tenant) as i64,
@@ -81,6 +79,12 @@ impl Scheduler {
             (rank, Reverse(seq.computed), seq.ticket)
         });
         first.map(|(id, _)| id)
+    }
+
+    /// The eligible ones of those that can lose their blocks.
+    fn losable(&self, eligible: impl Fn(&Sequence) -> bool) -> impl Iterator<Item = (SeqId, &Sequence)> {
+        let running = self.running.iter().filter_map(|&id| self.seqs.get(id).map(|seq| (id, seq)));
+        running.filter(move |(_, seq)| seq.row != NO_ROW && !seq.pinned() && eligible(seq))
     }
 
     /// Preempts less urgent sequences for the first of the queue, which need
@@ -120,9 +124,8 @@ impl Scheduler {
                 need = need.min(self.need().0);
             }
             if self.room_beside(promised, blocks, need, (0, 0)) < Some(wanted) {
-                let losable = self.running.iter().filter_map(|&id| self.seqs.get(id));
-                let losable = losable.filter(|seq| seq.row != NO_ROW && !seq.pinned() && less_urgent(self, seq));
-                let most = losable.fold((0, 0), |(rows, blocks), seq| (rows + 1, blocks + seq.table.ids().len()));
+                let losable = self.losable(|seq| less_urgent(self, seq));
+                let most = losable.fold((0, 0), |(rows, blocks), (_, seq)| (rows + 1, blocks + seq.table.ids().len()));
                 if self.room_beside(promised, blocks, need, most) < Some(wanted) {
                     // What each tenant was served changes with every step; the rest only when somebody comes or goes.
                     self.refused = Some((id, self.admitted)).filter(|_| self.config.policy != Policy::Fair);
@@ -194,23 +197,14 @@ impl Scheduler {
 
     /// Brings a sequence's KV back from host memory, but for what the cache has.
     pub(crate) fn swap_in(&mut self, id: SeqId, room: usize, plan: &mut StepPlan) -> Result<(), Cause> {
-        let block_size = self.config.block_size as usize;
-        let blocks = self.blocks_at_admission(id);
         let seq = &mut self.seqs[id];
         self.found.clear();
         if self.config.prefix_caching {
             seq.chain = self.pool.find(&seq.salt, &seq.tokens[..seq.saved as usize], &mut self.found);
             self.record_found(id, 0);
         }
+        let blocks = self.share_found(id, room, 0)?;
         let seq = &mut self.seqs[id];
-        let revived = self.found.iter().filter(|&&found| self.pool.holders(found) == 0).count();
-        seq.needs_free = revived + blocks - self.found.len();
-        if seq.needs_free > room {
-            return Err(Cause::WaitBlocks);
-        }
-        for &found in &self.found {
-            self.pool.share(&mut seq.table, found);
-        }
         let grown = self.pool.grow(&mut seq.table, blocks);
         assert!(grown, "counted before");
         let pairs = seq.host.iter().zip(seq.table.ids()).skip(self.found.len());
@@ -219,9 +213,6 @@ impl Scheduler {
         seq.computed = seq.saved;
         // It may have been on its way back when it had to go again.
         seq.decoding = seq.first_token.is_some() && seq.saved as usize + 1 == seq.tokens.len();
-        if self.config.prefix_caching {
-            seq.seal_at = (self.found.len() * block_size + block_size) as u32;
-        }
         // `saved` tells the queue that it waits swapped: it is cleared once it has left.
         Ok(())
     }

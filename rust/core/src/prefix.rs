@@ -27,10 +27,6 @@ impl Hopes {
 
     pub(crate) fn remove(&mut self, name: BlockHash, ticket: Ticket) {
         self.waiting.remove(&(name, ticket));
-        self.forget(name);
-    }
-
-    fn forget(&mut self, name: BlockHash) {
         let count = self.names.get_mut(&name).expect("somebody waits for it");
         *count -= 1;
         if *count == 0 {
@@ -40,7 +36,7 @@ impl Hopes {
 
     /// Notes that a block of that name is in the cache.
     pub(crate) fn sealed(&mut self, name: BlockHash) {
-        if !self.names.is_empty() && self.names.contains_key(&name) {
+        if self.names.contains_key(&name) {
             self.fulfilled.push_back(name);
         }
     }
@@ -48,9 +44,8 @@ impl Hopes {
     /// Takes out somebody whose block came.
     fn next(&mut self) -> Option<SeqId> {
         while let Some(&name) = self.fulfilled.front() {
-            if let Some((&key, &id)) = self.waiting.range((name, 0)..=(name, Ticket::MAX)).next() {
-                self.waiting.remove(&key);
-                self.forget(name);
+            if let Some((&(_, ticket), &id)) = self.waiting.range((name, 0)..=(name, Ticket::MAX)).next() {
+                self.remove(name, ticket);
                 return Some(id);
             }
             self.fulfilled.pop_front();
@@ -94,8 +89,8 @@ impl Scheduler {
         let (seq, size) = (&self.seqs[id], self.config.block_size as usize);
         let block = seq.chain.len() * size..(seq.chain.len() + 1) * size;
         let Some(wanted) = seq.tokens.get(block.clone()) else { return false };
-        let others = self.partial.iter().filter_map(|&other| self.seqs.get(other));
-        let is_on_its_way = others.into_iter().any(|other| {
+        let mut others = self.partial.iter().filter_map(|&other| self.seqs.get(other));
+        let is_on_its_way = others.any(|other| {
             other.chain.equals(&seq.chain) && other.computed < other.tokens.len() as u32 && other.tokens.get(block.clone()) == Some(wanted)
         });
         if is_on_its_way && let Some(journal) = &mut self.journal {

@@ -43,7 +43,7 @@ impl Script {
                 Call::Add(arrival) => {
                     let id = scheduler.add(self.request(arrival), now);
                     // A queue too full then is too full now; it was not recorded.
-                    cast.enter(id.unwrap_or_default(), arrival.ticket, arrival.tag);
+                    cast.enter(id.unwrap_or_default(), arrival.ticket, arrival.request.tag);
                 }
                 Call::Fork { parent, tag } => {
                     let ticket = cast.ids.len() as Ticket;

@@ -31,7 +31,7 @@ impl SeqId {
 }
 
 /// What a caller asks for.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
     /// The caller's own name for it, echoed in every output.
     pub tag: u64,

@@ -1,12 +1,12 @@
 //! The next tokens of the sequences that run.
 
+use crate::Scheduler;
 use crate::batch::{Chunk, StepPlan, WHOLE_TABLE};
 use crate::ledger::State;
 use crate::policy::Policy;
 use crate::request::SeqId;
 use crate::sequence::{NO_ROW, Sequence};
 use crate::stats::Stall;
-use crate::{BlockTable, Scheduler};
 
 /// Tokens of prompts that a step computes whatever its target, so that they come to an end.
 const LEAST_PREFILL: u32 = 16;
@@ -69,29 +69,32 @@ impl Scheduler {
     /// and of those that have begun the one that is nearest to its end goes first.
     pub(crate) fn plan_prefills(&mut self, plan: &mut StepPlan, budget: &mut u32, promised: u32) {
         self.open_batch();
-        let (now, ageing) = (self.clocks.now(), self.config.ageing);
-        let overdue = move |seq: &Sequence| seq.stalled && now - seq.account.since() > ageing;
         // Who has begun and waited as long is older than whoever would come in.
-        let late = self.partial.iter().any(|&id| overdue(&self.seqs[id]));
+        let late = self.partial.iter().any(|&id| self.is_overdue(id));
         let barred = if plan.preempted.is_empty() && !late { self.admit_elder(plan, budget) } else { None };
-        let elder = self.elder;
-        let seqs = &self.seqs;
+        let mut partial = std::mem::take(&mut self.partial);
+        let left = |id: SeqId| self.seqs[id].expected_len() - self.seqs[id].computed;
         if self.has_urgency() {
-            self.partial.sort_unstable_by_key(|&id| (!overdue(&seqs[id]), elder != Some(id), seqs[id].key));
+            partial.sort_unstable_by_key(|&id| (!self.is_overdue(id), self.elder != Some(id), self.seqs[id].key));
+            self.partial = partial;
             self.plan_partial(plan, budget, barred.is_none());
             self.plan_waiting(plan, budget, promised, barred);
         } else {
-            self.partial.sort_unstable_by_key(|&id| {
-                let seq = &seqs[id];
-                (!overdue(seq), seq.expected_len() - seq.computed, seq.ticket)
-            });
-            let wanted = self.partial.iter().map(|&id| seqs[id].expected_len() - seqs[id].computed).fold(0, u32::saturating_add);
+            partial.sort_unstable_by_key(|&id| (!self.is_overdue(id), left(id), self.seqs[id].ticket));
+            let wanted = partial.iter().map(|&id| left(id)).fold(0, u32::saturating_add);
+            self.partial = partial;
             let kept = budget.div_ceil(2).min(wanted);
             let mut rest = *budget - kept;
             self.plan_waiting(plan, &mut rest, promised, barred);
             *budget = rest + kept;
             self.plan_partial(plan, budget, false);
         }
+    }
+
+    /// Whether a sequence has been put off for too long.
+    fn is_overdue(&self, id: SeqId) -> bool {
+        let seq = &self.seqs[id];
+        seq.stalled && self.clocks.now() - seq.account.since() > self.config.ageing
     }
 
     /// Whether the policy says of any two requests which is more urgent, running or not.
@@ -104,10 +107,8 @@ impl Scheduler {
     fn plan_partial(&mut self, plan: &mut StepPlan, budget: &mut u32, urgent: bool) {
         for at in 0..self.partial.len() {
             let id = self.partial[at];
-            let seq = &self.seqs[id];
-            let overdue = seq.stalled && self.clocks.now() - seq.account.since() > self.config.ageing;
-            if urgent && !overdue && self.elder != Some(id) && plan.preempted.is_empty() {
-                let key = seq.key;
+            if urgent && !self.is_overdue(id) && self.elder != Some(id) && plan.preempted.is_empty() {
+                let key = self.seqs[id].key;
                 while *budget > 0 && !self.free_rows.is_empty() {
                     let Some(first) = self.queue.first().filter(|&first| self.seqs[first].key < key) else { break };
                     if self.admit(first, plan, budget).is_err() {
@@ -173,7 +174,7 @@ impl Scheduler {
         plan.load.prefill_tokens += len - 1;
         plan.load.context_tokens += u64::from(end);
         self.counters.computed_tokens += u64::from(len - 1);
-        let grew = BlockTable::ids(&seq.table).len() > table_from;
+        let grew = seq.table.ids().len() > table_from;
         let from = if grew || len > 1 { table_from as u32 } else { WHOLE_TABLE };
         plan.chunks.push(seq.next_chunk(id, len, from, block_size));
         if grew {
