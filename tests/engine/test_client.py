@@ -235,8 +235,11 @@ def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
 
 def test_a_question_to_an_engine_that_dies_is_not_left_open():
     async def test(engine):
-        hanging = asyncio.create_task(collect(engine, [HANGING]))
+        hanging = asyncio.create_task(collect(engine, [1000], max_tokens=1_000_000))
         await until(lambda: engine._streams)
+        # A stopped process answers nothing, whatever it has read already.
+        engine._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, engine._process.pid, os.WSTOPPED)
         engine._remember("a", range(1, 2))
         asking = asyncio.create_task(engine.explain("a"))
         await until(lambda: engine._answers)
