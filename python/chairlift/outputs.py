@@ -63,6 +63,18 @@ class Ledger:
         return cls(**plain)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely one token was, at temperature 1 and before penalties, biases and masks; `top` are the likeliest, the best first."""
+
+    token: int
+    logprob: float
+    rank: int
+    """1 for the likeliest."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token, log-probability), as many as were asked for."""
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """One finished or streaming request.
@@ -90,3 +102,9 @@ class RequestOutput:
     """Which of the request's `n` answers it belongs to."""
     ledger: Ledger | None = None
     """Set with `finish_reason`, unless a stop string ended the request: that is found outside the engine."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One a token of `token_ids`, if asked for."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One a token of the prompt, None for the first; on the first output of the request, if asked for."""
+    text_offsets: list[int] | None = None
+    """With `logprobs`: where in the answer's text each token of `token_ids` begins, in characters; held-back text counts."""

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from chairlift.checks import integer, number
+from chairlift.checks import integer, number, text
 from chairlift.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 64
 MAX_SEQUENCES = 128
+MAX_LOGPROBS = 20
+MAX_BIASED = 1024
+MAX_BAD_WORDS = 128
+MAX_GRAMMAR = 65_536
+"""Characters that a schema, regular expression, list of choices or grammar may have."""
+
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class StructuredOutput(NamedTuple):
+    """What form an answer must have: `json` (a JSON schema), `json_object` (any, no text), `regex`, `choice` (a JSON list of strings)
+    or `grammar` (Lark, as llguidance reads it)."""
+
+    kind: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +38,12 @@ class SamplingParams:
     leaves. `seed` makes the draws a function of (seed, position) alone, whatever else is in the batch. The
     generated text ends before the first of `stop`; a token of `stop_token_ids` ends it too. `n` answers are drawn;
     with `best_of` above it that many are, and the `n` with the highest mean log-probability of their tokens are kept.
+
+    `min_tokens` keeps the model from ending before as many. `logit_bias` is added to logits by token id, first of all; only
+    `allowed_token_ids` can be drawn, if given, and none of `bad_words` is ever completed. `structured_output` bounds the answer's
+    form. `logprobs` asks for the log-probability of each token of the answer and of so many of the likeliest beside it, at
+    temperature 1 and before anything above; `prompt_logprobs` for those of the prompt. `include_stop_str_in_output` shows the stop
+    string, `skip_special_tokens=False` control tokens.
     """
 
     max_tokens: int | None = 16
@@ -37,6 +60,15 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     best_of: int | None = None
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    structured_output: StructuredOutput | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the field and what it may be."""
@@ -52,22 +84,39 @@ class SamplingParams:
         number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"stop has {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
-        for text in stop:
-            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
-                raise InvalidRequest(f"each stop must be a string of 1 to {MAX_STOP_LENGTH} characters", param="stop")
-        object.__setattr__(self, "stop", stop)
-        ids = tuple(self.stop_token_ids)
-        if len(ids) > MAX_STOP_TOKENS:
-            raise InvalidRequest(f"stop_token_ids has {len(ids)} entries, at most {MAX_STOP_TOKENS} are allowed", param="stop_token_ids")
-        for token in ids:
-            integer("stop_token_ids", token, 0, 2**31 - 1)
-        object.__setattr__(self, "stop_token_ids", ids)
+        self._set("stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
+        self._set("stop_token_ids", _tokens("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS))
         integer("n", self.n, 1, MAX_SEQUENCES)
         if self.best_of is not None:
             integer("best_of", self.best_of, self.n, MAX_SEQUENCES)
+        integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})", param="min_tokens")
+        if self.logit_bias is not None:
+            _at_most("logit_bias", len(self.logit_bias), MAX_BIASED)
+            for token, bias in self.logit_bias.items():
+                integer("logit_bias", token, 0, 2**31 - 1)
+                number("logit_bias", bias, -100.0, 100.0)
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _tokens("allowed_token_ids", self.allowed_token_ids, MAX_BIASED))
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids is empty: nothing could be drawn", param="allowed_token_ids")
+        self._set("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
+        if self.structured_output is not None:
+            structure = StructuredOutput(*self.structured_output)
+            if structure.kind not in STRUCTURES:
+                raise InvalidRequest(
+                    f"structured_output must be one of {', '.join(STRUCTURES)}, got {structure.kind!r:.100}", param="structured_outputs"
+                )
+            text("structured_outputs", structure.text, 0, MAX_GRAMMAR)
+            self._set("structured_output", structure)
+        if self.logprobs is not None:
+            integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -88,3 +137,25 @@ class SamplingParams:
     def ranked(self) -> bool:
         """Whether more answers are drawn than are kept."""
         return self.num_sequences > self.n
+
+
+def _at_most(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(f"{name} has {count} entries, at most {most} are allowed", param=name)
+
+
+def _strings(name: str, value: str | tuple[str, ...], most: int) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value)
+    _at_most(name, len(strings), most)
+    for one in strings:
+        if not isinstance(one, str) or not 0 < len(one) <= MAX_STOP_LENGTH:
+            raise InvalidRequest(f"each {name} must be a string of 1 to {MAX_STOP_LENGTH} characters", param=name)
+    return strings
+
+
+def _tokens(name: str, value: tuple[int, ...], most: int) -> tuple[int, ...]:
+    tokens = tuple(value)
+    _at_most(name, len(tokens), most)
+    for token in tokens:
+        integer(name, token, 0, 2**31 - 1)
+    return tokens
