@@ -162,7 +162,17 @@ class Scheduler:
     def tokens(self, seq: int) -> tuple[bytes, int]:
         """A sequence's tokens so far (int32) and how many are its prompt; KeyError if it has ended."""
     def explain(self, tag: int) -> dict[str, Any] | None:
-        """The ledger of a live request, or of one of the last 10,000 that ended: times by cause in microseconds, and what it used."""
+        """The ledger of a live request, or of one of the last 10,000 that ended: times by cause in microseconds, and what it used.
+
+        `ahead` has (tenant, microseconds) of those whose requests ran while it waited for its first step, the most first.
+        """
+    def snapshot(self, now: int, most_waiting: int, most_cells: int) -> dict[str, Any]:
+        """Who has which row, who waits for what, what each KV block is, and the steps since the last look.
+
+        `cells` are little-endian uint16: 0 free, 1 cached, 2 shared, 3 + row of its one holder; `blocks_per_cell` to each. A step's
+        `rows` has one character a row: d decodes, p computes its prompt, r computes again, - has no token in it, and a space is free.
+        Steps are noted for three seconds after a look. Rows, waiting and steps are dicts; times are microseconds.
+        """
     def wake_at(self) -> int | None:
         """When `plan`, having given None, may give a step without another call before; None: never."""
     def stats(self) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 
@@ -15,6 +16,13 @@ class Timing:
     """Until its first chunk was planned."""
     first_token: float | None
     total: float
+
+    def beside(self, other: Timing | None) -> Timing:
+        """Both as one: from the first to begin until the last to end."""
+        if other is None:
+            return self
+        firsts = [first for first in (self.first_token, other.first_token) if first is not None]
+        return Timing(min(self.queued, other.queued), min(firsts, default=None), max(self.total, other.total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,8 @@ class Ledger:
     """The limit that it waited for longest, if any."""
     preempted_by: tuple[int, ...]
     causes: dict[str, float]
+    ahead: dict[str, float] = field(default_factory=dict)
+    """Tenants whose requests ran while this one waited for its first step, with their seconds: only from `explain`."""
 
     @classmethod
     def read(cls, ledger: Mapping[str, Any]) -> Self:
@@ -59,6 +69,7 @@ class Ledger:
             plain[name] = None if plain[name] is None else plain[name] / 1e6
         plain["block_seconds"] = plain.pop("block_us") / 1e6
         plain["preempted_by"] = tuple(plain["preempted_by"])
+        plain["ahead"] = {tenant: time / 1e6 for tenant, time in plain.get("ahead", ())}
         plain["causes"] = {cause: time / 1e6 for cause, time in plain["causes"].items()}
         return cls(**plain)
 
@@ -73,6 +84,12 @@ class TokenLogprobs:
     """1 for the likeliest."""
     top: tuple[tuple[int, float], ...] = ()
     """(token, log-probability), as many as were asked for."""
+
+    @classmethod
+    def read(cls, lines: bytes, count: int) -> list[Self]:
+        """Makes those of the engine's lines, which have `count` likeliest tokens each: see `protocol.Step`."""
+        found = struct.iter_unpack(f"<ifi{count}i{count}f", lines)
+        return [cls(token, logprob, rank, tuple(zip(top[:count], top[count:], strict=True))) for token, logprob, rank, *top in found]
 
 
 @dataclass(slots=True)
@@ -105,6 +122,6 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     """One a token of `token_ids`, if asked for."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One a token of the prompt, None for the first; on the first output of the request, if asked for."""
+    """One a token of the prompt, None for the first; on the first output of each answer, if asked for."""
     text_offsets: list[int] | None = None
     """With `logprobs`: where in the answer's text each token of `token_ids` begins, in characters; held-back text counts."""

@@ -88,14 +88,15 @@ class FakeCore:
 class FakeRunner:
     num_kv_blocks, max_model_len, host_blocks, swap_ns_per_block = 101, 50, 7, 900
     buffers = SimpleNamespace(arrays=dict)
-    model_config = SimpleNamespace(vocab_size=1000, eos_token_ids=frozenset({2}))
+    model_config = SimpleNamespace(vocab_size=1000)
     logprobs = np.array([-0.5], dtype=np.float32)
+    details, prompt_logprobs = {}, []
 
-    def __init__(self, config, directory, on_phase):
+    def __init__(self, config, directory, eos, on_phase):
         self.calls = []
         self.seeds = {}
 
-    def seat(self, row, params, tokens, prompt_len, seed):
+    def seat(self, row, params, tokens, prompt_len, seed, **rest):
         self.seeds[row] = seed
         self.calls.append("seat")
 
@@ -111,7 +112,9 @@ class FakeRunner:
 def make(monkeypatch):
     names = {"Rejected": Rejected, "QueueFull": Full, "TooLong": TooLong, "NoNewTokens": type("NoNewTokens", (Rejected,), {})}
     monkeypatch.setattr(loop, "_core", SimpleNamespace(Scheduler=FakeCore, StepBuffers=lambda **arrays: None, **names))
-    monkeypatch.setattr(loop, "ModelRunner", FakeRunner)
+    monkeypatch.setattr(loop, "_runner", FakeRunner)
+    monkeypatch.setattr(loop, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
+    monkeypatch.setattr(loop, "tokenizer_file", lambda directory, tokenizer: directory)
     monkeypatch.setattr(loop, "locate", lambda model, revision: model)
     monkeypatch.setattr(loop, "_now", lambda: NOW)
 
@@ -280,7 +283,7 @@ def test_the_journal_is_whole_when_the_work_is_done_and_when_the_engine_is_close
 
 
 def test_a_journal_that_cannot_be_written_is_named_before_anything_is_loaded(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "ModelRunner", None)
+    monkeypatch.setattr(loop, "_runner", None)
     with pytest.raises(InvalidSetting, match=r"--journal .*missing/journal: cannot write there \(No such file or directory\)"):
         make(journal=str(tmp_path / "missing" / "journal"))
 

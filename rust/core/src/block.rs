@@ -1,6 +1,6 @@
 //! Physical KV blocks: who holds each one, what it is named, which are free.
 
-use crate::{BlockHash, Token};
+use crate::{BlockHash, Snapshot, Token};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
@@ -137,6 +137,16 @@ impl BlockPool {
     /// How many sequences hold a block.
     pub fn holders(&self, id: BlockId) -> u32 {
         self.blocks[id.0 as usize].holders
+    }
+
+    /// What each block is to a [`Snapshot`]: free, cached, shared or held; the scratch block left out.
+    pub(crate) fn kinds(&self) -> impl Iterator<Item = u16> + '_ {
+        self.blocks[1..].iter().map(|block| match (block.holders, &block.name) {
+            (0, None) => Snapshot::FREE,
+            (0, Some(_)) => Snapshot::CACHED,
+            (1, _) => Snapshot::HELD,
+            _ => Snapshot::SHARED,
+        })
     }
 
     /// Pushes the longest run of cached blocks whose content is `tokens` from

@@ -12,6 +12,7 @@ use crate::queue::Queue;
 use crate::request::{FinishReason, SeqId, Ticket, Time, Token};
 use crate::sequence::{NO_ROW, Sequence};
 use crate::share::OUTPUT_TOKEN;
+use crate::snapshot::Watch;
 use crate::stats::{Counters, Stall};
 use crate::{BlockId, BlockPool, Chunk, Config, ConfigError, StepModel};
 use slotmap::SlotMap;
@@ -77,8 +78,9 @@ pub struct Scheduler {
     pub(crate) committed: u64,
     last_commit: Time,
     pub(crate) counters: Counters,
-    finished: VecDeque<Ledger>,
+    pub(crate) finished: VecDeque<Ledger>,
     pub(crate) journal: Option<Box<Journal>>,
+    pub(crate) watch: Watch,
     /// Plans spent, and lists in use while a step is planned: kept for their memory.
     spare: Vec<StepPlan>,
     pub(crate) found: Vec<BlockId>,
@@ -128,6 +130,7 @@ impl Scheduler {
             counters: Counters::default(),
             finished: VecDeque::new(),
             journal: None,
+            watch: Watch::default(),
             spare: Vec::new(),
             found: Vec::new(),
             partial: Vec::new(),
@@ -230,6 +233,7 @@ impl Scheduler {
             return None;
         }
         self.record(|journal, _| journal.plan(now, Some(&plan)));
+        self.note_step(&plan);
         self.stall = None;
         self.counters.steps += 1;
         self.predicted_step = self.model.step(&plan.load) as u64;
@@ -282,12 +286,6 @@ impl Scheduler {
     /// Whether every request has ended.
     pub fn is_idle(&self) -> bool {
         self.seqs.is_empty()
-    }
-
-    /// The account of a request that lives, up to the last call, or of one of the last 10,000 that ended.
-    pub fn explain(&self, tag: u64) -> Option<Ledger> {
-        let ended = self.finished.iter().rev().find(|ledger| ledger.tag == tag).cloned();
-        ended.or_else(|| self.seqs.values().find(|seq| seq.tag == tag).map(|seq| self.ledger(seq, None)))
     }
 
     /// What each tenant used, those that were not seen for long left out.
@@ -447,7 +445,7 @@ impl Scheduler {
     }
 
     /// A sequence's account up to now.
-    fn ledger(&self, seq: &Sequence, finish: Option<FinishReason>) -> Ledger {
+    pub(crate) fn ledger(&self, seq: &Sequence, finish: Option<FinishReason>) -> Ledger {
         let (causes, block_us) = seq.account.read(&self.clocks, seq.group, self.others());
         Ledger {
             tag: seq.tag,

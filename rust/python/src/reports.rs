@@ -2,7 +2,7 @@
 
 use chairlift_core as core;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict, PyList};
 
 /// The word for a finish reason.
 fn finish_word(finish: core::FinishReason) -> &'static str {
@@ -126,5 +126,56 @@ pub(crate) fn usage<'py>(py: Python<'py>, usage: &core::Usage) -> PyResult<Bound
     for (name, value) in values {
         dict.set_item(name, value)?;
     }
+    Ok(dict)
+}
+
+/// A look at everything: dicts for rows, waiting and steps, and the cells as little-endian u16.
+pub(crate) fn snapshot<'py>(py: Python<'py>, seen: &core::Snapshot) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let rows = PyList::empty(py);
+    for row in &seen.rows {
+        let one = PyDict::new(py);
+        one.set_item("row", row.row)?;
+        one.set_item("tag", row.tag)?;
+        one.set_item("tenant", &*row.tenant)?;
+        one.set_item("priority", row.priority)?;
+        one.set_item("state", row.state)?;
+        one.set_item("prompt_tokens", row.prompt_tokens)?;
+        one.set_item("computed_tokens", row.computed_tokens)?;
+        one.set_item("output_tokens", row.output_tokens)?;
+        one.set_item("blocks", row.blocks)?;
+        one.set_item("age_us", row.age)?;
+        rows.append(one)?;
+    }
+    dict.set_item("rows", rows)?;
+    let waiting = PyList::empty(py);
+    for wait in &seen.waiting {
+        let one = PyDict::new(py);
+        one.set_item("tag", wait.tag)?;
+        one.set_item("tenant", &*wait.tenant)?;
+        one.set_item("priority", wait.priority)?;
+        one.set_item("cause", wait.cause.name())?;
+        one.set_item("prompt_tokens", wait.prompt_tokens)?;
+        one.set_item("output_tokens", wait.output_tokens)?;
+        one.set_item("waited_us", wait.waited)?;
+        waiting.append(one)?;
+    }
+    dict.set_item("waiting", waiting)?;
+    let steps = PyList::empty(py);
+    for step in &seen.steps {
+        let one = PyDict::new(py);
+        one.set_item("step", step.step)?;
+        one.set_item("planned_us", step.planned)?;
+        one.set_item("rows", step.rows.iter().map(|&state| char::from(state)).collect::<String>())?;
+        one.set_item("tokens", step.tokens)?;
+        one.set_item("waiting", step.waiting)?;
+        one.set_item("seated", &step.seated)?;
+        one.set_item("preempted", &step.preempted)?;
+        steps.append(one)?;
+    }
+    dict.set_item("steps", steps)?;
+    let cells: Vec<u8> = seen.cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
+    dict.set_item("cells", PyBytes::new(py, &cells))?;
+    dict.set_item("blocks_per_cell", seen.blocks_per_cell)?;
     Ok(dict)
 }

@@ -217,7 +217,16 @@ impl Scheduler {
     }
 
     fn explain<'py>(&self, py: Python<'py>, tag: u64) -> PyResult<Option<Bound<'py, PyDict>>> {
-        self.lock()?.core.explain(tag).map(|ledger| reports::ledger(py, &ledger)).transpose()
+        let inner = self.lock()?;
+        let Some(ledger) = inner.core.explain(tag) else { return Ok(None) };
+        let dict = reports::ledger(py, &ledger)?;
+        dict.set_item("ahead", inner.core.ahead(&ledger).iter().map(|(tenant, time)| (&**tenant, *time)).collect::<Vec<_>>())?;
+        Ok(Some(dict))
+    }
+
+    fn snapshot<'py>(&self, py: Python<'py>, now: core::Time, most_waiting: usize, most_cells: usize) -> PyResult<Bound<'py, PyDict>> {
+        let snapshot = self.lock()?.core.snapshot(now, most_waiting, most_cells);
+        reports::snapshot(py, &snapshot)
     }
 
     fn wake_at(&self) -> PyResult<Option<core::Time>> {

@@ -12,3 +12,4 @@ mod preemption;
 mod prefix;
 mod priority;
 mod shortest;
+mod snapshot;

@@ -1,0 +1,42 @@
+//! What became of one request, and who ran while it waited.
+
+use crate::Scheduler;
+use crate::ledger::Ledger;
+use crate::request::Time;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Tenants that are named as those who went ahead of a request.
+const NAMED: usize = 4;
+
+impl Scheduler {
+    /// The account of a request that lives, up to the last call, or of one of the last 10,000 that ended.
+    pub fn explain(&self, tag: u64) -> Option<Ledger> {
+        let ended = self.finished.iter().rev().find(|ledger| ledger.tag == tag).cloned();
+        ended.or_else(|| self.seqs.values().find(|seq| seq.tag == tag).map(|seq| self.ledger(seq, None)))
+    }
+
+    /// Whose requests had begun and not ended while this one waited for its
+    /// first step, as far as they are remembered: microseconds summed over
+    /// sequences, the most first.
+    pub fn ahead(&self, of: &Ledger) -> Vec<(Arc<str>, Time)> {
+        let (from, to) = (of.arrived, of.arrived + of.queued());
+        let mut times: BTreeMap<&Arc<str>, Time> = BTreeMap::new();
+        let mut add = |tag: u64, tenant, started: Option<Time>, ended: Time| {
+            let time = ended.min(to).saturating_sub(started.unwrap_or(to).max(from));
+            if tag != of.tag && time > 0 {
+                *times.entry(tenant).or_default() += time;
+            }
+        };
+        for ledger in &self.finished {
+            add(ledger.tag, &ledger.tenant, ledger.started, ledger.ended);
+        }
+        for seq in self.seqs.values() {
+            add(seq.tag, self.tenants.name(seq.tenant), seq.started, self.clocks.now());
+        }
+        let mut ahead: Vec<_> = times.into_iter().map(|(tenant, time)| (Arc::clone(tenant), time)).collect();
+        ahead.sort_by_key(|&(_, time)| std::cmp::Reverse(time));
+        ahead.truncate(NAMED);
+        ahead
+    }
+}
