@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from chairlift import chat_template
 from chairlift.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from chairlift.tokenizer import Tokenizer
 
@@ -222,11 +223,16 @@ def test_a_jinja_file_comes_first(copy: Path) -> None:
         ("{{ ''.__class__.__mro__ }}", "cannot render these messages: access to attribute '__class__'"),
         ("{{ messages.append(1) }}", "cannot render these messages"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "cannot render these messages"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes longer than 0.1 seconds"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}", "takes longer than 0.1 seconds"),
+        ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "text is longer than"),
         ([{"name": "rag", "template": ""}], "no default chat template, only rag"),
         (None, "this model has no chat template; use /v1/completions"),
     ],
 )
-def test_what_templates_cannot_do(copy: Path, template: Any, reason: str) -> None:
+def test_what_templates_cannot_do(monkeypatch: pytest.MonkeyPatch, copy: Path, template: Any, reason: str) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 10_000)
     with pytest.raises(InvalidRequest, match=reason) as caught:
         _template(copy, template).chat(HELLO)
     assert caught.value.param == "messages"

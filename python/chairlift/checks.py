@@ -25,3 +25,7 @@ def text(name: str, value: object, low: int, high: int) -> None:
     """Raises InvalidRequest unless `value` is a string of `low` to `high` characters."""
     if not isinstance(value, str) or not low <= len(value) <= high:
         raise InvalidRequest(f"{name} must be a string of {low} to {high} characters, got {value!r:.100}", param=name)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name} has a lone surrogate, which is no Unicode text", param=name) from None

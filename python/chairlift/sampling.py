@@ -16,6 +16,8 @@ MAX_SEQUENCES = 128
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
 MAX_BAD_WORDS = 128
+MAX_WORD_TOKENS = 5 * MAX_STOP_LENGTH
+"""Characters have up to four bytes, and tokens at least one, but for one that begins a text."""
 MAX_GRAMMAR = 65_536
 """Characters that a schema, regular expression, list of choices or grammar may have."""
 
@@ -28,6 +30,8 @@ class StructuredOutput(NamedTuple):
 
     kind: str
     text: str = ""
+    param: str = "structured_outputs"
+    """The field of the request that it comes from, for what is said of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +43,12 @@ class SamplingParams:
     generated text ends before the first of `stop`; a token of `stop_token_ids` ends it too. `n` answers are drawn;
     with `best_of` above it that many are, and the `n` with the highest mean log-probability of their tokens are kept.
 
-    `min_tokens` keeps the model from ending before as many. `logit_bias` is added to logits by token id, first of all; only
-    `allowed_token_ids` can be drawn, if given, and none of `bad_words` is ever completed. `structured_output` bounds the answer's
-    form. `logprobs` asks for the log-probability of each token of the answer and of so many of the likeliest beside it, at
-    temperature 1 and before anything above; `prompt_logprobs` for those of the prompt. `include_stop_str_in_output` shows the stop
-    string, `skip_special_tokens=False` control tokens.
+    `min_tokens` keeps the model from ending before as many, and stop strings from being seen in them. `logit_bias` is added to logits
+    by token id, first of all; only `allowed_token_ids` can be drawn, if given. `bad_words` (text, or token ids) are never completed
+    in the tokens in which the tokenizer writes them, with and without a space before. `structured_output` bounds the answer's form.
+    `logprobs` asks for the log-probability of each token of the answer and of so many of the likeliest beside it, at temperature 1
+    and before anything above; `prompt_logprobs` for those of the prompt, which is then computed whole, whatever is cached.
+    `include_stop_str_in_output` shows the stop string or token, `skip_special_tokens=False` control tokens.
     """
 
     max_tokens: int | None = 16
@@ -63,7 +68,7 @@ class SamplingParams:
     min_tokens: int = 0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
     structured_output: StructuredOutput | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -93,6 +98,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})", param="min_tokens")
         if self.logit_bias is not None:
+            self._set("logit_bias", dict(self.logit_bias))
             _at_most("logit_bias", len(self.logit_bias), MAX_BIASED)
             for token, bias in self.logit_bias.items():
                 integer("logit_bias", token, 0, 2**31 - 1)
@@ -101,14 +107,18 @@ class SamplingParams:
             self._set("allowed_token_ids", _tokens("allowed_token_ids", self.allowed_token_ids, MAX_BIASED))
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids is empty: nothing could be drawn", param="allowed_token_ids")
-        self._set("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
+        self._set("bad_words", _words("bad_words", self.bad_words))
         if self.structured_output is not None:
             structure = StructuredOutput(*self.structured_output)
             if structure.kind not in STRUCTURES:
                 raise InvalidRequest(
                     f"structured_output must be one of {', '.join(STRUCTURES)}, got {structure.kind!r:.100}", param="structured_outputs"
                 )
-            text("structured_outputs", structure.text, 0, MAX_GRAMMAR)
+            text(structure.param, structure.text, 0, MAX_GRAMMAR)
+            if self.ignore_eos or self.min_tokens:
+                conflict = "ignore_eos" if self.ignore_eos else "min_tokens"
+                message = f"{conflict} cannot be combined with {structure.param}, which says where the answer ends: leave one out"
+                raise InvalidRequest(message, param=conflict)
             self._set("structured_output", structure)
         if self.logprobs is not None:
             integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
@@ -150,7 +160,23 @@ def _strings(name: str, value: str | tuple[str, ...], most: int) -> tuple[str, .
     for one in strings:
         if not isinstance(one, str) or not 0 < len(one) <= MAX_STOP_LENGTH:
             raise InvalidRequest(f"each {name} must be a string of 1 to {MAX_STOP_LENGTH} characters", param=name)
+        text(name, one, 1, MAX_STOP_LENGTH)
     return strings
+
+
+def _words(name: str, value: str | tuple[str | tuple[int, ...], ...]) -> tuple[str | tuple[int, ...], ...]:
+    words = (value,) if isinstance(value, str) else tuple(value)
+    # A text becomes two lists of ids, at most: with and without a space before it.
+    _at_most(name, len(words) - sum(not isinstance(word, str) for word in words) // 2, MAX_BAD_WORDS)
+    found: list[str | tuple[int, ...]] = []
+    for word in words:
+        if isinstance(word, str):
+            found += _strings(name, word, 1)
+        elif isinstance(word, (tuple, list)) and word:
+            found.append(_tokens(name, tuple(word), MAX_WORD_TOKENS))
+        else:
+            raise InvalidRequest(f"each {name} must be text or a list of token ids, got {word!r:.100}", param=name)
+    return tuple(found)
 
 
 def _tokens(name: str, value: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -33,10 +33,9 @@ class Tokenizer:
         from tokenizers import Tokenizer as Backend
 
         self._model = directory
-        path = Path(source).expanduser() if source else directory
-        file = path if path.suffix == ".json" else path / "tokenizer.json"
+        file = self._file = tokenizer_file(directory, source)
         if not file.is_file():
-            raise ModelNotFound(f"{path} has no tokenizer.json; name a directory or file that is one with --tokenizer")
+            raise ModelNotFound(f"{file.parent} has no {file.name}; name a directory or file that is one with --tokenizer")
         try:
             self._backend = Backend.from_file(str(file))
         except Exception as error:  # the tokenizers package raises nothing more precise
@@ -57,25 +56,20 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def longest_token(self) -> int:
+        """The most characters of a text that one token stands for."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
+    @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """Every token that ends an answer, by config.json, generation_config.json or tokenizer_config.json."""
-        found: set[int] = set()
-        for name in ("config.json", "generation_config.json"):
-            value = _read_json(self._model / name).get("eos_token_id")
-            found.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
-        token = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
-        return frozenset(found if token is None else found | {token})
+        """Every token that ends an answer: see the function of this name."""
+        return eos_token_ids(self._model, self._file)
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
         """The tokens that have a role, as `bos_token`, `eos_token`, `unk_token`, `pad_token`: their texts."""
-        roles = {}
-        for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
-            value = self._config.get(name)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                roles[name] = text
-        return roles
+        names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+        return {name: text for name in names if (text := _role(self._config, name)) is not None}
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -83,6 +77,14 @@ class Tokenizer:
         from chairlift.chat_template import ChatTemplate
 
         return ChatTemplate.from_files(self._directory, self._config, self.special_tokens)
+
+    @property
+    def template_source(self) -> str | None:
+        """The chat template as it is written, None where the model has no default one."""
+        try:
+            return self.template.default
+        except InvalidRequest:
+            return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of `text`; control tokens written in it become control tokens, as completion APIs have it.
@@ -98,7 +100,7 @@ class Tokenizer:
         Control tokens written inside messages or `kwargs` stay plain text: nobody can end their turn and begin the
         system's. Raises InvalidRequest when there is no template, or the template refuses.
         """
-        pieces = self.template.render(messages, self._control_texts, add_generation_prompt=add_generation_prompt, **kwargs)
+        pieces = self.template.render(messages, self.control_texts, add_generation_prompt=add_generation_prompt, **kwargs)
         ids: list[int] = []
         for text, plain in pieces:
             ids += self._encode(self._plain_backend if plain else self._backend, text, "messages", False)
@@ -128,7 +130,8 @@ class Tokenizer:
         return piece
 
     @cached_property
-    def _control_texts(self) -> tuple[str, ...]:
+    def control_texts(self) -> tuple[str, ...]:
+        """The texts of the control tokens, longest first."""
         texts = (self._backend.id_to_token(token) for token in self.special_token_ids)
         return tuple(sorted((text for text in texts if text), key=lambda text: (-len(text), text)))
 
@@ -149,6 +152,12 @@ class Tokenizer:
             message = f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, which is no Unicode text"
             raise InvalidRequest(message, param=param) from None
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def tokenizer_file(directory: Path, source: str | Path | None = None) -> Path:
+    """Where the tokenizer.json is of the model in `directory`, if `source` does not name another directory or file for it."""
+    path = Path(source).expanduser() if source else directory
+    return path if path.suffix == ".json" else path / "tokenizer.json"
 
 
 class _Spelling:
@@ -184,6 +193,35 @@ def _byte_alphabet() -> dict[str, int]:
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def eos_token_ids(directory: Path, source: str | Path | None = None) -> frozenset[int]:
+    """Every token that ends an answer, by config.json, generation_config.json or tokenizer_config.json; for the arguments see `Tokenizer`.
+
+    The engine asks too, which knows tokens by number: the tokenizer is loaded only where its settings do not say which number a text has.
+    """
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        value = _read_json(directory / name).get("eos_token_id")
+        found.update(one for one in (value if isinstance(value, list) else [value]) if type(one) is int and one >= 0)
+    file = tokenizer_file(directory, source)
+    config = _read_json(file.parent / "tokenizer_config.json")
+    if (text := _role(config, "eos_token")) is None:
+        return frozenset(found)
+    known = {int(token) for token, added in config.get("added_tokens_decoder", {}).items() if added.get("content") == text}
+    if not known and file.is_file():
+        from tokenizers import Tokenizer as Backend
+
+        token = Backend.from_file(str(file)).token_to_id(text)
+        known = set() if token is None else {token}
+    return frozenset(found | known)
+
+
+def _role(config: Mapping[str, Any], name: str) -> str | None:
+    """The text of the token that has a role, by tokenizer_config.json."""
+    value = config.get(name)
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -44,9 +45,11 @@ def _token_ids(directory: Path) -> st.SearchStrategy[list[int]]:
     return st.lists(pieces, max_size=4).map(lambda found: [token for piece in found for token in piece])
 
 
-def _pushed(tokenizer: Tokenizer, ids: list[int], sizes: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], str | None]:
+def _pushed(
+    tokenizer: Tokenizer, ids: list[int], sizes: list[int], stop: tuple[str, ...] = (), **settings: Any
+) -> tuple[list[str], str | None]:
     """The texts of each push, with the ids cut into groups of `sizes` over and over."""
-    stream = TextStream(tokenizer, SamplingParams(stop=stop))
+    stream = TextStream(tokenizer, SamplingParams(max_tokens=None, stop=stop, **settings))
     texts, at, turn = [], 0, 0
     while at < len(ids):
         size = sizes[turn % len(sizes)]
@@ -56,13 +59,15 @@ def _pushed(tokenizer: Tokenizer, ids: list[int], sizes: list[int], stop: tuple[
     return texts, stream.stopped
 
 
-def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
-    """The text before the stop string that is completed first, the plain way."""
-    ends = [(text.index(one) + len(one), -len(one), one) for one in stop if one in text]
+def _cut(text: str, stop: tuple[str, ...], start: int = 0, *, shown: bool = False) -> tuple[str, str | None]:
+    """The text before (or, if it is `shown`, with) the stop string that is completed first after `start` characters, the plain way."""
+    ends = [
+        (end, -len(one), one) for one in stop for end in range(max(start + 1, len(one)), len(text) + 1) if text[end - len(one) : end] == one
+    ]
     if not ends:
         return text, None
     end, _, one = min(ends)
-    return text[: end - len(one)], one
+    return text[: end if shown else end - len(one)], one
 
 
 @given(data=st.data(), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
@@ -89,13 +94,21 @@ def test_text_ends_before_the_first_stop(model_dir: Path, data: st.DataObject, s
     assert all(text.startswith("".join(texts[:count])) for count in range(len(texts)))
 
 
-@given(text=st.text("ab", max_size=30), stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple))
+@given(
+    text=st.text("ab", max_size=30),
+    stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    soon=st.integers(0, 12),
+    shown=st.booleans(),
+)
 @settings(max_examples=300, deadline=None)
-def test_overlapping_stops_of_two_letters(model_dir: Path, text: str, stop: tuple[str, ...]) -> None:
+def test_overlapping_stops_of_two_letters(
+    model_dir: Path, text: str, stop: tuple[str, ...], sizes: list[int], soon: int, shown: bool
+) -> None:
     tokenizer = _tokenizer(model_dir)
     ids = [token for letter in text for token in tokenizer.encode(letter)]
-    texts, stopped = _pushed(tokenizer, ids, [1], stop)
-    assert ("".join(texts), stopped) == _cut(text, stop)
+    texts, stopped = _pushed(tokenizer, ids, sizes, stop, min_tokens=soon, include_stop_str_in_output=shown)
+    assert ("".join(texts), stopped) == _cut(text, stop, soon, shown=shown)
 
 
 def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer) -> None:
@@ -136,3 +149,17 @@ def test_nothing_comes_after_a_stop(tokenizer: Tokenizer) -> None:
 def test_control_tokens_are_no_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<|im_start|>hi<|im_end|>")
     assert "".join(_pushed(tokenizer, ids, [1])[0]) == "hi"
+    assert "".join(_pushed(tokenizer, ids, [1], skip_special_tokens=False)[0]) == "<|im_start|>hi<|im_end|>"
+
+
+def test_the_length_counts_what_is_held_back_and_what_was_cut_off(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, SamplingParams(stop=("bcd",)))
+    assert [(stream.push(tokenizer.encode(letter), False), stream.length) for letter in "abcd"] == [("a", 1), ("", 2), ("", 3), ("", 4)]
+    half = TextStream(tokenizer, SamplingParams())
+    ids = tokenizer.encode("👩")
+    assert len(ids) > 1
+    lengths = []
+    for token in ids:
+        half.push([token], False)
+        lengths.append(half.length)
+    assert lengths == [0] * (len(ids) - 1) + [1]

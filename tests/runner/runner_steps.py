@@ -24,16 +24,16 @@ class Driver:
     def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
         self.runner = runner
         self.free = list(np.random.default_rng(seed).permutation(np.arange(1, runner.num_kv_blocks)).tolist())
-        forward = runner.model.forward
+        logits = runner.model.logits
 
-        def kept(step, cache):
-            self.logits = forward(step, cache)
+        def kept(hidden, at):
+            self.logits = logits(hidden, at)
             return self.logits.clone()
 
-        runner.model.forward = kept  # type: ignore[method-assign]
+        runner.model.logits = kept  # type: ignore[method-assign]
 
-    def seat(self, row: int, tokens: list[int], params: SamplingParams = GREEDY, seed: int = 0) -> Riding:
-        self.runner.seat(row, params, np.array(tokens, dtype=np.int32), len(tokens), seed)
+    def seat(self, row: int, tokens: list[int], params: SamplingParams = GREEDY, seed: int = 0, **more: object) -> Riding:
+        self.runner.seat(row, params, np.array(tokens, dtype=np.int32), len(tokens), seed, **more)
         return Riding(row, list(tokens))
 
     def leave(self, riding: Riding) -> None:

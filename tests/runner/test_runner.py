@@ -6,6 +6,8 @@ from tiny_models import FAMILIES, write
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, UnsupportedModel
+from chairlift.outputs import TokenLogprobs
+from chairlift.runner.prompt_logprobs import PromptLogprobs
 from chairlift.runner.runner import ModelRunner
 from chairlift.sampling import SamplingParams
 
@@ -47,7 +49,12 @@ def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path):
     driver = Driver(runner_for(tmp_path))
 
     def ride(company: list[int]) -> list[torch.Tensor]:
-        others = [driver.seat(row + 1, prompt(length, 1)) for row, length in enumerate(company)]
+        # Every other of them has the log-probabilities of its prompt told, and those of its answer.
+        params = SamplingParams(temperature=0.0, logprobs=3)
+        others = [
+            driver.seat(row, ids, params, prompt=PromptLogprobs(row, np.array(ids, dtype=np.int32), 3) if row % 2 else None)
+            for row, ids in enumerate((prompt(length, 1) for length in company), 1)
+        ]
         one = driver.seat(0, prompt(21))
         for other in others[1:]:
             driver.step([(other, len(other.tokens))])
@@ -61,6 +68,44 @@ def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path):
     alone = ride([])
     for company in ([5], [9, 30], [30, 7, 40, 1, 12, 33, 2]):
         assert all(map(torch.equal, ride(company), alone))
+
+
+def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr("chairlift.runner.runner.PIECE", 3 * 199)  # three positions at a time
+    reference = write("llama", tmp_path)
+    driver = Driver(runner_for(tmp_path))
+    tokens, short = prompt(21), prompt(9)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    other = driver.seat(5, prompt(4))
+    # The first cut in all ways; a second takes it up where the first lost its row, having computed a part of it again.
+    for cuts in ([21], [1, 20], [20, 1], [5] * 4 + [1], [1] * 21, [8, "again", 16, 5]):
+        told = PromptLogprobs(77, np.array(tokens, dtype=np.int32), 2)
+        riding, lines = driver.seat(0, tokens, prompt=told), []
+        neighbour = driver.seat(1, short, prompt=PromptLogprobs(78, np.array(short, dtype=np.int32), 5))
+        beside: list[tuple] = [(neighbour, 9)]
+        for cut in cuts:
+            if cut == "again":
+                driver.leave(riding)
+                riding = driver.seat(3, tokens, prompt=told)
+                continue
+            driver.step([*beside, (riding, cut)])
+            found = dict(driver.runner.prompt_logprobs)
+            assert len(found) == len(driver.runner.prompt_logprobs)
+            assert (78 in found) == bool(beside)
+            lines += TokenLogprobs.read(found.get(77, b""), 2)
+            beside = []
+        assert told.complete
+        assert [line.token for line in lines] == tokens[1:]
+        for position, line in enumerate(lines):
+            row = expected[position]
+            assert line.logprob == pytest.approx(row[line.token].item(), abs=1e-4)
+            assert line.rank == 1 + int((row > row[line.token]).sum())
+            assert [token for token, _ in line.top] == row.topk(2).indices.tolist()
+        driver.step([(other, 1 if other.computed else 4), (riding, 1)])
+        assert driver.runner.prompt_logprobs == []
+        for one in (riding, neighbour):
+            driver.leave(one)
 
 
 def test_blocks_are_copied_before_the_step(tmp_path):

@@ -3,8 +3,9 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from chairlift.outputs import TokenLogprobs
 from chairlift.runner.philox import philox, uniforms
-from chairlift.runner.sampler import Sampler
+from chairlift.runner.sampler import FAILED, Sampler
 from chairlift.sampling import SamplingParams
 
 DRAWS = 4000
@@ -152,28 +153,177 @@ def test_sampled_tokens_join_the_output_until_the_row_is_seated_anew():
     assert not made.penalties
 
 
-def test_tokens_of_ranked_rows_have_their_log_probability_in_the_penalised_logits():
+def test_ranked_rows_have_the_log_probability_of_their_tokens_before_anything_was_changed():
     logits = torch.randn(4, 700, generator=torch.Generator().manual_seed(0)) * 3
     ranked = {"n": 1, "best_of": 2}
     made = sampler(
         SamplingParams(),
         SamplingParams(temperature=0.3, top_k=5, **ranked),
         SamplingParams(temperature=0.0, **ranked),
-        SamplingParams(presence_penalty=2.0, **ranked),
+        SamplingParams(presence_penalty=2.0, logit_bias={5: 50.0}, **ranked),
     )
-    repeated = int(logits[3].argmax())
-    made.penalties[3].add(repeated)
+    made.penalties[3].add(int(logits[3].argmax()))
     tokens = made.sample(logits.clone(), np.arange(4), np.arange(4))
-    logits[3, repeated] -= 2.0
     expected = logits.double().log_softmax(-1).gather(1, torch.from_numpy(tokens).long().unsqueeze(1)).squeeze(1)
+    assert tokens[3] == 5
     assert made.logprobs.dtype == np.float32
     assert made.logprobs[0] == 0
     assert np.abs(made.logprobs[1:] - expected[1:].numpy()).max() < 1e-5
+    assert not made.details
     made.sample(logits[:1].clone(), np.array([0]), np.array([9]))
     assert made.logprobs.size == 0
     made.seat(2, SamplingParams(), empty(), 0, 0)
     made.sample(logits[2:3].clone(), np.array([2]), np.array([9]))
     assert made.logprobs.size == 0
+
+
+def test_rows_that_ask_get_as_many_of_the_likeliest_as_they_asked_for():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3
+    raw = logits.log_softmax(-1)
+    made = sampler(SamplingParams(temperature=5.0, logprobs=4, allowed_token_ids=(40, 41)), SamplingParams(), SamplingParams(logprobs=0))
+    tokens = made.sample(logits.clone(), np.arange(3), np.arange(3)).tolist()
+    assert sorted(made.details) == [0, 2]
+    (found,) = TokenLogprobs.read(made.details[0], 4)
+    values, likeliest = raw[0].topk(4)
+    assert found.token == tokens[0] in (40, 41)
+    assert found.rank == 1 + int((raw[0] > raw[0, tokens[0]]).sum())
+    assert [token for token, _ in found.top] == likeliest.tolist()
+    assert [logprob for _, logprob in found.top] == pytest.approx(values.tolist(), abs=1e-5)
+    assert found.logprob == pytest.approx(raw[0, tokens[0]].item(), abs=1e-5)
+    (other,) = TokenLogprobs.read(made.details[2], 0)
+    assert (other.token, other.top) == (tokens[2], ())
+
+
+class Alternating:
+    """A matcher that wants tokens of the right remainder: even, odd, even, and then nothing."""
+
+    def __init__(self, length: int = 3) -> None:
+        self.taken: list[int] = []
+        self.length = length
+
+    def mask(self, bitmask: torch.Tensor, index: int) -> None:
+        if len(self.taken) < self.length:
+            bitmask[index] = -0x5555_5556 if len(self.taken) % 2 else 0x5555_5555  # the first is 0xAAAAAAAA, as an int32
+
+    def accept(self, token: int) -> None:
+        if token % 2 != len(self.taken) % 2:
+            raise ValueError("out of turn")
+        self.taken.append(token)
+
+
+class Maskless(Alternating):
+    def mask(self, bitmask: torch.Tensor, index: int) -> None:
+        super().mask(bitmask, index)
+        raise RuntimeError("no mask")
+
+
+class Deaf(Alternating):
+    def accept(self, token: int) -> None:
+        raise RuntimeError("no token")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+@pytest.mark.parametrize("vocabulary", [50, 64, 4999])
+def test_matchers_bound_what_is_drawn_and_hear_of_it(temperature, vocabulary):
+    made = Sampler(4, torch.device("cpu"))
+    one, seated_again = Alternating(), Alternating()
+    for row, matcher, tokens in ((0, None, []), (1, one, []), (2, seated_again, [9, 4])):
+        made.seat(row, SamplingParams(temperature=temperature), np.array(tokens, dtype=np.int32), min(1, len(tokens)), row, matcher=matcher)
+    assert seated_again.taken == [4]
+    generator, drawn = torch.Generator().manual_seed(0), []
+    for step in range(4):
+        logits = torch.randn(3, vocabulary, generator=generator)
+        drawn.append(made.sample(logits, np.array([2, 0, 1]), np.full(3, step)).tolist())
+    assert [pair[2] % 2 for pair in drawn[:3]] == [0, 1, 0]
+    assert [pair[0] % 2 for pair in drawn[:2]] == [1, 0]
+    assert drawn[2][0] == drawn[3][0] == drawn[3][2] == FAILED
+    assert all(pair[1] != FAILED for pair in drawn)
+    assert one.taken == [pair[2] for pair in drawn[:3]]
+    made.seat(1, SamplingParams(temperature=0.0), empty(), 0, 0)
+    assert made.sample(torch.ones(1, vocabulary), np.array([1]), np.array([0])).tolist() == [0]
+
+
+def test_a_matcher_that_raises_ends_its_own_row_only():
+    made = Sampler(4, torch.device("cpu"))
+    for row, matcher in enumerate((Maskless(), None, Deaf(), Alternating())):
+        made.seat(row, SamplingParams(), empty(), 0, row, matcher=matcher)
+    logits = torch.randn(4, 70, generator=torch.Generator().manual_seed(0))
+    alone = sampler(SamplingParams(), seeds=(1,)).sample(logits[1:2].clone(), np.array([0]), np.array([7]))
+    found = made.sample(logits, np.arange(4), np.full(4, 7))
+    assert (found[0], found[1], found[2]) == (FAILED, alone[0], FAILED)
+    assert found[3] % 2 == 0
+    with pytest.raises(RuntimeError, match="no token"):
+        made.seat(0, SamplingParams(), np.array([1, 2], dtype=np.int32), 1, 0, matcher=Deaf())
+
+
+def greedy(made: Sampler, logits: torch.Tensor, row: int = 0) -> int:
+    return made.sample(logits.unsqueeze(0).clone(), np.array([row]), np.array([0])).item()
+
+
+def biased(tokens: list[int] = (), prompt_len: int = 0, ends: tuple[int, ...] = (), **settings) -> Sampler:
+    made = sampler(SamplingParams())
+    made.seat(0, SamplingParams(temperature=0.0, **settings), np.array(tokens, dtype=np.int32), prompt_len, 0, ends=ends)
+    return made
+
+
+FALLING = torch.arange(9.0, -1.0, -1.0)
+
+
+def test_a_bias_is_added_and_only_what_is_allowed_is_drawn():
+    assert greedy(biased(logit_bias={3: 7.5, 0: -3.0}), FALLING) == 3
+    assert greedy(biased(logit_bias={3: 2.5}), FALLING) == 0
+    assert greedy(biased(allowed_token_ids=(7, 4, 4)), FALLING) == 4
+    assert greedy(biased(allowed_token_ids=(7, 4), logit_bias={7: 4.0, 0: 99.0}), FALLING) == 7
+    assert greedy(biased(allowed_token_ids=(4,), bad_words=((4,),)), FALLING) == FAILED
+
+
+def test_bad_words_are_never_completed():
+    words = ((0,), (1, 2), (5, 6, 1, 1))
+    assert greedy(biased(bad_words=words), FALLING) == 1
+    made = biased([2, 1], 1, bad_words=words)
+    assert [greedy(made, FALLING + (torch.arange(10) == 2) * 20) for _ in range(2)] == [1, 1]
+    # What the prompt ends with does not count, what was said before a new seat does.
+    likely = FALLING + (torch.arange(10) == 2) * 20
+    assert greedy(biased([1], 1, bad_words=words), likely) == 2
+    assert greedy(biased([9, 1], 1, bad_words=words), likely) == 1
+    assert greedy(biased([9, 5, 6, 1], 1, bad_words=words), FALLING) == 3
+    assert greedy(biased([9, 6, 6, 1], 1, bad_words=words), FALLING) == 1
+
+
+def test_the_end_waits_for_min_tokens():
+    made = biased([7, 7, 7], 2, ends=(0, 1), min_tokens=3)
+    assert [greedy(made, FALLING) for _ in range(3)] == [2, 2, 0]
+    made = biased([7, 7, 7], 2, ends=(0, 1), min_tokens=1)
+    assert greedy(made, FALLING) == 0
+
+
+FEATURES = {
+    "bias": {"logit_bias": {3: 5.0, 7: -100.0}},
+    "allowed": {"allowed_token_ids": (3, 4)},
+    "nothing allowed": {"allowed_token_ids": (3,), "bad_words": ((3,),)},
+    "bad words": {"bad_words": ((1,), (2, 3))},
+    "min tokens": {"min_tokens": 4},
+    "logprobs": {"logprobs": 20},
+    "grammar": {},
+    "penalties": {"presence_penalty": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_neighbour_changes_nothing(name):
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * 2
+    plain = [SamplingParams(temperature=temperature) for temperature in (0.0, 1.0, 0.0, 1.0)]
+    rows, positions = np.arange(4), np.arange(4)
+    expected = sampler(*plain).sample(logits.clone(), rows, positions)
+    for neighbour in (2, 3):
+        made, own = sampler(*plain), logits.clone()
+        params = SamplingParams(temperature=float(neighbour == 3), **FEATURES[name])
+        made.seat(neighbour, params, empty(), 0, neighbour, ends=(0, 5), matcher=Alternating() if name == "grammar" else None)
+        found = made.sample(own, rows, positions)
+        others = rows[rows != neighbour]
+        assert (found[others] == expected[others]).all()
+        assert torch.equal(own[torch.from_numpy(others)], logits[torch.from_numpy(others)])
+        assert (found[neighbour] == FAILED) == (name == "nothing allowed")
 
 
 def test_philox_gives_the_published_words():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL, EngineConfig
-from chairlift.engine.request import Request, deliver, joined, validate
+from chairlift.engine.request import Request, deliver, joined, spelled, validate
 from chairlift.errors import EngineDead, InvalidRequest
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
@@ -102,7 +102,7 @@ class LLM:
         if not isinstance(prompt, Sequence):
             raise InvalidRequest(f"a prompt is text or a list of token ids, got {prompt!r:.50}", param="prompt")
         prompt_token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        params = validate(prompt_token_ids, params, self.facts)
+        params = validate(prompt_token_ids, spelled(params, self.tokenizer), self.facts)
         return Request(self.tokenizer, next(self._tags), prompt_token_ids, params)
 
     def _run(self, requests: list[Request], scheduling: list[Scheduling], progress: bool | None) -> list[RequestOutput]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from chairlift.engine.text import TextStream
 from chairlift.errors import InvalidRequest
-from chairlift.outputs import Ledger, RequestOutput, Timing
+from chairlift.outputs import Ledger, RequestOutput, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,6 +41,14 @@ class Report(Protocol):
         """f32, one a token, or none."""
 
     @property
+    def details(self) -> Mapping[int, bytes]:
+        """By tag, log-probabilities of the token."""
+
+    @property
+    def prompts(self) -> Sequence[Sequence[Any]]:
+        """Pairs of a tag and log-probabilities of the next tokens of a prompt."""
+
+    @property
     def started(self) -> Sequence[Sequence[int]]:
         """One a sequence that was admitted."""
 
@@ -55,18 +63,30 @@ class Choice:
     Tokens pile up in it until they are taken, at most `max_tokens` of them: a slow reader gets fewer, longer increments.
     """
 
-    def __init__(self, tokenizer: Tokenizer, index: int, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        index: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        prompt_logprobs: list[TokenLogprobs | None] | None = None,
+    ) -> None:
+        """`prompt_logprobs` will be there for every token of the prompt when the first of the answer comes."""
         self.index = index
         self.num_tokens = 0
         """How many were taken, up to the stop string if there was one."""
         self.over = False
         """Whether its last increment was taken."""
         self._prompt_token_ids = prompt_token_ids
-        self._one_by_one = bool(params.stop)
+        self._prompt_logprobs = prompt_logprobs
+        self._num_logprobs = params.logprobs
+        self._shows_stop = params.include_stop_str_in_output
+        self._one_by_one = bool(params.stop) or params.logprobs is not None
         self._text = TextStream(tokenizer, params)
         self._eos = frozenset() if params.ignore_eos else tokenizer.eos_token_ids
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._details: list[bytes] = []
         self._logprob = 0.0
         self._finish = 0
         self._created = time.monotonic()
@@ -80,11 +100,13 @@ class Choice:
         """Of the tokens taken; 0 where the engine was not asked for it."""
         return self._logprob / max(self.num_tokens, 1)
 
-    def feed(self, token: int, logprob: float, finish: int) -> None:
-        """Takes one token from the engine, and how it ended the sequence (0: not)."""
+    def feed(self, token: int, logprob: float, finish: int, detail: bytes | None = None) -> None:
+        """Takes one token from the engine, how it ended the sequence (0: not), and its line of log-probabilities if there is one."""
         if finish != ERROR:  # its token means nothing
             self._tokens.append(token)
             self._logprobs.append(logprob)
+            if detail is not None:
+                self._details.append(detail)
         if self._first is None:
             self._first = time.monotonic()
         self._finish = finish
@@ -108,35 +130,41 @@ class Choice:
         """
         tokens, self._tokens = self._tokens, []
         logprobs, self._logprobs = self._logprobs, []
+        details, self._details = self._details, []
         reason = FINISH_REASONS[self._finish]
         if self.over or (not tokens and reason is None):
             return None
-        # A stop token is the caller's to see among the ids, but it is not text.
-        shown = tokens[:-1] if self._finish == STOP else tokens
-        text, used = self._show(shown, final=reason is not None)
+        # A stop token is the caller's to see among the ids, but it is not text unless that was asked for.
+        shown = tokens[:-1] if self._finish == STOP and not self._shows_stop else tokens
+        text, offsets = self._show(shown, final=reason is not None)
         stop_reason: str | int | None = None
         if self._text.stopped is not None:
-            tokens, reason, stop_reason = tokens[:used], "stop", self._text.stopped
+            tokens, reason, stop_reason = tokens[: len(offsets)], "stop", self._text.stopped
         elif self._finish == STOP and tokens[-1] not in self._eos:
             stop_reason = tokens[-1]
         self.num_tokens += len(tokens)
         self._logprob += sum(logprobs[: len(tokens)])
         output = RequestOutput(text, tokens, self._prompt_token_ids, reason, stop_reason, index=self.index)
+        if self._num_logprobs is not None:
+            output.logprobs = TokenLogprobs.read(b"".join(details[: len(tokens)]), self._num_logprobs)
+            output.text_offsets = offsets + [self._text.length] * (len(tokens) - len(offsets))
+        if self._prompt_logprobs is not None and len(self._prompt_logprobs) == len(self._prompt_token_ids):
+            output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         if reason is not None:
             self._close(output)
         return output
 
-    def _show(self, tokens: list[int], *, final: bool) -> tuple[str, int]:
-        """Their text, and how many of them it took up to a stop string."""
+    def _show(self, tokens: list[int], *, final: bool) -> tuple[str, list[int]]:
+        """Their text, and where in the answer each begins, up to a stop string; of many taken at once only the first one's place."""
         # One by one where a stop string may end it: the ids must not depend on how many were taken at once.
         pieces = [[token] for token in tokens] if self._one_by_one else [tokens]
-        text, used = "", 0
+        text, offsets = "", []
         for piece in pieces:
+            offsets.append(self._text.length)
             text += self._text.push(piece, False)
-            used += len(piece)
             if self._text.stopped is not None:
-                return text, used
-        return (text + self._text.push([], True) if final else text), used
+                return text, offsets
+        return (text + self._text.push([], True) if final else text), offsets
 
     def _close(self, output: RequestOutput) -> None:
         self.over = True
@@ -160,13 +188,20 @@ class Request:
         self.tags = range(tag, tag + params.num_sequences)
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.choices = [Choice(tokenizer, index, prompt_token_ids, params) for index in range(params.num_sequences)]
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        """Those of the prompt's tokens as far as they have come, for all answers."""
+        shared = prompt_token_ids, params, self.prompt_logprobs
+        self.choices = [Choice(tokenizer, index, *shared) for index in range(params.num_sequences)]
+        self.on_start: Callable[[], None] | None = None
+        """Called once, when the engine begins the first answer."""
+        self.some_over = False
+        """Whether the last increment of any answer was taken."""
         self._whole: dict[int, RequestOutput] = {}
 
     @property
     def over(self) -> bool:
         """Whether the last increment of every answer was taken."""
-        return all(choice.over for choice in self.choices)
+        return self.some_over and all(choice.over for choice in self.choices)
 
     @property
     def num_tokens(self) -> int:
@@ -184,6 +219,9 @@ class Request:
     def take(self) -> list[RequestOutput]:
         """Everything since the last call, one increment an answer; whole answers at the end where only the best are kept."""
         parts = [part for choice in self.choices if (part := choice.take()) is not None]
+        for part in parts:
+            if part.finish_reason is not None:
+                self.some_over = True
         if not self.params.ranked:
             return parts
         for part in parts:
@@ -204,7 +242,14 @@ def joined(whole: RequestOutput | None, part: RequestOutput) -> RequestOutput:
     """An answer so far, with its next increment."""
     if whole is None:
         return part
-    return replace(part, text=whole.text + part.text, token_ids=whole.token_ids + part.token_ids)
+    return replace(
+        part,
+        text=whole.text + part.text,
+        token_ids=whole.token_ids + part.token_ids,
+        logprobs=None if part.logprobs is None else [*(whole.logprobs or ()), *part.logprobs],
+        text_offsets=None if part.text_offsets is None else [*(whole.text_offsets or ()), *part.text_offsets],
+        prompt_logprobs=part.prompt_logprobs if whole.prompt_logprobs is None else whole.prompt_logprobs,
+    )
 
 
 R = TypeVar("R", bound=Request)
@@ -219,18 +264,26 @@ def deliver(report: Report, requests: dict[int, R]) -> list[R]:
     for tag, cached_tokens, queued in report.started:
         if (request := requests.get(tag)) is not None:
             request.choice(tag).start(cached_tokens, queued)
+            if (told := request.on_start) is not None:
+                request.on_start = None
+                told()
     for ledger in report.ended:
         tag = ledger["tag"]
         if (request := requests.get(tag)) is not None and request.choice(tag).settle(ledger):
             touched[request.tags.start] = request
             del requests[tag]
+    for tag, lines in report.prompts:
+        request = requests.get(tag)
+        if request is not None and request.prompt_logprobs is not None and request.params.prompt_logprobs is not None:
+            request.prompt_logprobs += TokenLogprobs.read(lines, request.params.prompt_logprobs)
+    details = report.details
     count = len(report.finishes)
     tags, tokens = struct.unpack(f"<{count}Q", report.tags), struct.unpack(f"<{count}i", report.tokens)
     logprobs = struct.unpack(f"<{count}f", report.logprobs) if report.logprobs else (0.0,) * count
     for tag, token, logprob, finish in zip(tags, tokens, logprobs, report.finishes, strict=True):
         if (request := requests.get(tag)) is None:
             continue
-        request.choice(tag).feed(token, logprob, finish)
+        request.choice(tag).feed(token, logprob, finish, details.get(tag))
         touched[request.tags.start] = request
         if finish:
             del requests[tag]
@@ -238,7 +291,7 @@ def deliver(report: Report, requests: dict[int, R]) -> list[R]:
 
 
 def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, Any]) -> SamplingParams:
-    """The parameters with `max_tokens` filled in; raises InvalidRequest for what the model can't take.
+    """The parameters with `max_tokens` filled in; raises InvalidRequest for what the model can't take. For `bad_words` see `spelled`.
 
     `facts` are the engine's: `max_model_len` and `vocab_size` are used.
     """
@@ -260,4 +313,23 @@ def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, 
             raise InvalidRequest(
                 f"The prompt holds {token!r:.50}, which is no token id: they are integers from 0 to {vocabulary - 1}.", param="prompt"
             )
+    words = [token for word in params.bad_words if not isinstance(word, str) for token in word]
+    for name, tokens in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids), ("bad_words", words)):
+        if tokens and (largest := max(tokens)) >= vocabulary:
+            raise InvalidRequest(f"{name} has token {largest}, and this model's are integers from 0 to {vocabulary - 1}", param=name)
     return replace(params, max_tokens=wanted)
+
+
+def spelled(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """The parameters with the texts of `bad_words` as the token ids that spell them, at the beginning and after a space."""
+    if not any(isinstance(word, str) for word in params.bad_words):
+        return params
+    words: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        if isinstance(word, str):
+            bare = word.lstrip(" ")
+            found = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, " " + bare)]
+        else:
+            found = [word]
+        words.update(dict.fromkeys(filter(None, found)))
+    return replace(params, bad_words=tuple(words))

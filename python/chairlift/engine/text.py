@@ -16,41 +16,54 @@ class TextStream:
     """Turns the tokens of one answer into text, a few at a time.
 
     The texts of all pushes together are what `Tokenizer.decode` gives for all tokens, up to the stop string that was
-    completed first (of several completed by the same character, the longest), however the tokens were grouped. The
-    cost of a token does not depend on how many there were.
+    completed first (of several completed by the same character, the longest), or with it, however the tokens were grouped.
+    What the first `min_tokens` complete does not count. The cost of a token does not depend on how many there were.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._hidden = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
         self._stops = [_Stop(text) for text in params.stop]
+        self._shows_stop = params.include_stop_str_in_output
+        self._too_soon = params.min_tokens if params.stop else 0
         self._held = ""
         self._at_start = tokenizer.strips_first_space
         self.stopped: str | None = None
         """The stop string that ended the text, once it did; what is pushed later is ignored."""
+        self.length = 0
+        """Characters so far: those held back count, and those that a stop string cut off."""
 
     def push(self, token_ids: Sequence[int], final: bool) -> str:
         """The new text that is safe to show after these tokens; `final` gives out what was held back."""
         if self.stopped is not None:
             return ""
-        special = self._tokenizer.special_token_ids
-        data = b"".join([self._tokenizer.piece(token) for token in token_ids if token not in special])
-        text = self._decoder.decode(data, final)
+        if not self._stops:
+            return self._decode(token_ids, final)
+        shown = ""
+        if soon := token_ids[: self._too_soon]:
+            self._too_soon -= len(soon)
+            shown = self._before_stop(self._decode(soon, False), False, counts=False)
+        return shown + self._before_stop(self._decode(token_ids[len(soon) :], final), final)
+
+    def _decode(self, token_ids: Sequence[int], final: bool) -> str:
+        text = self._decoder.decode(b"".join([self._tokenizer.piece(token) for token in token_ids if token not in self._hidden]), final)
         if self._at_start and text:
             self._at_start = False
             text = text.removeprefix(" ")
-        return self._before_stop(text, final) if self._stops else text
+        self.length += len(text)
+        return text
 
-    def _before_stop(self, text: str, final: bool) -> str:
-        """Takes new text; gives what can't belong to a stop string any more."""
+    def _before_stop(self, text: str, final: bool, *, counts: bool = True) -> str:
+        """Takes new text; gives what can't belong to a stop string any more, which ends here if that `counts`."""
         start = len(self._held)
         self._held += text
         for end, character in enumerate(text, start + 1):
             complete = [stop for stop in self._stops if stop.takes(character)]
-            if complete:
+            if complete and counts:
                 longest = max(complete, key=lambda stop: len(stop.text))
                 self.stopped = longest.text
-                shown, self._held = self._held[: end - len(longest.text)], ""
+                shown, self._held = self._held[: end if self._shows_stop else end - len(longest.text)], ""
                 return shown
         kept = 0 if final else max(stop.matched for stop in self._stops)
         at = len(self._held) - kept
@@ -74,7 +87,10 @@ class _Stop:
     def takes(self, character: str) -> bool:
         """Whether `character` completes the stop string."""
         self.matched = self._next(self.matched, character)
-        return self.matched == len(self.text)
+        if self.matched < len(self.text):
+            return False
+        self.matched = self._shorter[self.matched]
+        return True
 
     def _next(self, length: int, character: str) -> int:
         while length and self.text[length] != character:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a model of the Llama family, and the token ids that end its answers.
+    """The shape of a model of the Llama family.
 
     `windows` has one entry per layer: how many tokens back, itself included, a token sees; None is all of them.
     `dtype` is the checkpoint's own, as a word (float32, bfloat16, float16), or None when it does not say.
@@ -68,12 +68,11 @@ class ModelConfig:
     qk_norm: bool
     windows: tuple[int | None, ...]
     max_position_embeddings: int
-    eos_token_ids: frozenset[int]
     dtype: str | None
 
     @classmethod
     def load(cls, directory: Path) -> ModelConfig:
-        """Reads config.json (and generation_config.json, for more end-of-text ids) of a checkpoint's directory.
+        """Reads config.json of a checkpoint's directory.
 
         Raises ModelNotFound when there is no readable config.json, UnsupportedModel when chairlift cannot run what it describes.
         """
@@ -86,15 +85,7 @@ class ModelConfig:
             raise UnsupportedModel(f"{path} is not valid JSON: {error}") from None
         if not isinstance(raw, dict):
             raise UnsupportedModel(f"{path} must hold a JSON object")
-        config = cls.parse(raw)
-        generation = directory / "generation_config.json"
-        if not generation.exists():
-            return config
-        try:
-            extra = json.loads(generation.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UnsupportedModel(f"{generation} is not valid JSON: {error}") from None
-        return config.with_eos(extra.get("eos_token_id") if isinstance(extra, dict) else None)
+        return cls.parse(raw)
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ModelConfig:
@@ -134,13 +125,8 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             windows=_windows(raw, architecture, layers),
             max_position_embeddings=_size(raw, "max_position_embeddings", family.max_positions),
-            eos_token_ids=_ids(raw.get("eos_token_id")),
             dtype=_dtype(raw),
         )
-
-    def with_eos(self, ids: Any) -> ModelConfig:
-        """The same model with more end-of-text ids: an integer, a list of them, or None."""
-        return replace(self, eos_token_ids=self.eos_token_ids | _ids(ids))
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -202,11 +188,6 @@ def _windows(raw: dict[str, Any], architecture: str, layers: int) -> tuple[int |
     if unknown or len(types) != layers:
         raise UnsupportedModel(f"layer_types must name full_attention or sliding_attention for each of {layers} layers, got {types!r:.200}")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def _ids(value: Any) -> frozenset[int]:
-    values = value if isinstance(value, list) else [value]
-    return frozenset(item for item in values if type(item) is int and item >= 0)
 
 
 def _dtype(raw: dict[str, Any]) -> str | None:

@@ -25,15 +25,14 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: T tokens of some sequences, padded to `padded_rows(T)`, of which N are sampled.
+    """One forward pass: T tokens of some sequences, padded to `padded_rows(T)`.
 
-    input_ids and positions are integer tensors [padded T]; sample_at [N] indexes the token axis.
+    input_ids and positions are integer tensors [padded T].
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionPlan
-    sample_at: torch.Tensor
 
 
 class Llama:
@@ -50,17 +49,21 @@ class Llama:
         self.frequencies = inverse_frequencies(config.head_dim, **asdict(config.rope)).to(self.embedding.device)
 
     def forward(self, step: Step, cache: torch.Tensor) -> torch.Tensor:
-        """Runs a step over the cache [layers, blocks, 2, kv_heads, block_size, head_dim]; returns logits [N, vocabulary]."""
+        """Runs a step over the cache [layers, blocks, 2, kv_heads, block_size, head_dim]; returns hidden states [padded T, hidden]."""
         hidden = functional.embedding(step.input_ids, self.embedding)
         cosines, sines = rotations(step.positions, self.frequencies, hidden.dtype)
         for layer, layer_cache in zip(self.layers, cache.unbind(0), strict=True):
             hidden = layer.forward(hidden, cosines, sines, layer_cache, step.attention)
-        # Rows past the sampled ones repeat the first: they only keep the number of rows a multiple (see Linear).
-        samples = step.sample_at.shape[0]
-        sampled = hidden.new_empty(padded_rows(samples), hidden.shape[1])
-        torch.index_select(hidden, 0, step.sample_at, out=sampled[:samples])
-        sampled[samples:] = hidden[0]
-        return self.head(rms_norm(sampled, self.norm, self.config.rms_norm_eps))[:samples]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """What a step's hidden states say of the tokens after those at places `at` [N]; returns [N, vocabulary]."""
+        # Rows past those asked for repeat the first: they only keep the number of rows a multiple (see Linear).
+        rows = at.shape[0]
+        wanted = hidden.new_empty(padded_rows(rows), hidden.shape[1])
+        torch.index_select(hidden, 0, at, out=wanted[:rows])
+        wanted[rows:] = hidden[0]
+        return self.head(rms_norm(wanted, self.norm, self.config.rms_norm_eps))[:rows]
 
 
 class _Layer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,10 @@ from chairlift.models.config import ModelConfig
 from chairlift.models.llama import Llama, Step
 from chairlift.runner.buffers import StepBuffers
 from chairlift.runner.cache import KvCache, fit_cache, fit_host
+from chairlift.runner.logprobs import PIECE, packed, score
 from chairlift.runner.machine import available_memory, usable_cores
+from chairlift.runner.matcher import Matcher
+from chairlift.runner.prompt_logprobs import PromptLogprobs
 from chairlift.runner.sampler import Sampler
 from chairlift.runner.weights import DummyWeights, SafetensorWeights
 from chairlift.sampling import SamplingParams
@@ -61,14 +64,34 @@ class ModelRunner:
             blocks = -(-self.max_model_len // self.block_size)
             self.buffers = StepBuffers(config.max_num_batched_tokens, config.max_num_seqs, blocks)
             self.sampler = Sampler(config.max_num_seqs, self.device)
+        self._prompts: dict[int, PromptLogprobs] = {}
+        self.prompt_logprobs: list[tuple[int, bytes]] = []
+        """What the last `run` told of prompts: tags, and lines of `logprobs.score`; for one tag in the order of its tokens."""
         self.windows = frozenset(self.model_config.windows)
         phase("kv cache")
         self._warm_up()
         phase("warm-up")
 
-    def seat(self, row: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
-        """A sequence takes a row: its way of sampling, its tokens so far (prompt, then generated; for penalties), and its seed."""
-        self.sampler.seat(row, params, tokens, prompt_len, seed)
+    def seat(
+        self,
+        row: int,
+        params: SamplingParams,
+        tokens: np.ndarray,
+        prompt_len: int,
+        seed: int,
+        *,
+        ends: Sequence[int] = (),
+        matcher: Matcher | None = None,
+        prompt: PromptLogprobs | None = None,
+    ) -> None:
+        """A sequence takes a row: its way of sampling, its tokens so far (prompt, then generated), and its seed.
+
+        For `ends` and `matcher` see `Sampler.seat`; with `prompt` the log-probabilities of its prompt are told as it is computed.
+        """
+        self._prompts.pop(row, None)
+        if prompt is not None and not prompt.complete:
+            self._prompts[row] = prompt
+        self.sampler.seat(row, params, tokens, prompt_len, seed, ends=ends, matcher=matcher)
 
     @torch.inference_mode()
     def swap(self, outs: Iterable[tuple[int, int]], ins: Iterable[tuple[int, int]]) -> None:
@@ -79,6 +102,11 @@ class ModelRunner:
     def logprobs(self) -> np.ndarray:
         """Log-probabilities of the tokens of the last `run`, 0 where they were not asked for; empty if nobody asked."""
         return self.sampler.logprobs
+
+    @property
+    def details(self) -> dict[int, bytes]:
+        """What the sampler has to say of those tokens beyond that: see `Sampler.details`."""
+        return self.sampler.details
 
     @torch.inference_mode()
     def run(self, num_tokens: int, num_seqs: int, num_samples: int, num_copies: int) -> np.ndarray:
@@ -101,8 +129,36 @@ class ModelRunner:
         padded[1, :num_tokens] = buffers.positions[:num_tokens]
         input_ids, positions = torch.from_numpy(padded).to(device)
         sample_at = buffers.sample_at[:num_samples]
-        logits = self.model.forward(Step(input_ids, positions, attention, torch.from_numpy(sample_at).to(device)), self.cache.tensor)
+        hidden = self.model.forward(Step(input_ids, positions, attention), self.cache.tensor)
+        self.prompt_logprobs = self._score_prompts(hidden, num_seqs) if self._prompts else []
+        logits = self.model.logits(hidden, torch.from_numpy(sample_at).to(device))
         return self.sampler.sample(logits.float(), buffers.sample_rows[:num_samples], buffers.positions[sample_at] + 1)
+
+    def _score_prompts(self, hidden: torch.Tensor, num_seqs: int) -> list[tuple[int, bytes]]:
+        """The lines of `score` for what this step computes of prompts whose log-probabilities were asked for."""
+        starts, rows = self.buffers.query_starts[: num_seqs + 1].tolist(), self.buffers.rows[:num_seqs].tolist()
+        chunks = [(int(self.buffers.positions[starts[i]]), i, self._prompts[row]) for i, row in enumerate(rows) if row in self._prompts]
+        told, at, tokens = [], [], []
+        # Two sequences of one request may compute neighbouring pieces of its prompt.
+        for first, i, prompt in sorted(chunks, key=lambda chunk: chunk[0]):
+            positions = prompt.take(first, first + starts[i + 1] - starts[i])
+            told.append((prompt, len(positions)))
+            at += [starts[i] + position - first for position in positions]
+            tokens.append(prompt.tokens[positions.start + 1 : positions.stop + 1])
+        if not at:
+            return []
+        count, size = max(prompt.count for prompt, _ in told), max(1, PIECE // self.model_config.vocab_size)
+        places = torch.split(torch.tensor(at, device=self.device), size)
+        targets = torch.split(torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.device), size)
+        pieces = zip(places, targets, strict=True)
+        lines = np.concatenate([score(self.model.logits(hidden, place).float(), target, count) for place, target in pieces])
+        ends = np.cumsum([length for _, length in told])
+        self._prompts = {row: prompt for row, prompt in self._prompts.items() if not prompt.complete}
+        return [
+            (prompt.tag, packed(lines[end - length : end], prompt.count))
+            for (prompt, length), end in zip(told, ends.tolist(), strict=True)
+            if length
+        ]
 
     def _load(self, config: EngineConfig, directory: Path) -> Llama:
         if config.load_format == "dummy":

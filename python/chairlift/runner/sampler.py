@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
 import numpy as np
 import torch
 
+from chairlift.runner import bias, logprobs
+from chairlift.runner.bias import Bias
+from chairlift.runner.matcher import Matcher, accept, mask
 from chairlift.runner.penalties import Penalties
 from chairlift.runner.philox import uniforms
 from chairlift.sampling import SamplingParams
@@ -18,7 +24,8 @@ need the second round, and 3 in 100 the third.
 LOWEST_TEMPERATURE = 1e-5
 """Below this all weight is on the likeliest token anyway, and fp32 divisions overflow."""
 FAILED = -1
-"""The answer for a row whose logits are not finite."""
+"""The answer for a row whose logits are not finite, or that may draw nothing."""
+NOT_ASKED = -1
 
 
 class Sampler:
@@ -35,29 +42,63 @@ class Sampler:
         self.top_p = np.ones(max_seqs)
         self.min_p = np.zeros(max_seqs)
         self.seed = np.zeros(max_seqs, dtype=np.uint64)
+        self.biases: dict[int, Bias] = {}
         self.penalties: dict[int, Penalties] = {}
-        self.scored = np.zeros(max_seqs, dtype=bool)
+        self.matchers: dict[int, Matcher] = {}
+        self.scored = np.full(max_seqs, NOT_ASKED)
+        self.detailed = np.full(max_seqs, NOT_ASKED)
         self.logprobs = np.zeros(0, dtype=np.float32)
-        """Log-probabilities of the tokens that `sample` picked last, 0 for rows that are not ranked by them; empty if none is."""
+        """Log-probabilities of the tokens that `sample` picked last, 0 where they were not asked for; empty if nobody asked."""
+        self.details: dict[int, bytes] = {}
+        """By place in the last sample, a line of `logprobs.score` with as many likeliest tokens as the row asked for."""
 
-    def seat(self, row: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
-        """Gives `row` to a sequence: its settings, and its tokens so far (prompt, then generated)."""
+    def seat(
+        self,
+        row: int,
+        params: SamplingParams,
+        tokens: np.ndarray,
+        prompt_len: int,
+        seed: int,
+        *,
+        ends: Sequence[int] = (),
+        matcher: Matcher | None = None,
+    ) -> None:
+        """Gives `row` to a sequence: its settings, and its tokens so far (prompt, then generated).
+
+        `ends` are the token ids at which it stops, for `min_tokens`. A fresh `matcher` accepts here what was generated; whatever it
+        raises, this raises.
+        """
         self.temperature[row] = params.temperature and max(params.temperature, LOWEST_TEMPERATURE)
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = seed % 2**64
-        self.scored[row] = params.ranked
+        self.detailed[row] = NOT_ASKED if params.logprobs is None else params.logprobs
+        self.scored[row] = max(self.detailed[row], 0 if params.ranked else NOT_ASKED)
+        self.biases.pop(row, None)
         self.penalties.pop(row, None)
+        self.matchers.pop(row, None)
+        if Bias.wanted(params):
+            self.biases[row] = Bias(params, tokens[prompt_len:].tolist(), ends)
         if params.penalised:
             self.penalties[row] = Penalties(params, tokens, prompt_len, self.device)
+        if matcher is not None:
+            for token in tokens[prompt_len:].tolist():
+                matcher.accept(token)
+            self.matchers[row] = matcher
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Picks a token for each row of logits [N, vocabulary], which it may overwrite; int32 [N], FAILED where they are not finite.
 
         `rows` [N] says whose they are, `positions` [N] which place in its sequence the token will take.
         """
-        penalised = [(i, self.penalties[row]) for i, row in enumerate(rows.tolist()) if row in self.penalties] if self.penalties else []
+        scored = np.flatnonzero(self.scored[rows] != NOT_ASKED)
+        untouched = logits[torch.from_numpy(scored)] if scored.size else None
+        biased, matched, penalised = _present(self.biases, rows), _present(self.matchers, rows), _present(self.penalties, rows)
+        if biased:
+            bias.apply(logits, biased)
+        if matched:
+            mask(logits, matched)
         for i, penalties in penalised:
             penalties.apply(logits[i])
         # NaN is the largest of all to `max`, and of equals the first is taken.
@@ -67,15 +108,27 @@ class Sampler:
         if drawn.size:
             whole = drawn.size == len(rows)
             chosen[drawn] = self._draw(logits if whole else logits[torch.from_numpy(drawn)], rows[drawn], positions[drawn])
-        scored = np.flatnonzero(self.scored[rows])
-        self.logprobs = np.zeros(len(rows) if scored.size else 0, dtype=np.float32)
-        if scored.size:
-            self.logprobs[scored] = _logprobs(logits[torch.from_numpy(scored)], chosen[scored])
+        self._score(untouched, scored, rows, chosen)
         chosen[~torch.isfinite(best).cpu().numpy()] = FAILED
-        for i, penalties in penalised:
+        accept(matched, chosen, FAILED)
+        said: list[tuple[int, Bias | Penalties]] = [*biased, *penalised]
+        for i, so_far in said:
             if chosen[i] != FAILED:
-                penalties.add(int(chosen[i]))
+                so_far.add(int(chosen[i]))
         return chosen
+
+    def _score(self, logits: torch.Tensor | None, scored: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> None:
+        """Sets `logprobs` and `details`, given the logits of the rows at places `scored`."""
+        self.details = {}
+        self.logprobs = np.zeros(len(rows) if scored.size else 0, dtype=np.float32)
+        if logits is None:
+            return
+        tokens = torch.from_numpy(chosen[scored].astype(np.int64)).to(self.device)
+        lines = logprobs.score(logits, tokens, int(self.scored[rows[scored]].max()))
+        self.logprobs[scored] = logprobs.logprobs(lines)
+        counts = self.detailed[rows[scored]]
+        for line in np.flatnonzero(counts != NOT_ASKED).tolist():
+            self.details[int(scored[line])] = logprobs.packed(lines[line : line + 1], int(counts[line]))
 
     def _draw(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Draws for rows of which none is greedy; those with NaN get an arbitrary token."""
@@ -105,10 +158,12 @@ class Sampler:
         return chosen.cpu().numpy().astype(np.int32)
 
 
-def _logprobs(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
-    """The log-probability of one token of each row, at temperature 1 and with nothing cut off."""
-    chosen = logits.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(logits.device).unsqueeze(1)).squeeze(1)
-    return (chosen - logits.logsumexp(1)).cpu().numpy()
+T = TypeVar("T")
+
+
+def _present(held: Mapping[int, T], rows: np.ndarray) -> list[tuple[int, T]]:
+    """What the rows of a step have of something that few have, by their place in the step."""
+    return [(i, held[row]) for i, row in enumerate(rows.tolist()) if row in held] if held else []
 
 
 def _pick(

@@ -1,0 +1,55 @@
+"""No model at all: tokens at once and without torch, for tests of servers, clients and schedulers at full speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from chairlift.config import EngineConfig
+from chairlift.models.config import ModelConfig
+from chairlift.runner.buffers import StepBuffers
+from chairlift.sampling import SamplingParams
+
+SEATED_BLOCKS = 1 << 20
+"""KV blocks for the default: no memory stands behind them, but each costs the scheduler some."""
+
+
+class NoModel:
+    """What an engine needs of `ModelRunner`, with a token that follows from the one before and its position alone.
+
+    Answers never end by themselves, and sampling settings have no effect. The context length and the vocabulary are
+    those of the model's config.
+    """
+
+    host_blocks = 0
+    swap_ns_per_block = 0
+
+    def __init__(self, config: EngineConfig, directory: Path, ends: frozenset[int]) -> None:
+        """Reads the model's config; raises ModelNotFound or UnsupportedModel for a directory without a usable one.
+
+        `ends` are the tokens that it never gives.
+        """
+        self.model_config = ModelConfig.load(directory)
+        self.max_model_len = config.max_model_len or self.model_config.max_position_embeddings
+        each = -(-self.max_model_len // config.block_size)
+        self.num_kv_blocks = 1 + (config.num_kv_blocks or min(config.max_num_seqs * each, SEATED_BLOCKS))
+        self.buffers = StepBuffers(config.max_num_batched_tokens, config.max_num_seqs, each)
+        self._tokens = np.array([token for token in range(self.model_config.vocab_size) if token not in ends], dtype=np.int32)
+        self.logprobs = np.zeros(0, dtype=np.float32)
+        self.details: dict[int, bytes] = {}
+        self.prompt_logprobs: list[tuple[int, bytes]] = []
+
+    def seat(self, row: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int, **rest: object) -> None:
+        """A sequence takes a row, which changes nothing."""
+
+    def swap(self, outs: Iterable[tuple[int, int]], ins: Iterable[tuple[int, int]]) -> None:
+        """Nothing is ever swapped, since there are no host blocks."""
+
+    def run(self, num_tokens: int, num_seqs: int, num_samples: int, num_copies: int) -> np.ndarray:
+        """The tokens of the step that the buffers describe: int32 [num_samples]."""
+        at = self.buffers.sample_at[:num_samples]
+        mixed = self.buffers.input_ids[at].astype(np.int64) * 31 + self.buffers.positions[at] * 17 + 7
+        chosen: np.ndarray = self._tokens[mixed % len(self._tokens)]
+        return chosen
