@@ -1,0 +1,183 @@
+"""Whether a grammar can be compiled within bounds, tried where nothing else can suffer.
+
+llguidance bounds most of its work, but not all: a schema of 50 characters can take it minutes and gigabytes, one of a few thousand
+its stack, and then the process is gone. None of that can be told from the text, so a grammar is first compiled in a process that
+may be killed: a fork of `python -m chairlift.grammar.trial`, which holds the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from chairlift.errors import InvalidRequest, RequestFailed
+from chairlift.grammar.source import source
+from chairlift.sampling import StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+CPU_SECONDS = 1.0
+"""What a grammar may take to compile. Schemas in use take milliseconds; one of 1500 properties took 0.2 s where this was measured."""
+WALL_SECONDS = 30.0
+"""The same by the clock, for a machine so loaded that the time above takes as long."""
+MAX_BYTES = 256 * 2**20
+"""Memory that one grammar may take."""
+STACK_BYTES = 4 * 2**20
+MAX_LEXER_STATES = 50_000
+"""A fifth of llguidance's default: each takes 1 to 2 kB, and they grow with every answer."""
+MAX_MESSAGE = 400
+"""Characters of llguidance's message that are worth passing on: it may repeat the grammar."""
+
+
+class Vocabulary(NamedTuple):
+    """What a grammar's masks are over: a tokenizer.json, how many tokens the model has, and which of them end an answer."""
+
+    file: Path
+    size: int
+    ends: tuple[int, ...]
+
+    def load(self) -> LLTokenizer:
+        """Reads the file, which takes most of a second for 50,000 tokens; raises ValueError."""
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(str(self.file), n_vocab=self.size, eos_token=list(self.ends))
+
+
+def compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
+    """The grammar with its first mask made, which is when most of what is wrong with it shows; raises InvalidRequest."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    try:
+        matcher = LLMatcher(tokenizer, source(structure), log_level=0, limits=limits)
+    except ValueError as error:
+        raise InvalidRequest(shortened(str(error))) from None
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        message = shortened(matcher.get_error())
+        raise InvalidRequest("no answer can have this form" if message.startswith("NoExtension") else message)
+    return matcher
+
+
+def shortened(message: str) -> str:
+    """An error of llguidance's on one line; of a long one the ends, for a grammar that it quotes stands between."""
+    message = " ".join(message.removesuffix("<non-verbose/>").split())
+    if len(message) <= MAX_MESSAGE:
+        return message
+    return f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
+
+
+class Trial:
+    """The process that tries grammars, one after the other; it is started by the first, and again if it was killed."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, structure: StructuredOutput) -> int:
+        """How many bytes the grammar takes; raises InvalidRequest if it is wrong or takes too much, RequestFailed if that is not known."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(structure) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise RequestFailed("the process that tries grammars has ended; try again")
+        verdict = json.loads(line)
+        if verdict["error"] is not None:
+            raise InvalidRequest(verdict["error"], code=verdict.get("code"))
+        return int(verdict["bytes"])
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def _start(self) -> subprocess.Popen[str]:
+        # The child finds modules where this process does, and not in its working directory.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        command = [sys.executable, "-P", "-m", "chairlift.grammar.trial", json.dumps([str(self._vocabulary.file), *self._vocabulary[1:]])]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+
+
+def main() -> None:
+    """Answers each line with a grammar by one that says what became of it, until there are no more."""
+    # Ctrl-C reaches the whole group of processes; this one ends with its parent, whose pipe closes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    file, size, ends = json.loads(sys.argv[1])
+    broken = None
+    try:
+        tokenizer = Vocabulary(Path(file), size, tuple(ends)).load()
+    except ValueError as error:
+        broken = f"this model's tokenizer can't be used with grammars: {shortened(str(error))}"
+    for line in sys.stdin:
+        verdict = {"error": broken} if broken else _fork(tokenizer, StructuredOutput(*json.loads(line)))
+        print(json.dumps(verdict), flush=True)
+
+
+def _fork(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, Any]:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            _bound()
+            os.write(writing, json.dumps(_verdict(tokenizer, structure)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        said = file.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM):
+        return {"error": f"it takes longer to compile than the {CPU_SECONDS:g} s that it may: make it simpler", "code": "grammar_timeout"}
+    if not said:
+        return {"error": "it takes too much memory to compile, or is nested too deeply: make it simpler", "code": "grammar_too_large"}
+    verdict: dict[str, Any] = json.loads(said)
+    return verdict
+
+
+def _bound() -> None:
+    """Takes from this process what it must not use; to run into that kills it."""
+    os.nice(5)  # less than the steps of those who are served already
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stderr.fileno())  # where Rust writes its last words
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MAX_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
+
+
+def _verdict(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, Any]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        matcher = compiled(tokenizer, structure)
+    except InvalidRequest as error:
+        return {"error": str(error)}
+    # All that is done outside of the engine's thread with the large stack is done here with the small one.
+    matcher.deep_copy().compute_bitmask()
+    del matcher
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"error": None, "bytes": kilobytes * 1024}
+
+
+if __name__ == "__main__":
+    main()

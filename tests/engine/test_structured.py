@@ -1,0 +1,247 @@
+"""Structured output with the real scheduler and sampler, and a tiny random model that would never write JSON by itself."""
+
+import json
+import random
+import re
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import pytest
+
+from chairlift import LLM
+from chairlift.engine import process
+from chairlift.engine.protocol import Abort, Add, Rejected, pack_fields, pack_tokens
+from chairlift.errors import InvalidRequest
+from chairlift.grammar.grammars import Grammar, Matcher
+from chairlift.sampling import SamplingParams, StructuredOutput
+
+PROMPT = [ord(letter) for letter in "Say it in JSON"]
+PATTERN = r"([a-z]{1,4} ){2,6}[0-9]{2}"
+
+
+@pytest.fixture(scope="module")
+def make(byte_model):
+    """Makes engines over the model, and ends what they started."""
+    made = []
+
+    def llm(**settings):
+        roomy = {"num_kv_blocks": 400, "block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        made.append(LLM(str(byte_model), load_format="dummy", **roomy | settings))
+        return made[-1]
+
+    yield llm
+    for one in made:
+        one._engine.close()
+
+
+@pytest.fixture(scope="module")
+def llm(make):
+    return make()
+
+
+def bounded(kind, text="", **values):
+    structure = StructuredOutput(kind, text if isinstance(text, str) else json.dumps(text))
+    # The model likes to repeat itself: at temperature 1 many an answer would not end.
+    return SamplingParams(**{"max_tokens": 120, "temperature": 4.0, "seed": 1, "structured_output": structure} | values)
+
+
+def random_schema(source, depth=0):
+    """A schema whose answers are short, of any kind that a client may send."""
+    kinds = ["string", "integer", "boolean", "enum", "const", "pattern"] + ["object", "array", "anyOf", "$ref"] * (depth < 2)
+    match source.choice(kinds if depth else ["object", "array", "anyOf"]):
+        case "string":
+            return {"type": "string", "minLength": 1, "maxLength": source.randint(1, 4)}
+        case "integer":
+            low = source.randint(-50, 50)
+            return {"type": "integer", "minimum": low, "maximum": low + source.randint(0, 100)}
+        case "enum":
+            return {"enum": source.sample(["a", "é", 'q"', 1, 2.5, None, True], 3)}
+        case "const":
+            return {"const": source.choice(["x", 7, False])}
+        case "pattern":
+            return {"type": "string", "pattern": "^[ab]{2}[0-9]$"}
+        case "object":
+            properties = {name: random_schema(source, depth + 1) for name in source.sample("abcd", source.randint(1, 3))}
+            required = source.sample(sorted(properties), source.randint(0, len(properties)))
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case "array":
+            low = source.randint(0, 2)
+            return {"type": "array", "items": random_schema(source, depth + 1), "minItems": low, "maxItems": low + 1}
+        case "anyOf":
+            return {"anyOf": [random_schema(source, depth + 1) for _ in range(2)]}
+        case "$ref":
+            return {"$ref": "#/$defs/word"}
+    return {"type": "boolean"}
+
+
+def valid(value, schema):
+    """Whether a value is as the schemas above have it."""
+    match schema:
+        case {"enum": values}:
+            return any(type(value) is type(one) and value == one for one in values)
+        case {"const": one}:
+            return type(value) is type(one) and value == one
+        case {"$ref": _}:
+            return isinstance(value, str) and value.isalpha() and len(value) <= 3
+        case {"anyOf": schemas}:
+            return any(valid(value, one) for one in schemas)
+        case {"type": "string", "pattern": pattern}:
+            return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+        case {"type": "string"}:
+            return isinstance(value, str) and schema["minLength"] <= len(value) <= schema["maxLength"]
+        case {"type": "integer"}:
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case {"type": "array"}:
+            return isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"] and all_valid(value, schema)
+        case {"type": "object", "properties": properties}:
+            named = isinstance(value, dict) and {*schema["required"]} <= value.keys() <= properties.keys()
+            return named and all(valid(inner, properties[name]) for name, inner in value.items())
+    return isinstance(value, bool)
+
+
+def all_valid(values, schema):
+    return all(valid(value, schema["items"]) for value in values)
+
+
+def test_fifty_schemas_are_kept_to_side_by_side(llm):
+    source = random.Random(7)
+    schemas = [random_schema(source) | {"$defs": {"word": {"type": "string", "pattern": "^[a-z]{1,3}$"}}} for _ in range(50)]
+    outputs = llm.generate([PROMPT] * 50, [bounded("json", schema, seed=index) for index, schema in enumerate(schemas)])
+    ended = [(schema, output.text) for schema, output in zip(schemas, outputs, strict=True) if output.finish_reason == "stop"]
+    assert {output.finish_reason for output in outputs} <= {"stop", "length"}
+    assert len(ended) > 30
+    assert [(schema, text) for schema, text in ended if not valid(json.loads(text), schema)] == []
+
+
+def test_every_kind_of_form_is_kept_to_and_ends_the_answer(llm):
+    wanted = [
+        bounded("regex", PATTERN),
+        bounded("choice", ["yes", "né"]),
+        bounded("grammar", 'start: "a" start "b" | "c"'),
+        bounded("json_object"),
+    ]
+    regex, choice, grammar, anything = llm.generate([PROMPT] * 4, wanted)
+    assert re.fullmatch(PATTERN, regex.text)
+    assert choice.text in ("yes", "né")
+    assert re.fullmatch("a*cb*", grammar.text)
+    assert grammar.text.count("a") == grammar.text.count("b")
+    assert isinstance(json.loads(anything.text), dict) if anything.finish_reason == "stop" else anything.text.startswith("{")
+    assert [output.finish_reason for output in (regex, choice, grammar)] == ["stop"] * 3
+    assert all(output.token_ids[-1] in llm.tokenizer.eos_token_ids for output in (regex, choice, grammar))
+
+
+def test_each_of_several_answers_keeps_to_the_form_by_itself(llm):
+    outputs = llm.generate(PROMPT, bounded("regex", PATTERN, n=3))
+    assert all(re.fullmatch(PATTERN, output.text) for output in outputs)
+    assert len({output.text for output in outputs}) > 1
+
+
+def test_a_stop_string_ends_an_answer_within_its_form(llm):
+    [output] = llm.generate(PROMPT, bounded("regex", "[a-c]{60}", stop=("b",)))
+    assert (output.finish_reason, output.stop_reason) == ("stop", "b")
+    assert re.fullmatch("[ac]*", output.text)
+
+
+def test_neighbours_without_a_form_are_bit_identical(llm):
+    free = [SamplingParams(max_tokens=24, seed=9), SamplingParams(max_tokens=24, temperature=0.0, logprobs=2)]
+    alone = [llm.generate(PROMPT, one)[0] for one in free]
+    mixed = llm.generate([PROMPT] * 4, [bounded("json_object", max_tokens=24), free[0], bounded("regex", PATTERN), free[1]])
+    assert [(one.token_ids, one.logprobs) for one in alone] == [(one.token_ids, one.logprobs) for one in mixed[1::2]]
+
+
+def test_an_answer_goes_on_in_its_form_after_it_lost_its_blocks(make, llm):
+    wanted = [bounded("regex", "[a-z]{30,40}( [0-9]{2}){2}", seed=seed) for seed in range(6)]
+    roomy = llm.generate([PROMPT] * 6, wanted)
+    tight = make(num_kv_blocks=22, max_model_len=160)
+    outputs = tight.generate([PROMPT] * 6, wanted)
+    assert sum(output.preemptions for output in outputs) > 0
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in roomy]
+
+
+def test_a_grammar_that_fails_on_the_way_fails_alone(llm, monkeypatch):
+    class Failing(Matcher):
+        def mask(self, bitmask, index):
+            super().mask(bitmask, index)
+            raise ValueError("too many states")
+
+    free = SamplingParams(max_tokens=12, seed=9)
+    alone = llm.generate(PROMPT, free)[0].token_ids
+    with monkeypatch.context() as broken:
+        broken.setattr(Grammar, "matcher", lambda self: Failing(self._template.deep_copy()))
+        failed, other = llm.generate([PROMPT] * 2, [bounded("json_object"), free])
+    assert (failed.finish_reason, failed.token_ids) == ("error", [])
+    assert other.token_ids == alone
+
+
+def test_what_is_refused_names_its_field_before_anything_runs(llm):
+    wrong = SamplingParams(structured_output=StructuredOutput("regex", "(", "guided_regex"))
+    with pytest.raises(InvalidRequest, match=r"prompt 1: guided_regex cannot be used: .*unclosed group") as refused:
+        llm.generate([PROMPT] * 2, [bounded("json_object"), wrong])
+    assert refused.value.param == "guided_regex"
+    assert not llm._engine.has_work
+
+
+@pytest.mark.parametrize("field", [{"ignore_eos": True}, {"min_tokens": 3}])
+def test_what_contradicts_the_end_of_a_form_is_refused(field):
+    with pytest.raises(InvalidRequest, match="which says where the answer ends") as refused:
+        bounded("json_object", **field)
+    assert refused.value.param in field
+
+
+class _Engine:
+    """Takes requests as soon as their grammars are there."""
+
+    stage = "idle", 0.0
+
+    def __init__(self):
+        self.compiling = {}
+        self.added = []
+        self.aborted = []
+
+    def compile(self, params):
+        if params.structured_output is None:
+            return None
+        return self.compiling.setdefault(params.structured_output.text, Future())
+
+    def add(self, tag, prompt, params, scheduling, arrived, grammar):
+        if grammar is not None:
+            grammar.result(0)
+        self.added.append(tag)
+
+    def abort(self, tag, *, stopped):
+        self.aborted.append(tag)
+
+    def wakes_in(self):
+        return 0.0
+
+
+class _Parent:
+    def __init__(self):
+        self.told = []
+
+    def tell(self, frame):
+        self.told.append(frame)
+
+
+def test_a_request_waits_for_its_grammar_beside_the_others():
+    engine, parent, inbox, compiling = _Engine(), _Parent(), SimpleQueue(), set()
+
+    def drain(*frames):
+        for frame in frames:
+            inbox.put(frame)
+        assert process._drain(parent, engine, inbox, compiling, idle=False)
+
+    def request(tag, text=None):
+        params = SamplingParams() if text is None else bounded("regex", text)
+        return Add(tag, pack_tokens(PROMPT), pack_fields(params))
+
+    drain(request(1, "slow"), request(2), request(3, "wrong"), request(4, "slow"), request(5, "left"))
+    assert engine.added == [2]
+    drain(Abort([4]), Abort([5]))
+    engine.compiling["wrong"].set_exception(InvalidRequest("no good", param="regex"))
+    for text in ("slow", "left"):
+        engine.compiling[text].set_result(None)
+    drain(request(6, "slow"))
+    assert engine.added == [2, 1, 6] or engine.added == [2, 6, 1]
+    assert parent.told == [Rejected(3, "InvalidRequest", "no good", "regex", None)]
+    assert not compiling

@@ -1,0 +1,115 @@
+"""Calls that a model may make, or not: which answers a grammar lets through."""
+
+import json
+
+import pytest
+import torch
+
+from chairlift.errors import InvalidRequest
+from chairlift.grammar.grammars import Grammars
+from chairlift.grammar.source import calls_grammar, free_calls_grammar
+from chairlift.grammar.trial import Vocabulary
+from chairlift.sampling import StructuredOutput
+from chairlift.server.tools.hermes import OPEN, Hermes
+from chairlift.server.tools.llama import Llama
+from chairlift.server.tools.mistral import MARK, Mistral
+from chairlift.tokenizer import Tokenizer
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+TOOLS = {"weather": CITY, "stop": None}
+
+
+@pytest.fixture(scope="module")
+def takes(byte_model):
+    """Whether a form has a text as a whole answer."""
+    tokenizer = Tokenizer(byte_model)
+    [eos] = tokenizer.eos_token_ids
+    grammars = Grammars(Vocabulary(byte_model / "tokenizer.json", 300, (eos,)))
+
+    def taken(form, text):
+        matcher = grammars.compile(form).result(60).matcher()
+        for token in [*tokenizer.encode(text), eos]:
+            bitmask = torch.zeros(1, -(-300 // 32), dtype=torch.int32)
+            matcher.mask(bitmask, 0)
+            if not int(bitmask[0, token // 32]) >> (token % 32) & 1:
+                return False
+            matcher.accept(token)
+        return True
+
+    yield taken
+    grammars.close()
+
+
+GOOD, STOP, WRONG = (
+    f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+    for name, arguments in (("weather", {"city": "Bern"}), ("stop", {"a": 1}), ("weather", {"town": "Bern"}))
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "several", "one"),
+    [
+        ("Hello, a < b <tool\n", True, True),
+        ("", True, True),
+        (GOOD, True, True),
+        (f"I look.\n{GOOD}", True, True),
+        (f"{GOOD}\n{STOP} bye", True, False),
+        (f"{GOOD} bye", True, False),
+        (WRONG, False, False),
+        (f"Hello {GOOD}{WRONG}", False, False),
+        (f"{OPEN}\nhello", False, False),
+        (GOOD.replace("weather", "unknown"), False, False),
+    ],
+)
+def test_a_model_that_is_free_to_call_calls_as_it_should(takes, text, several, one):
+    form = Hermes.form("")
+    assert takes(free_calls_grammar(OPEN, form, TOOLS, {}, several=True), text) == several
+    assert takes(free_calls_grammar(OPEN, form, TOOLS, {}, several=False), text) == one
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("Hello {}", True),
+        ("", True),
+        ('{"name": "weather", "parameters": {"city":"Bern"}}', True),
+        ('{"name": "weather", "parameters": {"city":"Bern"}}; {"name": "stop", "parameters": {}}', True),
+        ('{"name": "weather", "parameters": {"town":"Bern"}}', False),
+        ("  {}", False),
+    ],
+)
+def test_calls_without_a_mark(takes, text, good):
+    assert takes(free_calls_grammar("", Llama.form(""), TOOLS, {}, several=True), text) == good
+
+
+def test_marks_that_are_control_tokens(takes):
+    for template, good in (
+        ("", 'So [CALL][{"name": "weather", "arguments": {"city":"Bern"}}, {"name": "stop", "arguments": {}}]'),
+        ("[ARGS]", 'So [CALL]weather[ARGS]{"city":"Bern"}[CALL]stop[ARGS]{}'),
+    ):
+        form = Mistral.form(template)
+        # The tiny vocabulary's own mark stands for the model's.
+        renamed = type(form)(**{name: getattr(form, name).replace(MARK, "[CALL]") for name in form.__slots__})
+        free = free_calls_grammar("[CALL]", renamed, TOOLS, {"[CALL]": 268}, several=True)
+        assert takes(free, good)
+        assert takes(free, "no calls")
+        assert not takes(free, good.replace("city", "town"))
+
+
+def test_an_answer_that_is_calls_or_has_a_form(takes):
+    form = calls_grammar(Hermes.form(""), TOOLS, {}, several=True, instead=StructuredOutput("json", json.dumps(CITY)))
+    assert takes(form, '{"city":"Bern"}')
+    assert takes(form, f"{GOOD}\n{STOP}")
+    assert not takes(form, "{}")
+    assert not takes(form, "hello")
+    assert not takes(form, WRONG)
+    anything = calls_grammar(Hermes.form(""), TOOLS, {}, several=False, instead=StructuredOutput("json_object"))
+    assert takes(anything, '{"a":[1]}')
+    assert takes(anything, GOOD)
+
+
+@pytest.mark.parametrize(("syntax", "kind"), [(Hermes, "regex"), (Llama, "json")])
+def test_forms_that_an_answer_cannot_have_beside_calls(syntax, kind):
+    with pytest.raises(InvalidRequest, match="leave out either") as refusal:
+        calls_grammar(syntax.form(""), TOOLS, {}, several=False, instead=StructuredOutput(kind, "a", "structured_outputs"))
+    assert refusal.value.param == "structured_outputs"

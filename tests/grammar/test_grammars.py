@@ -1,0 +1,256 @@
+"""Forms compiled over a small vocabulary: what they let through, what is refused, and what compiling may cost."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from chairlift.errors import InvalidRequest, QueueFull, RequestFailed
+from chairlift.grammar import grammars as module
+from chairlift.grammar.grammars import Grammars
+from chairlift.grammar.source import CallForm, calls_grammar
+from chairlift.grammar.trial import Vocabulary
+from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
+from chairlift.tokenizer import Tokenizer
+
+PATIENCE = 60.0
+"""Seconds to wait for a compiled grammar; a guard."""
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"city": {"type": "string", "maxLength": 8}},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(byte_model):
+    return Tokenizer(byte_model)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(byte_model, tokenizer):
+    [eos] = tokenizer.eos_token_ids
+    return Vocabulary(byte_model / "tokenizer.json", 300, (eos,))
+
+
+@pytest.fixture(scope="module")
+def grammars(vocabulary):
+    made = Grammars(vocabulary)
+    yield made
+    made.close()
+
+
+def structure(kind, text=""):
+    return StructuredOutput(kind, text if isinstance(text, str) else json.dumps(text))
+
+
+def allowed(matcher):
+    """The tokens that may come next."""
+    bitmask = torch.zeros(2, -(-300 // 32), dtype=torch.int32)
+    matcher.mask(bitmask, 1)
+    assert not bitmask[0].any()
+    return {token for token in range(300) if int(bitmask[1, token // 32]) >> (token % 32) & 1}
+
+
+def takes(grammars, tokenizer, form, text):
+    """Whether the form has `text` as a whole answer."""
+    matcher = grammars.compile(form).result(PATIENCE).matcher()
+    for token in tokenizer.encode(text):
+        if token not in allowed(matcher):
+            return False
+        matcher.accept(token)
+    return bool(tokenizer.eos_token_ids & allowed(matcher))
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        (structure("json", WEATHER), ['{"city":"Bern"}', '{ "city" : "" }'], ["{}", '{"city":1}', '{"city":"longer than eight"}']),
+        (structure("json_object"), ["{}", '{"a":[1,null,"é"]}'], ["[]", "1", ""]),
+        (structure("regex", r"[0-9]{3}-\w+"), ["123-ab", "000-é"], ["12-ab", "123-", "x"]),
+        (structure("choice", ["yes", 'no "never"', "a\\b\n", "é🎿"]), ["yes", 'no "never"', "a\\b\n", "é🎿"], ["no", "", "y"]),
+        (structure("grammar", 'start: "a" start "b" | "c"'), ["c", "acb", "aaacbbb"], ["ab", "acbb", "aacb"]),
+    ],
+    ids=lambda value: value.kind if isinstance(value, StructuredOutput) else "",
+)
+def test_a_form_lets_through_what_it_describes_and_nothing_else(grammars, tokenizer, form, good, bad):
+    assert [text for text in good if not takes(grammars, tokenizer, form, text)] == []
+    assert [text for text in bad if takes(grammars, tokenizer, form, text)] == []
+
+
+def test_behind_its_end_only_ends_of_sequence_may_come(grammars, tokenizer):
+    matcher = grammars.compile(structure("choice", ["a"])).result(PATIENCE).matcher()
+    matcher.accept(*tokenizer.encode("a"))
+    assert allowed(matcher) == tokenizer.eos_token_ids
+    matcher.accept(*tokenizer.eos_token_ids)
+
+
+def test_a_token_out_of_place_is_an_error_of_that_matcher_alone(grammars, tokenizer):
+    grammar = grammars.compile(structure("choice", ["a"])).result(PATIENCE)
+    wrong, right = grammar.matcher(), grammar.matcher()
+    with pytest.raises(ValueError, match="doesn't satisfy"):
+        wrong.accept(*tokenizer.encode("b"))
+    with pytest.raises(ValueError, match="doesn't satisfy"):
+        allowed(wrong)
+    assert allowed(right) == set(tokenizer.encode("a"))
+
+
+def test_space_between_json_tokens_is_bounded(grammars, tokenizer):
+    matcher = grammars.compile(structure("json_object")).result(PATIENCE).matcher()
+    [space] = tokenizer.encode(" ")
+    for token in [*tokenizer.encode("{"), *[space] * 64]:
+        matcher.accept(token)
+    assert space not in allowed(matcher)
+
+
+CHAIN = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)} | {"d1200": {}}
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (structure("json", {"type": 123}), "type must be a string"),
+        (structure("json", {"properties": {"a": {"type": "hiccup"}}}), "hiccup"),
+        (structure("json", {"$ref": "http://169.254.169.254/s.json"}), "does not fetch"),
+        (structure("json", {"$ref": "#"}), "no answer can have this form"),
+        (structure("json", {"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (structure("json", {"enum": []}), ""),
+        (structure("json", "["), ""),
+        (structure("json", "\ud800"), "not JSON"),
+        (structure("json", {"$defs": CHAIN, "$ref": "#/$defs/d0"}), "too deeply"),
+        (structure("regex", "("), "unclosed group"),
+        (structure("regex", "(?=a)b"), "look-around"),
+        (structure("regex", r"(a)\1"), "backreferences"),
+        (structure("regex", "(" * 8000), ""),
+        (structure("choice", []), "not empty"),
+        (structure("grammar", ""), "Empty grammar"),
+        (structure("grammar", "start: foo"), "foo"),
+        (structure("grammar", "start: " + "(" * 9000), "deeply nested"),
+        (structure("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(6000)) + 'r6000: "a"'), "too deeply"),
+    ],
+    ids=lambda value: value.text[:30].encode("ascii", "replace").decode() if isinstance(value, StructuredOutput) else "",
+)
+def test_what_cannot_be_used_is_refused_with_a_reason(grammars, form, says):
+    with pytest.raises(InvalidRequest) as refused:
+        grammars.compile(form).result(PATIENCE)
+    assert says in str(refused.value)
+    assert 0 < len(str(refused.value)) < 500
+    assert "\n" not in str(refused.value)
+
+
+def test_what_takes_too_long_is_refused_and_the_next_one_served(grammars):
+    slow = grammars.compile(structure("json", {"type": "integer", "multipleOf": 10_000_019}))
+    behind = grammars.compile(structure("choice", ["behind"]))
+    with pytest.raises(InvalidRequest, match="longer to compile than the 1 s") as refused:
+        slow.result(PATIENCE)
+    assert refused.value.code == "grammar_timeout"
+    assert behind.result(PATIENCE).matcher()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        structure("regex", "(a|aa)+$"),
+        structure("regex", "((a|aa)+)+(b|bb)*"),
+        structure("regex", "(a|b)*a(a|b){500}"),
+        structure("json", {"properties": {"a": {"type": "string", "pattern": "(a|a)*b(.{1000,2000}){50}"}}}),
+        structure("json", {"$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}),
+        structure("json", {"enum": [f"e{i}" for i in range(5000)]}),
+    ],
+    ids=lambda form: form.text[:30],
+)
+def test_what_only_looks_dangerous_is_served(grammars, form):
+    assert allowed(grammars.compile(form).result(PATIENCE).matcher())
+
+
+def test_a_grammar_is_compiled_once_and_a_refusal_found_once(grammars):
+    assert grammars.compile(structure("choice", ["a"])) is grammars.compile(StructuredOutput("choice", '["a"]', "guided_choice"))
+    refused = grammars.compile(structure("regex", "("))
+    assert refused.exception(PATIENCE)
+    assert grammars.compile(structure("regex", "(")) is refused
+
+
+def test_the_least_asked_for_are_let_go(vocabulary, monkeypatch):
+    made = Grammars(vocabulary)
+    monkeypatch.setattr(module, "MAX_KEPT", 2)
+    first, second = (made.compile(structure("choice", [name])) for name in "ab")
+    assert made.compile(structure("choice", ["a"])) is first
+    made.compile(structure("choice", ["c"])).result(PATIENCE)
+    assert made.compile(structure("choice", ["a"])) is first
+    assert made.compile(structure("choice", ["b"])) is not second
+    made.close()
+
+
+def test_large_ones_are_let_go_first_by_their_memory(vocabulary, monkeypatch):
+    made = Grammars(vocabulary)
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 0)
+    first = made.compile(structure("choice", ["a"]))
+    assert first.result(PATIENCE).size > 0
+    made.compile(structure("choice", ["b"])).result(PATIENCE)
+    assert made.compile(structure("choice", ["a"])) is not first
+    made.close()
+
+
+def test_no_more_than_so_many_wait(vocabulary, monkeypatch):
+    made = Grammars(vocabulary)
+    monkeypatch.setattr(made, "_start", lambda: None)
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
+    for name in "abc":
+        made.compile(structure("choice", [name]))
+    with pytest.raises(QueueFull, match="3 grammars wait") as full:
+        made.compile(structure("choice", ["d"]))
+    assert full.value.retry_after > 0
+    assert not made.compile(structure("choice", ["c"])).done()  # one that waits already may be waited for
+
+
+def test_a_trial_whose_process_ends_is_no_verdict(vocabulary, monkeypatch):
+    made = Grammars(vocabulary)
+    with monkeypatch.context() as broken:
+        gone = [sys.executable, "-c", ""]
+        broken.setattr(made._trial, "_start", lambda: subprocess.Popen(gone, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        with pytest.raises(RequestFailed, match="try again"):
+            made.compile(structure("choice", ["a"])).result(PATIENCE)
+    made._trial._process.wait(PATIENCE)
+    assert made.compile(structure("choice", ["a"])).result(PATIENCE).matcher()
+    made.close()
+
+
+def test_a_tokenizer_that_cannot_be_read_refuses_every_form(tmp_path):
+    made = Grammars(Vocabulary(tmp_path / "tokenizer.json", 300, (256,)))
+    with pytest.raises(InvalidRequest, match="tokenizer can't be used with grammars"):
+        made.compile(structure("json_object")).result(PATIENCE)
+    made.close()
+
+
+HERMES = CallForm(begin="<tool_call>\n", separator="\n</tool_call>\n<tool_call>\n", end="\n</tool_call>")
+LLAMA = CallForm(between='", "parameters": ')
+MISTRAL = CallForm(begin="[CALL]", before="", between="", after="", separator="[CALL]")
+TOOLS = {"get_weather": WEATHER, "stop": None}
+
+
+@pytest.mark.parametrize(
+    ("form", "several", "good", "bad"),
+    [
+        (HERMES, False, '<tool_call>\n{"name": "get_weather", "arguments": {"city":"Bern"}}\n</tool_call>', '{"name": "get_weather"'),
+        (LLAMA, False, '{"name": "stop", "parameters": {}}', '{"name": "go", "parameters": {}}'),
+        (HERMES, True, "\n".join(['<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'] * 3), "hello"),
+        (MISTRAL, True, '[CALL]get_weather{"city":"x"}[CALL]stop{}', "[CALL]get_weather{}"),
+        (MISTRAL, False, "[CALL]stop{}", "[CALL]stop{}[CALL]stop{}"),
+    ],
+)
+def test_a_call_can_be_forced_in_the_syntax_of_the_model(grammars, tokenizer, form, several, good, bad):
+    [control] = tokenizer.encode("[CALL]")
+    forced = calls_grammar(form, TOOLS, {"[CALL]": control}, several=several)
+    assert forced.param == "tools"
+    assert takes(grammars, tokenizer, forced, good)
+    assert not takes(grammars, tokenizer, forced, bad)
+
+
+def test_tools_whose_schemas_are_too_long_cannot_be_forced():
+    with pytest.raises(InvalidRequest, match="offer fewer tools") as refused:
+        calls_grammar(HERMES, {"f": {"description": "x" * MAX_GRAMMAR}}, {}, several=False)
+    assert refused.value.param == "tools"

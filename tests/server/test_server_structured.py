@@ -1,0 +1,126 @@
+"""The fields that bound an answer's form: what reaches the engine, and what is refused at the door."""
+
+import json
+
+import openai
+import pydantic
+import pytest
+
+from chairlift.errors import InvalidRequest
+from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
+from chairlift.server.formats import MAX_CHOICES, MAX_COUNT, MAX_DEPTH, MAX_REGEX
+from chairlift.server.schemas import CompletionRequest
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+TEXT = json.dumps(SCHEMA)
+BODIES = {
+    "/v1/completions": {"prompt": "a b", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+}
+
+
+def deep(levels):
+    schema = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def as_schema(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}}
+
+
+def wanted(fields):
+    """The form that a request with these fields asks for."""
+    return CompletionRequest.read(BODIES["/v1/completions"] | fields)[0].params().structured_output
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        (as_schema(SCHEMA), "json", TEXT),
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        ({"structured_outputs": {"json": SCHEMA}}, "json", TEXT),
+        ({"structured_outputs": {"json": TEXT, "regex": None, "json_object": False}}, "json", TEXT),
+        ({"structured_outputs": {"json_object": True}}, "json_object", ""),
+        ({"structured_outputs": {"regex": "[0-9]+"}, "response_format": None}, "regex", "[0-9]+"),
+        ({"structured_outputs": {"choice": ["yes", "né"]}}, "choice", '["yes", "né"]'),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+        ({"guided_json": SCHEMA}, "json", TEXT),
+        ({"guided_regex": "a|b"}, "regex", "a|b"),
+        ({"guided_choice": ["a"]}, "choice", '["a"]'),
+        ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+    ],
+)
+def test_a_form_is_read_with_the_field_it_came_from(fields, kind, text):
+    assert wanted(fields) == StructuredOutput(kind, text, next(iter(fields)))
+
+
+def test_text_is_no_form():
+    assert wanted({"response_format": {"type": "text"}}) is None
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_forms_reach_the_engine_and_wrong_ones_do_not(http, engine, route):
+    assert http.post(route, json=BODIES[route] | as_schema(SCHEMA)).status_code == 200
+    assert [params.structured_output for params in engine.seen] == [StructuredOutput("json", TEXT, "response_format")]
+    response = http.post(route, json=BODIES[route] | as_schema(123))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
+    assert len(engine.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"response_format": {"type": "sound"}}, "response_format", "must be"),
+        ({"response_format": "json"}, "response_format", "must be"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must be"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format", "must be"),
+        (as_schema(123), "response_format", "is an object"),
+        (as_schema(deep(MAX_DEPTH + 1)), "response_format", f"deeper than {MAX_DEPTH}"),
+        (as_schema({"enum": [f"e{i}" for i in range(50_000)]}), "response_format", f"more than {MAX_GRAMMAR}"),
+        (as_schema({"properties": {f"p{i}": {} for i in range(10_000)}}), "response_format", f"more than {MAX_GRAMMAR}"),
+        (as_schema({"description": "x" * MAX_GRAMMAR}), "response_format", f"more than {MAX_GRAMMAR}"),
+        (as_schema({"items": {"minItems": MAX_COUNT + 1}}), "response_format", "minItems"),
+        (as_schema({"items": {"minLength": 1e300}}), "response_format", "minLength"),
+        (as_schema({"pattern": "a" * (MAX_REGEX + 1)}), "response_format", "a pattern"),
+        ({"structured_outputs": {}}, "structured_outputs", "one of json"),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs", "one of json"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs", "one of json"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "is an object"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs", "must be true"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs", "must be a string"),
+        ({"structured_outputs": {"regex": "a" * (MAX_REGEX + 1)}}, "structured_outputs", f"at most {MAX_REGEX}"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "not empty"),
+        ({"structured_outputs": {"choice": ["a"] * (MAX_CHOICES + 1)}}, "structured_outputs", f"at most {MAX_CHOICES}"),
+        ({"structured_outputs": {"choice": ["a" * MAX_GRAMMAR]}}, "structured_outputs", f"at most {MAX_GRAMMAR}"),
+        ({"guided_grammar": "a" * (MAX_GRAMMAR + 1)}, "guided_grammar", f"at most {MAX_GRAMMAR}"),
+        ({"guided_choice": "a"}, "guided_choice", "list of strings"),
+        ({"guided_regex": "a", "guided_json": SCHEMA}, "guided_regex", "one form"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "where the answer ends"),
+        ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", "where the answer ends"),
+        ({"guided_regex": "\ud800"}, "guided_regex", "U+D800"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_no_form_or_too_large_is_refused(fields, param, says):
+    with pytest.raises(InvalidRequest) as refused:
+        wanted(fields)
+    assert refused.value.param == param
+    assert says in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("fields", [as_schema(deep(MAX_DEPTH)), {"guided_regex": "a" * MAX_REGEX}, {"guided_choice": ["a"] * MAX_CHOICES}])
+def test_what_is_just_within_the_limits_is_taken(fields):
+    assert wanted(fields)
+
+
+def test_the_schema_of_a_pydantic_model_is_what_openai_sends(client, engine):
+    class Person(pydantic.BaseModel):
+        name: str
+
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(model="org/fake-model", **BODIES["/v1/chat/completions"], response_format=Person)
+    sent = engine.seen[-1].structured_output
+    assert (sent.kind, json.loads(sent.text)["required"]) == ("json", ["name"])
