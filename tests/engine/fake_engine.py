@@ -16,7 +16,7 @@ from pathlib import Path
 from chairlift.engine import process
 from chairlift.errors import InvalidRequest, QueueFull
 
-REFUSED, CRASHING, DYING, HANGING, FAILING, BROKEN, FULL, LATE, PATIENT = range(900_001, 900_010)
+REFUSED, CRASHING, DYING, HANGING, FAILING, BROKEN, FULL, LATE, PATIENT, PANICKING = range(900_001, 900_011)
 """LATE is dropped for its deadline after three tokens, or before the first; PATIENT gets nothing before the engine's time has come."""
 PATIENCE = 0.05
 EOS = 7
@@ -62,6 +62,8 @@ class FakeReport:
     entries: list = field(default_factory=list)
     started: list = field(default_factory=list)
     ended: list = field(default_factory=list)
+    details: dict = field(default_factory=dict)
+    prompts: list = field(default_factory=list)
 
     @property
     def tags(self):
@@ -81,6 +83,8 @@ class FakeReport:
 
 
 class FakeEngine:
+    step_seconds = 0.0
+
     def __init__(self, config, on_phase=lambda name, seconds: None):
         if config.seed == 13:
             raise InvalidRequest("an unlucky seed")
@@ -92,7 +96,10 @@ class FakeEngine:
         self.scheduling = []
         self.ready_at = 0.0
 
-    def add(self, tag, prompt, params, scheduling, arrived=None):
+    def compile(self, params):
+        return None
+
+    def add(self, tag, prompt, params, scheduling, arrived=None, grammar=None):
         if prompt[0] == REFUSED:
             raise InvalidRequest("it can never fit: needs 12 blocks of 10", param="prompt", code="never_fits")
         if prompt[0] == BROKEN:
@@ -111,13 +118,17 @@ class FakeEngine:
 
     def step(self):
         self.steps += 1
+        self.stage = "run", time.monotonic()
         if not self.running or time.monotonic() < self.ready_at:
             return None
+        time.sleep(self.step_seconds)
         report = FakeReport()
         for tag, entry in list(self.running.items()):
             start, count, params, index = entry
             if start == CRASHING:
                 raise ZeroDivisionError("a bug in the model")
+            if start == PANICKING:
+                raise BaseException("as the core's panics are")
             if start == DYING:
                 os.kill(os.getpid(), signal.SIGKILL)
             if start == HANGING:
@@ -147,6 +158,9 @@ class FakeEngine:
     def explain(self, tag):
         return ledger(tag, None if tag in self.running else "length")
 
+    def look(self):
+        return {"rows": [{"tag": tag} for tag in self.running], "waiting": [], "cells": b"", "steps": [], "now_us": 0}
+
     def stats(self):
         return {"running": len(self.running), "aborted": len(self.aborted), "steps": self.steps}
 
@@ -167,7 +181,7 @@ class FakeTokenizer:
     def __init__(self, directory=Path(), source=None):
         self.directory = directory
 
-    def encode(self, text):
+    def encode(self, text, *, add_special_tokens=True):
         return [ord(character) for character in text]
 
     def piece(self, token):
@@ -203,7 +217,22 @@ async def _be_a_parent():
             pass
 
 
+def hurry(seconds, set=setattr):
+    """Makes the watchdog look often and lose patience within so few seconds; processes started with it in FAKE_ENGINE_HURRY do so too."""
+    from chairlift.engine import process, pulse, watchdog
+
+    for module in (process, pulse, watchdog):
+        set(module, "LOOK", seconds / 5)
+    set(watchdog, "PATIENCE", seconds)
+    set(pulse, "SILENCE", seconds)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "parent":
         asyncio.run(_be_a_parent())
+    if seconds := os.environ.get("FAKE_ENGINE_HURRY"):
+        hurry(float(seconds))
+        FakeEngine.step_seconds = 0.002  # watchdogs in a hurry need some time to themselves
+    if file := os.environ.get("FAKE_ENGINE_PID"):
+        Path(file).write_text(str(os.getpid()))
     os._exit(process.main(int(sys.argv[1]), lambda: FakeEngine))

@@ -85,6 +85,17 @@ def test_text_is_encoded_and_the_account_is_kept():
     run(test)
 
 
+def test_the_start_is_told_once_and_before_the_first_token():
+    async def test(engine):
+        told = []
+        stream = engine.generate([100], SamplingParams(max_tokens=3, n=3), on_start=lambda: told.append(len(outputs)))
+        outputs = []
+        await into(outputs, stream)
+        assert told == [0]
+
+    run(test)
+
+
 def test_end_of_sequence_is_an_id_but_no_text():
     async def test(engine):
         outputs = await collect(engine, [EOS - 2], max_tokens=10)
@@ -229,6 +240,17 @@ def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
         async with aclosing(engine.generate([1000], ENDLESS, request_id="open")) as stream:
             await anext(stream)
             assert [ledger.finish for ledger in await engine.explain("open")] == [None]
+
+    run(test)
+
+
+def test_a_look_has_the_names_of_those_there():
+    async def test(engine):
+        await collect(engine, [1000], max_tokens=1)
+        async with aclosing(engine.generate([1000], ENDLESS, request_id="open")) as stream:
+            await anext(stream)
+            seen = await engine.look()
+            assert seen["names"] == [(seen["rows"][0]["tag"], "open")]
 
     run(test)
 

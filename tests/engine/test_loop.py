@@ -1,5 +1,6 @@
 """The engine over a real model: what a step that fails leaves behind, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,3 +65,53 @@ def test_a_tag_in_use_and_tokens_outside_the_vocabulary_are_refused(engine: Engi
     assert engine.abort(1)
     assert not engine.abort(1)
     assert not engine.has_work
+
+
+def test_a_sequence_that_cannot_be_seated_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = answer(engine, 1, PROMPT)
+    seat, poison = engine._runner.seat, replace(GREEDY, seed=13)
+
+    def poisoned(row: int, params: SamplingParams, *rest: object, **more: object) -> None:
+        if params is poison:
+            raise ZeroDivisionError("a bug in the sampler")
+        seat(row, params, *rest, **more)
+
+    monkeypatch.setattr(engine._runner, "seat", poisoned)
+    engine.add(2, PROMPT, GREEDY)
+    engine.add(3, [7, *PROMPT, *PROMPT], poison)  # it takes two steps to its first token, or what would be that
+    engine.add(4, PROMPT, GREEDY)
+    tokens: dict[int, list[int]] = {2: [], 3: [], 4: []}
+    finishes = {}
+    while engine.has_work:
+        report = engine.step()
+        assert report is not None
+        for tag, token, finish in zip(
+            np.frombuffer(report.tags, "<u8").tolist(), np.frombuffer(report.tokens, "<i4").tolist(), report.finishes, strict=True
+        ):
+            tokens[tag].append(token)
+            finishes[tag] = finish
+    assert tokens == {2: expected, 3: [-1], 4: expected}
+    assert finishes == {2: 2, 3: 3, 4: 2}
+    engine.check()
+    monkeypatch.undo()
+    assert answer(engine, 5, PROMPT) == expected  # in the same row, maybe
+
+
+def test_each_stage_of_a_step_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Spy:
+        """Notes the stage at each call."""
+
+        def __init__(self, spied: object) -> None:
+            self._spied = spied
+
+        def __getattr__(self, name: str) -> object:
+            seen.append((name, engine.stage[0]))
+            return getattr(self._spied, name)
+
+    monkeypatch.setattr(engine, "_scheduler", Spy(engine._scheduler))
+    monkeypatch.setattr(engine, "_runner", Spy(engine._runner))
+    answer(engine, 1, PROMPT)
+    for call, stage in (("plan", "plan"), ("expire", "plan"), ("seat", "run"), ("run", "run"), ("commit", "commit")):
+        assert {at for name, at in seen if name == call} == {stage}

@@ -10,20 +10,23 @@ from contextlib import contextmanager
 
 import fake_engine
 import pytest
-from fake_engine import BROKEN, CRASHING, FULL, HANGING, LATE, PATIENT, REFUSED, FakeEngine, ledger
+from fake_engine import BROKEN, CRASHING, FULL, HANGING, LATE, PANICKING, PATIENT, REFUSED, FakeEngine, ledger
 
 from chairlift.config import EngineConfig
 from chairlift.engine import process
 from chairlift.engine.protocol import (
     Abort,
     Add,
+    Alive,
     Config,
     Explain,
     Explained,
     Fatal,
+    Look,
     Phase,
     Ready,
     Rejected,
+    Seen,
     Step,
     Stop,
     pack_fields,
@@ -53,8 +56,9 @@ class Child:
 
     def receive(self):
         frame = receive(self.file)
-        # Whether the settings are there when the imports are done is a matter of time.
-        return self.receive() if isinstance(frame, Phase) and frame.name == "locate" else frame
+        # Whether the settings are there when the imports are done is a matter of time, and so is when the watchdog speaks.
+        by_chance = isinstance(frame, Alive) or (isinstance(frame, Phase) and frame.name == "locate")
+        return self.receive() if by_chance else frame
 
     def add(self, tag, prompt, **params):
         self.send(Add(tag, pack_tokens(prompt), pack_fields(SamplingParams(**params))))
@@ -177,6 +181,16 @@ def test_a_sequence_is_explained_idle_and_at_work():
         assert frame == Explained(8, [ledger(1, None)])
 
 
+def test_what_there_is_can_be_looked_at_at_work():
+    with child() as it:
+        it.start()
+        it.add(1, [100], max_tokens=1_000_000)
+        it.send(Look(9))
+        while not isinstance(frame := it.receive(), Seen):
+            pass
+        assert (frame.ask, frame.snapshot["rows"]) == (9, [{"tag": 1}])
+
+
 def test_a_refused_request_disturbs_nobody():
     with child(stderr=subprocess.DEVNULL) as it:
         it.start()
@@ -214,11 +228,15 @@ def test_stop_ends_it_in_peace_and_closes_the_engine():
         it.process.stderr.close()
 
 
-def test_a_step_that_fails_is_named_and_ends_it():
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [(CRASHING, Fatal("ZeroDivisionError", "a bug in the model")), (PANICKING, Fatal("BaseException", "as the core's panics are"))],
+)
+def test_a_step_that_fails_is_named_and_ends_it(prompt, words):
     with child(stderr=subprocess.PIPE) as it:
         it.start()
-        it.add(1, [CRASHING])
-        assert it.receive() == Fatal("ZeroDivisionError", "a bug in the model")
+        it.add(1, [prompt])
+        assert it.receive() == words
         assert it.process.wait(GUARD) == 1
         assert b"Traceback" in it.process.stderr.read()
         it.process.stderr.close()

@@ -10,7 +10,23 @@ import msgpack
 import pytest
 
 from chairlift.engine import protocol
-from chairlift.engine.protocol import Abort, Add, BadFrame, Config, Explain, Explained, Fatal, Phase, Ready, Rejected, Step, Stop
+from chairlift.engine.protocol import (
+    Abort,
+    Add,
+    Alive,
+    BadFrame,
+    Config,
+    Explain,
+    Explained,
+    Fatal,
+    Look,
+    Phase,
+    Ready,
+    Rejected,
+    Seen,
+    Step,
+    Stop,
+)
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
@@ -28,6 +44,10 @@ FRAMES = [
     Rejected(9, "InvalidRequest", "too long", "prompt", "context_length_exceeded"),
     Rejected(9, "QueueFull", "too many", retry_after=0.25),
     Explained(7, [{"tag": 1, "finish": None}]),
+    Alive(),
+    Alive("run", 12.5),
+    Look(3),
+    Seen(3, {"cells": b"\3\0", "rows": [{"tag": 1}]}),
     Fatal("ZeroDivisionError", "division by zero"),
 ]
 

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self
 
 from chairlift import errors
@@ -22,20 +22,25 @@ from chairlift.engine import protocol
 from chairlift.engine.protocol import (
     Abort,
     Add,
+    Alive,
     BadFrame,
     Config,
     Explain,
     Explained,
     Fatal,
     Frame,
+    Look,
     Phase,
     Ready,
     Rejected,
+    Seen,
     Step,
     Stop,
 )
-from chairlift.engine.request import Request, deliver, validate
-from chairlift.errors import ChairliftError, DeadlineMissed, EngineDead, RequestFailed
+from chairlift.engine.pulse import Pulse
+from chairlift.engine.request import deliver, spelled, validate
+from chairlift.engine.stream import Stream
+from chairlift.errors import ChairliftError, DeadlineMissed, EngineDead
 from chairlift.outputs import Ledger, RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
 from chairlift.scheduling import Scheduling
@@ -58,7 +63,7 @@ class AsyncEngine:
     tokenizer: Tokenizer
     """Set by `start`."""
     facts: dict[str, Any]
-    """The engine's limits and the model's; empty until it is ready."""
+    """The engine's limits and the model's; empty until it is ready, and the former ones while it starts again."""
 
     _command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
 
@@ -69,11 +74,13 @@ class AsyncEngine:
         self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences are numbered on from its tag
         self._remembered: dict[str, range] = {}
         self._questions = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[list[Ledger]]] = {}
-        self._streams: dict[int, _Stream] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._streams: dict[int, Stream] = {}
         self._phases: dict[str, float] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._journals = itertools.count()
         self._death: EngineDead | None = EngineDead("the engine has not been started")
         self._ended = asyncio.Event()
 
@@ -96,22 +103,24 @@ class AsyncEngine:
         began = time.perf_counter() if since is None else since
         if self._process is not None:
             raise RuntimeError("the engine has been started already; close it first")
-        self.facts, self._stats, self._phases, self._remembered = {}, {}, {}, {}
+        self._stats, self._phases, self._remembered = {}, {}, {}
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._ended.clear()
+        self._pulse = Pulse(self._kill)
         # First of all, since importing torch is most of the wait: the model is looked for meanwhile.
         sock = self._spawn()
+        self._ended.clear()
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=sock)
             self._reading = asyncio.create_task(self._read())
             directory = await asyncio.to_thread(locate, self.config.model, self.config.revision)
-            self._write(Config(dataclasses.asdict(dataclasses.replace(self.config, model=str(directory)))))
+            self._write(Config(dataclasses.asdict(dataclasses.replace(self.config, model=str(directory), journal=self._next_journal()))))
             tokenizer = asyncio.to_thread(Tokenizer, directory, self.config.tokenizer)
             self.tokenizer, _ = await asyncio.gather(tokenizer, self._is_ready)
         except BaseException:
             await self.close()
             raise
         self.facts["model"] = self.config.model
+        self._watching = asyncio.create_task(self._pulse.watch())
         self._log_start(time.perf_counter() - began)
 
     async def close(self) -> None:
@@ -143,9 +152,9 @@ class AsyncEngine:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, without holding up the event loop."""
-        return await asyncio.to_thread(self.tokenizer.encode, text)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
         """The parameters with `max_tokens` filled in; raises InvalidRequest for what the model can't take."""
@@ -158,18 +167,24 @@ class AsyncEngine:
         scheduling: Scheduling | None = None,
         *,
         request_id: str | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Runs one request; yields what is new of its answers, by `index`, and `finish_reason` with the last of each.
 
         Where only the `n` best are kept, they come whole at the end. Leaving the iterator early aborts the request: at once when it
         is closed or cancelled, so wrap it in `contextlib.aclosing` where the loop may end before the request does. `request_id` is for
-        `explain`. Raises InvalidRequest or QueueFull before anything, and RequestFailed, DeadlineMissed or EngineDead at any time.
+        `explain`; `on_start` is called once, when the engine begins the first answer. Raises InvalidRequest or QueueFull before
+        anything, and RequestFailed, DeadlineMissed or EngineDead at any time.
         """
         arrived = time.monotonic_ns() // 1000
         self._check_alive()
         prompt_token_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
-        params, scheduling = self.validate(prompt_token_ids, params or SamplingParams()), scheduling or Scheduling()
-        stream = _Stream(self.tokenizer, next(self._tags), prompt_token_ids, params)
+        params, scheduling = params or SamplingParams(), scheduling or Scheduling()
+        if params.bad_words:
+            params = await asyncio.to_thread(spelled, params, self.tokenizer)
+        params = self.validate(prompt_token_ids, params)
+        stream = Stream(self.tokenizer, next(self._tags), prompt_token_ids, params)
+        stream.on_start = on_start
         self._check_alive()
         if request_id is not None:
             self._remember(request_id, stream.tags)
@@ -182,7 +197,8 @@ class AsyncEngine:
                 await self._writer.drain()
             while not stream.over:
                 outputs = await stream.next()
-                self._leave(stream.finished(), stopped=True)
+                if stream.some_over:
+                    self._leave(stream.finished(), stopped=True)
                 for output in outputs:
                     if output.finish_reason == "deadline":
                         missed, output.finish_reason = True, None
@@ -201,23 +217,42 @@ class AsyncEngine:
     async def explain(self, request_id: str) -> list[Ledger]:
         """What became of a request's time, one ledger a sequence of it, also while it runs; empty for one that is not remembered."""
         self._check_alive()
-        if request_id not in self._remembered:
-            return []
-        ask = next(self._questions)
-        self._answers[ask] = asyncio.get_running_loop().create_future()
-        try:
-            self._write(Explain(ask, list(self._remembered[request_id])))
-            return await self._answers[ask]
-        finally:
-            del self._answers[ask]
+        return await self.explain_sequences(self._remembered.get(request_id, ()))
+
+    async def explain_sequences(self, tags: Sequence[int]) -> list[Ledger]:
+        """The same by the engine's numbers of sequences; those that are not remembered are left out."""
+        found: list[Ledger] = await self._ask(lambda ask: Explain(ask, list(tags))) if tags else []
+        return found
+
+    async def look(self) -> dict[str, Any]:
+        """The engine's rows, queue, blocks and newest steps (see `Scheduler.snapshot`), with `names`: (tag, request id) of those there."""
+        snapshot: dict[str, Any] = await self._ask(Look)
+        seen = {one["tag"] for one in [*snapshot["rows"], *snapshot["waiting"]]}
+        return snapshot | {"names": [(tag, name) for name, tags in self._remembered.items() for tag in tags if tag in seen]}
 
     async def ended(self) -> None:
         """Returns when the engine has ended, however it came to that."""
         await self._ended.wait()
 
+    @property
+    def stuck(self) -> tuple[str, float] | None:
+        """The stage in which the engine has been stuck, and for how many seconds; None while it gets on. See `Pulse.stuck`."""
+        return self._pulse.stuck if self.alive else None
+
     def stats(self) -> dict[str, Any]:
         """The newest counters from the engine, a fraction of a second old while it works; empty before it is ready."""
         return self._stats
+
+    async def _ask(self, question: Callable[[int], Frame]) -> Any:
+        """What the engine answers to the question that carries a number."""
+        self._check_alive()
+        ask = next(self._questions)
+        self._answers[ask] = asyncio.get_running_loop().create_future()
+        try:
+            self._write(question(ask))
+            return await self._answers[ask]
+        finally:
+            del self._answers[ask]
 
     def _leave(self, tags: Iterable[int], *, stopped: bool = False) -> None:
         """Forgets sequences, and has the engine do so with those that still run there; `stopped` if a stop string was found."""
@@ -245,13 +280,22 @@ class AsyncEngine:
         ours, theirs = socket.socketpair()
         # The child finds modules where this process does, and not in its working directory.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        command = [sys.executable, "-P", *self._command, str(theirs.fileno())]
+        command = [sys.executable, "-P", *self._command, str(theirs.fileno()), self.config.load_format]
         with theirs:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}
             )
         self._death = None
         return ours
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def _next_journal(self) -> str | None:
+        """Where an engine records; one that is started again must not write over what the one that died left."""
+        number = next(self._journals)
+        return f"{self.config.journal}.{number}" if self.config.journal and number else self.config.journal
 
     def _write(self, frame: Frame) -> None:
         self._writer.write(protocol.encode(frame))
@@ -273,10 +317,15 @@ class AsyncEngine:
                         if (rejected := self._streams.get(frame.tag)) is not None:
                             for tag in rejected.tags:
                                 self._streams.pop(tag, None)
-                            rejected.fail(_rejection(frame))
+                            rejected.reject(frame)
                     case Explained():
                         if (answer := self._answers.get(frame.ask)) is not None and not answer.done():
                             answer.set_result([Ledger.read(ledger) for ledger in frame.ledgers])
+                    case Seen():
+                        if (answer := self._answers.get(frame.ask)) is not None and not answer.done():
+                            answer.set_result(frame.snapshot)
+                    case Alive():
+                        self._pulse.hear(frame)
                     case Phase():
                         log.info("phase %s %.2f s", frame.name, frame.seconds)
                         self._phases[frame.name] = frame.seconds
@@ -313,6 +362,8 @@ class AsyncEngine:
                 answer.set_exception(EngineDead(str(death)))
         self._streams.clear()
         self._ended.set()
+        if self._watching is not None:
+            self._watching.cancel()
         if not self._is_ready.done():
             self._is_ready.set_exception(death)
             self._is_ready.exception()  # so that asyncio does not complain where nobody waits for it
@@ -323,41 +374,6 @@ class AsyncEngine:
         parts = {"process": round(total, 2) - sum(parts.values()), **parts}
         log.info("phase process %.2f s", parts["process"])
         log.info("ready in %.2f s: %s", total, " + ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items()))
-
-
-class _Stream(Request):
-    """A request whose reader is a coroutine."""
-
-    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        super().__init__(tokenizer, tag, prompt_token_ids, params)
-        self._news = asyncio.Event()
-        self._error: ChairliftError | None = None
-
-    def wake(self) -> None:
-        self._news.set()
-
-    def fail(self, error: ChairliftError) -> None:
-        self._error = error
-        self._news.set()
-
-    async def next(self) -> list[RequestOutput]:
-        """The next increments, perhaps none; raises what ended the request, if that was an error."""
-        await self._news.wait()
-        self._news.clear()
-        if self._error is not None:
-            raise self._error
-        outputs = self.take()
-        if any(output.finish_reason == "error" for output in outputs):
-            raise RequestFailed("the model gave no usable answer for this request: its logits are not finite")
-        return outputs
-
-
-def _rejection(frame: Rejected) -> ChairliftError:
-    if frame.error == "InvalidRequest":
-        return errors.InvalidRequest(frame.message, param=frame.param, code=frame.code)
-    if frame.error == "QueueFull":
-        return errors.QueueFull(frame.message, retry_after=frame.retry_after or 0.0)
-    return RequestFailed(frame.message)
 
 
 def _death(frame: Fatal) -> ChairliftError:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,9 +19,24 @@ from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine.journal import Journal
 from chairlift.errors import InvalidRequest, QueueFull
-from chairlift.runner.runner import ModelRunner
+from chairlift.grammar.grammars import Grammar, Grammars
+from chairlift.grammar.trial import Vocabulary
+from chairlift.runner.no_model import NoModel
+from chairlift.runner.prompt_logprobs import PromptLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
+from chairlift.tokenizer import eos_token_ids, tokenizer_file
+
+if TYPE_CHECKING:
+    from chairlift.runner.matcher import Matcher
+    from chairlift.runner.runner import ModelRunner
+
+
+log = logging.getLogger("chairlift")
+
+
+MOST_WAITING, MOST_CELLS = 64, 4096
+"""Waiting sequences, and cells of the map of KV blocks, that a look shows."""
 
 
 @dataclass(slots=True)
@@ -27,6 +46,10 @@ class _Seat:
     seq: int
     params: SamplingParams
     seed: int
+    prompt: PromptLogprobs | None = None
+    """Shared by the sequences of a request; None if the prompt's log-probabilities were not asked for."""
+    matcher: Callable[[], Matcher] | None = None
+    """Makes a matcher at the beginning of the answer, for each row that the sequence takes; None if its form is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +62,8 @@ class StepReport:
     logprobs: bytes = b""
     started: Sequence[Sequence[int]] = ()
     ended: Sequence[Mapping[str, Any]] = ()
+    details: Mapping[int, bytes] = field(default_factory=dict)
+    prompts: Sequence[tuple[int, bytes]] = ()
 
 
 class Engine:
@@ -51,7 +76,9 @@ class Engine:
     def __init__(self, config: EngineConfig, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> None:
         self.config = config
         self._journal = None if config.journal is None else Journal(config.journal)
-        self._runner = ModelRunner(config, locate(config.model, config.revision), on_phase)
+        directory = locate(config.model, config.revision)
+        eos = eos_token_ids(directory, config.tokenizer)
+        self._runner = _runner(config, directory, eos, on_phase)
         runner = self._runner
         self._scheduler = _core.Scheduler(
             num_blocks=runner.num_kv_blocks,
@@ -75,7 +102,14 @@ class Engine:
         )
         self._buffers = _core.StepBuffers(**runner.buffers.arrays())
         self._live: dict[int, _Seat] = {}
-        self._eos = sorted(runner.model_config.eos_token_ids)
+        self._own_salts = itertools.count()
+        self._failed_rows: set[int] = set()  # their sequences cannot be sampled, and end with an error when they should be
+        self.stage = "idle", time.monotonic()
+        """Which part of a step is under way, `plan`, `run` or `commit`, and since when; left as it is after the step."""
+        self._eos = sorted(eos)
+        vocab_size = runner.model_config.vocab_size
+        ends = tuple(token for token in self._eos if token < vocab_size)
+        self._grammars = Grammars(Vocabulary(tokenizer_file(directory, config.tokenizer), vocab_size, ends))
         self.facts: dict[str, object] = {
             "model": config.model,
             "max_model_len": runner.max_model_len,
@@ -83,7 +117,7 @@ class Engine:
             "block_size": config.block_size,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
-            "vocab_size": runner.model_config.vocab_size,
+            "vocab_size": vocab_size,
             "eos_token_ids": self._eos,
         }
 
@@ -92,6 +126,10 @@ class Engine:
         """Whether any request is unfinished."""
         return bool(self._live)
 
+    def compile(self, params: SamplingParams) -> Future[Grammar] | None:
+        """The grammar that a request needs, as soon as another thread has compiled it; None if it needs none. Raises QueueFull."""
+        return None if params.structured_output is None else self._grammars.compile(params.structured_output)
+
     def add(
         self,
         tag: int,
@@ -99,11 +137,13 @@ class Engine:
         params: SamplingParams,
         scheduling: Scheduling | None = None,
         arrived: int | None = None,
+        grammar: Future[Grammar] | None = None,
     ) -> None:
         """Queues a request, whose sequences take `tag` and the numbers after it, all unique among unfinished ones.
 
         `arrived`, in microseconds of the monotonic clock, is when it came, if not just now: its account and deadlines begin there.
-        Raises InvalidRequest if it can never run, and QueueFull if it can't wait; then none of its sequences is left.
+        `grammar` is what `compile` gave; one that is not there yet is waited for. Raises InvalidRequest if the request can never run, and
+        QueueFull if it can't wait; then none of its sequences is left.
         """
         scheduling = scheduling or Scheduling()
         tags = range(tag, tag + params.num_sequences)
@@ -114,11 +154,14 @@ class Engine:
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
             raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
         now = min(_now(), arrived or sys.maxsize)
+        told = None if params.prompt_logprobs is None else PromptLogprobs(tag, tokens, params.prompt_logprobs)
+        bounds = self._grammar(params, grammar or self.compile(params))
+        matcher = None if bounds is None else bounds.matcher
         try:
-            self._live[tag] = _Seat(self._first(tag, tokens, params, scheduling, now), params, self._seed(tag, 0, params))
+            self._live[tag] = _Seat(self._first(tag, tokens, params, scheduling, now), params, self._seed(tag, 0, params), told, matcher)
             for index, sibling in enumerate(tags[1:], 1):
                 seq = self._scheduler.fork(self._live[tag].seq, sibling, now)
-                self._live[sibling] = _Seat(seq, params, self._seed(sibling, index, params))
+                self._live[sibling] = _Seat(seq, params, self._seed(sibling, index, params), told, matcher)
         except BaseException as error:
             for added in tags:
                 self.abort(added)
@@ -141,6 +184,7 @@ class Engine:
 
         What the runner raises ends every request, and goes on to the caller; the engine can be used again.
         """
+        self.stage = "plan", time.monotonic()
         now = _now()
         expired = self._scheduler.expire(now)
         for ledger in expired:
@@ -150,27 +194,32 @@ class Engine:
             self._record()
             return StepReport(ended=expired) if expired else None
         started = []
+        self.stage = "run", time.monotonic()
         try:
             for row, seq, tag, cached_tokens, queued in plan.seated:
-                tokens, prompt_len = self._scheduler.tokens(seq)
-                seat = self._live[tag]
-                self._runner.seat(row, seat.params, np.frombuffer(tokens, dtype=np.int32), prompt_len, seat.seed)
+                self._take_seat(row, seq, tag)
                 started.append((tag, cached_tokens, queued))
             self._runner.swap(plan.swap_out, plan.swap_in)
             sampled = self._runner.run(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies)
+            if self._failed_rows:
+                sampled[np.isin(self._runner.buffers.sample_rows[: plan.num_samples], list(self._failed_rows))] = -1
         except BaseException:
             # Aborted before the commit: then no block keeps a name that rests on a step which never ran.
             for tag in list(self._live):
                 self.abort(tag)
             self._scheduler.commit(plan, np.full(plan.num_samples, -1, dtype=np.int32), _now())
             raise
+        self.stage = "commit", time.monotonic()
         outputs = self._scheduler.commit(plan, sampled, _now())
         for ledger in outputs.ended:
             del self._live[ledger["tag"]]
         self._record()
         # One token a sample, in their order, since nobody leaves or drafts between plan and commit.
-        logprobs = self._runner.logprobs.tobytes()
-        return StepReport(outputs.tags, outputs.tokens, outputs.finishes, logprobs, started, [*expired, *outputs.ended])
+        runner = self._runner
+        details = {int.from_bytes(outputs.tags[8 * at : 8 * at + 8], "little"): line for at, line in runner.details.items()}
+        ended = [*expired, *outputs.ended]
+        logprobs, prompts = runner.logprobs.tobytes(), runner.prompt_logprobs
+        return StepReport(outputs.tags, outputs.tokens, outputs.finishes, logprobs, started, ended, details, prompts)
 
     def wakes_in(self) -> float | None:
         """After a step that gave None: seconds until one may give something though nothing was added; None for never."""
@@ -180,6 +229,10 @@ class Engine:
     def explain(self, tag: int) -> dict[str, Any] | None:
         """The ledger of a sequence, so far or to its end; None for one that is not among the last that ended."""
         return self._scheduler.explain(tag)
+
+    def look(self) -> dict[str, Any]:
+        """Who has which row, who waits and why, who holds the blocks, and the steps since the last look, if that was not long ago."""
+        return self._scheduler.snapshot(_now(), MOST_WAITING, MOST_CELLS) | {"now_us": _now()}
 
     def stats(self) -> dict[str, Any]:
         """The scheduler's counters since the start, and what is true now."""
@@ -195,14 +248,25 @@ class Engine:
 
     def close(self) -> None:
         """Writes out the rest of the journal; open requests get nothing more."""
+        self._grammars.close()
         if self._journal is not None:
             self._record()
             self._journal.close()
 
+    @staticmethod
+    def _grammar(params: SamplingParams, compiling: Future[Grammar] | None) -> Grammar | None:
+        """The compiled grammar; raises InvalidRequest with the field that asked for it."""
+        if compiling is None or params.structured_output is None:
+            return None
+        try:
+            return compiling.result()
+        except InvalidRequest as error:
+            param = params.structured_output.param
+            raise InvalidRequest(f"{param} cannot be used: {error}", param=param, code=error.code) from None
+
     def _first(self, tag: int, tokens: np.ndarray, params: SamplingParams, scheduling: Scheduling, now: int) -> int:
         """Gives the core a request's first sequence."""
         max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self._runner.max_model_len - tokens.size)
-        stop = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos)]
 
         def until(milliseconds: float | None) -> int | None:
             return None if milliseconds is None else now + _microseconds(milliseconds)
@@ -211,9 +275,9 @@ class Engine:
             tag,
             tokens,
             max_tokens,
-            stop,
+            self._ends(params),
             now,
-            salt=(scheduling.cache_salt or "").encode(),
+            salt=self._salt(params, scheduling),
             priority=scheduling.priority,
             tenant=scheduling.tenant,
             weight=(self.config.tenant_weights or {}).get(scheduling.tenant, 1),
@@ -221,6 +285,34 @@ class Engine:
             ttft_deadline=until(scheduling.ttft_deadline_ms),
             predicted_tokens=scheduling.predicted_tokens,
         )
+
+    def _ends(self, params: SamplingParams) -> list[int]:
+        """The token ids at which a sequence stops."""
+        ends = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos)]
+        return [token for token in ends if token < self._runner.model_config.vocab_size]
+
+    def _salt(self, params: SamplingParams, scheduling: Scheduling) -> bytes:
+        """Under equal salts KV blocks are shared; a prompt whose every position must be computed gets one of its own.
+
+        No caller's salt can be equal to that: byte 255 is not in any text's UTF-8.
+        """
+        if params.prompt_logprobs is None:
+            return (scheduling.cache_salt or "").encode()
+        return b"\xff" + next(self._own_salts).to_bytes(8)
+
+    def _take_seat(self, row: int, seq: int, tag: int) -> None:
+        """Gives a sequence its row; what goes wrong with its settings there ends this sequence only."""
+        tokens, prompt_len = self._scheduler.tokens(seq)
+        seat, ids = self._live[tag], np.frombuffer(tokens, dtype=np.int32)
+        self._failed_rows.discard(row)
+        try:
+            matcher = None if seat.matcher is None else seat.matcher()
+            ends = self._ends(seat.params)
+            self._runner.seat(row, seat.params, ids, prompt_len, seat.seed, ends=ends, matcher=matcher, prompt=seat.prompt)
+        except Exception:
+            log.exception("sequence %d cannot be sampled, and ends with an error", tag)
+            self._failed_rows.add(row)
+            self._runner.seat(row, SamplingParams(temperature=0.0), ids, prompt_len, 0)  # what was there before may be half gone
 
     def _seed(self, tag: int, index: int, params: SamplingParams) -> int:
         """What a sequence's draws depend on: without a seed of its own it still draws independently of the others."""
@@ -232,6 +324,14 @@ class Engine:
         """Moves what the scheduler recorded to the journal."""
         if self._journal is not None:
             self._journal.append(self._scheduler.journal(), flush=not self._live)
+
+
+def _runner(config: EngineConfig, directory: Path, eos: frozenset[int], on_phase: Callable[[str, float], None]) -> ModelRunner | NoModel:
+    if config.load_format == "none":
+        return NoModel(config, directory, eos)
+    from chairlift.runner.runner import ModelRunner  # torch takes seconds to import
+
+    return ModelRunner(config, directory, on_phase)
 
 
 def _refusal(error: BaseException) -> BaseException:

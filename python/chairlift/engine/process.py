@@ -1,7 +1,7 @@
 """The engine's own process: `python -m chairlift.engine.process FD`, where FD is one end of a socket pair.
 
-Two threads: one takes frames from the socket and watches for its end, the other runs the engine. Torch is imported
-while the parent still looks for the model, so what stands above `main` must be quick to import.
+Three threads: one takes frames from the socket and watches for its end, one runs the engine, and one watches over that. Torch is
+imported while the parent still looks for the model, so what stands above `main` must be quick to import.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,20 +30,24 @@ from chairlift.engine.protocol import (
     Explained,
     Fatal,
     Frame,
+    Look,
     Phase,
     Ready,
     Rejected,
+    Seen,
     Step,
     Stop,
     receive,
     send,
 )
+from chairlift.engine.watchdog import IDLE, LOOK, Watchdog
 from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from chairlift.engine.request import Report
+    from chairlift.grammar.grammars import Grammar
 
 LONGEST_UNSAID_WAIT = 0.005
 """Seconds of waiting for the model's directory that are not worth a line in the log."""
@@ -52,8 +59,21 @@ class EngineLike(Protocol):
     """What the process needs of an engine; `chairlift.engine.loop.Engine` has it."""
 
     facts: dict[str, Any]
+    stage: tuple[str, float]
+    """What it is doing and since when, on the monotonic clock: it says so in a step, this process at other times."""
 
-    def add(self, tag: int, prompt: Sequence[int], params: SamplingParams, scheduling: Scheduling, arrived: int | None) -> None:
+    def compile(self, params: SamplingParams) -> Future[Grammar] | None:
+        """The grammar that a request waits for; raises QueueFull."""
+
+    def add(
+        self,
+        tag: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        scheduling: Scheduling,
+        arrived: int | None,
+        grammar: Future[Grammar] | None,
+    ) -> None:
         """Takes a request; raises InvalidRequest or QueueFull."""
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
@@ -68,6 +88,9 @@ class EngineLike(Protocol):
     def explain(self, tag: int) -> dict[str, Any] | None:
         """What became of a sequence's time; None if it is not remembered."""
 
+    def look(self) -> dict[str, Any]:
+        """What a dashboard shows of the scheduler."""
+
     def stats(self) -> dict[str, Any]:
         """The newest counters."""
 
@@ -78,12 +101,26 @@ class EngineLike(Protocol):
         """Writes out what must not be lost."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """In the inbox: a request whose grammar is there, or known to be none."""
+
+    request: Add
+    grammar: Future[Grammar]
+
+
+Inbox = SimpleQueue[Frame | BadFrame | _Compiled]
+
+
 EngineMaker = Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]
 
 
-def load() -> EngineMaker:
-    """Imports the engine, and torch with it."""
+def load(load_format: str = "auto") -> EngineMaker:
+    """Imports the engine, and torch with it unless there will be no model."""
     from chairlift.engine.loop import Engine
+
+    if load_format != "none":
+        import chairlift.runner.runner  # noqa: F401
 
     return Engine
 
@@ -96,25 +133,45 @@ def main(fd: int, load: Callable[[], EngineMaker] = load) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent()
     sock = socket.socket(fileno=fd)
-    inbox: SimpleQueue[Frame | BadFrame] = SimpleQueue()
+    parent = _Parent(sock)
+    inbox: Inbox = SimpleQueue()
     threading.Thread(target=_take_in, args=(sock, inbox), name="intake", daemon=True).start()
     try:
         make = load()
-        send(sock, Phase("imports", time.perf_counter() - began))
-        _run(sock, inbox, make)
+        parent.tell(Phase("imports", time.perf_counter() - began))
+        _run(parent, inbox, make)
     except (BrokenPipeError, ConnectionResetError):
         return 1  # nobody is left to tell
-    except Exception as error:
+    except BaseException as error:  # a panic of the core is no Exception
         if not isinstance(error, ChairliftError):
             traceback.print_exc()
-        send(sock, Fatal(type(error).__name__, str(error) or repr(error)))
+        parent.tell(Fatal(type(error).__name__, str(error) or repr(error)))
         return 1
     return 0
 
 
-def _run(sock: socket.socket, inbox: SimpleQueue[Frame | BadFrame], make: EngineMaker) -> None:
+class _Parent:
+    """The other end of the socket, to which two threads speak."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+
+    def tell(self, frame: Frame, patience: float = -1) -> None:
+        """Sends a frame, or drops it if the other thread is at it for longer than `patience` seconds (-1: never)."""
+        if self._lock.acquire(timeout=patience):
+            try:
+                send(self._sock, frame)
+            finally:
+                self._lock.release()
+
+
+def _run(parent: _Parent, inbox: Inbox, make: EngineMaker) -> None:
+    phases: dict[str, float] = {}
+
     def report(name: str, seconds: float) -> None:
-        send(sock, Phase(name, seconds))
+        phases[name] = seconds
+        parent.tell(Phase(name, seconds))
 
     began = time.perf_counter()
     first = inbox.get()
@@ -127,18 +184,24 @@ def _run(sock: socket.socket, inbox: SimpleQueue[Frame | BadFrame], make: Engine
         raise BadFrame(f"expected the settings first, got {first!r:.100}")
     engine = make(EngineConfig(**first.settings), report)
     try:
-        send(sock, Ready(engine.facts))
+        engine.stage = IDLE, time.monotonic()
+        parent.tell(Ready(engine.facts))
+        # The warm-up is two steps. A prompt's first may have more tokens, but not as many times as the watchdog has patience.
+        Watchdog(engine, partial(parent.tell, patience=LOOK), first=phases.get("warm-up", 0.0) / 2).start()
         counters = _Counters(engine)
+        compiling: set[int] = set()  # tags of requests that wait for their grammars
         while True:
             step = engine.step()
+            engine.stage = "send", time.monotonic()
             # One frame for all requests; with nothing to run an empty one, so that the counters show the quiet too.
             # A parent that does not read blocks the engine here, rather than letting its answers pile up.
             if step is None:
-                send(sock, Step(stats=counters.news(idle=True)))
+                parent.tell(Step(stats=counters.news(idle=True)))
             else:
                 news = counters.news(idle=False)
-                send(sock, Step(step.tags, step.tokens, step.finishes, step.logprobs, step.started, step.ended, news))
-            if not _drain(sock, engine, inbox, idle=step is None):
+                arrays = step.tags, step.tokens, step.finishes, step.logprobs
+                parent.tell(Step(*arrays, step.started, step.ended, news, step.details, step.prompts))
+            if not _drain(parent, engine, inbox, compiling, idle=step is None):
                 return
     finally:
         engine.close()
@@ -164,23 +227,33 @@ class _Counters:
         return news
 
 
-def _drain(sock: socket.socket, engine: EngineLike, inbox: SimpleQueue[Frame | BadFrame], *, idle: bool) -> bool:
+def _drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: set[int], *, idle: bool) -> bool:
     """Carries out every frame that has come, if `idle` after waiting for one or for the engine's time; False when told to stop."""
     block, timeout = idle, engine.wakes_in() if idle else None
+    engine.stage = IDLE if idle else "intake", time.monotonic()
     while True:
         try:
             frame = inbox.get(block, timeout)
         except Empty:
             return True
+        if block:
+            engine.stage = "intake", time.monotonic()
         block = False
         match frame:
             case Add():
-                _add(sock, engine, frame)
+                _add(parent, engine, frame, inbox, compiling)
+            case _Compiled(request, grammar):
+                if request.tag in compiling:  # else its caller has left
+                    compiling.remove(request.tag)
+                    _add(parent, engine, request, inbox, compiling, grammar)
             case Abort(tags, stopped):
+                compiling.difference_update(tags)
                 for tag in tags:
                     engine.abort(tag, stopped=stopped)
             case Explain(ask, tags):
-                send(sock, Explained(ask, [ledger for tag in tags if (ledger := engine.explain(tag)) is not None]))
+                parent.tell(Explained(ask, [ledger for tag in tags if (ledger := engine.explain(tag)) is not None]))
+            case Look(ask):
+                parent.tell(Seen(ask, engine.look()))
             case Stop():
                 return False
             case BadFrame():
@@ -189,20 +262,28 @@ def _drain(sock: socket.socket, engine: EngineLike, inbox: SimpleQueue[Frame | B
                 raise BadFrame(f"an engine takes no such frame: {frame!r:.100}")
 
 
-def _add(sock: socket.socket, engine: EngineLike, frame: Add) -> None:
+def _add(
+    parent: _Parent, engine: EngineLike, frame: Add, inbox: Inbox, compiling: set[int], grammar: Future[Grammar] | None = None
+) -> None:
+    """Gives the engine a request, or puts it among `compiling` until its grammar is there and it comes in again."""
     try:
         params, scheduling = SamplingParams(**frame.params), Scheduling(**frame.scheduling)
-        engine.add(frame.tag, memoryview(frame.prompt).cast("i"), params, scheduling, frame.arrived)
+        grammar = grammar or engine.compile(params)
+        if grammar is not None and not grammar.done():
+            compiling.add(frame.tag)
+            grammar.add_done_callback(lambda grammar: inbox.put(_Compiled(frame, grammar)))
+            return
+        engine.add(frame.tag, memoryview(frame.prompt).cast("i"), params, scheduling, frame.arrived, grammar)
     except InvalidRequest as error:
-        send(sock, Rejected(frame.tag, "InvalidRequest", str(error), error.param, error.code))
+        parent.tell(Rejected(frame.tag, "InvalidRequest", str(error), error.param, error.code))
     except QueueFull as error:
-        send(sock, Rejected(frame.tag, "QueueFull", str(error), retry_after=error.retry_after))
+        parent.tell(Rejected(frame.tag, "QueueFull", str(error), retry_after=error.retry_after))
     except Exception as error:  # whatever is wrong with one request must not cost the others theirs
         traceback.print_exc()
-        send(sock, Rejected(frame.tag, "RequestFailed", f"the engine could not take the request: {type(error).__name__}: {error}"))
+        parent.tell(Rejected(frame.tag, "RequestFailed", f"the engine could not take the request: {type(error).__name__}: {error}"))
 
 
-def _take_in(sock: socket.socket, inbox: SimpleQueue[Frame | BadFrame]) -> None:
+def _take_in(sock: socket.socket, inbox: Inbox) -> None:
     """Moves frames from the socket to the queue, and ends the process at once, in whatever step it is, when the parent has gone."""
     with sock.makefile("rb") as file:
         try:
@@ -226,6 +307,6 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    status = main(int(sys.argv[1]))
+    status = main(int(sys.argv[1]), partial(load, sys.argv[2]))
     sys.stderr.flush()
     os._exit(status)  # nothing is left to save, and torch's own goodbye takes a while

@@ -76,6 +76,13 @@ class Explain:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """To the engine: what is there now? `ask` is a number for the answer to carry."""
+
+    ask: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """To the engine: end after the running step."""
 
@@ -100,9 +107,13 @@ class Step:
     """From the engine after each step: one entry a token, for all requests together, and the newest counters.
 
     `tags` are u64, `tokens` i32 and `finishes` u8 (0 none, 1 stop, 2 length, 3 error), little-endian, equally many.
-    `logprobs` are f32, as many where a request is ranked by them, else none. `started` has one (tag, cached tokens, microseconds
-    queued) a sequence that was admitted, again when it was preempted meanwhile. `ended` has one of the core's ledgers a sequence
-    that ended; one that missed its deadline is in no other field. `stats` are counters that have news: they are not sent each time.
+    `logprobs` are f32, as many where a request asks for them or is ranked by them, else none. `started` has one (tag, cached tokens,
+    microseconds queued) a sequence that was admitted, again when it was preempted meanwhile. `ended` has one of the core's ledgers a
+    sequence that ended; one that missed its deadline is in no other field. `stats` are counters that have news: they are not sent each
+    time.
+    `details` has by tag, and `prompts` as pairs with a request's first tag, what those who asked get to know of log-probabilities: of
+    the token, and of the prompt's next ones. Each is a number of lines, 4 bytes a figure: token, log-probability (f32), rank, so many
+    likeliest tokens, their log-probabilities (f32).
     """
 
     tags: bytes = b""
@@ -112,6 +123,8 @@ class Step:
     started: Sequence[Sequence[int]] = ()
     ended: Sequence[Mapping[str, Any]] = ()
     stats: dict[str, Any] = field(default_factory=dict)
+    details: Mapping[int, bytes] = field(default_factory=dict)
+    prompts: Sequence[Sequence[Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +148,22 @@ class Explained:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """From the engine once a second when it is ready, whatever it does: if it is stuck, then in which `stage`, and for how long."""
+
+    stage: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """From the engine: its rows, queue, blocks and newest steps, as `Scheduler.snapshot` has them, and its clock as `now_us`."""
+
+    ask: int
+    snapshot: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Fatal:
     """From the engine, last: why it ends. `error` is the name of an exception class."""
 
@@ -142,7 +171,7 @@ class Fatal:
     message: str
 
 
-Frame = Config | Add | Abort | Explain | Stop | Phase | Ready | Step | Rejected | Explained | Fatal
+Frame = Config | Add | Abort | Explain | Look | Stop | Phase | Ready | Step | Rejected | Explained | Seen | Alive | Fatal
 
 _KINDS: dict[str, type[Frame]] = {kind.__name__.lower(): kind for kind in get_args(Frame)}
 _SHAPES = {kind: (name, tuple(item.name for item in fields(kind))) for name, kind in _KINDS.items()}

@@ -1,0 +1,62 @@
+"""A request whose reader is a coroutine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from chairlift.engine.protocol import Rejected
+from chairlift.engine.request import Request
+from chairlift.errors import ChairliftError, InvalidRequest, QueueFull, RequestFailed
+from chairlift.outputs import RequestOutput
+from chairlift.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from chairlift.tokenizer import Tokenizer
+
+
+class Stream(Request):
+    """Takes what the engine gives, and hands it to one coroutine as that comes for it.
+
+    Each token of each request wakes somebody here: a future does that at a third of what an asyncio.Event costs.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        super().__init__(tokenizer, tag, prompt_token_ids, params)
+        self._news = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: ChairliftError | None = None
+
+    def wake(self) -> None:
+        """Says that there is something to take."""
+        self._news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: ChairliftError) -> None:
+        """Ends the request with an error, whatever has not been taken yet."""
+        self._error = error
+        self.wake()
+
+    def reject(self, frame: Rejected) -> None:
+        """Ends the request with the engine's reason for not taking it."""
+        match frame.error:
+            case "InvalidRequest":
+                self.fail(InvalidRequest(frame.message, param=frame.param, code=frame.code))
+            case "QueueFull":
+                self.fail(QueueFull(frame.message, retry_after=frame.retry_after or 0.0))
+            case _:
+                self.fail(RequestFailed(frame.message))
+
+    async def next(self) -> list[RequestOutput]:
+        """The next increments, perhaps none; raises what ended the request, if that was an error."""
+        if not self._news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._news = False
+        if self._error is not None:
+            raise self._error
+        outputs = self.take()
+        if self.some_over and any(output.finish_reason == "error" for output in outputs):
+            raise RequestFailed("the model gave no usable answer for this request: its logits are not finite, or could not be sampled")
+        return outputs

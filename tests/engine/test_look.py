@@ -1,0 +1,58 @@
+"""What a look at the engine shows, with the real scheduler and no model."""
+
+import json
+import struct
+
+import pytest
+
+from chairlift import SamplingParams, Scheduling
+from chairlift.config import EngineConfig
+from chairlift.engine import loop, protocol
+from chairlift.engine.loop import Engine
+
+SHAPE = {"architectures": ["LlamaForCausalLM"], "vocab_size": 199, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1}
+SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 7}
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    clock = iter(range(1_000_000, 10**9, 1000))  # a millisecond from one look at it to the next
+    monkeypatch.setattr(loop, "_now", lambda: next(clock))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    settings = {"num_kv_blocks": 20, "block_size": 8, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    return Engine(EngineConfig(model=str(tmp_path), load_format="none", **settings))
+
+
+def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(engine):
+    engine.look()
+    for tag, tenant in ((1, "a"), (2, "b"), (3, "c")):
+        engine.add(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=tenant, priority=tag))
+    engine.step()
+    engine.step()
+    seen = engine.look()
+    rows = {row["tag"]: row for row in seen["rows"]}
+    assert rows.keys() == {1, 2}
+    first = rows[1]
+    assert (first["tenant"], first["priority"], first["state"], first["prompt_tokens"], first["blocks"]) == ("a", 1, "decode", 12, 2)
+    assert (first["computed_tokens"], first["output_tokens"]) == (13, 2)
+    [waiting] = seen["waiting"]
+    assert (waiting["tag"], waiting["cause"], waiting["tenant"], waiting["output_tokens"]) == (3, "wait_rows", "c", 0)
+    assert waiting["waited_us"] > 0
+    cells = struct.unpack("<20H", seen["cells"])
+    assert (seen["blocks_per_cell"], cells.count(first["row"] + 3), cells.count(0)) == (1, 2, 20 - 2 - rows[2]["blocks"])
+    assert [(step["step"], step["rows"][first["row"]]) for step in seen["steps"]] == [(0, "p"), (1, "d")]
+    assert seen["steps"][0]["seated"][0] == (first["row"], 1)
+    assert seen["steps"][0]["planned_us"] < seen["steps"][1]["planned_us"] < seen["now_us"]
+    # It goes over the wire as it is.
+    assert protocol.decode(protocol.encode(protocol.Seen(1, seen))[4:]).snapshot["cells"] == seen["cells"]
+
+
+def test_an_account_says_who_ran_meanwhile(engine):
+    for tag, tenant in ((1, "a"), (2, "a"), (3, "c")):
+        engine.add(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=tenant))
+    while engine.has_work:
+        engine.step()
+    [(tenant, microseconds)] = engine.explain(3)["ahead"]
+    assert tenant == "a"
+    assert microseconds > 0
+    assert engine.explain(1)["ahead"] == []

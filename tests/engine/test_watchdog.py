@@ -1,0 +1,209 @@
+"""The watchdog: what it takes for a stall, what it says of one, and what the parent makes of its words and its silence."""
+
+import asyncio
+import os
+import signal
+from types import SimpleNamespace
+
+import fake_engine
+import pytest
+from fake_engine import HANGING, FakeTokenizer
+
+from chairlift.engine import pulse, watchdog
+from chairlift.engine.client import AsyncEngine
+from chairlift.engine.protocol import Alive
+from chairlift.engine.pulse import Pulse
+from chairlift.engine.watchdog import IDLE, PATIENCE, Stillness, Watchdog
+from chairlift.errors import EngineDead
+from chairlift.sampling import SamplingParams
+
+GUARD = 60
+
+
+class Engine:
+    """What the watchdog sees of an engine."""
+
+    stage = ("plan", 0.0)
+    predicted_step_us = 0
+
+    def stats(self):
+        return {"predicted_step_us": self.predicted_step_us, "running": 3}
+
+
+@pytest.fixture
+def wait(monkeypatch):
+    """A clock of the test's own: lets so many seconds pass."""
+    now = [100.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def wait(seconds):
+        now[0] += seconds
+
+    return wait
+
+
+def look(dog, wait, seconds):
+    """The watchdog's word after so many seconds of a look each."""
+    for _ in range(seconds):
+        wait(1)
+        said = dog.look()
+    return said
+
+
+def test_time_that_nobody_was_awake_for_does_not_count(wait):
+    stillness = Stillness()
+    assert stillness.look("a") == 0
+    wait(1)
+    assert stillness.look("a") == 1
+    wait(1000)
+    assert stillness.look("a") == 3
+    assert stillness.look("b") == 0
+
+
+def test_a_stage_that_lasts_is_named_and_everything_is_dumped_once(wait, capfd):
+    engine = Engine()
+    dog = Watchdog(engine, print, first=0.1)
+    engine.stage = ("commit", 1.0)
+    assert look(dog, wait, 10) == Alive()
+    assert look(dog, wait, 1) == Alive("commit", 10.0)
+    assert look(dog, wait, 5) == Alive("commit", 15.0)
+    dump = capfd.readouterr().err
+    assert dump.count("the engine is stuck: 10 s in 'commit'") == 1
+    assert '"running": 3' in dump
+    assert "in test_a_stage_that_lasts" in dump
+    engine.stage = ("commit", 2.0)  # the same stage of the next step
+    assert look(dog, wait, 10) == Alive()
+    assert look(dog, wait, 1).stage == "commit"
+    assert "the engine is stuck" in capfd.readouterr().err
+
+
+def test_an_idle_engine_is_never_stuck(wait):
+    engine = Engine()
+    engine.stage = (IDLE, 1.0)
+    assert look(Watchdog(engine, print, first=0.0), wait, 1000) == Alive()
+
+
+@pytest.mark.parametrize(("predicted_step_us", "first", "seconds"), [(3_000_000, 0.1, 60), (0, 2.0, 40), (100, 2.0, PATIENCE)])
+def test_a_step_that_should_be_long_may_be_longer(wait, predicted_step_us, first, seconds):
+    engine = Engine()
+    engine.predicted_step_us = predicted_step_us
+    dog = Watchdog(engine, print, first)
+    dog.look()
+    assert look(dog, wait, int(seconds) - 1) == Alive()
+    assert look(dog, wait, 1) == Alive("plan", seconds)
+
+
+def test_an_engine_that_stays_silent_or_stuck_is_killed(monkeypatch):
+    monkeypatch.setattr(pulse, "LAST_HOPE", 0.02)
+    fake_engine.hurry(0.02, monkeypatch.setattr)
+
+    async def main(speaks):
+        killed = []
+        heart = Pulse(lambda: killed.append(heart.stuck[0]))
+        watching = asyncio.create_task(heart.watch())
+        async with asyncio.timeout(GUARD):
+            while not watching.done():
+                if speaks:
+                    heart.hear(Alive("run", 12.5))
+                await asyncio.sleep(0)
+        return killed
+
+    assert asyncio.run(main(speaks=False)) == ["process"]
+    assert asyncio.run(main(speaks=True)) == ["run"]
+
+
+def run(monkeypatch, test, last_hope=1000.0):
+    """Runs `test(engine)` with an engine in a process, and watchdogs in a hurry."""
+    fake_engine.fake(monkeypatch)
+    fake_engine.hurry(1.0, monkeypatch.setattr)
+    monkeypatch.setenv("FAKE_ENGINE_HURRY", "1.0")
+    monkeypatch.setattr(pulse, "LAST_HOPE", last_hope)
+
+    async def main():
+        async with asyncio.timeout(GUARD), AsyncEngine() as engine:
+            await test(engine)
+
+    asyncio.run(main())
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def collect(engine, prompt, max_tokens):
+    params = SamplingParams(max_tokens=max_tokens)
+    return [token async for output in engine.generate(prompt, params) for token in output.token_ids]
+
+
+def test_a_stopped_process_is_stuck_until_it_goes_on(monkeypatch, capfd):
+    async def test(engine):
+        assert engine.stuck is None
+        # With a request open: time in which it was stopped is not held against its step.
+        asking = asyncio.create_task(collect(engine, [1000], 1_000_000))
+        await until(lambda: engine.stats()["running"])
+        engine._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, engine._process.pid, os.WSTOPPED)
+        await until(lambda: engine.stuck)
+        assert engine.stuck[0] == "process"
+        engine._process.send_signal(signal.SIGCONT)
+        await until(lambda: engine.stuck is None)
+        asking.cancel()
+        assert await collect(engine, [1000], 2) == [1000, 1001]
+
+    run(monkeypatch, test)
+    assert "the engine is stuck" not in capfd.readouterr().err
+
+
+def test_a_step_that_never_ends_is_named_and_ends_the_engine(monkeypatch, capfd):
+    async def test(engine):
+        with pytest.raises(EngineDead, match="killed by signal 9"):
+            await collect(engine, [HANGING], 1)
+        assert engine.stuck is None
+
+    run(monkeypatch, test, last_hope=0.3)
+    dump = capfd.readouterr().err
+    assert dump.count("the engine is stuck") == 1
+    assert "s in 'run'; its scheduler: {" in dump
+    assert "fake_engine.py" in dump
+
+
+def test_a_parent_that_does_not_read_for_a_while_finds_an_engine_that_gets_on(monkeypatch):
+    async def test(engine):
+        asking = asyncio.create_task(collect(engine, [1000], 1_000_000))
+        await until(lambda: engine.stats()["running"])
+        engine._reader._transport.pause_reading()
+        await until(lambda: engine.stuck)
+        assert engine.stuck[0] == "process"
+        engine._reader._transport.resume_reading()
+        await until(lambda: engine.stuck is None)
+        asking.cancel()
+
+    run(monkeypatch, test)
+
+
+def test_a_token_that_cannot_be_shown_ends_its_own_request_only(monkeypatch):
+    piece = FakeTokenizer.piece
+
+    def poisoned(self, token):
+        if token == 2005:
+            raise ZeroDivisionError("a bug in the tokenizer")
+        return piece(self, token)
+
+    monkeypatch.setattr(FakeTokenizer, "piece", poisoned)
+
+    async def test(engine):
+        other = asyncio.create_task(collect(engine, [1000], 300))
+        with pytest.raises(ZeroDivisionError):
+            await collect(engine, [2000], 1_000_000)
+        await until(lambda: engine.stats()["aborted"] == 1)
+        assert await other == list(range(1000, 1300))
+
+    run(monkeypatch, test)
+
+
+def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before():
+    engine = AsyncEngine(journal="day.journal")
+    assert [engine._next_journal() for _ in range(3)] == ["day.journal", "day.journal.1", "day.journal.2"]
+    engine = AsyncEngine()
+    assert [engine._next_journal() for _ in range(2)] == [None, None]
