@@ -2,70 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.errors import InvalidRequest
-from chairlift.server.answer import Json, ignored_header
+from chairlift.outputs import TokenLogprobs
+from chairlift.server.answer import Json
 from chairlift.server.body import read_json
-from chairlift.server.generation import Generation
-from chairlift.server.schemas import ChatRequest
+from chairlift.server.conversation import ChatRequest
+from chairlift.server.logprobs import of_chat, of_prompt
 from chairlift.server.service import service_of
-from chairlift.server.sse import DONE, EventStream, event, unless_gone
+from chairlift.server.sse import DONE, EventStream, event
+from chairlift.server.tools.call import CallDelta
+from chairlift.server.turn import Call, Turn
 
 
 async def chat_completions(request: Request) -> Response:
     """Answers one chat request, as a stream or whole."""
-    service = service_of(request)
-    service.admit()
     wanted, ignored = ChatRequest.read(await read_json(request))
-    service.check_model(wanted.model)
-    if wanted.tools:
-        ignored.append("tools")  # the model may answer without them, and is not told of them yet
-    params = wanted.params()
-    scheduling = wanted.scheduling(request.state.tenant, request.headers)
     kind = "chat.completion.chunk" if wanted.stream else "chat.completion"
-    try:
-        prompt = await service.render(wanted.conversation())
-        generation = Generation(service, [prompt], params, scheduling, kind=kind, request_id=request.state.id)
-    except InvalidRequest as error:
-        if error.param == "prompt":  # as the engine calls what this route takes as messages
-            error.param = "messages"
-        raise
-    headers = ignored_header(ignored)
+    turn = await Turn.begin(request, wanted, ignored, kind=kind, prefix="chatcmpl")
+    shape = _Shape(wanted, turn, service_of(request).engine.tokenizer)
     if wanted.stream:
-        return EventStream(_events(generation, wanted), headers)
-    return Json(await unless_gone(request.receive, _whole(generation, wanted)), headers=headers)
+        return EventStream(shape.events(), turn.headers)
+    return Json(await shape.whole(), headers=turn.headers)
 
 
-async def _whole(generation: Generation, wanted: ChatRequest) -> dict[str, Any]:
-    choices = []
-    for index, (text, finish_reason) in enumerate(await generation.whole()):
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choices.append({"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason})
-    return {**generation.head, **wanted.echo(), "choices": choices, "usage": generation.usage.json()}
+class _Shape:
+    """A turn in OpenAI's shape, that of tools or the older one of functions."""
+
+    def __init__(self, wanted: ChatRequest, turn: Turn, tokenizer: Any) -> None:
+        self._wanted = wanted
+        self._turn = turn
+        self._generation = turn.generation
+        self._tokenizer = tokenizer
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        choices = []
+        for index, answer in enumerate(await self._turn.whole()):
+            message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None, **self._calls(answer.calls)}
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": self._logprobs(answer.logprobs),
+                    "finish_reason": self._finish(answer.finish_reason),
+                    "stop_reason": answer.stop_reason,
+                }
+            )
+        generation, wanted = self._generation, self._wanted
+        more = generation.metrics() if wanted.include_metrics else {}
+        if wanted.prompt_logprobs is not None and (found := self._turn.prompt_logprobs) is not None:
+            more["prompt_logprobs"] = await asyncio.to_thread(of_prompt, self._tokenizer, found, wanted.prompt_logprobs)
+        return {**generation.head, **wanted.tier(), "choices": choices, "usage": generation.usage.json(), **more}
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The answer as server-sent events."""
+        generation, wanted = self._generation, self._wanted
+        head: dict[str, Any] = generation.head | wanted.tier() | ({"usage": None} if wanted.include_usage else {})
+        speaking: set[int] = set()
+
+        def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> bytes:
+            if wanted.continuous_usage:
+                head["usage"] = generation.usage.json()
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **more}
+            return event({**head, "choices": [choice]})
+
+        async with aclosing(self._turn.deltas()) as deltas:
+            async for delta in deltas:
+                if delta.index not in speaking:
+                    speaking.add(delta.index)
+                    yield chunk(delta.index, {"role": "assistant", "content": None if delta.calls and not delta.content else ""})
+                news: dict[str, Any] = {"content": delta.content} if delta.content else {}
+                more: dict[str, Any] = {"stop_reason": delta.stop_reason} if delta.finish_reason else {}
+                if delta.logprobs is not None:
+                    more["logprobs"] = self._logprobs(delta.logprobs)
+                yield chunk(delta.index, news | self._news(delta.calls), self._finish(delta.finish_reason), **more)
+        metrics = generation.metrics() if wanted.include_metrics else {}
+        if wanted.include_usage or metrics:
+            usage = {"usage": generation.usage.json()} if wanted.include_usage else {}
+            yield event({**head, "choices": [], **usage, **metrics})
+        yield DONE
+
+    def _calls(self, calls: Sequence[Call]) -> dict[str, Any]:
+        """A message's calls."""
+        if not calls:
+            return {}
+        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        if self._wanted.legacy:
+            return {"function_call": functions[0]}
+        return {"tool_calls": [{"id": call.id, "type": "function", "function": told} for call, told in zip(calls, functions, strict=True)]}
+
+    def _news(self, calls: Sequence[CallDelta]) -> dict[str, Any]:
+        """What is new of a message's calls."""
+        if not calls:
+            return {}
+        if self._wanted.legacy:  # which knows of one call
+            named = {} if calls[0].name is None else {"name": calls[0].name}
+            return {"function_call": {**named, "arguments": calls[0].arguments}}
+        return {"tool_calls": [_part(call) for call in calls]}
+
+    def _finish(self, reason: str | None) -> str | None:
+        return "function_call" if reason == "tool_calls" and self._wanted.legacy else reason
+
+    def _logprobs(self, found: list[TokenLogprobs] | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        likeliest, as_ids = self._wanted.top_logprobs or 0, bool(self._wanted.return_tokens_as_token_ids)
+        return {"content": of_chat(self._tokenizer, found, likeliest, as_ids), "refusal": None}
 
 
-async def _events(generation: Generation, wanted: ChatRequest) -> AsyncGenerator[bytes]:
-    head: dict[str, Any] = generation.head | wanted.echo() | ({"usage": None} if wanted.include_usage else {})
-    speaking: set[int] = set()
-
-    def chunk(index: int, delta: dict[str, Any], finish_reason: str | None) -> bytes:
-        if wanted.continuous_usage:
-            head["usage"] = generation.usage.json()
-        return event({**head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}]})
-
-    async with aclosing(generation.outputs()) as outputs:
-        async for index, output in outputs:
-            if index not in speaking:
-                speaking.add(index)
-                yield chunk(index, {"role": "assistant", "content": ""}, None)
-            if output.text or output.finish_reason:  # neither: half a character, or what may become a stop string
-                yield chunk(index, {"content": output.text} if output.text else {}, output.finish_reason)
-    if wanted.include_usage:
-        yield event({**head, "choices": [], "usage": generation.usage.json()})
-    yield DONE
+def _part(call: CallDelta) -> dict[str, Any]:
+    """One call's next piece; only the first says whose it is."""
+    if call.name is None:
+        return {"index": call.position, "function": {"arguments": call.arguments}}
+    return {
+        "index": call.position,
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

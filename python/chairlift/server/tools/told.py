@@ -1,0 +1,46 @@
+"""Tools for a model whose chat template knows none: told in the system message, with calls and results as text, in Hermes' way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_TEXT = """You may call functions to help the user. These are the functions, each with the JSON schema of its parameters:
+<tools>
+{tools}
+</tools>
+To call one, write its name and its arguments as JSON, like this, once for each call:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"a parameter": "its value"}}}}
+</tool_call>"""
+
+
+def told(conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation in words that every template knows, with `tools` described in its system message."""
+    turns: list[dict[str, Any]] = []
+    for message in conversation:
+        turn = _in_text(message)
+        if message["role"] == "tool" and turns and turns[-1].get("results"):
+            turns[-1]["content"] += "\n" + turn["content"]  # templates may want the roles to take turns
+        else:
+            turns.append(turn)
+    if tools:
+        text = _TEXT.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+        if turns[0]["role"] == "system":
+            turns[0]["content"] += f"\n\n{text}"
+        else:
+            turns.insert(0, {"role": "system", "content": text})
+    return [{name: value for name, value in turn.items() if name != "results"} for turn in turns]
+
+
+def _in_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    turn = dict(message)
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.pop("tool_calls", ())]
+    if calls:
+        written = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+        turn["content"] = f"{turn['content']}\n{written}".lstrip("\n")
+    if turn["role"] == "tool":
+        result = f"<tool_response>\n{turn['content']}\n</tool_response>"
+        turn = {"role": "user", "content": result, "results": True}
+    return turn

@@ -1,0 +1,185 @@
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift.server.tools import SYNTAXES
+from chairlift.server.tools.call import CallDelta
+from chairlift.server.tools.json_text import JsonText
+
+NAMES = ("f", "get_weather")
+
+
+def parsed(syntax, pieces):
+    """Content and calls of a text that comes in `pieces`, the calls as (id, name, arguments)."""
+    numbers = itertools.count()
+    parser = SYNTAXES[syntax](NAMES, lambda: f"id{next(numbers)}")
+    news = [one for piece in pieces for one in parser.push(piece)] + parser.end()
+    calls = []
+    for call in (one for one in news if isinstance(one, CallDelta)):
+        if call.name is not None:
+            assert call.position == len(calls)
+            calls.append([call.id, call.name, ""])
+        assert call.position == len(calls) - 1
+        calls[-1][2] += call.arguments
+    return "".join(one for one in news if isinstance(one, str)), [tuple(call) for call in calls]
+
+
+NESTED = '{"a": {"b": [1, -2.5e3, {"c": null}], "d": "}]{["}, "e": true}'
+ESCAPED = r'{"city": "Z\u00fcrich \ud83d\ude00 \"[]\" \\"}'
+MARKS = '{"text": "</tool_call> [TOOL_CALLS] <|python_tag|>"}'
+
+TWO = f"""I look.
+<tool_call>{{"name":"f","arguments":{NESTED}}}</tool_call>
+<tool_call>
+{{"arguments": {ESCAPED}, "name": "get_weather"}}</tool_call>
+"""
+SEMICOLON = '{"name": "f", "parameters": {}}; {"name": "get_weather", "parameters": {"a": 1}}'
+ARRAY = f'[{{"name": "f", "arguments": {NESTED}}}, {{"name": "get_weather", "arguments": {ESCAPED}, "id": "abcdefghi"}}]'
+WITH_IDS = '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{}'
+
+GOLDEN = [
+    # Hermes
+    ("hermes", "Hello.", "Hello.", []),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "", [("f", "{}")]),
+    ("hermes", TWO, "I look.", [("f", NESTED), ("get_weather", ESCAPED)]),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {MARKS}}}</tool_call>', "", [("f", MARKS)]),
+    ("hermes", 'So \n<tool_call>{"name": "f", "arguments": {}}</tool_call>\nDone.', "So\nDone.", [("f", "{}")]),
+    ("hermes", '<tool_call>[{"name": "f"}, {"name": "f", "arguments": {"a": 1}}]</tool_call>', "", [("f", "{}"), ("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null, "id": [7]}</tool_call>', "", [("f", "{}")]),
+    # A raw line break in a string, a missing brace, one too many, and no end.
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}</tool_call>', "", [("f", '{"a": "1\\n2"}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}}\n</tool_call>x', "x", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, oops}}</tool_call> x', " x", [("f", '{"a": 1, oops}}')]),
+    ("hermes", '<tool_call><tool_call>{"name": "f"}</tool_call>', "<tool_call>", [("f", "{}")]),
+    # Llama
+    ("llama", "Hello.", "Hello.", []),
+    ("llama", f'{{"name": "f", "parameters": {NESTED}}}', "", [("f", NESTED)]),
+    ("llama", f'<|python_tag|>{{"type": "function", "name": "f", "parameters": {ESCAPED}}}', "", [("f", ESCAPED)]),
+    ("llama", SEMICOLON, "", [("f", "{}"), ("get_weather", '{"a": 1}')]),
+    ("llama", f'I look. <|python_tag|>{{"name": "f", "parameters": {MARKS}}}', "I look.", [("f", MARKS)]),
+    ("llama", f"So: {SEMICOLON}", f"So: {SEMICOLON}", []),
+    ("llama", '{"answer": [1, 2]}', '{"answer": [1, 2]}', []),
+    ("llama", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("llama", '{"name": "f", "parameters": {}} and so on', " and so on", [("f", "{}")]),
+    # Mistral, older and newer
+    ("mistral", "Hello [1].", "Hello [1].", []),
+    ("mistral", f"[TOOL_CALLS] {ARRAY}", "", [("f", NESTED), ("get_weather", ESCAPED)]),
+    ("mistral", f"I look.[TOOL_CALLS]f[ARGS]{MARKS}", "I look.", [("f", MARKS)]),
+    ("mistral", WITH_IDS, "", [("f", '{"a": 1}'), ("get_weather", "{}")]),
+    ("mistral", "[TOOL_CALLS]f{}", "", [("f", "{}")]),
+    ("mistral", "[TOOL_CALLS]f[ARGS]{'a'}[TOOL_CALLS]f[ARGS]{}", "", [("f", "{'a'}"), ("f", "{}")]),
+]
+
+
+@pytest.mark.parametrize(("syntax", "text", "content", "calls"), GOLDEN, ids=[f"{case[0]} {case[1]:.60}" for case in GOLDEN])
+def test_content_and_calls_of_a_text(syntax, text, content, calls):
+    expected = content, [(f"id{number}", *call) for number, call in enumerate(calls)]
+    assert parsed(syntax, [text]) == expected
+    assert parsed(syntax, text) == expected  # a character at a time
+    for at in range(len(text)):
+        assert parsed(syntax, [text[:at], "", text[at:]]) == expected
+
+
+NO_CALLS = [
+    *("{}", "[]", "[1]", "{7: 1}", "{'name': 'f'}", '{"name": "f"', '{"name": 7}', '{"name": ["f"]}', '{"arguments": {}}'),
+    *('{"name": "unknown", "arguments": {}}', '{"name": "\\ud800"}', '{"name": "f", "name": "unknown"}', '{"name": "f", "x": 1}'),
+    *('{"name": "f", "arguments": []}', '{"name": "f", "arguments": "{"}', '{"name": "f", "arguments": "[1]"}', '{"name": "f" "id": 1}'),
+    *('{"id": "a\nb"}', "def f(): pass", "f", "f[ARGS]", "f[ARGS]7", "unknown[ARGS]{}"),
+    *("{" * 5000, "[" * 5000, '{"id": ' + "[" * 5000, "f" * 1000),
+]
+MARKED = [("hermes", "<tool_call>", "</tool_call>"), ("llama", "<|python_tag|>", ""), ("mistral", "[TOOL_CALLS]", "")]
+
+
+@pytest.mark.parametrize("text", NO_CALLS, ids=lambda text: f"{text:.40}")
+@pytest.mark.parametrize(("syntax", "begin", "end"), MARKED)
+def test_what_is_no_call_is_content_as_it_was_written(syntax, begin, end, text):
+    text = f"a {begin} {text}{end} b\n"
+    assert parsed(syntax, [text]) == (text, [])
+
+
+PIECES = (
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<tool", "</", "[TOOL", "<|"),
+    *('{"name": "f", "arguments": {"a": [1, "x"]}}', '"parameters": ', '{"name": "f", ', '"arguments": ', '{"a": "\\u00e9\\""}', "f", "{}"),
+    *("{", "}", "[", "]", ",", ";", ":", '"', "\\", " ", "\n", "\t", "é😀", "-1.5e", "tru", "null", "x"),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(sorted(SYNTAXES)), st.lists(st.sampled_from(PIECES), max_size=24), st.lists(st.integers(0, 200), max_size=12))
+def test_how_a_text_is_cut_changes_nothing(syntax, pieces, cuts):
+    text = "".join(pieces)
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    content, calls = whole = parsed(syntax, [text])
+    assert parsed(syntax, [text[start:end] for start, end in itertools.pairwise(places)]) == whole
+    assert parsed(syntax, text) == whole
+    if not calls:
+        assert content == text
+    assert all(name in NAMES for _, name, _ in calls)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.dictionaries(st.text(), JSON, max_size=4), st.booleans(), st.sampled_from((None, 1)))
+def test_arguments_come_through_whatever_they_are(arguments, ascii_only, indent):
+    written = json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)
+    for syntax, text in (
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'),
+        ("llama", f'{{"name": "f", "parameters": {written}}}'),
+        ("mistral", f"[TOOL_CALLS]f[ARGS]{written}"),
+    ):
+        assert parsed(syntax, text) == ("", [("id0", "f", written)])
+
+
+def test_only_what_may_become_a_call_is_held_back():
+    parser = SYNTAXES["hermes"](NAMES)
+    assert parser.push("a < b <t") == ["a < b"]
+    assert parser.push("able") == [" ", "<table"]
+    assert parser.push("d \n") == ["d"]
+    assert parser.end() == [" \n"]
+
+
+SLIPS = ("", "0", "-", ".", "e", "[", "]", "}", '"', ",", ":", "\\", "x", " ")
+
+
+@settings(max_examples=60, deadline=None)
+@given(JSON.map(json.dumps), st.integers(0, 99), st.sampled_from(SLIPS), st.integers(0, 2))
+def test_json_is_json_and_nothing_else(text, at, slip, cut):
+    at %= len(text) + 1
+    text = f"[{text[:at]}{slip}{text[at + cut :]}]"
+    value = JsonText()
+    read = "".join(value.read(character, 0)[0] for character in text)
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        assert not value.done or len(read) < len(text)
+    else:
+        assert value.done
+        assert read == text
+
+
+def test_a_call_is_told_as_it_comes():
+    parser = SYNTAXES["hermes"](NAMES, lambda: "id")
+    assert parser.push('<tool_call>{"name": "f", "arguments"') == []
+    assert parser.push(': {"a') == [CallDelta(0, id="id", name="f"), CallDelta(0, '{"a')]
+    assert parser.push('": 1') == [CallDelta(0, '": 1')]
+    assert parser.push("}}</tool") == [CallDelta(0, "}")]
+    assert parser.push("_call>") == parser.end() == []
+
+
+def test_mistral_s_ids_are_what_its_templates_take():
+    ids = {SYNTAXES["mistral"].new_id() for _ in range(20)}
+    assert len(ids) == 20
+    assert all(len(one) == 9 and one.isascii() and one.isalnum() for one in ids)
