@@ -1,8 +1,12 @@
+import asyncio
 import json
 import socket
+import threading
 
 import pytest
 from fake_async_engine import wait_until
+
+HEADERS = "host: localhost\r\ncontent-type: application/json\r\n"
 
 
 def leave(base, path, body):
@@ -11,7 +15,8 @@ def leave(base, path, body):
     raw = json.dumps(body).encode()
     with socket.create_connection((host, int(port))) as sock:
         sock.sendall(
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+            + raw
         )
         yield sock
 
@@ -39,8 +44,54 @@ def test_the_engine_stops_when_the_client_goes(base, server, engine, http, path,
 def test_a_client_that_goes_while_it_still_sends_costs_nothing(base, server, engine, http):
     host, port = base.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as sock:
-        sock.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"pro')
+        sock.sendall(
+            b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"pro'
+        )
         wait_until(lambda: server[1].open == 1)
     wait_until(lambda: server[1].open == 0)
     assert engine.started == 0
     assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_goes_while_its_prompt_is_made_is_not_waited_for(base, server, engine, path, stream):
+    making, made = threading.Event(), threading.Event()
+
+    def make(*_, **__):
+        making.set()
+        assert made.wait(20)
+        return [97]
+
+    async def encode(*_, **__):
+        return await asyncio.to_thread(make)
+
+    engine.encode, engine.tokenizer.chat = encode, make
+    prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    for _ in leave(base, path, {**prompt, "max_tokens": 5, "stream": stream}):
+        assert making.wait(20)
+        assert server[1].admission.waiting == 1
+    wait_until(lambda: server[1].open == server[1].admission.open == 0)
+    made.set()
+    assert engine.started == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [b"", b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"], ids=["alone", "with another behind it"])
+def test_a_client_that_goes_while_it_waits_leaves_the_queue(base, server, engine, stream, more):
+    for sock in leave(base, "/v1/completions", {"prompt": "held", "max_tokens": 5, "stream": stream}):
+        wait_until(lambda: engine.started == 1)
+        sock.sendall(more)
+        assert server[1].admission.waiting == 1
+    wait_until(lambda: server[1].open == server[1].admission.open == server[1].admission.waiting == 0)
+    assert engine.left_early == 1
+
+
+def test_a_client_that_goes_once_it_has_its_answer_leaves_nothing_undone(base, server, engine):
+    for _ in range(20):
+        for sock in leave(base, "/v1/completions", {"prompt": "a b", "max_tokens": 3, "stream": True}):
+            got = b""
+            while not got.endswith(b"0\r\n\r\n"):
+                got += sock.recv(65536)
+    wait_until(lambda: server[1].open == server[1].admission.open == 0)
+    assert (engine.finished, engine.left_early) == (20, 0)

@@ -8,7 +8,9 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from chairlift.server.admission import CURRENT
 from chairlift.server.errors import ApiError
+from chairlift.server.service import service_of
 
 MAX_BODY = 2 << 20
 """Bytes; a context of 256 k tokens fits as text and as a list of ids."""
@@ -17,8 +19,14 @@ MAX_SECONDS = 20
 """How long a body may take to arrive."""
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body as an object; raises ApiError 400, 408, 413 or 415, and Starlette's ClientDisconnect."""
+async def read_json(request: Request, *, queued: bool = True) -> dict[str, Any]:
+    """The body as an object; raises ApiError 400, 408, 413 or 415, and Starlette's ClientDisconnect.
+
+    A request that will wait for the engine (`queued`) must find the server taking requests, and takes its place in the queue
+    before anything is done with its body: raises ApiError 429 or 503, and EngineDead, too.
+    """
+    if queued:
+        service_of(request).admit()
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         # A web page may send text/plain anywhere without asking; JSON it may not.
@@ -26,6 +34,8 @@ async def read_json(request: Request) -> dict[str, Any]:
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "compressed bodies are not read; send plain JSON", code="unsupported_media_type")
     raw = await _read(request)
+    if queued:
+        CURRENT.get().take()
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:

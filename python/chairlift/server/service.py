@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from chairlift.errors import EngineDead
+from chairlift.errors import EngineDead, InvalidRequest
+from chairlift.server.admission import Admission
 from chairlift.server.errors import ApiError, brief, unavailable
 from chairlift.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine
     from chairlift.outputs import Ledger
+    from chairlift.server.traces import Traces
 
 REMEMBERED = 10_000
 """How many requests are known by name after they ended; the engine keeps what became of as many."""
@@ -30,12 +33,22 @@ class Service:
     engine: AsyncEngine
     model: str
     metrics: Metrics
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: the name of a syntax, or `auto` for what its chat template says."""
+    traces: Traces | None = None
+    """Where they go, if anywhere."""
     draining: bool = False
     """Set at shutdown: what is running may finish, nothing new is taken."""
     created: int = field(default_factory=lambda: int(time.time()))
     open: int = 0
     """Requests being answered."""
+    admission: Admission = field(init=False)
+    """Who waits."""
     _named: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Nobody waits yet."""
+        self.admission = Admission(self.engine.config.max_num_queued_reqs, self.engine.stats)
 
     def admit(self) -> None:
         """Raises ApiError 503 unless new requests are taken."""
@@ -52,9 +65,20 @@ class Service:
             message = f"the model {brief(name)} does not exist; this server has {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def render(self, conversation: list[dict[str, object]]) -> list[int]:
+    def check_length(self, text: str) -> None:
+        """Raises InvalidRequest for a text that could not fit if all of its tokens were the longest; others must be tokenized to know."""
+        limit = self.engine.facts["max_model_len"]
+        if len(text) > limit and (least := math.ceil(len(text) / self.engine.tokenizer.longest_token)) > limit:
+            raise InvalidRequest(
+                f"This model's maximum context length is {limit} tokens. However, the prompt has {len(text)} characters, which are "
+                f"at least {least} tokens. Please shorten the prompt.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    async def render(self, conversation: list[dict[str, Any]], **variables: Any) -> list[int]:
         """A conversation's token ids, ending where the assistant speaks, found off the event loop; raises InvalidRequest."""
-        return await asyncio.to_thread(self.engine.tokenizer.chat, conversation)
+        return await asyncio.to_thread(self.engine.tokenizer.chat, conversation, **variables)
 
     def remember(self, request_id: str, answer_id: str, prompts: int) -> None:
         """Lets `explain` find a request by the id of its answer and by the one that came in its header."""

@@ -1,0 +1,220 @@
+import asyncio
+import json
+from dataclasses import replace
+
+import httpx
+import pytest
+from fake_async_engine import MODEL, FakeEngine, serving, wait_until
+
+from chairlift.server.admission import Admission
+from chairlift.server.errors import ApiError
+from chairlift.server.keys import Tenant
+
+COMPLETIONS = "/v1/completions"
+HELD = {"prompt": "held", "max_tokens": 2}
+
+
+@pytest.fixture
+def engine():
+    """One whose queue has four places."""
+    engine = FakeEngine()
+    engine.config = replace(engine.config, max_num_queued_reqs=4)
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def _headers_at_once(monkeypatch):
+    monkeypatch.setattr("chairlift.server.sse.PATIENCE", 0.05)
+
+
+def counted(service):
+    return service.admission.waiting, service.admission.open
+
+
+def test_a_burst_gets_as_many_in_as_may_wait(engine):
+    engine.config = replace(engine.config, max_num_queued_reqs=10)
+    encoded = []
+    encode = engine.tokenizer.encode
+    engine.tokenizer.encode = lambda text, **options: encoded.append(text) or encode(text, **options)
+
+    async def burst(base, service):
+        async with httpx.AsyncClient(base_url=base, timeout=30, limits=httpx.Limits(max_connections=100)) as client:
+            asked = [asyncio.create_task(client.post(COMPLETIONS, json=HELD | {"user": f"u{i}"})) for i in range(100)]
+            while sum(one.done() for one in asked) < 90:
+                await asyncio.sleep(0.01)
+            assert (engine.started, len(encoded), counted(service)) == (10, 10, (10, 10))
+            engine.released = True
+            return await asyncio.gather(*asked)
+
+    with serving(engine) as (base, service):
+        answers = asyncio.run(burst(base, service))
+        wait_until(lambda: counted(service) == (0, 0))
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert (len(refused), engine.finished) == (90, 10)
+    assert {answer.json()["error"]["code"] for answer in refused} == {"queue_full"}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+
+
+def test_every_route_that_waits_and_no_other_finds_the_queue_full(engine):
+    engine.config = replace(engine.config, max_num_queued_reqs=1)
+    messages = [{"role": "user", "content": "hi"}]
+    generating = {
+        COMPLETIONS: HELD,
+        "/v1/chat/completions": {"messages": messages},
+        "/v1/responses": {"input": "hi"},
+        "/v1/messages": {"model": MODEL, "messages": messages, "max_tokens": 4},
+    }
+    counting = {
+        "/tokenize": {"prompt": "hi"},
+        "/detokenize": {"tokens": [97]},
+        "/v1/messages/count_tokens": {"model": MODEL, "messages": messages},
+    }
+    with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
+        with http.stream("POST", COMPLETIONS, json=HELD | {"stream": True}):
+            for path, body in generating.items():
+                answer = http.post(path, json=body)
+                assert (path, answer.status_code, answer.headers.get("retry-after")) == (path, 503, "1")
+            for path, body in counting.items():
+                assert (path, http.post(path, json=body).status_code) == (path, 200)
+        wait_until(lambda: counted(service) == (0, 0))
+
+
+def test_a_prompt_that_no_tokens_could_make_fit_is_not_tokenized(engine):
+    engine.tokenizer.encode = None
+    with serving(engine) as (base, _), httpx.Client(base_url=base, timeout=30) as http:
+        error = http.post(COMPLETIONS, json={"prompt": "a" * 3000}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "3000 characters, which are at least 3000 tokens" in error["message"]
+
+
+def test_what_runs_does_not_wait(engine):
+    with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
+        streams = [http.stream("POST", COMPLETIONS, json={"prompt": "slow", "max_tokens": 2000, "stream": True}) for _ in range(6)]
+        for stream in streams:
+            stream.__enter__()
+        wait_until(lambda: counted(service) == (0, 6))
+        for stream in streams:
+            stream.__exit__(None, None, None)
+        wait_until(lambda: counted(service) == (0, 0))
+
+
+def test_every_prompt_of_a_request_waits(engine):
+    with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
+        assert http.post(COMPLETIONS, json=HELD | {"prompt": ["held"] * 5}).json()["error"]["code"] == "queue_full"
+        wait_until(lambda: counted(service) == (0, 0))
+        with http.stream("POST", COMPLETIONS, json=HELD | {"prompt": ["held"] * 4, "stream": True}) as stream:
+            assert counted(service) == (4, 1)
+            assert http.post(COMPLETIONS, json=HELD).status_code == 503
+            engine.released = True
+            stream.read()
+        wait_until(lambda: counted(service) == (0, 0))
+        assert engine.started == 4
+
+
+ENDS = {
+    "served": (HELD, 200),
+    "no json": (b"{", 400),
+    "a wrong field": (HELD | {"temperature": "hot"}, 400),
+    "too long a prompt": (HELD | {"prompt": "a" * 3000}, 400),
+    "refused by the engine": (HELD | {"prompt": "full"}, 503),
+    "failed": (HELD | {"prompt": "boom", "max_tokens": 5}, 500),
+    "a bug": (HELD | {"prompt": "bug", "max_tokens": 5}, 500),
+    "late": (HELD | {"prompt": "late", "max_tokens": 5}, 504),
+    "no such model": (HELD | {"model": "x"}, 404),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_place_is_given_back_once_whatever_happens(engine, stream):
+    engine.released = True
+    with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
+        for body, status in ENDS.values():
+            content = body if isinstance(body, bytes) else json.dumps(body | {"stream": stream})
+            answer = http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+            assert answer.status_code in (status, 200 if stream else status)
+            wait_until(lambda: counted(service) == (0, 0))
+
+
+def test_a_tenant_has_limits_of_its_own():
+    admission = Admission(3, dict)
+    alice, bob = Tenant("alice", max_queued=1, max_requests=2), Tenant("bob")
+    first, second, third = (admission.place(alice) for _ in range(3))
+    first.take()
+    assert refusal(second) == (429, "alice has 1 requests waiting, and 1 may")
+    first.started()
+    second.take()
+    second.started()
+    assert refusal(third) == (429, "alice has 2 requests in flight, as many as it may")
+    others = [admission.place(bob) for _ in range(3)]
+    for one in others:
+        one.take()
+    assert refusal(admission.place(bob)) == (503, "3 requests are waiting, and 3 may (--max-num-queued-reqs)")
+    first.leave()
+    assert refusal(third)[0] == 503  # now the server is full
+    others[0].leave()
+    third.take()
+    for one in (second, third, *others):
+        one.leave()
+        one.leave()
+    assert (admission.waiting, admission.open) == (0, 0)
+
+
+def refusal(place):
+    with pytest.raises(ApiError) as caught:
+        place.take()
+    assert int(caught.value.headers["retry-after"]) >= 1
+    kinds = {429: ("rate_limit_error", "rate_limit_exceeded"), 503: ("server_error", "queue_full")}
+    error = caught.value.envelope["error"]
+    assert (error["type"], error["code"]) == kinds[caught.value.status]
+    return caught.value.status, error["message"]
+
+
+@pytest.mark.parametrize(
+    ("stats", "seconds"),
+    [
+        ({}, 1),
+        ({"predicted_wait_us": 2_500_000, "waiting": 4}, 3),
+        ({"predicted_wait_us": 2_500_000, "waiting": 9}, 3),
+        # Four are waiting, and the engine spoke when there was one.
+        ({"predicted_wait_us": 2_500_000, "waiting": 1}, 7),
+    ],
+)
+def test_when_to_come_back_is_what_the_engine_predicts(stats, seconds):
+    admission = Admission(4, lambda: stats)
+    for _ in range(4):
+        admission.place(Tenant()).take()
+    with pytest.raises(ApiError) as caught:
+        admission.place(Tenant()).take()
+    assert caught.value.headers["retry-after"] == str(seconds)
+
+
+def test_when_a_tenant_may_come_back_is_how_long_its_requests_take(monkeypatch):
+    clock = iter([0.0, 12.0, 20.0, 20.0]).__next__
+    monkeypatch.setattr("chairlift.server.admission.time.monotonic", clock)
+    admission = Admission(None, dict)
+    alice = Tenant("alice", max_requests=2)
+    first, second, third, fourth = (admission.place(alice) for _ in range(4))
+    first.take()
+    first.leave()
+    second.take()
+    third.take()
+    with pytest.raises(ApiError) as caught:
+        fourth.take()
+    assert caught.value.headers["retry-after"] == "6"
+
+
+def test_limits_come_with_the_key(tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[alice]\nkey = "a"\nmax_requests = 1\n[bob]\nkey = "b"\n')
+    engine = FakeEngine()
+    with serving(engine, api_key_file=str(keys)) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
+
+        def ask(key, **more):
+            return http.post(COMPLETIONS, json=HELD | more, headers={"x-api-key": key})
+
+        with http.stream("POST", COMPLETIONS, json=HELD | {"stream": True}, headers={"x-api-key": "a"}):
+            answer = ask("a")
+            assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+            assert ask("b", prompt="b").status_code == 200
+        wait_until(lambda: service.admission.open == 0)
+        assert ask("a", prompt="a").status_code == 200

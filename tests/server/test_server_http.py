@@ -1,0 +1,188 @@
+import contextlib
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+
+import httpx
+import pytest
+from fake_async_engine import FakeEngine, serving, wait_until
+
+from chairlift.errors import InvalidSetting
+from chairlift.server import http as protocol
+from chairlift.server.port import PortTaken, check_certificate, open_path
+
+
+def connected(base, **options):
+    host, port = base.removeprefix("http://").split(":")
+    sock = socket.socket()
+    for name, value in options.items():
+        sock.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+    sock.settimeout(30)
+    sock.connect((host, int(port)))
+    return sock
+
+
+def rest(sock):
+    """All that comes until the server closes the connection."""
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := sock.recv(65536):
+            got += piece
+    return got
+
+
+def asked(sock, request):
+    """The answer to a request, which is a JSON object."""
+    sock.sendall(request)
+    got = b""
+    while not got.endswith(b"}"):
+        got += sock.recv(65536)
+    return got
+
+
+GET = b"GET /live HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.3)
+
+
+def test_who_says_nothing_is_sent_away(hurried, base):
+    with connected(base) as sock:
+        assert rest(sock) == b""
+
+
+@pytest.mark.parametrize("before", [b"", GET + b"\r\n"], ids=["first", "second"])
+def test_headers_that_never_end(hurried, base, before):
+    with connected(base) as sock:
+        if before:
+            assert asked(sock, before).startswith(b"HTTP/1.1 200")
+        sock.sendall(GET + b"x-a:")
+        with contextlib.suppress(OSError):
+            for _ in range(100):  # a byte now and then is no excuse
+                sock.settimeout(0.05)
+                with contextlib.suppress(TimeoutError):
+                    if (got := rest(sock)).startswith(b"HTTP"):
+                        break
+                sock.sendall(b"a")
+    assert got.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+
+
+def test_a_connection_between_two_requests_may_rest(hurried, base):
+    with connected(base) as sock, connected(base) as silent:
+        assert asked(sock, GET + b"\r\n").startswith(b"HTTP/1.1 200")
+        assert rest(silent) == b""  # the time is over for one that was opened later
+        assert asked(sock, GET + b"\r\n").startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_nobody_reads_has_an_end(hurried, base):
+    with connected(base) as sock:
+        assert asked(sock, b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n").startswith(b"HTTP/1.1 404")
+        sock.sendall(b"a")
+        assert rest(sock) == b""
+
+
+def test_what_is_no_http_is_told_in_the_usual_form(base):
+    with connected(base) as sock:
+        sock.sendall(b"\x16\x03\x01\x02\x00\x01\r\n\r\n")
+        got = rest(sock)
+    assert got.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+def test_headers_have_a_number(base, http):
+    assert http.get("/live", headers={f"x-{i}": "a" for i in range(100)}).status_code == 200
+    answer = http.get("/live", headers={f"x-{i}": "a" for i in range(200)})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (431, "too_many_headers")
+
+
+def test_a_stream_that_nobody_reads_is_cut(monkeypatch, base, server, engine):
+    monkeypatch.setattr(protocol, "STALL_SECONDS", 0.3)
+    engine.facts["max_model_len"] = 10_000_000
+    body = json.dumps({"prompt": "word" * 1000, "max_tokens": 1_000_000, "stream": True}).encode()
+    with connected(base, SO_RCVBUF=4096) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body
+        )
+        wait_until(lambda: engine.left_early == 1)
+    assert engine.finished == 0
+    wait_until(lambda: server[1].open == server[1].admission.open == 0)
+
+
+def test_who_reads_slowly_but_reads_is_not_cut():
+    class Transport:
+        size, aborted = 100, False
+
+        def get_write_buffer_size(self):
+            return self.size
+
+        def abort(self):
+            self.aborted = True
+
+    class Loop:
+        def call_later(self, _, call, size):
+            self.later = lambda: call(size)
+
+    connection = object.__new__(protocol.Http)
+    connection.transport, connection.loop = transport, loop = Transport(), Loop()
+    connection._watch(100)
+    transport.size = 60
+    loop.later()
+    assert not transport.aborted
+    loop.later()
+    assert transport.aborted
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return str(folder / "cert.pem"), str(folder / "key.pem")
+
+
+def test_https(certificate):
+    cert, key = certificate
+    check_certificate(cert, key)
+    trusted = ssl.create_default_context(cafile=cert)
+    with serving(FakeEngine(), ssl_certfile=cert, ssl_keyfile=key) as (base, _):
+        assert base.startswith("https://")
+        with httpx.Client(base_url=base, verify=trusted) as http:
+            assert http.get("/live").status_code == 200
+            body = {"prompt": "a b c", "max_tokens": 50, "stream": True}
+            assert http.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
+
+
+def test_files_that_are_no_certificate(certificate, tmp_path):
+    cert, key = certificate
+    for files in ((cert, None), (key, key), (cert, str(tmp_path / "nothing")), (__file__, None)):
+        with pytest.raises(InvalidSetting, match=f"--ssl-certfile {files[0]}.*: a certificate and its private key"):
+            check_certificate(*files)
+
+
+def test_a_unix_socket_is_for_its_user_alone(tmp_path):
+    path = tmp_path / "socket"
+    with open_path(str(path), 0o600) as first:
+        assert path.stat().st_mode & 0o777 == 0o600
+        first.listen()
+        with pytest.raises(PortTaken, match="in use"), open_path(str(path), 0o600):
+            pass
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with open_path(str(path), 0o600):  # nobody listens at it any more
+        pass
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(PortTaken, match="there is a file of that name"), open_path(str(tmp_path / "file"), 0o600):
+        pass
+    assert (tmp_path / "file").exists()
+    with pytest.raises(PortTaken, match="too long"), open_path(str(tmp_path / ("a" * 200)), 0o600):
+        pass

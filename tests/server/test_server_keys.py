@@ -1,0 +1,95 @@
+import pytest
+
+from chairlift.config import ServerConfig
+from chairlift.errors import InvalidSetting
+from chairlift.server.keys import Tenant, read_keys
+
+
+def whose(keys, *given):
+    return [None if (tenant := keys.tenant(key.encode())) is None else tenant.name for key in given]
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("sk-1", {"sk-1": ""}),
+        ("alice=sk-1,bob=sk-2", {"sk-1": "alice", "sk-2": "bob"}),
+        ("alice=sk-1,alice=sk-2,sk-3", {"sk-1": "alice", "sk-2": "alice", "sk-3": ""}),
+        ("alice=a=b", {"a=b": "alice"}),
+        # Base64 ends in signs of equality: a name followed by nothing secret would be an open door.
+        ("c2VjcmV0cw==", {"c2VjcmV0cw==": ""}),
+        ("c2VjcmV0cyE=", {"c2VjcmV0cyE=": ""}),
+    ],
+)
+def test_keys_may_have_tenants(text, keys):
+    read = read_keys(text)
+    assert read
+    assert whose(read, *keys) == list(keys.values())
+    assert whose(read, "", text[:-1], "alice", "alice=sk-1") == [None] * 4
+
+
+def test_without_keys_none_is_wanted():
+    assert not read_keys(None)
+
+
+@pytest.mark.parametrize("text", ["", "a,", ",a", "alice=a,,bob=b", "alice=a, bob=b", "alice= a", "alice=a,bob=a"])
+def test_keys_that_would_open_too_much(text):
+    with pytest.raises(InvalidSetting, match="--api-key: "):
+        read_keys(text)
+
+
+def test_a_file_has_keys_and_limits(tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text(
+        '[alice]\nkey = "sk-1"\nweight = 4\nmax_queued = 8\nmax_requests = 16\n'
+        '[bob]\nkeys = ["sk-2", "sk-3"]\n'
+        '["team:7"]\nkey = "sk-4"\nkeys = ["sk-5"]\n'
+    )
+    keys = read_keys("alice=sk-6,sk-7", str(file))
+    assert whose(keys, *(f"sk-{i}" for i in range(1, 9))) == ["alice", "bob", "bob", "team:7", "team:7", "alice", "", None]
+    alice = Tenant("alice", weight=4, max_queued=8, max_requests=16)
+    assert keys.tenant(b"sk-1") == keys.tenant(b"sk-6") == alice
+    assert {tenant.name for tenant in keys} == {"alice", "bob", "team:7"}
+
+
+SECRET = "sk-hush"
+FILES = {
+    "nothing": ("", "it has no keys"),
+    "no TOML": (f'[alice]\nkey = "{SECRET}', r"it is not TOML \(at .*\); write"),
+    "a key as a name": (f'{SECRET} = "alice"', "expected one table a tenant"),
+    "a bad name": (f'["a b"]\nkey = "{SECRET}"', "expected one table a tenant"),
+    "no key": ("[alice]\nweight = 1", r"\[alice\] needs key = "),
+    "a number for a key": ("[alice]\nkey = 1", r"\[alice\] needs key = "),
+    "one for several": (f'[alice]\nkeys = "{SECRET}"', r"\[alice\] needs key = "),
+    "an empty key": ('[alice]\nkey = ""', r"\[alice\]: a key must not be empty"),
+    "a key with a space": (f'[alice]\nkey = "{SECRET} "', r"\[alice\]: a key must not be empty, begin or end with a space"),
+    "a key with a line": (f'[alice]\nkey = "{SECRET}\\nx"', r"\[alice\]: a key must not .*control characters"),
+    "a key twice": (f'[alice]\nkey = "{SECRET}"\n[bob]\nkey = "{SECRET}"', r"\[bob\]: the same key is there twice"),
+    "a typing error": (f'[alice]\nkey = "{SECRET}"\nmax_queue = 3', r"\[alice\] has max_queue; it may have key, keys, weight"),
+    "a key as a setting": (f'[alice]\n{SECRET} = "key"', r"\[alice\] has something else; it may have"),
+    "no weight": (f'[alice]\nkey = "{SECRET}"\nweight = 0', r"\[alice\]: weight must be a whole number from 1 to 10000"),
+    "half a request": (f'[alice]\nkey = "{SECRET}"\nmax_requests = 1.5', r"\[alice\]: max_requests must be a whole number"),
+    "true": (f'[alice]\nkey = "{SECRET}"\nmax_queued = true', r"\[alice\]: max_queued must be a whole number"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), FILES.values(), ids=FILES.keys())
+def test_a_file_that_is_wrong_is_named_and_its_keys_are_not(tmp_path, text, message):
+    file = tmp_path / "keys.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidSetting, match=message) as caught:
+        read_keys(None, str(file))
+    assert str(caught.value).startswith(f"--api-key-file {file}: ")
+    assert "hush" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(InvalidSetting, match="it cannot be read: No such file"):
+        read_keys(None, str(tmp_path / "nothing"))
+    (tmp_path / "latin").write_bytes(b"[\xe4]")
+    with pytest.raises(InvalidSetting, match="it is not UTF-8"):
+        read_keys(None, str(tmp_path / "latin"))
+
+
+def test_settings_do_not_show_a_key():
+    assert SECRET not in repr(ServerConfig(api_key=SECRET))
