@@ -1,32 +1,83 @@
-"""Run by test_server_life: a whole server around the fake engine, in a process of its own, on the port of argument 1."""
+"""Run by test_server_life: a whole server around a fake engine, in a process of its own, on the port of argument 1.
+
+Argument 2 is its shutdown timeout, argument 3 how its engine fares: see `_engine`.
+"""
 
 import asyncio
 import logging
 import sys
+import time
+from pathlib import Path
 
 from fake_async_engine import MODEL, FakeEngine
 
-from chairlift.config import ServerConfig
+from chairlift.config import EngineConfig, ServerConfig
 from chairlift.errors import ModelNotFound
-from chairlift.server.life import Life
+from chairlift.server import life
 from chairlift.server.port import open_port
 
 
-async def main(port: int, shutdown_timeout: float, loads: str) -> int:
-    engine = FakeEngine()
-    engine.ready = False
+class Startable(FakeEngine):
+    """An engine that dies of a prompt, and can be started again; `loads` says how that goes."""
 
-    async def start() -> None:
-        while loads == "never":
+    def __init__(self, loads: str) -> None:
+        super().__init__()
+        self.alive = self.ready = False
+        self.loads = loads
+        self.starts = 0
+
+    async def start(self) -> None:
+        self.starts += 1
+        while self.loads == "never":
             await asyncio.sleep(1)
-        if loads == "badly":
+        if self.loads == "badly" or (self.loads == "limping" and self.starts == 2):
             raise ModelNotFound("there is no such model")
-        engine.ready = True
+        self.alive = self.ready = True
+        self.end.clear()
 
-    life = Life(engine, MODEL, ServerConfig(shutdown_timeout=shutdown_timeout))
-    return await life.run(asyncio.create_task(start()), open_port("127.0.0.1", port))
+
+def _fakes():
+    """The fakes of the engine's own process, which stand in the folder beside this one."""
+    import pytest
+
+    sys.path.append(str(Path(__file__).parent.parent / "engine"))
+    import fake_engine
+
+    fake_engine.fake(pytest.MonkeyPatch())
+    return fake_engine
+
+
+def _engine(loads: str):
+    """`well`, `never`, `badly`, or `limping`, which means badly at the second time; or one in a process that is quickly found stuck."""
+    if loads not in ("process", "killed"):
+        return Startable(loads)
+    from chairlift.engine import pulse
+    from chairlift.engine.client import AsyncEngine
+
+    _fakes().hurry(1.0)
+    pulse.LAST_HOPE = 1.0 if loads == "killed" else 1000.0
+    return AsyncEngine()
+
+
+async def main(port: int, shutdown_timeout: float, loads: str) -> int:
+    life.pause_after = lambda failures: failures / 100
+    engine = _engine(loads)
+    server = life.Life(engine, MODEL, ServerConfig(shutdown_timeout=shutdown_timeout))
+    return await server.run(asyncio.create_task(engine.start()), open_port("127.0.0.1", port))
+
+
+def download(port: int) -> int:
+    """`chairlift serve` with a model that takes for ever to fetch."""
+    from chairlift.cli import serve
+    from chairlift.engine import client
+
+    _fakes()
+    client.locate = lambda *_: time.sleep(3600)
+    return serve.run({}, EngineConfig(), ServerConfig(port=port), time.perf_counter())
 
 
 if __name__ == "__main__":
     logging.basicConfig(level="INFO")
+    if sys.argv[3] == "download":
+        sys.exit(download(int(sys.argv[1])))
     sys.exit(asyncio.run(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])))

@@ -1,4 +1,4 @@
-"""The server's life: it listens while the model loads, serves, drains, and ends with its engine."""
+"""The server's life: it listens while the model loads, serves, starts an engine that died again, drains, and ends."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Iterator
+import time
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from chairlift.config import ServerConfig
 from chairlift.server import status
+from chairlift.server.admin import Admin
 from chairlift.server.app import PROBES, build
+from chairlift.server.http import Http, HttpServer
 from chairlift.server.metrics import Metrics
+from chairlift.server.port import address
 from chairlift.server.service import Service
+from chairlift.server.traces import Traces
 
 if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine
@@ -29,13 +34,11 @@ LAST_WORDS = 2
 KEEP_ALIVE = 75
 """Seconds that an idle connection is kept: longer than clients and proxies keep theirs, so that it is they who close it."""
 
+LONGEST_PAUSE = 60
+"""Seconds between two attempts to start the engine again, at most; the first comes at once."""
 
-class _Http(uvicorn.Server):
-    """uvicorn, but signals are ours: it would refuse connections at once instead of answering 503."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+SERVED_WELL = 60
+"""Seconds after which an engine that dies was a good one: the next is started at once again."""
 
 
 def _unprobed(record: logging.LogRecord) -> bool:
@@ -44,20 +47,29 @@ def _unprobed(record: logging.LogRecord) -> bool:
     return not (isinstance(arguments, tuple) and len(arguments) > 2 and str(arguments[2]).split("?")[0] in PROBES)
 
 
+def _unbroken(record: logging.LogRecord) -> bool:
+    """Keeps out of the log that clients left in the middle of a stream, which asyncio would tell of a line at a time."""
+    return record.msg != "socket.send() raised exception."
+
+
 class Life:
     """One server from its start to its end."""
 
     def __init__(self, engine: AsyncEngine, model: str, config: ServerConfig) -> None:
         self._config = config
         self._engine = engine
-        self._service = Service(engine, model, Metrics(model, engine.stats))
+        metrics = Metrics(model, engine.stats, lambda: engine.facts, alias=config.metrics_alias == "vllm")
+        traces = None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint, model)
+        self._service = Service(engine, model, metrics, config.tool_call_parser, traces)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it has to tell of, this class tells
         logging.getLogger("uvicorn.access").addFilter(_unprobed)
-        # h11 bounds headers, which httptools does not.
-        self._http = _Http(
+        logging.getLogger("asyncio").addFilter(_unbroken)
+        self._http = HttpServer(
             uvicorn.Config(
-                build(self._service, config.api_key),
-                http="h11",
+                build(self._service, config),
+                http=Http,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -70,43 +82,67 @@ class Life:
         self._leave = asyncio.Event()
         self._now = asyncio.Event()
 
+    def admin(self) -> Admin:
+        """The application for the operator's own socket."""
+        return Admin(self._service, self._leave.set)
+
     async def run(self, starting: asyncio.Task[None], listener: socket.socket) -> int:
         """Serves on `listener` until a signal; `starting` is the engine's start. Returns the exit status.
 
-        Raises what kept the engine from starting. When the engine ends by itself the server ends too, with status 1: whoever
-        watches over it can start both again, which no probe would tell them to do.
+        Raises what kept the engine from starting: nobody is served yet, and whoever started the server is there to hear why. When
+        the engine ends later it is started again, as often as it takes.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signal)
         http = asyncio.create_task(self._http.serve(sockets=[listener]))
         reporting = asyncio.create_task(status.report(self._engine.stats))
-        died = False
+        tending = starting
         try:
             await _first(starting, self._leave.wait())
             if starting.done():
                 starting.result()
-                logger.info("listening on %s", _address(listener))
-                await _first(http, self._leave.wait(), self._engine.ended())
-                if died := not self._engine.alive:
-                    logger.error("the engine has ended: ending too")
-                else:
-                    await self._drain()
+                logger.info("listening on %s", address(listener, tls=self._config.ssl_certfile is not None))
+                tending = asyncio.create_task(self._keep_alive())
+                await _first(http, tending, self._leave.wait())
+                if tending.done():
+                    tending.result()
+                await self._drain()
         finally:
             # The engine first: what is still open ends with an error that says so, and only then the connections.
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            tending.cancel()
+            await asyncio.gather(tending, return_exceptions=True)
             await self._engine.close()
             self._http.should_exit = True
             self._http.force_exit = self._now.is_set()
             reporting.cancel()
             await http
-        return 1 if died or self._now.is_set() else 0
+            if self._service.traces is not None:
+                await self._service.traces.close()
+        return 1 if self._now.is_set() else 0
 
     def _signal(self) -> None:
         if self._leave.is_set():
             self._now.set()
         self._leave.set()
+
+    async def _keep_alive(self) -> None:
+        """Starts the engine again whenever it has ended, for ever."""
+        failures = 0
+        while True:
+            since = time.monotonic()
+            await self._engine.ended()
+            if time.monotonic() - since > SERVED_WELL:
+                failures = 0
+            pause = pause_after(failures)
+            failures += 1
+            logger.error("the engine has ended: starting it again %s", f"in {pause} s" if pause else "now")
+            await self._engine.close()
+            await asyncio.sleep(pause)
+            try:
+                await self._engine.start()
+            except Exception as error:
+                logger.error("the engine could not be started: %s: %s", type(error).__name__, error)
 
     async def _drain(self) -> None:
         """Takes nothing new, and waits until what is open has ended, or as long as it may, or a second signal."""
@@ -125,9 +161,9 @@ class Life:
             await asyncio.sleep(0.02)
 
 
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+def pause_after(failures: int) -> int:
+    """Seconds to wait before the engine is started again, after so many that died young: 0, 1, 2, 4 and so on."""
+    return min(1 << (failures - 1), LONGEST_PAUSE) if failures else 0
 
 
 async def _first(*awaitables: Awaitable[object]) -> None:
