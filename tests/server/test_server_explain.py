@@ -3,7 +3,7 @@ import pytest
 from fake_async_engine import FakeEngine, ledger, serving
 
 from chairlift.server import service
-from chairlift.server.sentence import sentence
+from chairlift.server.sentence import paragraph, sentence
 
 
 def ask(http, **changes):
@@ -15,7 +15,11 @@ def ask(http, **changes):
 def test_a_request_is_explained_by_either_of_its_names(http):
     answer_id, request_id = ask(http)
     body = http.get(f"/v1/requests/{answer_id}/explain").json()
-    assert body.keys() == {"id", "object", "sequences"}
+    assert body.keys() == {"id", "object", "summary", "sequences"}
+    assert body["summary"] == (
+        "Waited 1.50 s: 1.50 s for KV blocks. Computed for 500 ms: 250 ms its prompt (5 tokens), 250 ms its output (3 tokens). "
+        "Ended after 2.00 s (length)."
+    )
     assert (body["id"], body["object"]) == (answer_id, "request.explanation")
     [sequence] = body["sequences"]
     assert sequence["causes"] == {"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25}
@@ -95,3 +99,58 @@ SENTENCES = [
 @pytest.mark.parametrize(("changes", "told"), SENTENCES, ids=range(len(SENTENCES)))
 def test_a_ledger_in_one_sentence(changes, told):
     assert sentence(ledger(**changes)) == told
+
+
+def test_preemptors_are_named_by_their_tenants_in_the_sentence_too():
+    told = sentence(ledger(preemptions=2, preempted_by=(3, 4)), {3: "beta", 4: ""})
+    assert told.endswith("; preempted twice (recomputed), for requests 3 of tenant beta and 4")
+
+
+PARAGRAPHS = [
+    (
+        [
+            {
+                "causes": {"wait_blocks": 0.3, "wait_share": 0.112, "prefill": 0.04, "prefill_shared": 0.01, "decode": 0.3, "swapped": 0.0},
+                "ahead": {"x": 3.0, "y": 1.0},
+                "preemptions": 1,
+                "swaps": 1,
+                "preempted_by": (17,),
+                "cached_tokens": 2,
+            }
+        ],
+        "Waited 412 ms: 300 ms for KV blocks, 112 ms behind tenant x; preempted once by tenant y (swapped). "
+        "Computed for 350 ms: 300 ms its output (3 tokens), 50 ms its prompt (5 tokens, 2 of them cached). Ended after 762 ms (length).",
+    ),
+    (
+        [{"causes": {"wait_order": 0.02, "wait_share": 0.03}, "finish": None, "preemptions": 2, "preempted_by": (9, 9)}],
+        "Waited 50 ms: 50 ms behind other requests; preempted twice by request 9 (recomputed). "
+        "Nothing was computed. Came 50 ms ago, and goes on.",
+    ),
+    (
+        [{"causes": {"decode": 1.0}}, {"causes": {"decode": 12.25, "recompute": 0.004}, "recomputed_tokens": 8, "finish": "abort"}],
+        "The longest of 2 sequences: did not wait. Computed for 12.3 s: 12.2 s its output (3 tokens), 4.0 ms what was lost (8 tokens). "
+        "Ended after 12.3 s (abort).",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sequences", "told"), PARAGRAPHS, ids=range(len(PARAGRAPHS)))
+def test_a_request_in_one_paragraph(sequences, told):
+    assert paragraph([ledger(**changes) for changes in sequences], {17: "y"}) == told
+
+
+def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_was():
+    engine = FakeEngine()
+    engine.others = [ledger(tag=17, tenant="bob"), ledger(tag=18, tenant="alice"), ledger(tag=19, tenant="unasked")]
+    with serving(engine, "alice=sk-1,sk-3") as (base, _), httpx.Client(base_url=base) as client:
+        answer_id, _ = ask(client, headers={"authorization": "Bearer sk-1"})
+        crowded = {"causes": {"wait_share": 1.0}, "ahead": {"bob": 2.0, "carol": 1.5, "alice": 1.0}, "tenant": "alice"}
+        engine.ledgers[answer_id] = [ledger(**crowded, preemptions=2, preempted_by=(17, 18))]
+        operator, alice = (
+            client.get(f"/v1/requests/{answer_id}/explain", headers={"authorization": f"Bearer {key}"}) for key in ("sk-3", "sk-1")
+        )
+    assert "1.00 s behind tenant bob; preempted twice by tenant bob and tenant alice" in operator.json()["summary"]
+    assert "1.00 s behind tenant another; preempted twice by tenant another and tenant alice" in alice.json()["summary"]
+    assert alice.json()["sequences"][0]["ahead"] == {"another": 3.5, "alice": 1.0}
+    assert "bob" not in alice.text
+    assert "carol" not in alice.text

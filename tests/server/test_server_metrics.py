@@ -1,8 +1,14 @@
+import shutil
+import subprocess
+
+import httpx
 import pytest
+from fake_async_engine import serving
 from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.server import status
-from chairlift.server.metrics import MOST_TENANTS, Metrics
+from chairlift.server.engine_metrics import MOST_TENANTS, REJECTIONS
+from chairlift.server.metrics import Metrics
 
 LABELS = {"model_name": "org/fake-model", "engine": "0"}
 
@@ -13,7 +19,8 @@ def scrape(http):
     assert response.headers["content-type"].startswith("text/plain")
     families = list(text_string_to_metric_families(response.text))
     assert all(family.name.startswith("chairlift_") and family.documentation for family in families)
-    samples = [sample for family in families for sample in family.samples if not sample.name.endswith("_created")]
+    samples = [sample for family in families for sample in family.samples]
+    assert not [sample.name for sample in samples if sample.name.endswith("_created")]
     assert all(sample.labels.items() >= LABELS.items() for sample in samples)
     return {sample.name.removeprefix("chairlift_"): sample.value for sample in samples if sample.labels == LABELS}
 
@@ -66,7 +73,7 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
     expected |= {"predicted_wait_seconds": 2.5, "predicted_step_seconds": 0.0015}
     assert {name: seen[name] for name in expected} == pytest.approx(expected)
     assert by(http, "num_preemptions_by_kind_total", "kind") == {"recompute": 1, "swap": 2}
-    assert by(http, "admission_rejections_total", "reason") == {"queue_full": 6}
+    assert by(http, "admission_rejections_total", "reason") == {**dict.fromkeys(REJECTIONS, 0), "queue_full": 6}
     waiting = {
         "blocks": 4,
         "order": 1,
@@ -140,6 +147,105 @@ def test_every_answer_counts_and_those_that_never_came_in_do_not(http):
     assert seen["inter_token_latency_seconds_count"] == 2 * 2 + 3
 
 
+def test_what_answers_took_and_asked_is_shown(http):
+    http.post("/v1/completions", json={"prompt": "ab cd", "max_tokens": 5, "n": 2})
+    seen = scrape(http)
+    expected = {"request_prompt_tokens": (2, 10), "request_generation_tokens": (2, 10), "request_prefill_kv_computed_tokens": (2, 2)}
+    expected |= {"request_params_n": (1, 2), "request_params_max_tokens": (1, 5), "request_max_num_generation_tokens": (1, 5)}
+    expected |= {"request_inference_time_seconds": (2, 0.004), "request_prefill_time_seconds": (2, 0.002)}
+    expected |= {"request_decode_time_seconds": (2, 0.002), "request_time_per_output_token_seconds": (2, 0.0005)}
+    expected |= {"request_num_preemptions": (2, 0), "request_queue_time_seconds": (2, 0.002)}
+    assert {name: (seen[f"{name}_count"], seen[f"{name}_sum"]) for name in expected} == {
+        name: pytest.approx(pair) for name, pair in expected.items()
+    }
+
+
+def test_counters_go_on_where_an_engine_is_started_again():
+    stats = {"generated_tokens": 100, "rejected_queue_full": 2}
+    metrics = Metrics("m", lambda: stats)
+
+    def total():
+        text = metrics.text().decode()
+        return by(text, "generation_tokens_total", "engine")["0"], by(text, "admission_rejections_total", "reason")["queue_full"]
+
+    assert total() == (100, 2)
+    stats.clear()  # it loads its model
+    assert total() == (100, 2)
+    stats |= {"generated_tokens": 7, "rejected_queue_full": 1}
+    assert total() == (107, 3)
+    stats["generated_tokens"] = 9
+    assert total() == (109, 3)
+    stats["generated_tokens"] = 1
+    assert total() == (110, 3)
+
+
+def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
+    with serving(engine, "sk-1") as (base, service), httpx.Client(base_url=base) as http:
+
+        def ask(prompt="a", key="sk-1", **fields):
+            return http.post("/v1/completions", json={"prompt": prompt, **fields}, headers={"authorization": f"Bearer {key}"}).status_code
+
+        assert [ask(key="sk-2"), ask(key="sk-3"), ask(n=-1), ask("full"), ask("late"), ask("boom")] == [401, 401, 400, 503, 504, 500]
+        assert http.post("/v1/completions", headers={f"x-{i}": "1" for i in range(200)}).status_code == 431
+        service.draining = True
+        assert ask() == 503
+        assert http.get("/ready", headers={"authorization": "Bearer sk-1"}).status_code == 503
+        service.draining, engine.ready = False, False
+        assert ask() == 503
+        seen = by(service.metrics.text().decode(), "admission_rejections_total", "reason")
+        # The full queue was the engine's: it counts that itself, as this one does not.
+        assert seen == {"unauthorized": 2, "invalid": 1, "too_large": 1, "draining": 1, "not_ready": 1, "queue_full": 0, "tenant_limit": 0}
+        with pytest.raises(KeyError):
+            service.metrics.rejected("a reason that somebody made up")
+
+
+@pytest.mark.parametrize(
+    ("stats", "full"),
+    [
+        ({}, 0),
+        ({"running": 1, "rows": 4, "total_blocks": 10, "free_blocks": 5, "predicted_wait_us": 2_000_000}, 0.5),
+        ({"running": 3, "rows": 4, "total_blocks": 10, "free_blocks": 5}, 0.75),
+        ({"running": 1, "rows": 4, "total_blocks": 10, "free_blocks": 10, "predicted_wait_us": 60_000_000}, 1),
+    ],
+)
+def test_saturation_is_the_fullest_of_its_parts(stats, full):
+    assert by(Metrics("m", lambda: stats).text().decode(), "saturation", "engine") == {"0": full}
+
+
+def test_the_caches_size_is_told(http, engine):
+    engine.facts |= {"num_kv_blocks": 512, "block_size": 16}
+    samples = [sample for family in text_string_to_metric_families(http.get("/metrics").text) for sample in family.samples]
+    [info] = [sample for sample in samples if sample.name == "chairlift_cache_config_info"]
+    assert (info.value, info.labels["num_gpu_blocks"], info.labels["block_size"]) == (1, "512", "16")
+
+
+def test_vllms_names_have_the_same_values():
+    metrics = Metrics("m", lambda: {"running": 3, "generated_tokens": 40}, lambda: {"block_size": 16}, alias=True)
+    metrics.answered(0.3, 0)
+    metrics.rejected("draining")
+    samples = [sample for family in text_string_to_metric_families(metrics.text().decode()) for sample in family.samples]
+    values = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in samples}
+    theirs = {key: value for key, value in values.items() if key[0].startswith("vllm:")}
+    for (name, *labels), value in theirs.items():
+        engine = [("engine", "0")] if "admission" in name else []
+        assert values[name.replace("vllm:", "chairlift_"), *sorted([*labels, *engine])] == value
+    common = ("engine", "0"), ("model_name", "m")
+    assert theirs["vllm:num_requests_running", *common] == 3
+    assert theirs["vllm:generation_tokens_total", *common] == 40
+    assert theirs["vllm:time_to_first_token_seconds_bucket", common[0], ("le", "0.5"), common[1]] == 1
+    assert theirs["vllm:admission_rejections_total", common[1], ("reason", "draining")] == 1
+    assert b"vllm:" not in Metrics("m", dict).text()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, which Debian's package prometheus has")
+def test_promtool_has_nothing_to_complain_of(http, engine):
+    engine.facts |= {"num_kv_blocks": 512, "block_size": 16}
+    engine.counters = {"tenants": {"alice": use(5)}, "classes": {0: use(5)}}
+    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+    checked = subprocess.run(["promtool", "check", "metrics"], input=http.get("/metrics").content, capture_output=True, timeout=30)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+
+
 def test_the_status_line_tells_of_swapping_and_preemption_with_a_remedy():
     before = {"running": 1, "preemptions": 4}
     now = {"running": 1, "swapped": 2, "preemptions": 7, "total_blocks": 8, "free_blocks": 8}
@@ -159,3 +265,5 @@ def test_the_status_line_tells_rates_and_is_silent_when_idle():
         "running 2, waiting 1, KV cache 25.0%, prefix hits 25.0%, prompt 20.0 tokens/s, generation 5.0 tokens/s"
     )
     assert status.line(busy, busy, 10) is not None  # something runs, though nothing moves
+    again = {"prompt_tokens": 20, "generated_tokens": 10, "running": 1}  # an engine that was started again
+    assert "prompt 2.0 tokens/s, generation 1.0 tokens/s" in status.line(busy, again, 10)

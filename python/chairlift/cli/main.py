@@ -11,7 +11,7 @@ import time
 from importlib import import_module
 from typing import Any, NoReturn
 
-from chairlift.cli import changes, flags
+from chairlift.cli import changes, flags, remote
 from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from chairlift.errors import ChairliftError
 
@@ -24,6 +24,8 @@ examples:
   chairlift generate "Once upon a"     go on from a text
   chairlift pull                       fetch the default model beforehand
   chairlift replay day.journal         what was scheduled, and what other settings would have done
+  chairlift top                        watch a running server
+  chairlift explain ID                 where a request's time went
 
 'chairlift COMMAND --help' explains a command and all its flags.
 """
@@ -34,6 +36,8 @@ examples:
   chairlift serve ./my-model --port 9000             a checkpoint of your own
   chairlift serve model.gguf --max-model-len 8k      a GGUF file, a shorter context
   chairlift serve --host 0.0.0.0 --api-key SECRET    for the network: give it a key
+  chairlift serve --api-key-file keys.toml --max-num-queued-reqs 100
+                                                     keys with limits for each tenant, and a queue with an end
   CHAIRLIFT_MAX_NUM_SEQS=16 chairlift serve          every flag has a variable; the flag wins
 
 then:
@@ -82,6 +86,22 @@ What --set can change, with the values that the flags of 'chairlift serve' take 
 {names}
 
 Exit status: 0 if every recorded decision came out the same, 1 if not.
+"""
+
+
+_TOP_EXAMPLES = """\
+examples:
+  chairlift top                                      the server at http://127.0.0.1:8000
+  chairlift top --url http://10.0.0.7:8000 --api-key SECRET
+  chairlift top --once                               one picture, for a script
+
+http://127.0.0.1:8000/dashboard has the same in a browser, and more.
+"""
+
+_EXPLAIN = """\
+examples:
+  chairlift explain cmpl-2d383f795c3348aab84c36a20f5df739
+  chairlift explain my-own-request-id                as it was sent in X-Request-Id
 """
 
 
@@ -159,6 +179,14 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--policy", type=changes.parse_policy, metavar="NAME", help="short for --set scheduling_policy=NAME")
     replay.add_argument("--json", action="store_true", help="print all numbers as JSON, times in seconds")
     replay.add_argument("--plot", metavar="FILE", help="write a page of interactive plots; needs pip install 'chairlift[plot]'")
+
+    top = command("top", "show a running server in the terminal", _TOP_EXAMPLES)
+    remote.add(top)
+    top.add_argument("--once", action="store_true", help="print what there is now, and end")
+
+    explain = command("explain", "show where a request's time went", _EXPLAIN)
+    explain.add_argument("id", metavar="ID", help="the id of an answer, or the X-Request-Id of its request")
+    remote.add(explain)
     return parser
 
 
@@ -191,6 +219,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     level = server.log_level
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    if server.log_format == "json":
+        logs = import_module("chairlift.server.logs")
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(logs.JsonFormatter())
     return _run(given, engine, server, began)
 
 

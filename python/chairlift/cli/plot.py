@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from chairlift.cli.causes import CAUSES
 from chairlift.engine.replay import Run
 from chairlift.errors import InvalidSetting
 
@@ -20,26 +21,6 @@ MOST_POINTS = 4000
 
 _RUNS = ("#7f7f7f", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """The runs' colours: grey for what was recorded, then Okabe and Ito's, which the colour-blind can tell apart."""
-
-_CAUSES = {
-    "wait_rows": ("waits: max_num_seqs run already", "#67000d"),
-    "wait_tokens": ("waits: the step has no tokens left", "#a50f15"),
-    "wait_blocks": ("waits: too few free KV blocks", "#cb181d"),
-    "wait_batch": ("waits for its batch", "#ef3b2c"),
-    "wait_order": ("waits: others go first by policy", "#fb6a4a"),
-    "wait_share": ("waits: its tenant had its share", "#fc9272"),
-    "wait_step": ("waits for the step under way", "#fcbba1"),
-    "wait_sibling": ("waits for its sibling's prompt", "#fee0d2"),
-    "prefill": ("its prompt is computed, alone", "#08519c"),
-    "prefill_shared": ("its prompt is computed, with others", "#6baed6"),
-    "decode": ("its output is computed", "#006d2c"),
-    "decode_shared": ("its output is computed, beside others' prompts", "#74c476"),
-    "stalled": ("runs, but the step has no tokens for it", "#fed976"),
-    "preempted": ("lost its blocks", "#54278f"),
-    "swapped": ("lost its blocks to host memory", "#807dba"),
-    "recompute": ("computed again", "#bcbddc"),
-}
-"""What each cause of a ledger means, and its colour: waiting red, prompts blue, outputs green, preemption purple."""
 
 
 def write(path: str, runs: Mapping[str, Run]) -> None:
@@ -75,7 +56,7 @@ def _curves(title: str, x: str, y: str, curves: Mapping[str, tuple[list[float], 
 def _by_cause(runs: Mapping[str, Run]) -> Any:
     figure = go.Figure()
     means = {name: run.causes() for name, run in runs.items()}
-    for cause, (label, colour) in _CAUSES.items():
+    for cause, (label, colour) in CAUSES.items():
         times = [mean.get(cause, 0.0) for mean in means.values()]
         if any(times):
             figure.add_bar(y=list(means), x=times, name=label, orientation="h", marker_color=colour)

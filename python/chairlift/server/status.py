@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from chairlift.server import load
+
 logger = logging.getLogger(__name__)
 
 INTERVAL = 10.0
@@ -15,13 +17,11 @@ INTERVAL = 10.0
 
 def line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> str | None:
     """Tells what happened between two readings of the engine's counters, `seconds` apart; None if nothing did."""
-    prompt = now.get("prompt_tokens", 0) - before.get("prompt_tokens", 0)
-    generated = now.get("generated_tokens", 0) - before.get("generated_tokens", 0)
+    prompt, generated = _grown(before, now, "prompt_tokens"), _grown(before, now, "generated_tokens")
     running, waiting, swapped = now.get("running", 0), now.get("waiting", 0), now.get("swapped", 0)
     if not (prompt or generated or running or waiting or swapped):
         return None
-    total = now.get("total_blocks", 0)
-    used = 1 - now.get("free_blocks", 0) / total if total else 0.0
+    used = load.kv_cache(now)
     queries = now.get("prefix_queries", 0)
     hits = now.get("prefix_hits", 0) / queries if queries else 0.0
     told = f"running {running:.0f}, waiting {waiting:.0f}, "
@@ -29,9 +29,15 @@ def line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> s
         told += f"swapped {swapped:.0f}, "
     told += f"KV cache {used:.1%}, prefix hits {hits:.1%}, "
     told += f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s"
-    if preempted := now.get("preemptions", 0) - before.get("preemptions", 0):
+    if preempted := _grown(before, now, "preemptions"):
         told += f", preemptions {preempted:.0f} (the KV cache is too small: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
     return told
+
+
+def _grown(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> float:
+    """By how much a counter grew; an engine that was started again has counted from 0."""
+    value: float = now.get(key, 0)
+    return value - before.get(key, 0) if value >= before.get(key, 0) else value
 
 
 async def report(stats: Callable[[], Mapping[str, Any]]) -> None:

@@ -1,0 +1,53 @@
+"""`chairlift explain`: where a request's time went, as a bar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from chairlift.cli.causes import CAUSES
+from chairlift.cli.remote import ask
+from chairlift.config import EngineConfig, ServerConfig
+
+
+def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
+    """Prints one request's explanation: coloured in a terminal, plain text elsewhere."""
+    explanation = ask(given["url"], f"/v1/requests/{quote(given['id'])}/explain", server.api_key)
+    show(explanation, Console(highlight=False))
+    return 0
+
+
+def show(explanation: Mapping[str, Any], console: Console) -> None:
+    """Prints the paragraph, and for each sequence its bar and what the bar's parts mean; no colours and no bars without a terminal."""
+    console.print(Text(explanation["summary"]), soft_wrap=not console.is_terminal)
+    sequences = explanation["sequences"]
+    longest = max(sum(sequence["causes"].values()) for sequence in sequences) or 1.0
+    for sequence in sequences:
+        console.print()
+        if len(sequences) > 1:
+            console.print(f"sequence {sequence['tag']}", style="bold")
+        parts = [(cause, *CAUSES[cause], sequence["causes"][cause]) for cause in CAUSES if sequence["causes"].get(cause)]
+        if console.is_terminal:
+            console.print(bar([(colour, seconds) for _, _, colour, seconds in parts], longest, console.width))
+        legend = Table.grid(padding=(0, 2))
+        for cause, meaning, colour, seconds in parts:
+            mark = Text("█", style=colour) if console.is_terminal else Text("")
+            legend.add_row(mark, Text(f"{seconds * 1e3:,.1f} ms", justify="right"), cause, Text(meaning, style="dim"))
+        console.print(legend)
+
+
+def bar(parts: list[tuple[str, float]], whole: float, width: int) -> Text:
+    """A line of `width` cells for `whole` seconds, with a stretch of its colour for each part, at least a cell long."""
+    text, done, drawn = Text(), 0.0, 0
+    for colour, seconds in parts:
+        done += seconds
+        end = max(drawn + 1, round(width * done / whole))
+        end = min(end, width)
+        text.append("█" * (end - drawn), style=colour)
+        drawn = end
+    return text

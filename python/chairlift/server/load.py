@@ -1,0 +1,49 @@
+"""How full the engine is: shares from 0 to 1, of its newest counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FULL_WAIT = 10.0
+"""Seconds of predicted wait that count as full: the time after which a request that was passed over goes first."""
+
+Stats = Mapping[str, Any]
+
+
+def rows(stats: Stats) -> float:
+    """Of the batch's places, those taken."""
+    return _part(stats, "running", "rows")
+
+
+def kv_cache(stats: Stats) -> float:
+    """Of the KV blocks, those that requests hold."""
+    return _rest(stats, "free_blocks", "total_blocks")
+
+
+def fragmentation(stats: Stats) -> float:
+    """Of the KV slots that requests hold, those without a token."""
+    return _rest(stats, "used_tokens", "held_slots")
+
+
+def swap(stats: Stats) -> float:
+    """Of the host's KV blocks, those in use."""
+    return _rest(stats, "free_host_blocks", "host_blocks")
+
+
+def saturation(stats: Stats) -> float:
+    """The fullest of rows, KV blocks, and the predicted wait against `FULL_WAIT`: at 1 one request more has to wait, or to wait long."""
+    wait: float = stats.get("predicted_wait_us", 0) / 1e6
+    return max(rows(stats), kv_cache(stats), min(1.0, wait / FULL_WAIT))
+
+
+def _part(stats: Stats, some: str, all: str) -> float:
+    """How much of one number another is."""
+    whole: float = stats.get(all, 0)
+    part: float = stats.get(some, 0)
+    return part / whole if whole else 0.0
+
+
+def _rest(stats: Stats, some: str, all: str) -> float:
+    """How much of one number another leaves."""
+    return 1 - _part(stats, some, all) if stats.get(all) else 0.0

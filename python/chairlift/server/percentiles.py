@@ -1,0 +1,32 @@
+"""Percentiles of what a histogram saw between two looks at its buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+Buckets = Mapping[float, float]
+"""Observations up to each bucket's upper bound, the last bound infinite."""
+
+SHOWN = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def percentiles(before: Buckets, now: Buckets) -> dict[str, float | None]:
+    """The `count` of observations between two looks, and `p50`, `p90`, `p99` of them, interpolated within their buckets.
+
+    Where there were none they are None; one beyond the last finite bound is told as that bound.
+    """
+    grown = {bound: count - before.get(bound, 0.0) for bound, count in now.items()}
+    count = max(grown.values(), default=0.0)
+    return {"count": count, **{name: _quantile(grown, share * count) if count else None for name, share in SHOWN.items()}}
+
+
+def _quantile(grown: Buckets, rank: float) -> float:
+    low = below = 0.0
+    for bound, count in sorted(grown.items()):
+        if count >= rank:
+            if math.isinf(bound):
+                return low
+            return low + (bound - low) * (rank - below) / (count - below) if count > below else bound
+        low, below = bound, count
+    return low

@@ -1,0 +1,154 @@
+"""`chairlift top` and `chairlift explain`, against a server that has one answer to each path."""
+
+import base64
+import io
+import json
+import struct
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from rich.console import Console
+
+from chairlift.cli import explain, main, top
+
+ROW = {"row": 2, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode", "prompt_tokens": 500, "computed_tokens": 512}
+ROW |= {"output_tokens": 13, "blocks": 33, "age_us": 1_500_000, "request": "cmpl-abc"}
+STATE = {
+    "model": "org/model",
+    "ready": True,
+    "draining": False,
+    "stuck": None,
+    "load": {"rows": 0.5, "kv_cache": 0.25, "saturation": 0.95},
+    "stats": {"running": 1, "rows": 2, "waiting": 3, "swapped": 1, "waiting_by_cause": {"wait_blocks": 1, "swapped": 2}},
+    "samples": [{"generation": 1234.4, "prompt": 50.0, "steps": 30.2}],
+    "latency": {"window": 60.0, "ttft": {"count": 3, "p50": 0.25, "p90": 1.5, "p99": None}},
+    "rows": [{**ROW, "row": 7, "tag": 257, "request": None, "state": "prefill", "computed_tokens": 20}, ROW],
+    "waiting": [],
+    "cells": base64.b64encode(struct.pack("<8H", 0, 1, 1, 2, 3, 5, 5, 9)).decode(),
+}
+SEQUENCE = {"tag": 129, "causes": {"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25}}
+EXPLANATION = {"id": "cmpl-abc", "summary": "Waited 1.50 s: 1.50 s for KV blocks.", "sequences": [SEQUENCE]}
+
+
+@contextmanager
+def answering(answers):
+    """A server with `answers` by path; yields its address and the keys that came."""
+    keys = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            keys.append(self.headers.get("authorization"))
+            status, body = answers.get(self.path, (404, {"error": {"message": f"nothing is known of {self.path}"}}))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", keys
+        finally:
+            server.shutdown()
+
+
+def test_top_prints_one_picture_where_nobody_could_see_it_move(monkeypatch, capsys):
+    monkeypatch.setattr(top, "SETTLING", 0)
+    with answering({"/dashboard/data": (200, STATE)}) as (url, keys):
+        assert main.main(["top", "--url", f"{url}/v1", "--api-key", "sk-1"]) == 0
+    shown = capsys.readouterr().out
+    assert keys == ["Bearer sk-1"] * 2
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert lines[0] == "chairlift org/model live 1,234 tokens/s generated 50 of prompts 30 steps/s"
+    assert [line.split(" ", 2)[2] for line in lines[2:5]] == [
+        "50% 1 of 2 run, 4 wait",
+        "25% 12% free, 25% cached, 12% shared, 50% held alone",
+        "95% the fullest of rows, KV and predicted wait",
+    ]
+    assert "first token 250.0 ms 1.50 s - swapped 2 lost its blocks to host memory" in lines
+    assert [line for line in lines if line.startswith(("2 ", "7 "))] == [
+        "2 cmpl-abc alice decode 500/500 13 33 1.50 s",
+        "7 #257 alice prefill 20/500 13 33 1.50 s",
+    ]
+    assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize(("width", "height", "rows"), [(76, 20, 5), (200, 60, 40)])
+def test_a_picture_is_as_large_as_the_terminal(width, height, rows):
+    crowd = [{**ROW, "row": i, "request": "a-name-of-a-request-that-somebody-made-very-long" * 2} for i in range(40)]
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
+    console.print(top.frame({**STATE, "rows": crowd}, console))
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert sum("a-name" in line for line in lines) == rows
+    assert any(f"and {40 - rows} more" in line for line in lines) == (rows < 40)
+
+
+def test_top_of_a_server_that_has_seen_nothing(monkeypatch, capsys):
+    nothing = {**STATE, "ready": False, "stats": {}, "samples": [], "latency": {"window": None}, "rows": [], "cells": ""}
+    with answering({"/dashboard/data": (200, nothing)}) as (url, keys):
+        assert main.main(["top", "--once", "--url", url]) == 0
+    assert keys == [None]
+    shown = capsys.readouterr().out
+    assert "the model is loading" in shown
+    assert "nobody" in shown
+
+
+def test_explain_is_plain_text_in_a_pipe(capsys):
+    with answering({"/v1/requests/mine%20and/1/explain": (200, EXPLANATION)}) as (url, _):
+        assert main.main(["explain", "mine and/1", "--url", url]) == 0
+    shown = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert lines == [
+        EXPLANATION["summary"],
+        "",
+        "1,500.0 ms wait_blocks waits: too few free KV blocks",
+        "250.0 ms prefill its prompt is computed, alone",
+        "250.0 ms decode its output is computed",
+    ]
+    assert "█" not in shown
+
+
+def test_explain_draws_bars_to_one_scale_in_a_terminal():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    other = {"tag": 130, "causes": {"decode": 1.0}}
+    explain.show({**EXPLANATION, "sequences": [SEQUENCE, other]}, console)
+    bars = [line for line in console.file.getvalue().splitlines() if line.startswith("██")]
+    assert [line.count("█") for line in bars] == [80, 40]
+
+
+def test_every_part_of_a_bar_is_seen_and_none_goes_beyond_the_whole():
+    text = explain.bar([("red", 0.0001), ("green", 1.0), ("blue", 0.0001)], 1.0002, 10)
+    assert len(text) == 10
+    assert (text.spans[0].start, text.spans[0].end) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ((404, {"error": {"message": "no request 'x' is known"}}), "chairlift: no request 'x' is known\n"),
+        ((502, b"<html>a proxy</html>"), "chairlift: the server answers 502\n"),
+    ],
+)
+def test_what_the_server_says_is_passed_on(answer, told, capsys):
+    with answering({"/v1/requests/x/explain": answer}) as (url, _):
+        assert main.main(["explain", "x", "--url", url]) == 1
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("url", "told"), [("http://127.0.0.1:1", "no chairlift server at"), ("localhost:8000", "--url localhost:8000: expected")]
+)
+def test_a_server_that_is_not_there(url, told, capsys):
+    assert main.main(["top", "--once", "--url", url]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_something_else_that_listens_there_is_not_taken_for_a_server(capsys):
+    with answering({"/dashboard/data": (200, b"<html>hello</html>")}) as (url, _):
+        assert main.main(["top", "--once", "--url", url]) == 1
+    assert "no chairlift server at" in capsys.readouterr().err

@@ -1,0 +1,222 @@
+import base64
+import hashlib
+import re
+import struct
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_async_engine import FakeEngine, serving, wait_until
+
+from chairlift.server import watch
+
+CHROMIUM = Path("/usr/bin/chromium")
+ROW = {"row": 1, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode", "prompt_tokens": 5, "computed_tokens": 7}
+ROW |= {"output_tokens": 3, "blocks": 2, "age_us": 1_500_000}
+WAIT = {"tag": 257, "tenant": "bob", "priority": 0, "cause": "wait_blocks", "prompt_tokens": 9, "output_tokens": 0, "waited_us": 250_000}
+STEP = {"planned_us": 4_000_000, "rows": " dp-", "tokens": 7, "waiting": 1, "seated": [(2, 129)], "preempted": []}
+CELLS = struct.pack("<8H", 0, 1, 2, 4, 4, 0, 0, 5)
+
+
+def busy() -> FakeEngine:
+    """An engine with something to see."""
+    engine = FakeEngine()
+    engine.snapshot = {"rows": [ROW], "waiting": [WAIT], "steps": [STEP], "cells": CELLS, "blocks_per_cell": 1, "now_us": 4_500_000}
+    engine.snapshot["names"] = [(129, "cmpl-abc"), (257, "cmpl-def")]
+    engine.counters = {"running": 1, "rows": 4, "waiting": 1, "total_blocks": 8, "free_blocks": 5, "waiting_by_cause": {"wait_blocks": 1}}
+    engine.counters |= {"steps": 10, "generated_tokens": 40, "tenants": {"bob": {}}, "prefix_queries": 4, "prefix_hits": 1}
+    return engine
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "SAMPLE_SECONDS", 0.02)
+
+
+def test_what_there_is_is_told_with_the_names_of_requests(quick):
+    with serving(busy()) as (base, _), httpx.Client(base_url=base) as http:
+        http.post("/v1/completions", json={"prompt": "secret words", "max_tokens": 3})
+        wait_until(lambda: http.get("/dashboard/data").json()["samples"])
+        answer = http.get("/dashboard/data")
+        state = answer.json()
+        assert answer.headers["cache-control"] == "no-store"
+        assert state["rows"] == [{**ROW, "request": "cmpl-abc"}]
+        assert state["waiting"] == [{**WAIT, "request": "cmpl-def"}]
+        assert base64.b64decode(state["cells"]) == CELLS
+        assert state["stats"]["waiting_by_cause"] == {"wait_blocks": 1}
+        assert (state["load"]["rows"], state["load"]["kv_cache"], state["load"]["saturation"]) == (0.25, 0.375, 0.375)
+        assert {"tenants", "classes"}.isdisjoint(state["stats"])
+        step = state["steps"][-1]
+        assert (step["rows"], step["tokens"], step["waiting"], step["seated"]) == (" dp-", 7, 1, [[2, 129]])
+        assert abs(time.time() - 0.5 - step["time"]) < 30
+        # The first token is timed once; the others lie between tokens.
+        assert (state["latency"]["ttft"]["count"], state["latency"]["itl"]["count"]) == (1, 2)
+        assert state["latency"]["window"] is None
+        assert "secret" not in answer.text
+
+
+def test_only_news_is_told_of_steps_and_samples(quick):
+    with serving(busy()) as (base, _), httpx.Client(base_url=base) as http:
+        first = http.get("/dashboard/data").json()
+        wait_until(lambda: http.get("/dashboard/data").json()["steps"][-1]["id"] > 5)
+        newer = http.get("/dashboard/data", params={"step": 3, "sample": time.time() + 60}).json()
+        assert [step["id"] for step in newer["steps"]][:2] == [4, 5]
+        assert newer["samples"] == []
+        assert first["steps"][0]["id"] == 1
+
+
+def test_rates_are_those_of_the_counters_and_never_below_zero(quick):
+    engine = busy()
+    with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
+        wait_until(lambda: http.get("/dashboard/data").json()["samples"])
+        engine.counters = {**engine.counters, "generated_tokens": 1_000_040}
+        wait_until(lambda: any(one["generation"] > 1000 for one in http.get("/dashboard/data").json()["samples"]))
+        engine.counters = {**engine.counters, "generated_tokens": 3}  # it was started again
+        after = time.time()
+        wait_until(lambda: http.get("/dashboard/data", params={"sample": after}).json()["samples"])
+        assert all(one["generation"] >= 0 for one in http.get("/dashboard/data").json()["samples"])
+
+
+def test_the_engine_is_looked_at_only_while_somebody_watches(quick, monkeypatch):
+    monkeypatch.setattr(watch, "PATIENCE", 0.05)
+    engine = busy()
+    with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
+        http.get("/live")
+        assert engine.looks == 0
+        http.get("/dashboard/data")
+        wait_until(lambda: engine.looks > 1)
+        seen = http.get("/dashboard/data").json()["steps"][-1]["id"]
+        looking = [-1]
+
+        def quiet():
+            looking.append(engine.looks)
+            time.sleep(0.2)
+            return looking[-1] == engine.looks
+
+        wait_until(quiet)
+        # It goes on where it was when somebody comes back.
+        assert http.get("/dashboard/data").json()["steps"][-1]["id"] > seen
+
+
+def test_a_server_whose_engine_is_not_there_says_so_at_once():
+    engine = busy()
+    engine.ready = False
+    with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
+        state = http.get("/dashboard/data").json()
+    assert (state["ready"], state["rows"], engine.looks) == (False, [], 0)
+
+
+@pytest.mark.parametrize("query", ["step=x", "sample=y", "step=1.5"])
+def test_a_question_that_makes_no_sense(query):
+    with serving(busy()) as (base, _):
+        assert httpx.get(f"{base}/dashboard/data?{query}").status_code == 400
+
+
+def test_a_tenant_does_not_see_the_names_of_others():
+    with serving(busy(), "alice=sk-1,sk-3") as (base, _):
+        alice = httpx.get(f"{base}/dashboard/data", headers={"authorization": "Bearer sk-1"})
+        operator = httpx.get(f"{base}/dashboard/data", headers={"authorization": "Bearer sk-3"})
+    assert [alice.json()[part][0]["request"] for part in ("rows", "waiting")] == ["cmpl-abc", None]
+    assert alice.json()["waiting"][0]["tenant"] == "another"
+    assert "bob" not in alice.text
+    assert operator.json()["waiting"][0]["request"] == "cmpl-def"
+
+
+def test_a_browser_may_send_the_key_as_a_password_and_to_these_pages_only():
+    with serving(busy(), "sk-3") as (base, _):
+        for path in ("/dashboard", "/dashboard/data"):
+            refused = httpx.get(base + path)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"].startswith("Basic ")
+            assert httpx.get(base + path, auth=("anybody", "sk-4")).status_code == 401
+            assert httpx.get(base + path, headers={"authorization": "Basic ###"}).status_code == 401
+            assert httpx.get(base + path, auth=("anybody", "sk-3")).status_code == 200
+            assert httpx.get(base + path, headers={"authorization": "Bearer sk-3"}).status_code == 200
+        elsewhere = httpx.get(base + "/v1/models", auth=("anybody", "sk-3"))
+        assert (elsewhere.status_code, elsewhere.headers["www-authenticate"]) == (401, "Bearer")
+
+
+def test_the_page_needs_nothing_else_and_lets_nothing_else_run(http):
+    answer = http.get("/dashboard")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    for kind in ("script", "style"):
+        [body] = re.findall(rf"<{kind}>(.*?)</{kind}>", answer.text, re.DOTALL)
+        assert policy[f"{kind}-src"] == f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
+    assert not re.search(r"https?://|//[a-z]+\.|\bsrc=|@import|innerHTML|eval\(|\bstyle=", answer.text)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    if not CHROMIUM.exists():
+        pytest.skip("needs Debian's chromium")
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+# `wait_until` and not Playwright's own wait_for_function: that evaluates text within the page, whose policy forbids it.
+COLOURS = """id => {
+  const canvas = document.getElementById(id), pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const seen = new Set();
+  for (let at = 0; at < pixels.length; at += 4) if (pixels[at + 3] === 255) seen.add(pixels.slice(at, at + 3).join());
+  return seen.size;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_a_browser_draws_the_page(browser, quick, scheme):
+    engine = busy()
+    with serving(engine, "sk-3") as (base, _):
+        context = browser.new_context(color_scheme=scheme, http_credentials={"username": "any", "password": "sk-3"})
+        page = context.new_page()
+        complaints = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"{base}/dashboard")
+        page.get_by_text("live", exact=True).wait_for()
+        page.get_by_text("for KV blocks").first.wait_for()
+        wait_until(lambda: page.evaluate("known.samples.length > 2 && known.steps.length > 20"))
+        page.get_by_role("cell", name="def", exact=True).wait_for()
+        page.get_by_role("cell", name="abc", exact=True).wait_for()
+        assert page.get_by_text("25%").count()
+        # Decodes, prompts, those held back, the ground, the steps and the queue below; and five kinds of blocks.
+        assert page.evaluate(COLOURS, "batch") >= 6
+        assert page.evaluate(COLOURS, "kv") >= 5
+        box = page.locator("#batch").bounding_box()
+        page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 30)
+        wait_until(lambda: page.evaluate("document.getElementById('tip').textContent.includes('row 1: decodes')"))
+        page.locator("#kv").scroll_into_view_if_needed()
+        box = page.locator("#kv").bounding_box()
+        page.mouse.move(box["x"] + 3.5 * page.evaluate("blocks.size"), box["y"] + 3)
+        wait_until(lambda: page.evaluate("document.getElementById('tip').textContent.startsWith('block 4: held by row 1\\ncmpl-abc')"))
+        engine.counters = {**engine.counters, "waiting": 0, "waiting_by_cause": {}}
+        page.get_by_text("nobody waits").wait_for()
+        assert all(url.startswith((base, "data:")) for url in asked)
+        assert complaints == []
+        context.close()
+
+
+def test_the_page_says_when_the_server_is_gone_and_when_it_is_back(browser, quick):
+    engine = busy()
+    with serving(engine) as (base, _):
+        page = browser.new_page()
+        page.goto(f"{base}/dashboard")
+        page.get_by_text("live", exact=True).wait_for()
+        page.route("**/dashboard/data*", lambda route: route.abort())
+        page.get_by_text("no connection: trying again").wait_for()
+        page.unroute("**/dashboard/data*")
+        page.get_by_text("live", exact=True).wait_for()
+        engine.stuck = ("run", 12.0)
+        page.get_by_text("the engine has been stuck for 12.0 s at stage run").wait_for()
+        engine.stuck, engine.ready = None, False
+        page.get_by_text("the model is loading").wait_for()
+        page.close()

@@ -1,0 +1,74 @@
+import json
+import logging
+
+import httpx
+import pytest
+from fake_async_engine import FakeEngine, serving
+
+from chairlift.cli import main
+from chairlift.server.about import ABOUT, About
+from chairlift.server.logs import JsonFormatter
+
+
+@pytest.fixture
+def lines():
+    """What the server logs, as parsed JSON."""
+    found = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            found.append(json.loads(JsonFormatter().format(record)))
+
+    handler, root = Keep(), logging.getLogger()
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield found
+    root.removeHandler(handler)
+    root.setLevel(before)
+
+
+def test_every_line_about_a_request_has_its_id_and_none_has_its_prompt(lines):
+    with serving(FakeEngine()) as (base, _), httpx.Client(base_url=base) as http:
+        http.post("/v1/completions", json={"prompt": "a secret bug", "max_tokens": 5}, headers={"x-request-id": "first"})
+        answer = http.post("/v1/completions", json={"prompt": "a secret", "max_tokens": 2})
+        http.get("/v1/nowhere", headers={"x-request-id": "third"})
+    access = [line for line in lines if line["logger"] == "uvicorn.access"]
+    assert [line["request_id"] for line in access] == ["first", answer.headers["x-request-id"], "third"]
+    assert [(line["method"], line["path"], line["status"]) for line in access][1:] == [
+        ("POST", "/v1/completions", 200),
+        ("GET", "/v1/nowhere", 404),
+    ]
+    failed = [line for line in lines if "exception" in line]
+    assert [line["request_id"] for line in failed] == ["first"]
+    assert "RuntimeError" in failed[0]["exception"]
+    assert "secret bug" not in json.dumps(lines)
+    assert "a secret" not in json.dumps(lines)
+
+
+def test_a_refused_request_has_its_id_in_the_log_too(lines):
+    with serving(FakeEngine(), "sk-1") as (base, _):
+        httpx.get(base + "/v1/models", headers={"x-request-id": "stranger"})
+    assert [(line["request_id"], line["status"]) for line in lines if line["logger"] == "uvicorn.access"] == [("stranger", 401)]
+
+
+def test_a_line_is_one_line_of_plain_facts():
+    record = logging.LogRecord("chairlift", logging.WARNING, "x.py", 1, "two\nlines of %s", ("ä",), None)
+    text = JsonFormatter().format(record)
+    line = json.loads(text)
+    assert "\n" not in text
+    assert (line["level"], line["logger"], line["message"]) == ("warning", "chairlift", "two\nlines of ä")
+    assert line["time"].endswith("+00:00")
+    assert line.keys() == {"time", "level", "logger", "message"}
+    token = ABOUT.set(About("mine"))
+    assert json.loads(JsonFormatter().format(record))["request_id"] == "mine"
+    ABOUT.reset(token)
+
+
+def test_the_flag_makes_the_whole_log_json(monkeypatch, capsys):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setenv("CHAIRLIFT_LOG_FORMAT", "json")
+    assert main.main(["top", "--url", "http://127.0.0.1:1"]) == 1
+    logging.getLogger("somebody").error("hello")
+    assert json.loads(capsys.readouterr().err.splitlines()[-1])["message"] == "hello"
