@@ -3,18 +3,22 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import uvicorn
 
+from chairlift.chat_template import ChatTemplate
+from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.request import validate
 from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
-from chairlift.outputs import Ledger, RequestOutput, Timing
+from chairlift.outputs import Ledger, RequestOutput, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.server.app import build
+from chairlift.server.http import Http
 from chairlift.server.metrics import Metrics
 from chairlift.server.service import Service
 
@@ -22,10 +26,29 @@ MODEL = "org/fake-model"
 
 
 class FakeTokenizer:
-    def encode(self, text: str) -> list[int]:
+    special_token_ids = frozenset({0})
+    special_tokens = {"eos_token": "<eos>"}  # noqa: RUF012
+    strips_first_space = False
+    longest_token = 1
+    eos_token_ids = frozenset({0})
+    template_source = "{{ messages }}"
+    control_texts = ("<|end|>", "<eos>")
+
+    def __init__(self) -> None:
+        self.template = ChatTemplate({"default": "{{ messages }}{{ tools }}{{ documents }}<tool_call>"}, {})
+        self.rendered: list[tuple[list[dict[str, object]], dict[str, object]]] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i or not skip_special_tokens).decode(errors="replace")
+
+    def piece(self, token: int) -> bytes:
+        return bytes([token])
+
+    def chat(self, messages: list[dict[str, str]], **variables: object) -> list[int]:
+        self.rendered.append((messages, variables))
         if messages[-1]["content"] == "bad template":
             raise InvalidRequest("the chat template refuses these messages", param="messages")
         return self.encode(" ".join(message["content"] for message in messages))
@@ -37,13 +60,16 @@ class FakeEngine:
     Words in a prompt steer it: "slow" takes 10 ms a token, "boom" fails after two tokens as the engine would,
     "die" ends it, "bug" fails as it never should, "split" gives an increment without text, as half a character does,
     "full" finds a full queue, "late" misses its deadline (that for the first token if it has one, else after two tokens),
-    "held" waits until it is `released`. Each further one of n answers begins one word later.
+    "held" waits until it is `released`. What follows "SAY:" is the answer, three characters at a time. Each further one
+    of n answers begins one word later.
     """
 
     def __init__(self) -> None:
+        self.config = EngineConfig()
         self.tokenizer = FakeTokenizer()
         self.facts = {"max_model_len": 2048, "vocab_size": 256}
         self.alive = self.ready = True
+        self.stuck: tuple[str, float] | None = None
         self.started = self.left_early = self.finished = 0
         self.seen: list[SamplingParams] = []
         self.scheduled: list[Scheduling] = []
@@ -51,10 +77,21 @@ class FakeEngine:
         self.ledgers: dict[str, list[Ledger]] = {}
         self.released = False
         self.counters: dict[str, object] = {}
+        self.others: list[Ledger] = []
+        self.looks = 0
+        self.snapshot: dict[str, Any] = {
+            "rows": [],
+            "waiting": [],
+            "steps": [],
+            "cells": b"",
+            "blocks_per_cell": 1,
+            "now_us": 0,
+            "names": [],
+        }
         self.end = asyncio.Event()
 
-    async def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def validate(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
         return validate(prompt, params, self.facts)
@@ -65,6 +102,13 @@ class FakeEngine:
     async def explain(self, request_id: str) -> list[Ledger]:
         return self.ledgers.get(request_id, [])
 
+    async def explain_sequences(self, tags: list[int]) -> list[Ledger]:
+        return [ledger for ledger in self.others if ledger.tag in tags]
+
+    async def look(self) -> dict[str, Any]:
+        self.looks += 1
+        return {**self.snapshot, "steps": [{"step": self.looks, **step} for step in self.snapshot["steps"]]}
+
     async def ended(self) -> None:
         await self.end.wait()
 
@@ -73,19 +117,21 @@ class FakeEngine:
         self.end.set()
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams, scheduling: Scheduling, *, request_id: str
+        self, prompt: list[int], params: SamplingParams, scheduling: Scheduling, *, request_id: str, on_start: Callable[[], None]
     ) -> AsyncIterator[RequestOutput]:
         self.started += 1
         self.seen.append(params)
         self.scheduled.append(scheduling)
         self.named.append(request_id)
         text = bytes(prompt).decode()
+        said = text.partition("SAY:")[2]
         done = False
         try:
             if "full" in text:
                 raise QueueFull("4 requests are waiting, as many as may", retry_after=2.3)
             while "held" in text and not self.released:
                 await asyncio.sleep(0.01)
+            on_start()
             for i in range(params.max_tokens):
                 await asyncio.sleep(0.01 if "slow" in text else 0)
                 if "die" in text.split():
@@ -99,17 +145,26 @@ class FakeEngine:
                     raise RequestFailed("the model gave no usable answer for this request")
                 if i == 2 and "bug" in text:
                     raise RuntimeError('File "/usr/lib/secret.py" object at 0x7f0000001234')
-                done = i + 1 == params.max_tokens
+                reason = "stop" if said and len(said) <= 3 * i + 3 else "length" if i + 1 == params.max_tokens else None
+                done = reason is not None
                 for index in range(params.n):
                     if i == 1 and "split" in text:
                         yield RequestOutput("", [1], prompt, index=index)
                         continue
-                    output = RequestOutput(_word(text, i + index), [1], prompt, "length" if done else None, index=index)
+                    word = said[3 * i : 3 * i + 3] if said else _word(text, i + index)
+                    output = RequestOutput(word, [1], prompt, reason, index=index)
+                    if params.logprobs is not None:
+                        output.logprobs = [scored(1, params.logprobs)]
+                        output.text_offsets = [sum(len(_word(text, j + index)) for j in range(i))]
+                    if params.prompt_logprobs is not None and i == index == 0:
+                        output.prompt_logprobs = [None, *(scored(token, params.prompt_logprobs) for token in prompt[1:])]
                     if done:
                         # A sibling finds the whole prompt computed.
                         output.cached_tokens = len(prompt) if index else 3
                         output.timing = Timing(0.001, 0.002, 0.003)
                     yield output
+                if done:
+                    break
         finally:
             tenant, priority = scheduling.tenant, scheduling.priority
             self.ledgers[request_id] = [ledger(tenant=tenant, priority=priority) for _ in range(params.num_sequences)]
@@ -117,6 +172,12 @@ class FakeEngine:
                 self.finished += 1
             else:
                 self.left_early += 1
+
+
+def scored(token: int, likeliest: int) -> TokenLogprobs:
+    """A token that is the third likeliest, behind 120 and 121, or less likely if fewer were asked for."""
+    top = ((120, -0.25), (121, -0.5), (token, -0.75))
+    return TokenLogprobs(token, -0.75, 3, top[:likeliest])
 
 
 def ledger(**changes: object) -> Ledger:
@@ -158,17 +219,28 @@ def _word(prompt: str, i: int) -> str:
 
 
 @contextmanager
-def serving(engine: FakeEngine, api_key: str | None = None) -> Iterator[tuple[str, Service]]:
-    """A server on a free loopback port, in a thread: yields its address and its service."""
-    service = Service(engine, MODEL, Metrics(MODEL, engine.stats))
+def serving(engine: FakeEngine, api_key: str | None = None, **settings: Any) -> Iterator[tuple[str, Service]]:
+    """A server on a free loopback port, in a thread, with `settings` of ServerConfig: yields its address and its service."""
+    service = Service(engine, MODEL, Metrics(MODEL, engine.stats, lambda: engine.facts))
+    config = ServerConfig(api_key=api_key, **settings)
     server = uvicorn.Server(
-        uvicorn.Config(build(service, api_key), port=0, http="h11", ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            build(service, config),
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
+            port=0,
+            http=Http,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            timeout_graceful_shutdown=1,
+        )
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started)
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", service
+        yield f"http{'s' if config.ssl_certfile else ''}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", service
     finally:
         server.should_exit = True
         thread.join(10)

@@ -1,4 +1,5 @@
 import asyncio
+import json
 
 import openai
 import pytest
@@ -71,3 +72,142 @@ def test_streams_side_by_side_each_get_their_own_text(base):
             await asyncio.gather(*(one(client, i) for i in range(64)))
 
     asyncio.run(all_of_them())
+
+
+def events(response):
+    """The data of a stream's events, decoded; None for [DONE]."""
+    data = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    return [None if one == "[DONE]" else json.loads(one) for one in data]
+
+
+def test_logprobs_are_four_columns(http):
+    body = http.post("/v1/completions", json={"prompt": "ab c", "max_tokens": 2, "logprobs": 1}).json()
+    TypeAdapter(Completion).validate_python(body, strict=True)
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["\x01", "\x01"],
+        "token_logprobs": [-0.75, -0.75],
+        "top_logprobs": [{"x": -0.25, "\x01": -0.75}] * 2,  # the token itself is there, likely or not
+        "text_offset": [0, 3],
+    }
+
+
+def test_as_harnesses_score_an_answer_to_a_prompt(http):
+    """lm-eval's way: prompt and answer as tokens, echoed with their log-probabilities, and one token that it does not look at."""
+    asked = {"model": MODEL, "prompt": [[97, 98, 99]], "max_tokens": 1, "echo": True, "logprobs": 1, "seed": 1234, "temperature": 0}
+    [choice] = http.post("/v1/completions", json=asked).json()["choices"]
+    assert choice["text"] == "abcabc "
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["a", "b", "c", "\x01"]
+    assert logprobs["token_logprobs"] == [None, -0.75, -0.75, -0.75]
+    assert logprobs["top_logprobs"] == [None, {"x": -0.25, "b": -0.75}, {"x": -0.25, "c": -0.75}, {"x": -0.25, "\x01": -0.75}]
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_can_be_scored_alone(http, stream):
+    asked = {
+        "prompt": ["añ", "b"],
+        "max_tokens": 0,
+        "echo": True,
+        "logprobs": 0,
+        "n": 2,
+        "stream": stream,
+        "stream_options": {"include_usage": True},
+    }
+    response = http.post("/v1/completions", json=asked)
+    if stream:
+        *pieces, last, _ = events(response)
+        assert sum(piece["choices"][0]["finish_reason"] == "length" for piece in pieces) == 4
+        choices = [piece["choices"][0] for piece in pieces if piece["choices"][0]["logprobs"]]
+        usage = last["usage"]
+    else:
+        choices, usage = response.json()["choices"], response.json()["usage"]
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * 4
+    texts = {choice["index"]: (choice["text"], choice["logprobs"]["tokens"]) for choice in choices}
+    parts = ["a", r"bytes:\xc3", r"bytes:\xb1"]
+    assert texts == {0: ("añ", parts), 1: ("añ", parts), 2: ("b", ["b"]), 3: ("b", ["b"])}
+    assert choices[0]["logprobs"]["text_offset"] == [0, 1, 1]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 0)
+
+
+def test_a_stream_with_echo_is_the_whole_in_parts(http):
+    asked = {"prompt": "ab", "max_tokens": 2, "echo": True, "logprobs": 2, "n": 2}
+    whole = http.post("/v1/completions", json=asked).json()["choices"]
+    streamed = [{"index": index, "text": "", "columns": {}} for index in range(2)]
+    for told in events(http.post("/v1/completions", json=asked | {"stream": True}))[:-1]:
+        [piece] = told["choices"]
+        choice = streamed[piece["index"]]
+        choice["text"] += piece["text"]
+        for name, column in piece["logprobs"].items():
+            choice["columns"].setdefault(name, []).extend(column)
+    assert [(one["text"], one["logprobs"]) for one in whole] == [(one["text"], one["columns"]) for one in streamed]
+    assert whole[0]["text"] == "abab ab "
+
+
+def test_prompt_logprobs_are_in_vllm_s_shape(http):
+    [choice] = http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1, "prompt_logprobs": 1}).json()["choices"]
+    told = {"120": {"logprob": -0.25, "rank": 1, "decoded_token": "x"}, "98": {"logprob": -0.75, "rank": 3, "decoded_token": "b"}}
+    assert choice["prompt_logprobs"] == [None, told]
+    assert (choice["text"], choice["logprobs"]) == ("ab ", None)
+
+
+def test_tokens_can_be_told_by_their_ids(http):
+    asked = {"prompt": "ab", "max_tokens": 1, "logprobs": 1, "echo": True, "return_tokens_as_token_ids": True}
+    logprobs = http.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:97", "token_id:98", "token_id:1"]
+    assert logprobs["top_logprobs"][1] == {"token_id:120": -0.25, "token_id:98": -0.75}
+
+
+def test_the_end_of_a_prompt_can_do(http):
+    asked = {"prompt": ["long story", "brief"], "max_tokens": 1, "truncate_prompt_tokens": 5, "echo": True}
+    body = http.post("/v1/completions", json=asked).json()
+    assert [choice["text"] for choice in body["choices"]] == ["storystory ", "briefbrief "]
+    assert body["usage"]["prompt_tokens"] == 10
+
+
+@pytest.mark.parametrize("options", [{"metrics": True}, {"stream_options": {"include_metrics": True}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_timings_come_at_the_end_if_asked_for(http, options, stream):
+    response = http.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 3, "n": 2, "stream": stream, **options})
+    told = events(response)[-2] if stream else response.json()
+    assert told["metrics"]["time_to_first_token_ms"] == 2.0
+    assert not stream or (told["choices"] == [] and "usage" not in told)
+
+
+def test_fields_of_every_kind_reach_the_engine(http, engine):
+    fields = {
+        "min_tokens": 2,
+        "bad_words": ("x",),
+        "allowed_token_ids": (1, 2),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "logit_bias": {"7": -5, "8": 1.5}, **fields})
+    assert response.status_code == 200, response.text
+    [params] = engine.seen
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert params.logit_bias == {7: -5, 8: 1.5}
+    assert (params.logprobs, params.prompt_logprobs) == (None, None)
+
+
+def test_a_request_can_be_named_in_its_body(http, engine):
+    answered = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "request_id": "mine:7"})
+    assert http.get("/v1/requests/mine:7/explain").json()["id"] == answered.json()["id"]
+
+
+def test_null_is_absent(http, engine):
+    names = (
+        "stop",
+        "logit_bias",
+        "echo",
+        "suffix",
+        "logprobs",
+        "prompt_logprobs",
+        "best_of",
+        "user",
+        "stream_options",
+        "bad_words",
+        "seed",
+    )
+    assert http.post("/v1/completions", json={"prompt": "a", **dict.fromkeys(names)}).status_code == 200
+    assert engine.seen[0].stop == ()

@@ -1,6 +1,7 @@
 """The whole way, from the openai client through the server's and the engine's processes to the default model and back."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import threading
 
 import httpx
 import openai
+import pydantic
 import pytest
 from fake_async_engine import wait_until
 from prometheus_client.parser import text_string_to_metric_families
@@ -141,3 +143,73 @@ def test_what_the_engine_refuses_is_refused(real):
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="other", prompt="a")
         assert client.models.retrieve("smol").id == "smol"
+
+
+class Person(pydantic.BaseModel, extra="forbid"):
+    name: str
+    age: int
+
+
+def test_an_answer_is_parsed_as_the_schema_that_was_asked_for(real):
+    messages = [{"role": "user", "content": "Anna is 31 years old. Who is it?"}]
+    request = {"model": "smol", "messages": messages, "max_tokens": 40, "temperature": 0}
+    same = {"structured_outputs": {"json": Person.model_json_schema()}}
+    choices = {"structured_outputs": {"choice": ["green", "blue"]}}
+    with openai.OpenAI(base_url=f"{real}/v1", api_key="any", max_retries=0) as client:
+        choice = client.chat.completions.parse(**request, response_format=Person).choices[0]
+        streamed = client.chat.completions.create(**request, stream=True, extra_body=same)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
+        chosen = client.completions.create(model="smol", prompt="The sky is", extra_body=choices)
+    assert isinstance(choice.message.parsed, Person)
+    assert (choice.finish_reason, text) == ("stop", choice.message.content)
+    assert chosen.choices[0].text in ("green", "blue")
+
+
+def test_a_form_that_cannot_be_used_harms_nobody_else(real):
+    slow = {"name": "a", "schema": {"type": "integer", "multipleOf": 10_000_019}}
+    chain = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)} | {"d1200": {}}
+    poisoned = [
+        {"response_format": {"type": "json_schema", "json_schema": slow}},
+        {"structured_outputs": {"json": {"$defs": chain, "$ref": "#/$defs/d0"}}},
+        {"structured_outputs": {"json": {"type": "hiccup"}}},
+        {"structured_outputs": {"json": {"$ref": "http://169.254.169.254/s.json"}}},
+        {"structured_outputs": {"regex": "("}},
+        {"structured_outputs": {"grammar": "start: foo"}},
+    ]
+    healthy = ask(11) | {"max_tokens": 24, "ignore_eos": True}
+    alone = httpx.post(f"{real}/v1/completions", json=healthy, timeout=60).json()["choices"][0]["text"]
+
+    async def together():
+        async with httpx.AsyncClient(base_url=real, timeout=60) as client:
+            text = asyncio.create_task(client.post("/v1/completions", json=healthy))
+            refused = [asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"} | one)) for one in poisoned]
+            leaving = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"} | poisoned[0]))
+            await text
+            leaving.cancel()
+            return text.result().json()["choices"][0]["text"], await asyncio.gather(*refused)
+
+    text, refused = asyncio.run(together())
+    assert text == alone
+    assert [answer.status_code for answer in refused] == [400] * len(poisoned)
+    errors = [answer.json()["error"] for answer in refused]
+    assert [error["param"] for error in errors] == ["response_format"] + ["structured_outputs"] * 5
+    assert [error["code"] for error in errors[:2]] == ["grammar_timeout", "grammar_too_large"]
+    wait_until(lambda: metric(real, "num_requests_running") == 0)
+
+
+def test_the_default_model_can_be_made_to_call_a_function(real):
+    city = {"type": "string", "maxLength": 12}
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"], "additionalProperties": False}
+    request = {
+        "model": "smol",
+        "messages": [{"role": "user", "content": "What is the weather in Oslo?"}],
+        "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": schema}}],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "temperature": 0,
+    }
+    with openai.OpenAI(base_url=f"{real}/v1", api_key="any", max_retries=0) as client, client.chat.completions.stream(**request) as stream:
+        [choice] = stream.get_final_completion().choices
+    assert (choice.finish_reason, choice.message.content) == ("stop", None)
+    [call] = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments).keys() == {"city"}

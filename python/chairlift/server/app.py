@@ -2,90 +2,84 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import chairlift
+from chairlift.config import ServerConfig
 from chairlift.server.answer import Json
 from chairlift.server.chat import chat_completions
 from chairlift.server.completions import completions
-from chairlift.server.door import Door, read_keys
+from chairlift.server.dashboard import dashboard, data
+from chairlift.server.door import Door, Rules
+from chairlift.server.embeddings import embeddings
 from chairlift.server.errors import HANDLERS
 from chairlift.server.explain import explain
+from chairlift.server.health import health, live, ready
+from chairlift.server.keys import read_keys
+from chairlift.server.messages import count_tokens, messages
+from chairlift.server.models import model, models
+from chairlift.server.openapi import openapi
+from chairlift.server.port import is_loopback
+from chairlift.server.responses import responses
 from chairlift.server.service import Service, service_of
-from chairlift.server.sse import ClientGone
+from chairlift.server.tokenize import detokenize, tokenize, tokenizer_info
+from chairlift.server.watch import Watch
 
-PROBES = ("/live", "/ready", "/health", "/ping", "/metrics")
+PROBES = ("/live", "/ready", "/health", "/ping", "/metrics", "/dashboard/data", "/state")
 """Paths that machines ask again and again."""
 
 
-def build(service: Service, api_key: str | None = None) -> ASGIApp:
-    """The server as an ASGI application; with a key, or several named ones, every route but /live wants one. Raises InvalidSetting."""
+def build(service: Service, config: ServerConfig | None = None) -> ASGIApp:
+    """The server as an ASGI application, open to whom `config` lets in. Raises InvalidSetting."""
+    config = config or ServerConfig()
     app = Starlette(
-        routes=[
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/v1/requests/{name:path}/explain", explain),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
-            Route("/live", live),
-            Route("/ready", ready),
-            Route("/health", health),
-            Route("/ping", health),
-            Route("/version", version),
-            Route("/metrics", metrics),
-        ],
-        exception_handlers={**HANDLERS, ClientGone: _nobody, ClientDisconnect: _nobody},
+        routes=routes(),
+        exception_handlers={**HANDLERS, ClientDisconnect: _nobody},
     )
     app.router.redirect_slashes = False  # a redirect would lose the body
     app.state.service = service
-    return Door(app, service, read_keys(api_key))
+    app.state.watch = Watch(service)
+    keys = read_keys(config.api_key, config.api_key_file)
+    origins = config.cors_allow_origins or ()
+    guards_host = not keys and config.uds is None and is_loopback(config.host)
+    door = Door(app, service, Rules(keys, config.host if guards_host else None, origins))
+    if not origins:
+        return door
+    # Outside the door: browsers ask for leave without a key.
+    exposed = ["x-request-id", "x-chairlift-ignored", "retry-after"]
+    return CORSMiddleware(door, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
 
-async def models(request: Request) -> Response:
-    """Lists the one model."""
-    return Json({"object": "list", "data": [_model(service_of(request))]})
-
-
-async def model(request: Request) -> Response:
-    """Describes the model, if it is the one asked for; names with slashes are names too."""
-    service = service_of(request)
-    service.check_model(request.path_params["name"])
-    return Json(_model(service))
-
-
-def _model(service: Service) -> dict[str, Any]:
-    facts = service.engine.facts if service.engine.ready else {}
-    return {
-        "id": service.model,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "chairlift",
-        "max_model_len": facts.get("max_model_len"),
-    }
-
-
-async def live(request: Request) -> Response:
-    """200 as long as the process answers."""
-    return Json({"status": "live"})
-
-
-async def ready(request: Request) -> Response:
-    """200 if a request sent now would be served, else 503 with the reason."""
-    service_of(request).admit()
-    return Json({"status": "ready"})
-
-
-async def health(request: Request) -> Response:
-    """200 while the engine lives and has its model, even when new requests are turned away."""
-    engine = service_of(request).engine
-    healthy = engine.alive and engine.ready
-    return Json({"status": "healthy" if healthy else "unhealthy"}, 200 if healthy else 503)
+def routes() -> list[Route]:
+    """Every path that there is, the admin socket's apart."""
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info),
+        Route("/openapi.json", openapi),
+        Route("/v1/requests/{name:path}/explain", explain),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/live", live),
+        Route("/ready", ready),
+        Route("/health", health),
+        Route("/ping", health),
+        Route("/version", version),
+        Route("/metrics", metrics),
+        Route("/dashboard", dashboard),
+        Route("/dashboard/data", data),
+    ]
 
 
 async def version(request: Request) -> Response:

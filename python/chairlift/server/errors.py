@@ -45,9 +45,39 @@ class ApiError(Exception):
             self.envelope["usage"] = usage.json()
         self.headers = dict(headers or {})
 
+    @property
+    def reason(self) -> str | None:
+        """Why a request was turned away, as the metrics count it; None if it was not, but failed."""
+        known = _CODES.get(self.envelope["error"]["code"]) or _STATUSES.get(self.status)
+        return known or ("invalid" if 400 <= self.status < 500 else None)
+
     def response(self) -> Response:
         """The HTTP response that carries it."""
         return Response(json.dumps(self.envelope), self.status, self.headers, "application/json")
+
+
+_CODES = {"queue_full": "queue_full", "shutting_down": "draining"}
+_CODES |= dict.fromkeys(("not_ready", "engine_dead", "engine_stuck"), "not_ready")
+_STATUSES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 429: "tenant_limit", 431: "too_large"}
+
+
+class MessagesError(ApiError):
+    """The same in Anthropic's envelope."""
+
+    def __init__(self, error: ApiError) -> None:
+        told = error.envelope["error"]
+        super().__init__(error.status, told["message"], param=told["param"], code=told["code"], headers=error.headers)
+        kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        self.envelope = {"type": "error", "error": told | {"type": kind}}
+
+
+_ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+_ANTHROPIC |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
+def shaped(error: ApiError, path: str) -> ApiError:
+    """The error in the envelope that clients of the route at `path` read."""
+    return MessagesError(error) if path.startswith("/v1/messages") else error
 
 
 def unavailable(message: str, code: str, retry_after: int) -> ApiError:
@@ -75,7 +105,7 @@ def api_error(error: Exception) -> ApiError:
         case RequestFailed():
             return ApiError(500, str(error), type="server_error", code="request_failed")
         case HTTPException(status_code=404):
-            return ApiError(404, "no such route; the API is at /v1/chat/completions, /v1/completions and /v1/models", code="not_found")
+            return ApiError(404, "no such route; GET /openapi.json tells of all that there are", code="not_found")
         case HTTPException(status_code=405):
             return ApiError(405, "this route does not take that method", code="method_not_allowed", headers=error.headers)
         case HTTPException():
@@ -85,7 +115,11 @@ def api_error(error: Exception) -> ApiError:
 
 async def respond(request: Request, error: Exception) -> Response:
     """Starlette's exception handler for all of the above."""
-    return api_error(error).response()
+    refusal = api_error(error)
+    # Probes are told no without being turned away, and a full queue of the engine's the engine counts.
+    if request.method == "POST" and refusal.reason is not None and not isinstance(error, QueueFull):
+        request.app.state.service.metrics.rejected(refusal.reason)
+    return shaped(refusal, request.url.path).response()
 
 
 HANDLERS: dict[Any, Any] = dict.fromkeys(

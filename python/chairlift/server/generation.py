@@ -8,12 +8,16 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from chairlift.errors import DeadlineMissed, QueueFull
-from chairlift.outputs import RequestOutput
+from chairlift.outputs import RequestOutput, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
+from chairlift.server.about import ABOUT
+from chairlift.server.admission import CURRENT
 from chairlift.server.service import Service, engine_ids
+from chairlift.server.timings import timings
 from chairlift.server.usage import Usage
 
 _AHEAD = 64
@@ -34,6 +38,7 @@ class Generation:
         scheduling: Scheduling,
         *,
         kind: str,
+        prefix: str,
         request_id: str,
         default: int | None = None,
     ) -> None:
@@ -43,12 +48,15 @@ class Generation:
         self._n = params.n
         self._scheduling = scheduling
         self._arrived = time.monotonic()
-        prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
+        self._about = ABOUT.get()
+        self._place = CURRENT.get()
+        self._place.widen(len(prompts))
         answer_id = f"{prefix}-{uuid.uuid4().hex}"
         service.remember(request_id, answer_id, len(prompts))
         self._ids = engine_ids(answer_id, len(prompts))
         self.head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": service.model}
         self.usage = Usage(prompt=sum(map(len, prompts)))
+        self._timing: Timing | None = None
 
     def _fit(self, prompt: list[int], params: SamplingParams, default: int | None) -> SamplingParams:
         fitted = self._service.engine.validate(prompt, params)
@@ -56,16 +64,9 @@ class Generation:
             return replace(fitted, max_tokens=min(default, fitted.max_tokens))
         return fitted
 
-    async def whole(self) -> list[tuple[str, str | None]]:
-        """Every choice's text and how it ended; raises what the engine raises."""
-        choices = len(self._work) * self._n
-        texts: list[list[str]] = [[] for _ in range(choices)]
-        finishes: list[str | None] = [None] * choices
-        async with aclosing(self.outputs()) as outputs:
-            async for choice, output in outputs:
-                texts[choice].append(output.text)
-                finishes[choice] = output.finish_reason
-        return [("".join(text), finish) for text, finish in zip(texts, finishes, strict=True)]
+    def metrics(self) -> dict[str, Any]:
+        """The answer's `metrics` field, once one of its choices has ended; those of several count from the first to begin to the last."""
+        return {"metrics": timings(self._timing, self.usage.completion)} if self._timing else {}
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields (choice's index, what is new), as it comes; raises what the engine raises."""
@@ -107,13 +108,18 @@ class Generation:
         metrics, usage = self._service.metrics, self.usage
         prompt, params = self._work[index]
         latest: dict[int, float] = {}
+        lengths: dict[int, int] = {}
         cached: int | None = None
         generated = 0
         going = params.n
         reason = "abort"
+        metrics.asked(params)
         try:
             engine = self._service.engine
-            async with aclosing(engine.generate(prompt, params, self._scheduling, request_id=self._ids[index])) as outputs:
+            started = self._place.started
+            async with aclosing(
+                engine.generate(prompt, params, self._scheduling, request_id=self._ids[index], on_start=started)
+            ) as outputs:
                 async for output in outputs:
                     if output.token_ids:
                         now = time.monotonic()
@@ -122,6 +128,7 @@ class Generation:
                         elif output.index in latest:
                             metrics.between_tokens.observe(now - latest[output.index])
                         latest[output.index] = now
+                        lengths[output.index] = lengths.get(output.index, 0) + len(output.token_ids)
                         generated += len(output.token_ids)
                         usage.completion += len(output.token_ids)
                     if output.finish_reason:
@@ -129,8 +136,8 @@ class Generation:
                         least = output.cached_tokens if cached is None else min(cached, output.cached_tokens)
                         usage.cached += least - (cached or 0)
                         cached = least
-                        if output.timing:
-                            metrics.queued.observe(output.timing.queued)
+                        metrics.settled(output, lengths.get(output.index, 0))
+                        self._timing = output.timing if self._timing is None else self._timing.beside(output.timing)
                         metrics.ended(output.finish_reason, time.monotonic() - self._arrived)
                         going -= 1
                     yield output
@@ -151,3 +158,5 @@ class Generation:
         finally:
             for _ in range(going):
                 metrics.ended(reason, time.monotonic() - self._arrived)
+            if self._service.traces is not None:
+                self._service.traces.follow(self._service.engine, self._ids[index], self._about)

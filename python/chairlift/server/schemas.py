@@ -4,56 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import LONGEST_MS, Scheduling
 from chairlift.server.errors import brief
+from chairlift.server.formats import Formats
 
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024
-MAX_TOOLS = 128
-MAX_MESSAGES = 4096
 
-# Fields that cannot be honoured yet, with the values that ask for nothing. Anything else is refused: an answer that
-# silently lacks what was asked for is worse than none.
-_NOT_YET: dict[str, tuple[object, ...]] = {
-    "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
+# Fields that cannot be honoured, with the values that ask for nothing. Anything else is refused: an answer that silently
+# lacks what was asked for is worse than none.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
-    "min_tokens": (0,),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "return_tokens_as_token_ids": (False,),
-    "add_special_tokens": (True,),
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "kv_transfer_params": (),
     "lora_request": (),
 }
@@ -61,11 +36,17 @@ _NOT_YET: dict[str, tuple[object, ...]] = {
 # Fields that never change the text: taken without a word.
 _WITHOUT_EFFECT = frozenset(
     (
-        *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id"),
-        *("parallel_tool_calls", "prediction", "reasoning_effort", "verbosity"),
+        *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        *("prediction", "reasoning_effort", "verbosity"),
         *("spaces_between_special_tokens", "stream_interval"),
     )
 )
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+REQUEST_ID = r"^[A-Za-z0-9._:/+=@-]{1,128}$"
+"""What a request may be called."""
 
 TIERS = {"auto": 0, "default": 0, "scale": 0, "priority": -10, "flex": 10}
 """OpenAI's service tiers as priorities, of which lower ones go first; `flex` is batch work."""
@@ -77,14 +58,42 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_metrics: bool | None = None
 
 
-class GenerationRequest(BaseModel):
-    """What both completion routes take."""
+class Fields(BaseModel):
+    """A request's body: what it may hold, and `read`, which checks one."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Fields that are refused, with the values of each that ask for nothing; one that a class declares is supported there."""
+    idle: ClassVar[frozenset[str]] = frozenset()
+    """Fields that never change the answer: taken without a word."""
     model: str | None = None
-    max_tokens: int | None = None
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
+        """Checks `body`; returns the request and the names of fields that mean nothing here. Raises InvalidRequest."""
+        refused = {name: harmless for name, harmless in cls.unsupported.items() if name not in cls.model_fields}
+        for name, harmless in refused.items():
+            value = body.get(name)
+            # The types are compared too: True equals 1.
+            if value is not None and not any(_same(value, one) for one in harmless):
+                allowed = f"leave it out or send {' or '.join(map(repr, harmless))}" if harmless else "leave it out"
+                raise InvalidRequest(f"{name} is not supported: {allowed}", param=name, code="unsupported_parameter")
+        try:
+            request = cls.model_validate(body)
+        except ValidationError as error:
+            raise _invalid(error) from None
+        known = cls.model_fields.keys() | refused.keys() | cls.idle
+        return request, [name for name in body if name not in known]
+
+
+class Tuning(Fields, Formats):
+    """How a request may be sampled and scheduled, and what form its answer has, whatever the API that it belongs to."""
+
+    unsupported = _UNSUPPORTED
+    idle = _WITHOUT_EFFECT
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -93,35 +102,40 @@ class GenerationRequest(BaseModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: Any = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    n: int | None = None
-    best_of: int | None = None
+    min_tokens: int | None = None
+    logit_bias: Annotated[Any, WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})] = None
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     priority: int | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     deadline_ms: float | None = None
     ttft_deadline_ms: float | None = None
     cache_salt: str | None = None
     predicted_tokens: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    metrics: bool | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
 
-    @classmethod
-    def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """Checks `body`; returns the request and the names of fields that mean nothing here. Raises InvalidRequest."""
-        for name, harmless in _NOT_YET.items():
-            value = body.get(name)
-            # The types are compared too: True equals 1.
-            if value is not None and not any(_same(value, one) for one in harmless):
-                allowed = f"leave it out or send {' or '.join(map(repr, harmless))}" if harmless else "leave it out"
-                raise InvalidRequest(f"{name} is not supported yet: {allowed}", param=name, code="unsupported_parameter")
-        try:
-            request = cls.model_validate(body)
-        except ValidationError as error:
-            raise _invalid(error) from None
-        known = cls.model_fields.keys() | _NOT_YET.keys() | _WITHOUT_EFFECT
-        return request, [name for name in body if name not in known]
+    def tuned(self) -> dict[str, Any]:
+        """Those of these fields that were given."""
+        return self.model_dump(include=set(Tuning.model_fields), exclude_none=True)
+
+
+class GenerationRequest(Tuning):
+    """What both of OpenAI's completion routes take."""
+
+    max_tokens: int | None = None
+    stop: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})] = None
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    stream_options: StreamOptions | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -133,23 +147,38 @@ class GenerationRequest(BaseModel):
         """Whether every chunk of a stream counts tokens."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    @property
+    def include_metrics(self) -> bool:
+        """Whether the answer ends with its timings."""
+        return bool(self.metrics or (self.stream_options and self.stream_options.include_metrics))
+
     def limit(self) -> int | None:
         """How many tokens may be generated, if the request says so."""
         return self.max_tokens
+
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens are told beside each of the answer's; None if not even its own log-probability is."""
+        return None
 
     def params(self) -> SamplingParams:
         """The request's way of sampling; raises InvalidRequest."""
         given: dict[str, Any] = {"max_tokens": self.limit()}
         given |= self._given("temperature", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        given |= self._given("ignore_eos", "n", "best_of")
+        given |= self._given("ignore_eos", "min_tokens", "n", "best_of", "prompt_logprobs")
+        given |= self._given("include_stop_str_in_output", "skip_special_tokens")
+        given["logprobs"] = self.likeliest()
         if self.top_k is not None:
             given["top_k"] = 0 if self.top_k == -1 else self.top_k  # both are in use for "off"
         if self.stop is not None:
             if not isinstance(self.stop, (str, list)):
                 raise InvalidRequest(f"stop must be a string or a list of strings, got {brief(self.stop)}", param="stop")
             given["stop"] = self.stop
-        if self.stop_token_ids is not None:
-            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+            if (listed := getattr(self, name)) is not None:
+                given[name] = tuple(listed)
+        if self.logit_bias is not None:
+            given["logit_bias"] = _biases(self.logit_bias)
+        given["structured_output"] = self.structure()
         return SamplingParams(**given)
 
     def scheduling(self, tenant: str, headers: Mapping[str, str]) -> Scheduling:
@@ -160,11 +189,15 @@ class GenerationRequest(BaseModel):
                 given[name] = _milliseconds(header, headers[header])
         return Scheduling(**given | self._given("priority", "deadline_ms", "ttft_deadline_ms", "cache_salt", "predicted_tokens"))
 
-    def echo(self) -> dict[str, Any]:
+    def tier(self) -> dict[str, Any]:
         """What the answer repeats of the request: the tier that served it, if it asked for one."""
         if self.service_tier is None:
             return {}
         return {"service_tier": self.service_tier if TIERS[self.service_tier] else "default"}
+
+    def cut(self, prompt: list[int]) -> list[int]:
+        """The end of a prompt's tokens, if the request wants no more of it."""
+        return prompt if self.truncate_prompt_tokens is None else prompt[-self.truncate_prompt_tokens :]
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -173,13 +206,33 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Any = None
+    prompt: Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _IDS, {"type": "array", "items": _TEXT}, {"type": "array", "items": _IDS}]})]
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def scoring(self) -> bool:
+        """Whether only the prompt is wanted back, with its log-probabilities say, and no answer to it."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def limit(self) -> int | None:
+        """One token at least: the engine reads a prompt only to go on from it."""
+        return 1 if self.scoring else self.max_tokens
+
+    def likeliest(self) -> int | None:
+        """What OpenAI calls `logprobs` here."""
+        return self.logprobs
 
     def params(self) -> SamplingParams:
-        """As for any request, but the best answers are known only when all have ended."""
+        """As for any request, but the best answers are known only when all have ended, and `echo` shows the prompt as it does answers."""
         params = super().params()
+        if self.scoring:
+            params = replace(params, best_of=None)  # there are no answers to choose from
         if self.stream and params.ranked:
             raise InvalidRequest("best_of above n can't be streamed: leave out stream, or best_of", param="best_of")
+        if self.echo and params.logprobs is not None:
+            return replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
         return params
 
     def prompts(self) -> list[str | list[int]]:
@@ -203,69 +256,6 @@ class CompletionRequest(GenerationRequest):
         )
 
 
-class _Function(BaseModel):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class _Tool(BaseModel):
-    type: Literal["function"]
-    function: _Function
-
-
-class Message(BaseModel):
-    """One turn of a conversation."""
-
-    model_config = ConfigDict(strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-    def text(self, where: str) -> str:
-        """The content as one text; raises InvalidRequest, naming the field as `where`."""
-        match self.content:
-            case str(text):
-                return text
-            case None if self.role == "assistant":
-                return ""  # it only called tools
-            case list(parts) if parts:
-                return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(parts))
-        raise InvalidRequest(f"{where} must be a string or a list of text parts, got {brief(self.content)}", param="messages")
-
-
-class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: int | None = None
-    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages as a chat template wants them; raises InvalidRequest."""
-        turns = []
-        for i, message in enumerate(self.messages):
-            turn = message.model_dump(exclude_none=True)
-            # Templates know no developers: the role is OpenAI's newer word for system.
-            turn["role"] = "system" if message.role == "developer" else message.role
-            turn["content"] = message.text(f"messages[{i}].content")
-            turns.append(turn)
-        return turns
-
-    def limit(self) -> int | None:
-        """`max_completion_tokens` is the newer name of `max_tokens`, and wins."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def params(self) -> SamplingParams:
-        """As for any request, but OpenAI's chats have no `best_of`."""
-        if self.best_of not in (None, 1):
-            raise InvalidRequest("best_of is for /v1/completions: leave it out, or ask for n answers", param="best_of")
-        return super().params()
-
-
 def _milliseconds(header: str, text: str) -> float:
     try:
         value = float(text)
@@ -277,18 +267,22 @@ def _milliseconds(header: str, text: str) -> float:
     return value
 
 
+def _biases(given: object) -> dict[int, float]:
+    """OpenAI's map of token ids, written as strings, to what is added to their logits; SamplingParams has the bounds."""
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"logit_bias must be an object of token ids and numbers, got {brief(given)}", param="logit_bias")
+    for token in given:
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise InvalidRequest(f"logit_bias has {brief(token)}, which is no token id", param="logit_bias")
+    return {int(token): bias for token, bias in given.items()}
+
+
 def _same(value: object, harmless: object) -> bool:
     return type(value) is type(harmless) and value == harmless
 
 
 def _ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
-
-
-def _part(part: object, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise InvalidRequest(f'{where} must be {{"type": "text", "text": "..."}}: only text is supported, got {brief(part)}', param="messages")
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:

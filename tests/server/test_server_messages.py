@@ -1,0 +1,231 @@
+import json
+
+import anthropic
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from fake_async_engine import MODEL, answer
+from pydantic import TypeAdapter
+
+from chairlift.server.tools.call import CallDelta
+from chairlift.server.turn import Delta, Turn
+
+EVENT = TypeAdapter(RawMessageStreamEvent)
+HOT = {"name": "hot", "description": "is it", "input_schema": {"type": "object"}}
+ONE = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "one two"}]}
+
+
+@pytest.fixture
+def engine(lasting):
+    lasting[0].seen.clear()
+    lasting[0].started = 0
+    return lasting[0]
+
+
+@pytest.fixture
+def base(lasting, engine):
+    return lasting[1]
+
+
+@pytest.fixture(scope="module")
+def claude(lasting):
+    """Anthropic's own client."""
+    with anthropic.Anthropic(base_url=lasting[1], api_key="any", max_retries=0, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Has the model say given deltas, whatever it is asked."""
+
+    def say(*deltas):
+        async def said(turn):
+            for delta in deltas:
+                yield delta
+
+        monkeypatch.setattr(Turn, "deltas", said)
+
+    return say
+
+
+def test_a_whole_answer_has_anthropic_s_shape(http):
+    body = http.post("/v1/messages", json={**ONE, "system": "be brief", "stop_sequences": ["never"]}).json()
+    answered = TypeAdapter(Message).validate_python(body, strict=True)
+    assert answered.content[0].text == answer("be brief one two", 4)
+    assert (answered.stop_reason, answered.stop_sequence, answered.model) == ("max_tokens", None, MODEL)
+    usage = answered.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (13, 3, 4)
+
+
+def test_a_stream_tells_the_whole_story(http):
+    response = http.post("/v1/messages", json={**ONE, "stream": True})
+    told = []
+    for event in response.text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        told.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {told[-1]['type']}"
+        if told[-1]["type"] != "ping":
+            EVENT.validate_python(told[-1], strict=True)
+    assert [event["type"] for event in told] == [
+        *("message_start", "ping", "content_block_start", *["content_block_delta"] * 4),
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    assert "".join(event["delta"]["text"] for event in told[3:7]) == answer("one two", 4)
+    assert told[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert told[-2]["usage"]["output_tokens"] == 4
+
+
+def test_the_anthropic_client_creates_streams_and_counts(claude):
+    assert claude.messages.create(**ONE).content[0].text == answer("one two", 4)
+    with claude.messages.stream(**ONE) as stream:
+        assert "".join(stream.text_stream) == answer("one two", 4)
+        assert stream.get_final_message().usage.cache_read_input_tokens == 3
+    assert claude.messages.count_tokens(model=MODEL, messages=ONE["messages"], system="be").input_tokens == len("be one two")
+    assert [model.id for model in claude.models.list()] == [MODEL]
+
+
+def test_calls_are_blocks_of_their_own(claude, says):
+    says(
+        Delta(0, "let me see"),
+        Delta(0, calls=[CallDelta(0, '{"in": ', id="call_1", name="hot")]),
+        Delta(0, calls=[CallDelta(0, '"Rome"}'), CallDelta(1, id="call_2", name="hot")]),
+        Delta(0, finish_reason="tool_calls"),
+    )
+    whole = claude.messages.create(**ONE, tools=[HOT])
+    with claude.messages.stream(**ONE, tools=[HOT]) as stream:
+        list(stream)
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert message.stop_reason == "tool_use"
+        assert message.content[0].text == "let me see"
+        assert [(call.id, call.name, call.input) for call in message.content[1:]] == [
+            ("call_1", "hot", {"in": "Rome"}),
+            ("call_2", "hot", {}),
+        ]
+
+
+def test_a_call_that_is_cut_off_has_what_there_is_of_it(claude, says):
+    says(Delta(0, calls=[CallDelta(0, '{"in": "Rome", "at": "no', id="call_1", name="hot")]), Delta(0, finish_reason="length"))
+    assert claude.messages.create(**ONE, tools=[HOT]).content[0].input == {"in": "Rome", "at": "no"}
+    says(Delta(0, calls=[CallDelta(0, "in Rome", id="call_1", name="hot")]), Delta(0, finish_reason="length"))
+    assert claude.messages.create(**ONE, tools=[HOT]).content[0].input == {}
+
+
+def test_a_call_that_the_client_named_is_a_call(claude, says):
+    says(Delta(0, calls=[CallDelta(0, "{}", id="call_1", name="hot")]), Delta(0, finish_reason="stop"))  # as OpenAI ends it
+    assert claude.messages.create(**ONE, tools=[HOT]).stop_reason == "tool_use"
+
+
+def test_the_anthropic_client_knows_a_requests_id(claude):
+    assert claude.with_options(default_headers={"x-request-id": "mine"}).messages.create(**ONE)._request_id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "reason", "sequence"),
+    [
+        ("stop", None, "end_turn", None),
+        ("stop", "END", "stop_sequence", "END"),
+        ("stop", 7, "end_turn", None),
+        ("length", None, "max_tokens", None),
+    ],
+)
+def test_why_it_ended(claude, says, finish, stop, reason, sequence):
+    says(Delta(0, finish_reason=finish, stop_reason=stop))
+    answered = claude.messages.create(**ONE)
+    assert (answered.stop_reason, answered.stop_sequence) == (reason, sequence)
+    assert [block.text for block in answered.content] == [""]
+
+
+def test_blocks_become_a_conversation(claude, engine):
+    said = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "very"}, {"type": "text", "text": "brief", "cache_control": {"type": "ephemeral"}}],
+        },
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "and"}, {"type": "tool_use", "id": "a", "name": "hot", "input": {"in": "Rome"}}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "here"},
+                {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "now"}]},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "be"}]
+    answered = claude.messages.create(
+        model=MODEL, max_tokens=6, messages=said, system=system, stop_sequences=["x"], extra_body={"top_k": 3, "temperature": 0.5}
+    )
+    assert answered.content[0].text == "be very brief and now here "
+    assert [turn["role"] for turn in engine.tokenizer.rendered[-1][0]] == ["system", "user", "assistant", "tool", "user"]
+    assert (engine.seen[0].stop, engine.seen[0].top_k, engine.seen[0].temperature) == (("x",), 3, 0.5)
+
+
+def test_a_schema_bounds_the_answer(claude, engine):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    claude.messages.create(**ONE, output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert json.loads(engine.seen[0].structured_output.text) == schema
+
+
+def test_an_answer_goes_on_with_what_was_begun(claude, engine):
+    said = [*ONE["messages"], {"role": "assistant", "content": "three"}]
+    assert claude.messages.create(model=MODEL, max_tokens=3, messages=said).content[0].text == answer("one two three", 3)
+    assert engine.tokenizer.rendered[-1][1] == {"continue_final_message": True, "add_generation_prompt": False}
+
+
+@pytest.mark.parametrize("content", [[], "", [{"type": "text", "text": ""}]])
+def test_a_tool_may_give_nothing_back(claude, content):
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    call = {"type": "tool_use", "id": "a", "name": "hot", "input": {}}
+    said = [*ONE["messages"], {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    assert claude.messages.create(model=MODEL, max_tokens=2, messages=said).content[0].text == answer("one two", 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "role"),
+        ({"messages": [{"role": "user", "content": 5}]}, r"messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images"),
+        ({"messages": [{"role": "user", "content": "a " * 3000}]}, "context length"),
+        ({"system": 5}, "system"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"tools": [HOT], "tool_choice": {"type": "tool", "name": "cold"}}, "cold"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+def test_refusals_are_in_anthropic_s_envelope(http, engine, fields, named):
+    response = http.post("/v1/messages", json={**ONE, **fields})
+    body = response.json()
+    assert (response.status_code, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert named in body["error"]["message"]
+    assert engine.started == 0
+
+
+def test_other_failures_are_in_anthropic_s_envelope_too(http, claude):
+    def asked(content, **more):
+        return {**ONE, "messages": [{"role": "user", "content": content}], **more}
+
+    assert (
+        http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"}).json()["error"]["type"]
+        == "invalid_request_error"
+    )
+    assert http.post("/v1/messages", json=asked("a", model="x")).json()["error"]["type"] == "not_found_error"
+    for stream in (False, True):
+        full = http.post("/v1/messages", json=asked("full house", stream=stream))
+        assert (full.status_code, full.json()["error"]["type"], full.headers["retry-after"]) == (503, "overloaded_error", "3")
+    foreign = http.post("/v1/messages", json=ONE, headers={"x-tenant-id": "a b"})
+    assert (foreign.status_code, foreign.json()["type"]) == (400, "error")
+    assert http.put("/v1/messages").json()["type"] == "error"
+    bug = http.post("/v1/messages", json=asked("a bug"))
+    assert (bug.status_code, bug.json()["error"]["type"]) == (500, "api_error")
+    assert "secret" not in bug.text
+    with claude.messages.stream(**asked("boom now")) as stream, pytest.raises(anthropic.APIStatusError, match="no usable answer"):
+        list(stream)

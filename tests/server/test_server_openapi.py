@@ -1,0 +1,49 @@
+import re
+
+import pytest
+
+from chairlift.server.app import routes
+
+
+@pytest.fixture
+def base(lasting):
+    return lasting[1]
+
+
+@pytest.fixture
+def document(http):
+    return http.get("/openapi.json").json()
+
+
+def test_every_route_of_the_api_is_described_and_no_other(document):
+    pages = {"/openapi.json", "/dashboard", "/dashboard/data"}
+    served = {re.sub(r"\{\w+(:path)?\}", "{}", route.path): route.methods - {"HEAD"} for route in routes()}
+    told = {re.sub(r"\{\w+\}", "{}", path): {method.upper() for method in operations} for path, operations in document["paths"].items()}
+    assert {path: methods for path, methods in served.items() if path not in pages} == told
+
+
+def test_every_reference_leads_somewhere(document):
+    def references(value):
+        if isinstance(value, dict):
+            yield from [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+            value = list(value.values())
+        if isinstance(value, list):
+            for inner in value:
+                yield from references(inner)
+
+    names = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    assert set(references(document)) <= names
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("CompletionRequest", {"prompt", "echo", "logprobs", "priority", "temperature", "stop"}),
+        ("ChatRequest", {"messages", "tools", "top_logprobs", "deadline_ms"}),
+        ("ResponsesRequest", {"input", "instructions", "text"}),
+        ("MessagesRequest", {"messages", "system", "stop_sequences", "max_tokens"}),
+        ("TokenizeRequest", {"prompt", "return_token_strs"}),
+    ],
+)
+def test_requests_have_the_fields_that_are_read(document, name, fields):
+    assert fields <= document["components"]["schemas"][name]["properties"].keys()

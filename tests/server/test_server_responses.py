@@ -1,0 +1,194 @@
+import json
+
+import openai
+import pytest
+from fake_async_engine import MODEL, answer
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from chairlift.server.tools.call import CallDelta
+from chairlift.server.turn import Delta, Turn
+
+RESPONSE, EVENT = TypeAdapter(Response), TypeAdapter(ResponseStreamEvent)
+HOT = {"type": "function", "name": "hot", "description": "is it", "parameters": {"type": "object"}, "strict": False}
+CALLS = [
+    Delta(0, "let me see"),
+    Delta(0, calls=[CallDelta(0, '{"in": ', id="call_1", name="hot")]),
+    Delta(0, calls=[CallDelta(0, '"Rome"}'), CallDelta(1, "{}", id="call_2", name="hot")]),
+    Delta(0, finish_reason="tool_calls"),
+]
+
+
+def events(response):
+    """The events of a stream, each checked: its name is its type, and it has its number."""
+    told = []
+    for index, event in enumerate(response.text.strip().split("\n\n")):
+        name, data = event.split("\n")
+        told.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {told[-1]['type']}"
+        assert told[-1]["sequence_number"] == index
+        EVENT.validate_python(told[-1])
+    return told
+
+
+@pytest.fixture
+def engine(lasting):
+    lasting[0].seen.clear()
+    lasting[0].started = 0
+    return lasting[0]
+
+
+@pytest.fixture
+def base(lasting, engine):
+    return lasting[1]
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Has the model say given deltas, whatever it is asked."""
+
+    def say(deltas):
+        async def said(turn):
+            for delta in deltas:
+                yield delta
+
+        monkeypatch.setattr(Turn, "deltas", said)
+
+    return say
+
+
+def test_a_whole_answer_has_openai_s_shape(http):
+    asked = {"model": MODEL, "input": "one two", "max_output_tokens": 3, "instructions": "be brief", "metadata": {"a": "b"}}
+    body = http.post("/v1/responses", json=asked).json()
+    answered = RESPONSE.validate_python(body)
+    assert answered.output_text == answer("be brief one two", 3)
+    assert (answered.status, answered.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answered.output[0].status == "incomplete"
+    assert (answered.usage.input_tokens, answered.usage.output_tokens, answered.usage.total_tokens) == (16, 3, 19)
+    assert answered.usage.input_tokens_details.cached_tokens == 3
+    assert (answered.instructions, answered.metadata, answered.model) == ("be brief", {"a": "b"}, MODEL)
+
+
+def test_a_stream_tells_the_whole_story(http):
+    told = events(http.post("/v1/responses", json={"input": "one two", "max_output_tokens": 2, "stream": True}))
+    assert [event["type"].removeprefix("response.") for event in told] == [
+        *("created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
+    ]
+    assert "".join(event["delta"] for event in told if event["type"].endswith("delta")) == told[6]["text"] == answer("one two", 2)
+    assert told[-1]["response"]["output"] == [told[-2]["item"]]
+    assert told[-1]["response"]["usage"]["output_tokens"] == 2
+    assert told[0]["response"]["output"] == []
+
+
+def test_calls_are_items_of_their_own(http, says):
+    says(CALLS)
+    asked = {"input": "how is it", "tools": [HOT]}
+    whole = RESPONSE.validate_python(http.post("/v1/responses", json=asked).json())
+    assert [item.type for item in whole.output] == ["message", "function_call", "function_call"]
+    assert (whole.output_text, whole.status) == ("let me see", "completed")
+    assert [(call.call_id, call.arguments) for call in whole.output[1:]] == [("call_1", '{"in": "Rome"}'), ("call_2", "{}")]
+    told = events(http.post("/v1/responses", json=asked | {"stream": True}))
+    pieces = [(event["output_index"], event["delta"]) for event in told if event["type"].endswith("arguments.delta")]
+    assert pieces == [(1, '{"in": '), (1, '"Rome"}'), (2, "{}")]
+    names = [event["type"].rpartition(".")[2] for event in told if "item" in event]
+    assert names == ["added", "done"] * 3
+    unnumbered = [
+        [{k: v for k, v in item.items() if k != "id"} for item in items]
+        for items in (whole.to_dict()["output"], told[-1]["response"]["output"])
+    ]
+    assert unnumbered[0] == unnumbered[1]
+
+
+def test_an_answer_without_a_word_is_an_empty_message(http, says):
+    says([Delta(0, finish_reason="stop")])
+    [item] = http.post("/v1/responses", json={"input": "hush"}).json()["output"]
+    assert item["content"] == [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+
+
+def test_items_become_a_conversation(client, engine):
+    items = [
+        {"role": "developer", "content": "be"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "very"}, {"type": "input_text", "text": "brief"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "and", "annotations": []}]},
+        {"type": "function_call", "call_id": "call_1", "name": "hot", "arguments": '{"in": "Rome"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "now"},
+    ]
+    answered = client.responses.create(model=MODEL, input=items, max_output_tokens=5, temperature=0.5, top_p=0.25, extra_body={"seed": 7})
+    assert answered.output_text == "be very brief and now "
+    *_, said, result = engine.tokenizer.rendered[-1][0]
+    assert [(call["id"], call["function"]) for call in said["tool_calls"]] == [("call_1", {"name": "hot", "arguments": {"in": "Rome"}})]
+    assert (result["role"], result["tool_call_id"]) == ("tool", "call_1")
+    assert (engine.seen[0].temperature, engine.seen[0].top_p, engine.seen[0].seed) == (0.5, 0.25, 7)
+
+
+def test_the_openai_client_streams_and_parses(client, says):
+    class City(BaseModel):
+        name: str
+
+    with client.responses.stream(model=MODEL, input="one two", max_output_tokens=2) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(texts) == answer("one two", 2)
+    says([Delta(0, '{"name": '), Delta(0, '"Rome"}', finish_reason="stop")])
+    with client.responses.stream(model=MODEL, input="where") as stream:
+        list(stream)
+        assert stream.get_final_response().output_text == '{"name": "Rome"}'
+    assert client.responses.parse(model=MODEL, input="where", text_format=City).output_parsed == City(name="Rome")
+
+
+def test_a_schema_bounds_the_answer(http, engine):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
+    assert (
+        http.post("/v1/responses", json={"input": "a", "max_output_tokens": 1, "text": {"format": wanted}}).json()["text"]["format"]
+        == wanted
+    )
+    assert http.post("/v1/responses", json={"input": "a", "max_output_tokens": 1, "structured_outputs": {"choice": ["b"]}}).is_success
+    assert [params.structured_output.kind for params in engine.seen] == ["json", "choice"]
+    assert json.loads(engine.seen[0].structured_output.text) == schema
+
+
+def test_logprobs_are_told_with_the_text(http):
+    asked = {"input": "one", "max_output_tokens": 2, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    body = http.post("/v1/responses", json=asked).json()
+    RESPONSE.validate_python(body)
+    logprobs = body["output"][0]["content"][0]["logprobs"]
+    assert [(one["logprob"], len(one["top_logprobs"])) for one in logprobs] == [(-0.75, 1)] * 2
+
+
+def test_a_failure_in_mid_stream_is_told_as_one(http, client):
+    told = events(http.post("/v1/responses", json={"input": "boom now", "max_output_tokens": 9, "stream": True}))
+    assert told[-1]["type"] == "response.failed"
+    assert "no usable answer" in told[-1]["response"]["error"]["message"]
+    assert told[-1]["response"]["status"] == "failed"
+    with pytest.raises(openai.InternalServerError):
+        client.responses.create(model=MODEL, input="full house", max_output_tokens=2, stream=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": ["a"]}, "input"),
+        ({"input": [{"role": "king", "content": "a"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": "a " * 3000}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [HOT], "tool_choice": {"type": "function", "name": "cold"}}, "tool_choice"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"text": {"format": {"type": "sound"}}}, "text.format"),
+        ({"truncation": "auto"}, "truncation"),
+    ],
+)
+def test_requests_that_cannot_be_served(http, engine, fields, param):
+    response = http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 4, **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert engine.started == 0
