@@ -9,7 +9,7 @@ SOURCES := $(RUST) $(shell find python kernels -name '*.py')
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 .PHONY: serve
 serve: $(VENV)/.installed ## set everything up and serve the default model at http://127.0.0.1:8000/v1 (ARGS="--port 9000" adds flags)
@@ -38,13 +38,17 @@ format: $(VENV)/.developing ## put all sources into the house's form
 bench: $(VENV)/.developing ## time the scheduler and write benches/results/scheduler.md
 	$(BIN)/python benches/scheduler.py
 
+.PHONY: conformance
+conformance: $(VENV)/.developing ## run other projects' clients, unmodified, against the server (ARGS="openai llm" runs some)
+	$(BIN)/python tests/conformance/run.py $(ARGS)
+
 .PHONY: wheel
 wheel: $(VENV)/.developing ## build the wheel into dist/
 	$(BIN)/maturin build --release --out dist
 
 .PHONY: clean
-clean: ## remove what was built, and the virtual environment
-	rm -rf $(VENV) dist target python/chairlift/_core.abi3.so
+clean: ## remove what was built, and the virtual environments
+	rm -rf $(VENV) .venv-conformance dist target python/chairlift/_core.abi3.so
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

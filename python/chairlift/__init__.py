@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from chairlift.outputs import RequestOutput as RequestOutput
     from chairlift.outputs import Timing as Timing
     from chairlift.sampling import SamplingParams as SamplingParams
+    from chairlift.sampling import StructuredOutput as StructuredOutput
     from chairlift.scheduling import Scheduling as Scheduling
 
     __version__: str
@@ -35,6 +36,7 @@ _HOMES = {
     "LLM": "engine.llm",
     "AsyncEngine": "engine.client",
     "SamplingParams": "sampling",
+    "StructuredOutput": "sampling",
     "Scheduling": "scheduling",
     "RequestOutput": "outputs",
     "Ledger": "outputs",

@@ -53,9 +53,19 @@ def _weights(text: str) -> dict[str, int]:
     return weights
 
 
-def _flag(default: Any, help: str, parse: Callable[[str], Any] = str, *, group: str, **extra: Any) -> Any:
+def _origins(text: str) -> tuple[str, ...]:
+    """Reads `https://a.example,http://localhost:3000` or `*`."""
+    origins = tuple(origin.strip().lower() for origin in text.split(","))
+    for origin in origins:
+        scheme, separator, host = origin.partition("://")
+        if origin != "*" and not (scheme and separator and host and "/" not in host):
+            raise ValueError(f"expected origins like https://chat.example,http://localhost:3000, without a path, or *, got {text!r:.100}")
+    return origins
+
+
+def _flag(default: Any, help: str, parse: Callable[[str], Any] = str, *, group: str, secret: bool = False, **extra: Any) -> Any:
     """A dataclass field that the command line shows as `--name`, under the heading `group`, with `help` and `parse`."""
-    return field(default=default, metadata={"help": help, "parse": parse, "group": group, **extra})
+    return field(default=default, repr=not secret, metadata={"help": help, "parse": parse, "group": group, **extra})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +76,10 @@ class EngineConfig:
     tokenizer: str | None = _flag(None, "directory or file of the tokenizer, when it is not beside the weights", group="model")
     revision: str | None = _flag(None, "branch, tag or commit, for a model of the hub", group="model")
     load_format: str = _flag(
-        "auto", "where weights come from; 'dummy' makes random ones from the config alone", choices=("auto", "dummy"), group="model"
+        "auto",
+        "where weights come from; 'dummy' makes random ones from the config alone, 'none' has no model: arbitrary tokens, at once",
+        choices=("auto", "dummy", "none"),
+        group="model",
     )
     device: str = _flag("auto", "where the model runs", choices=("auto", "cpu", "cuda"), group="model")
     seed: int = _flag(0, "seed of dummy weights, and of requests that name none", int, group="model")
@@ -183,15 +196,60 @@ class ServerConfig:
     host: str = _flag("127.0.0.1", "address to listen on", group="server")
     port: int = _flag(8000, "port to listen on; 0 picks a free one", int, group="server")
     served_model_name: str | None = _flag(None, "name that clients use for the model (default: as given)", group="server")
-    api_key: str | None = _flag(None, "clients must send this as a bearer token", group="server")
+    uds: str | None = _flag(None, "listen on this Unix socket instead of a port", metavar="PATH", group="server")
+    api_key: str | None = _flag(
+        None,
+        "what clients must send as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; NAME=KEY,NAME=KEY gives each tenant its own",
+        metavar="KEY",
+        group="server",
+        secret=True,
+    )
+    api_key_file: str | None = _flag(
+        None,
+        "keys out of sight of 'ps', and limits: TOML with a table [NAME] a tenant, of key (or keys), weight, max_queued, max_requests",
+        metavar="FILE",
+        group="server",
+    )
+    cors_allow_origins: tuple[str, ...] | None = _flag(
+        None,
+        "web pages that may use the server, like https://chat.example,http://localhost:3000, or * for all (default: none)",
+        _origins,
+        metavar="ORIGINS",
+        group="server",
+    )
+    ssl_certfile: str | None = _flag(None, "certificate chain in PEM format: serves HTTPS", metavar="FILE", group="server")
+    ssl_keyfile: str | None = _flag(
+        None, "the certificate's private key, without a password, if it is not in the same file", metavar="FILE", group="server"
+    )
+    admin_socket: str | None = _flag(
+        None,
+        "Unix socket, for this user alone, that needs no key: /metrics, /health, /v1/requests/ID/explain, GET /state, POST /drain",
+        metavar="PATH",
+        group="server",
+    )
     shutdown_timeout: float = _flag(30.0, "seconds that requests in flight get to finish after SIGTERM", float, group="server")
     log_level: str = _flag("info", "how much to log", choices=("debug", "info", "warning", "error"), group="server")
+    log_format: str = _flag("text", "how a line of the log is written", choices=("text", "json"), group="server")
+    tool_call_parser: str = _flag(
+        "auto",
+        "how the model writes tool calls; 'auto' goes by its chat template",
+        choices=("auto", "hermes", "llama", "mistral"),
+        group="server",
+    )
+    metrics_alias: str = _flag(
+        "none", "show the metrics that this server has too under its names as well", choices=("none", "vllm"), group="server"
+    )
+    otlp_traces_endpoint: str | None = _flag(
+        None, "send a trace of each request here, as OTLP over HTTP; needs pip install 'chairlift[otel]'", metavar="URL", group="server"
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the flag, for a setting that can't work."""
         # An unset variable in a script would otherwise make a server that looks guarded and is not.
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ValueError("--api-key must not be empty, nor begin or end with a space")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile")
 
 
 def from_environment(cls: type, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

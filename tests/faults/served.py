@@ -1,0 +1,117 @@
+"""A whole server in a process of its own, with a real engine and no model, for tests that hurt it."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+
+class Served:
+    """A running server: where it listens, its processes, and what it says of itself."""
+
+    def __init__(self, port: int, directory: Path, process: subprocess.Popen[bytes]) -> None:
+        self.port = port
+        self.process = process
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+        self._admin = httpx.Client(transport=httpx.HTTPTransport(uds=str(directory / "admin")), base_url="http://admin", timeout=120)
+        self._log = directory / "log"
+
+    def state(self) -> dict[str, Any]:
+        """What must be as before when nobody is there any more."""
+        told = self._admin.get("/state").json()
+        self.http.get("/live")  # so that both clients' connections are open at each look: idle ones are closed
+        return {name: told[name] for name in ("running", "waiting", "used_tokens", "door")} | {
+            "blocks": told["total_blocks"] - told["free_blocks"],
+            "sockets": self.sockets(),
+        }
+
+    def sockets(self) -> int:
+        """Open files of the server's process that are sockets."""
+        count = 0
+        for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            try:
+                count += os.readlink(entry).startswith("socket:")
+            except OSError:
+                continue  # it was closed meanwhile
+        return count
+
+    def memory(self) -> dict[str, int]:
+        """MiB that the server's process and the engine's hold."""
+        return {"server": _resident(self.process.pid), "engine": _resident(self.engine())}
+
+    def engine(self) -> int:
+        """The process id of the engine."""
+        [child] = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(child)
+
+    def log(self) -> str:
+        """What the server and the engine have logged."""
+        return self._log.read_text()
+
+    def status(self, path: str) -> int:
+        """The status of a probe, 0 while nobody listens."""
+        try:
+            return self.http.get(path).status_code
+        except httpx.TransportError:
+            return 0
+
+    def answer(self, prompt: str = "golden", **fields: object) -> str:
+        """A greedy completion."""
+        reply = self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 24, "temperature": 0, **fields})
+        assert reply.status_code == 200, reply.text
+        return str(reply.json()["choices"][0]["text"])
+
+
+@contextmanager
+def served(*flags: str) -> Iterator[Served]:
+    """Serves without a model until it is left."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        command = [sys.executable, "-m", "chairlift.cli.main", "serve", "--load-format", "none", "--port", str(port)]
+        command += ["--admin-socket", str(directory / "admin"), "--log-level", "warning", *flags]
+        with (directory / "log").open("wb") as log:
+            process = subprocess.Popen(command, stderr=log)
+        server = Served(port, directory, process)
+        try:
+            until(lambda: _ready(server))
+            yield server
+        finally:
+            process.terminate()
+            process.wait(60)
+            print(server.log())  # for whoever reads why a test failed
+
+
+def _ready(server: Served) -> bool:
+    assert server.process.poll() is None, "the server ended"
+    return server.status("/ready") == 200
+
+
+def _resident(process: int) -> int:
+    return int(re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[0]) // 1024
+
+
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Returns as soon as `condition()` holds; the time is a guard, not a measurement."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.05)
+
+
+def request(port: int, path: str, body: dict[str, object]) -> bytes:
+    """A POST as it goes over the wire."""
+    text = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+    return head.encode() + text

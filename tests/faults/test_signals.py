@@ -1,0 +1,119 @@
+"""Signals to a whole server and to its engine, in the middle of load."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from served import Served, served, until
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+LOAD: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/completions", {"prompt": "a", "ignore_eos": True}),
+    ("/v1/completions", {"prompt": ["a", "b"], "n": 3, "ignore_eos": True}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "ignore_eos": True}),
+    ("/v1/messages", {"messages": MESSAGES}),
+    ("/v1/responses", {"input": "Hello"}),
+)
+TOKENS = 8000
+ROWS = ("--max-num-seqs", "32")
+"""Enough for the load below to run all at a time."""
+
+
+@contextmanager
+def load(server: Served) -> Iterator[list[tuple[str, bool, Future[httpx.Response]]]]:
+    """Long requests of all kinds, each with whether it streams, once all of them run; they have to be over at the end of the block."""
+    with ThreadPoolExecutor(len(LOAD) * 2) as threads:
+        asked = []
+        for path, body in LOAD:
+            for stream in (False, True):
+                longest = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": TOKENS}
+                asked.append((path, stream, threads.submit(server.http.post, path, json={**body, **longest, "stream": stream})))
+        until(lambda: server.state()["door"] == {"open": len(asked), "waiting": 0})
+        yield asked
+
+
+def last(stream: str) -> Any:
+    """The last event of a stream that has data."""
+    return json.loads([line for line in stream.splitlines() if line.startswith("data: {")][-1][len("data: ") :])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(*ROWS) as one:
+        yield one
+
+
+def test_an_engine_that_is_killed_is_replaced_and_all_are_told(server):
+    golden, engine = server.answer(), server.engine()
+    with load(server) as asked:
+        os.kill(engine, signal.SIGKILL)
+        answers = [(path, stream, answer.result()) for path, stream, answer in asked]
+    for path, stream, answer in answers:
+        told = last(answer.text) if stream else answer.json()
+        error = told["response"]["error"] if "response" in told else told["error"]
+        assert error["code"] == ("server_error" if "response" in told else "engine_dead"), path
+        assert answer.status_code == (200 if stream else 503)
+        assert "[DONE]" not in answer.text
+    until(lambda: server.status("/ready") == 200)
+    assert server.engine() != engine
+    assert server.status("/health") == 200
+    assert server.answer() == golden
+    assert server.state()["door"] == {"open": 0, "waiting": 0}
+
+
+def test_an_engine_that_is_stopped_is_unhealthy_and_goes_on_where_it_was(server):
+    calm = server.answer(max_tokens=4000, ignore_eos=True)
+    with load(server) as asked, ThreadPoolExecutor(1) as threads:
+        stopped = threads.submit(server.answer, max_tokens=4000, ignore_eos=True)
+        os.kill(server.engine(), signal.SIGSTOP)
+        until(lambda: server.status("/health") == 503)
+        assert server.http.get("/health").json()["stage"] == "process"
+        assert server.status("/ready") == 503
+        assert server.status("/live") == 200
+        os.kill(server.engine(), signal.SIGCONT)
+        until(lambda: server.status("/health") == server.status("/ready") == 200)
+        assert stopped.result() == calm
+        assert all(answer.result().status_code == 200 for _, _, answer in asked)
+
+
+def test_sigterm_loses_no_request():
+    with served(*ROWS) as server:
+        with load(server) as asked:
+            server.process.send_signal(signal.SIGTERM)
+            answers = [(path, stream, answer.result()) for path, stream, answer in asked]
+        assert server.process.wait(60) == 0
+    for path, stream, answer in answers:
+        assert answer.status_code == 200, answer.text
+        if path == "/v1/messages":
+            assert '"stop_reason":"max_tokens"' in answer.text
+            assert not stream or last(answer.text) == {"type": "message_stop"}
+        elif path == "/v1/responses":
+            assert '"reason":"max_output_tokens"' in answer.text
+            assert not stream or last(answer.text)["type"] == "response.incomplete"
+        else:
+            assert '"finish_reason":"length"' in answer.text
+            assert answer.text.endswith("data: [DONE]\n\n") == stream
+
+
+def test_a_second_sigterm_ends_the_server_now():
+    with served(*ROWS, "--shutdown-timeout", "1000") as server:
+        engine = server.engine()
+        with load(server) as asked:
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: server.status("/ready") == 503)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(60) == 1
+            for path, stream, answer in asked:
+                if stream:
+                    told = last(answer.result().text)
+                    assert (told["response"]["error"] if "response" in told else told["error"])["message"], path
+                else:
+                    assert answer.result().status_code == 503
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine, 0)
