@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chairlift.server.errors import ApiError
 
-HEADER_BYTES = 16 << 10
+HEADER_BYTES = 64 << 10
 """How large a request's headers may be together."""
 
 HEADERS_SECONDS = 10.0
