@@ -30,6 +30,16 @@ MAY_IMPORT = {
 }
 """Room of the house → rooms it may import from; "" is the package's own `__init__`."""
 
+IN_SERVER = {
+    "": {"api", "observe", "door", "service", "telemetry"},
+    "api": {"door", "service"},
+    "observe": {"service", "telemetry"},
+    "door": {"service", "telemetry"},
+    "service": {"telemetry"},
+    "telemetry": set(),
+}
+"""The same for the rooms within `server`, whose own modules put them together."""
+
 TORCH = {"runner", "models", "layers", "kernels"}
 """The only rooms that may import torch."""
 
@@ -75,6 +85,20 @@ def test_arrows_point_down(room: str, path: Path) -> None:
     allowed = MAY_IMPORT[room] | {room}
     names = {name for name in rooms if (SOURCE / name).exists() or (SOURCE / f"{name}.py").exists() or name == "_core"}
     assert names <= allowed, f"{path.relative_to(SOURCE)} imports from {sorted(names - allowed)}"
+
+
+def test_arrows_point_down_within_the_server() -> None:
+    seen = set()
+    for path in sorted((SOURCE / "server").rglob("*.py")):
+        parts = path.relative_to(SOURCE / "server").parts
+        room = parts[0] if len(parts) > 1 else ""
+        seen.add(room)
+        used = {name.split(".")[2] for name in imports(path) if name.startswith("chairlift.server.")}
+        rooms = {name for name in used if (SOURCE / "server" / name).is_dir()}
+        # Only those who put the rooms together know of each other.
+        assert room == "" or rooms == used, f"{path.relative_to(SOURCE)} imports {sorted(used - rooms)}"
+        assert rooms <= IN_SERVER[room] | {room}, f"{path.relative_to(SOURCE)} imports from {sorted(rooms - IN_SERVER[room])}"
+    assert seen == set(IN_SERVER)
 
 
 @pytest.mark.parametrize(("room", "path"), modules(), ids=lambda value: value if isinstance(value, str) else value.name)

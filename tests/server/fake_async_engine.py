@@ -18,9 +18,9 @@ from chairlift.outputs import Ledger, RequestOutput, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.server.app import build
-from chairlift.server.http import Http
-from chairlift.server.metrics import Metrics
-from chairlift.server.service import Service
+from chairlift.server.door.http import Http
+from chairlift.server.service.service import Service
+from chairlift.server.telemetry.metrics import Metrics
 
 MODEL = "org/fake-model"
 

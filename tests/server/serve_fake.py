@@ -14,7 +14,7 @@ from fake_async_engine import MODEL, FakeEngine
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.errors import ModelNotFound
 from chairlift.server import life
-from chairlift.server.port import open_port
+from chairlift.server.door.port import open_port
 
 
 class Startable(FakeEngine):

@@ -4,9 +4,9 @@ import httpx
 from fake_async_engine import MODEL, FakeEngine
 
 from chairlift.server.admin import Admin, serving
-from chairlift.server.metrics import Metrics
-from chairlift.server.port import open_path
-from chairlift.server.service import Service
+from chairlift.server.door.port import open_path
+from chairlift.server.service.service import Service
+from chairlift.server.telemetry.metrics import Metrics
 
 
 def test_the_operator_needs_no_key(tmp_path):

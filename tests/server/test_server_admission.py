@@ -6,9 +6,9 @@ import httpx
 import pytest
 from fake_async_engine import MODEL, FakeEngine, serving, wait_until
 
-from chairlift.server.admission import Admission
-from chairlift.server.errors import ApiError
-from chairlift.server.keys import Tenant
+from chairlift.server.service.admission import Admission
+from chairlift.server.service.errors import ApiError
+from chairlift.server.service.keys import Tenant
 
 COMPLETIONS = "/v1/completions"
 HELD = {"prompt": "held", "max_tokens": 2}
@@ -24,7 +24,7 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def _headers_at_once(monkeypatch):
-    monkeypatch.setattr("chairlift.server.sse.PATIENCE", 0.05)
+    monkeypatch.setattr("chairlift.server.service.sse.PATIENCE", 0.05)
 
 
 def counted(service):
@@ -190,7 +190,7 @@ def test_when_to_come_back_is_what_the_engine_predicts(stats, seconds):
 
 def test_when_a_tenant_may_come_back_is_how_long_its_requests_take(monkeypatch):
     clock = iter([0.0, 12.0, 20.0, 20.0]).__next__
-    monkeypatch.setattr("chairlift.server.admission.time.monotonic", clock)
+    monkeypatch.setattr("chairlift.server.service.admission.time.monotonic", clock)
     admission = Admission(None, dict)
     alice = Tenant("alice", max_requests=2)
     first, second, third, fourth = (admission.place(alice) for _ in range(4))

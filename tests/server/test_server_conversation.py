@@ -3,7 +3,7 @@ from fake_async_engine import MODEL, FakeEngine, FakeTokenizer, answer, serving
 
 from chairlift.chat_template import ChatTemplate
 from chairlift.errors import InvalidRequest
-from chairlift.server.conversation import ChatRequest
+from chairlift.server.api.conversation import ChatRequest
 
 CHAT = "/v1/chat/completions"
 HELLO = {"role": "user", "content": "one two"}

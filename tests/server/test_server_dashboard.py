@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fake_async_engine import FakeEngine, serving, wait_until
 
-from chairlift.server import watch
+from chairlift.server.observe import watch
 
 CHROMIUM = Path("/usr/bin/chromium")
 ROW = {"row": 1, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode", "prompt_tokens": 5, "computed_tokens": 7}

@@ -2,8 +2,8 @@ import httpx
 import pytest
 from fake_async_engine import FakeEngine, ledger, serving
 
-from chairlift.server import service
-from chairlift.server.sentence import paragraph, sentence
+from chairlift.server.observe.sentence import paragraph, sentence
+from chairlift.server.service import service
 
 
 def ask(http, **changes):

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from fake_async_engine import wait_until
 
+from chairlift.server.door.port import PortTaken, open_port
 from chairlift.server.life import LONGEST_PAUSE, pause_after
-from chairlift.server.port import PortTaken, open_port
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ import pytest
 from fake_async_engine import FakeEngine, serving
 
 from chairlift.cli import main
-from chairlift.server.about import ABOUT, About
-from chairlift.server.logs import JsonFormatter
+from chairlift.server.telemetry.about import ABOUT, About
+from chairlift.server.telemetry.logs import JsonFormatter
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from anthropic.types import Message, RawMessageStreamEvent
 from fake_async_engine import MODEL, answer
 from pydantic import TypeAdapter
 
-from chairlift.server.tools.call import CallDelta
-from chairlift.server.turn import Delta, Turn
+from chairlift.server.api.tools.call import CallDelta
+from chairlift.server.api.turn import Delta, Turn
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
 HOT = {"name": "hot", "description": "is it", "input_schema": {"type": "object"}}

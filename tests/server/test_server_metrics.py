@@ -6,9 +6,9 @@ import pytest
 from fake_async_engine import serving
 from prometheus_client.parser import text_string_to_metric_families
 
-from chairlift.server import status
-from chairlift.server.engine_metrics import MOST_TENANTS, REJECTIONS
-from chairlift.server.metrics import Metrics
+from chairlift.server.telemetry import status
+from chairlift.server.telemetry.engine_metrics import MOST_TENANTS, REJECTIONS
+from chairlift.server.telemetry.metrics import Metrics
 
 LABELS = {"model_name": "org/fake-model", "engine": "0"}
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from chairlift.server.percentiles import percentiles
+from chairlift.server.observe.percentiles import percentiles
 
 INF = math.inf
 

@@ -6,8 +6,8 @@ from fake_async_engine import MODEL, answer
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from chairlift.server.tools.call import CallDelta
-from chairlift.server.turn import Delta, Turn
+from chairlift.server.api.tools.call import CallDelta
+from chairlift.server.api.turn import Delta, Turn
 
 RESPONSE, EVENT = TypeAdapter(Response), TypeAdapter(ResponseStreamEvent)
 HOT = {"type": "function", "name": "hot", "description": "is it", "parameters": {"type": "object"}, "strict": False}

@@ -7,8 +7,8 @@ from fake_async_engine import MODEL, answer, wait_until
 
 from chairlift.errors import QueueFull
 from chairlift.scheduling import Scheduling
-from chairlift.server import sse
-from chairlift.server.errors import api_error
+from chairlift.server.service import sse
+from chairlift.server.service.errors import api_error
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

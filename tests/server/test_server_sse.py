@@ -4,7 +4,7 @@ import httpx
 import pytest
 from fake_async_engine import FakeEngine, wait_until
 
-from chairlift.server import sse
+from chairlift.server.service import sse
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
-from chairlift.server.formats import MAX_CHOICES, MAX_COUNT, MAX_DEPTH, MAX_REGEX
-from chairlift.server.schemas import CompletionRequest
+from chairlift.server.api.formats import MAX_CHOICES, MAX_COUNT, MAX_DEPTH, MAX_REGEX
+from chairlift.server.api.schemas import CompletionRequest
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 TEXT = json.dumps(SCHEMA)

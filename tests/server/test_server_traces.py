@@ -13,9 +13,9 @@ import pytest
 from fake_async_engine import MODEL, FakeEngine, ledger, serving, wait_until
 
 from chairlift.errors import EngineDead, InvalidSetting
-from chairlift.server import traces
-from chairlift.server.about import About
-from chairlift.server.traces import CAUSES, Traces
+from chairlift.server.telemetry import traces
+from chairlift.server.telemetry.about import About
+from chairlift.server.telemetry.traces import CAUSES, Traces
 
 received = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs pip install 'chairlift[otel]'")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -169,7 +169,7 @@ def test_what_is_missing_or_wrong_is_said():
         Traces("localhost:4317", MODEL)
     program = (
         "import sys; sys.modules['opentelemetry'] = None\n"
-        "from chairlift.errors import InvalidSetting\nfrom chairlift.server.traces import Traces\n"
+        "from chairlift.errors import InvalidSetting\nfrom chairlift.server.telemetry.traces import Traces\n"
         "try: Traces('http://x', 'm')\nexcept InvalidSetting as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.server.tools import SYNTAXES
-from chairlift.server.tools.call import CallDelta
-from chairlift.server.tools.json_text import JsonText
+from chairlift.server.api.tools import SYNTAXES
+from chairlift.server.api.tools.call import CallDelta
+from chairlift.server.api.tools.json_text import JsonText
 
 NAMES = ("f", "get_weather")
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.client import AsyncEngine
-from chairlift.server.keys import read_keys
-from chairlift.server.port import check_certificate, is_loopback, open_path, open_port
+from chairlift.server.door.port import check_certificate, is_loopback, open_path, open_port
+from chairlift.server.service.keys import read_keys
 
 log = logging.getLogger("chairlift")
 

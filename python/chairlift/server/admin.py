@@ -14,13 +14,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from chairlift.server.answer import Json
 from chairlift.server.app import metrics
-from chairlift.server.errors import HANDLERS
-from chairlift.server.explain import explain
-from chairlift.server.health import health
-from chairlift.server.http import Http, HttpServer
-from chairlift.server.service import Service, service_of
+from chairlift.server.door.http import Http, HttpServer
+from chairlift.server.observe.explain import explain
+from chairlift.server.observe.health import health
+from chairlift.server.service.answer import Json
+from chairlift.server.service.errors import HANDLERS
+from chairlift.server.service.service import Service, service_of
 
 
 class Admin:

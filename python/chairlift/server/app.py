@@ -11,24 +11,24 @@ from starlette.types import ASGIApp
 
 import chairlift
 from chairlift.config import ServerConfig
-from chairlift.server.answer import Json
-from chairlift.server.chat import chat_completions
-from chairlift.server.completions import completions
-from chairlift.server.dashboard import dashboard, data
-from chairlift.server.door import Door, Rules
-from chairlift.server.embeddings import embeddings
-from chairlift.server.errors import HANDLERS
-from chairlift.server.explain import explain
-from chairlift.server.health import health, live, ready
-from chairlift.server.keys import read_keys
-from chairlift.server.messages import count_tokens, messages
-from chairlift.server.models import model, models
-from chairlift.server.openapi import openapi
-from chairlift.server.port import is_loopback
-from chairlift.server.responses import responses
-from chairlift.server.service import Service, service_of
-from chairlift.server.tokenize import detokenize, tokenize, tokenizer_info
-from chairlift.server.watch import Watch
+from chairlift.server.api.chat import chat_completions
+from chairlift.server.api.completions import completions
+from chairlift.server.api.embeddings import embeddings
+from chairlift.server.api.messages import count_tokens, messages
+from chairlift.server.api.models import model, models
+from chairlift.server.api.openapi import openapi
+from chairlift.server.api.responses import responses
+from chairlift.server.api.tokenize import detokenize, tokenize, tokenizer_info
+from chairlift.server.door.door import Door, Rules
+from chairlift.server.door.port import is_loopback
+from chairlift.server.observe.dashboard import dashboard, data
+from chairlift.server.observe.explain import explain
+from chairlift.server.observe.health import health, live, ready
+from chairlift.server.observe.watch import Watch
+from chairlift.server.service.answer import Json
+from chairlift.server.service.errors import HANDLERS
+from chairlift.server.service.keys import read_keys
+from chairlift.server.service.service import Service, service_of
 
 PROBES = ("/live", "/ready", "/health", "/ping", "/metrics", "/dashboard/data", "/state")
 """Paths that machines ask again and again."""

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from chairlift.config import ServerConfig
-from chairlift.server import status
 from chairlift.server.admin import Admin
 from chairlift.server.app import PROBES, build
-from chairlift.server.http import Http, HttpServer
-from chairlift.server.metrics import Metrics
-from chairlift.server.port import address
-from chairlift.server.service import Service
-from chairlift.server.traces import Traces
+from chairlift.server.door.http import Http, HttpServer
+from chairlift.server.door.port import address
+from chairlift.server.service.service import Service
+from chairlift.server.telemetry import status
+from chairlift.server.telemetry.metrics import Metrics
+from chairlift.server.telemetry.traces import Traces
 
 if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine

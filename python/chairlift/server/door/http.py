@@ -1,0 +1,133 @@
+"""HTTP as uvicorn speaks it, without its signals, and with an end to the patience for clients that send or read nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any, cast
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from chairlift.server.service.errors import ApiError
+
+HEADER_BYTES = 64 << 10
+"""How large a request's headers may be together."""
+
+HEADERS_SECONDS = 10.0
+"""How long the first headers may take from the connection on, later ones from their first byte on."""
+
+MOST_AHEAD = 1 << 16
+"""Bytes of further requests that are taken while one is being answered."""
+
+STALL_SECONDS = 60.0
+"""How long a client may take nothing of what was sent to it."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, but signals are ours: it would refuse connections at once instead of answering 503."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves them alone."""
+        yield
+
+
+class _Connection(h11.Connection):
+    """h11's state of a connection, but pieces of a chunked body pass it by: they change no state, and a stream sends one a token."""
+
+    _chunked = False
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]  # its overloads say which events give no bytes
+        """The event's bytes."""
+        if self._chunked and type(event) is h11.Data:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        data = super().send(event)
+        if type(event) is h11.Response:
+            self._chunked = data is not None and b"transfer-encoding: chunked" in data.lower()
+        elif type(event) is h11.EndOfMessage:
+            self._chunked = False
+        return data
+
+
+class Http(H11Protocol):
+    """One connection. h11 bounds the size of headers, which httptools does not."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.conn = _Connection(h11.SERVER, HEADER_BYTES)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Expects a request."""
+        super().connection_made(cast(asyncio.Transport, transport))
+        # Whatever the system's buffer does not take counts as not read, not only what is more than 64 KiB.
+        self.transport.set_write_buffer_limits(high=1)
+        self._stalled: asyncio.TimerHandle | None = None
+        self._late: asyncio.TimerHandle | None = self.loop.call_later(HEADERS_SECONDS, self._too_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends what waits for the client."""
+        super().connection_lost(exc)
+        self._expect(False)
+        self.resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes what came, and expects the rest if it is a part of headers, or of a body that nobody reads."""
+        super().data_received(data)
+        theirs, ours = self.conn.their_state, self.conn.our_state
+        ahead = len(self.conn.trailing_data[0]) if theirs in (h11.IDLE, h11.DONE) else 0
+        self._expect((theirs is h11.IDLE and ahead > 0) or (theirs is h11.SEND_BODY and ours is h11.DONE))
+        if theirs is h11.DONE and ahead < MOST_AHEAD:
+            self.flow.resume_reading()  # uvicorn stops at the next request, and would not see that the client leaves
+
+    def pause_writing(self) -> None:
+        """Called when the client does not read what it gets."""
+        super().pause_writing()
+        self._watch(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """Called when it has read all of it."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP."""
+        self._refuse("400 Bad Request", ApiError(400, "this is not a valid HTTP request", code="invalid_http"))
+
+    def _expect(self, more: bool) -> None:
+        """Sets the limit for what is to come, if it is not set already, or lifts it."""
+        if self._late is not None and not more:
+            self._late.cancel()
+            self._late = None
+        elif self._late is None and more:
+            self._late = self.loop.call_later(HEADERS_SECONDS, self._too_late)
+
+    def _too_late(self) -> None:
+        if self.conn.trailing_data[0]:
+            message = f"the headers did not arrive within {HEADERS_SECONDS:g} seconds"
+            self._refuse("408 Request Timeout", ApiError(408, message, code="request_timeout"))
+        self.transport.close()
+
+    def _refuse(self, status: str, error: ApiError) -> None:
+        """Says why, if no answer is under way, and closes the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+            body = json.dumps(error.envelope)
+            head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write((head + body).encode())
+        self.transport.close()
+
+    def _watch(self, size: int) -> None:
+        self._stalled = self.loop.call_later(STALL_SECONDS, self._check_progress, size)
+
+    def _check_progress(self, before: int) -> None:
+        """Cuts the connection if nothing was read since the buffer had this size."""
+        size = self.transport.get_write_buffer_size()
+        if size < before:
+            self._watch(size)
+        else:
+            self.transport.abort()

@@ -1,0 +1,1 @@
+"""What people and machines look at: probes, explanations, the dashboard."""

@@ -1,0 +1,45 @@
+"""GET /v1/requests/{name}/explain: where a request's time went."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chairlift.outputs import Ledger
+from chairlift.server.observe.sentence import paragraph, sentence
+from chairlift.server.service.answer import Json
+from chairlift.server.service.errors import ApiError, brief
+from chairlift.server.service.service import REMEMBERED, service_of
+
+ANOTHER = "another"
+"""What a tenant is told instead of the name of one that it is not."""
+
+
+async def explain(request: Request) -> Response:
+    """The ledgers of a request's sequences, by the id of its answer or of its X-Request-Id; a tenant finds only its own."""
+    name: str = request.path_params["name"]
+    service = service_of(request)
+    answer_id, found = await service.explain(name)
+    tenant: str = request.state.tenant
+    ledgers = [_seen_by(tenant, ledger) for ledger in found if tenant in ("", ledger.tenant)]
+    if not ledgers:
+        message = f"no request {brief(name)} is known: give the id of an answer, or its X-Request-Id, of the last {REMEMBERED} requests"
+        raise ApiError(404, message, code="request_not_found")
+    others = await service.engine.explain_sequences(sorted({tag for ledger in ledgers for tag in ledger.preempted_by}))
+    tenants = {other.tag: _name(tenant, other.tenant) for other in others}
+    sequences = [asdict(ledger) | {"summary": sentence(ledger, tenants)} for ledger in ledgers]
+    return Json({"id": answer_id, "object": "request.explanation", "summary": paragraph(ledgers, tenants), "sequences": sequences})
+
+
+def _name(reader: str, tenant: str) -> str:
+    return tenant if reader in ("", tenant) or not tenant else ANOTHER
+
+
+def _seen_by(reader: str, ledger: Ledger) -> Ledger:
+    """Without the names of others, whose times are summed."""
+    ahead: dict[str, float] = {}
+    for tenant, seconds in ledger.ahead.items():
+        ahead[_name(reader, tenant)] = ahead.get(_name(reader, tenant), 0.0) + seconds
+    return replace(ledger, ahead=ahead)

@@ -1,0 +1,1 @@
+"""What all routes stand on: the engine served, places in its queue, one request at work, answers and errors."""

@@ -1,0 +1,127 @@
+"""Every refusal and failure as OpenAI's error envelope."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
+from chairlift.server.service.usage import Usage
+
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = _brief.maxlong = 60
+
+
+def brief(value: object) -> str:
+    """Shows what a client sent in at most about 60 characters a piece, so that no answer is longer than its question."""
+    return _brief.repr(value)[:100]
+
+
+class ApiError(Exception):
+    """An answer other than success: `status`, the envelope's four fields, and the tokens that it took all the same."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.envelope: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code}}
+        if usage is not None:
+            self.envelope["usage"] = usage.json()
+        self.headers = dict(headers or {})
+
+    @property
+    def reason(self) -> str | None:
+        """Why a request was turned away, as the metrics count it; None if it was not, but failed."""
+        known = _CODES.get(self.envelope["error"]["code"]) or _STATUSES.get(self.status)
+        return known or ("invalid" if 400 <= self.status < 500 else None)
+
+    def response(self) -> Response:
+        """The HTTP response that carries it."""
+        return Response(json.dumps(self.envelope), self.status, self.headers, "application/json")
+
+
+_CODES = {"queue_full": "queue_full", "shutting_down": "draining"}
+_CODES |= dict.fromkeys(("not_ready", "engine_dead", "engine_stuck"), "not_ready")
+_STATUSES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 429: "tenant_limit", 431: "too_large"}
+
+
+class MessagesError(ApiError):
+    """The same in Anthropic's envelope."""
+
+    def __init__(self, error: ApiError) -> None:
+        told = error.envelope["error"]
+        super().__init__(error.status, told["message"], param=told["param"], code=told["code"], headers=error.headers)
+        kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        self.envelope = {"type": "error", "error": told | {"type": kind}}
+
+
+_ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+_ANTHROPIC |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
+def shaped(error: ApiError, path: str) -> ApiError:
+    """The error in the envelope that clients of the route at `path` read."""
+    return MessagesError(error) if path.startswith("/v1/messages") else error
+
+
+def unavailable(message: str, code: str, retry_after: int) -> ApiError:
+    """503: the server cannot serve now; the client may come back after `retry_after` seconds."""
+    return ApiError(503, message, type="server_error", code=code, headers={"retry-after": str(retry_after)})
+
+
+def api_error(error: Exception) -> ApiError:
+    """Says `error` to a client; what was not raised on purpose is told as an internal error, without its text."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequest():
+            return ApiError(400, str(error), param=error.param, code=error.code)
+        case EngineDead():
+            # Its text may quote what the process said as it died, which is for the log.
+            return unavailable("the engine has stopped; the server's log has the reason", "engine_dead", 5)
+        case QueueFull():
+            return unavailable(str(error), "queue_full", max(1, math.ceil(error.retry_after)))
+        case DeadlineMissed():
+            usage = Usage(error.prompt_tokens, error.completion_tokens)
+            # OpenAI's clients would try again by themselves, and whoever waited has gone.
+            headers = {"x-should-retry": "false"}
+            return ApiError(504, str(error), type="timeout_error", code="deadline_exceeded", headers=headers, usage=usage)
+        case RequestFailed():
+            return ApiError(500, str(error), type="server_error", code="request_failed")
+        case HTTPException(status_code=404):
+            return ApiError(404, "no such route; GET /openapi.json tells of all that there are", code="not_found")
+        case HTTPException(status_code=405):
+            return ApiError(405, "this route does not take that method", code="method_not_allowed", headers=error.headers)
+        case HTTPException():
+            return ApiError(error.status_code, error.detail, headers=error.headers)
+    return ApiError(500, "internal error; the server's log has the details", type="server_error", code="internal_error")
+
+
+async def respond(request: Request, error: Exception) -> Response:
+    """Starlette's exception handler for all of the above."""
+    refusal = api_error(error)
+    # Probes are told no without being turned away, and a full queue of the engine's the engine counts.
+    if request.method == "POST" and refusal.reason is not None and not isinstance(error, QueueFull):
+        request.app.state.service.metrics.rejected(refusal.reason)
+    return shaped(refusal, request.url.path).response()
+
+
+HANDLERS: dict[Any, Any] = dict.fromkeys(
+    (ApiError, InvalidRequest, QueueFull, DeadlineMissed, EngineDead, RequestFailed, HTTPException, Exception), respond
+)

@@ -1,0 +1,162 @@
+"""One API request at work: its prompts side by side in the engine, counted and timed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from chairlift.errors import DeadlineMissed, QueueFull
+from chairlift.outputs import RequestOutput, Timing
+from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
+from chairlift.server.service.admission import CURRENT
+from chairlift.server.service.service import Service, engine_ids
+from chairlift.server.service.usage import Usage
+from chairlift.server.telemetry.about import ABOUT
+from chairlift.server.telemetry.timings import timings
+
+_AHEAD = 64
+"""Outputs that may wait for a slow reader of a request with several prompts."""
+
+
+class Generation:
+    """What one API request makes the engine do; `outputs` runs it, and leaving `outputs` early ends it in the engine too.
+
+    `head` holds what every answer of it begins with: id, object, created and model.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        scheduling: Scheduling,
+        *,
+        kind: str,
+        prefix: str,
+        request_id: str,
+        default: int | None = None,
+    ) -> None:
+        """Raises InvalidRequest for a prompt that cannot be served; `default` bounds the length where the request does not."""
+        self._service = service
+        self._work = [(prompt, self._fit(prompt, params, default)) for prompt in prompts]
+        self._n = params.n
+        self._scheduling = scheduling
+        self._arrived = time.monotonic()
+        self._about = ABOUT.get()
+        self._place = CURRENT.get()
+        self._place.widen(len(prompts))
+        answer_id = f"{prefix}-{uuid.uuid4().hex}"
+        service.remember(request_id, answer_id, len(prompts))
+        self._ids = engine_ids(answer_id, len(prompts))
+        self.head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": service.model}
+        self.usage = Usage(prompt=sum(map(len, prompts)))
+        self._timing: Timing | None = None
+
+    def _fit(self, prompt: list[int], params: SamplingParams, default: int | None) -> SamplingParams:
+        fitted = self._service.engine.validate(prompt, params)
+        if params.max_tokens is None and default is not None and fitted.max_tokens is not None:
+            return replace(fitted, max_tokens=min(default, fitted.max_tokens))
+        return fitted
+
+    def metrics(self) -> dict[str, Any]:
+        """The answer's `metrics` field, once one of its choices has ended; those of several count from the first to begin to the last."""
+        return {"metrics": timings(self._timing, self.usage.completion)} if self._timing else {}
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Yields (choice's index, what is new), as it comes; raises what the engine raises."""
+        if len(self._work) == 1:
+            async with aclosing(self._one(0)) as outputs:
+                async for output in outputs:
+                    yield output.index, output
+            return
+        queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(_AHEAD)
+
+        async def pump(index: int) -> None:
+            end = None
+            try:
+                async with aclosing(self._one(index)) as outputs:
+                    async for output in outputs:
+                        await queue.put((index, output))
+            except Exception as error:
+                end = error
+            await queue.put((index, end))
+
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._work))]
+        try:
+            running = len(tasks)
+            while running:
+                index, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield index * self._n + item.index, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _one(self, index: int) -> AsyncGenerator[RequestOutput]:
+        """One prompt's outputs, with the metrics that they are good for."""
+        metrics, usage = self._service.metrics, self.usage
+        prompt, params = self._work[index]
+        latest: dict[int, float] = {}
+        lengths: dict[int, int] = {}
+        cached: int | None = None
+        generated = 0
+        going = params.n
+        reason = "abort"
+        metrics.asked(params)
+        try:
+            engine = self._service.engine
+            started = self._place.started
+            async with aclosing(
+                engine.generate(prompt, params, self._scheduling, request_id=self._ids[index], on_start=started)
+            ) as outputs:
+                async for output in outputs:
+                    if output.token_ids:
+                        now = time.monotonic()
+                        if not latest:
+                            metrics.answered(now - self._arrived, self._scheduling.priority)
+                        elif output.index in latest:
+                            metrics.between_tokens.observe(now - latest[output.index])
+                        latest[output.index] = now
+                        lengths[output.index] = lengths.get(output.index, 0) + len(output.token_ids)
+                        generated += len(output.token_ids)
+                        usage.completion += len(output.token_ids)
+                    if output.finish_reason:
+                        # Siblings find what the first of them computed: the least is what was there before.
+                        least = output.cached_tokens if cached is None else min(cached, output.cached_tokens)
+                        usage.cached += least - (cached or 0)
+                        cached = least
+                        metrics.settled(output, lengths.get(output.index, 0))
+                        self._timing = output.timing if self._timing is None else self._timing.beside(output.timing)
+                        metrics.ended(output.finish_reason, time.monotonic() - self._arrived)
+                        going -= 1
+                    yield output
+            if params.ranked:  # those that were not the best took tokens too
+                drawn = sum(ledger.output_tokens for ledger in await engine.explain(self._ids[index]))
+                usage.completion += max(0, drawn - generated)
+        except QueueFull:
+            going = 0  # it never came in: the engine counts it
+            raise
+        except DeadlineMissed as missed:
+            reason = "deadline"
+            # Some of its tokens may never have been shown, and other prompts of the request took theirs.
+            usage.completion += missed.completion_tokens - generated
+            raise DeadlineMissed(str(missed), prompt_tokens=usage.prompt, completion_tokens=usage.completion) from None
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            for _ in range(going):
+                metrics.ended(reason, time.monotonic() - self._arrived)
+            if self._service.traces is not None:
+                self._service.traces.follow(self._service.engine, self._ids[index], self._about)

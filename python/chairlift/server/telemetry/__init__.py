@@ -1,0 +1,1 @@
+"""What is counted, traced and logged."""

@@ -1,0 +1,169 @@
+"""Prometheus metrics: the server's own timings, beside what the engine counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.registry import Collector
+
+from chairlift.outputs import RequestOutput
+from chairlift.sampling import SamplingParams
+from chairlift.server.telemetry.engine_metrics import REJECTIONS, EngineMetrics, tier
+
+# vLLM's buckets, with finer ones below: a small model answers within milliseconds.
+_TTFT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+_ITL = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2)
+_LATENCY = (*_SHORT, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
+_ANSWERS = (1, 2, 5, 10, 20, 50, 100)
+_PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
+
+_FINISHES = ("stop", "length", "abort", "error", "deadline")
+_CLASSES = ("high", "default", "low")
+
+LATENCIES = {"ttft": "time_to_first_token_seconds", "itl": "inter_token_latency_seconds", "queue": "request_queue_time_seconds"}
+LATENCIES |= {"e2e": "e2e_request_latency_seconds"}
+"""The histograms that a dashboard shows percentiles of, by short name."""
+
+_VLLM = frozenset(
+    [
+        *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc", "cache_config_info"),
+        *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens"),
+        *("request_success", "admission_rejections", "time_to_first_token_seconds", "inter_token_latency_seconds"),
+        *("request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
+        *("request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+        *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n"),
+        *("request_params_max_tokens", "request_num_preemptions", "request_prefill_kv_computed_tokens"),
+    ]
+)
+"""Metrics that vLLM has too, under the same name after its prefix."""
+
+
+class Metrics:
+    """Every metric of one server; times are in seconds.
+
+    `stats` and `facts` give the engine's newest word; with `alias` the metrics that vLLM has are shown under its names too.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        stats: Callable[[], Mapping[str, Any]],
+        facts: Callable[[], Mapping[str, Any]] = dict,
+        *,
+        alias: bool = False,
+    ) -> None:
+        labels = {"model_name": model, "engine": "0"}
+        self.registry = CollectorRegistry()
+        self._shown = _Shown(self.registry, alias)
+        self._families: dict[str, Histogram] = {}
+        self._rejected = dict.fromkeys(REJECTIONS, 0)
+        self.registry.register(EngineMetrics(labels, stats, facts, self._rejected))
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            made = self._families[name] = Histogram(f"chairlift_{name}", help, list(labels), registry=self.registry, buckets=buckets)
+            return made.labels(**labels)
+
+        def by_class(name: str, help: str, buckets: tuple[float, ...]) -> dict[str, Histogram]:
+            made = Histogram(f"chairlift_{name}", help, [*labels, "priority"], registry=self.registry, buckets=buckets)
+            return {each: made.labels(**labels, priority=each) for each in _CLASSES}
+
+        self.between_tokens = histogram(LATENCIES["itl"], "Between one request's consecutive tokens.", _ITL)
+        self._first_token = histogram(LATENCIES["ttft"], "From a request's arrival to its first token.", _TTFT)
+        self._first_token_of = by_class("time_to_first_token_by_class_seconds", "From arrival to first token, by class.", _TTFT)
+        self._whole = histogram(LATENCIES["e2e"], "From a request's arrival to its last token.", _LATENCY)
+        self._queued = histogram(LATENCIES["queue"], "From the engine's door to the first step.", _LATENCY)
+        self._prefill = histogram("request_prefill_time_seconds", "From an answer's first step to its first token.", _LATENCY)
+        self._decode = histogram("request_decode_time_seconds", "From an answer's first token to its last.", _LATENCY)
+        self._inference = histogram("request_inference_time_seconds", "From an answer's first step to its last token.", _LATENCY)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "From an answer's first token to its last, over the tokens after the first.", _ITL
+        )
+        self._prompt = histogram("request_prompt_tokens", "Tokens of the prompt, once an answer.", _TOKENS)
+        self._generated = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._prefilled = histogram("request_prefill_kv_computed_tokens", "Tokens of the prompt that were not in the cache.", _TOKENS)
+        self._preempted = histogram("request_num_preemptions", "How often an answer lost its blocks.", _PREEMPTIONS)
+        self._longest = histogram("request_max_num_generation_tokens", "Most tokens that an answer may have.", _TOKENS)
+        self._max_tokens = histogram("request_params_max_tokens", "The max_tokens of requests.", _TOKENS)
+        self._answers = histogram("request_params_n", "The n of requests.", _ANSWERS)
+        finished = Counter("chairlift_request_success", "Requests by how they ended.", [*labels, "finished_reason"], registry=self.registry)
+        self._finished = {reason: finished.labels(**labels, finished_reason=reason) for reason in _FINISHES}
+
+    def asked(self, params: SamplingParams) -> None:
+        """Counts what a request asks for, before it comes to the engine's queue."""
+        self._answers.observe(params.n)
+        if params.max_tokens is not None:
+            self._max_tokens.observe(params.max_tokens)
+            self._longest.observe(params.max_tokens)
+
+    def answered(self, seconds: float, priority: int) -> None:
+        """Counts a first token that came after so many seconds to a request of that priority."""
+        self._first_token.observe(seconds)
+        self._first_token_of[tier(priority)].observe(seconds)
+
+    def settled(self, output: RequestOutput, tokens: int) -> None:
+        """Counts where the time of an answer went, from its last increment; it had so many tokens in all."""
+        timing = output.timing
+        if timing is None:
+            return
+        self._queued.observe(timing.queued)
+        self._inference.observe(timing.total - timing.queued)
+        if timing.first_token is not None:
+            self._prefill.observe(timing.first_token - timing.queued)
+            self._decode.observe(timing.total - timing.first_token)
+            if tokens > 1:
+                self._per_token.observe((timing.total - timing.first_token) / (tokens - 1))
+        self._prompt.observe(len(output.prompt_token_ids))
+        self._prefilled.observe(len(output.prompt_token_ids) - output.cached_tokens)
+        self._generated.observe(tokens)
+        self._preempted.observe(output.preemptions)
+
+    def ended(self, reason: str, seconds: float) -> None:
+        """Counts a request that ended as `stop`, `length`, `abort`, `error` or `deadline` after so many seconds."""
+        self._finished[reason].inc()
+        self._whole.observe(seconds)
+
+    def rejected(self, reason: str) -> None:
+        """Counts a request that the server turned away, for one of `REJECTIONS`; the engine counts those that it turned away itself."""
+        self._rejected[reason] += 1
+
+    def text(self) -> bytes:
+        """The exposition format, for a scrape."""
+        return generate_latest(self._shown)
+
+    def buckets(self) -> dict[str, dict[float, float]]:
+        """How many observations each of the `LATENCIES` had up to each bucket's upper bound, by short name."""
+        found: dict[str, dict[float, float]] = {}
+        for key, name in LATENCIES.items():
+            [family] = self._families[name].collect()
+            found[key] = {float(one.labels["le"]): one.value for one in family.samples if one.name.endswith("_bucket")}
+        return found
+
+
+class _Shown(CollectorRegistry):
+    """A registry as it is shown: without the times of creation, and, if wanted, a second time under vLLM's names."""
+
+    def __init__(self, registry: Collector, alias: bool) -> None:
+        super().__init__()
+        self._registry = registry
+        self._alias = alias
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+            stem = family.name.removeprefix("chairlift_")
+            if self._alias and stem in _VLLM:
+                yield _renamed(family, stem)
+
+
+def _renamed(family: Metric, stem: str) -> Metric:
+    """The same values under vLLM's name, and with its labels."""
+    alias = Metric(f"vllm:{stem}", family.documentation, family.type)
+    for sample in family.samples:
+        labels = {name: value for name, value in sample.labels.items() if (stem, name) != ("admission_rejections", "engine")}
+        alias.samples.append(sample._replace(name=sample.name.replace("chairlift_", "vllm:", 1), labels=labels))
+    return alias

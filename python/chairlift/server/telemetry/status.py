@@ -1,0 +1,51 @@
+"""One line of the log that says how the engine is doing, every ten seconds that it does something."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from chairlift.server.telemetry import load
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 10.0
+
+
+def line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> str | None:
+    """Tells what happened between two readings of the engine's counters, `seconds` apart; None if nothing did."""
+    prompt, generated = _grown(before, now, "prompt_tokens"), _grown(before, now, "generated_tokens")
+    running, waiting, swapped = now.get("running", 0), now.get("waiting", 0), now.get("swapped", 0)
+    if not (prompt or generated or running or waiting or swapped):
+        return None
+    used = load.kv_cache(now)
+    queries = now.get("prefix_queries", 0)
+    hits = now.get("prefix_hits", 0) / queries if queries else 0.0
+    told = f"running {running:.0f}, waiting {waiting:.0f}, "
+    if swapped:
+        told += f"swapped {swapped:.0f}, "
+    told += f"KV cache {used:.1%}, prefix hits {hits:.1%}, "
+    told += f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s"
+    if preempted := _grown(before, now, "preemptions"):
+        told += f", preemptions {preempted:.0f} (the KV cache is too small: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
+    return told
+
+
+def _grown(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> float:
+    """By how much a counter grew; an engine that was started again has counted from 0."""
+    value: float = now.get(key, 0)
+    return value - before.get(key, 0) if value >= before.get(key, 0) else value
+
+
+async def report(stats: Callable[[], Mapping[str, Any]]) -> None:
+    """Logs the line for ever, with averages over the time since the last look."""
+    before, since = dict(stats()), time.monotonic()
+    while True:
+        await asyncio.sleep(INTERVAL)
+        now, at = dict(stats()), time.monotonic()
+        if text := line(before, now, at - since):
+            logger.info(text)
+        before, since = now, at
