@@ -92,6 +92,7 @@ def test_prometheus_scrapes_the_server_and_answers_every_query(scraped, tmp_path
             return found and found[1]
 
         wait_until(address)
+        wait_until(lambda: http.get(f"http://{address()}/-/ready").status_code == 200)  # it listens before it answers
         api = f"http://{address()}/api/v1/query"
 
         def ask(query):

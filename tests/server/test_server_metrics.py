@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.server.telemetry import status
 from chairlift.server.telemetry.engine_metrics import MOST_TENANTS, REJECTIONS
+from chairlift.server.telemetry.latencies import MOST_TENANTS as MOST_TIMED
 from chairlift.server.telemetry.metrics import Metrics
 
 LABELS = {"model_name": "org/fake-model", "engine": "0"}
@@ -136,6 +137,36 @@ def test_first_tokens_are_timed_by_class(http):
     assert scrape(http)["time_to_first_token_seconds_count"] == 4
 
 
+def test_latencies_are_told_by_class_and_by_tenant(http):
+    for tenant, fields in (("alice", {"n": 2}), ("bob", {"priority": 3}), (None, {})):
+        headers = {} if tenant is None else {"x-tenant-id": tenant}
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, **fields}, headers=headers)
+    for stem, per_answer in (("inter_token_latency", 2), ("request_time_per_output_token", 1), ("e2e_request_latency", 1)):
+        counts = by(http, f"{stem}_by_tenant_seconds_count", "tenant")
+        assert counts == {"alice": 2 * per_answer, "bob": per_answer, "none": per_answer}
+        assert by(http, f"{stem}_by_class_seconds_count", "priority") == {"high": 0, "default": 3 * per_answer, "low": per_answer}
+        assert scrape(http)[f"{stem}_seconds_count"] == 4 * per_answer
+
+
+def test_latencies_have_labels_for_so_many_tenants_and_no_more():
+    metrics = Metrics("m", dict)
+    for number in range(MOST_TIMED + 5):
+        metrics.latencies(f"tenant{number}", 0).first_token.observe(0.02)
+    metrics.latencies("tenant0", 0).first_token.observe(1000)
+    samples = [sample for family in text_string_to_metric_families(metrics.text().decode()) for sample in family.samples]
+    counts = {one.labels["tenant"]: one.value for one in samples if one.name == "chairlift_time_to_first_token_by_tenant_seconds_count"}
+    assert len(counts) == MOST_TIMED + 2
+    assert (counts["tenant0"], counts["tenant1"], counts["other"], counts["none"]) == (2, 1, 5, 0)
+    buckets = [one.value for one in samples if one.name == "chairlift_time_to_first_token_seconds_bucket"]
+    bounds = [one.labels["le"] for one in samples if one.name == "chairlift_time_to_first_token_seconds_bucket"]
+    # A bucket's upper bound belongs to it.
+    assert dict(zip(bounds, buckets, strict=True))["0.02"] == MOST_TIMED + 5
+    assert buckets == sorted(buckets)
+    assert (bounds[-1], buckets[-1]) == ("+Inf", MOST_TIMED + 6)
+    [total] = [one.value for one in samples if one.name == "chairlift_time_to_first_token_seconds_sum"]
+    assert total == pytest.approx(1000 + 0.02 * (MOST_TIMED + 5))
+
+
 def test_every_answer_counts_and_those_that_never_came_in_do_not(http):
     http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "n": 2})
     http.post("/v1/completions", json={"prompt": "late", "n": 3})
@@ -221,7 +252,7 @@ def test_the_caches_size_is_told(http, engine):
 
 def test_vllms_names_have_the_same_values():
     metrics = Metrics("m", lambda: {"running": 3, "generated_tokens": 40}, lambda: {"block_size": 16}, alias=True)
-    metrics.answered(0.3, 0)
+    metrics.latencies("", 0).first_token.observe(0.3)
     metrics.rejected("draining")
     samples = [sample for family in text_string_to_metric_families(metrics.text().decode()) for sample in family.samples]
     values = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in samples}

@@ -107,6 +107,7 @@ class Generation:
         """One prompt's outputs, with the metrics that they are good for."""
         metrics, usage = self._service.metrics, self.usage
         prompt, params = self._work[index]
+        latencies = metrics.latencies(self._scheduling.tenant, self._scheduling.priority)
         latest: dict[int, float] = {}
         lengths: dict[int, int] = {}
         cached: int | None = None
@@ -124,9 +125,9 @@ class Generation:
                     if output.token_ids:
                         now = time.monotonic()
                         if not latest:
-                            metrics.answered(now - self._arrived, self._scheduling.priority)
+                            latencies.first_token.observe(now - self._arrived)
                         elif output.index in latest:
-                            metrics.between_tokens.observe(now - latest[output.index])
+                            latencies.between_tokens.observe(now - latest[output.index])
                         latest[output.index] = now
                         lengths[output.index] = lengths.get(output.index, 0) + len(output.token_ids)
                         generated += len(output.token_ids)
@@ -136,9 +137,9 @@ class Generation:
                         least = output.cached_tokens if cached is None else min(cached, output.cached_tokens)
                         usage.cached += least - (cached or 0)
                         cached = least
-                        metrics.settled(output, lengths.get(output.index, 0))
+                        metrics.settled(output, lengths.get(output.index, 0), latencies)
                         self._timing = output.timing if self._timing is None else self._timing.beside(output.timing)
-                        metrics.ended(output.finish_reason, time.monotonic() - self._arrived)
+                        metrics.ended(output.finish_reason, time.monotonic() - self._arrived, latencies)
                         going -= 1
                     yield output
             if params.ranked:  # those that were not the best took tokens too
@@ -157,6 +158,6 @@ class Generation:
             raise
         finally:
             for _ in range(going):
-                metrics.ended(reason, time.monotonic() - self._arrived)
+                metrics.ended(reason, time.monotonic() - self._arrived, latencies)
             if self._service.traces is not None:
                 self._service.traces.follow(self._service.engine, self._ids[index], self._about)

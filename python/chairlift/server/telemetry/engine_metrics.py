@@ -55,6 +55,10 @@ _USED = (
 """Counters by tenant and by class as (name, key in the engine's usage, unit, help)."""
 
 
+CLASSES = ("high", "default", "low")
+"""What `tier` may say."""
+
+
 def tier(priority: int) -> str:
     """The class of a priority as a label: clients choose among billions of numbers, a dashboard among three words."""
     return "high" if priority < 0 else "low" if priority else "default"

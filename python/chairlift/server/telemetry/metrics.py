@@ -10,23 +10,17 @@ from prometheus_client.registry import Collector
 
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
-from chairlift.server.telemetry.engine_metrics import REJECTIONS, EngineMetrics, tier
+from chairlift.server.telemetry.engine_metrics import REJECTIONS, EngineMetrics
+from chairlift.server.telemetry.latencies import LATENCY, AllLatencies, Latencies
 
-# vLLM's buckets, with finer ones below: a small model answers within milliseconds.
-_TTFT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-_ITL = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2)
-_LATENCY = (*_SHORT, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 _ANSWERS = (1, 2, 5, 10, 20, 50, 100)
 _PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 
 _FINISHES = ("stop", "length", "abort", "error", "deadline")
-_CLASSES = ("high", "default", "low")
 
-LATENCIES = {"ttft": "time_to_first_token_seconds", "itl": "inter_token_latency_seconds", "queue": "request_queue_time_seconds"}
-LATENCIES |= {"e2e": "e2e_request_latency_seconds"}
-"""The histograms that a dashboard shows percentiles of, by short name."""
+_SHOWN = {"ttft": "time_to_first_token", "itl": "inter_token_latency", "queue": "request_queue_time", "e2e": "e2e_request_latency"}
+"""The latencies that a dashboard shows percentiles of, by short name."""
 
 _VLLM = frozenset(
     [
@@ -59,29 +53,18 @@ class Metrics:
         labels = {"model_name": model, "engine": "0"}
         self.registry = CollectorRegistry()
         self._shown = _Shown(self.registry, alias)
-        self._families: dict[str, Histogram] = {}
         self._rejected = dict.fromkeys(REJECTIONS, 0)
         self.registry.register(EngineMetrics(labels, stats, facts, self._rejected))
 
+        self._latencies = AllLatencies(labels)
+        self.registry.register(self._latencies)
+
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            made = self._families[name] = Histogram(f"chairlift_{name}", help, list(labels), registry=self.registry, buckets=buckets)
-            return made.labels(**labels)
+            return Histogram(f"chairlift_{name}", help, list(labels), registry=self.registry, buckets=buckets).labels(**labels)
 
-        def by_class(name: str, help: str, buckets: tuple[float, ...]) -> dict[str, Histogram]:
-            made = Histogram(f"chairlift_{name}", help, [*labels, "priority"], registry=self.registry, buckets=buckets)
-            return {each: made.labels(**labels, priority=each) for each in _CLASSES}
-
-        self.between_tokens = histogram(LATENCIES["itl"], "Between one request's consecutive tokens.", _ITL)
-        self._first_token = histogram(LATENCIES["ttft"], "From a request's arrival to its first token.", _TTFT)
-        self._first_token_of = by_class("time_to_first_token_by_class_seconds", "From arrival to first token, by class.", _TTFT)
-        self._whole = histogram(LATENCIES["e2e"], "From a request's arrival to its last token.", _LATENCY)
-        self._queued = histogram(LATENCIES["queue"], "From the engine's door to the first step.", _LATENCY)
-        self._prefill = histogram("request_prefill_time_seconds", "From an answer's first step to its first token.", _LATENCY)
-        self._decode = histogram("request_decode_time_seconds", "From an answer's first token to its last.", _LATENCY)
-        self._inference = histogram("request_inference_time_seconds", "From an answer's first step to its last token.", _LATENCY)
-        self._per_token = histogram(
-            "request_time_per_output_token_seconds", "From an answer's first token to its last, over the tokens after the first.", _ITL
-        )
+        self._prefill = histogram("request_prefill_time_seconds", "From an answer's first step to its first token.", LATENCY)
+        self._decode = histogram("request_decode_time_seconds", "From an answer's first token to its last.", LATENCY)
+        self._inference = histogram("request_inference_time_seconds", "From an answer's first step to its last token.", LATENCY)
         self._prompt = histogram("request_prompt_tokens", "Tokens of the prompt, once an answer.", _TOKENS)
         self._generated = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self._prefilled = histogram("request_prefill_kv_computed_tokens", "Tokens of the prompt that were not in the cache.", _TOKENS)
@@ -99,32 +82,31 @@ class Metrics:
             self._max_tokens.observe(params.max_tokens)
             self._longest.observe(params.max_tokens)
 
-    def answered(self, seconds: float, priority: int) -> None:
-        """Counts a first token that came after so many seconds to a request of that priority."""
-        self._first_token.observe(seconds)
-        self._first_token_of[tier(priority)].observe(seconds)
+    def latencies(self, tenant: str, priority: int) -> Latencies:
+        """Where the times of such a request are noted."""
+        return self._latencies.of(tenant, priority)
 
-    def settled(self, output: RequestOutput, tokens: int) -> None:
+    def settled(self, output: RequestOutput, tokens: int, latencies: Latencies) -> None:
         """Counts where the time of an answer went, from its last increment; it had so many tokens in all."""
         timing = output.timing
         if timing is None:
             return
-        self._queued.observe(timing.queued)
+        latencies.queued.observe(timing.queued)
         self._inference.observe(timing.total - timing.queued)
         if timing.first_token is not None:
             self._prefill.observe(timing.first_token - timing.queued)
             self._decode.observe(timing.total - timing.first_token)
             if tokens > 1:
-                self._per_token.observe((timing.total - timing.first_token) / (tokens - 1))
+                latencies.per_token.observe((timing.total - timing.first_token) / (tokens - 1))
         self._prompt.observe(len(output.prompt_token_ids))
         self._prefilled.observe(len(output.prompt_token_ids) - output.cached_tokens)
         self._generated.observe(tokens)
         self._preempted.observe(output.preemptions)
 
-    def ended(self, reason: str, seconds: float) -> None:
+    def ended(self, reason: str, seconds: float, latencies: Latencies) -> None:
         """Counts a request that ended as `stop`, `length`, `abort`, `error` or `deadline` after so many seconds."""
         self._finished[reason].inc()
-        self._whole.observe(seconds)
+        latencies.whole.observe(seconds)
 
     def rejected(self, reason: str) -> None:
         """Counts a request that the server turned away, for one of `REJECTIONS`; the engine counts those that it turned away itself."""
@@ -135,12 +117,8 @@ class Metrics:
         return generate_latest(self._shown)
 
     def buckets(self) -> dict[str, dict[float, float]]:
-        """How many observations each of the `LATENCIES` had up to each bucket's upper bound, by short name."""
-        found: dict[str, dict[float, float]] = {}
-        for key, name in LATENCIES.items():
-            [family] = self._families[name].collect()
-            found[key] = {float(one.labels["le"]): one.value for one in family.samples if one.name.endswith("_bucket")}
-        return found
+        """How many observations each latency of a dashboard had up to each bucket's upper bound, by short name."""
+        return {short: self._latencies.buckets(stem) for short, stem in _SHOWN.items()}
 
 
 class _Shown(CollectorRegistry):
