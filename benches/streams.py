@@ -37,7 +37,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 EVENT = sys.argv[2].encode() + b"\\n\\n"
 STEP = float(os.environ["PACED_MS"]) / 1e3
-TICK = None
+TICK = TICKING = None
 async def ticks():
     global TICK
     due = time.monotonic()
@@ -48,10 +48,10 @@ async def ticks():
         TICK.set_result(None)
 async def answer(request):
     await request.body()
-    global TICK
-    if STEP and TICK is None:
-        asyncio.ensure_future(ticks())
-        await asyncio.sleep(0)
+    global TICKING
+    if STEP and TICKING is None:
+        TICKING = asyncio.ensure_future(ticks())
+    await asyncio.sleep(0)
     async def events():
         for _ in range(int(sys.argv[3])):
             await (TICK if STEP else asyncio.sleep(0))

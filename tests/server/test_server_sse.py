@@ -49,3 +49,11 @@ def test_an_engine_that_dies_while_a_stream_waits_ends_it_with_an_error(engine, 
         last = [line for line in lines if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
     wait_until(lambda: server[1].admission.open == 0)
+
+
+@pytest.mark.parametrize("text", ["", "plain", 'a "quoted" \\ text\n', "\0", "größer 🚡", "\u2028"])
+def test_a_refilled_event_is_what_it_would_be_written_anew(text):
+    def data(content):
+        return {"id": "x", "choices": [{"index": 0, "delta": {"content": content}, "finish_reason": None}]}
+
+    assert sse.Refill(data(sse.Refill.HOLE)).event(text) == sse.event(data(text))

@@ -155,13 +155,14 @@ class Choice:
         return output
 
     def _show(self, tokens: list[int], *, final: bool) -> tuple[str, list[int]]:
-        """Their text, and where in the answer each begins, up to a stop string; of many taken at once only the first one's place."""
-        # One by one where a stop string may end it: the ids must not depend on how many were taken at once.
-        pieces = [[token] for token in tokens] if self._one_by_one else [tokens]
+        """Their text, and where in the answer each begins, up to a stop string; no places where neither that nor places are asked for."""
+        if not self._one_by_one:
+            return self._text.push(tokens, final), []
+        # Where a stop string may end it, the ids must not depend on how many were taken at once.
         text, offsets = "", []
-        for piece in pieces:
+        for token in tokens:
             offsets.append(self._text.length)
-            text += self._text.push(piece, False)
+            text += self._text.push([token], False)
             if self._text.stopped is not None:
                 return text, offsets
         return (text + self._text.push([], True) if final else text), offsets
@@ -194,6 +195,7 @@ class Request:
         self.choices = [Choice(tokenizer, index, *shared) for index in range(params.num_sequences)]
         self.on_start: Callable[[], None] | None = None
         """Called once, when the engine begins the first answer."""
+        self._ranked = params.ranked
         self.some_over = False
         """Whether the last increment of any answer was taken."""
         self._whole: dict[int, RequestOutput] = {}
@@ -222,7 +224,7 @@ class Request:
         for part in parts:
             if part.finish_reason is not None:
                 self.some_over = True
-        if not self.params.ranked:
+        if not self._ranked:
             return parts
         for part in parts:
             self._whole[part.index] = joined(self._whole.get(part.index), part)

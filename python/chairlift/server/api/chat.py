@@ -18,7 +18,7 @@ from chairlift.server.api.turn import Call, Turn
 from chairlift.server.door.body import read_json
 from chairlift.server.service.answer import Json
 from chairlift.server.service.service import service_of
-from chairlift.server.service.sse import DONE, EventStream, event
+from chairlift.server.service.sse import DONE, EventStream, Refill, event
 
 
 async def chat_completions(request: Request) -> Response:
@@ -66,18 +66,28 @@ class _Shape:
         generation, wanted = self._generation, self._wanted
         head: dict[str, Any] = generation.head | wanted.tier() | ({"usage": None} if wanted.include_usage else {})
         speaking: set[int] = set()
+        plain: dict[int, Refill] = {}
+        always_usage = wanted.continuous_usage
 
         def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> bytes:
-            if wanted.continuous_usage:
+            if always_usage:
                 head["usage"] = generation.usage.json()
+            return event(data(index, delta, finish_reason, **more))
+
+        def data(index: int, delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **more}
-            return event({**head, "choices": [choice]})
+            return {**head, "choices": [choice]}
 
         async with aclosing(self._turn.deltas()) as deltas:
             async for delta in deltas:
                 if delta.index not in speaking:
                     speaking.add(delta.index)
                     yield chunk(delta.index, {"role": "assistant", "content": None if delta.calls and not delta.content else ""})
+                if delta.is_plain and not always_usage:
+                    if delta.index not in plain:
+                        plain[delta.index] = Refill(data(delta.index, {"content": Refill.HOLE}))
+                    yield plain[delta.index].event(delta.content)
+                    continue
                 news: dict[str, Any] = {"content": delta.content} if delta.content else {}
                 more: dict[str, Any] = {"stop_reason": delta.stop_reason} if delta.finish_reason else {}
                 if delta.logprobs is not None:

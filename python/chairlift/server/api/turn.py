@@ -46,6 +46,11 @@ class Delta:
     timing: Timing | None = None
     ledger: Ledger | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is content and nothing else."""
+        return bool(self.content) and not self.calls and self.logprobs is None and self.finish_reason is None
+
 
 @dataclass(slots=True)
 class Call:

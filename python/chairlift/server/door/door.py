@@ -47,7 +47,7 @@ class Rules:
 
 
 class Door:
-    """ASGI middleware around the whole server; requests behind it have `state.id` and `state.tenant`.
+    """ASGI middleware around the whole server; requests behind it have `state.id`, `state.tenant`, and `state.direct` to send with.
 
     With keys, every route but the open ones wants one of them. Without, or where the key is of no tenant's, the header
     `x-tenant-id` names the tenant.
@@ -81,7 +81,7 @@ class Door:
                 self._service.metrics.rejected(refusal.reason)
             await shaped(refusal, scope["path"]).response()(scope, receive, send_with_id)
             return
-        scope["state"] = {**scope.get("state", {}), "id": request_id.decode(), "tenant": tenant.name}
+        scope["state"] = {**scope.get("state", {}), "id": request_id.decode(), "tenant": tenant.name, "direct": send}
         place = self._service.admission.place(tenant)
         CURRENT.set(place)
         with self._service.answering():

@@ -39,6 +39,20 @@ def typed_event(data: Mapping[str, Any]) -> bytes:
     return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
 
 
+class Refill:
+    """Events that differ by one text: what is around that is written once. Most of a stream's are such, one a token."""
+
+    HOLE = "\0"
+    """Stands for the text in the data of the event that is to be refilled."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self._before, self._after = event(data).rsplit(to_json(self.HOLE), 1)
+
+    def event(self, text: str) -> bytes:
+        """The event with this text."""
+        return self._before + to_json(text) + self._after
+
+
 class EventStream(Response):
     """A stream of server-sent events; an error before the first is the answer, and one on the way becomes the last of them."""
 
@@ -63,23 +77,24 @@ class EventStream(Response):
                 await shaped(_told(error), scope["path"]).response()(scope, receive, send)
             else:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await self._body(first, events, scope["path"], send)
+                # What stands around `send` minds an answer's start and end. Between them events pass it by: there is one a token.
+                await self._body(first, events, scope["path"], scope.get("state", {}).get("direct", send), send)
             finally:
                 # Nobody may close a generator that is still at work.
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
 
-    async def _body(self, first: Awaitable[bytes], events: AsyncGenerator[bytes], path: str, send: Send) -> None:
+    async def _body(self, first: Awaitable[bytes], events: AsyncGenerator[bytes], path: str, direct: Send, send: Send) -> None:
         now = asyncio.get_running_loop().time
         self._sent = now()
-        comments = asyncio.create_task(self._comment(send))
+        comments = asyncio.create_task(self._comment(direct))
         try:
             data = await first
             self._sent = now()
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await direct({"type": "http.response.body", "body": data, "more_body": True})
             async for data in events:
                 self._sent = now()
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await direct({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             envelope = shaped(_told(error), path).envelope
             await send({"type": "http.response.body", "body": (typed_event if "type" in envelope else event)(envelope), "more_body": True})
