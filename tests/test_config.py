@@ -2,7 +2,7 @@
 
 import pytest
 
-from chairlift.config import EngineConfig, from_environment, parse_value
+from chairlift.config import EngineConfig, ServerConfig, from_environment, parse_value
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,13 @@ from chairlift.config import EngineConfig, from_environment, parse_value
 def test_a_setting_that_cannot_work_is_named_by_its_flag(settings, says):
     with pytest.raises(ValueError, match=says):
         EngineConfig(**settings)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_is_none(port):
+    with pytest.raises(ValueError, match=f"--port must be from 0 to 65535, got {port}"):
+        ServerConfig(port=port)
+    assert ServerConfig(port=65535).port == 65535
 
 
 def test_the_environment_has_them_all_in_their_own_words():

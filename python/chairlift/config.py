@@ -237,7 +237,7 @@ class ServerConfig:
         group="server",
     )
     metrics_alias: str = _flag(
-        "none", "show the metrics that this server has too under its names as well", choices=("none", "vllm"), group="server"
+        "none", "'vllm' shows metrics a second time under vLLM's names, where it has them too", choices=("none", "vllm"), group="server"
     )
     otlp_traces_endpoint: str | None = _flag(
         None, "send a trace of each request here, as OTLP over HTTP; needs pip install 'chairlift[otel]'", metavar="URL", group="server"
@@ -248,6 +248,9 @@ class ServerConfig:
         # An unset variable in a script would otherwise make a server that looks guarded and is not.
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ValueError("--api-key must not be empty, nor begin or end with a space")
+        # The system would take it modulo 65536, without a word.
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-keyfile needs --ssl-certfile")
 

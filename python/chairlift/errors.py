@@ -54,3 +54,7 @@ class DeadlineMissed(ChairliftError):
 
 class EngineDead(ChairliftError):
     """The engine's process ended; requests in flight are lost, and new ones are refused."""
+
+
+class EngineClosed(EngineDead):
+    """The engine was ended on purpose before this request was done."""

@@ -3,8 +3,10 @@
 import base64
 import io
 import json
+import ssl
 import struct
 import threading
+import urllib.error
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -131,6 +133,7 @@ def test_every_part_of_a_bar_is_seen_and_none_goes_beyond_the_whole():
     ("answer", "told"),
     [
         ((404, {"error": {"message": "no request 'x' is known"}}), "chairlift: no request 'x' is known\n"),
+        ((401, {"error": {"message": "No API key"}}), "chairlift: the server wants a key: give it with --api-key or CHAIRLIFT_API_KEY\n"),
         ((502, b"<html>a proxy</html>"), "chairlift: the server answers 502\n"),
     ],
 )
@@ -146,6 +149,14 @@ def test_what_the_server_says_is_passed_on(answer, told, capsys):
 def test_a_server_that_is_not_there(url, told, capsys):
     assert main.main(["top", "--once", "--url", url]) == 1
     assert told in capsys.readouterr().err
+
+
+def test_a_certificate_that_is_not_trusted(monkeypatch, capsys):
+    untrusted = ssl.SSLCertVerificationError("self-signed")
+    untrusted.verify_message = "self-signed certificate"
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: (_ for _ in ()).throw(urllib.error.URLError(untrusted)))
+    assert main.main(["explain", "x", "--url", "https://localhost:1"]) == 1
+    assert "not trusted (self-signed certificate): if it is your own, name it in the variable SSL_CERT_FILE" in capsys.readouterr().err
 
 
 def test_something_else_that_listens_there_is_not_taken_for_a_server(capsys):

@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import aclosing
 
 import fake_engine
@@ -14,7 +16,7 @@ from fake_engine import CRASHING, DYING, EOS, FAILING, FULL, HANGING, LATE, PATI
 
 from chairlift.engine import client
 from chairlift.engine.client import AsyncEngine
-from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, ModelNotFound, QueueFull, RequestFailed
+from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, ModelNotFound, QueueFull, RequestFailed
 from chairlift.outputs import Ledger
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -359,7 +361,7 @@ def test_a_refused_request_says_why_and_disturbs_nobody():
         with pytest.raises(InvalidRequest, match="needs 12 blocks of 10") as caught:
             await collect(engine, [REFUSED])
         assert (caught.value.param, caught.value.code) == ("prompt", "never_fits")
-        with pytest.raises(RequestFailed, match="not foreseen"):
+        with pytest.raises(RequestFailed, match="RuntimeError"):
             await collect(engine, [fake_engine.BROKEN])
         assert len(ids(await other)) == 300
         await until(lambda: engine.stats()["steps"] > 300 and engine.stats()["running"] == 0)
@@ -456,7 +458,7 @@ def test_close_in_the_middle_leaves_no_process_and_can_be_repeated(monkeypatch, 
         await until(lambda: "hanging" in capfd.readouterr().out)
         await asyncio.gather(engine.close(), engine.close())
         for result in await asyncio.gather(*open_ones, return_exceptions=True):
-            assert isinstance(result, EngineDead)
+            assert isinstance(result, EngineClosed)
         assert process.returncode == -signal.SIGKILL  # it hung, and was killed
         await engine.close()
         with pytest.raises(EngineDead, match="closed"):
@@ -500,6 +502,33 @@ def test_before_start_it_says_so():
     asyncio.run(main())
 
 
+def test_it_is_not_ready_before_the_tokenizer_is(monkeypatch):
+    read, quick = threading.Event(), client.Tokenizer
+
+    def slow(*arguments):
+        assert read.wait(GUARD)
+        return quick(*arguments)
+
+    monkeypatch.setattr("chairlift.engine.client.Tokenizer", slow)
+
+    async def main():
+        engine = AsyncEngine()
+        async with asyncio.timeout(GUARD):
+            starting = asyncio.create_task(engine.start())
+            try:
+                await until(engine.stats)
+                assert (engine.alive, engine.ready) == (True, False)
+                with pytest.raises(EngineDead, match="not ready yet"):
+                    await collect(engine, "a")
+            finally:
+                read.set()
+                await starting
+                assert engine.ready
+                await engine.close()
+
+    asyncio.run(main())
+
+
 def test_no_model_leaves_no_process(monkeypatch):
     engines = []
 
@@ -532,6 +561,7 @@ def test_phases_are_logged_and_sum_to_the_total(caplog):
     async def test(engine):
         lines = [record.getMessage() for record in caplog.records if record.name == "chairlift"]
         assert "phase weights 0.25 s" in lines
+        assert re.fullmatch(r"smollm2-135m-instruct: \d+ tokens at most in a request, 64 sequences in a step, \d+ tokens in .*", lines[-2])
         total, parts = lines[-1].removeprefix("ready in ").split(" s: ")
         parts = {name: float(seconds) for name, seconds in (part.rsplit(" ", 1) for part in parts.split(" + "))}
         logged = {line.split()[1] for line in lines if line.startswith("phase ")}

@@ -27,6 +27,10 @@ class TooLong(Rejected):
     pass
 
 
+class NeverFits(Rejected):
+    pass
+
+
 class FakeCore:
     """A scheduler that queues everything, and plans what a test puts into `plans`."""
 
@@ -45,6 +49,8 @@ class FakeCore:
             raise Full("1 request waits, and no more may", 1_500_000)
         if len(prompt) > 50:
             raise TooLong("that is too long")
+        if len(prompt) > 40:
+            raise NeverFits("that is too long for the cache")
         self.room -= 1
         self.added[tag] = {"max_new_tokens": max_new_tokens, "stop": stop, "now": now, **given}
         self.live[10 * tag] = tag
@@ -110,7 +116,8 @@ class FakeRunner:
 
 @pytest.fixture
 def make(monkeypatch):
-    names = {"Rejected": Rejected, "QueueFull": Full, "TooLong": TooLong, "NoNewTokens": type("NoNewTokens", (Rejected,), {})}
+    names = {"Rejected": Rejected, "QueueFull": Full, "TooLong": TooLong, "NeverFits": NeverFits}
+    names["NoNewTokens"] = type("NoNewTokens", (Rejected,), {})
     monkeypatch.setattr(loop, "_core", SimpleNamespace(Scheduler=FakeCore, StepBuffers=lambda **arrays: None, **names))
     monkeypatch.setattr(loop, "_runner", FakeRunner)
     monkeypatch.setattr(loop, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
@@ -219,9 +226,10 @@ def test_what_the_core_refuses_is_said_in_our_words_and_leaves_nothing(make):
     with pytest.raises(QueueFull):
         engine.add(1, [1, 2], SamplingParams())
     engine._scheduler.room = 1
-    with pytest.raises(InvalidRequest, match="too long") as refused:
-        engine.add(1, [1] * 51, SamplingParams())
-    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+    for length in (51, 41):
+        with pytest.raises(InvalidRequest, match="too long") as refused:
+            engine.add(1, [1] * length, SamplingParams())
+        assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
     assert not engine.has_work
 
 

@@ -67,6 +67,15 @@ def test_a_tag_in_use_and_tokens_outside_the_vocabulary_are_refused(engine: Engi
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_without_a_model_there_are_no_log_probabilities(model_dir: Path, name: str) -> None:
+    engine = Engine(EngineConfig(model=str(model_dir), max_model_len=256, num_kv_blocks=65, load_format="none"))
+    with pytest.raises(InvalidRequest, match="log-probabilities") as refused:
+        engine.add(1, PROMPT, SamplingParams(max_tokens=4, **{name: 0}))
+    assert refused.value.param == "logprobs"
+    assert not engine.has_work
+
+
 def test_a_sequence_that_cannot_be_seated_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answer(engine, 1, PROMPT)
     seat, poison = engine._runner.seat, replace(GREEDY, seed=13)

@@ -211,7 +211,7 @@ def test_a_refused_request_disturbs_nobody():
         assert tokens == [100, 101]
         assert rejected[1] == Rejected(1, "InvalidRequest", "it can never fit: needs 12 blocks of 10", "prompt", "never_fits")
         assert rejected[2].error == "RequestFailed"
-        assert "not foreseen" in rejected[2].message
+        assert "(RuntimeError)" in rejected[2].message
         assert (rejected[3].error, rejected[3].param) == ("InvalidRequest", "temperature")
         assert rejected[4].error == "RequestFailed"
         assert (rejected[6].error, rejected[6].param) == ("InvalidRequest", "priority")

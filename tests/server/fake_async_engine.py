@@ -13,7 +13,7 @@ import uvicorn
 from chairlift.chat_template import ChatTemplate
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.request import validate
-from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
+from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.outputs import Ledger, RequestOutput, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -69,6 +69,7 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.facts = {"max_model_len": 2048, "vocab_size": 256}
         self.alive = self.ready = True
+        self.end_with = EngineDead
         self.stuck: tuple[str, float] | None = None
         self.started = self.left_early = self.finished = 0
         self.seen: list[SamplingParams] = []
@@ -113,6 +114,11 @@ class FakeEngine:
         await self.end.wait()
 
     async def close(self) -> None:
+        if self.alive:
+            self.end_with = EngineClosed
+        self._stop()
+
+    def _stop(self) -> None:
         self.alive = self.ready = False
         self.end.set()
 
@@ -135,9 +141,9 @@ class FakeEngine:
             for i in range(params.max_tokens):
                 await asyncio.sleep(0.01 if "slow" in text else 0)
                 if "die" in text.split():
-                    await self.close()
+                    self._stop()
                 if not self.alive:
-                    raise EngineDead("the engine has stopped")
+                    raise self.end_with("the engine has stopped")
                 if "late" in text and i == (2 if scheduling.ttft_deadline_ms is None else 0):
                     counts = {"prompt_tokens": len(prompt), "completion_tokens": i * params.num_sequences}
                     raise DeadlineMissed("the deadline was missed", **counts)

@@ -140,11 +140,11 @@ def test_a_tenant_has_limits_of_its_own():
     alice, bob = Tenant("alice", max_queued=1, max_requests=2), Tenant("bob")
     first, second, third = (admission.place(alice) for _ in range(3))
     first.take()
-    assert refusal(second) == (429, "alice has 1 requests waiting, and 1 may")
+    assert refusal(second) == (429, "alice has as many requests waiting as may, 1: try again later")
     first.started()
     second.take()
     second.started()
-    assert refusal(third) == (429, "alice has 2 requests in flight, as many as it may")
+    assert refusal(third) == (429, "alice has as many requests in flight as it may, 2: wait for one to end")
     others = [admission.place(bob) for _ in range(3)]
     for one in others:
         one.take()

@@ -211,3 +211,9 @@ def test_null_is_absent(http, engine):
     )
     assert http.post("/v1/completions", json={"prompt": "a", **dict.fromkeys(names)}).status_code == 200
     assert engine.seen[0].stop == ()
+
+
+def test_the_default_length_makes_room_for_the_least(http, engine):
+    answer = http.post("/v1/completions", json={"prompt": "a b", "min_tokens": 20}).json()
+    assert answer["usage"]["completion_tokens"] == 20
+    assert engine.seen[-1].max_tokens == 20

@@ -58,6 +58,10 @@ def test_the_oldest_are_forgotten(http, server, monkeypatch):
     monkeypatch.setattr(service, "REMEMBERED", 2)
     ids = [ask(http)[0] for _ in range(3)]
     assert [http.get(f"/v1/requests/{one}/explain").status_code for one in ids] == [404, 200, 200]
+    assert len(server[1]._prompts) == 2
+    assert len(server[1]._named) == 3
+    for _ in range(2):
+        ask(http, headers={"x-tenant-id": "alice"})
     assert len(server[1]._named) == 4
 
 
@@ -67,6 +71,16 @@ def test_tenants_see_their_own_requests_only():
         answer_id, _ = ask(client, headers=keys["alice"])
         seen = {name: client.get(f"/v1/requests/{answer_id}/explain", headers=key).status_code for name, key in keys.items()}
     assert seen == {"alice": 200, "bob": 404, "operator": 200}
+
+
+def test_a_tenant_cannot_take_the_names_of_anothers_requests():
+    with serving(FakeEngine(), "alice=sk-1,bob=sk-2,sk-3") as (base, _), httpx.Client(base_url=base) as client:
+        alice, bob, operator = ({"authorization": f"Bearer sk-{number}"} for number in (1, 2, 3))
+        answer_id, _ = ask(client, headers=alice | {"x-request-id": "mine"})
+        taken = [ask(client, headers=bob | {"x-request-id": name})[0] for name in ("mine", answer_id)]
+        for reader, name, found in ((alice, "mine", answer_id), (alice, answer_id, answer_id), (bob, "mine", taken[0])):
+            assert client.get(f"/v1/requests/{name}/explain", headers=reader).json()["id"] == found
+        assert client.get(f"/v1/requests/{answer_id}/explain", headers=operator).json()["id"] == answer_id
 
 
 SENTENCES = [

@@ -81,7 +81,7 @@ def test_streams_that_do_not_finish_end_with_an_error(shutdown_timeout, signals,
                 wait_until(lambda: status(client, "/ready") == 503)
                 process.send_signal(signal.SIGINT)
             rest = [line for line in lines if line]
-        assert '"code":"engine_dead"' in rest[-1]
+        assert '"code":"shutting_down"' in rest[-1]
         assert process.wait(20) == code
 
 
@@ -226,5 +226,7 @@ def test_a_port_in_use_is_said():
         port = other.getsockname()[1]
         with pytest.raises(PortTaken, match=f"cannot listen on 127.0.0.1:{port}"):
             open_port("127.0.0.1", port)
+    with open_port("127.0.0.1", 0) as first, pytest.raises(PortTaken):  # that server is still loading
+        open_port("127.0.0.1", first.getsockname()[1])
     with pytest.raises(PortTaken):
         open_port("no.such.host.invalid", 1)

@@ -110,6 +110,11 @@ def test_a_call_that_is_cut_off_has_what_there_is_of_it(claude, says):
     assert claude.messages.create(**ONE, tools=[HOT]).content[0].input == {}
 
 
+def test_numbers_that_json_cannot_say_are_null(claude, says):
+    says(Delta(0, calls=[CallDelta(0, '{"in": 1e999, "at": NaN}', id="call_1", name="hot")]), Delta(0, finish_reason="tool_calls"))
+    assert claude.messages.create(**ONE, tools=[HOT]).content[0].input == {"in": None, "at": None}
+
+
 def test_a_call_that_the_client_named_is_a_call(claude, says):
     says(Delta(0, calls=[CallDelta(0, "{}", id="call_1", name="hot")]), Delta(0, finish_reason="stop"))  # as OpenAI ends it
     assert claude.messages.create(**ONE, tools=[HOT]).stop_reason == "tool_use"

@@ -6,7 +6,7 @@ import pytest
 from fake_async_engine import serving
 from prometheus_client.parser import text_string_to_metric_families
 
-from chairlift.server.telemetry import status
+from chairlift.server.telemetry import engine_metrics, status
 from chairlift.server.telemetry.engine_metrics import MOST_TENANTS, REJECTIONS
 from chairlift.server.telemetry.latencies import MOST_TENANTS as MOST_TIMED
 from chairlift.server.telemetry.metrics import Metrics
@@ -129,6 +129,16 @@ def test_few_tenants_have_labels_and_no_counter_goes_down():
     assert told(a=60, t0=4)["t0"] == 1013
 
 
+def test_names_that_were_made_up_are_forgotten(monkeypatch):
+    monkeypatch.setattr(engine_metrics, "MOST_LABELS", 5)
+    shares = engine_metrics._Shares("tenant", "tenant", engine_metrics._tenants)
+    for number in range(10):
+        families = list(shares.families({}, {"a": use(number), f"t{number}": use(1)}))
+        [told] = [family.samples for family in families if family.name == "chairlift_computed_tokens_by_tenant"]
+        assert {sample.labels["tenant"]: sample.value for sample in told} == {"a": number, f"t{number}": 1}
+        assert len(shares._sums) <= 5
+
+
 def test_first_tokens_are_timed_by_class(http):
     for fields in ({}, {"priority": 1}, {"service_tier": "priority"}, {"service_tier": "priority", "n": 3}):
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **fields})
@@ -165,6 +175,23 @@ def test_latencies_have_labels_for_so_many_tenants_and_no_more():
     assert (bounds[-1], buckets[-1]) == ("+Inf", MOST_TIMED + 6)
     [total] = [one.value for one in samples if one.name == "chairlift_time_to_first_token_seconds_sum"]
     assert total == pytest.approx(1000 + 0.02 * (MOST_TIMED + 5))
+
+
+def test_a_tenant_is_not_told_of_others(engine):
+    with serving(engine, "alice=KEY-A,bob=KEY-B,KEY-C") as (base, _):
+
+        def tenants(key):
+            text = httpx.get(f"{base}/metrics", headers={"authorization": f"Bearer {key}"}).text
+            samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+            assert any(sample.name == "chairlift_num_requests_running" for sample in samples)
+            return {sample.labels["tenant"] for sample in samples if "tenant" in sample.labels}
+
+        for key in ("KEY-A", "KEY-B"):
+            body = {"prompt": "a", "max_tokens": 2}
+            httpx.post(f"{base}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).raise_for_status()
+        assert tenants("KEY-A") == {"alice"}
+        assert tenants("KEY-B") == {"bob"}
+        assert tenants("KEY-C") == {"alice", "bob", "none"}
 
 
 def test_every_answer_counts_and_those_that_never_came_in_do_not(http):

@@ -154,11 +154,13 @@ def test_a_message_says_what_is_allowed(http):
         "service_tier": refused(http.post(COMPLETIONS, json={**ONE, "service_tier": "gold"})),
         "top_k": refused(http.post(COMPLETIONS, json={**ONE, "top_k": "3"})),
         "model": refused(http.post(COMPLETIONS, json={**ONE, "model": "x"}), 404),
+        "messages": refused(http.post("/v1/chat/completions", json={"messages": []})),
     }
     assert "from 0 to 100" in told["temperature"]["message"]
     assert "suffix is not supported: leave it out or send ''" in told["suffix"]["message"]
     assert "'priority' or 'scale', got 'gold'" in told["service_tier"]["message"]
-    assert "a valid integer, got '3'" in told["top_k"]["message"]
+    assert told["top_k"]["message"] == "top_k is not right: it should be a valid integer, got '3'"
+    assert told["messages"]["message"] == "messages is not right: it should have at least 1 item, not 0, got []"
     assert told["model"]["code"] == "model_not_found"
     assert MODEL in told["model"]["message"]
 
@@ -245,6 +247,7 @@ def test_other_routes_and_methods(http):
     refused(http.get("/v1/models/..%2f..%2fetc%2fpasswd"), 404)
     put = http.put(COMPLETIONS, json=ONE)
     assert refused(put, 405)["code"] == "method_not_allowed"
+    assert "takes POST" in put.json()["error"]["message"]
     assert put.headers["allow"] == "POST"
 
 

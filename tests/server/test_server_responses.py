@@ -81,6 +81,14 @@ def test_a_stream_tells_the_whole_story(http):
     assert told[0]["response"]["output"] == []
 
 
+def test_a_number_that_json_cannot_say_is_repeated_as_null(http):
+    body, kind = '{"input": "one", "max_output_tokens": 1, "metadata": {"a": 1e999}', {"content-type": "application/json"}
+    assert http.post("/v1/responses", content=body + "}", headers=kind).json()["metadata"] == {"a": None}
+    streamed = http.post("/v1/responses", content=body + ', "stream": true}', headers=kind).text
+    assert '"metadata":{"a":null}' in streamed
+    assert "Infinity" not in streamed
+
+
 def test_calls_are_items_of_their_own(http, says):
     says(CALLS)
     asked = {"input": "how is it", "tools": [HOT]}

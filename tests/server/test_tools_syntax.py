@@ -91,6 +91,7 @@ NO_CALLS = [
     *("{}", "[]", "[1]", "{7: 1}", "{'name': 'f'}", '{"name": "f"', '{"name": 7}', '{"name": ["f"]}', '{"arguments": {}}'),
     *('{"name": "unknown", "arguments": {}}', '{"name": "\\ud800"}', '{"name": "f", "name": "unknown"}', '{"name": "f", "x": 1}'),
     *('{"name": "f", "arguments": []}', '{"name": "f", "arguments": "{"}', '{"name": "f", "arguments": "[1]"}', '{"name": "f" "id": 1}'),
+    '{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}',
     *('{"id": "a\nb"}', "def f(): pass", "f", "f[ARGS]", "f[ARGS]7", "unknown[ARGS]{}"),
     *("{" * 5000, "[" * 5000, '{"id": ' + "[" * 5000, "f" * 1000),
 ]

@@ -82,7 +82,8 @@ With --set or --policy the recorded requests, with the outputs that they had, go
 time: first under the recorded settings, then under the changed ones. Steps take what a model fitted to the recorded ones
 says, so compare the simulated runs with each other.
 
-What --set can change, with the values that the flags of 'chairlift serve' take ('none' for no limit):
+What --set can change, with the values that the flags of 'chairlift serve' take ('none' for no limit), and for
+--swap-space its size in blocks and the time to copy one:
 {names}
 
 Exit status: 0 if every recorded decision came out the same, 1 if not.
@@ -212,7 +213,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
     began = time.perf_counter()
     parser = _parser()
-    given = vars(parser.parse_args(arguments))
+    known, unknown = parser.parse_known_args(arguments)
+    given = vars(known)
+    parser.prog = f"{parser.prog} {known.command}"  # whose help is the right one from here on
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         engine, server = flags.read(EngineConfig, given), flags.read(ServerConfig, given)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import ssl
 import urllib.error
 import urllib.request
 from typing import Any
@@ -18,7 +19,7 @@ TIMEOUT = 10.0
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say which server, and with which key."""
     parser.add_argument("--url", default=URL, metavar="URL", help=f"where the server listens (default: {URL})")
-    parser.add_argument("--api-key", metavar="TEXT", help="the server's API key, if it wants one [CHAIRLIFT_API_KEY]")
+    parser.add_argument("--api-key", metavar="KEY", help="the server's API key, if it wants one [CHAIRLIFT_API_KEY]")
 
 
 def ask(url: str, path: str, api_key: str | None) -> Any:
@@ -31,6 +32,9 @@ def ask(url: str, path: str, api_key: str | None) -> Any:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
+        if error.code == 401:
+            wanted = "wants a key" if api_key is None else "has another key"
+            raise ChairliftError(f"the server {wanted}: give it with --api-key or CHAIRLIFT_API_KEY") from None
         try:
             message = json.load(error)["error"]["message"]
         except (ValueError, KeyError, TypeError):
@@ -38,4 +42,7 @@ def ask(url: str, path: str, api_key: str | None) -> Any:
         raise ChairliftError(message) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            hint = "if it is your own, name it in the variable SSL_CERT_FILE"
+            raise ChairliftError(f"the certificate of {url} is not trusted ({reason.verify_message}): {hint}") from None
         raise ChairliftError(f"no chairlift server at {url} ({reason}): start one with 'chairlift serve', or name it with --url") from None

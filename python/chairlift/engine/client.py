@@ -40,7 +40,7 @@ from chairlift.engine.protocol import (
 from chairlift.engine.pulse import Pulse
 from chairlift.engine.request import deliver, spelled, validate
 from chairlift.engine.stream import Stream
-from chairlift.errors import ChairliftError, DeadlineMissed, EngineDead
+from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead
 from chairlift.outputs import Ledger, RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
 from chairlift.scheduling import Scheduling
@@ -82,6 +82,7 @@ class AsyncEngine:
         self._watching: asyncio.Task[None] | None = None
         self._journals = itertools.count()
         self._death: EngineDead | None = EngineDead("the engine has not been started")
+        self._started = False
         self._ended = asyncio.Event()
 
     @property
@@ -92,7 +93,7 @@ class AsyncEngine:
     @property
     def ready(self) -> bool:
         """Whether requests are taken."""
-        return self.alive and bool(self._stats)
+        return self.alive and self._started
 
     async def start(self, since: float | None = None) -> None:
         """Starts the process and returns when the model is ready, with a line in the log for each phase.
@@ -103,7 +104,7 @@ class AsyncEngine:
         began = time.perf_counter() if since is None else since
         if self._process is not None:
             raise RuntimeError("the engine has been started already; close it first")
-        self._stats, self._phases, self._remembered = {}, {}, {}
+        self._stats, self._phases, self._remembered, self._started = {}, {}, {}, False
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pulse = Pulse(self._kill)
         # First of all, since importing torch is most of the wait: the model is looked for meanwhile.
@@ -120,15 +121,16 @@ class AsyncEngine:
             await self.close()
             raise
         self.facts["model"] = self.config.model
+        self._started = True
         self._watching = asyncio.create_task(self._pulse.watch())
         self._log_start(time.perf_counter() - began)
 
     async def close(self) -> None:
-        """Ends the engine; open requests raise EngineDead. May be called at any time, and again."""
+        """Ends the engine; open requests raise EngineClosed. May be called at any time, and again."""
         process, self._process = self._process, None
         if process is None:
             return
-        self._fail(EngineDead("the engine was closed"))
+        self._fail(EngineClosed("the engine was closed"))
         reading, self._reading = self._reading, None
         try:
             if self._stats:
@@ -269,7 +271,7 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDead(str(self._death))
-        if not self._stats:
+        if not self._started:
             raise EngineDead("the engine is not ready yet")
 
     def _spawn(self) -> socket.socket:
@@ -356,10 +358,10 @@ class AsyncEngine:
         """Marks the engine as dead, and ends every open request and question."""
         self._death = death if isinstance(death, EngineDead) else EngineDead(str(death))
         for stream in self._streams.values():
-            stream.fail(EngineDead(str(death)))
+            stream.fail(type(self._death)(str(death)))
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(EngineDead(str(death)))
+                answer.set_exception(type(self._death)(str(death)))
         self._streams.clear()
         self._ended.set()
         if self._watching is not None:
@@ -369,10 +371,13 @@ class AsyncEngine:
             self._is_ready.exception()  # so that asyncio does not complain where nobody waits for it
 
     def _log_start(self, total: float) -> None:
-        """Says where the time went: what the engine did not name was starting its process and talking to it."""
+        """Says what the engine has room for, and where the time went: what it did not name was starting its process and talking to it."""
         parts = {name: round(seconds, 2) for name, seconds in self._phases.items()}
         parts = {"process": round(total, 2) - sum(parts.values()), **parts}
         log.info("phase process %.2f s", parts["process"])
+        room = self.facts["num_kv_blocks"] * self.facts["block_size"]
+        words = "%s: %d tokens at most in a request, %d sequences in a step, %d tokens in the KV cache"
+        log.info(words, self.facts["model"], self.facts["max_model_len"], self.facts["max_num_seqs"], room)
         log.info("ready in %.2f s: %s", total, " + ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items()))
 
 

@@ -153,6 +153,8 @@ class Engine:
         vocab_size = self._runner.model_config.vocab_size
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
             raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
+        if isinstance(self._runner, NoModel) and (params.logprobs is not None or params.prompt_logprobs is not None):
+            raise InvalidRequest("without a model (--load-format none) there are no log-probabilities: leave them out", param="logprobs")
         now = min(_now(), arrived or sys.maxsize)
         told = None if params.prompt_logprobs is None else PromptLogprobs(tag, tokens, params.prompt_logprobs)
         bounds = self._grammar(params, grammar or self.compile(params))
@@ -342,7 +344,7 @@ def _refusal(error: BaseException) -> BaseException:
             return QueueFull(message, retry_after=retry_after / 1e6)
         case _core.NoNewTokens():
             return InvalidRequest(str(error), param="max_tokens")
-        case _core.TooLong():
+        case _core.TooLong() | _core.NeverFits():
             return InvalidRequest(str(error), param="prompt", code="context_length_exceeded")
         case _core.Rejected():
             return InvalidRequest(str(error), param="prompt")

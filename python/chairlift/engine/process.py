@@ -280,7 +280,9 @@ def _add(
         parent.tell(Rejected(frame.tag, "QueueFull", str(error), retry_after=error.retry_after))
     except Exception as error:  # whatever is wrong with one request must not cost the others theirs
         traceback.print_exc()
-        parent.tell(Rejected(frame.tag, "RequestFailed", f"the engine could not take the request: {type(error).__name__}: {error}"))
+        parent.tell(
+            Rejected(frame.tag, "RequestFailed", f"the engine could not take the request ({type(error).__name__}); the log has more")
+        )
 
 
 def _take_in(sock: socket.socket, inbox: Inbox) -> None:

@@ -19,8 +19,8 @@ SEATED_BLOCKS = 1 << 20
 class NoModel:
     """What an engine needs of `ModelRunner`, with a token that follows from the one before and its position alone.
 
-    Answers never end by themselves, and sampling settings have no effect. The context length and the vocabulary are
-    those of the model's config.
+    Answers never end by themselves, sampling settings have no effect, and there are no log-probabilities. The context length and the
+    vocabulary are those of the model's config.
     """
 
     host_blocks = 0
@@ -33,6 +33,8 @@ class NoModel:
         """
         self.model_config = ModelConfig.load(directory)
         self.max_model_len = config.max_model_len or self.model_config.max_position_embeddings
+        if config.num_kv_blocks is not None:
+            self.max_model_len = min(self.max_model_len, config.num_kv_blocks * config.block_size)
         each = -(-self.max_model_len // config.block_size)
         self.num_kv_blocks = 1 + (config.num_kv_blocks or min(config.max_num_seqs * each, SEATED_BLOCKS))
         self.buffers = StepBuffers(config.max_num_batched_tokens, config.max_num_seqs, each)

@@ -89,7 +89,7 @@ async def version(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
-    return Response(service_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(service_of(request).metrics.text(request.state.tenant), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _nobody(request: Request, error: Exception) -> Response:

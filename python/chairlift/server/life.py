@@ -149,12 +149,12 @@ class Life:
         self._service.draining = True
         limit = self._config.shutdown_timeout
         if self._service.open:
-            logger.info("shutting down: %d requests have %g s to finish; once more to end now", self._service.open, limit)
+            logger.info("shutting down: %d open requests get %g s to finish; a second signal ends them now", self._service.open, limit)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 await _first(self._now.wait(), self._empty())
         if self._service.open:
-            logger.warning("ending %d requests that did not finish", self._service.open)
+            logger.warning("ending %d open requests, which did not finish in time", self._service.open)
 
     async def _empty(self) -> None:
         while self._service.open:

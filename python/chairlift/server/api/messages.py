@@ -24,7 +24,7 @@ async def messages(request: Request) -> Response:
     wanted, ignored = MessagesRequest.read(await read_json(request))
     chat = wanted.chat()
     try:
-        turn = await Turn.begin(request, chat, ignored, kind="message", prefix="msg")
+        turn = await Turn.begin(request, chat, ignored, kind="message", prefix="msg_")
     except InvalidRequest as error:
         raise renamed(error) from None
     answer = _Answer(wanted, turn)

@@ -30,7 +30,7 @@ async def responses(request: Request) -> Response:
     wanted, ignored = ResponsesRequest.read(await read_json(request))
     chat = wanted.chat()
     try:
-        turn = await Turn.begin(request, chat, ignored, kind="response", prefix="resp")
+        turn = await Turn.begin(request, chat, ignored, kind="response", prefix="resp_")
     except InvalidRequest as error:
         raise renamed(error) from None
     answer = _Answer(wanted, chat.tier().get("service_tier", "default"), turn, service_of(request).engine.tokenizer)

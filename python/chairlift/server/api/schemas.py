@@ -291,5 +291,6 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).lstrip(".")
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is missing", param=path)
-    wanted = first["msg"].removeprefix("Input ").removeprefix("should be ")
-    return InvalidRequest(f"{path} is not right: expected {wanted}, got {brief(first['input'])}", param=path)
+    _, should, wanted = first["msg"].replace(" after validation", "").partition(" should ")
+    fault = f"it should {wanted}" if should else first["msg"]
+    return InvalidRequest(f"{path} is not right: {fault}, got {brief(first['input'])}", param=path)

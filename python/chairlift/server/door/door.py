@@ -135,7 +135,7 @@ class Door:
             raise ApiError(403, f"{message}: start it with --api-key", code="foreign_host")
         for origin in (value.decode("latin-1").lower() for value in _given(headers, b"origin")):
             if origin.partition("://")[2] not in hosts and not {"*", origin} & {*self._rules.origins}:
-                message = f"web pages of {brief(origin)} may not use this server: start it with --cors-allow-origins, or with --api-key"
+                message = f"web pages of {brief(origin)} may not use this server: name it in --cors-allow-origins"
                 raise ApiError(403, message, code="foreign_origin")
 
 

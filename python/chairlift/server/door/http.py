@@ -17,6 +17,9 @@ from chairlift.server.service.errors import ApiError
 HEADER_BYTES = 64 << 10
 """How large a request's headers may be together."""
 
+READ_BYTES = 16 << 10
+"""How much of what came is read at a time."""
+
 HEADERS_SECONDS = 10.0
 """How long the first headers may take from the connection on, later ones from their first byte on."""
 
@@ -63,6 +66,8 @@ class Http(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Expects a request."""
         super().connection_made(cast(asyncio.Transport, transport))
+        # h11 takes a microsecond for each byte of a body in one-byte chunks: 256 KiB at a time would hold up everybody.
+        self.transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         # Whatever the system's buffer does not take counts as not read, not only what is more than 64 KiB.
         self.transport.set_write_buffer_limits(high=1)
         self._stalled: asyncio.TimerHandle | None = None
@@ -94,6 +99,9 @@ class Http(H11Protocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Says nothing: anybody could fill the log with it, and there is nothing to install."""
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP."""

@@ -22,7 +22,7 @@ class PortTaken(ChairliftError):
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Binds `host:port` (0: any free one) for TCP; raises PortTaken."""
+    """Listens on `host:port` (0: any free one) for TCP; raises PortTaken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
@@ -32,6 +32,7 @@ def open_port(host: str, port: int) -> socket.socket:
         if hasattr(socket, "TCP_KEEPIDLE"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
         listener.bind(address)
+        listener.listen()  # at once: until one listens, others may bind the same port
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PortTaken(f"cannot listen on {host}:{port}: {reason} (--port 0 takes any free port)") from None
@@ -40,7 +41,7 @@ def open_port(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def open_path(path: str, mode: int) -> Iterator[socket.socket]:
-    """Binds a Unix socket at `path` with these permissions, and removes it after the block; raises PortTaken.
+    """Listens on a Unix socket at `path` with these permissions, and removes it after the block; raises PortTaken.
 
     One that a dead process left is replaced.
     """
@@ -52,6 +53,7 @@ def open_path(path: str, mode: int) -> Iterator[socket.socket]:
             listener.bind(path)
         finally:
             os.umask(before)
+        listener.listen()  # at once: where nobody listens, the next to start takes it for a dead one's
     except OSError as error:
         listener.close()
         raise PortTaken(f"cannot listen on the Unix socket {path}: {error.strerror or error}") from None
@@ -87,6 +89,8 @@ def check_certificate(certfile: str, keyfile: str | None) -> None:
         files = certfile if keyfile is None else f"{certfile} with --ssl-keyfile {keyfile}"
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         wanted = "a certificate and its private key in PEM format, without a password, are needed"
+        if keyfile is None:
+            wanted += " (--ssl-keyfile names the key if it is in a file of its own)"
         raise InvalidSetting(f"--ssl-certfile {files}: {reason}: {wanted}") from None
 
 

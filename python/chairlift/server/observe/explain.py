@@ -21,8 +21,8 @@ async def explain(request: Request) -> Response:
     """The ledgers of a request's sequences, by the id of its answer or of its X-Request-Id; a tenant finds only its own."""
     name: str = request.path_params["name"]
     service = service_of(request)
-    answer_id, found = await service.explain(name)
     tenant: str = request.state.tenant
+    answer_id, found = await service.explain(tenant, name)
     ledgers = [_seen_by(tenant, ledger) for ledger in found if tenant in ("", ledger.tenant)]
     if not ledgers:
         message = f"no request {brief(name)} is known: give the id of an answer, or its X-Request-Id, of the last {REMEMBERED} requests"

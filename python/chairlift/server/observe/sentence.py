@@ -90,11 +90,15 @@ def _work(ledger: Ledger, work: str) -> float:
 
 def _tokens(ledger: Ledger, work: str) -> str:
     if work == "recompute":
-        return f" ({ledger.recomputed_tokens} tokens)"
+        return f" ({_counted(ledger.recomputed_tokens)})"
     if work == "decode":
-        return f" ({ledger.output_tokens} tokens)"
+        return f" ({_counted(ledger.output_tokens)})"
     cached = f", {ledger.cached_tokens} of them cached" if ledger.cached_tokens else ""
-    return f" ({ledger.prompt_tokens} tokens{cached})"
+    return f" ({_counted(ledger.prompt_tokens)}{cached})"
+
+
+def _counted(tokens: int) -> str:
+    return f"{tokens} token{'s' * (tokens != 1)}"
 
 
 def _ahead(ledger: Ledger) -> str:

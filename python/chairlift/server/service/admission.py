@@ -56,9 +56,9 @@ class Admission:
         if tenant.max_requests is not None and own.open + new > tenant.max_requests:
             # One of them is through after this time, if they began one after the other.
             after = self._stay / max(1, own.open)
-            raise _too_many(f"{tenant.name} has {own.open} requests in flight, as many as it may", after)
+            raise _too_many(f"{tenant.name} has as many requests in flight as it may, {own.open}: wait for one to end", after)
         if tenant.max_queued is not None and own.waiting + more > tenant.max_queued:
-            raise _too_many(f"{tenant.name} has {own.waiting} requests waiting, and {tenant.max_queued} may", self._wait())
+            raise _too_many(f"{tenant.name} has as many requests waiting as may, {own.waiting}: try again later", self._wait())
         if self._max_queued is not None and self._all.waiting + more > self._max_queued:
             message = f"{self._all.waiting} requests are waiting, and {self._max_queued} may (--max-num-queued-reqs)"
             raise unavailable(message, "queue_full", _whole(self._wait()))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -16,8 +16,16 @@ class Json(JSONResponse):
     """A JSON answer."""
 
     def render(self, content: Any) -> bytes:
-        """Writes `content`; a lone surrogate cannot get here, since requests with one are refused and tokens decode to text."""
-        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        """Writes `content`."""
+        return written(content)
+
+
+def written(content: Any) -> bytes:
+    """JSON; null stands for numbers that it can't say, which are read where a client or a model writes 1e999.
+
+    A lone surrogate cannot get here, since requests and calls with one are not taken, and tokens decode to text.
+    """
+    return to_json(content, inf_nan_mode="null")
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
+from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.server.service.usage import Usage
 
 _brief = reprlib.Repr()
@@ -80,6 +80,9 @@ def shaped(error: ApiError, path: str) -> ApiError:
     return MessagesError(error) if path.startswith("/v1/messages") else error
 
 
+_NO_ROUTE = "no such route: GET /openapi.json has them all; OpenAI's clients want a base URL that ends with /v1, Anthropic's one without"
+
+
 def unavailable(message: str, code: str, retry_after: int) -> ApiError:
     """503: the server cannot serve now; the client may come back after `retry_after` seconds."""
     return ApiError(503, message, type="server_error", code=code, headers={"retry-after": str(retry_after)})
@@ -92,6 +95,8 @@ def api_error(error: Exception) -> ApiError:
             return error
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param, code=error.code)
+        case EngineClosed():
+            return unavailable("the server is shutting down, and the answer was not finished in time", "shutting_down", 5)
         case EngineDead():
             # Its text may quote what the process said as it died, which is for the log.
             return unavailable("the engine has stopped; the server's log has the reason", "engine_dead", 5)
@@ -105,9 +110,10 @@ def api_error(error: Exception) -> ApiError:
         case RequestFailed():
             return ApiError(500, str(error), type="server_error", code="request_failed")
         case HTTPException(status_code=404):
-            return ApiError(404, "no such route; GET /openapi.json tells of all that there are", code="not_found")
+            return ApiError(404, _NO_ROUTE, code="not_found")
         case HTTPException(status_code=405):
-            return ApiError(405, "this route does not take that method", code="method_not_allowed", headers=error.headers)
+            allowed = (error.headers or {}).get("Allow", "another method")
+            return ApiError(405, f"this route takes {allowed}", code="method_not_allowed", headers=error.headers)
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=error.headers)
     return ApiError(500, "internal error; the server's log has the details", type="server_error", code="internal_error")

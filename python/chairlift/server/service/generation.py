@@ -51,8 +51,8 @@ class Generation:
         self._about = ABOUT.get()
         self._place = CURRENT.get()
         self._place.widen(len(prompts))
-        answer_id = f"{prefix}-{uuid.uuid4().hex}"
-        service.remember(request_id, answer_id, len(prompts))
+        answer_id = f"{prefix}{uuid.uuid4().hex}"
+        service.remember(scheduling.tenant, request_id, answer_id, len(prompts))
         self._ids = engine_ids(answer_id, len(prompts))
         self.head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": service.model}
         self.usage = Usage(prompt=sum(map(len, prompts)))
@@ -61,7 +61,7 @@ class Generation:
     def _fit(self, prompt: list[int], params: SamplingParams, default: int | None) -> SamplingParams:
         fitted = self._service.engine.validate(prompt, params)
         if params.max_tokens is None and default is not None and fitted.max_tokens is not None:
-            return replace(fitted, max_tokens=min(default, fitted.max_tokens))
+            return replace(fitted, max_tokens=min(max(default, params.min_tokens), fitted.max_tokens))
         return fitted
 
     def metrics(self) -> dict[str, Any]:

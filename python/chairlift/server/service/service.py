@@ -44,7 +44,10 @@ class Service:
     """Requests being answered."""
     admission: Admission = field(init=False)
     """Who waits."""
-    _named: dict[str, tuple[str, int]] = field(default_factory=dict)
+    _prompts: dict[str, int] = field(default_factory=dict)
+    """How many each request has, by its answer's id."""
+    _named: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Answers' ids by who may ask and the request's id, which clients choose: a tenant's names are its own, "" knows everybody's."""
 
     def __post_init__(self) -> None:
         """Nobody waits yet."""
@@ -80,18 +83,25 @@ class Service:
         """A conversation's token ids, ending where the assistant speaks, found off the event loop; raises InvalidRequest."""
         return await asyncio.to_thread(self.engine.tokenizer.chat, conversation, **variables)
 
-    def remember(self, request_id: str, answer_id: str, prompts: int) -> None:
-        """Lets `explain` find a request by the id of its answer and by the one that came in its header."""
-        for name in (request_id, answer_id):
-            self._named.pop(name, None)  # so that it is among the newest
-            self._named[name] = answer_id, prompts
+    def remember(self, tenant: str, request_id: str, answer_id: str, prompts: int) -> None:
+        """Lets `explain` find a tenant's request by the id of its answer and by the one that came in its header."""
+        self._prompts[answer_id] = prompts
+        if len(self._prompts) > REMEMBERED:
+            del self._prompts[next(iter(self._prompts))]
+        for reader in {tenant, ""}:
+            self._named.pop((reader, request_id), None)  # so that it is among the newest
+            self._named[reader, request_id] = answer_id
         while len(self._named) > 2 * REMEMBERED:
             del self._named[next(iter(self._named))]
 
-    async def explain(self, name: str) -> tuple[str, list[Ledger]]:
-        """The id of a request's answer, and what became of its sequences; none of them if it is not known, or not any more."""
-        answer_id, prompts = self._named.get(name, (name, 0))
-        return answer_id, [ledger for one in engine_ids(answer_id, prompts) for ledger in await self.engine.explain(one)]
+    async def explain(self, tenant: str, name: str) -> tuple[str, list[Ledger]]:
+        """The id of a request's answer, and what became of its sequences; none of them if it is not known, or not any more.
+
+        `tenant` is who asks: others may have called requests of theirs the same.
+        """
+        answer_id = name if name in self._prompts else self._named.get((tenant, name), name)
+        ids = engine_ids(answer_id, self._prompts.get(answer_id, 0))
+        return answer_id, [ledger for one in ids for ledger in await self.engine.explain(one)]
 
     @contextmanager
     def answering(self) -> Iterator[None]:

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from chairlift.server.service.answer import written
 from chairlift.server.service.errors import ApiError, api_error, shaped
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ QUIET = 10.0
 
 def event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event with `data` as JSON."""
-    return b"data: " + to_json(data) + b"\n\n"
+    return b"data: " + written(data) + b"\n\n"
 
 
 def typed_event(data: Mapping[str, Any]) -> bytes:
@@ -46,11 +46,11 @@ class Refill:
     """Stands for the text in the data of the event that is to be refilled."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        self._before, self._after = event(data).rsplit(to_json(self.HOLE), 1)
+        self._before, self._after = event(data).rsplit(written(self.HOLE), 1)
 
     def event(self, text: str) -> bytes:
         """The event with this text."""
-        return self._before + to_json(text) + self._after
+        return self._before + written(text) + self._after
 
 
 class EventStream(Response):

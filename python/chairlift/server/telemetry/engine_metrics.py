@@ -26,6 +26,9 @@ _CONFIG = {
 }
 """Labels of `cache_config_info`, which are vLLM's where it has them, each with the engine's name for the fact."""
 
+MOST_LABELS = 10_000
+"""Tenants whose sums are kept, in case that they get their label back; names can be made up without end."""
+
 REJECTIONS = ("queue_full", "tenant_limit", "draining", "not_ready", "invalid", "unauthorized", "too_large")
 """Why a request is turned away, as labels."""
 
@@ -95,6 +98,8 @@ class _Shares:
                 grown = used[key] - before.get(key, 0)
                 sums[key] += used[key] if grown < 0 else grown
         self._before = usage
+        if len(self._sums) > MOST_LABELS:
+            self._sums = {label: sums for label, sums in self._sums.items() if label in now}
         for key, help in (("running", "Requests with a place in the batch"), ("waiting", "Requests waiting for a place")):
             values = {label: counts[key] for label, counts in now.items()}
             yield _gauge(f"num_requests_{key}_by_{self._by}", f"{help}, by {self._by}.", common, values, self._label)

@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
@@ -52,7 +53,7 @@ class Metrics:
     ) -> None:
         labels = {"model_name": model, "engine": "0"}
         self.registry = CollectorRegistry()
-        self._shown = _Shown(self.registry, alias)
+        self._alias = alias
         self._rejected = dict.fromkeys(REJECTIONS, 0)
         self.registry.register(EngineMetrics(labels, stats, facts, self._rejected))
 
@@ -112,9 +113,9 @@ class Metrics:
         """Counts a request that the server turned away, for one of `REJECTIONS`; the engine counts those that it turned away itself."""
         self._rejected[reason] += 1
 
-    def text(self) -> bytes:
-        """The exposition format, for a scrape."""
-        return generate_latest(self._shown)
+    def text(self, tenant: str = "") -> bytes:
+        """The exposition format, for a scrape; a `tenant` is not told of the others."""
+        return generate_latest(_Shown(self.registry, self._alias, tenant))
 
     def buckets(self) -> dict[str, dict[float, float]]:
         """How many observations each latency of a dashboard had up to each bucket's upper bound, by short name."""
@@ -122,20 +123,25 @@ class Metrics:
 
 
 class _Shown(CollectorRegistry):
-    """A registry as it is shown: without the times of creation, and, if wanted, a second time under vLLM's names."""
+    """A registry as it is shown: without the times of creation and other tenants, and, if wanted, a second time under vLLM's names."""
 
-    def __init__(self, registry: Collector, alias: bool) -> None:
+    def __init__(self, registry: Collector, alias: bool, tenant: str) -> None:
         super().__init__()
         self._registry = registry
         self._alias = alias
+        self._tenant = tenant
 
     def collect(self) -> Iterator[Metric]:
         for family in self._registry.collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            family.samples = [sample for sample in family.samples if self._is_shown(sample)]
             yield family
             stem = family.name.removeprefix("chairlift_")
             if self._alias and stem in _VLLM:
                 yield _renamed(family, stem)
+
+    def _is_shown(self, sample: Sample) -> bool:
+        foreign = self._tenant and sample.labels.get("tenant", self._tenant) != self._tenant
+        return not (foreign or sample.name.endswith("_created"))
 
 
 def _renamed(family: Metric, stem: str) -> Metric:

@@ -19,6 +19,7 @@ Steps = Generator[None, None, None]
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset((*_ARGUMENTS, "name", "id", "type"))
 """What a call's object may hold; any other is somebody's data, and no call."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Broken(Exception):
@@ -262,6 +263,8 @@ def _object_text(text: str) -> str:
         text = json.loads(text).strip()
         value = JsonText()
         if value.read(text, 0)[1] < len(text) or not value.done:
+            raise Broken
+        if _SURROGATE.search(text):  # no Unicode text, and no answer could hold it
             raise Broken
     if text == "null":
         return "{}"
