@@ -64,16 +64,15 @@ def at_once(port: int, clients: int) -> list[float]:
     return [time for times in found for time in times]
 
 
-def fill(port: int) -> None:
-    """Gives the engine a request to run, and one to keep waiting."""
+def fill(port: int) -> list[http.client.HTTPConnection]:
+    """Gives the engine a request to run, and one to keep waiting, as long as their connections live."""
+    filling = []
     for _ in range(2):
         connection = http.client.HTTPConnection("127.0.0.1", port)
         connection.request("POST", PATH, json.dumps({**json.loads(BODY), "max_tokens": 1000}), {"content-type": "application/json"})
-        FILLING.append(connection)
+        filling.append(connection)
         time.sleep(2.5)
-
-
-FILLING: list[http.client.HTTPConnection] = []
+    return filling
 
 
 def main() -> None:
@@ -82,10 +81,12 @@ def main() -> None:
     rows = {}
     streams = str(Path(__file__).with_name("streams.py"))
     with server([streams, "--serve", "--load-format", "none", "--port", "{port}", *flags], PACED_MS="1000") as (port, _):
-        fill(port)
+        filling = fill(port)
         refused(port, 100)
         alone, text = refused(port, REFUSALS)
         rows["chairlift"] = alone, at_once(port, 8)
+        for connection in filling:
+            connection.close()
     with server(["-c", PEER, "{port}", text.decode(), PATH]) as (port, _):
         refused(port, 100)
         rows["bare Starlette"] = refused(port, REFUSALS)[0], at_once(port, 8)

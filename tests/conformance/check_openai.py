@@ -34,11 +34,6 @@ class Capital(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def settings(key):
-    return {"api_key": key, "max_retries": 0, "timeout": 120, "_strict_response_validation": True}
-
-
-@pytest.fixture(scope="module")
 def fast(quick, settings):
     with openai.OpenAI(base_url=f"{quick}/v1", **settings) as client:
         yield client

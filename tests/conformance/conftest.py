@@ -25,3 +25,9 @@ def quick():
 def real():
     """Address of the server with the default model: 10 to 20 tokens a second, so ask for few."""
     return os.environ["CHAIRLIFT_REAL"]
+
+
+@pytest.fixture(scope="session")
+def settings(key):
+    """Of OpenAI's and Anthropic's clients, which are made by one generator: answers are held against their types."""
+    return {"api_key": key, "max_retries": 0, "timeout": 120, "_strict_response_validation": True}

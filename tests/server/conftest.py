@@ -1,7 +1,7 @@
 import httpx
 import openai
 import pytest
-from fake_async_engine import FakeEngine, serving
+from fake_async_engine import FakeEngine, FakeTokenizer, serving
 
 
 @pytest.fixture
@@ -11,10 +11,20 @@ def engine():
 
 @pytest.fixture(scope="module")
 def lasting():
-    """An engine, and the address of a server over it, for all tests of a file that leaves no trace but in what the engine has seen."""
+    """An engine, and the address and service of a server over it, for all tests of a file that leave no trace but in the engine."""
     engine = FakeEngine()
-    with serving(engine) as (base, _):
-        yield engine, base
+    with serving(engine) as (base, service):
+        yield engine, base, service
+
+
+@pytest.fixture
+def reused(lasting):
+    """The engine of `lasting`, with no trace of the tests before."""
+    engine = lasting[0]
+    engine.tokenizer = FakeTokenizer()
+    engine.seen.clear()
+    engine.started = 0
+    return engine
 
 
 @pytest.fixture

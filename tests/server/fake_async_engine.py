@@ -19,6 +19,7 @@ from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.server.app import build
 from chairlift.server.door.http import Http
+from chairlift.server.service.keys import read_keys
 from chairlift.server.service.service import Service
 from chairlift.server.telemetry.metrics import Metrics
 
@@ -231,7 +232,7 @@ def serving(engine: FakeEngine, api_key: str | None = None, **settings: Any) -> 
     config = ServerConfig(api_key=api_key, **settings)
     server = uvicorn.Server(
         uvicorn.Config(
-            build(service, config),
+            build(service, config, read_keys(config.api_key, config.api_key_file)),
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
             port=0,

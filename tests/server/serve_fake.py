@@ -15,6 +15,7 @@ from chairlift.config import EngineConfig, ServerConfig
 from chairlift.errors import ModelNotFound
 from chairlift.server import life
 from chairlift.server.door.port import open_port
+from chairlift.server.service.keys import Keys
 
 
 class Startable(FakeEngine):
@@ -62,7 +63,7 @@ def _engine(loads: str):
 async def main(port: int, shutdown_timeout: float, loads: str) -> int:
     life.pause_after = lambda failures: failures / 100
     engine = _engine(loads)
-    server = life.Life(engine, MODEL, ServerConfig(shutdown_timeout=shutdown_timeout))
+    server = life.Life(engine, MODEL, ServerConfig(shutdown_timeout=shutdown_timeout), Keys())
     return await server.run(asyncio.create_task(engine.start()), open_port("127.0.0.1", port))
 
 

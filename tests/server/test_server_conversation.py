@@ -1,5 +1,5 @@
 import pytest
-from fake_async_engine import MODEL, FakeEngine, FakeTokenizer, answer, serving
+from fake_async_engine import MODEL, answer
 
 from chairlift.chat_template import ChatTemplate
 from chairlift.errors import InvalidRequest
@@ -14,24 +14,14 @@ CHATML = (
 )
 
 
-@pytest.fixture(scope="module")
-def shared():
-    """One server for all."""
-    engine = FakeEngine()
-    with serving(engine) as (base, service):
-        yield engine, base, service
+@pytest.fixture
+def engine(reused):
+    return reused
 
 
 @pytest.fixture
-def engine(shared):
-    shared[0].tokenizer = FakeTokenizer()
-    shared[0].seen.clear()
-    return shared[0]
-
-
-@pytest.fixture
-def server(shared, engine):
-    return shared[1:]
+def server(lasting, engine):
+    return lasting[1:]
 
 
 def deep(levels):

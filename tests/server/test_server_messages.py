@@ -15,10 +15,8 @@ ONE = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content":
 
 
 @pytest.fixture
-def engine(lasting):
-    lasting[0].seen.clear()
-    lasting[0].started = 0
-    return lasting[0]
+def engine(reused):
+    return reused
 
 
 @pytest.fixture

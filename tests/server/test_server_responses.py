@@ -32,10 +32,8 @@ def events(response):
 
 
 @pytest.fixture
-def engine(lasting):
-    lasting[0].seen.clear()
-    lasting[0].started = 0
-    return lasting[0]
+def engine(reused):
+    return reused
 
 
 @pytest.fixture

@@ -2,31 +2,21 @@ import json
 
 import openai
 import pytest
-from fake_async_engine import MODEL, FakeEngine, FakeTokenizer, serving
+from fake_async_engine import MODEL
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
 from chairlift.chat_template import ChatTemplate
 
 
-@pytest.fixture(scope="module")
-def shared():
-    """One server for all."""
-    engine = FakeEngine()
-    with serving(engine) as (base, service):
-        yield engine, base, service
+@pytest.fixture
+def engine(reused):
+    return reused
 
 
 @pytest.fixture
-def engine(shared):
-    shared[0].tokenizer = FakeTokenizer()
-    shared[0].seen.clear()
-    return shared[0]
-
-
-@pytest.fixture
-def server(shared, engine):
-    return shared[1:]
+def server(lasting, engine):
+    return lasting[1:]
 
 
 WEATHER = {

@@ -16,7 +16,7 @@ from typing import Any
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.client import AsyncEngine
 from chairlift.server.door.port import check_certificate, is_loopback, open_path, open_port
-from chairlift.server.service.keys import read_keys
+from chairlift.server.service.keys import Keys, read_keys
 
 log = logging.getLogger("chairlift")
 
@@ -36,17 +36,19 @@ def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, be
         admin = None if server.admin_socket is None else sockets.enter_context(open_path(server.admin_socket, 0o600))
         if not keys and server.uds is None and not is_loopback(server.host):
             log.warning("whoever reaches %s may use this server: give it a key with --api-key-file or --api-key", server.host)
-        return asyncio.run(_serve(engine, server, listener, admin, began))
+        return asyncio.run(_serve(engine, server, keys, listener, admin, began))
 
 
-async def _serve(config: EngineConfig, server: ServerConfig, listener: socket.socket, admin: socket.socket | None, began: float) -> int:
+async def _serve(
+    config: EngineConfig, server: ServerConfig, keys: Keys, listener: socket.socket, admin: socket.socket | None, began: float
+) -> int:
     engine = AsyncEngine(config)
     starting = asyncio.create_task(engine.start(began))
     # The engine's process loads its model while this one imports its web framework, which takes a while too.
     life = await asyncio.to_thread(import_module, "chairlift.server.life")
     from chairlift.server.admin import serving  # imported by now
 
-    served = life.Life(engine, server.served_model_name or config.model, server)
+    served = life.Life(engine, server.served_model_name or config.model, server, keys)
     async with nullcontext() if admin is None else serving(admin, served.admin()):
         status: int = await served.run(starting, listener)
     # A thread can't be ended, and asyncio and Python wait for all of them: one may fetch a model for another hour.

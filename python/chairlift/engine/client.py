@@ -256,6 +256,11 @@ class AsyncEngine:
         finally:
             del self._answers[ask]
 
+    def _answer(self, ask: int, answer: Any) -> None:
+        """Hands an answer to whoever asked, unless nobody waits any more."""
+        if (asking := self._answers.get(ask)) is not None and not asking.done():
+            asking.set_result(answer)
+
     def _leave(self, tags: Iterable[int], *, stopped: bool = False) -> None:
         """Forgets sequences, and has the engine do so with those that still run there; `stopped` if a stop string was found."""
         left = [tag for tag in tags if self._streams.pop(tag, None) is not None]
@@ -321,11 +326,9 @@ class AsyncEngine:
                                 self._streams.pop(tag, None)
                             rejected.reject(frame)
                     case Explained():
-                        if (answer := self._answers.get(frame.ask)) is not None and not answer.done():
-                            answer.set_result([Ledger.read(ledger) for ledger in frame.ledgers])
+                        self._answer(frame.ask, [Ledger.read(ledger) for ledger in frame.ledgers])
                     case Seen():
-                        if (answer := self._answers.get(frame.ask)) is not None and not answer.done():
-                            answer.set_result(frame.snapshot)
+                        self._answer(frame.ask, frame.snapshot)
                     case Alive():
                         self._pulse.hear(frame)
                     case Phase():

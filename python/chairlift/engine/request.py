@@ -195,7 +195,6 @@ class Request:
         self.choices = [Choice(tokenizer, index, *shared) for index in range(params.num_sequences)]
         self.on_start: Callable[[], None] | None = None
         """Called once, when the engine begins the first answer."""
-        self._ranked = params.ranked
         self.some_over = False
         """Whether the last increment of any answer was taken."""
         self._whole: dict[int, RequestOutput] = {}
@@ -224,7 +223,7 @@ class Request:
         for part in parts:
             if part.finish_reason is not None:
                 self.some_over = True
-        if not self._ranked:
+        if not self.params.ranked:
             return parts
         for part in parts:
             self._whole[part.index] = joined(self._whole.get(part.index), part)

@@ -27,16 +27,15 @@ from chairlift.server.observe.health import health, live, ready
 from chairlift.server.observe.watch import Watch
 from chairlift.server.service.answer import Json
 from chairlift.server.service.errors import HANDLERS
-from chairlift.server.service.keys import read_keys
+from chairlift.server.service.keys import Keys
 from chairlift.server.service.service import Service, service_of
 
 PROBES = ("/live", "/ready", "/health", "/ping", "/metrics", "/dashboard/data", "/state")
 """Paths that machines ask again and again."""
 
 
-def build(service: Service, config: ServerConfig | None = None) -> ASGIApp:
-    """The server as an ASGI application, open to whom `config` lets in. Raises InvalidSetting."""
-    config = config or ServerConfig()
+def build(service: Service, config: ServerConfig, keys: Keys) -> ASGIApp:
+    """The server as an ASGI application, open to whom `config` and the `keys` let in."""
     app = Starlette(
         routes=routes(),
         exception_handlers={**HANDLERS, ClientDisconnect: _nobody},
@@ -44,7 +43,6 @@ def build(service: Service, config: ServerConfig | None = None) -> ASGIApp:
     app.router.redirect_slashes = False  # a redirect would lose the body
     app.state.service = service
     app.state.watch = Watch(service)
-    keys = read_keys(config.api_key, config.api_key_file)
     origins = config.cors_allow_origins or ()
     guards_host = not keys and config.uds is None and is_loopback(config.host)
     door = Door(app, service, Rules(keys, config.host if guards_host else None, origins))

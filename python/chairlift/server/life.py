@@ -18,6 +18,7 @@ from chairlift.server.admin import Admin
 from chairlift.server.app import PROBES, build
 from chairlift.server.door.http import Http, HttpServer
 from chairlift.server.door.port import address
+from chairlift.server.service.keys import Keys
 from chairlift.server.service.service import Service
 from chairlift.server.telemetry import status
 from chairlift.server.telemetry.metrics import Metrics
@@ -55,7 +56,7 @@ def _unbroken(record: logging.LogRecord) -> bool:
 class Life:
     """One server from its start to its end."""
 
-    def __init__(self, engine: AsyncEngine, model: str, config: ServerConfig) -> None:
+    def __init__(self, engine: AsyncEngine, model: str, config: ServerConfig, keys: Keys) -> None:
         self._config = config
         self._engine = engine
         metrics = Metrics(model, engine.stats, lambda: engine.facts, alias=config.metrics_alias == "vllm")
@@ -66,7 +67,7 @@ class Life:
         logging.getLogger("asyncio").addFilter(_unbroken)
         self._http = HttpServer(
             uvicorn.Config(
-                build(self._service, config),
+                build(self._service, config, keys),
                 http=Http,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,

@@ -444,6 +444,11 @@ impl Scheduler {
         ledger
     }
 
+    /// The sequences that have a row, in the order of their admission.
+    pub(crate) fn seated(&self) -> impl Iterator<Item = &Sequence> {
+        self.running.iter().filter_map(|&id| self.seqs.get(id)).filter(|seq| seq.row != NO_ROW)
+    }
+
     /// A sequence's account up to now.
     pub(crate) fn ledger(&self, seq: &Sequence, finish: Option<FinishReason>) -> Ledger {
         let (causes, block_us) = seq.account.read(&self.clocks, seq.group, self.others());
@@ -457,7 +462,7 @@ impl Scheduler {
             causes,
             prompt_tokens: seq.prompt_len,
             cached_tokens: seq.cached_tokens,
-            output_tokens: seq.tokens.len() as u32 - seq.prompt_len,
+            output_tokens: seq.output_tokens(),
             computed_tokens: seq.account.computed_tokens + u64::from(seq.computed - seq.computed_from),
             recomputed_tokens: seq.account.recomputed_tokens,
             preemptions: seq.preemptions,

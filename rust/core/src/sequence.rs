@@ -207,11 +207,15 @@ impl Sequence {
         }
     }
 
+    /// Tokens that it has generated.
+    pub(crate) fn output_tokens(&self) -> u32 {
+        self.tokens.len() as u32 - self.prompt_len
+    }
+
     /// Tokens that it is thought to generate still.
     pub(crate) fn predicted_left(&self) -> u32 {
         let longest = self.limit - self.prompt_len;
-        let done = self.tokens.len() as u32 - self.prompt_len;
-        self.predicted.unwrap_or(longest).min(longest).saturating_sub(done).max(1)
+        self.predicted.unwrap_or(longest).min(longest).saturating_sub(self.output_tokens()).max(1)
     }
 
     /// What the step buffers say for the token at `position`: the token, or

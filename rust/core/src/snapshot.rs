@@ -7,7 +7,7 @@ use crate::Scheduler;
 use crate::batch::StepPlan;
 use crate::ledger::{Cause, State};
 use crate::request::Time;
-use crate::sequence::{NO_ROW, Sequence};
+use crate::sequence::Sequence;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -121,9 +121,8 @@ impl Scheduler {
     pub fn snapshot(&mut self, now: Time, most_waiting: usize, most_cells: usize) -> Snapshot {
         self.watch.until = now + WATCHED;
         let (cells, blocks_per_cell) = self.cells(most_cells);
-        let seated = self.running.iter().filter_map(|&id| self.seqs.get(id)).filter(|seq| seq.row != NO_ROW);
         Snapshot {
-            rows: seated.map(|seq| self.row_seen(seq, now)).collect(),
+            rows: self.seated().map(|seq| self.row_seen(seq, now)).collect(),
             waiting: self.queue.iter().take(most_waiting).map(|(_, id)| self.wait_seen(&self.seqs[id], now)).collect(),
             cells,
             blocks_per_cell,
@@ -138,7 +137,7 @@ impl Scheduler {
             return;
         }
         let mut rows = vec![b' '; self.config.max_seqs as usize];
-        for seq in self.running.iter().filter_map(|&id| self.seqs.get(id)).filter(|seq| seq.row != NO_ROW) {
+        for seq in self.seated() {
             rows[seq.row as usize] = b'-';
         }
         for chunk in &plan.chunks {
@@ -178,7 +177,7 @@ impl Scheduler {
             state,
             prompt_tokens: seq.prompt_len,
             computed_tokens: seq.computed,
-            output_tokens: seq.tokens.len() as u32 - seq.prompt_len,
+            output_tokens: seq.output_tokens(),
             blocks: seq.table.ids().len(),
             age: now.saturating_sub(seq.arrived),
         }
@@ -199,7 +198,7 @@ impl Scheduler {
             priority: seq.priority,
             cause,
             prompt_tokens: seq.prompt_len,
-            output_tokens: seq.tokens.len() as u32 - seq.prompt_len,
+            output_tokens: seq.output_tokens(),
             waited: now.saturating_sub(since),
         }
     }
@@ -207,7 +206,7 @@ impl Scheduler {
     /// Who holds each block, the scratch block left out, and how many blocks there are to a cell.
     fn cells(&self, most: usize) -> (Vec<u16>, usize) {
         let mut blocks: Vec<u16> = self.pool.kinds().collect();
-        for seq in self.running.iter().filter_map(|&id| self.seqs.get(id)).filter(|seq| seq.row != NO_ROW) {
+        for seq in self.seated() {
             for id in seq.table.ids() {
                 let block = &mut blocks[id.0 as usize - 1];
                 if *block == Snapshot::HELD {

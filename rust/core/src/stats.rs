@@ -3,7 +3,6 @@
 use crate::Scheduler;
 use crate::ledger::{CAUSES, Cause};
 use crate::policy::Policy;
-use crate::sequence::NO_ROW;
 
 /// Why no step was planned although there are requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,7 +94,7 @@ impl Scheduler {
     pub fn stats(&self) -> Stats {
         let running = self.seqs.len() - self.queue.len() - self.parked;
         let (mut used_tokens, mut held_slots) = (0, 0);
-        for seq in self.running.iter().filter_map(|&id| self.seqs.get(id)).filter(|seq| seq.row != NO_ROW) {
+        for seq in self.seated() {
             used_tokens += seq.computed as usize;
             held_slots += seq.table.ids().len() * self.config.block_size as usize;
         }

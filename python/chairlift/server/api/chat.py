@@ -65,7 +65,6 @@ class _Shape:
         """The answer as server-sent events."""
         generation, wanted = self._generation, self._wanted
         head: dict[str, Any] = generation.head | wanted.tier() | ({"usage": None} if wanted.include_usage else {})
-        speaking: set[int] = set()
         plain: dict[int, Refill] = {}
         always_usage = wanted.continuous_usage
 
@@ -80,12 +79,10 @@ class _Shape:
 
         async with aclosing(self._turn.deltas()) as deltas:
             async for delta in deltas:
-                if delta.index not in speaking:
-                    speaking.add(delta.index)
+                if delta.index not in plain:
+                    plain[delta.index] = Refill(data(delta.index, {"content": Refill.HOLE}))
                     yield chunk(delta.index, {"role": "assistant", "content": None if delta.calls and not delta.content else ""})
                 if delta.is_plain and not always_usage:
-                    if delta.index not in plain:
-                        plain[delta.index] = Refill(data(delta.index, {"content": Refill.HOLE}))
                     yield plain[delta.index].event(delta.content)
                     continue
                 news: dict[str, Any] = {"content": delta.content} if delta.content else {}

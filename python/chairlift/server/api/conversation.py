@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import SamplingParams
+from chairlift.server.api.formats import MAX_DEPTH
 from chairlift.server.api.schemas import GenerationRequest
 from chairlift.server.service.errors import brief
 
@@ -20,8 +21,6 @@ MAX_MESSAGES = 4096
 MAX_CALLS = 128
 MAX_DOCUMENTS = 256
 MAX_VARIABLES = 64
-MAX_DEPTH = 32
-"""How deep the values may be nested that a chat template is given, like a function's schema."""
 
 _RESERVED = frozenset(
     (
@@ -257,6 +256,14 @@ class ChatRequest(GenerationRequest):
         if self.best_of not in (None, 1):
             raise InvalidRequest("best_of is for /v1/completions: leave it out, or ask for n answers", param="best_of")
         return super().params()
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """A chat request's error as one of an API that is made into chats, where some of its fields have other `names`."""
+    name = (error.param or "").partition("[")[0].partition(".")[0]
+    if name not in names:
+        return error
+    return InvalidRequest(str(error).replace(name, names[name]), param=names[name], code=error.code)
 
 
 def _name(tool: object) -> str | None:

@@ -13,7 +13,7 @@ from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
 from chairlift.server.service.errors import brief
 
 MAX_DEPTH = 32
-"""How deep a JSON schema may be nested; every level of properties is two."""
+"""How deep a JSON schema may be nested, of which every level of properties is two, or what else a chat template is given."""
 MAX_REGEX = 8192
 MAX_CHOICES = 4096
 MAX_COUNT = 65_536

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest
-from chairlift.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from chairlift.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed
 from chairlift.server.api.schemas import Tuning
 from chairlift.server.service.errors import brief
 
 _BLOCKS = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
 
-_RENAMED = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
+RENAMED = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
 """Fields of a chat request, as they are called here."""
 
 
@@ -70,7 +70,7 @@ class CountRequest(Tuning):
         try:
             return ChatRequest.read(self._body())[0]
         except InvalidRequest as error:
-            raise renamed(error) from None
+            raise renamed(error, RENAMED) from None
 
     def _body(self) -> dict[str, Any]:
         body: dict[str, Any] = self.tuned()
@@ -107,14 +107,6 @@ class MessagesRequest(CountRequest):
 
     def _body(self) -> dict[str, Any]:
         return super()._body() | {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
-
-
-def renamed(error: InvalidRequest) -> InvalidRequest:
-    """A chat request's error as one of these routes, some of whose fields have other names."""
-    name = error.param or ""
-    if name not in _RENAMED:
-        return error
-    return InvalidRequest(str(error).replace(name, _RENAMED[name]), param=_RENAMED[name], code=error.code)
 
 
 def _function(tool: ClientTool) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.errors import InvalidRequest
-from chairlift.server.api.message_request import CountRequest, MessagesRequest, renamed
+from chairlift.server.api.conversation import renamed
+from chairlift.server.api.message_request import RENAMED, CountRequest, MessagesRequest
 from chairlift.server.api.turn import Delta, Turn, prompt_of
 from chairlift.server.door.body import read_json
 from chairlift.server.service.answer import Json, ignored_header
@@ -26,7 +27,7 @@ async def messages(request: Request) -> Response:
     try:
         turn = await Turn.begin(request, chat, ignored, kind="message", prefix="msg_")
     except InvalidRequest as error:
-        raise renamed(error) from None
+        raise renamed(error, RENAMED) from None
     answer = _Answer(wanted, turn)
     if wanted.stream:
         return EventStream(answer.events(), turn.headers)

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest
-from chairlift.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from chairlift.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed
 from chairlift.server.api.schemas import Tuning
 from chairlift.server.service.errors import brief
 
-_RENAMED = {
+RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -89,7 +89,7 @@ class ResponsesRequest(Tuning):
         try:
             return ChatRequest.read(body)[0]
         except InvalidRequest as error:
-            raise renamed(error) from None
+            raise renamed(error, RENAMED) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -120,14 +120,6 @@ def _format(wanted: dict[str, Any]) -> dict[str, Any]:
     if wanted.get("type") != "json_schema":
         return wanted
     return {"type": "json_schema", "json_schema": {name: value for name, value in wanted.items() if name != "type"}}
-
-
-def renamed(error: InvalidRequest) -> InvalidRequest:
-    """A chat request's error as one of this route, whose fields have other names."""
-    name = (error.param or "").partition("[")[0].partition(".")[0]
-    if name not in _RENAMED:
-        return error
-    return InvalidRequest(str(error).replace(name, _RENAMED[name]), param=_RENAMED[name], code=error.code)
 
 
 def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
@@ -13,16 +12,14 @@ from starlette.responses import Response
 
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import TokenLogprobs
+from chairlift.server.api.conversation import renamed
 from chairlift.server.api.logprobs import of_chat
-from chairlift.server.api.response_request import ResponsesRequest, renamed
+from chairlift.server.api.response_request import RENAMED, ResponsesRequest
 from chairlift.server.api.turn import Delta, Turn
 from chairlift.server.door.body import read_json
 from chairlift.server.service.answer import Json
-from chairlift.server.service.errors import api_error
 from chairlift.server.service.service import service_of
-from chairlift.server.service.sse import EventStream, typed_event
-
-logger = logging.getLogger(__name__)
+from chairlift.server.service.sse import EventStream, told, typed_event
 
 
 async def responses(request: Request) -> Response:
@@ -32,7 +29,7 @@ async def responses(request: Request) -> Response:
     try:
         turn = await Turn.begin(request, chat, ignored, kind="response", prefix="resp_")
     except InvalidRequest as error:
-        raise renamed(error) from None
+        raise renamed(error, RENAMED) from None
     answer = _Answer(wanted, chat.tier().get("service_tier", "default"), turn, service_of(request).engine.tokenizer)
     if wanted.stream:
         return EventStream(answer.events(), turn.headers)
@@ -92,10 +89,7 @@ class _Answer:
         except Exception as error:
             if not begun:
                 raise
-            told = api_error(error)
-            if told.status == 500:
-                logger.error("a response failed", exc_info=error)
-            failure = {"error": {"code": "server_error", "message": told.envelope["error"]["message"]}}
+            failure = {"error": {"code": "server_error", "message": told(error).envelope["error"]["message"]}}
             for data in numbered([{"type": "response.failed", "response": self._response("failed", **failure)}]):
                 yield data
 

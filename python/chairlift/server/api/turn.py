@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from chairlift.errors import InvalidRequest
 from chairlift.grammar.source import calls_grammar, free_calls_grammar
-from chairlift.outputs import Ledger, RequestOutput, Timing, TokenLogprobs
+from chairlift.outputs import RequestOutput, TokenLogprobs
 from chairlift.sampling import StructuredOutput
 from chairlift.server.api.conversation import ChatRequest, Offer
 from chairlift.server.api.formats import schema_text
@@ -43,8 +43,6 @@ class Delta:
     """`stop`, `length` or `tool_calls` with the answer's last."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it."""
-    timing: Timing | None = None
-    ledger: Ledger | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -71,8 +69,6 @@ class Answer:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    timing: Timing | None = None
-    ledger: Ledger | None = None
 
 
 class Turn:
@@ -145,7 +141,6 @@ class Turn:
                     answer.logprobs += delta.logprobs
                 if delta.finish_reason is not None:
                     answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
-                    answer.timing, answer.ledger = delta.timing, delta.ledger
         for answer, content, parts in zip(answers, contents, arguments, strict=True):
             text = "".join(content)
             answer.content = text if text or not answer.calls else None
@@ -250,7 +245,7 @@ class _Choice:
             # OpenAI says `stop` where the client itself chose the function.
             called = self._called and output.finish_reason == "stop" and not self._offer.named
             last.finish_reason = "tool_calls" if called else output.finish_reason
-            last.stop_reason, last.timing, last.ledger = output.stop_reason, output.timing, output.ledger
+            last.stop_reason = output.stop_reason
         return deltas
 
     def _read(self, output: RequestOutput) -> list[Delta]:

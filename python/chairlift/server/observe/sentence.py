@@ -46,7 +46,7 @@ def sentence(ledger: Ledger, tenants: Tenants | None = None) -> str:
     parts = [(causes.get(cause, 0.0), words) for cause, words in _WAITS.items()]
     for work in ("prefill", "decode"):
         shared = causes.get(f"{work}_shared", 0.0)
-        parts.append((causes.get(work, 0.0) + shared, f"{work} ({_time(shared)} shared)" if shared else work))
+        parts.append((_work(ledger, work), f"{work} ({_time(shared)} shared)" if shared else work))
     told = ", ".join(f"{_time(seconds)} {words}" for seconds, words in parts if seconds)
     life = _time(sum(causes.values())) + (" so far" if ledger.finish is None else "")
     return life + (f": {told}" if told else "") + _preemptions(ledger, tenants or {}) + _ENDS.get(ledger.finish or "", "")

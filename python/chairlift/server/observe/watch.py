@@ -12,6 +12,7 @@ from typing import Any
 
 import chairlift
 from chairlift.errors import ChairliftError
+from chairlift.server.observe.explain import ANOTHER
 from chairlift.server.observe.percentiles import Buckets, percentiles
 from chairlift.server.service.service import Service
 from chairlift.server.telemetry import load
@@ -132,5 +133,5 @@ class Watch:
 def _named(one: Mapping[str, Any], names: Mapping[int, str], tenant: str) -> dict[str, Any]:
     """A sequence with its request's name, if it is the reader's to know."""
     if tenant not in ("", one["tenant"]):
-        return {**one, "tenant": "another", "request": None}
+        return {**one, "tenant": ANOTHER, "request": None}
     return {**one, "request": names.get(one["tag"])}

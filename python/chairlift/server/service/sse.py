@@ -74,7 +74,7 @@ class EventStream(Response):
                 if first.done():
                     first.result()
             except Exception as error:
-                await shaped(_told(error), scope["path"]).response()(scope, receive, send)
+                await shaped(told(error), scope["path"]).response()(scope, receive, send)
             else:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 # What stands around `send` minds an answer's start and end. Between them events pass it by: there is one a token.
@@ -96,7 +96,7 @@ class EventStream(Response):
                 self._sent = now()
                 await direct({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
-            envelope = shaped(_told(error), path).envelope
+            envelope = shaped(told(error), path).envelope
             await send({"type": "http.response.body", "body": (typed_event if "type" in envelope else event)(envelope), "more_body": True})
         finally:
             comments.cancel()
@@ -112,8 +112,9 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
 
 
-def _told(error: Exception) -> ApiError:
-    told = api_error(error)
-    if told.status == 500:
+def told(error: Exception) -> ApiError:
+    """What a client is told of an error that ends its stream; the log has more of one that nobody expected."""
+    refusal = api_error(error)
+    if refusal.status == 500:
         logger.error("a stream failed", exc_info=error)
-    return told
+    return refusal

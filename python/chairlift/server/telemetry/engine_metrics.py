@@ -94,9 +94,8 @@ class _Shares:
                 now[label][key] = count + used[key]
             sums = self._sums.setdefault(label, defaultdict(float))
             for _, key, _, _ in _USED:
-                # Less than before means that the engine had forgotten it, and began anew.
-                grown = used[key] - before.get(key, 0)
-                sums[key] += used[key] if grown < 0 else grown
+                # What the engine has forgotten begins anew.
+                sums[key] += load.grown(before, used, key)
         self._before = usage
         if len(self._sums) > MOST_LABELS:
             self._sums = {label: sums for label, sums in self._sums.items() if label in now}

@@ -54,7 +54,7 @@ class Latencies:
 
 _Choose = Callable[[Latencies], Histogram]
 
-FAMILIES: Mapping[str, tuple[_Choose, str]] = {
+_FAMILIES: Mapping[str, tuple[_Choose, str]] = {
     "time_to_first_token": (lambda one: one.first_token, "From a request's arrival to its first token"),
     "inter_token_latency": (lambda one: one.between_tokens, "Between one request's consecutive tokens"),
     "request_time_per_output_token": (
@@ -72,28 +72,26 @@ class AllLatencies(Collector):
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
-        self._tenants: dict[str, str] = {}
+        self._tenants: set[str] = set()
         self._kept: dict[tuple[str, str], Latencies] = {("none", kind): Latencies() for kind in CLASSES}
 
     def of(self, tenant: str, priority: int) -> Latencies:
         """Where a request's latencies are to be noted."""
-        label = self._tenants.get(tenant)
-        if label is None:
-            # A name cannot be asked for by the million: who comes late is not remembered.
-            label = "none" if not tenant else tenant if len(self._tenants) < MOST_TENANTS else "other"
-            if label == tenant:
-                self._tenants[tenant] = label
+        # A name cannot be asked for by the million: who comes late is not remembered.
+        if tenant and len(self._tenants) < MOST_TENANTS:
+            self._tenants.add(tenant)
+        label = "none" if not tenant else tenant if tenant in self._tenants else "other"
         return self._kept.setdefault((label, tier(priority)), Latencies())
 
     def buckets(self, stem: str) -> dict[float, float]:
         """How many observations there were up to each upper bound, for all requests."""
-        choose, _ = FAMILIES[stem]
+        choose, _ = _FAMILIES[stem]
         return dict(_sum(map(choose, self._kept.values()))[0])
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Yields three families a latency."""
         names, values = list(self._labels), list(self._labels.values())
-        for stem, (choose, help) in FAMILIES.items():
+        for stem, (choose, help) in _FAMILIES.items():
             yield _family(f"{stem}_seconds", f"{help}.", names, {"": list(self._kept.values())}, values, choose)
             by_class = {kind: [one for (_, its), one in self._kept.items() if its == kind] for kind in CLASSES}
             yield _family(f"{stem}_by_class_seconds", f"{help}, by class.", [*names, "priority"], by_class, values, choose)

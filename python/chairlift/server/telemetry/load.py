@@ -1,4 +1,4 @@
-"""How full the engine is: shares from 0 to 1, of its newest counters."""
+"""The engine's counters read: how full it is, as shares from 0 to 1, and what has grown."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ def saturation(stats: Stats) -> float:
     """The fullest of rows, KV blocks, and the predicted wait against `FULL_WAIT`: at 1 one request more has to wait, or to wait long."""
     wait: float = stats.get("predicted_wait_us", 0) / 1e6
     return max(rows(stats), kv_cache(stats), min(1.0, wait / FULL_WAIT))
+
+
+def grown(before: Stats, now: Stats, key: str) -> float:
+    """By how much a counter grew; one that is less than before has begun anew, and counted from 0."""
+    value: float = now.get(key, 0)
+    more: float = value - before.get(key, 0)
+    return value if more < 0 else more
 
 
 def _part(stats: Stats, some: str, all: str) -> float:

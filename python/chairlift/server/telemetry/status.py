@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from chairlift.server.telemetry import load
+from chairlift.server.telemetry.load import grown
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ INTERVAL = 10.0
 
 def line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> str | None:
     """Tells what happened between two readings of the engine's counters, `seconds` apart; None if nothing did."""
-    prompt, generated = _grown(before, now, "prompt_tokens"), _grown(before, now, "generated_tokens")
+    prompt, generated = grown(before, now, "prompt_tokens"), grown(before, now, "generated_tokens")
     running, waiting, swapped = now.get("running", 0), now.get("waiting", 0), now.get("swapped", 0)
     if not (prompt or generated or running or waiting or swapped):
         return None
@@ -29,15 +30,9 @@ def line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> s
         told += f"swapped {swapped:.0f}, "
     told += f"KV cache {used:.1%}, prefix hits {hits:.1%}, "
     told += f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s"
-    if preempted := _grown(before, now, "preemptions"):
+    if preempted := grown(before, now, "preemptions"):
         told += f", preemptions {preempted:.0f} (the KV cache is too small: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
     return told
-
-
-def _grown(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> float:
-    """By how much a counter grew; an engine that was started again has counted from 0."""
-    value: float = now.get(key, 0)
-    return value - before.get(key, 0) if value >= before.get(key, 0) else value
 
 
 async def report(stats: Callable[[], Mapping[str, Any]]) -> None:
