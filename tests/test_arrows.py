@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "cli": {"server", "engine", "checkpoint", "tokenizer", *LEAVES, ""},
     "server": {"engine", "grammar", "tokenizer", "checkpoint", *LEAVES, ""},
     "engine": {"runner", "grammar", "tokenizer", "checkpoint", "_core", *LEAVES, ""},
-    "runner": {"models", "layers", "kernels", "checkpoint", *LEAVES},
+    "runner": {"models", "layers", "kernels", "checkpoint", "_core", *LEAVES},
     "models": {"layers", *LEAVES},
     "layers": {"kernels"},
     "kernels": set(),

@@ -24,6 +24,11 @@ from chairlift.config import EngineConfig, ServerConfig, from_environment, parse
         ({"swap_space": -1}, "--swap-space must be at least 0"),
         ({"watermark": 1.0}, "--watermark must be at least 0 and below 1"),
         ({"watermark": float("nan")}, "--watermark must be at least 0"),
+        ({"threads": 0}, "--threads must be at least 1, got 0"),
+        ({"dtype": "int8"}, "--dtype: expected one of auto, float32, float16, bfloat16, got 'int8'"),
+        ({"quantization": "int4"}, "--quantization: expected one of auto, none, int8, got 'int4'"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype: expected one of auto, float32, float16, int8, got 'fp8'"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"--max-num-batched-tokens \(8\) must be at least --max-num-seqs \(9\)"),
         ({"tenant_weights": {"a": 0}}, "--tenant-weights: a's must be an integer from 1 to 10000, got 0"),
         ({"tenant_weights": {"a": 10_001}}, "--tenant-weights: a's must be"),
     ],
@@ -31,6 +36,21 @@ from chairlift.config import EngineConfig, ServerConfig, from_environment, parse
 def test_a_setting_that_cannot_work_is_named_by_its_flag(settings, says):
     with pytest.raises(ValueError, match=says):
         EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "seats", "tokens"),
+    [
+        ({}, 64, 256),
+        ({"max_num_seqs": 4}, 4, 256),
+        ({"max_num_seqs": 500}, 500, 500),
+        ({"max_num_batched_tokens": 32}, 32, 32),
+        ({"max_num_batched_tokens": 100, "max_num_seqs": 70}, 70, 100),
+    ],
+)
+def test_the_size_of_a_step_follows_what_was_said_of_it(settings, seats, tokens):
+    config = EngineConfig(**settings)
+    assert (config.seats, config.step_tokens) == (seats, tokens)
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
@@ -53,6 +73,10 @@ def test_the_environment_has_them_all_in_their_own_words():
             "CHAIRLIFT_SWAP_SPACE": "2GiB",
             "CHAIRLIFT_WATERMARK": "0",
             "CHAIRLIFT_JOURNAL": "/tmp/j",
+            "CHAIRLIFT_THREADS": "3",
+            "CHAIRLIFT_DTYPE": "bfloat16",
+            "CHAIRLIFT_QUANTIZATION": "int8",
+            "CHAIRLIFT_KV_CACHE_DTYPE": "float16",
         },
     )
     assert EngineConfig(**found) == EngineConfig(
@@ -65,6 +89,10 @@ def test_the_environment_has_them_all_in_their_own_words():
         swap_space=2 * 2**30,
         watermark=0.0,
         journal="/tmp/j",
+        threads=3,
+        dtype="bfloat16",
+        quantization="int8",
+        kv_cache_dtype="float16",
     )
 
 

@@ -7,7 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "Decoder",
+    "DecoderLayer",
     "EmptyPrompt",
+    "KvCache",
+    "Linear",
     "NeverFits",
     "NoNewTokens",
     "Outputs",
@@ -18,7 +22,10 @@ __all__ = [
     "StepPlan",
     "TooLong",
     "__version__",
+    "choose",
+    "instruction_set",
     "replay",
+    "score",
     "what_if",
 ]
 
@@ -198,3 +205,125 @@ def what_if(journal: bytes, settings: dict[str, Any]) -> dict[str, Any]:
     These are the arguments of `Scheduler`, but for block_size and journal. Steps take what the journal's took. Times count
     from the first request. Returns config, steps, ended_at, refused (tags), ended (ledgers) and stats. Raises ValueError.
     """
+
+def choose(
+    logits: NDArray[np.float32],
+    temperature: NDArray[np.float64],
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float64],
+    min_p: NDArray[np.float64],
+    uniforms: NDArray[np.float64],
+    *,
+    threads: int,
+) -> bytes:
+    """A token for each row of logits [N, vocabulary]: int32 [N], -1 where there is NaN among them or the best is not finite.
+
+    Temperature 0 takes the first of the likeliest. Otherwise tokens are ordered, likeliest first, equal ones by their number; top-k
+    (0: all) and of these top-p and min-p leave some, and `uniforms` in [0, 1) say where in their cumulative distribution the token
+    is. On at most so many threads, without the GIL: nobody may write to the logits meanwhile. Raises ValueError for other shapes.
+    """
+
+def score(logits: NDArray[np.float32], tokens: NDArray[np.int64], count: int, *, threads: int) -> bytes:
+    """A line for each row of logits [M, vocabulary], as in `chairlift.runner.logprobs.score`: int32 [M, 3 + 2 * count].
+
+    Equally likely tokens come by their number; log-probabilities are NaN where `choose` gives -1. Threads and the GIL as there. Raises
+    ValueError for a token or a count beyond the vocabulary.
+    """
+
+def instruction_set() -> str:
+    """The instructions that the CPU's kernels use here: avx512, avx2, neon or portable."""
+
+@final
+class Linear:
+    """A linear layer's weights, packed for this processor."""
+
+    def __new__(
+        cls,
+        parts: Sequence[tuple[str, NDArray[Any]]],
+        ins: int,
+        form: str,
+        *,
+        threads: int,
+        bias: NDArray[np.float32] | None = None,
+        gated: bool = False,
+    ) -> Linear:
+        """Packs matrices [outs, ins] that lie one under another or, `gated`, a gate and what it lets through.
+
+        Each comes with the kind of its numbers: float32, float16 or bfloat16 (these two as uint16), or a ggml type's number (its
+        blocks as uint8 [outs, bytes of a row]). They are kept as `form` says: float32, float16, bfloat16, blocks (as they are), or
+        int8, and multiplied in fp32 unless int8. Raises ValueError where that cannot be done.
+        """
+
+@final
+class DecoderLayer:
+    """A layer's weights; a decoder takes them."""
+
+    def __new__(
+        cls,
+        *,
+        input_norm: NDArray[np.float32],
+        qkv: Linear,
+        output: Linear,
+        post_norm: NDArray[np.float32],
+        gate_up: Linear,
+        down: Linear,
+        qk_norm: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
+        window: int | None = None,
+    ) -> DecoderLayer:
+        """Takes the linear layers; `gate_up` is a gated one. Raises ValueError for layers that were taken before."""
+
+@final
+class Decoder:
+    """A decoder of the Llama family on the CPU, with threads of its own."""
+
+    def __new__(
+        cls,
+        layers: Sequence[DecoderLayer],
+        *,
+        norm: NDArray[np.float32],
+        head: Linear,
+        embedding: Linear | None = None,
+        hidden: int,
+        inner: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        frequencies: NDArray[np.float32],
+        threads: int,
+    ) -> Decoder:
+        """Takes the layers. Embeddings are the rows of the head where there is no `embedding`."""
+
+    def forward(
+        self,
+        cache: KvCache,
+        *,
+        input_ids: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        query_starts: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        block_tables: NDArray[np.int32],
+    ) -> None:
+        """Runs a step over the cache, without the GIL, and keeps the hidden states of its tokens.
+
+        Arrays are those of `chairlift.runner.buffers.StepBuffers`, but for block_tables: a row for each sequence of the step.
+        """
+
+    def logits(self, at: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+        """Writes what the last step says of the tokens after those at places `at` to `out` [at, vocabulary], without the GIL."""
+
+@final
+class KvCache:
+    """The keys and values of all layers, in blocks, and room for blocks that are swapped out; takes memory as it is used."""
+
+    def __new__(
+        cls, *, layers: int, blocks: int, kv_heads: int, block_size: int, head_dim: int, form: str, host_blocks: int = 0
+    ) -> KvCache:
+        """`form` is float32, float16 or int8. Raises MemoryError where the system refuses the memory."""
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks, one pair (from, to) after the other."""
+
+    def swap(self, outs: Sequence[tuple[int, int]], ins: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks to the host's room (block, host block), then others from it (host block, block)."""

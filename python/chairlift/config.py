@@ -12,6 +12,9 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 ENV_PREFIX = "CHAIRLIFT_"
 
+DEFAULT_SEATS, DEFAULT_STEP_TOKENS = 64, 256
+"""Sequences and tokens in one step where nobody said how many and memory is not short."""
+
 LARGEST_WEIGHT = 10_000
 LONGEST_MS = 1e10
 """The longest duration that a setting may have: four months."""
@@ -26,6 +29,7 @@ _COUNTS = (
     "block_size",
     "num_kv_blocks",
     "kv_cache_memory_bytes",
+    "threads",
 )
 _DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms")
 
@@ -82,12 +86,35 @@ class EngineConfig:
         group="model",
     )
     device: str = _flag("auto", "where the model runs", choices=("auto", "cpu", "cuda"), group="model")
+    threads: int | None = _flag(
+        None, "threads that compute (default: one for each physical core that may be used, quotas of containers heeded)", int, group="model"
+    )
+    dtype: str = _flag(
+        "auto",
+        "how weights are kept, as in the checkpoint by default; on a CPU arithmetic is always in float32",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        group="model",
+    )
+    quantization: str = _flag(
+        "auto",
+        "'int8' keeps weights in blocks of 8 bits, on a CPU; 'auto' does where they would not fit into memory otherwise",
+        choices=("auto", "none", "int8"),
+        group="model",
+    )
     seed: int = _flag(0, "seed of dummy weights, and of requests that name none", int, group="model")
     max_model_len: int | None = _flag(
         None, "longest prompt plus output, in tokens (default: what the model was made for)", _size, group="model"
     )
-    max_num_seqs: int = _flag(64, "sequences in one step", _size, group="scheduler")
-    max_num_batched_tokens: int = _flag(256, "tokens in one step: longer prompts are computed in chunks", _size, group="scheduler")
+    max_num_seqs: int | None = _flag(
+        None, f"sequences in one step (default: {DEFAULT_SEATS}, fewer where memory is short)", _size, group="scheduler"
+    )
+    max_num_batched_tokens: int | None = _flag(
+        None,
+        "tokens in one step: longer prompts are computed in chunks "
+        f"(default: {DEFAULT_STEP_TOKENS} or --max-num-seqs, fewer where memory is short)",
+        _size,
+        group="scheduler",
+    )
     scheduling_policy: str = _flag(
         "fcfs",
         "who goes first: the first to come, the lowest priority number, the tenant served least, the least slack, "
@@ -142,6 +169,12 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = _flag(
         None, "memory for the KV cache (default: a quarter of what is available)", _size, group="cache"
     )
+    kv_cache_dtype: str = _flag(
+        "auto",
+        "how keys and values are kept: 'auto' is float32 on a CPU, and what the weights are in elsewhere",
+        choices=("auto", "float32", "float16", "int8"),
+        group="cache",
+    )
     enable_prefix_caching: bool = _flag(True, "share the KV blocks of equal prompt beginnings", group="cache")
     swap_space: int = _flag(
         0, "host memory that preempted requests may be moved to, in bytes; without it they are computed again", _size, group="cache"
@@ -168,7 +201,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value <= LONGEST_MS:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0 and at most {LONGEST_MS:g}, got {value:g}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < (self.max_num_seqs or 1):
             raise ValueError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs ({self.max_num_seqs}): "
                 "every running sequence needs one token a step"
@@ -176,8 +209,8 @@ class EngineConfig:
         if self.static_batch_size is not None:
             if self.batching == "continuous":
                 raise ValueError("--static-batch-size needs --batching static or --batching dynamic")
-            if self.static_batch_size > self.max_num_seqs:
-                raise ValueError(f"--static-batch-size ({self.static_batch_size}) must be at most --max-num-seqs ({self.max_num_seqs})")
+            if self.static_batch_size > self.seats:
+                raise ValueError(f"--static-batch-size ({self.static_batch_size}) must be at most --max-num-seqs ({self.seats})")
         if self.batch_timeout_ms is not None and self.batching != "dynamic":
             raise ValueError("--batch-timeout-ms needs --batching dynamic")
         if self.swap_space < 0:
@@ -187,6 +220,16 @@ class EngineConfig:
         for tenant, weight in (self.tenant_weights or {}).items():
             if not 1 <= weight <= LARGEST_WEIGHT:
                 raise ValueError(f"--tenant-weights: {tenant}'s must be an integer from 1 to {LARGEST_WEIGHT}, got {weight}")
+
+    @property
+    def seats(self) -> int:
+        """Sequences in one step, if memory is not short."""
+        return self.max_num_seqs or min(DEFAULT_SEATS, self.max_num_batched_tokens or DEFAULT_SEATS)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens in one step, if memory is not short."""
+        return self.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, self.seats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,8 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_default_model_is_complete(model_dir: Path) -> None:
     names = {path.name for path in model_dir.iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    config = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert names == {*config, "model.safetensors", "model.blocks"}
     assert locate(DEFAULT_MODEL) == model_dir
 
 

@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +113,14 @@ def test_flags_win_over_variables_and_variables_over_defaults(monkeypatch):
 def test_a_key_that_guards_nothing_is_refused(key):
     with pytest.raises(ValueError, match="--api-key must not be empty"):
         ServerConfig(api_key=key)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of what a process has loaded")
+def test_the_servers_process_has_no_threads_that_compute():
+    # They would wait by spinning, on the cores that the engine's process computes on.
+    code = (
+        "import sys, chairlift.cli.serve, chairlift.server.life\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert not [line for line in open('/proc/self/maps') if 'omp' in line.rpartition('/')[2]]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -28,6 +28,8 @@ FACTS = {
     "block_size": 16,
     "max_num_seqs": 64,
     "eos_token_ids": [EOS],
+    "determinism": "batch-invariant",
+    "decisions": [["context length", "2000000 tokens", "what the model was made for"], ["KV cache", "160 tokens", "a guess"]],
 }
 
 

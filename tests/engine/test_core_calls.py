@@ -93,6 +93,9 @@ class FakeCore:
 
 class FakeRunner:
     num_kv_blocks, max_model_len, host_blocks, swap_ns_per_block = 101, 50, 7, 900
+    max_num_seqs, max_num_batched_tokens = 30, 120
+    batch_invariant = False
+    decisions = (("threads", "2", "why not"),)
     buffers = SimpleNamespace(arrays=dict)
     model_config = SimpleNamespace(vocab_size=1000)
     logprobs = np.array([-0.5], dtype=np.float32)
@@ -153,8 +156,8 @@ def test_settings_reach_the_core_in_its_units(make):
     assert settings == {
         "num_blocks": 101,
         "block_size": 16,
-        "max_tokens": 256,
-        "max_seqs": 64,
+        "max_tokens": 120,
+        "max_seqs": 30,
         "max_model_len": 50,
         "prefix_caching": True,
         "watermark": 10,
@@ -170,6 +173,15 @@ def test_settings_reach_the_core_in_its_units(make):
         "swap_ns_per_block": 900,
         "journal": False,
     }
+
+
+def test_what_the_runner_was_fitted_to_is_told(make, monkeypatch):
+    facts = make(max_num_seqs=64).facts
+    assert (facts["max_num_seqs"], facts["max_num_batched_tokens"]) == (30, 120)
+    assert facts["decisions"] == [["threads", "2", "why not"]]
+    assert facts["determinism"] == "best-effort"
+    monkeypatch.setattr(FakeRunner, "batch_invariant", True)
+    assert make().facts["determinism"] == "batch-invariant"
 
 
 def test_a_request_reaches_the_core_with_its_place_among_the_others(make):

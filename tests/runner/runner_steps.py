@@ -26,8 +26,8 @@ class Driver:
         self.free = list(np.random.default_rng(seed).permutation(np.arange(1, runner.num_kv_blocks)).tolist())
         logits = runner.model.logits
 
-        def kept(hidden, at):
-            self.logits = logits(hidden, at)
+        def kept(at):
+            self.logits = logits(at).clone()
             return self.logits.clone()
 
         runner.model.logits = kept  # type: ignore[method-assign]

@@ -7,8 +7,10 @@ from tiny_models import FAMILIES, write
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, UnsupportedModel
 from chairlift.outputs import TokenLogprobs
+from chairlift.runner.model import time_swap
 from chairlift.runner.prompt_logprobs import PromptLogprobs
 from chairlift.runner.runner import ModelRunner
+from chairlift.runner.torch_model import TorchModel
 from chairlift.sampling import SamplingParams
 
 LENGTHS = (37, 1, 18, 70)
@@ -16,7 +18,7 @@ LENGTHS = (37, 1, 18, 70)
 
 def runner_for(directory, **settings) -> ModelRunner:
     small = {"num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    return ModelRunner(EngineConfig(**small | settings), directory)
+    return ModelRunner(EngineConfig(**small | settings), directory, load=TorchModel.load)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -108,6 +110,16 @@ def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkey
             driver.leave(one)
 
 
+def test_timing_a_swap_changes_nothing(tmp_path):
+    write("llama", tmp_path)
+    model = runner_for(tmp_path, swap_space=2**20).model
+    with torch.inference_mode():
+        model.cache.tensor.copy_(torch.randn(model.cache.tensor.shape))
+    before = model.cache.tensor.clone()
+    assert time_swap(model, 3) >= 1
+    assert torch.equal(model.cache.tensor, before)
+
+
 def test_blocks_are_copied_before_the_step(tmp_path):
     write("llama", tmp_path)
     driver = Driver(runner_for(tmp_path))
@@ -130,7 +142,7 @@ def test_a_sequence_goes_on_bit_for_bit_after_its_blocks_were_swapped(tmp_path):
     places = [5, 0, runner.host_blocks - 1]
     runner.swap(list(zip(one.blocks, places, strict=True)), [])
     with torch.inference_mode():
-        runner.cache.tensor[:, one.blocks] = float("nan")
+        runner.model.cache.tensor[:, one.blocks] = float("nan")
     one.blocks = [driver.free.pop() for _ in places]
     runner.swap([], list(zip(places, one.blocks, strict=True)))
     for _ in range(4):
@@ -141,8 +153,9 @@ def test_a_sequence_goes_on_bit_for_bit_after_its_blocks_were_swapped(tmp_path):
 def test_a_row_with_logits_that_are_not_finite_fails_alone(tmp_path):
     write("llama", tmp_path)
     driver = Driver(runner_for(tmp_path))
-    driver.runner.model.embedding = driver.runner.model.embedding.clone()
-    driver.runner.model.embedding[5] = float("nan")
+    llama = driver.runner.model.llama
+    llama.embedding = llama.embedding.clone()
+    llama.embedding[5] = float("nan")
     good, bad = driver.seat(0, [3, 4]), driver.seat(1, [5, 6])
     alone = Driver(driver.runner, seed=1).step([(driver.seat(2, [3, 4]), 2)])
     assert driver.step([(bad, 2), (good, 2)]) == [-1, *alone]
@@ -244,3 +257,59 @@ def test_cuda_is_refused_where_there_is_none(tmp_path):
     write("llama", tmp_path)
     with pytest.raises(InvalidSetting, match="--device cpu"):
         runner_for(tmp_path, device="cuda")
+
+
+def test_threads_are_the_physical_cores_unless_somebody_says_otherwise(tmp_path, monkeypatch):
+    write("llama", tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("chairlift.runner.runner.usable_cores", lambda: 2)
+    before = torch.get_num_threads()
+
+    def threads(**settings) -> tuple[str, str]:
+        asked = []
+
+        def load(config, *rest):
+            asked.append(config.threads)
+            return TorchModel.load(config, *rest)
+
+        config = EngineConfig(num_kv_blocks=10, block_size=8, **settings)
+        [decision] = [decision for decision in ModelRunner(config, tmp_path, load=load).decisions if decision.what == "threads"]
+        assert asked == [torch.get_num_threads()] == [int(decision.value)]
+        return decision.value, decision.reason
+
+    try:
+        assert threads() == ("2", "physical cores that this process may use")
+        assert threads(threads=3) == ("3", "--threads says so")
+        for limit, expected in (("1", "1"), ("5", "2"), ("2,1", "2")):
+            monkeypatch.setenv("OMP_NUM_THREADS", limit)
+            assert threads()[0] == expected
+        assert threads(threads=3)[0] == "3"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_was_chosen_is_told_with_reasons(tmp_path):
+    write("llama", tmp_path)
+    decisions = runner_for(tmp_path, device="cpu").decisions
+    assert [decision.what for decision in decisions] == [
+        "device",
+        "threads",
+        "weights",
+        "KV form",
+        "context length",
+        "KV cache",
+        "sequences a step",
+        "tokens a step",
+    ]
+    assert decisions[0][1:] == ("cpu", "--device says so")
+    assert all(decision.value and decision.reason for decision in decisions)
+
+
+def test_steps_are_made_for_the_memory_that_there_is(tmp_path, monkeypatch):
+    write("llama", tmp_path)
+    config = EngineConfig(device="cpu")
+    monkeypatch.setattr("chairlift.runner.runner.available_memory", lambda: 2**20)
+    runner = ModelRunner(config, tmp_path, load=TorchModel.load)
+    assert runner.max_num_seqs <= runner.max_num_batched_tokens == len(runner.buffers.input_ids) < 256
+    assert runner.max_num_seqs == len(runner.buffers.rows) == len(runner.sampler.seed)
+    assert runner.num_kv_blocks * 16 * 3 * 2 * 2 * 8 * 4 < 2**20

@@ -4,6 +4,8 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from chairlift.outputs import TokenLogprobs
+from chairlift.runner.choice import choose, choose_in_torch
+from chairlift.runner.logprobs import score, score_in_torch
 from chairlift.runner.philox import philox, uniforms
 from chairlift.runner.sampler import FAILED, Sampler
 from chairlift.sampling import SamplingParams
@@ -59,10 +61,17 @@ CASES = [
 ]
 
 
+@pytest.fixture(params=[choose, choose_in_torch])
+def chooser(request, monkeypatch):
+    """Each way in which tokens are chosen: that of this device, and that of others."""
+    monkeypatch.setattr("chairlift.runner.choice.CANDIDATES", ROUNDS)
+    monkeypatch.setattr("chairlift.runner.sampler.choose", request.param)
+
+
+@pytest.mark.usefixtures("chooser")
 @pytest.mark.parametrize("vocabulary", [50, 700])
 @pytest.mark.parametrize("settings", CASES, ids=str)
-def test_draws_follow_the_distribution(settings, vocabulary, monkeypatch):
-    monkeypatch.setattr("chairlift.runner.sampler.CANDIDATES", ROUNDS)
+def test_draws_follow_the_distribution(settings, vocabulary):
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(1)) * 2
     expected = reference(logits, **settings).numpy()
     counts = np.bincount(draws(logits, **settings), minlength=vocabulary)
@@ -74,6 +83,7 @@ def test_draws_follow_the_distribution(settings, vocabulary, monkeypatch):
     assert abs(counts[tail].sum() - DRAWS * mass) <= 5 * np.sqrt(DRAWS * mass) + 1e-9
 
 
+@pytest.mark.usefixtures("chooser")
 def test_greedy_takes_the_first_of_the_largest():
     logits = torch.tensor([[1.0, 5.0, 5.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 9.0]])
     made = sampler(*[SamplingParams(temperature=0.0)] * 3)
@@ -82,11 +92,13 @@ def test_greedy_takes_the_first_of_the_largest():
     assert found.tolist() == [1, 0, 3]
 
 
+@pytest.mark.usefixtures("chooser")
 def test_a_tiny_temperature_is_greedy():
     logits = torch.randn(100, generator=torch.Generator().manual_seed(0))
     assert set(draws(logits, 50, temperature=1e-300)) == {int(logits.argmax())}
 
 
+@pytest.mark.usefixtures("chooser")
 def test_equal_seeds_draw_equally_whatever_the_batch():
     generator = torch.Generator().manual_seed(0)
     params = [SamplingParams(**{"temperature": 1.3} | CASES[i % len(CASES)]) for i in range(20)]
@@ -102,6 +114,27 @@ def test_equal_seeds_draw_equally_whatever_the_batch():
         assert alone.tolist() == [together[row]]
 
 
+def test_devices_choose_the_same_tokens():
+    settings = [{"temperature": 1.0} | CASES[i % len(CASES)] for i in range(60)]
+    logits = torch.randn(60, 20_000, generator=torch.Generator().manual_seed(0)) * 2.5
+    columns = [
+        np.array([one.get(name, off) for one in settings])
+        for name, off in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+    ]
+    uniform = np.random.default_rng(0).random(60)
+    assert choose(logits, *columns, uniform).tolist() == choose_in_torch(logits, *columns, uniform).tolist()
+
+
+@pytest.mark.parametrize("count", [0, 5, 300])
+def test_devices_give_the_same_scores(count):
+    logits = torch.randn(20, 20_000, generator=torch.Generator().manual_seed(0)) * 2.5
+    tokens = torch.arange(20) * 999
+    found, expected = score(logits, tokens, count), score_in_torch(logits, tokens, count)
+    logprobs = [1, *range(3 + count, 3 + 2 * count)]
+    assert np.abs(found[:, logprobs].view(np.float32) - expected[:, logprobs].view(np.float32)).max() < 1e-5
+    assert np.delete(found, logprobs, 1).tolist() == np.delete(expected, logprobs, 1).tolist()
+
+
 def test_seeds_and_positions_change_the_draw():
     logits = torch.zeros(64, 1000)
     made = sampler(*[SamplingParams()] * 64)
@@ -110,6 +143,7 @@ def test_seeds_and_positions_change_the_draw():
     assert (first != second).sum() > 55
 
 
+@pytest.mark.usefixtures("chooser")
 def test_rows_that_are_not_finite_fail_and_harm_nobody():
     logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams(temperature=float(row % 2), repetition_penalty=1.1, presence_penalty=0.5) for row in range(6)]

@@ -68,7 +68,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.config = EngineConfig()
         self.tokenizer = FakeTokenizer()
-        self.facts = {"max_model_len": 2048, "vocab_size": 256}
+        self.facts = {"max_model_len": 2048, "vocab_size": 256, "determinism": "batch-invariant"}
         self.alive = self.ready = True
         self.end_with = EngineDead
         self.stuck: tuple[str, float] | None = None

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,22 @@ _IGNORED = ("rope_freqs.weight", ".attn_rot_embd.weight")
 """Not weights: frequencies that follow from the configuration."""
 _CACHED_BYTES = 1 << 16
 
+BLOCKS_FILE = "model.blocks"
+"""Beside model.safetensors, and in the same format under a name that nobody takes for a model's: matrices as the GGUF file has them.
+
+They are uint8 [rows, bytes of a row], and the metadata tell of each which ggml type it is, as a number.
+"""
+_BLOCK_TYPES = (2, 3, 8)
+"""Those that are computed with as they are: Q4_0, Q4_1 and Q8_0."""
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def convert(path: Path, out: Path) -> None:
     """Writes the model of a GGUF file to the new directory `out`, whole or not at all.
 
-    Weights become fp32, with the values that the gguf package gives, under Hugging Face's names. A `tokenizer.json`
+    Weights become fp32, with the values that the gguf package gives, under Hugging Face's names; matrices of some types are
+    kept as they are too, in a file of their own (see BLOCKS_FILE). A `tokenizer.json`
     beside the file is taken instead of the file's own vocabulary. If another process made `out` meanwhile, its result
     stays. Raises UnsupportedModel for a file that cannot be read, with the reason.
     """
@@ -60,7 +69,9 @@ def convert(path: Path, out: Path) -> None:
         _write_json(partial / "config.json", config)
         generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
         _write_json(partial / "generation_config.json", generation | {"eos_token_id": turn_end_ids(file)})
-        _write_weights(file, config, partial / "model.safetensors")
+        entries = list(_matched(file, config))
+        _write_weights(file, config, entries, partial / "model.safetensors")
+        _write_blocks(file, config, entries, partial / BLOCKS_FILE)
         partial.chmod(0o755)
         try:
             partial.rename(out)
@@ -202,24 +213,44 @@ def _matched(file: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, Tens
         raise UnsupportedModel(f"{file.path} lacks {len(expected)} tensors, {next(iter(expected))} among them")
 
 
-def _write_weights(file: GGUFFile, config: dict[str, Any], out: Path) -> None:
-    """Writes a safetensors file tensor by tensor, so that no more than one is held in memory."""
-    entries = list(_matched(file, config))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _write_weights(file: GGUFFile, config: dict[str, Any], entries: list[tuple[str, TensorEntry]], out: Path) -> None:
+    """Writes all tensors in fp32."""
+    shapes = {name: entry.shape for name, entry in entries}
+    weights = (_ordered(config, name, _dequantize(file, entry)).astype("<f4", copy=False) for name, entry in entries)
+    _write_safetensors(out, "F32", 4, shapes, weights, {"format": "pt"})
+
+
+def _write_blocks(file: GGUFFile, config: dict[str, Any], entries: list[tuple[str, TensorEntry]], out: Path) -> None:
+    """Writes the matrices of some types as they are, if there are any. A row's blocks hold no part of another row."""
+    kept = [(name, entry) for name, entry in entries if entry.kind in _BLOCK_TYPES and len(entry.shape) == 2]
+    if kept:
+        shapes = {name: (entry.shape[0], entry.size // entry.shape[0]) for name, entry in kept}
+        blocks = (_ordered(config, name, file.data(entry).reshape(shapes[name])) for name, entry in kept)
+        _write_safetensors(out, "U8", 1, shapes, blocks, {name: str(entry.kind) for name, entry in kept})
+
+
+def _write_safetensors(
+    out: Path, dtype: str, size: int, shapes: Mapping[str, tuple[int, ...]], tensors: Iterator[Array], metadata: dict[str, str]
+) -> None:
+    """Writes a file tensor by tensor, so that no more than one is held in memory; an element takes `size` bytes."""
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for name, entry in entries:
-        start, end = end, end + 4 * math.prod(entry.shape)
-        header[name] = {"dtype": "F32", "shape": entry.shape, "data_offsets": [start, end]}
+    for name, shape in shapes.items():
+        start, end = end, end + size * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with out.open("wb") as target:
         target.write(len(text).to_bytes(8, "little") + text)
-        for name, entry in entries:
-            weights = _dequantize(file, entry)
-            if config["model_type"] == "llama" and name.rsplit(".", 2)[1] in ("q_proj", "k_proj"):
-                heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-                weights = _halves(weights, heads)
-            target.write(np.ascontiguousarray(weights, dtype="<f4").data)
+        for tensor in tensors:
+            target.write(np.ascontiguousarray(tensor).data)
+
+
+def _ordered(config: dict[str, Any], name: str, rows: Array) -> Array:
+    """A tensor's rows in Hugging Face's order: llama.cpp has another for what Llama rotates."""
+    if config["model_type"] != "llama" or name.rsplit(".", 2)[1] not in ("q_proj", "k_proj"):
+        return rows
+    return _halves(rows, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
 
 
 def _halves(weights: Array, heads: int) -> Array:

@@ -40,6 +40,7 @@ from chairlift.engine.protocol import (
 from chairlift.engine.pulse import Pulse
 from chairlift.engine.request import deliver, spelled, validate
 from chairlift.engine.stream import Stream
+from chairlift.engine.table import log_decisions
 from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead
 from chairlift.outputs import Ledger, RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
@@ -374,13 +375,11 @@ class AsyncEngine:
             self._is_ready.exception()  # so that asyncio does not complain where nobody waits for it
 
     def _log_start(self, total: float) -> None:
-        """Says what the engine has room for, and where the time went: what it did not name was starting its process and talking to it."""
+        """Says what was decided, and where the time went: what the engine did not name was starting its process and talking to it."""
         parts = {name: round(seconds, 2) for name, seconds in self._phases.items()}
         parts = {"process": round(total, 2) - sum(parts.values()), **parts}
         log.info("phase process %.2f s", parts["process"])
-        room = self.facts["num_kv_blocks"] * self.facts["block_size"]
-        words = "%s: %d tokens at most in a request, %d sequences in a step, %d tokens in the KV cache"
-        log.info(words, self.facts["model"], self.facts["max_model_len"], self.facts["max_num_seqs"], room)
+        log_decisions(self.facts["model"], self.facts["decisions"])
         log.info("ready in %.2f s: %s", total, " + ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items()))
 
 

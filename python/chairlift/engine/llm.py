@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.engine.request import Request, deliver, joined, spelled, validate
+from chairlift.engine.table import log_decisions
 from chairlift.errors import EngineDead, InvalidRequest
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
@@ -52,6 +53,7 @@ class LLM:
         self.tokenizer = Tokenizer(directory, self.config.tokenizer)
         self._engine = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
         self.facts: dict[str, Any] = {**self._engine.facts, "model": model}
+        log_decisions(model, self.facts["decisions"])
         self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences are numbered on from its tag
         self._turn = threading.Lock()
 

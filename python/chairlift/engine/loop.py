@@ -83,8 +83,8 @@ class Engine:
         self._scheduler = _core.Scheduler(
             num_blocks=runner.num_kv_blocks,
             block_size=config.block_size,
-            max_tokens=config.max_num_batched_tokens,
-            max_seqs=config.max_num_seqs,
+            max_tokens=runner.max_num_batched_tokens,
+            max_seqs=runner.max_num_seqs,
             max_model_len=runner.max_model_len,
             prefix_caching=config.enable_prefix_caching,
             watermark=int(config.watermark * (runner.num_kv_blocks - 1)),
@@ -115,8 +115,10 @@ class Engine:
             "max_model_len": runner.max_model_len,
             "num_kv_blocks": runner.num_kv_blocks - 1,
             "block_size": config.block_size,
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_num_seqs": runner.max_num_seqs,
+            "max_num_batched_tokens": runner.max_num_batched_tokens,
+            "determinism": "batch-invariant" if runner.batch_invariant else "best-effort",
+            "decisions": [list(decision) for decision in runner.decisions],
             "vocab_size": vocab_size,
             "eos_token_ids": self._eos,
         }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from chairlift import _core
+
 PIECE = 1 << 24
 """Logits that are looked at in one go for a prompt: 64 MB of them, and as much again for what is made of them."""
 
@@ -15,6 +17,14 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> np.ndarray:
     int32 [M, 3 + 2 * count]: the token, its log-probability, its rank (1: none is likelier), the likeliest, the best first, and their
     log-probabilities. Log-probabilities are the bits of an fp32.
     """
+    if logits.is_cpu:
+        lines = _core.score(logits.contiguous().numpy(), tokens.numpy(), count, threads=torch.get_num_threads())
+        return np.frombuffer(lines, dtype=np.int32).reshape(-1, 3 + 2 * count)
+    return score_in_torch(logits, tokens, count)
+
+
+def score_in_torch(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> np.ndarray:
+    """As `score`, on whatever device the logits are; equally likely tokens come in any order."""
     total = logits.logsumexp(1, keepdim=True)
     own = logits.gather(1, tokens.unsqueeze(1))
     rank = (logits > own).sum(1, keepdim=True, dtype=torch.int32) + 1

@@ -10,6 +10,7 @@ import numpy as np
 from chairlift.config import EngineConfig
 from chairlift.models.config import ModelConfig
 from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.decision import Decision, asked
 from chairlift.sampling import SamplingParams
 
 SEATED_BLOCKS = 1 << 20
@@ -23,6 +24,8 @@ class NoModel:
     vocabulary are those of the model's config.
     """
 
+    batch_invariant = True
+    decisions = (Decision("weights", "none", asked("--load-format")),)
     host_blocks = 0
     swap_ns_per_block = 0
 
@@ -36,8 +39,9 @@ class NoModel:
         if config.num_kv_blocks is not None:
             self.max_model_len = min(self.max_model_len, config.num_kv_blocks * config.block_size)
         each = -(-self.max_model_len // config.block_size)
-        self.num_kv_blocks = 1 + (config.num_kv_blocks or min(config.max_num_seqs * each, SEATED_BLOCKS))
-        self.buffers = StepBuffers(config.max_num_batched_tokens, config.max_num_seqs, each)
+        self.max_num_seqs, self.max_num_batched_tokens = config.seats, config.step_tokens
+        self.num_kv_blocks = 1 + (config.num_kv_blocks or min(config.seats * each, SEATED_BLOCKS))
+        self.buffers = StepBuffers(config.step_tokens, config.seats, each)
         self._tokens = np.array([token for token in range(self.model_config.vocab_size) if token not in ends], dtype=np.int32)
         self.logprobs = np.zeros(0, dtype=np.float32)
         self.details: dict[int, bytes] = {}

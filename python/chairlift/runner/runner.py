@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +13,20 @@ import torch
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.layers.attention import plan_attention
-from chairlift.layers.linear import padded_rows
 from chairlift.models.config import ModelConfig
-from chairlift.models.llama import Llama, Step
 from chairlift.runner.buffers import StepBuffers
-from chairlift.runner.cache import KvCache, fit_cache, fit_host
+from chairlift.runner.cpu_model import CpuModel
+from chairlift.runner.decision import Decision, asked
 from chairlift.runner.logprobs import PIECE, packed, score
 from chairlift.runner.machine import available_memory, usable_cores
 from chairlift.runner.matcher import Matcher
+from chairlift.runner.model import DeviceModel, Loader, Pairs, time_swap
+from chairlift.runner.precision import decide
 from chairlift.runner.prompt_logprobs import PromptLogprobs
 from chairlift.runner.sampler import Sampler
-from chairlift.runner.weights import DummyWeights, SafetensorWeights
+from chairlift.runner.sizing import fit, fit_host
+from chairlift.runner.torch_model import TorchModel
+from chairlift.runner.weights import block_bytes
 from chairlift.sampling import SamplingParams
 
 
@@ -30,14 +34,23 @@ class ModelRunner:
     """A loaded model with its KV cache, its step buffers and its sampler.
 
     `max_model_len` is how long a sequence may get, `num_kv_blocks` how many blocks there are, scratch block 0 included, and
-    `host_blocks` how many more can be swapped out, each of which takes `swap_ns_per_block` nanoseconds one way.
+    `host_blocks` how many more can be swapped out, each of which takes `swap_ns_per_block` nanoseconds one way. A step has at most
+    `max_num_batched_tokens` tokens of `max_num_seqs` sequences. `decisions` says how all that came about; for `batch_invariant` see
+    `DeviceModel`.
     """
 
-    def __init__(self, config: EngineConfig, directory: Path, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        directory: Path,
+        on_phase: Callable[[str, float], None] = lambda name, seconds: None,
+        load: Loader | None = None,
+    ) -> None:
         """Loads the model of `directory`, sizes and allocates the cache, and runs a first step.
 
-        Calls on_phase("weights" | "kv cache" | "warm-up", seconds) after each. Raises ModelNotFound or UnsupportedModel for a
-        directory that it cannot use, InvalidSetting for a setting that does not suit this model or machine.
+        `load` is for tests: without it the device decides. Calls on_phase("weights" | "kv cache" | "warm-up", seconds) after each.
+        Raises ModelNotFound or UnsupportedModel for a directory that it cannot use, InvalidSetting for a setting that does not suit
+        this model or machine.
         """
         clock = time.perf_counter()
 
@@ -47,27 +60,30 @@ class ModelRunner:
             on_phase(name, now - clock)
             clock = now
 
-        if torch.get_num_threads() > usable_cores():
-            torch.set_num_threads(usable_cores())
         self.model_config = ModelConfig.load(directory)
-        self.device = _device(config.device)
-        self.dtype = _dtype(self.model_config, self.device)
-        with torch.inference_mode():
-            self.model = self._load(config, directory)
-            phase("weights")
-            size = fit_cache(config, self.model_config, self.dtype, available_memory(self.device))
-            self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
-            self.block_size = config.block_size
-            self.host_blocks = fit_host(config, self.model_config, self.dtype, available_memory(torch.device("cpu")))
-            self.cache = KvCache(self.model_config, self.num_kv_blocks, self.block_size, self.dtype, self.device, self.host_blocks)
-            self.swap_ns_per_block = self.cache.time_swap() if self.host_blocks else 0
-            blocks = -(-self.max_model_len // self.block_size)
-            self.buffers = StepBuffers(config.max_num_batched_tokens, config.max_num_seqs, blocks)
-            self.sampler = Sampler(config.max_num_seqs, self.device)
+        device, threads = _device(config.device), _threads(config.threads)
+        config = replace(config, device=device.value, threads=int(threads.value))
+        torch.set_num_threads(int(threads.value))
+        precision = decide(config, self.model_config, available_memory(), block_bytes(directory))
+        load = load or (CpuModel.load if config.device == "cpu" else TorchModel.load)
+        self.model: DeviceModel = load(config, directory, self.model_config, precision)
+        self.device = self.model.device
+        self.batch_invariant = self.model.batch_invariant
+        phase("weights")
+        size = fit(config, self.model_config, precision.kv, _available(self.device))
+        self.decisions = (device, threads, *precision.decisions, *size.decisions)
+        self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
+        self.max_num_seqs, self.max_num_batched_tokens = size.max_num_seqs, size.max_num_batched_tokens
+        self.block_size = config.block_size
+        self.host_blocks = fit_host(config, self.model_config, precision.kv, available_memory())
+        self.model.allocate(self.num_kv_blocks, self.block_size, self.host_blocks)
+        self.swap_ns_per_block = time_swap(self.model, min(self.host_blocks, self.num_kv_blocks)) if self.host_blocks else 0
+        blocks = -(-self.max_model_len // self.block_size)
+        self.buffers = StepBuffers(self.max_num_batched_tokens, self.max_num_seqs, blocks)
+        self.sampler = Sampler(self.max_num_seqs, self.device)
         self._prompts: dict[int, PromptLogprobs] = {}
         self.prompt_logprobs: list[tuple[int, bytes]] = []
         """What the last `run` told of prompts: tags, and lines of `logprobs.score`; for one tag in the order of its tokens."""
-        self.windows = frozenset(self.model_config.windows)
         phase("kv cache")
         self._warm_up()
         phase("warm-up")
@@ -93,10 +109,9 @@ class ModelRunner:
             self._prompts[row] = prompt
         self.sampler.seat(row, params, tokens, prompt_len, seed, ends=ends, matcher=matcher)
 
-    @torch.inference_mode()
-    def swap(self, outs: Iterable[tuple[int, int]], ins: Iterable[tuple[int, int]]) -> None:
+    def swap(self, outs: Pairs, ins: Pairs) -> None:
         """Copies blocks to the host (device block, host block) and then back (host block, device block), before the step that needs it."""
-        self.cache.swap(outs, ins)
+        self.model.swap(outs, ins)
 
     @property
     def logprobs(self) -> np.ndarray:
@@ -111,30 +126,15 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, num_tokens: int, num_seqs: int, num_samples: int, num_copies: int) -> np.ndarray:
         """Runs the step that the buffers describe; int32 [num_samples]: the sampled tokens, -1 where logits are not finite."""
-        buffers, device = self.buffers, self.device
+        buffers = self.buffers
         if num_copies:
-            self.cache.copy(buffers.copies[: 2 * num_copies].reshape(-1, 2))
-        attention = plan_attention(
-            buffers.slots[:num_tokens],
-            buffers.query_starts[: num_seqs + 1],
-            buffers.context_lens[:num_seqs],
-            buffers.block_tables[buffers.rows[:num_seqs]],
-            heads=self.model_config.num_heads,
-            windows=self.windows,
-            cache=self.cache.tensor[0],
-        )
-        # Token and position 0 fill the padding: any valid ones would do, nobody looks at those rows.
-        padded = np.zeros((2, padded_rows(num_tokens)), dtype=np.int32)
-        padded[0, :num_tokens] = buffers.input_ids[:num_tokens]
-        padded[1, :num_tokens] = buffers.positions[:num_tokens]
-        input_ids, positions = torch.from_numpy(padded).to(device)
+            self.model.copy(buffers.copies[: 2 * num_copies].reshape(-1, 2))
+        self.model.forward(buffers, num_tokens, num_seqs)
+        self.prompt_logprobs = self._score_prompts(num_seqs) if self._prompts else []
         sample_at = buffers.sample_at[:num_samples]
-        hidden = self.model.forward(Step(input_ids, positions, attention), self.cache.tensor)
-        self.prompt_logprobs = self._score_prompts(hidden, num_seqs) if self._prompts else []
-        logits = self.model.logits(hidden, torch.from_numpy(sample_at).to(device))
-        return self.sampler.sample(logits.float(), buffers.sample_rows[:num_samples], buffers.positions[sample_at] + 1)
+        return self.sampler.sample(self.model.logits(sample_at), buffers.sample_rows[:num_samples], buffers.positions[sample_at] + 1)
 
-    def _score_prompts(self, hidden: torch.Tensor, num_seqs: int) -> list[tuple[int, bytes]]:
+    def _score_prompts(self, num_seqs: int) -> list[tuple[int, bytes]]:
         """The lines of `score` for what this step computes of prompts whose log-probabilities were asked for."""
         starts, rows = self.buffers.query_starts[: num_seqs + 1].tolist(), self.buffers.rows[:num_seqs].tolist()
         chunks = [(int(self.buffers.positions[starts[i]]), i, self._prompts[row]) for i, row in enumerate(rows) if row in self._prompts]
@@ -148,10 +148,10 @@ class ModelRunner:
         if not at:
             return []
         count, size = max(prompt.count for prompt, _ in told), max(1, PIECE // self.model_config.vocab_size)
-        places = torch.split(torch.tensor(at, device=self.device), size)
-        targets = torch.split(torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.device), size)
-        pieces = zip(places, targets, strict=True)
-        lines = np.concatenate([score(self.model.logits(hidden, place).float(), target, count) for place, target in pieces])
+        places = np.array(at, dtype=np.int32)
+        targets = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.device)
+        pieces = [slice(start, start + size) for start in range(0, len(at), size)]
+        lines = np.concatenate([score(self.model.logits(places[piece]), targets[piece], count) for piece in pieces])
         ends = np.cumsum([length for _, length in told])
         self._prompts = {row: prompt for row, prompt in self._prompts.items() if not prompt.complete}
         return [
@@ -159,14 +159,6 @@ class ModelRunner:
             for (prompt, length), end in zip(told, ends.tolist(), strict=True)
             if length
         ]
-
-    def _load(self, config: EngineConfig, directory: Path) -> Llama:
-        if config.load_format == "dummy":
-            return Llama(self.model_config, DummyWeights(config.seed, self.dtype, self.device))
-        weights = SafetensorWeights(directory, self.dtype, self.device)
-        model = Llama(self.model_config, weights)
-        weights.finish(frozenset({"lm_head.weight"}) if self.model_config.tie_word_embeddings else frozenset())
-        return model
 
     def _warm_up(self) -> None:
         """Runs a prefill and a decode step in scratch block 0, so that no request waits for what torch does only once."""
@@ -182,14 +174,25 @@ class ModelRunner:
             array.fill(0)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str) -> Decision:
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidSetting("--device cuda: torch sees no CUDA device here (use --device cpu)")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+    if name != "auto":
+        return Decision("device", name, asked("--device"))
+    if torch.cuda.is_available():
+        return Decision("device", "cuda", "torch sees a CUDA device")
+    return Decision("device", "cpu", "torch sees no CUDA device")
 
 
-def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
-    """fp32 on CPU, where halves are several times slower; what the checkpoint is in elsewhere."""
-    if device.type == "cpu":
-        return torch.float32
-    return {"float16": torch.float16, "float32": torch.float32}.get(model.dtype or "", torch.bfloat16)
+def _threads(wanted: int | None) -> Decision:
+    if wanted is not None:
+        return Decision("threads", str(wanted), asked("--threads"))
+    cores, limit = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    if limit.isdecimal() and 0 < int(limit) < cores:
+        return Decision("threads", limit, asked("OMP_NUM_THREADS"))
+    return Decision("threads", str(cores), "physical cores that this process may use")
+
+
+def _available(device: torch.device) -> int:
+    """Bytes that the KV cache and what steps need may take."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()

@@ -7,9 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from chairlift.checkpoint.gguf import BLOCKS_FILE
 from chairlift.errors import ModelNotFound, UnsupportedModel
 
 READABLE = {torch.float32, torch.bfloat16, torch.float16}
@@ -18,20 +20,22 @@ READABLE = {torch.float32, torch.bfloat16, torch.float16}
 class SafetensorWeights:
     """The tensors of a directory's *.safetensors files, mapped rather than read: what is never touched costs nothing."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype | None, device: torch.device) -> None:
         """Opens model.safetensors, or the files that model.safetensors.index.json names."""
         self.directory, self.dtype, self.device = directory, dtype, device
         self.files: dict[str, Any] = {}
         for path in _files(directory):
-            try:
-                opened: Any = safe_open(path, framework="pt")
-                self.files.update(dict.fromkeys(opened.keys(), opened))
-            except (OSError, SafetensorError) as error:
-                raise UnsupportedModel(f"{path} cannot be read as safetensors ({error}): is the download complete?") from None
+            opened = _opened(path)
+            self.files.update(dict.fromkeys(opened.keys(), opened))
+        self.block_file = _opened(directory / BLOCKS_FILE) if (directory / BLOCKS_FILE).exists() else None
+        self.block_types: dict[str, str] = (self.block_file.metadata() or {}) if self.block_file else {}
         self.left = set(self.files)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor of that name in the dtype and on the device of the model; raises UnsupportedModel if it is missing or misshapen."""
+        """The tensor of that name on the device of the model, in its dtype if it has one, and as it is otherwise.
+
+        Raises UnsupportedModel if it is missing or misshapen.
+        """
         if name not in self.files:
             raise UnsupportedModel(f"{self.directory} has no tensor {name}: its weights do not belong to its config.json")
         tensor: torch.Tensor = self.files[name].get_tensor(name)
@@ -40,7 +44,20 @@ class SafetensorWeights:
         if tensor.dtype not in READABLE:
             raise UnsupportedModel(f"tensor {name} is {tensor.dtype} (supported: float32, bfloat16, float16)")
         self.left.discard(name)
-        return tensor.to(self.device, self.dtype)
+        return tensor.to(self.device, self.dtype or tensor.dtype)
+
+    def blocks(self, name: str, rows: int) -> tuple[str, np.ndarray[Any, np.dtype[np.uint8]]] | None:
+        """The tensor's blocks [rows, bytes] as a GGUF file had them, after the number of their ggml type.
+
+        None if the checkpoint has none, or was converted by a version that kept none.
+        """
+        if self.block_file is None or name not in self.block_types:
+            return None
+        self.left.discard(name)
+        blocks = self.block_file.get_tensor(name).numpy()
+        if len(blocks) != rows:
+            raise UnsupportedModel(f"tensor {name} has blocks of {len(blocks)} rows where config.json asks for {rows}")
+        return self.block_types[name], blocks
 
     def finish(self, ignored: frozenset[str] = frozenset()) -> None:
         """Raises UnsupportedModel if there are tensors that nobody took, but for the `ignored` and old tables of rotary angles."""
@@ -48,6 +65,19 @@ class SafetensorWeights:
         if extra:
             more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {', '.join(extra[:3])}{more}")
+
+
+def block_bytes(directory: Path) -> int:
+    """Bytes of the blocks that a GGUF file was made of; 0 if none were kept."""
+    path = directory / BLOCKS_FILE
+    return path.stat().st_size if path.exists() else 0
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedModel(f"{path} cannot be read as safetensors ({error}): is the download complete?") from None
 
 
 def _files(directory: Path) -> list[Path]:
@@ -96,6 +126,9 @@ class DummyWeights:
         pool = (self.pool * std).to(self.device, self.dtype)
         drawn: torch.Tensor = pool.repeat(repeats)[start : start + size].view(shape)
         return drawn
+
+    def blocks(self, name: str, rows: int) -> None:
+        """There are none."""
 
     def finish(self, ignored: frozenset[str] = frozenset()) -> None:
         """Nothing can be left over."""

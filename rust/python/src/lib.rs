@@ -2,9 +2,11 @@
 //! nothing else; numbers cross in flat arrays, once a step.
 
 mod buffers;
+mod decoder;
 mod errors;
 mod replay;
 mod reports;
+mod sample;
 mod scheduler;
 
 use pyo3::prelude::*;
@@ -14,9 +16,13 @@ mod _core {
     #[pymodule_export]
     use crate::buffers::StepBuffers;
     #[pymodule_export]
+    use crate::decoder::{Decoder, DecoderLayer, KvCache, Linear, instruction_set};
+    #[pymodule_export]
     use crate::errors::{EmptyPrompt, NeverFits, NoNewTokens, QueueFull, Rejected, TooLong};
     #[pymodule_export]
     use crate::replay::{replay, what_if};
+    #[pymodule_export]
+    use crate::sample::{choose, score};
     #[pymodule_export]
     use crate::scheduler::{Outputs, Scheduler, StepPlan};
     use pyo3::prelude::*;

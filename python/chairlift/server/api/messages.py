@@ -87,6 +87,7 @@ class _Answer:
             "type": "message",
             "role": "assistant",
             "model": head["model"],
+            "determinism": head["determinism"],
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -132,7 +132,8 @@ _USAGE = _object(
     {"prompt_tokens": _INTEGER, "completion_tokens": _INTEGER, "total_tokens": _INTEGER},
     prompt_tokens_details=_object({"cached_tokens": _INTEGER}),
 )
-_HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING}
+_DETERMINISM = {"enum": ["batch-invariant", "best-effort"]}
+_HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING, "determinism": _DETERMINISM}
 _ENDED = {"index": _INTEGER, "finish_reason": _or_null("string")}
 _FAILURE = {"message": _STRING, "type": _STRING, "param": _or_null("string"), "code": _or_null("string")}
 
@@ -154,6 +155,7 @@ _ANSWERS: dict[str, Any] = {
             "created_at": _INTEGER,
             "status": {"enum": ["completed", "incomplete"]},
             "model": _STRING,
+            "determinism": _DETERMINISM,
             "output": _list(_object({"type": {"enum": ["message", "function_call"]}, "id": _STRING, "status": _STRING})),
             "usage": _object({"input_tokens": _INTEGER, "output_tokens": _INTEGER, "total_tokens": _INTEGER}),
         },
@@ -165,6 +167,7 @@ _ANSWERS: dict[str, Any] = {
             "type": {"const": "message"},
             "role": {"const": "assistant"},
             "model": _STRING,
+            "determinism": _DETERMINISM,
             "content": _list(_object({"type": {"enum": ["text", "tool_use"]}})),
             "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
             "stop_sequence": _or_null("string"),

@@ -171,6 +171,7 @@ class _Answer:
             "id": head["id"],
             "object": "response",
             "created_at": head["created"],
+            "determinism": head["determinism"],
             "status": status,
             "background": False,
             "error": None,

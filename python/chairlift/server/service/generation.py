@@ -27,7 +27,7 @@ _AHEAD = 64
 class Generation:
     """What one API request makes the engine do; `outputs` runs it, and leaving `outputs` early ends it in the engine too.
 
-    `head` holds what every answer of it begins with: id, object, created and model.
+    `head` holds what every answer of it begins with: id, object, created, model and determinism.
     """
 
     def __init__(
@@ -54,7 +54,13 @@ class Generation:
         answer_id = f"{prefix}{uuid.uuid4().hex}"
         service.remember(scheduling.tenant, request_id, answer_id, len(prompts))
         self._ids = engine_ids(answer_id, len(prompts))
-        self.head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": service.model}
+        self.head = {
+            "id": answer_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": service.model,
+            "determinism": service.determinism,
+        }
         self.usage = Usage(prompt=sum(map(len, prompts)))
         self._timing: Timing | None = None
 

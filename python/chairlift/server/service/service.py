@@ -94,6 +94,11 @@ class Service:
         while len(self._named) > 2 * REMEMBERED:
             del self._named[next(iter(self._named))]
 
+    @property
+    def determinism(self) -> str:
+        """Whether an answer depends on what else the engine has to do: "batch-invariant" if not, else "best-effort"."""
+        return str(self.engine.facts["determinism"])
+
     async def explain(self, tenant: str, name: str) -> tuple[str, list[Ledger]]:
         """The id of a request's answer, and what became of its sequences; none of them if it is not known, or not any more.
 

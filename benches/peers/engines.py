@@ -1,0 +1,227 @@
+"""How each peer is started and asked, and what it is expected to take."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from peers.client import Answer, drive
+from peers.install import HF, HOME, gguf, llama_bin, python
+from peers.workload import Request
+
+THREADS = os.cpu_count() or 1
+BATCH = 16
+"""Seats of a static batch, and of llama.cpp's server where the name does not say otherwise."""
+LONGEST = 1024
+"""Context of a seat: the longest prompt and answer are 768 together."""
+LIMIT = 900.0
+"""Seconds that a run may take."""
+
+Run = Callable[[list[Request], float | None], list[Answer]]
+"""Answers requests, all sent at once or at a rate a second."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An engine in one of its settings. `command` has `{port}` in it where it listens."""
+
+    command: list[str]
+    weights: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    start: float = 5.0
+    """Seconds until it is ready, for the estimate."""
+    speed: float = 100.0
+    """Output tokens a second offline, for the estimate."""
+    serves: bool = True
+    """Whether it is a server; else it is told what to do on its standard input."""
+    online: bool = True
+    """Whether it can take requests as they arrive."""
+    some: int | None = None
+    """How many of the requests it gets offline, where all would take too long and each costs the same."""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[tuple[Run, int, float]]:
+        """Starts it; yields what runs requests, its session, and how long it took to be ready. All of it ends at the end."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        command = [part.format(port=port) for part in self.command]
+        HOME.mkdir(exist_ok=True)
+        began = time.perf_counter()
+        with (HOME / "last.log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log if self.serves else subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **self.environ},
+                start_new_session=True,
+            )
+        try:
+            if self.serves:
+                _await_ready(process, port)
+                run: Run = lambda requests, rate: asyncio.run(drive(port, requests, rate, self.extra, LIMIT))  # noqa: E731
+            else:
+                _expect(process, "ready")
+                run = lambda requests, rate: _told(process, requests, rate)  # noqa: E731
+            yield run, process.pid, time.perf_counter() - began
+        finally:
+            _end(process)
+
+
+def _await_ready(process: subprocess.Popen[bytes], port: int) -> None:
+    """Until a request is answered: 'listening' and 'healthy' mean different things among servers."""
+    body = json.dumps({"model": "model", "prompt": [504, 253], "max_tokens": 1, "temperature": 0}).encode()
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"})
+    refusal = ""
+    for _ in range(6000):
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(asked, timeout=60):
+                return
+        except urllib.error.HTTPError as error:
+            refusal = error.read().decode(errors="replace")[:500]
+            if error.code not in (404, 425, 503):
+                break
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise RuntimeError(f"it did not start: {refusal}\n{_log()}")
+
+
+def _log() -> str:
+    return "\n".join((HOME / "last.log").read_text(errors="replace").splitlines()[-25:])
+
+
+def _expect(process: subprocess.Popen[bytes], word: str | None = None) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline().decode().strip()
+    if not line or (word is not None and line != word):
+        raise RuntimeError(f"it ended, or said {line!r}\n{_log()}")
+    return line
+
+
+def _told(process: subprocess.Popen[bytes], requests: list[Request], rate: float | None) -> list[Answer]:
+    assert process.stdin is not None
+    due = [0.0 if rate is None else request.arrival / rate for request in requests]
+    order = {"prompts": [r.prompt for r in requests], "outputs": [r.output for r in requests], "arrivals": due}
+    process.stdin.write(json.dumps(order).encode() + b"\n")
+    process.stdin.flush()
+    reply = json.loads(_expect(process))
+    tokenizer = Tokenizer.from_file(str(HF / "tokenizer.json"))
+    answers = []
+    for request, at, times, tokens in zip(requests, due, reply["times"], reply["tokens"], strict=True):
+        error = "" if len(tokens) == request.output else f"{len(tokens)} tokens, not {request.output}"
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        answers.append(Answer(at, times, len(tokens), len(request.prompt), text, error))
+    return answers
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the whole session that the peer began: some leave workers behind."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(15)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def _llama(kind: str, seats: int = BATCH, speed: float = 100.0) -> Peer:
+    # Its prompt caches are off: no prompt comes twice, but looking for one costs something.
+    flags = ["--cache-ram", "0", "--no-cache-prompt", "--slot-prompt-similarity", "0", "--no-ui", "--log-disable"]
+    size = ["--parallel", str(seats), "--ctx-size", str(seats * LONGEST), "--threads", str(THREADS), "--threads-batch", str(THREADS)]
+    command = [str(llama_bin("llama-server")), "--model", str(gguf(kind)), "--host", "127.0.0.1", "--port", "{port}", *size, *flags]
+    return Peer(command, kind, start=3, speed=speed)
+
+
+def _vllm() -> Peer:
+    flags = ["--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", str(LONGEST)]
+    # `vllm serve` does not find its own metadata under this name; left alone it keeps a core for itself and uses one thread.
+    environ = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{THREADS - 1}",
+        "OMP_NUM_THREADS": str(THREADS),
+        "LD_PRELOAD": ":".join(str(path) for path in (*_preloads("libtcmalloc_minimal.so.4"), *_preloads("libiomp5.so"))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    module = [str(python("vllm")), "-m", "vllm.entrypoints.openai.api_server", "--model", str(HF), "--served-model-name", "model"]
+    return Peer([*module, "--host", "127.0.0.1", "--port", "{port}", *flags], "fp32", {}, environ, start=45, speed=125)
+
+
+def _preloads(name: str) -> list[Path]:
+    """A library that vLLM's manual says to load first, where the machine or the environment has it."""
+    places = [HOME / "vllm/lib", *HOME.glob("vllm/tcmalloc/usr/lib/*-linux-gnu"), *Path("/usr/lib").glob("*-linux-gnu")]
+    return [place / name for place in places if (place / name).exists()][:1]
+
+
+def _transformers(mode: str, **facts: Any) -> Peer:
+    script = Path(__file__).with_name("transformers_engine.py")
+    seats = 64 if mode == "continuous" else BATCH
+    environ = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    return Peer(
+        [str(python("transformers")), str(script), str(HF), mode, str(seats), str(THREADS)], "fp32", {}, environ, 10, serves=False, **facts
+    )
+
+
+def _chairlift(weights: str, flags: list[str], batching: str = "continuous", model: str = "Q4_1", speed: float = 150.0) -> Peer:
+    modes = {
+        "continuous": [],
+        "static": ["--batching", "static", "--static-batch-size", str(BATCH)],
+        "dynamic": ["--batching", "dynamic", "--static-batch-size", str(BATCH), "--batch-timeout-ms", "100"],
+    }
+    code = "import sys; from chairlift.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    serve = [sys.executable, "-c", code, "serve", str(gguf(model)), "--served-model-name", "model", "--port", "{port}"]
+    path = os.pathsep.join(filter(None, [str(HOME.parent.parent / "python"), os.environ.get("PYTHONPATH", "")]))
+    common = ["--no-enable-prefix-caching", "--log-level", "warning"]
+    return Peer([*serve, *common, *modes[batching], *flags], weights, {}, {"PYTHONPATH": path}, start=5, speed=speed)
+
+
+F32 = ["--dtype", "float32", "--quantization", "none"]
+F16 = ["--dtype", "float16", "--quantization", "none"]
+INT8 = ["--quantization", "int8"]
+
+PEERS: dict[str, Peer] = {
+    "transformers_one_by_one": _transformers("one_by_one", speed=17, online=False, some=12),
+    "transformers_static16": _transformers("static", speed=26, online=False),
+    "transformers_continuous": _transformers("continuous", speed=35),
+    "llama_q4_1": _llama("Q4_1", speed=73),
+    "llama_q8_0": _llama("Q8_0", speed=90),
+    "llama_f16": _llama("F16", speed=120),
+    "llama_f16_32": _llama("F16", 32, speed=120),
+    "llama_f32": _llama("F32", speed=90),
+    "vllm": _vllm(),
+    "chairlift": _chairlift("auto", []),
+    "chairlift_f32": _chairlift("fp32", F32),
+    "chairlift_f32_static": _chairlift("fp32", F32, "static", speed=80),
+    "chairlift_f32_dynamic": _chairlift("fp32", F32, "dynamic", speed=80),
+    "chairlift_f16": _chairlift("f16", F16),
+    "chairlift_f16_static": _chairlift("f16", F16, "static", speed=80),
+    "chairlift_f16_dynamic": _chairlift("f16", F16, "dynamic", speed=80),
+    "chairlift_int8": _chairlift("int8", INT8, speed=200),
+    "chairlift_int8_static": _chairlift("int8", INT8, "static", speed=110),
+    "chairlift_int8_dynamic": _chairlift("int8", INT8, "dynamic", speed=110),
+}
+"""Every peer by its name. `chairlift` is `chairlift serve` with nothing chosen."""

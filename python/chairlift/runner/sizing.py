@@ -1,0 +1,147 @@
+"""How much of everything there is: KV blocks, the context, sequences and tokens in a step; fitted to memory where nobody says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.models.config import ModelConfig
+from chairlift.runner.decision import Decision, asked, gib
+from chairlift.runner.precision import BYTES, SCALE_BYTES
+
+DEFAULT_SHARE = 0.25
+"""The part of free memory that the cache takes when nobody said how much."""
+LARGEST_SHARE = 0.9
+"""The part that all may take together, so that one sequence of full length fits."""
+STEP_SHARE = 0.25
+"""The part that a step's arrays may take before steps are made smaller."""
+
+HEADROOM = 256 << 20
+"""Bytes that the process may still grow by (grammars, requests, log-probabilities of prompts): a quarter, where all is less than 1 GiB."""
+LOGIT_BYTES = 24
+"""Bytes for each number of a sampled row: the logit, a copy of it, and the probabilities, places and sums that sampling makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many KV blocks there are, block 0 (which holds nobody's tokens) included, how long a sequence may get, and how large a step.
+
+    `decisions` says the same in words, with the reasons.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    decisions: tuple[Decision, ...] = field(default=(), compare=False)
+
+
+def block_bytes(model: ModelConfig, block_size: int, kv: str) -> int:
+    """Bytes of one block over all layers, keys and values, in the form `kv`: int8 has a scale for each head's key or value of a token."""
+    each = model.head_dim * BYTES[kv] + (SCALE_BYTES if kv == "int8" else 0)
+    return model.num_layers * 2 * model.num_kv_heads * block_size * each
+
+
+def step_bytes(model: ModelConfig, seqs: int, tokens: int) -> int:
+    """Bytes that a step of so many tokens, with a sample for each of so many sequences, needs beside weights and KV."""
+    return _sampling(model, seqs) + _activations(model, tokens)
+
+
+def _sampling(model: ModelConfig, seqs: int) -> int:
+    return seqs * model.vocab_size * LOGIT_BYTES
+
+
+def _activations(model: ModelConfig, tokens: int) -> int:
+    """What a layer holds at once: its input, its norm and its sum; queries, keys and values before and after turning; the wide part."""
+    heads = model.num_heads + 2 * model.num_kv_heads
+    return tokens * 4 * (4 * model.hidden_size + 3 * heads * model.head_dim + 3 * model.intermediate_size)
+
+
+def fit(config: EngineConfig, model: ModelConfig, kv: str, available: int) -> Size:
+    """Sizes what the settings leave open for `available` bytes of memory, into which the weights are loaded already.
+
+    What was asked for is kept or refused (InvalidSetting, with the numbers); what was not shrinks to what fits.
+    """
+    seqs, tokens, steps = _fit_step(config, model, available)
+    longest = config.max_model_len or model.max_position_embeddings
+    if longest > model.max_position_embeddings:
+        raise InvalidSetting(f"--max-model-len {longest}: the model was made for {model.max_position_embeddings} positions")
+    size, each = config.block_size, block_bytes(model, config.block_size, kv)
+    one = -(-longest // size)
+    if config.num_kv_blocks is not None:
+        blocks, source = config.num_kv_blocks - 1, f"--num-kv-blocks {config.num_kv_blocks} (one of them is scratch)"
+        why = asked("--num-kv-blocks")
+    elif config.kv_cache_memory_bytes is not None:
+        blocks, source = config.kv_cache_memory_bytes // each - 1, f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+        why = asked("--kv-cache-memory-bytes")
+    else:
+        source = f"{gib(available)} of free memory"
+        left = min(available * LARGEST_SHARE, available - _headroom(available)) - step_bytes(model, seqs, tokens)
+        shares = {
+            seqs * one: f"all that {seqs} sequences of full length can fill",
+            int(available * DEFAULT_SHARE) // each: f"a quarter of the {source}",
+        }
+        wanted = max(min(shares), one)
+        blocks = min(wanted, int(left) // each - 1)
+        why = f"what is left of {source}" if blocks < wanted else shares.get(wanted, "one sequence of full length")
+    if blocks < 1:
+        raise InvalidSetting(f"{source} does not hold two blocks of {size} tokens, one of them scratch: a block takes {each} bytes")
+    why_longest = asked("--max-model-len") if config.max_model_len else "what the model was made for"
+    if blocks < one:
+        if config.max_model_len is not None:
+            raise InvalidSetting(
+                f"--max-model-len {longest} needs {one} blocks of {size} tokens ({one * each / 2**20:.0f} MiB), "
+                f"but {source} gives {blocks}: at most {blocks * size} tokens fit"
+            )
+        why_longest = f"what the KV cache holds; the model was made for {longest} tokens"
+        longest = blocks * size
+    decisions = (
+        Decision("context length", f"{longest} tokens", why_longest),
+        Decision("KV cache", f"{blocks * size} tokens, {gib((blocks + 1) * each)}", why),
+        *steps,
+    )
+    return Size(blocks + 1, longest, seqs, tokens, decisions)
+
+
+def _headroom(available: int) -> int:
+    return min(HEADROOM, available // 4)
+
+
+def _fit_step(config: EngineConfig, model: ModelConfig, available: int) -> tuple[int, int, tuple[Decision, Decision]]:
+    """Sequences and tokens in a step: where memory is short the larger part of its arrays is halved until both fit, if nobody asked."""
+    seqs, tokens = wanted = config.seats, config.step_tokens
+    least = config.max_num_seqs or config.static_batch_size or 1
+    while step_bytes(model, seqs, tokens) > available * STEP_SHARE:
+        may_seqs = seqs > least
+        may_tokens = config.max_num_batched_tokens is None and tokens > seqs
+        if may_seqs and (not may_tokens or _sampling(model, seqs) > _activations(model, tokens)):
+            seqs = max(seqs // 2, least)
+        elif may_tokens:
+            tokens = max(tokens // 2, seqs)
+        else:
+            break
+
+    def why(flag: str, given: int | None, fitted: int, wanted: int) -> str:
+        if given is not None:
+            return asked(flag)
+        return "the default" if fitted == wanted else f"{wanted} would leave too little of {gib(available)} of free memory"
+
+    return (
+        seqs,
+        tokens,
+        (
+            Decision("sequences a step", str(seqs), why("--max-num-seqs", config.max_num_seqs, seqs, wanted[0])),
+            Decision("tokens a step", str(tokens), why("--max-num-batched-tokens", config.max_num_batched_tokens, tokens, wanted[1])),
+        ),
+    )
+
+
+def fit_host(config: EngineConfig, model: ModelConfig, kv: str, available: int) -> int:
+    """Blocks that preempted sequences may have in the host's memory, of which `available` bytes are free; raises InvalidSetting."""
+    space, each = config.swap_space, block_bytes(model, config.block_size, kv)
+    if 0 < space < each:
+        raise InvalidSetting(f"--swap-space {space} does not hold a block of {config.block_size} tokens, which takes {each} bytes")
+    if space > available:
+        raise InvalidSetting(f"--swap-space {space}: there are {available / 2**30:.1f} GiB of memory available")
+    return space // each

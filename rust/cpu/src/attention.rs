@@ -1,0 +1,478 @@
+//! Attention of a step's tokens to the keys and values in the cache's blocks.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::ptr::null;
+
+use crate::cache::{Cell, KvForm, Pages, Parts};
+use crate::lines::{Lines, Shared};
+use crate::simd::{Isa, Kernel, Simd, exp};
+
+#[cfg(test)]
+mod tests;
+
+/// Keys that are looked at together. Tiles begin at multiples of it, wherever a query is.
+const TILE: usize = 64;
+
+/// Most rows that a task should have: tiles of keys and values are read again for so many.
+const ROWS: usize = 48;
+
+/// Most rows of a micro-tile, and the registers that each has sums in.
+const MICRO: usize = 6;
+const VECTORS: usize = 4;
+
+/// Fewest lanes that a register has.
+const LANES: usize = 4;
+
+/// Whose tokens a step has, and where their keys and values are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sequences<'a> {
+    /// Sequence i has the tokens `query_starts[i]` to `query_starts[i + 1]` of the step.
+    pub(crate) query_starts: &'a [i32],
+    /// Tokens of each sequence, of which those of the step are the last.
+    pub(crate) context_lens: &'a [i32],
+    /// Which row of `block_tables` is each sequence's.
+    pub(crate) rows: &'a [i32],
+    /// Blocks in the order of the tokens in them, \[rows\]\[`max_blocks`\].
+    pub(crate) block_tables: &'a [i32],
+    pub(crate) max_blocks: usize,
+}
+
+/// Some queries of one sequence, and the heads that share one head of keys and values.
+#[derive(Clone, Copy, Debug)]
+struct Task {
+    sequence: usize,
+    kv_head: usize,
+    /// The first query, counted from the sequence's first in the step.
+    first: usize,
+    queries: usize,
+}
+
+/// What the threads have to do for a step, in each layer the same.
+#[derive(Debug)]
+pub(crate) struct Plan<'a> {
+    sequences: Sequences<'a>,
+    group: usize,
+    kv_heads: usize,
+    tasks: Vec<Task>,
+}
+
+impl<'a> Plan<'a> {
+    /// Cuts a step into tasks, the longest first, so that the threads end nearly together.
+    ///
+    /// `heads` of queries are a multiple of `kv_heads`. The cuts are in the queries only: a query's context stays in one piece.
+    pub(crate) fn new(sequences: Sequences<'a>, heads: usize, kv_heads: usize) -> Self {
+        let group = heads / kv_heads;
+        let most = (ROWS / group).max(1);
+        let mut plan = Self { sequences, group, kv_heads, tasks: Vec::new() };
+        for sequence in 0..sequences.context_lens.len() {
+            let count = plan.queries(sequence).len();
+            for first in (0..count).step_by(most) {
+                let queries = most.min(count - first);
+                plan.tasks.extend((0..kv_heads).map(|kv_head| Task { sequence, kv_head, first, queries }));
+            }
+        }
+        let mut tasks = std::mem::take(&mut plan.tasks);
+        tasks.sort_by_cached_key(|task| std::cmp::Reverse(task.queries * (plan.position(task) + task.queries)));
+        Self { tasks, ..plan }
+    }
+
+    /// How many tasks there are.
+    pub(crate) fn len(&self) -> usize {
+        self.tasks.len()
+    }
+
+    /// The tokens of a sequence.
+    fn queries(&self, sequence: usize) -> Range<usize> {
+        self.sequences.query_starts[sequence] as usize..self.sequences.query_starts[sequence + 1] as usize
+    }
+
+    /// The position of a task's first query in its sequence.
+    fn position(&self, task: &Task) -> usize {
+        self.sequences.context_lens[task.sequence] as usize - self.queries(task.sequence).len() + task.first
+    }
+
+    /// The block that the token at `position` of a sequence is in.
+    fn block(&self, sequence: usize, position: usize, block_size: usize) -> usize {
+        let Sequences { rows, block_tables, max_blocks, .. } = self.sequences;
+        block_tables[rows[sequence] as usize * max_blocks + position / block_size] as usize
+    }
+}
+
+/// A thread's memory for [`Attention::attend`].
+#[derive(Debug, Default)]
+pub(crate) struct Scratch {
+    /// \[rows\]\[head dim\], over the root of the head dim.
+    query: Lines<f32>,
+    /// \[rows\]\[head dim, padded\]: values weighted by the powers of e.
+    sums: Lines<f32>,
+    /// \[rows\]\[lanes\]: the powers of e, summed by position modulo lanes.
+    weights: Lines<f32>,
+    /// \[rows\]: the largest score so far, of which the powers of e are relative.
+    largest: Lines<f32>,
+    /// \[head dim\]\[TILE\]: keys in whatever form, where blocks do not hold whole registers of them.
+    keys: Lines<i32>,
+}
+
+/// One layer's attention: scaled dot products, softmax, weighted values.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Attention<'a> {
+    pub(crate) plan: &'a Plan<'a>,
+    pub(crate) pages: Pages<'a>,
+    pub(crate) layer: usize,
+    /// How many tokens a token sees, itself included; all if none.
+    pub(crate) window: Option<usize>,
+    /// \[tokens\]\[stride\], which begin with \[heads\]\[head dim\].
+    pub(crate) query: &'a [f32],
+    pub(crate) stride: usize,
+    /// \[tokens\]\[heads\]\[head dim\].
+    pub(crate) out: Shared<'a, f32>,
+}
+
+impl Attention<'_> {
+    /// Does the plan's task of that number.
+    ///
+    /// The softmax is online (Milakov and Gimelshein, 2018), over tiles at fixed positions: what is computed for a query, and in
+    /// what order, depends on its position, the window and the shape of the heads, and on nothing else.
+    ///
+    /// # Safety
+    ///
+    /// Each task is done by one thread, and meanwhile nobody else reads `out` or writes the pages. What a query sees is written.
+    pub(crate) unsafe fn attend(&self, isa: Isa, task: usize, scratch: &mut Scratch) {
+        let task = self.plan.tasks[task];
+        match self.pages.form {
+            KvForm::F32 => isa.run(Attend::<f32> { of: self, task, scratch, cell: PhantomData }),
+            KvForm::F16 => isa.run(Attend::<u16> { of: self, task, scratch, cell: PhantomData }),
+            KvForm::Int8 => isa.run(Attend::<i8> { of: self, task, scratch, cell: PhantomData }),
+        }
+    }
+
+    /// The tokens that the token at `position` of a sequence sees.
+    #[inline(always)]
+    fn seen(&self, position: usize) -> Range<usize> {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))..position + 1
+    }
+}
+
+/// A task, and the form of the cache.
+struct Attend<'a, C> {
+    of: &'a Attention<'a>,
+    task: Task,
+    scratch: &'a mut Scratch,
+    cell: PhantomData<C>,
+}
+
+/// Where the keys and values of the tokens from `start` on lie.
+struct Tile<C> {
+    start: usize,
+    /// Tokens of the tile that some row of the task sees, counted from `start`.
+    tokens: Range<usize>,
+    /// For each register of tokens, where their first dimension is, and how many numbers further the next one.
+    keys: [*const C; TILE / LANES],
+    step: usize,
+    /// For each token.
+    values: [*const C; TILE],
+    key_scales: [f32; TILE],
+    value_scales: [f32; TILE],
+}
+
+impl<C: Cell> Kernel for Attend<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        let rows = self.task.queries * self.of.plan.group;
+        self.begin::<S>(rows);
+        let position = self.of.plan.position(&self.task);
+        let seen = self.of.seen(position).start..position + self.task.queries;
+        let mut tile = Tile {
+            start: 0,
+            tokens: 0..0,
+            keys: [null(); TILE / LANES],
+            step: 0,
+            values: [null(); TILE],
+            key_scales: [0.0; TILE],
+            value_scales: [0.0; TILE],
+        };
+        let most = S::VECTORS * S::ROWS / VECTORS;
+        for start in (seen.start / TILE * TILE..seen.end).step_by(TILE) {
+            tile.start = start;
+            tile.tokens = seen.start.max(start) - start..seen.end.min(start + TILE) - start;
+            self.fill::<S>(&mut tile);
+            let mut row = 0;
+            while row < rows {
+                let count = match most.min(rows - row) {
+                    6.. => 6,
+                    3.. => 3,
+                    _ => 1,
+                };
+                self.look(s, &tile, row..row + count);
+                row += count;
+            }
+        }
+        self.end(s, rows);
+    }
+}
+
+impl<C: Cell> Attend<'_, C> {
+    /// Clears the sums, and lays the queries side by side.
+    #[inline(always)]
+    fn begin<S: Simd>(&mut self, rows: usize) {
+        let (plan, head_dim) = (self.of.plan, self.of.pages.shape.head_dim);
+        let width = plan.group * head_dim;
+        let Scratch { query, sums, weights, largest, keys } = &mut *self.scratch;
+        query.reserve(rows * head_dim);
+        sums.reserve(rows * self.of.pages.padded());
+        sums[..rows * self.of.pages.padded()].fill(0.0);
+        weights.reserve(rows * S::LANES);
+        weights[..rows * S::LANES].fill(0.0);
+        largest.reserve(rows);
+        largest[..rows].fill(f32::NEG_INFINITY);
+        keys.reserve(head_dim * TILE);
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        let first = plan.queries(self.task.sequence).start + self.task.first;
+        for (i, query) in query.chunks_exact_mut(width).take(self.task.queries).enumerate() {
+            let from = &self.of.query[(first + i) * self.of.stride + self.task.kv_head * width..][..width];
+            for (to, from) in query.iter_mut().zip(from) {
+                *to = from * scale;
+            }
+        }
+    }
+
+    /// Finds the tile's keys and values.
+    #[inline(always)]
+    fn fill<S: Simd>(&mut self, tile: &mut Tile<C>) {
+        let (pages, padded) = (self.of.pages, self.of.pages.padded());
+        let (size, head_dim) = (pages.shape.block_size, pages.shape.head_dim);
+        let direct = size % S::LANES == 0;
+        tile.step = if direct { size } else { TILE };
+        let gathered = self.scratch.keys.as_mut_ptr().cast::<C>();
+        let mut token = tile.tokens.start;
+        while token < tile.tokens.end {
+            let offset = (tile.start + token) % size;
+            let end = tile.tokens.end.min(token + size - offset);
+            let block = self.of.plan.block(self.task.sequence, tile.start + token, size);
+            // SAFETY: all offsets are within the page, or within `gathered`, which has room for as many cells of 4 bytes.
+            unsafe {
+                let Parts { scales, values, keys } = pages.page::<C>(self.of.layer, block, self.task.kv_head);
+                for (i, value) in tile.values[token..end].iter_mut().enumerate() {
+                    *value = values.add((offset + i) * padded);
+                }
+                if C::SCALED {
+                    for (i, t) in (token..end).enumerate() {
+                        tile.key_scales[t] = *scales.add(offset + i);
+                        tile.value_scales[t] = *scales.add(size + offset + i);
+                    }
+                }
+                if direct {
+                    if token == tile.tokens.start {
+                        // Registers without a token that anybody sees: any keys will do.
+                        tile.keys.fill(keys);
+                    }
+                    // Only the first block of a window begins within, and then not always at a register's first token.
+                    for vector in token / S::LANES..end.div_ceil(S::LANES) {
+                        tile.keys[vector] = keys.add((tile.start + vector * S::LANES) % size);
+                    }
+                } else {
+                    for d in 0..head_dim {
+                        keys.add(d * size + offset).copy_to_nonoverlapping(gathered.add(d * TILE + token), end - token);
+                    }
+                }
+            }
+            token = end;
+        }
+        if !direct {
+            for (vector, keys) in tile.keys[..TILE / S::LANES].iter_mut().enumerate() {
+                *keys = gathered.wrapping_add(vector * S::LANES);
+            }
+        }
+    }
+
+    /// Lets 6 rows, 3 rows or one look at the tile, if they see any of it.
+    #[inline(always)]
+    fn look<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: Range<usize>) {
+        let (of, pages) = (self.of, self.of.pages);
+        let first = of.plan.position(&self.task);
+        // What is seen only moves on from one row to the next.
+        let seen = |row: usize| of.seen(first + row / of.plan.group);
+        let tokens = tile.tokens.start.max(seen(rows.start).start.saturating_sub(tile.start))
+            ..tile.tokens.end.min(seen(rows.end - 1).end.saturating_sub(tile.start));
+        if tokens.is_empty() {
+            return;
+        }
+        let vectors = tokens.start / S::LANES..tokens.end.div_ceil(S::LANES);
+        let lanes = vectors.start * S::LANES..vectors.end * S::LANES;
+        let mut scores = [[0.0; TILE]; MICRO];
+        let mut factors = [[0.0; 16]; MICRO];
+        // SAFETY: the scratch memory was laid out for all rows (`begin`), and the tile's pointers were set for all of its tokens.
+        unsafe {
+            let query = self.scratch.query.as_ptr().add(rows.start * pages.shape.head_dim);
+            for v in (vectors.start / VECTORS * VECTORS..vectors.end).step_by(VECTORS) {
+                match rows.len() {
+                    6 => products::<S, C, 6>(s, query, pages.shape.head_dim, tile, v, &mut scores),
+                    3 => products::<S, C, 3>(s, query, pages.shape.head_dim, tile, v, &mut scores),
+                    _ => products::<S, C, 1>(s, query, pages.shape.head_dim, tile, v, &mut scores),
+                }
+            }
+            for (r, row) in rows.clone().enumerate() {
+                let scores = &mut scores[r];
+                if C::SCALED {
+                    multiply(s, scores, &tile.key_scales, vectors.clone());
+                }
+                let start = seen(row).start.saturating_sub(tile.start).clamp(lanes.start, lanes.end);
+                let end = seen(row).end.saturating_sub(tile.start).clamp(start, lanes.end);
+                scores[lanes.start..start].fill(f32::NEG_INFINITY);
+                scores[end..lanes.end].fill(f32::NEG_INFINITY);
+                let weights = self.scratch.weights.as_mut_ptr().add(row * S::LANES);
+                let factor = powers(s, scores, vectors.clone(), &mut self.scratch.largest[row], weights);
+                s.store(factors[r].as_mut_ptr(), factor);
+                if C::SCALED {
+                    multiply(s, scores, &tile.value_scales, vectors.clone());
+                }
+            }
+            let padded = pages.padded();
+            let sums = self.scratch.sums.as_mut_ptr().add(rows.start * padded);
+            let weighted = Weighted { weights: &scores, tokens, values: &tile.values, factors: &factors, sums, padded };
+            let mut d = 0;
+            while d < padded {
+                let wide = padded - d >= VECTORS * S::LANES;
+                match (rows.len(), wide) {
+                    (6, true) => weighted.add::<S, 6, VECTORS>(s, d),
+                    (3, true) => weighted.add::<S, 3, VECTORS>(s, d),
+                    (_, true) => weighted.add::<S, 1, VECTORS>(s, d),
+                    (6, false) => weighted.add::<S, 6, 1>(s, d),
+                    (3, false) => weighted.add::<S, 3, 1>(s, d),
+                    (_, false) => weighted.add::<S, 1, 1>(s, d),
+                }
+                d += if wide { VECTORS * S::LANES } else { S::LANES };
+            }
+        }
+    }
+
+    /// Divides the sums by the weights' and hands them out.
+    #[inline(always)]
+    fn end<S: Simd>(&mut self, s: S, rows: usize) {
+        let (plan, pages) = (self.of.plan, self.of.pages);
+        let (head_dim, padded) = (pages.shape.head_dim, pages.padded());
+        let first = plan.queries(self.task.sequence).start + self.task.first;
+        for row in 0..rows {
+            let (token, head) = (first + row / plan.group, self.task.kv_head * plan.group + row % plan.group);
+            let start = (token * plan.kv_heads * plan.group + head) * head_dim;
+            // SAFETY: the scratch memory was laid out for all rows, and only this task writes this part of the output.
+            let out = unsafe {
+                let weight = s.sum(s.load(self.scratch.weights.as_ptr().add(row * S::LANES)));
+                for x in &mut self.scratch.sums[row * padded..][..padded] {
+                    *x /= weight;
+                }
+                self.of.out.write(start, head_dim)
+            };
+            out.copy_from_slice(&self.scratch.sums[row * padded..][..head_dim]);
+        }
+    }
+}
+
+/// Products of `R` queries with the keys of [`VECTORS`] of the tile's registers.
+#[inline(always)]
+unsafe fn products<S: Simd, C: Cell, const R: usize>(
+    s: S,
+    query: *const f32,
+    head_dim: usize,
+    tile: &Tile<C>,
+    first: usize,
+    scores: &mut [[f32; TILE]; MICRO],
+) {
+    let keys: [*const C; VECTORS] = std::array::from_fn(|v| tile.keys[first + v]);
+    let mut sums = [[s.splat(0.0); VECTORS]; R];
+    for d in 0..head_dim {
+        // SAFETY: the keys' pointers are good for `head_dim` steps, and there are `R` queries.
+        unsafe {
+            let query: [S::F; R] = std::array::from_fn(|r| s.splat(*query.add(r * head_dim + d)));
+            for v in 0..VECTORS {
+                let key = C::load(s, keys[v].add(d * tile.step));
+                for r in 0..R {
+                    sums[r][v] = s.fma(query[r], key, sums[r][v]);
+                }
+            }
+        }
+    }
+    for (scores, sums) in scores.iter_mut().zip(sums) {
+        for (to, sum) in scores[first * S::LANES..][..VECTORS * S::LANES].chunks_exact_mut(S::LANES).zip(sums) {
+            // SAFETY: the chunk has as many numbers.
+            unsafe { s.store(to.as_mut_ptr(), sum) };
+        }
+    }
+}
+
+/// Multiplies a row's numbers by those of the tokens.
+#[inline(always)]
+fn multiply<S: Simd>(s: S, row: &mut [f32; TILE], by: &[f32; TILE], vectors: Range<usize>) {
+    let lanes = vectors.start * S::LANES..vectors.end * S::LANES;
+    for (x, y) in row[lanes.clone()].chunks_exact_mut(S::LANES).zip(by[lanes].chunks_exact(S::LANES)) {
+        // SAFETY: the chunks have as many numbers.
+        unsafe { s.store(x.as_mut_ptr(), s.mul(s.load(x.as_ptr()), s.load(y.as_ptr()))) };
+    }
+}
+
+/// Makes a row's scores powers of e relative to the largest so far, and adds them up; returns what to multiply older sums by.
+#[inline(always)]
+unsafe fn powers<S: Simd>(s: S, scores: &mut [f32; TILE], vectors: Range<usize>, largest: &mut f32, weights: *mut f32) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut most = s.splat(*largest);
+        for v in vectors.clone() {
+            most = s.max(most, s.load(scores.as_ptr().add(v * S::LANES)));
+        }
+        let before = std::mem::replace(largest, s.largest(most));
+        // A row that has seen nothing yet: all of its scores are minus infinity, as powers 0.
+        let base = s.splat(if *largest == f32::NEG_INFINITY { 0.0 } else { *largest });
+        let factor = exp(s, s.sub(s.splat(before), base));
+        let mut sum = s.mul(s.load(weights), factor);
+        for v in vectors {
+            let p = scores.as_mut_ptr().add(v * S::LANES);
+            let power = exp(s, s.sub(s.load(p), base));
+            s.store(p, power);
+            sum = s.add(sum, power);
+        }
+        s.store(weights, sum);
+        factor
+    }
+}
+
+/// Sums of values, to which those of a tile are added.
+struct Weighted<'a, C> {
+    weights: &'a [[f32; TILE]; MICRO],
+    tokens: Range<usize>,
+    values: &'a [*const C; TILE],
+    /// What the sums so far are multiplied by, in all lanes of a register.
+    factors: &'a [[f32; 16]; MICRO],
+    sums: *mut f32,
+    padded: usize,
+}
+
+impl<C: Cell> Weighted<'_, C> {
+    /// Adds to the sums of `R` rows in the `V` registers of dimensions from `d` on.
+    #[inline(always)]
+    unsafe fn add<S: Simd, const R: usize, const V: usize>(&self, s: S, d: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let at = |r: usize, v: usize| self.sums.add(r * self.padded + d + v * S::LANES);
+            let mut sums: [[S::F; R]; V] =
+                std::array::from_fn(|v| std::array::from_fn(|r| s.mul(s.load(at(r, v)), s.load(self.factors[r].as_ptr()))));
+            for token in self.tokens.clone() {
+                let value = *self.values.get_unchecked(token);
+                let weights: [S::F; R] = std::array::from_fn(|r| s.splat(*self.weights[r].get_unchecked(token)));
+                for (v, sums) in sums.iter_mut().enumerate() {
+                    let value = C::load(s, value.add(d + v * S::LANES));
+                    for (sum, &weight) in sums.iter_mut().zip(&weights) {
+                        *sum = s.fma(weight, value, *sum);
+                    }
+                }
+            }
+            for (v, sums) in sums.into_iter().enumerate() {
+                for (r, sum) in sums.into_iter().enumerate() {
+                    s.store(at(r, v), sum);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! Attention against its definition, and against itself: a token's output is the same bits in whatever step it was computed.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::cache::{KvCache, KvShape};
+use crate::half;
+use crate::pool::Pool;
+
+/// The second of the layers is the one that is tested.
+const LAYER: usize = 1;
+
+#[derive(Clone, Debug)]
+struct Case {
+    /// Heads of keys and values, and how many of the queries share one.
+    kv_heads: usize,
+    group: usize,
+    head_dim: usize,
+    block_size: usize,
+    form: KvForm,
+    window: Option<usize>,
+    contexts: Vec<usize>,
+    scale: f32,
+    seed: u64,
+}
+
+/// Numbers in no order.
+struct Random(u64);
+
+impl Random {
+    /// One of the numbers below `end`.
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % end
+    }
+
+    fn numbers(&mut self, count: usize, scale: f32) -> Vec<f32> {
+        (0..count).map(|_| (self.below(20_001) as f32 / 10_000.0 - 1.0) * scale).collect()
+    }
+
+    fn shuffle<T>(&mut self, items: &mut [T]) {
+        for i in (1..items.len()).rev() {
+            items.swap(i, self.below(i + 1));
+        }
+    }
+}
+
+/// What a sequence's tokens are: queries, keys and values, [tokens][heads * head dim] each.
+struct Tokens {
+    queries: Vec<f32>,
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
+impl Case {
+    fn tokens(&self) -> Vec<Tokens> {
+        let mut random = Random(self.seed);
+        let (width, kv_width) = (self.kv_heads * self.group * self.head_dim, self.kv_heads * self.head_dim);
+        let one = |&count: &usize| Tokens {
+            queries: random.numbers(count * width, self.scale),
+            keys: random.numbers(count * kv_width, self.scale),
+            values: random.numbers(count * kv_width, self.scale),
+        };
+        self.contexts.iter().map(one).collect()
+    }
+
+    /// Serves all sequences to their ends in steps that bring `cut` tokens of a sequence, and returns the outputs of each.
+    ///
+    /// All that nobody may look at is not a number: cells that were never written, and those that the window has left.
+    fn serve(&self, isa: Isa, threads: usize, random: &mut Random, mut cut: impl FnMut(&mut Random) -> usize) -> Vec<Vec<f32>> {
+        let (heads, size) = (self.kv_heads * self.group, self.block_size);
+        let (width, kv_width) = (heads * self.head_dim, self.kv_heads * self.head_dim);
+        let stride = width + 5;
+        let tokens = self.tokens();
+        let max_blocks = self.contexts.iter().max().expect("sequences").div_ceil(size) + 1;
+        let count = self.contexts.len();
+        let mut blocks: Vec<i32> = (0..(count * max_blocks) as i32).collect();
+        random.shuffle(&mut blocks);
+        let mut rows: Vec<usize> = (0..count).collect();
+        random.shuffle(&mut rows);
+        let shape = KvShape { layers: 2, blocks: blocks.len(), kv_heads: self.kv_heads, block_size: size, head_dim: self.head_dim };
+        let mut cache = KvCache::new(shape, self.form, 0).expect("memory");
+        let pages = cache.pages();
+        let slot =
+            |sequence: usize, position: usize| blocks[rows[sequence] * max_blocks + position / size] as usize * size + position % size;
+        let write = |slot: usize, keys: &[f32], values: &[f32]| {
+            // SAFETY: nobody else is there.
+            unsafe { pages.write(LAYER, slot, keys, values) };
+        };
+        let nothing = vec![f32::NAN; kv_width];
+        (0..shape.blocks * size).for_each(|slot| write(slot, &nothing, &nothing));
+        let mut pool = Pool::new(threads);
+        let mut done = vec![0; count];
+        let mut outputs: Vec<Vec<f32>> = self.contexts.iter().map(|tokens| vec![f32::NAN; tokens * width]).collect();
+        while done != self.contexts {
+            let mut members: Vec<usize> = (0..count).filter(|&i| done[i] < self.contexts[i] && random.below(4) > 0).collect();
+            random.shuffle(&mut members);
+            let (mut starts, mut lens, mut tables, mut query) = (vec![0], Vec::new(), Vec::new(), Vec::new());
+            for &i in &members {
+                let end = self.contexts[i].min(done[i] + cut(random).max(1));
+                for position in done[i]..end {
+                    let [keys, values] = [&tokens[i].keys, &tokens[i].values].map(|x| &x[position * kv_width..][..kv_width]);
+                    write(slot(i, position), keys, values);
+                    query.extend_from_slice(&tokens[i].queries[position * width..][..width]);
+                    query.extend_from_slice(&[f32::NAN; 5]);
+                }
+                starts.push(starts[starts.len() - 1] + (end - done[i]) as i32);
+                lens.push(end as i32);
+                tables.push(rows[i] as i32);
+            }
+            let sequences = Sequences { query_starts: &starts, context_lens: &lens, rows: &tables, block_tables: &blocks, max_blocks };
+            let plan = Plan::new(sequences, heads, self.kv_heads);
+            let mut out = vec![f32::NAN; query.len() / stride * width];
+            let shared = Shared::new(&mut out);
+            let attention = Attention { plan: &plan, pages, layer: LAYER, window: self.window, query: &query, stride, out: shared };
+            pool.run(|worker| {
+                let mut scratch = Scratch::default();
+                // SAFETY: each task is done by one thread, and all tokens were written.
+                worker.each(plan.len(), |task| unsafe { attention.attend(isa, task, &mut scratch) });
+            });
+            for (&i, step) in members.iter().zip(starts.windows(2)) {
+                let (end, step) = (done[i] + (step[1] - step[0]) as usize, step[0] as usize..step[1] as usize);
+                outputs[i][done[i] * width..end * width].copy_from_slice(&out[step.start * width..step.end * width]);
+                let left = self.window.map_or(0, |window| (end + 1).saturating_sub(window));
+                (0..left).for_each(|position| write(slot(i, position), &nothing, &nothing));
+                done[i] = end;
+            }
+        }
+        outputs
+    }
+
+    /// Some numbers of a head as the cache holds them.
+    fn stored(&self, numbers: &[f32]) -> Vec<f64> {
+        let largest = numbers.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+        let store = |&x: &f32| match self.form {
+            KvForm::F32 => f64::from(x),
+            KvForm::F16 => f64::from(half::to_f32(half::from_f32(x))),
+            KvForm::Int8 if largest == 0.0 => 0.0,
+            KvForm::Int8 => f64::from((x * (127.0 / largest)).round_ties_even() * (largest / 127.0)),
+        };
+        numbers.iter().map(store).collect()
+    }
+
+    /// The definition.
+    fn expected(&self, tokens: &Tokens) -> Vec<f64> {
+        let (dim, heads) = (self.head_dim, self.kv_heads * self.group);
+        let [keys, values] = [&tokens.keys, &tokens.values].map(|x| x.chunks(dim).map(|x| self.stored(x)).collect::<Vec<_>>());
+        let mut expected = Vec::new();
+        for (i, query) in tokens.queries.chunks(dim).enumerate() {
+            let (position, head) = (i / heads, i % heads / self.group);
+            let seen = self.window.map_or(0, |window| (position + 1).saturating_sub(window))..position + 1;
+            let dot = |key: &Vec<f64>| query.iter().zip(key).map(|(&x, y)| f64::from(x) * y).sum::<f64>() / (dim as f64).sqrt();
+            let scores: Vec<f64> = seen.clone().map(|token| dot(&keys[token * self.kv_heads + head])).collect();
+            let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let powers: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
+            let sum: f64 = powers.iter().sum();
+            expected.extend((0..dim).map(|d| {
+                let weighted = seen.clone().zip(&powers).map(|(token, power)| power * values[token * self.kv_heads + head][d]);
+                weighted.sum::<f64>() / sum
+            }));
+        }
+        expected
+    }
+
+    fn check(&self) {
+        let mut random = Random(!self.seed);
+        let bits = |outputs: &[Vec<f32>]| outputs.iter().map(|x| x.iter().map(|x| x.to_bits()).collect()).collect::<Vec<Vec<_>>>();
+        let expected: Vec<_> = self.tokens().iter().map(|tokens| self.expected(tokens)).collect();
+        for isa in Isa::available() {
+            let whole = self.serve(isa, 1, &mut random, |_| usize::MAX / 2);
+            for (output, expected) in whole.iter().zip(&expected) {
+                for (i, (&x, y)) in output.iter().zip(expected).enumerate() {
+                    let close = (f64::from(x) - y).abs() <= 2e-5 * f64::from(self.scale * self.scale.max(1.0));
+                    assert!(close, "{isa:?}, number {i}: {x} is not {y}");
+                }
+            }
+            let decoded = self.serve(isa, 2, &mut random, |_| 1);
+            assert!(bits(&decoded) == bits(&whole), "{isa:?}: token by token");
+            let cut = self.serve(isa, 3, &mut random, |random| random.below(90));
+            assert!(bits(&cut) == bits(&whole), "{isa:?}: in pieces");
+        }
+    }
+}
+
+prop_compose! {
+    fn case()(
+        kv_heads in 1..4_usize,
+        group in 1..9_usize,
+        head_dim in prop::sample::select(vec![2, 8, 16, 32, 64, 72, 80, 96, 128]),
+        block_size in prop::sample::select(vec![1, 2, 3, 4, 8, 16, 24, 32, 128]),
+        form in prop::sample::select(vec![KvForm::F32, KvForm::F16, KvForm::Int8]),
+        window in prop::option::of(prop::sample::select(vec![1, 2, 16, 37, 64, 100])),
+        contexts in prop::collection::vec(1..180_usize, 1..4),
+        scale in prop::sample::select(vec![0.1, 1.0, 4.0]),
+        seed in any::<u64>(),
+    ) -> Case {
+        Case { kv_heads, group, head_dim, block_size, form, window, contexts, scale, seed }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(16) })]
+
+    #[test]
+    fn a_token_attends_to_what_it_sees_and_to_nothing_else(case in case()) {
+        case.check();
+    }
+}
+
+#[test]
+fn the_shapes_of_models_do() {
+    for (heads, kv_heads, head_dim) in [(9, 3, 64), (14, 2, 64), (8, 1, 128), (4, 4, 96), (4, 2, 80)] {
+        for form in [KvForm::F32, KvForm::F16, KvForm::Int8] {
+            for window in [None, Some(70)] {
+                let contexts = vec![131, 17];
+                let group = heads / kv_heads;
+                Case { kv_heads, group, head_dim, block_size: 16, form, window, contexts, scale: 2.0, seed: 0 }.check();
+            }
+        }
+    }
+}
+
+#[test]
+fn the_longest_tasks_come_first() {
+    let sequences = Sequences {
+        query_starts: &[0, 1, 1, 41, 42],
+        context_lens: &[7, 0, 40, 5000],
+        rows: &[0, 1, 2, 3],
+        block_tables: &[],
+        max_blocks: 0,
+    };
+    let plan = Plan::new(sequences, 9, 3);
+    let tasks: Vec<_> = plan.tasks.iter().map(|task| (task.sequence, task.kv_head, task.first, task.queries)).collect();
+    let heads = |sequence, first, queries| (0..3).map(move |kv_head| (sequence, kv_head, first, queries));
+    let expected = heads(3, 0, 1).chain(heads(2, 16, 16)).chain(heads(2, 32, 8)).chain(heads(2, 0, 16)).chain(heads(0, 0, 1));
+    assert_eq!(tasks, expected.collect::<Vec<_>>());
+}

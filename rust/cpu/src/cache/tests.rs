@@ -1,0 +1,158 @@
+//! What is written is read, where it was copied and swapped to.
+
+#![allow(clippy::float_cmp)] // What is stored as it is, or as 0, comes back exactly.
+
+use super::*;
+use crate::simd::{Isa, Kernel};
+
+const SHAPE: KvShape = KvShape { layers: 2, blocks: 5, kv_heads: 3, block_size: 4, head_dim: 6 };
+
+const FORMS: [KvForm; 3] = [KvForm::F32, KvForm::F16, KvForm::Int8];
+
+/// A token's keys and values, which no other token has.
+fn token(layer: usize, slot: usize) -> [Vec<f32>; 2] {
+    let first = ((layer * 100 + slot) * 36) as f32;
+    [0, 18].map(|start| (start..start + 18).map(|i| (first + i as f32) / 1000.0).collect())
+}
+
+fn write(cache: &mut KvCache, layer: usize, slot: usize) {
+    let [keys, values] = token(layer, slot);
+    // SAFETY: nobody else is there.
+    unsafe { cache.pages().write(layer, slot, &keys, &values) };
+}
+
+/// A token's keys and values as the kernels read them, in the portable registers.
+struct Token<'a> {
+    pages: Pages<'a>,
+    layer: usize,
+    slot: usize,
+}
+
+impl Token<'_> {
+    fn read<C: Cell, S: Simd>(self, s: S) -> [Vec<f32>; 2] {
+        let (block, offset) = (self.slot / SHAPE.block_size, self.slot % SHAPE.block_size);
+        let number = |p: *const C, scale: f32| {
+            let (mut cells, mut numbers) = ([C::store(0.0, 1.0); 16], [0.0; 16]);
+            // SAFETY: the pointer is that of a cell; the arrays are as long as the widest register.
+            unsafe {
+                cells[0] = *p;
+                s.store(numbers.as_mut_ptr(), C::load(s, cells.as_ptr()));
+            }
+            numbers[0] * if C::SCALED { scale } else { 1.0 }
+        };
+        let mut token = [Vec::new(), Vec::new()];
+        for head in 0..SHAPE.kv_heads {
+            for d in 0..SHAPE.head_dim {
+                // SAFETY: within the page, which nobody writes.
+                unsafe {
+                    let parts = self.pages.page::<C>(self.layer, block, head);
+                    let scale = |index: usize| if C::SCALED { *parts.scales.add(index) } else { 1.0 };
+                    token[0].push(number(parts.keys.add(d * SHAPE.block_size + offset), scale(offset)));
+                    let value = parts.values.add(offset * self.pages.padded() + d);
+                    token[1].push(number(value, scale(SHAPE.block_size + offset)));
+                }
+            }
+        }
+        token
+    }
+}
+
+impl Kernel for Token<'_> {
+    type Output = [Vec<f32>; 2];
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> [Vec<f32>; 2] {
+        match self.pages.form {
+            KvForm::F32 => self.read::<f32, S>(s),
+            KvForm::F16 => self.read::<u16, S>(s),
+            KvForm::Int8 => self.read::<i8, S>(s),
+        }
+    }
+}
+
+fn read(cache: &mut KvCache, layer: usize, slot: usize) -> [Vec<f32>; 2] {
+    Isa::Portable.run(Token { pages: cache.pages(), layer, slot })
+}
+
+#[test]
+fn what_is_written_is_read() {
+    for form in FORMS {
+        let mut cache = KvCache::new(SHAPE, form, 0).expect("memory");
+        let slots = || (0..2).flat_map(|layer| (0..20).map(move |slot| (layer, slot)));
+        slots().for_each(|(layer, slot)| write(&mut cache, layer, slot));
+        for (layer, slot) in slots() {
+            let found = read(&mut cache, layer, slot).concat();
+            let expected = token(layer, slot).concat();
+            for heads in 0..6 {
+                let [found, expected] = [&found, &expected].map(|x| &x[heads * 6..(heads + 1) * 6]);
+                let largest = expected.iter().copied().fold(0.0, f32::max);
+                let error = match form {
+                    KvForm::F32 => 0.0,
+                    KvForm::F16 => largest / 2048.0,
+                    KvForm::Int8 => largest / 253.9,
+                };
+                assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() <= error), "{form:?}: {found:?} is not {expected:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn integers_keep_zeros_and_what_is_not_a_number() {
+    let mut cache = KvCache::new(SHAPE, KvForm::Int8, 0).expect("memory");
+    let mut values = vec![0.0; 18];
+    values[7] = -f32::NAN;
+    // SAFETY: nobody else is there.
+    unsafe { cache.pages().write(0, 3, &[0.0; 18], &values) };
+    let [keys, values] = read(&mut cache, 0, 3);
+    assert_eq!(keys, [0.0; 18]);
+    assert_eq!(values[..6], [0.0; 6]);
+    assert!(values[6..12].iter().all(|x| x.is_nan()));
+}
+
+#[test]
+fn blocks_are_copied_and_swapped_in_all_layers() {
+    for form in FORMS {
+        let mut cache = KvCache::new(SHAPE, form, 2).expect("memory");
+        (0..2).for_each(|layer| (0..20).for_each(|slot| write(&mut cache, layer, slot)));
+        let before: Vec<_> = (0..2).map(|layer| (0..20).map(|slot| read(&mut cache, layer, slot)).collect::<Vec<_>>()).collect();
+        // What each block holds, by the block that held it first.
+        let check = |cache: &mut KvCache, blocks: [usize; 5]| {
+            for (layer, before) in before.iter().enumerate() {
+                for slot in 0..20 {
+                    let held = blocks[slot / 4] * 4 + slot % 4;
+                    assert_eq!(read(cache, layer, slot), before[held], "{form:?}, layer {layer}, slot {slot}");
+                }
+            }
+        };
+        cache.copy(&[(0, 1), (1, 3)]);
+        check(&mut cache, [0, 0, 2, 0, 4]);
+        // A block that goes out makes room for one that comes in.
+        cache.swap(&[(2, 0), (4, 1)], &[]);
+        cache.swap(&[(0, 0)], &[(0, 2), (1, 3)]);
+        check(&mut cache, [0, 0, 0, 4, 4]);
+    }
+}
+
+#[test]
+fn memory_is_refused_with_an_error_and_taken_only_when_written() {
+    let shape = KvShape { blocks: usize::MAX / 1_000_000, ..SHAPE };
+    let each = KvCache::bytes_per_block(SHAPE, KvForm::F32);
+    assert_eq!(each, 2 * 3 * 384, "4 tokens of 16 values, 6 dimensions of 4 keys, in whole cache lines");
+    let error = KvCache::new(shape, KvForm::F32, 0).err().expect("nobody has so much");
+    assert_eq!(error.bytes, shape.blocks * each);
+    let error = KvCache::new(SHAPE, KvForm::F32, usize::MAX / 2).err().expect("more than there are addresses");
+    assert_eq!(error.bytes, usize::MAX);
+    // 1 GiB, of which a few pages are used; what other tests use meanwhile is far less than the rest.
+    let resident = || {
+        let pages = std::fs::read_to_string("/proc/self/statm").ok()?;
+        pages.split(' ').nth(1)?.parse::<usize>().ok()
+    };
+    let before = resident();
+    let shape = KvShape { blocks: (1 << 30) / each, ..SHAPE };
+    let mut cache = KvCache::new(shape, KvForm::F32, 0).expect("memory");
+    write(&mut cache, 1, 7);
+    assert_eq!(read(&mut cache, 1, 7), token(1, 7));
+    if let (Some(before), Some(after)) = (before, resident()) {
+        assert!(after < before + (1 << 29) / 4096, "{before} pages, then {after}");
+    }
+}

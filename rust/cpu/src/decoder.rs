@@ -1,0 +1,209 @@
+//! A decoder of the Llama family: a step's forward pass, all of it on one team of threads.
+
+use std::sync::Mutex;
+
+use crate::attention::{self, Attention, Plan, Sequences};
+use crate::cache::KvCache;
+use crate::linear::{Linear, Rows, Scratch, Then};
+use crate::lines::{Lines, Shared};
+use crate::norm::RmsNorm;
+use crate::pool::Pool;
+use crate::rope::{Rotate, turns};
+use crate::simd::Isa;
+use crate::weights::Matrix;
+
+/// The sizes of a decoder.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    /// Numbers of a token's hidden state.
+    pub hidden: usize,
+    /// Numbers between the two layers of the gated network.
+    pub inner: usize,
+    /// Heads of queries.
+    pub heads: usize,
+    /// Heads of keys and values.
+    pub kv_heads: usize,
+    /// Numbers of a head.
+    pub head_dim: usize,
+    /// What keeps the norms from dividing by zero.
+    pub eps: f32,
+    /// Radians per position of each pair of a head's numbers.
+    pub frequencies: Vec<f32>,
+}
+
+/// A layer's weights.
+#[derive(Debug)]
+pub struct Layer {
+    /// Of the norm before attention.
+    pub input_norm: Vec<f32>,
+    /// Queries, keys and values.
+    pub qkv: Linear,
+    /// Of the norms of each head's queries, and keys, if there are such.
+    pub qk_norm: Option<[Vec<f32>; 2]>,
+    /// What attention found.
+    pub output: Linear,
+    /// Of the norm before the gated network.
+    pub post_norm: Vec<f32>,
+    /// A gated matrix.
+    pub gate_up: Linear,
+    /// What was let through.
+    pub down: Linear,
+    /// Tokens that a token sees, itself included; all if none is said.
+    pub window: Option<usize>,
+}
+
+/// One forward pass: tokens of some sequences. What the arrays hold is told in Python's `StepBuffers`.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct Step<'a> {
+    pub input_ids: &'a [i32],
+    pub positions: &'a [i32],
+    pub slots: &'a [i32],
+    pub query_starts: &'a [i32],
+    pub context_lens: &'a [i32],
+    pub block_tables: &'a [i32],
+    /// Blocks that a sequence has room for in `block_tables`.
+    pub max_blocks: usize,
+}
+
+/// A decoder, and what it computes in.
+#[derive(Debug)]
+pub struct Decoder {
+    isa: Isa,
+    pool: Pool,
+    shape: Shape,
+    layers: Vec<Layer>,
+    norm: Vec<f32>,
+    /// Where tokens' first hidden states are read, if not in the head.
+    embedding: Option<Matrix>,
+    head: Linear,
+    hidden: Lines<f32>,
+    qkv: Lines<f32>,
+    attended: Lines<f32>,
+    inner: Lines<f32>,
+    turns: Lines<f32>,
+    rows: Rows,
+    scratch: Vec<Mutex<Spare>>,
+}
+
+/// What one thread computes in.
+#[derive(Debug, Default)]
+struct Spare {
+    linear: Scratch,
+    attention: attention::Scratch,
+    head: Vec<f32>,
+}
+
+impl Decoder {
+    /// A decoder of these weights; `embedding` where it is not the head's matrix.
+    pub fn new(isa: Isa, pool: Pool, shape: Shape, layers: Vec<Layer>, norm: Vec<f32>, embedding: Option<Matrix>, head: Linear) -> Self {
+        let scratch = (0..pool.size()).map(|_| Mutex::default()).collect();
+        let empty = Lines::default;
+        Self {
+            isa,
+            pool,
+            shape,
+            layers,
+            norm,
+            embedding,
+            head,
+            hidden: empty(),
+            qkv: empty(),
+            attended: empty(),
+            inner: empty(),
+            turns: empty(),
+            rows: Rows::default(),
+            scratch,
+        }
+    }
+
+    /// Runs a step, and keeps the hidden states of its tokens. Panics if the step's arrays do not fit each other, the model or the cache.
+    pub fn forward(&mut self, step: &Step<'_>, cache: &mut KvCache) {
+        let Self { isa, pool, shape, layers, embedding, head, rows, scratch, .. } = self;
+        let (isa, tokens) = (*isa, step.input_ids.len());
+        let Shape { hidden, inner, heads, kv_heads, head_dim, eps, .. } = *shape;
+        let (queries, kv) = (heads * head_dim, kv_heads * head_dim);
+        let wide = queries + 2 * kv;
+        self.hidden.reserve(tokens * hidden);
+        self.qkv.reserve(tokens * wide);
+        self.attended.reserve(tokens * queries);
+        self.inner.reserve(tokens * inner);
+        self.turns.reserve(tokens * head_dim);
+        rows.reserve(isa, tokens, hidden.max(inner).max(queries));
+        let (states, qkv, attended) = (self.hidden.shared(), self.qkv.shared(), self.attended.shared());
+        let (inners, turned, packed) = (self.inner.shared(), self.turns.shared(), rows.packed(isa, tokens));
+        let table = embedding.as_ref().unwrap_or(&head.matrix);
+        let Step { query_starts, context_lens, block_tables, max_blocks, .. } = *step;
+        let each: Vec<i32> = (0..context_lens.len() as i32).collect();
+        let plan = Plan::new(Sequences { query_starts, context_lens, rows: &each, block_tables, max_blocks }, heads, kv_heads);
+        let pages = cache.pages();
+        // SAFETY of all blocks below: a phase writes rows that no other piece of the same phase touches, and reads what phases
+        // before it wrote.
+        pool.run(|worker| {
+            let mut spare = scratch[worker.index()].lock().expect("nobody panics with it");
+            let Spare { linear, attention, head } = &mut *spare;
+            worker.each(tokens, |t| {
+                // SAFETY: as said above.
+                let (state, turn) = unsafe { (states.write(t * hidden, hidden), turned.write(t * head_dim, head_dim)) };
+                table.read_row(step.input_ids[t] as usize, state);
+                turns(step.positions[t], &shape.frequencies, turn);
+            });
+            for (index, layer) in layers.iter().enumerate() {
+                let normed = |weight: &'_ [f32], t: usize, out: &mut [f32]| {
+                    // SAFETY: as said above.
+                    let x = unsafe { states.read(t * hidden, hidden) };
+                    isa.run(RmsNorm { x, weight, eps, out });
+                };
+                packed.pack(worker, isa, &layer.qkv, linear, |t, out| normed(&layer.input_norm, t, out));
+                packed.multiply(worker, isa, &layer.qkv, qkv, wide, Then::Store, linear);
+                worker.each(tokens, |t| {
+                    // SAFETY: as said above; a step has one token a slot.
+                    unsafe {
+                        let row = qkv.write(t * wide, wide);
+                        if let Some(weights) = &layer.qk_norm {
+                            head.resize(head_dim, 0.0);
+                            for (i, x) in row[..queries + kv].chunks_exact_mut(head_dim).enumerate() {
+                                isa.run(RmsNorm { x, weight: &weights[usize::from(i >= heads)], eps, out: head });
+                                x.copy_from_slice(head);
+                            }
+                        }
+                        isa.run(Rotate { heads: &mut row[..queries + kv], turns: turned.read(t * head_dim, head_dim) });
+                        pages.write(index, step.slots[t] as usize, &row[queries..queries + kv], &row[queries + kv..]);
+                    }
+                });
+                // SAFETY: as said above.
+                let query = unsafe { qkv.read(0, tokens * wide) };
+                let seen = Attention { plan: &plan, pages, layer: index, window: layer.window, query, stride: wide, out: attended };
+                // SAFETY: as said above.
+                worker.each(plan.len(), |task| unsafe { seen.attend(isa, task, attention) });
+                // SAFETY: as said above.
+                packed
+                    .pack(worker, isa, &layer.output, linear, |t, out| out.copy_from_slice(unsafe { attended.read(t * queries, queries) }));
+                packed.multiply(worker, isa, &layer.output, states, hidden, Then::Add, linear);
+                packed.pack(worker, isa, &layer.gate_up, linear, |t, out| normed(&layer.post_norm, t, out));
+                packed.multiply(worker, isa, &layer.gate_up, inners, inner, Then::Gate, linear);
+                // SAFETY: as said above.
+                packed.pack(worker, isa, &layer.down, linear, |t, out| out.copy_from_slice(unsafe { inners.read(t * inner, inner) }));
+                packed.multiply(worker, isa, &layer.down, states, hidden, Then::Add, linear);
+            }
+        });
+    }
+
+    /// What the last step's hidden states say of the tokens after those at places `at`: [`at`][vocabulary] into `out`.
+    pub fn logits(&mut self, at: &[i32], out: &mut [f32]) {
+        let Self { isa, pool, shape, norm, head, rows, scratch, .. } = self;
+        let (isa, hidden, eps) = (*isa, shape.hidden, shape.eps);
+        let vocabulary = head.matrix.outs;
+        assert!(out.len() >= at.len() * vocabulary);
+        rows.reserve(isa, at.len(), hidden);
+        let (states, packed, out) = (&self.hidden, rows.packed(isa, at.len()), Shared::new(out));
+        pool.run(|worker| {
+            let linear = &mut scratch[worker.index()].lock().expect("nobody panics with it").linear;
+            packed.pack(worker, isa, head, linear, |i, row| {
+                let x = &states[at[i] as usize * hidden..][..hidden];
+                isa.run(RmsNorm { x, weight: norm, eps, out: row });
+            });
+            packed.multiply(worker, isa, head, out, vocabulary, Then::Store, linear);
+        });
+    }
+}

@@ -1,0 +1,27 @@
+//! A decoder's forward pass on the CPU.
+//!
+//! The weights lie in panels as the processor's registers want them; every
+//! number of a result is summed in one order that depends on nothing but the
+//! shape of the weights. So a request's result is the same, bit for bit,
+//! whoever shares its step, however its prompt was cut, and on how many threads.
+
+mod attention;
+pub mod cache;
+mod decoder;
+pub mod half;
+mod linear;
+mod lines;
+mod norm;
+mod pool;
+mod quant;
+mod rope;
+pub mod sample;
+mod simd;
+mod weights;
+
+pub use decoder::{Decoder, Layer, Shape, Step};
+pub use linear::Linear;
+pub use lines::Window;
+pub use pool::{Pool, Worker};
+pub use simd::Isa;
+pub use weights::{Form, Matrix, Merge, Numbers, PackError};

@@ -1,0 +1,454 @@
+//! Linear layers: rows of activations times panels of weights.
+//!
+//! A tile is a few rows by one panel, summed in registers over ascending
+//! columns of the input, one fused multiplication and addition each: so no
+//! number of a result depends on which rows, or how many, were computed with
+//! it. The loops around it keep what is used again in the caches (Goto and
+//! van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008).
+
+use std::ops::Range;
+
+use crate::lines::{Lines, Shared};
+use crate::pool::Worker;
+use crate::quant::{self, BLOCK, QuantRows};
+use crate::simd::{Isa, Kernel, Simd, exp};
+use crate::weights::{Element, Matrix, Panels, Store};
+
+/// Inputs that are summed before the next panel's turn: a panel's part of so many stays in the second cache with the rows'.
+const DEPTH: usize = 1024;
+/// Rows that share a panel's part while it is there.
+const GROUP: usize = 128;
+/// From so many tiles on, panels of halves are made fp32 once for all of them, and not within each.
+const EXPANDED: usize = 3;
+/// Inputs that are made fp32 at once for one tile alone: two panels' part of so many stays in the first cache.
+const SHALLOW: usize = 128;
+/// Panels that a thread takes at once, where there are enough.
+const STRIP: usize = 4;
+
+/// A linear layer.
+#[derive(Debug)]
+pub struct Linear {
+    pub(crate) matrix: Matrix,
+    /// In the order of the panels' columns.
+    bias: Option<Vec<f32>>,
+}
+
+impl Linear {
+    /// A layer with the weights of `matrix` and, if there is one, a `bias` for each of its rows: of a gated matrix, the gate's first.
+    pub fn new(matrix: Matrix, isa: Isa, bias: Option<&[f32]>) -> Self {
+        let bias = bias.map(|bias| matrix.columns(isa).map(|row| row.map_or(0.0, |row| bias[row])).collect());
+        Self { matrix, bias }
+    }
+
+    /// Its weights, to read rows of.
+    pub fn into_matrix(self) -> Matrix {
+        self.matrix
+    }
+}
+
+/// How M rows are cut into tiles: as few as possible, and as equal as possible.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tiling {
+    rows: usize,
+    tiles: usize,
+}
+
+impl Tiling {
+    pub(crate) fn new(isa: Isa, rows: usize) -> Self {
+        Self { rows, tiles: rows.div_ceil(isa.rows()) }
+    }
+
+    pub(crate) fn tiles(self) -> usize {
+        self.tiles
+    }
+
+    /// The rows of a tile.
+    #[inline(always)]
+    pub(crate) fn range(self, tile: usize) -> Range<usize> {
+        let (each, more) = (self.rows / self.tiles, self.rows % self.tiles);
+        let start = tile * each + tile.min(more);
+        start..start + each + usize::from(tile < more)
+    }
+}
+
+/// Rows of activations as tiles want them: [inputs][rows of the tile], tile after tile; or as 8-bit blocks.
+#[derive(Debug, Default)]
+pub(crate) struct Rows {
+    floats: Lines<f32>,
+    quant: QuantRows,
+}
+
+/// The rows of one call.
+#[derive(Clone, Copy)]
+pub(crate) struct Packed<'a> {
+    tiling: Tiling,
+    floats: Shared<'a, f32>,
+    quant: quant::SharedRows<'a>,
+}
+
+/// What becomes of the sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Then {
+    /// They are the result.
+    Store,
+    /// They are added to what is there.
+    Add,
+    /// Of a gated matrix: the result is silu(gate) times the other.
+    Gate,
+}
+
+/// What one thread computes in.
+#[derive(Debug, Default)]
+pub(crate) struct Scratch {
+    row: Vec<f32>,
+    expanded: Lines<f32>,
+    sums: Lines<f32>,
+}
+
+impl Rows {
+    /// Makes room for `rows` rows of `ins` inputs.
+    pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
+        self.floats.reserve(rows * ins);
+        self.quant.reserve(isa, rows, ins);
+    }
+
+    /// A view for a call with `rows` rows.
+    pub(crate) fn packed(&mut self, isa: Isa, rows: usize) -> Packed<'_> {
+        Packed { tiling: Tiling::new(isa, rows), floats: self.floats.shared(), quant: self.quant.shared() }
+    }
+}
+
+impl Packed<'_> {
+    /// Packs rows for `layer`: each is what `fill` writes, given its number. A phase of the team.
+    pub(crate) fn pack(
+        self,
+        worker: &mut Worker<'_>,
+        isa: Isa,
+        layer: &Linear,
+        scratch: &mut Scratch,
+        mut fill: impl FnMut(usize, &mut [f32]),
+    ) {
+        let ins = layer.matrix.ins;
+        scratch.row.resize(ins, 0.0);
+        let row = &mut scratch.row;
+        worker.each(self.tiling.tiles(), |tile| {
+            let range = self.tiling.range(tile);
+            let height = range.len();
+            for m in range.clone() {
+                fill(m, row);
+                if let Store::Int8(_) = layer.matrix.store {
+                    // SAFETY: each tile is one piece's.
+                    unsafe { self.quant.pack(isa, range.clone(), m, row) };
+                    continue;
+                }
+                // SAFETY: each tile is one piece's.
+                let to = unsafe { self.floats.write(range.start * ins, height * ins) };
+                for (to, &x) in to[m - range.start..].iter_mut().step_by(height).zip(&*row) {
+                    *to = x;
+                }
+            }
+        });
+    }
+
+    /// Multiplies the packed rows by the layer's weights, adds its bias, and does `then` with the results: row m goes to `out[m * stride..]`. A phase of the team.
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) fn multiply(
+        self,
+        worker: &mut Worker<'_>,
+        isa: Isa,
+        layer: &Linear,
+        out: Shared<'_, f32>,
+        stride: usize,
+        then: Then,
+        scratch: &mut Scratch,
+    ) {
+        let Linear { matrix, bias } = layer;
+        let (width, panels) = (isa.panel(), matrix.panels(isa));
+        let group = (GROUP / isa.rows()).max(1);
+        let groups = self.tiling.tiles().div_ceil(group);
+        let strip = (panels * groups / (4 * worker.size())).clamp(1, STRIP);
+        let strips = panels.div_ceil(strip);
+        worker.each(strips * groups, |piece| {
+            let first = piece % strips * strip;
+            let part = first..(first + strip).min(panels);
+            let first = piece / strips * group;
+            let tiles = first..(first + group).min(self.tiling.tiles());
+            let rows = self.tiling.range(tiles.start).start..self.tiling.range(tiles.end - 1).end;
+            scratch.sums.reserve(STRIP * (GROUP + isa.rows()) * width);
+            match &matrix.store {
+                Store::F32(panels) => self.sum_numbers(isa, panels, part.clone(), tiles, scratch),
+                Store::F16(panels) => self.sum_numbers(isa, panels, part.clone(), tiles, scratch),
+                Store::Bf16(panels) => self.sum_numbers(isa, panels, part.clone(), tiles, scratch),
+                Store::Blocks(weights) => {
+                    let expand = |panel, inputs: Range<usize>, to: &mut [f32]| {
+                        quant::expand(isa, weights, panel, inputs.start / BLOCK..inputs.end / BLOCK, to);
+                    };
+                    self.sum_expanded(isa, matrix.ins, expand, part.clone(), tiles, scratch);
+                }
+                Store::Int8(weights) => {
+                    for tile in tiles {
+                        let range = self.tiling.range(tile);
+                        for (i, panel) in part.clone().enumerate() {
+                            let at = (i * rows.len() + range.start - rows.start) * width;
+                            let sums = &mut scratch.sums[at..at + range.len() * width];
+                            // SAFETY: what the phase before this one packed, nobody writes now.
+                            unsafe { quant::tile(isa, weights, panel, self.quant, range.clone(), sums) };
+                        }
+                    }
+                }
+            }
+            let columns = if then == Then::Gate { width / 2 } else { width };
+            for (i, panel) in part.enumerate() {
+                let bias = bias.as_ref().map(|bias| &bias[panel * width..(panel + 1) * width]);
+                let count = columns.min(matrix.outs - panel * columns);
+                for m in rows.clone() {
+                    let sums = &mut scratch.sums[(i * rows.len() + m - rows.start) * width..][..width];
+                    // SAFETY: the columns of a panel are one piece's, in each row.
+                    let out = unsafe { out.write(m * stride + panel * columns, count) };
+                    isa.run(Finish { sums, bias, out, then });
+                }
+            }
+        });
+    }
+
+    /// Sums some panels for some tiles into the scratch, [panels][rows][width].
+    fn sum_numbers<E: Element>(self, isa: Isa, panels: &Panels<E>, part: Range<usize>, tiles: Range<usize>, scratch: &mut Scratch) {
+        let (width, ins) = (panels.width, panels.ins);
+        if size_of::<E>() < size_of::<f32>() && tiles.len() >= EXPANDED {
+            let expand = |panel, inputs: Range<usize>, to: &mut [f32]| {
+                isa.run(Expand { from: &panels.panel(panel)[inputs.start * width..inputs.end * width], to });
+            };
+            return self.sum_expanded(isa, ins, expand, part, tiles, scratch);
+        }
+        for inputs in pieces(ins, DEPTH) {
+            let b = &panels.panel(part.start)[inputs.start * width..];
+            self.sum(isa, ins, inputs, tiles.clone(), b, part.len(), ins * width, &mut scratch.sums);
+        }
+    }
+
+    /// The same with panels that `expand` makes fp32, given which one and which inputs of it.
+    #[allow(clippy::too_many_arguments)]
+    fn sum_expanded(
+        self,
+        isa: Isa,
+        ins: usize,
+        expand: impl Fn(usize, Range<usize>, &mut [f32]),
+        part: Range<usize>,
+        tiles: Range<usize>,
+        scratch: &mut Scratch,
+    ) {
+        let width = isa.panel();
+        let rows = self.tiling.range(tiles.end - 1).end - self.tiling.range(tiles.start).start;
+        // What one tile alone uses need not outlive the first cache; two panels, because a single row wants two.
+        let (depth, together) = if tiles.len() == 1 { (SHALLOW, 2) } else { (DEPTH, STRIP) };
+        scratch.expanded.reserve(together * depth * width);
+        for start in part.clone().step_by(together) {
+            let panels = start..part.end.min(start + together);
+            let sums = &mut scratch.sums[(start - part.start) * rows * width..];
+            for inputs in pieces(ins, depth) {
+                let size = inputs.len() * width;
+                for (panel, to) in panels.clone().zip(scratch.expanded.chunks_exact_mut(size)) {
+                    expand(panel, inputs.clone(), to);
+                }
+                self.sum(isa, ins, inputs, tiles.clone(), &scratch.expanded, panels.len(), size, sums);
+            }
+        }
+    }
+
+    /// Adds what `inputs` contribute to the sums of `count` panels `b`, each `apart` from the one before.
+    #[allow(clippy::too_many_arguments)]
+    fn sum<E: Element>(
+        self,
+        isa: Isa,
+        ins: usize,
+        inputs: Range<usize>,
+        tiles: Range<usize>,
+        b: &[E],
+        count: usize,
+        apart: usize,
+        sums: &mut [f32],
+    ) {
+        let width = isa.panel();
+        let rows = self.tiling.range(tiles.start).start..self.tiling.range(tiles.end - 1).end;
+        for tile in tiles {
+            let range = self.tiling.range(tile);
+            let height = range.len();
+            // SAFETY: what the phases before this one packed, nobody writes now.
+            let a = unsafe { self.floats.read(range.start * ins + inputs.start * height, inputs.len() * height) };
+            let sums = &mut sums[(range.start - rows.start) * width..];
+            isa.run(Sum { height, a, b, count, b_apart: apart, sums, sums_apart: rows.len() * width, fresh: inputs.start == 0 });
+        }
+    }
+}
+
+/// Cuts inputs into equal pieces, whole blocks of them and at most `depth` long.
+fn pieces(ins: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
+    let each = ins.div_ceil(ins.div_ceil(depth)).next_multiple_of(BLOCK).min(depth);
+    (0..ins).step_by(each).map(move |start| start..ins.min(start + each))
+}
+
+/// Makes numbers fp32.
+struct Expand<'a, E> {
+    from: &'a [E],
+    to: &'a mut [f32],
+}
+
+impl<E: Element> Kernel for Expand<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        assert!(self.from.len() >= self.to.len() && self.to.len().is_multiple_of(S::LANES));
+        for at in (0..self.to.len()).step_by(S::LANES) {
+            // SAFETY: both have a register's length from here on.
+            unsafe { s.store(self.to.as_mut_ptr().add(at), E::load(s, self.from.as_ptr().add(at))) }
+        }
+    }
+}
+
+/// Sums tiles: `height` rows `a` [depth][height] by `count` panels `b` [depth][width], each `b_apart` from the one before; into
+/// `sums` [height][width], each `sums_apart` from the one before. Not `fresh` ones go on from what is there.
+struct Sum<'a, E> {
+    height: usize,
+    a: &'a [f32],
+    b: &'a [E],
+    count: usize,
+    b_apart: usize,
+    sums: &'a mut [f32],
+    sums_apart: usize,
+    fresh: bool,
+}
+
+impl<E: Element> Kernel for Sum<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        macro_rules! by_height {
+            ($($height:literal)*) => {
+                match (self.height, S::VECTORS) {
+                    $(($height, 2) => if $height <= S::ROWS { self.panels::<S, $height, 2>(s) },
+                      ($height, 4) => if $height <= S::ROWS && S::VECTORS == 4 { self.panels::<S, $height, 4>(s) },)*
+                    _ => unreachable!("tiles have at most as many rows as registers allow"),
+                }
+            };
+        }
+        by_height!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
+    }
+}
+
+impl<E: Element> Sum<'_, E> {
+    #[inline(always)]
+    fn panels<S: Simd, const R: usize, const V: usize>(self, s: S) {
+        let width = V * S::LANES;
+        let depth = self.a.len() / R;
+        assert!(self.b.len() >= (self.count - 1) * self.b_apart + depth * width);
+        assert!(self.sums.len() >= (self.count - 1) * self.sums_apart + R * width);
+        let (a, b, sums) = (self.a.as_ptr(), self.b.as_ptr(), self.sums.as_mut_ptr());
+        let apart = (self.b_apart, self.sums_apart);
+        let mut panel = 0;
+        // One row alone has too few sums to hide how long each addition takes: two panels at once have enough.
+        while R == 1 && panel + 2 <= self.count {
+            // SAFETY: asserted above.
+            unsafe { tile::<S, E, R, V, 2>(s, depth, a, b.add(panel * apart.0), sums.add(panel * apart.1), apart, self.fresh) };
+            panel += 2;
+        }
+        while panel < self.count {
+            // SAFETY: asserted above.
+            unsafe { tile::<S, E, R, V, 1>(s, depth, a, b.add(panel * apart.0), sums.add(panel * apart.1), apart, self.fresh) };
+            panel += 1;
+        }
+    }
+}
+
+/// Sums `P` panels of `V` registers' width for `R` rows in registers.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)]
+unsafe fn tile<S: Simd, E: Element, const R: usize, const V: usize, const P: usize>(
+    s: S,
+    depth: usize,
+    a: *const f32,
+    b: *const E,
+    sums: *mut f32,
+    (b_apart, sums_apart): (usize, usize),
+    fresh: bool,
+) {
+    // SAFETY: the caller has checked all lengths.
+    unsafe {
+        let mut acc = [[[s.splat(0.0); V]; R]; P];
+        if !fresh {
+            for p in 0..P {
+                for r in 0..R {
+                    for v in 0..V {
+                        acc[p][r][v] = s.load(sums.add(p * sums_apart + (r * V + v) * S::LANES));
+                    }
+                }
+            }
+        }
+        for k in 0..depth {
+            for p in 0..P {
+                let mut w = [s.splat(0.0); V];
+                for v in 0..V {
+                    w[v] = E::load(s, b.add(p * b_apart + (k * V + v) * S::LANES));
+                }
+                for r in 0..R {
+                    let x = s.splat(*a.add(k * R + r));
+                    for v in 0..V {
+                        acc[p][r][v] = s.fma(x, w[v], acc[p][r][v]);
+                    }
+                }
+            }
+        }
+        for p in 0..P {
+            for r in 0..R {
+                for v in 0..V {
+                    s.store(sums.add(p * sums_apart + (r * V + v) * S::LANES), acc[p][r][v]);
+                }
+            }
+        }
+    }
+}
+
+/// Does with a row of a panel's sums what is to be done with them.
+struct Finish<'a> {
+    sums: &'a mut [f32],
+    bias: Option<&'a [f32]>,
+    out: &'a mut [f32],
+    then: Then,
+}
+
+impl Kernel for Finish<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        if let Some(bias) = self.bias {
+            for (sum, b) in self.sums.iter_mut().zip(bias) {
+                *sum += b;
+            }
+        }
+        match self.then {
+            Then::Store => self.out.copy_from_slice(&self.sums[..self.out.len()]),
+            Then::Add => self.out.iter_mut().zip(self.sums).for_each(|(x, sum)| *x += *sum),
+            Then::Gate => {
+                let half = self.sums.len() / 2;
+                assert!(half.is_multiple_of(S::LANES));
+                let (gates, ups) = self.sums.split_at_mut(half);
+                for at in (0..half).step_by(S::LANES) {
+                    // SAFETY: both halves have a register's length from here on.
+                    unsafe {
+                        let gate = s.load(gates.as_ptr().add(at));
+                        let up = s.load(ups.as_ptr().add(at));
+                        let one = s.splat(1.0);
+                        let silu = s.div(gate, s.add(one, exp(s, s.sub(s.splat(0.0), gate))));
+                        s.store(gates.as_mut_ptr().add(at), s.mul(silu, up));
+                    }
+                }
+                self.out.copy_from_slice(&gates[..self.out.len()]);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

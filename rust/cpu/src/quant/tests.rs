@@ -1,0 +1,279 @@
+use super::*;
+use crate::half;
+use crate::lines::Lines;
+use crate::pool::Pool;
+use crate::simd::Isa;
+
+/// Numbers that look random (Knuth's constants).
+struct Random(u64);
+
+impl Random {
+    fn bits(&mut self) -> u32 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as u32
+    }
+    /// From -1 to 1.
+    fn number(&mut self) -> f32 {
+        self.bits() as f32 / (1_u32 << 30) as f32 - 1.0
+    }
+    fn row(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.number()).collect()
+    }
+    /// A row of blocks with scales up to 0.01, and any integers.
+    fn blocks(&mut self, kind: BlockType, ins: usize) -> Vec<u8> {
+        let mut bytes: Vec<u8> = (0..kind.row_bytes(ins)).map(|_| self.bits() as u8).collect();
+        let header = if kind == BlockType::Q4_1 { 4 } else { 2 };
+        for block in bytes.chunks_mut(kind.row_bytes(BLOCK)) {
+            for at in (0..header).step_by(2) {
+                block[at..at + 2].copy_from_slice(&half::from_f32(0.01 * self.number()).to_le_bytes());
+            }
+        }
+        bytes
+    }
+}
+
+/// What ggml's blocks stand for, by their definition.
+fn dequantized(kind: BlockType, bytes: &[u8]) -> Vec<f32> {
+    let mut numbers = Vec::new();
+    for block in bytes.chunks(kind.row_bytes(BLOCK)) {
+        let d = half::to_f32(u16::from_le_bytes([block[0], block[1]]));
+        let m = half::to_f32(u16::from_le_bytes([block[2], block[3]]));
+        match kind {
+            BlockType::Q8_0 => numbers.extend(block[2..].iter().map(|&q| d * f32::from(q as i8))),
+            BlockType::Q4_0 => {
+                numbers.extend(block[2..].iter().map(|&q| d * (f32::from(q & 15) - 8.0)));
+                numbers.extend(block[2..].iter().map(|&q| d * (f32::from(q >> 4) - 8.0)));
+            }
+            BlockType::Q4_1 => {
+                numbers.extend(block[4..].iter().map(|&q| d * f32::from(q & 15) + m));
+                numbers.extend(block[4..].iter().map(|&q| d * f32::from(q >> 4) + m));
+            }
+        }
+    }
+    numbers
+}
+
+/// Numbers as the scale and the integers of their block.
+fn quantized(numbers: &[f32]) -> Vec<f64> {
+    let mut values = Vec::new();
+    for block in numbers.chunks(BLOCK) {
+        let largest = block.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+        let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+        values.extend(block.iter().map(|x| f64::from(largest / 127.0) * f64::from((x * inverse).round_ties_even())));
+    }
+    values
+}
+
+/// All that `weights` of `columns` columns make of `rows`, computed as one tile: [rows][columns].
+fn product(isa: Isa, weights: &QuantWeights, columns: usize, rows: &[Vec<f32>]) -> Vec<Vec<f32>> {
+    let mut packed = QuantRows::default();
+    packed.reserve(isa, rows.len(), rows[0].len());
+    let packed = packed.shared();
+    for (m, row) in rows.iter().enumerate() {
+        // SAFETY: there is one thread.
+        unsafe { packed.pack(isa, 0..rows.len(), m, row) }
+    }
+    let width = isa.panel();
+    let mut results = vec![Vec::new(); rows.len()];
+    for panel in 0..columns.div_ceil(width) {
+        let mut out = Lines::zeros(rows.len() * width);
+        // What was there must not matter.
+        out.fill(f32::NAN);
+        // SAFETY: as above.
+        unsafe { tile(isa, weights, panel, packed, 0..rows.len(), &mut out) }
+        for (result, out) in results.iter_mut().zip(out.chunks(width)) {
+            result.extend(out);
+        }
+    }
+    results
+}
+
+fn packed_blocks(isa: Isa, bits: Bits, kind: BlockType, ins: usize, rows: &[Vec<u8>]) -> QuantWeights {
+    QuantWeights::pack(&mut Pool::new(2), isa, bits, rows.len(), ins, |column, _| Source::Blocks(kind, &rows[column]))
+}
+
+fn packed_floats(isa: Isa, rows: &[Vec<f32>]) -> QuantWeights {
+    QuantWeights::pack(&mut Pool::new(2), isa, Bits::Eight, rows.len(), rows[0].len(), |column, row| {
+        row.copy_from_slice(&rows[column]);
+        Source::Floats
+    })
+}
+
+fn bits_of(results: &[Vec<f32>]) -> Vec<Vec<u32>> {
+    results.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
+}
+
+/// Compares with sums of the same numbers in double precision; what pads the last panel is zero.
+fn assert_products(isa: Isa, results: &[Vec<f32>], weights: &[Vec<f32>], rows: &[Vec<f32>]) {
+    for (result, row) in results.iter().zip(rows) {
+        let x = quantized(row);
+        for (n, found) in result.iter().enumerate() {
+            let products = weights.get(n).map_or(Vec::new(), |w| w.iter().zip(&x).map(|(w, x)| f64::from(*w) * x).collect());
+            let (sum, size): (f64, f64) = (products.iter().sum(), products.iter().map(|p| p.abs()).sum());
+            assert!((f64::from(*found) - sum).abs() <= 2e-6 * size, "{}: {found}, not {sum}, in column {n}", isa.name());
+        }
+    }
+}
+
+#[test]
+fn products_are_those_of_the_numbers_that_the_blocks_stand_for() {
+    for isa in Isa::available() {
+        for kind in [BlockType::Q4_0, BlockType::Q4_1, BlockType::Q8_0] {
+            for (columns, ins) in [(1, 32), (isa.panel(), 64), (isa.panel() + 3, 160), (2 * isa.panel() - 1, 576)] {
+                let mut random = Random(7);
+                let blocks: Vec<_> = (0..columns).map(|_| random.blocks(kind, ins)).collect();
+                let weights: Vec<_> = blocks.iter().map(|row| dequantized(kind, row)).collect();
+                let packed = packed_blocks(isa, kind.bits(), kind, ins, &blocks);
+                let mut row = vec![0.0; ins];
+                for (column, weights) in weights.iter().enumerate() {
+                    packed.read_row(column, &mut row);
+                    assert_eq!(&row, weights, "{kind:?}");
+                }
+                for count in 1..=isa.rows() {
+                    let rows: Vec<_> = (0..count).map(|_| random.row(ins)).collect();
+                    assert_products(isa, &product(isa, &packed, columns, &rows), &weights, &rows);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn floats_become_the_nearest_blocks_and_a_ragged_end_is_padded() {
+    for isa in Isa::available() {
+        for ins in [1, 31, 33, 100, 576] {
+            let mut random = Random(ins as u64);
+            let columns = isa.panel() + 1;
+            let floats: Vec<_> = (0..columns).map(|_| random.row(ins)).collect();
+            let packed = packed_floats(isa, &floats);
+            let mut weights = Vec::new();
+            for (column, floats) in floats.iter().enumerate() {
+                let mut row = vec![0.0; ins];
+                packed.read_row(column, &mut row);
+                for (read, block) in row.chunks(BLOCK).zip(floats.chunks(BLOCK)) {
+                    let largest = block.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+                    // Half a step, and as much as the scale was rounded.
+                    let bound = largest / 127.0 * 0.5 + largest / 2048.0;
+                    assert!(read.iter().zip(block).all(|(a, b)| (a - b).abs() <= bound), "{read:?} of {block:?}");
+                }
+                weights.push(row);
+            }
+            let rows: Vec<_> = (0..isa.rows()).map(|_| random.row(ins)).collect();
+            assert_products(isa, &product(isa, &packed, columns, &rows), &weights, &rows);
+        }
+    }
+}
+
+#[test]
+fn four_bits_fit_eight() {
+    for isa in Isa::available() {
+        for (kind, bound) in [(BlockType::Q4_0, 0.0), (BlockType::Q4_1, 1e-3)] {
+            let blocks = [Random(3).blocks(kind, 96)];
+            let packed = packed_blocks(isa, Bits::Eight, kind, 96, &blocks);
+            let mut row = vec![0.0; 96];
+            packed.read_row(0, &mut row);
+            assert!(row.iter().zip(dequantized(kind, &blocks[0])).all(|(a, b)| (a - b).abs() <= bound), "{kind:?}");
+        }
+    }
+}
+
+#[test]
+fn the_largest_integers_overflow_nothing() {
+    for isa in Isa::available() {
+        for (kind, codes) in [(BlockType::Q8_0, [0x80, 0x7f]), (BlockType::Q4_0, [0xff, 0x00]), (BlockType::Q4_1, [0xff, 0x00])] {
+            // Scales, and shifts, of 1.
+            let mut bytes = vec![0x00, 0x3c, 0x00, 0x3c];
+            bytes.truncate(if kind == BlockType::Q4_1 { 4 } else { 2 });
+            let blocks = codes.map(|code| [bytes.clone(), vec![code; kind.row_bytes(BLOCK) - bytes.len()]].concat());
+            let weights = blocks.each_ref().map(|block| dequantized(kind, block));
+            let packed = packed_blocks(isa, kind.bits(), kind, BLOCK, &blocks);
+            for x in [1.0, -1.0] {
+                let rows = vec![vec![x; BLOCK]; isa.rows()];
+                assert_products(isa, &product(isa, &packed, 2, &rows), &weights, &rows);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_does_not_depend_on_those_beside_it() {
+    for isa in Isa::available() {
+        for kind in [BlockType::Q4_1, BlockType::Q8_0] {
+            let mut random = Random(11);
+            let blocks: Vec<_> = (0..isa.panel()).map(|_| random.blocks(kind, 576)).collect();
+            let packed = packed_blocks(isa, kind.bits(), kind, 576, &blocks);
+            let rows: Vec<_> = (0..isa.rows()).map(|_| random.row(576)).collect();
+            let alone: Vec<_> = rows.iter().flat_map(|row| product(isa, &packed, blocks.len(), std::slice::from_ref(row))).collect();
+            for count in 2..=rows.len() {
+                let together = product(isa, &packed, blocks.len(), &rows[..count]);
+                assert_eq!(bits_of(&together), bits_of(&alone[..count]), "{} rows, {}", count, isa.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_that_is_not_all_numbers_spoils_itself_alone() {
+    for isa in Isa::available() {
+        for kind in [BlockType::Q4_0, BlockType::Q8_0] {
+            let mut random = Random(13);
+            let blocks: Vec<_> = (0..isa.panel()).map(|_| random.blocks(kind, 128)).collect();
+            let packed = packed_blocks(isa, kind.bits(), kind, 128, &blocks);
+            let mut rows: Vec<_> = (0..3).map(|_| random.row(128)).collect();
+            let before = product(isa, &packed, blocks.len(), &rows);
+            for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                for at in [0, 37, 127] {
+                    let number = std::mem::replace(&mut rows[1][at], odd);
+                    let after = product(isa, &packed, blocks.len(), &rows);
+                    assert!(after[1].iter().all(|x| x.is_nan()), "{odd} at {at}: {:?}", after[1]);
+                    assert_eq!(bits_of(&[after[0].clone(), after[2].clone()]), bits_of(&[before[0].clone(), before[2].clone()]));
+                    rows[1][at] = number;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn tiny_and_huge_numbers_are_numbers() {
+    for isa in Isa::available() {
+        let kind = BlockType::Q8_0;
+        let blocks = [Random(17).blocks(kind, 64)];
+        let packed = packed_blocks(isa, kind.bits(), kind, 64, &blocks);
+        let weights = [dequantized(kind, &blocks[0])];
+        let huge = vec![Random(19).row(64).iter().map(|x| x * 1e37).collect::<Vec<_>>()];
+        assert_products(isa, &product(isa, &packed, 1, &huge), &weights, &huge);
+        for x in [0.0, -0.0, 1e-45, -1e-38] {
+            let result = product(isa, &packed, 1, &[vec![x; 64]])[0][0];
+            assert!(result.to_bits() << 1 == 0, "{result} of {x:e}");
+        }
+    }
+}
+
+#[test]
+fn a_weight_that_is_no_number_spoils_its_column_alone() {
+    for isa in Isa::available() {
+        for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut weights = vec![Random(29).row(70), Random(31).row(70)];
+            weights[1][69] = odd;
+            let result = &product(isa, &packed_floats(isa, &weights), 2, &[Random(37).row(70)])[0];
+            assert!(result[0].is_finite() && !result[1].is_finite(), "{odd}: {result:?}");
+        }
+    }
+}
+
+#[test]
+fn columns_may_be_left_out() {
+    for isa in Isa::available() {
+        let mut random = Random(23);
+        let rows = [random.row(40), random.row(40)];
+        let weights = random.row(40);
+        let packed = QuantWeights::pack(&mut Pool::new(1), isa, Bits::Eight, 6, 40, |column, row| {
+            row.copy_from_slice(&weights);
+            if column % 2 == 0 { Source::Floats } else { Source::Padding }
+        });
+        for result in product(isa, &packed, 6, &rows) {
+            assert!((0..isa.panel()).all(|n| (result[n] != 0.0) == (n < 6 && n % 2 == 0)), "{result:?}");
+        }
+    }
+}

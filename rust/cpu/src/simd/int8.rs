@@ -1,0 +1,274 @@
+//! Products of 8-bit and 4-bit weights with 8-bit activations.
+
+use super::Simd;
+use super::portable::Portable;
+
+/// What the kernels for quantised weights do with registers of integers.
+///
+/// A register holds, for each of [`Simd::LANES`] columns, a few weights that follow each other in the column. It is multiplied by
+/// the activations that belong to them, the same for all columns. Sums are exact.
+pub(crate) trait Int8: Simd {
+    /// [`Simd::LANES`] integers of 32 bits, or as many times two of 16, or four of 8.
+    type I: Copy;
+    /// How many 8-bit weights of a column a register holds: 4 as they are, or 2 of 16 bits each.
+    const GROUP: usize;
+    /// What 8-bit weights are stored larger by, where the processor multiplies unsigned ones.
+    const OFFSET: i32;
+
+    /// The same 32 bits for all columns.
+    fn splat_i32(self, x: i32) -> Self::I;
+    /// Reads 8-bit weights: [`Int8::GROUP`] of a column, and then those of the next.
+    unsafe fn bytes(self, p: *const u8) -> Self::I;
+    /// Reads 4-bit weights, four of a column: half 0 or 1 of each byte.
+    unsafe fn nibbles(self, p: *const u8, half: usize) -> Self::I;
+    /// Adds to each column's sum its products of 8-bit weights `w` with activations.
+    fn dot8(self, sum: Self::I, w: Self::I, x: Self::I) -> Self::I;
+    /// As `dot8` with 4-bit weights; the sums of at most 32 products are only good for `total4`.
+    fn dot4(self, sum: Self::I, w: Self::I, x: Self::I) -> Self::I;
+    /// The columns' sums, of what `dot4` has added up.
+    fn total4(self, sum: Self::I) -> Self::I;
+    fn to_f32(self, x: Self::I) -> Self::F;
+    /// Reads integers of `8 * G` bits, and of each the bits of `mask` above the lowest `shift`, those of `flip` inverted; `G` is 2 or 4.
+    unsafe fn fields<const G: usize>(self, p: *const u8, shift: i32, mask: i32, flip: i32) -> Self::F;
+    /// Writes numbers from -128 to 127 as bytes, rounded to the nearest; some bytes for others.
+    unsafe fn store_bytes(self, p: *mut i8, x: Self::F);
+}
+
+// SAFETY of all blocks below: as many bytes lie where the caller says.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Int8 for Portable {
+    type I = [i32; 8];
+    const GROUP: usize = 4;
+    const OFFSET: i32 = 0;
+
+    #[inline(always)]
+    fn splat_i32(self, x: i32) -> [i32; 8] {
+        [x; 8]
+    }
+    #[inline(always)]
+    unsafe fn bytes(self, p: *const u8) -> [i32; 8] {
+        unsafe { p.cast::<[[u8; 4]; 8]>().read_unaligned() }.map(i32::from_ne_bytes)
+    }
+    #[inline(always)]
+    unsafe fn nibbles(self, p: *const u8, half: usize) -> [i32; 8] {
+        unsafe { self.bytes(p) }.map(|x| (x >> (4 * half)) & 0x0f0f_0f0f)
+    }
+    #[inline(always)]
+    fn dot8(self, sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] {
+        let product = |w: i32, x: i32, byte: usize| i32::from((w >> (8 * byte)) as i8) * i32::from((x >> (8 * byte)) as i8);
+        std::array::from_fn(|i| sum[i] + (0..4).map(|byte| product(w[i], x[i], byte)).sum::<i32>())
+    }
+    #[inline(always)]
+    fn dot4(self, sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] {
+        self.dot8(sum, w, x)
+    }
+    #[inline(always)]
+    fn total4(self, sum: [i32; 8]) -> [i32; 8] {
+        sum
+    }
+    #[inline(always)]
+    fn to_f32(self, x: [i32; 8]) -> [f32; 8] {
+        x.map(|x| x as f32)
+    }
+    #[inline(always)]
+    unsafe fn fields<const G: usize>(self, p: *const u8, shift: i32, mask: i32, flip: i32) -> [f32; 8] {
+        let x = if G == 4 {
+            unsafe { p.cast::<[i32; 8]>().read_unaligned() }
+        } else {
+            unsafe { p.cast::<[u16; 8]>().read_unaligned() }.map(i32::from)
+        };
+        x.map(|x| (((x >> shift) & mask) ^ flip) as f32)
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(self, p: *mut i8, x: [f32; 8]) {
+        unsafe { p.cast::<[i8; 8]>().write_unaligned(x.map(|x| x.round_ties_even() as i8)) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::super::avx2::Avx2;
+    use super::super::avx512::Avx512;
+    use super::Int8;
+
+    // SAFETY of all blocks below: `self` proves that the instructions exist; pointers are the caller's affair.
+    #[allow(clippy::undocumented_unsafe_blocks)]
+    impl Int8 for Avx2 {
+        type I = __m256i;
+        // Bytes are multiplied by unsigned ones only, in pairs whose sums overflow 16 bits unless one factor is small.
+        const GROUP: usize = 2;
+        const OFFSET: i32 = 0;
+
+        #[inline(always)]
+        fn splat_i32(self, x: i32) -> __m256i {
+            unsafe { _mm256_set1_epi32(x) }
+        }
+        #[inline(always)]
+        unsafe fn bytes(self, p: *const u8) -> __m256i {
+            unsafe { _mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())) }
+        }
+        #[inline(always)]
+        unsafe fn nibbles(self, p: *const u8, half: usize) -> __m256i {
+            unsafe {
+                let w = _mm256_loadu_si256(p.cast());
+                _mm256_and_si256(if half == 0 { w } else { _mm256_srli_epi16::<4>(w) }, _mm256_set1_epi8(15))
+            }
+        }
+        #[inline(always)]
+        fn dot8(self, sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
+            unsafe { _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)) }
+        }
+        #[inline(always)]
+        fn dot4(self, sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
+            // 16 bits hold 16 products of 15 and 127.
+            unsafe { _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)) }
+        }
+        #[inline(always)]
+        fn total4(self, sum: __m256i) -> __m256i {
+            unsafe { _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) }
+        }
+        #[inline(always)]
+        fn to_f32(self, x: __m256i) -> __m256 {
+            unsafe { _mm256_cvtepi32_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn fields<const G: usize>(self, p: *const u8, shift: i32, mask: i32, flip: i32) -> __m256 {
+            unsafe {
+                let x = if G == 4 { _mm256_loadu_si256(p.cast()) } else { _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())) };
+                let x = _mm256_and_si256(_mm256_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(mask));
+                _mm256_cvtepi32_ps(_mm256_xor_si256(x, _mm256_set1_epi32(flip)))
+            }
+        }
+        #[inline(always)]
+        unsafe fn store_bytes(self, p: *mut i8, x: __m256) {
+            unsafe {
+                let wide = _mm256_cvtps_epi32(x);
+                let halves = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256::<1>(wide));
+                _mm_storel_epi64(p.cast(), _mm_packs_epi16(halves, halves));
+            }
+        }
+    }
+
+    // SAFETY of all blocks below: as above.
+    #[allow(clippy::undocumented_unsafe_blocks)]
+    impl Int8 for Avx512 {
+        type I = __m512i;
+        const GROUP: usize = 4;
+        const OFFSET: i32 = 128;
+
+        #[inline(always)]
+        fn splat_i32(self, x: i32) -> __m512i {
+            unsafe { _mm512_set1_epi32(x) }
+        }
+        #[inline(always)]
+        unsafe fn bytes(self, p: *const u8) -> __m512i {
+            unsafe { _mm512_loadu_si512(p.cast()) }
+        }
+        #[inline(always)]
+        unsafe fn nibbles(self, p: *const u8, half: usize) -> __m512i {
+            unsafe {
+                let w = _mm512_loadu_si512(p.cast());
+                _mm512_and_si512(if half == 0 { w } else { _mm512_srli_epi16::<4>(w) }, _mm512_set1_epi8(15))
+            }
+        }
+        #[inline(always)]
+        fn dot8(self, sum: __m512i, w: __m512i, x: __m512i) -> __m512i {
+            unsafe { _mm512_dpbusd_epi32(sum, w, x) }
+        }
+        #[inline(always)]
+        fn dot4(self, sum: __m512i, w: __m512i, x: __m512i) -> __m512i {
+            self.dot8(sum, w, x)
+        }
+        #[inline(always)]
+        fn total4(self, sum: __m512i) -> __m512i {
+            sum
+        }
+        #[inline(always)]
+        fn to_f32(self, x: __m512i) -> __m512 {
+            unsafe { _mm512_cvtepi32_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn fields<const G: usize>(self, p: *const u8, shift: i32, mask: i32, flip: i32) -> __m512 {
+            unsafe {
+                let x = if G == 4 { _mm512_loadu_si512(p.cast()) } else { _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())) };
+                let x = _mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask));
+                _mm512_cvtepi32_ps(_mm512_xor_si512(x, _mm512_set1_epi32(flip)))
+            }
+        }
+        #[inline(always)]
+        unsafe fn store_bytes(self, p: *mut i8, x: __m512) {
+            unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x))) }
+        }
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod arm {
+    use std::arch::aarch64::*;
+
+    use super::super::neon::Neon;
+    use super::Int8;
+
+    // SAFETY of all blocks below: NEON is part of every 64-bit ARM processor; pointers are the caller's affair.
+    #[allow(clippy::undocumented_unsafe_blocks)]
+    impl Int8 for Neon {
+        type I = int32x4_t;
+        const GROUP: usize = 4;
+        const OFFSET: i32 = 0;
+
+        #[inline(always)]
+        fn splat_i32(self, x: i32) -> int32x4_t {
+            unsafe { vdupq_n_s32(x) }
+        }
+        #[inline(always)]
+        unsafe fn bytes(self, p: *const u8) -> int32x4_t {
+            unsafe { vreinterpretq_s32_u8(vld1q_u8(p)) }
+        }
+        #[inline(always)]
+        unsafe fn nibbles(self, p: *const u8, half: usize) -> int32x4_t {
+            unsafe {
+                let w = vld1q_u8(p);
+                vreinterpretq_s32_u8(if half == 0 { vandq_u8(w, vdupq_n_u8(15)) } else { vshrq_n_u8::<4>(w) })
+            }
+        }
+        #[inline(always)]
+        fn dot8(self, sum: int32x4_t, w: int32x4_t, x: int32x4_t) -> int32x4_t {
+            unsafe {
+                let (w, x) = (vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x));
+                let low = vmull_s8(vget_low_s8(w), vget_low_s8(x));
+                // Two products of -128 and 127 fit 16 bits.
+                vpadalq_s16(sum, vpaddq_s16(low, vmull_high_s8(w, x)))
+            }
+        }
+        #[inline(always)]
+        fn dot4(self, sum: int32x4_t, w: int32x4_t, x: int32x4_t) -> int32x4_t {
+            self.dot8(sum, w, x)
+        }
+        #[inline(always)]
+        fn total4(self, sum: int32x4_t) -> int32x4_t {
+            sum
+        }
+        #[inline(always)]
+        fn to_f32(self, x: int32x4_t) -> float32x4_t {
+            unsafe { vcvtq_f32_s32(x) }
+        }
+        #[inline(always)]
+        unsafe fn fields<const G: usize>(self, p: *const u8, shift: i32, mask: i32, flip: i32) -> float32x4_t {
+            unsafe {
+                let x = if G == 4 { vreinterpretq_u32_u8(vld1q_u8(p)) } else { vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))) };
+                let x = vandq_u32(vshlq_u32(x, vdupq_n_s32(-shift)), vdupq_n_u32(mask as u32));
+                vcvtq_f32_u32(veorq_u32(x, vdupq_n_u32(flip as u32)))
+            }
+        }
+        #[inline(always)]
+        unsafe fn store_bytes(self, p: *mut i8, x: float32x4_t) {
+            unsafe {
+                let halves = vqmovn_s32(vcvtnq_s32_f32(x));
+                let bytes = vqmovn_s16(vcombine_s16(halves, halves));
+                p.cast::<i32>().write_unaligned(vget_lane_s32::<0>(vreinterpret_s32_s8(bytes)));
+            }
+        }
+    }
+}

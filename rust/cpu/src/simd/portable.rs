@@ -1,0 +1,93 @@
+//! Arrays, which the compiler makes of whatever registers every processor of its kind has.
+
+use super::Simd;
+use crate::half;
+
+/// Eight numbers side by side.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+#[inline(always)]
+fn each(a: [f32; 8], b: [f32; 8], f: impl Fn(f32, f32) -> f32) -> [f32; 8] {
+    std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+// SAFETY of all blocks below: eight numbers lie where the caller says.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Simd for Portable {
+    const LANES: usize = 8;
+    const VECTORS: usize = 2;
+    const ROWS: usize = 4;
+
+    type F = [f32; 8];
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> [f32; 8] {
+        [x; 8]
+    }
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> [f32; 8] {
+        unsafe { p.cast::<[f32; 8]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, x: [f32; 8]) {
+        unsafe { p.cast::<[f32; 8]>().write_unaligned(x) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const u16) -> [f32; 8] {
+        unsafe { p.cast::<[u16; 8]>().read_unaligned() }.map(half::to_f32)
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u16) -> [f32; 8] {
+        unsafe { p.cast::<[u16; 8]>().read_unaligned() }.map(|x| f32::from_bits(u32::from(x) << 16))
+    }
+    #[inline(always)]
+    unsafe fn load_i8(self, p: *const i8) -> [f32; 8] {
+        unsafe { p.cast::<[i8; 8]>().read_unaligned() }.map(f32::from)
+    }
+    /// A product and a sum, each rounded: a fused one is a slow call where the processor has no instruction.
+    #[inline(always)]
+    fn fma(self, a: [f32; 8], b: [f32; 8], c: [f32; 8]) -> [f32; 8] {
+        std::array::from_fn(|i| a[i] * b[i] + c[i])
+    }
+    #[inline(always)]
+    fn add(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
+        each(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn sub(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
+        each(a, b, |a, b| a - b)
+    }
+    #[inline(always)]
+    fn mul(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
+        each(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn div(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
+        each(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn max(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
+        each(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn min(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
+        each(a, b, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    fn sum(self, x: [f32; 8]) -> f32 {
+        ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]))
+    }
+    #[inline(always)]
+    fn largest(self, x: [f32; 8]) -> f32 {
+        x.into_iter().fold(f32::NEG_INFINITY, f32::max)
+    }
+    #[inline(always)]
+    fn round(self, x: [f32; 8]) -> [f32; 8] {
+        x.map(f32::round_ties_even)
+    }
+    #[inline(always)]
+    fn power_of_two(self, n: [f32; 8]) -> [f32; 8] {
+        n.map(|n| f32::from_bits(((n as i32 + 127) as u32) << 23))
+    }
+}

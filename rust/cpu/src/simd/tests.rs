@@ -1,0 +1,308 @@
+//! Every instruction set against scalar code.
+
+#![allow(clippy::float_cmp)] // To the bit is what is tested.
+
+use std::marker::PhantomData;
+
+use super::*;
+use crate::half;
+
+/// Numbers in the widest register there is: inputs are as many, or a multiple of it.
+const WIDEST: usize = 16;
+
+/// An operation on registers.
+trait Op {
+    fn apply<S: Simd>(s: S, a: S::F, b: S::F, c: S::F) -> S::F;
+}
+
+/// Does it to all numbers of three slices.
+struct Elementwise<'a, O>([&'a [f32]; 3], PhantomData<O>);
+
+impl<O: Op> Kernel for Elementwise<'_, O> {
+    type Output = Vec<f32>;
+    #[inline(always)]
+    fn run<S: Int8>(self, s: S) -> Vec<f32> {
+        let [a, b, c] = self.0;
+        let mut out = vec![0.0; a.len()];
+        for i in (0..a.len()).step_by(S::LANES) {
+            // SAFETY: a register's numbers of each slice, as slicing has checked.
+            unsafe {
+                let [a, b, c] = [a, b, c].map(|x| s.load(x[i..i + S::LANES].as_ptr()));
+                s.store(out[i..i + S::LANES].as_mut_ptr(), O::apply(s, a, b, c));
+            }
+        }
+        out
+    }
+}
+
+fn apply<O: Op>(isa: Isa, a: &[f32], b: &[f32], c: &[f32]) -> Vec<f32> {
+    isa.run(Elementwise([a, b, c], PhantomData::<O>))
+}
+
+macro_rules! op {
+    ($name:ident, |$s:ident, $a:pat_param, $b:pat_param, $c:pat_param| $result:expr) => {
+        struct $name;
+        impl Op for $name {
+            #[inline(always)]
+            fn apply<S: Simd>($s: S, $a: S::F, $b: S::F, $c: S::F) -> S::F {
+                $result
+            }
+        }
+    };
+}
+
+op!(Splat, |s, _, _, _| s.splat(1.25));
+op!(Fma, |s, a, b, c| s.fma(a, b, c));
+op!(Add, |s, a, b, _| s.add(a, b));
+op!(Sub, |s, a, b, _| s.sub(a, b));
+op!(Mul, |s, a, b, _| s.mul(a, b));
+op!(Div, |s, a, b, _| s.div(a, b));
+op!(Max, |s, a, b, _| s.max(a, b));
+op!(Min, |s, a, b, _| s.min(a, b));
+op!(Round, |s, a, _, _| s.round(a));
+op!(PowerOfTwo, |s, a, _, _| s.power_of_two(a));
+op!(Exp, |s, a, _, _| exp(s, a));
+
+macro_rules! kernel {
+    ($name:ident: $from:ty => $to:ty, |$s:ident, $lanes:ident, $numbers:ident| $result:expr) => {
+        struct $name<'a>(&'a [$from]);
+        impl Kernel for $name<'_> {
+            type Output = Vec<$to>;
+            #[inline(always)]
+            fn run<S: Int8>(self, $s: S) -> Vec<$to> {
+                let $lanes = S::LANES;
+                let mut out = Vec::new();
+                for $numbers in self.0.chunks_exact(S::LANES) {
+                    // SAFETY: there are as many numbers as in a register, and room for as many.
+                    out.extend_from_slice(&unsafe { $result });
+                }
+                out
+            }
+        }
+    };
+}
+
+kernel!(LoadF16: u16 => f32, |s, lanes, x| {
+    let mut out = vec![0.0; lanes];
+    s.store(out.as_mut_ptr(), s.load_f16(x.as_ptr()));
+    out
+});
+kernel!(LoadBf16: u16 => f32, |s, lanes, x| {
+    let mut out = vec![0.0; lanes];
+    s.store(out.as_mut_ptr(), s.load_bf16(x.as_ptr()));
+    out
+});
+kernel!(LoadI8: i8 => f32, |s, lanes, x| {
+    let mut out = vec![0.0; lanes];
+    s.store(out.as_mut_ptr(), s.load_i8(x.as_ptr()));
+    out
+});
+kernel!(StoreBytes: f32 => i8, |s, lanes, x| {
+    let mut out = vec![0; lanes];
+    s.store_bytes(out.as_mut_ptr(), s.load(x.as_ptr()));
+    out
+});
+// One number of each register, as often as it has lanes.
+kernel!(Sum: f32 => f32, |s, lanes, x| vec![s.sum(s.load(x.as_ptr())); lanes]);
+kernel!(Largest: f32 => f32, |s, lanes, x| vec![s.largest(s.load(x.as_ptr())); lanes]);
+
+/// The same bits, or both not a number: which one differs between processors.
+fn same(a: f32, b: f32) -> bool {
+    a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
+}
+
+/// Numbers at the borders of fp32, and others, in no order.
+fn numbers() -> Vec<f32> {
+    let borders = [0.0, 1.0, 0.5, 1.5, 2.5, 8_388_607.5, 1e-45, f32::MIN_POSITIVE, f32::MAX, f32::INFINITY, f32::NAN];
+    let mut state = 1_u32;
+    let others = std::iter::repeat_with(|| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / 65536.0 - 100.0
+    });
+    borders.iter().flat_map(|&x| [x, -x]).chain(others.take(42)).collect()
+}
+
+#[test]
+fn arithmetic_is_that_of_scalars() {
+    let numbers = numbers();
+    assert_eq!(numbers.len() % WIDEST, 0);
+    let n = numbers.len();
+    for isa in Isa::available() {
+        for (i, j) in (0..n).flat_map(|i| (0..n).map(move |j| (i, j))) {
+            let a = vec![numbers[i]; n];
+            let b = vec![numbers[j]; n];
+            let check = |name: &str, got: Vec<f32>, want: &dyn Fn(f32, f32, f32) -> f32| {
+                for (got, &c) in got.into_iter().zip(&numbers) {
+                    let (a, b) = (numbers[i], numbers[j]);
+                    assert!(same(got, want(a, b, c)), "{} {name}({a}, {b}, {c}): {got}", isa.name());
+                }
+            };
+            let fma = |a: f32, b: f32, c: f32| if isa == Isa::Portable { a * b + c } else { a.mul_add(b, c) };
+            check("fma", apply::<Fma>(isa, &a, &b, &numbers), &fma);
+        }
+        for i in 0..n {
+            // Each number by the others, side by side.
+            let b: Vec<f32> = (0..n).map(|j| numbers[(i + j) % n]).collect();
+            let check = |name: &str, got: Vec<f32>, want: fn(f32, f32) -> f32| {
+                for (got, (&a, &b)) in got.into_iter().zip(numbers.iter().zip(&b)) {
+                    assert!(same(got, want(a, b)), "{} {name}({a}, {b}): {got}", isa.name());
+                }
+            };
+            check("splat", apply::<Splat>(isa, &numbers, &b, &b), |_, _| 1.25);
+            check("add", apply::<Add>(isa, &numbers, &b, &b), |a, b| a + b);
+            check("sub", apply::<Sub>(isa, &numbers, &b, &b), |a, b| a - b);
+            check("mul", apply::<Mul>(isa, &numbers, &b, &b), |a, b| a * b);
+            check("div", apply::<Div>(isa, &numbers, &b, &b), |a, b| a / b);
+            check("max", apply::<Max>(isa, &numbers, &b, &b), |a, b| if a > b { a } else { b });
+            check("min", apply::<Min>(isa, &numbers, &b, &b), |a, b| if a < b { a } else { b });
+            check("round", apply::<Round>(isa, &numbers, &b, &b), |a, _| a.round_ties_even());
+        }
+    }
+}
+
+#[test]
+fn powers_of_two_are_exact() {
+    let exponents: Vec<f32> = (-127..=128).map(|n: i32| n.clamp(-126, 127) as f32).collect();
+    for isa in Isa::available() {
+        for (n, got) in exponents.iter().zip(apply::<PowerOfTwo>(isa, &exponents, &exponents, &exponents)) {
+            assert_eq!(f64::from(got), f64::from(*n).exp2(), "{} {n}", isa.name());
+        }
+    }
+}
+
+#[test]
+fn reductions_count_each_lane_once() {
+    let ones: Vec<f32> = (0..WIDEST).map(|i| (1 << i) as f32).collect();
+    for isa in Isa::available() {
+        let lanes = isa.run(Lanes);
+        let sums = isa.run(Sum(&ones));
+        for (got, ones) in sums.chunks(lanes).zip(ones.chunks(lanes)) {
+            assert_eq!(got[0], ones.iter().sum::<f32>(), "{}", isa.name());
+        }
+        for place in 0..lanes {
+            let mut numbers = vec![f32::NEG_INFINITY; lanes];
+            assert_eq!(isa.run(Largest(&numbers))[0], f32::NEG_INFINITY, "{}", isa.name());
+            numbers[place] = -3.0;
+            assert_eq!(isa.run(Largest(&numbers))[0], -3.0, "{}", isa.name());
+        }
+    }
+}
+
+struct Lanes;
+impl Kernel for Lanes {
+    type Output = usize;
+    #[inline(always)]
+    fn run<S: Int8>(self, _: S) -> usize {
+        S::LANES
+    }
+}
+
+/// Copies a register's numbers from one place to another.
+struct Copies<'a>(&'a [f32], &'a mut [f32]);
+impl Kernel for Copies<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Int8>(self, s: S) {
+        let Self(from, to) = self;
+        assert!(from.len() >= S::LANES && to.len() >= S::LANES);
+        // SAFETY: as asserted.
+        unsafe { s.store(to.as_mut_ptr(), s.load(from.as_ptr())) }
+    }
+}
+
+#[test]
+fn a_register_is_read_and_written_wherever_it_lies() {
+    let from: Vec<f32> = (0..2 * WIDEST).map(|i| i as f32).collect();
+    for isa in Isa::available() {
+        let lanes = isa.run(Lanes);
+        for (start, end) in (0..WIDEST).flat_map(|i| (0..WIDEST).map(move |j| (i, j))) {
+            let mut to = [-1.0; 2 * WIDEST];
+            isa.run(Copies(&from[start..], &mut to[end..]));
+            for (i, &x) in to.iter().enumerate() {
+                let want = if (end..end + lanes).contains(&i) { from[start + i - end] } else { -1.0 };
+                assert_eq!(x, want, "{} {start} {end} {i}", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn halves_of_both_kinds_are_read_as_what_they_are() {
+    let all: Vec<u16> = (0..=u16::MAX).collect();
+    for isa in Isa::available() {
+        for (bits, got) in all.iter().zip(isa.run(LoadF16(&all))) {
+            assert!(same(got, half::to_f32(*bits)), "{} {bits:#x}: {got}", isa.name());
+        }
+        for (bits, got) in all.iter().zip(isa.run(LoadBf16(&all))) {
+            assert!(same(got, f32::from_bits(u32::from(*bits) << 16)), "{} {bits:#x}: {got}", isa.name());
+        }
+    }
+}
+
+#[test]
+fn bytes_are_read_as_they_are_and_written_as_the_nearest() {
+    let all: Vec<i8> = (i8::MIN..=i8::MAX).collect();
+    let numbers: Vec<f32> = (-1024..1016).map(|i| i as f32 / 8.0).collect();
+    let numbers = &numbers[..numbers.len() / WIDEST * WIDEST];
+    for isa in Isa::available() {
+        for (byte, got) in all.iter().zip(isa.run(LoadI8(&all))) {
+            assert_eq!(got, f32::from(*byte), "{}", isa.name());
+        }
+        for (x, got) in numbers.iter().zip(isa.run(StoreBytes(numbers))) {
+            assert_eq!(got, x.round_ties_even() as i8, "{} {x}", isa.name());
+        }
+    }
+}
+
+/// How far `got` is from e to the power of `x`, in units of the last place.
+fn exp_error(x: f32, got: f32) -> f64 {
+    let want = f64::from(x).exp();
+    let place = f64::from(f32::from_bits((want as f32).to_bits() + 1)) - f64::from(want as f32);
+    (f64::from(got) - want).abs() / place
+}
+
+#[test]
+fn exp_is_near_over_its_whole_range() {
+    // A step that shares no factor with the spacing of the numbers; the borders are left to the test below.
+    let positive = (0..88.0_f32.to_bits()).step_by(60_013).map(f32::from_bits);
+    let negative = (0..87.3_f32.to_bits()).step_by(60_013).map(|bits| -f32::from_bits(bits));
+    let dense = (0..176_000).map(|i| (i - 87_300) as f32 * 1e-3 + 3e-5);
+    let numbers: Vec<f32> = positive.chain(negative).chain(dense.filter(|&x| x < 88.0)).collect();
+    let numbers = &numbers[..numbers.len() / WIDEST * WIDEST];
+    for isa in Isa::available() {
+        for (&x, got) in numbers.iter().zip(apply::<Exp>(isa, numbers, numbers, numbers)) {
+            assert!(exp_error(x, got) <= 2.0, "{} exp({x}): {got}", isa.name());
+        }
+    }
+}
+
+#[test]
+fn exp_at_its_borders() {
+    let lowest = -87.3_f32;
+    let below = f32::from_bits(lowest.to_bits() + 1);
+    let cases = [
+        (0.0, 1.0),
+        (-0.0, 1.0),
+        (f32::NEG_INFINITY, 0.0),
+        (f32::MIN, 0.0),
+        (-100.0, 0.0),
+        (below, 0.0),
+        (1e-45, 1.0),
+        (-1e-45, 1.0),
+        (f32::NAN, f32::NAN),
+        (-f32::NAN, f32::NAN),
+    ];
+    for isa in Isa::available() {
+        for (x, want) in cases {
+            let x = vec![x; WIDEST];
+            let got = apply::<Exp>(isa, &x, &x, &x);
+            assert!(got.iter().all(|&got| same(got, want)), "{} exp({}): {got:?}", isa.name(), x[0]);
+        }
+        let at = |x: f32| apply::<Exp>(isa, &[x; WIDEST], &[x; WIDEST], &[x; WIDEST])[0];
+        assert!(exp_error(lowest, at(lowest)) <= 2.0 && at(lowest) >= f32::MIN_POSITIVE, "{}: {:e}", isa.name(), at(lowest));
+        for x in [88.0, 88.1, f32::MAX, f32::INFINITY] {
+            assert_eq!(at(x), at(88.0), "{} exp({x})", isa.name());
+        }
+        assert!(exp_error(88.0, at(88.0)) <= 2.0, "{}", isa.name());
+    }
+}

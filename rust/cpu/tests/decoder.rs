@@ -1,0 +1,229 @@
+//! The whole decoder: against plain arithmetic, and bit for bit against itself in other company.
+
+use chairlift_cpu::cache::{KvCache, KvForm, KvShape};
+use chairlift_cpu::{Decoder, Form, Isa, Layer, Linear, Matrix, Merge, Numbers, Pool, Shape, Step};
+
+const HIDDEN: usize = 48;
+const INNER: usize = 72;
+const HEADS: usize = 6;
+const KV_HEADS: usize = 2;
+const HEAD: usize = 8;
+const VOCABULARY: usize = 101;
+const LAYERS: usize = 2;
+const BLOCK: usize = 4;
+const MAX_BLOCKS: usize = 16;
+const WIDE: usize = (HEADS + 2 * KV_HEADS) * HEAD;
+const QUERIES: usize = HEADS * HEAD;
+const EPS: f32 = 1e-5;
+
+/// Numbers between -1 and 1 that follow from the seed.
+fn numbers(seed: u32, count: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+/// Weights, row by row; those of layers by layer.
+struct Weights {
+    embedding: Vec<f32>,
+    qkv: Vec<Vec<f32>>,
+    qkv_bias: Vec<Vec<f32>>,
+    output: Vec<Vec<f32>>,
+    gate_up: Vec<Vec<f32>>,
+    gate_up_bias: Vec<Vec<f32>>,
+    down: Vec<Vec<f32>>,
+    norms: Vec<Vec<f32>>,
+    frequencies: Vec<f32>,
+}
+
+impl Weights {
+    fn new() -> Self {
+        let each = |seed: u32, count: usize, scale: f32| -> Vec<Vec<f32>> {
+            (0..LAYERS as u32).map(|layer| numbers(seed + layer, count).iter().map(|x| x * scale).collect()).collect()
+        };
+        Self {
+            embedding: numbers(1, VOCABULARY * HIDDEN),
+            qkv: each(10, WIDE * HIDDEN, 0.4),
+            qkv_bias: each(20, WIDE, 0.3),
+            output: each(30, HIDDEN * QUERIES, 0.3),
+            gate_up: each(40, 2 * INNER * HIDDEN, 0.3),
+            gate_up_bias: each(50, 2 * INNER, 0.3),
+            down: each(60, HIDDEN * INNER, 0.2),
+            norms: (0..=2 * LAYERS as u32).map(|i| numbers(70 + i, HIDDEN).iter().map(|x| 1.0 + 0.2 * x).collect()).collect(),
+            frequencies: (0..HEAD / 2).map(|i| 0.3f32.powi(i as i32)).collect(),
+        }
+    }
+
+    fn decoder(&self, isa: Isa, form: Form, threads: usize, window: Option<usize>) -> Decoder {
+        let mut pool = Pool::new(1);
+        let mut linear = |parts: &[&[f32]], ins: usize, merge: Merge, bias: Option<&[f32]>| {
+            let parts: Vec<_> = parts.iter().map(|part| (part.len() / ins, Numbers::F32(part))).collect();
+            Linear::new(Matrix::pack(&mut pool, isa, &parts, ins, merge, form).expect("it fits"), isa, bias)
+        };
+        let layers = (0..LAYERS)
+            .map(|i| {
+                let (q, kv) = self.qkv[i].split_at(QUERIES * HIDDEN);
+                let (gate, up) = self.gate_up[i].split_at(INNER * HIDDEN);
+                Layer {
+                    input_norm: self.norms[2 * i].clone(),
+                    qkv: linear(&[q, kv], HIDDEN, Merge::Stacked, Some(&self.qkv_bias[i])),
+                    qk_norm: None,
+                    output: linear(&[&self.output[i]], QUERIES, Merge::Stacked, None),
+                    post_norm: self.norms[2 * i + 1].clone(),
+                    gate_up: linear(&[gate, up], HIDDEN, Merge::Gated, Some(&self.gate_up_bias[i])),
+                    down: linear(&[&self.down[i]], INNER, Merge::Stacked, None),
+                    window,
+                }
+            })
+            .collect();
+        let head = linear(&[&self.embedding], HIDDEN, Merge::Stacked, None);
+        let frequencies = self.frequencies.clone();
+        let shape = Shape { hidden: HIDDEN, inner: INNER, heads: HEADS, kv_heads: KV_HEADS, head_dim: HEAD, eps: EPS, frequencies };
+        Decoder::new(isa, Pool::new(threads), shape, layers, self.norms[2 * LAYERS].clone(), None, head)
+    }
+
+    /// Logits after each token of a sequence, in f64 and without a cache.
+    fn reference(&self, tokens: &[i32], window: Option<usize>) -> Vec<f64> {
+        let norm = |x: &[f64], weight: &[f32]| -> Vec<f64> {
+            let scale = (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + f64::from(EPS)).sqrt();
+            x.iter().zip(weight).map(|(x, &w)| x / scale * f64::from(w)).collect()
+        };
+        let times = |w: &[f32], x: &[f64]| -> Vec<f64> {
+            w.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(&w, x)| f64::from(w) * x).sum()).collect()
+        };
+        let plus = |x: Vec<f64>, b: &[f32]| -> Vec<f64> { x.iter().zip(b).map(|(x, &b)| x + f64::from(b)).collect() };
+        let row = |token: i32| self.embedding[token as usize * HIDDEN..][..HIDDEN].iter().map(|&x| f64::from(x)).collect();
+        let mut states: Vec<Vec<f64>> = tokens.iter().map(|&token| row(token)).collect();
+        for layer in 0..LAYERS {
+            let project = |x: &Vec<f64>| plus(times(&self.qkv[layer], &norm(x, &self.norms[2 * layer])), &self.qkv_bias[layer]);
+            let mut qkv: Vec<Vec<f64>> = states.iter().map(project).collect();
+            for (position, row) in qkv.iter_mut().enumerate() {
+                for head in row[..QUERIES + KV_HEADS * HEAD].chunks_exact_mut(HEAD) {
+                    for i in 0..HEAD / 2 {
+                        let (sine, cosine) = (position as f64 * f64::from(self.frequencies[i])).sin_cos();
+                        let (x, y) = (head[i], head[i + HEAD / 2]);
+                        (head[i], head[i + HEAD / 2]) = (x * cosine - y * sine, y * cosine + x * sine);
+                    }
+                }
+            }
+            for t in 0..tokens.len() {
+                let mut attended = Vec::new();
+                for head in 0..HEADS {
+                    let (query, key) = (head * HEAD, QUERIES + head / (HEADS / KV_HEADS) * HEAD);
+                    let value = key + KV_HEADS * HEAD;
+                    let seen = window.map_or(0, |window| (t + 1).saturating_sub(window))..=t;
+                    let score = |s: usize| (0..HEAD).map(|d| qkv[t][query + d] * qkv[s][key + d]).sum::<f64>() / (HEAD as f64).sqrt();
+                    let powers: Vec<f64> = seen.clone().map(|s| score(s).exp()).collect();
+                    let total: f64 = powers.iter().sum();
+                    attended.extend((0..HEAD).map(|d| seen.clone().zip(&powers).map(|(s, p)| qkv[s][value + d] * p / total).sum::<f64>()));
+                }
+                let x: Vec<f64> = states[t].iter().zip(times(&self.output[layer], &attended)).map(|(x, y)| x + y).collect();
+                let both = plus(times(&self.gate_up[layer], &norm(&x, &self.norms[2 * layer + 1])), &self.gate_up_bias[layer]);
+                let inner: Vec<f64> = (0..INNER).map(|i| both[i] / (1.0 + (-both[i]).exp()) * both[INNER + i]).collect();
+                states[t] = x.iter().zip(times(&self.down[layer], &inner)).map(|(x, y)| x + y).collect();
+            }
+        }
+        states.iter().flat_map(|x| times(&self.embedding, &norm(x, &self.norms[2 * LAYERS]))).collect()
+    }
+}
+
+/// Runs the sequences, in each step as many more of their tokens as `cuts` says; returns each one's logits, token after token.
+fn run(decoder: &mut Decoder, form: KvForm, sequences: &[&[i32]], cuts: &[usize]) -> Vec<Vec<f32>> {
+    let blocks = 1 + MAX_BLOCKS * sequences.len();
+    let shape = KvShape { layers: LAYERS, blocks, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
+    let mut cache = KvCache::new(shape, form, 0).expect("there is memory");
+    let mut logits = vec![Vec::new(); sequences.len()];
+    // Apart from those of others, and not in order.
+    let block = |s: usize, i: usize| (1 + s * MAX_BLOCKS + (i * 7 + s) % MAX_BLOCKS) as i32;
+    for cut in cuts.iter().cycle() {
+        let (mut input_ids, mut positions, mut slots, mut who) = (vec![], vec![], vec![], vec![]);
+        let (mut query_starts, mut context_lens, mut block_tables) = (vec![0], vec![], vec![]);
+        for (s, tokens) in sequences.iter().enumerate() {
+            let done = logits[s].len() / VOCABULARY;
+            let end = tokens.len().min(done + cut);
+            if done == end {
+                continue;
+            }
+            input_ids.extend_from_slice(&tokens[done..end]);
+            positions.extend((done..end).map(|p| p as i32));
+            slots.extend((done..end).map(|p| block(s, p / BLOCK) * BLOCK as i32 + (p % BLOCK) as i32));
+            who.extend(std::iter::repeat_n(s, end - done));
+            query_starts.push(input_ids.len() as i32);
+            context_lens.push(end as i32);
+            block_tables.extend((0..MAX_BLOCKS).map(|i| block(s, i)));
+        }
+        if input_ids.is_empty() {
+            break;
+        }
+        let step = Step {
+            input_ids: &input_ids,
+            positions: &positions,
+            slots: &slots,
+            query_starts: &query_starts,
+            context_lens: &context_lens,
+            block_tables: &block_tables,
+            max_blocks: MAX_BLOCKS,
+        };
+        decoder.forward(&step, &mut cache);
+        let at: Vec<i32> = (0..input_ids.len() as i32).collect();
+        let mut out = vec![0.0; at.len() * VOCABULARY];
+        decoder.logits(&at, &mut out);
+        for (row, s) in out.chunks_exact(VOCABULARY).zip(who) {
+            logits[s].extend_from_slice(row);
+        }
+    }
+    logits
+}
+
+fn tokens(seed: u32, count: usize) -> Vec<i32> {
+    numbers(seed, count).iter().map(|x| ((x + 1.0) * 50.0) as i32).collect()
+}
+
+#[test]
+fn logits_are_those_of_plain_arithmetic() {
+    let weights = Weights::new();
+    let sequence = tokens(5, 37);
+    for window in [None, Some(9)] {
+        let expected = weights.reference(&sequence, window);
+        let scale = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+        for isa in Isa::available() {
+            for (form, kv, tolerance) in [
+                (Form::F32, KvForm::F32, 5e-6),
+                (Form::F16, KvForm::F32, 2e-3),
+                (Form::Bf16, KvForm::F16, 1e-2),
+                (Form::Int8, KvForm::F32, 8e-2),
+                (Form::F32, KvForm::Int8, 4e-2),
+            ] {
+                let found = run(&mut weights.decoder(isa, form, 2, window), kv, &[&sequence], &[11]).remove(0);
+                assert_eq!(found.len(), expected.len());
+                let off = found.iter().zip(&expected).fold(0.0, |most: f64, (&x, y)| most.max((f64::from(x) - y).abs())) / scale;
+                assert!(off < tolerance, "{isa:?} {form:?} {kv:?} {window:?}: {off:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sequence_is_computed_bit_for_bit_the_same_in_any_company_and_any_pieces() {
+    let weights = Weights::new();
+    let sequence = tokens(5, 37);
+    let others: Vec<_> = (0..20).map(|i| tokens(100 + i, 5 + 2 * i as usize)).collect();
+    let mut company: Vec<&[i32]> = others.iter().map(Vec::as_slice).collect();
+    company.insert(7, &sequence);
+    for isa in Isa::available() {
+        for (form, kv) in [(Form::F32, KvForm::F32), (Form::F16, KvForm::F16), (Form::Bf16, KvForm::Int8), (Form::Int8, KvForm::F32)] {
+            let alone = run(&mut weights.decoder(isa, form, 1, Some(21)), kv, &[&sequence], &[64]).remove(0);
+            for threads in [1, 3] {
+                for cuts in [&[1][..], &[5, 1, 17], &[64]] {
+                    let found = run(&mut weights.decoder(isa, form, threads, Some(21)), kv, &company, cuts).remove(7);
+                    assert!(found == alone, "{isa:?} {form:?} {kv:?} on {threads} threads, cut by {cuts:?}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! The CPU's model: weights in, steps run, logits out. All work is done
+//! without Python's lock.
+
+#![allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use chairlift_cpu as cpu;
+use cpu::{Form, Isa, Merge, Numbers, Pool};
+use pyo3::buffer::{Element, PyBuffer};
+use pyo3::exceptions::{PyMemoryError, PyValueError};
+use pyo3::prelude::*;
+
+/// The instruction set that the kernels use here.
+#[pyfunction]
+pub(crate) fn instruction_set() -> &'static str {
+    Isa::best().name()
+}
+
+/// A linear layer's weights, packed for this processor.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct Linear(Mutex<Option<cpu::Linear>>);
+
+#[pymethods]
+impl Linear {
+    #[new]
+    #[pyo3(signature = (parts, ins, form, *, threads, bias=None, gated=false))]
+    fn new(
+        py: Python<'_>,
+        parts: Vec<(String, Bound<'_, PyAny>)>,
+        ins: usize,
+        form: &str,
+        threads: usize,
+        bias: Option<PyBuffer<f32>>,
+        gated: bool,
+    ) -> PyResult<Self> {
+        let parts: Vec<_> = parts.iter().map(|(kind, numbers)| Part::new(py, kind, numbers)).collect::<PyResult<_>>()?;
+        let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
+        let form = form_of(form)?;
+        let merge = if gated { Merge::Gated } else { Merge::Stacked };
+        let linear = py.detach(|| {
+            let isa = Isa::best();
+            let parts: Vec<_> = parts.iter().map(|part| (part.rows, part.numbers())).collect();
+            let matrix = cpu::Matrix::pack(&mut Pool::new(threads), isa, &parts, ins, merge, form)?;
+            Ok(cpu::Linear::new(matrix, isa, bias.as_deref()))
+        });
+        linear.map(|linear| Self(Mutex::new(Some(linear)))).map_err(|error: cpu::PackError| PyValueError::new_err(error.to_string()))
+    }
+}
+
+impl Linear {
+    /// What was packed; a model takes it once.
+    fn take(&self) -> PyResult<cpu::Linear> {
+        lock(&self.0).take().ok_or_else(|| PyValueError::new_err("these weights belong to a model already"))
+    }
+}
+
+/// Rows of a checkpoint's numbers.
+struct Part {
+    rows: usize,
+    data: Data,
+}
+
+enum Data {
+    F32(Vec<f32>),
+    F16(Vec<u16>),
+    Bf16(Vec<u16>),
+    Blocks(u32, Vec<u8>),
+}
+
+impl Part {
+    /// Copies an array [rows, ...] of `kind`: float32, float16 or bfloat16 (both as uint16), or the number of a ggml type (as uint8).
+    fn new(py: Python<'_>, kind: &str, array: &Bound<'_, PyAny>) -> PyResult<Self> {
+        fn copied<T: Element>(py: Python<'_>, array: &Bound<'_, PyAny>) -> PyResult<(usize, Vec<T>)> {
+            let buffer = PyBuffer::<T>::get(array)?;
+            Ok((buffer.shape()[0], buffer.to_vec(py)?))
+        }
+        let (rows, data) = match kind {
+            "float32" => copied(py, array).map(|(rows, numbers)| (rows, Data::F32(numbers)))?,
+            "float16" => copied(py, array).map(|(rows, numbers)| (rows, Data::F16(numbers)))?,
+            "bfloat16" => copied(py, array).map(|(rows, numbers)| (rows, Data::Bf16(numbers)))?,
+            _ => {
+                let kind = kind.parse().map_err(|_| PyValueError::new_err(format!("no kind of number is called {kind:?}")))?;
+                copied(py, array).map(|(rows, bytes)| (rows, Data::Blocks(kind, bytes)))?
+            }
+        };
+        Ok(Self { rows, data })
+    }
+
+    fn numbers(&self) -> Numbers<'_> {
+        match &self.data {
+            Data::F32(numbers) => Numbers::F32(numbers),
+            Data::F16(numbers) => Numbers::F16(numbers),
+            Data::Bf16(numbers) => Numbers::Bf16(numbers),
+            Data::Blocks(kind, bytes) => Numbers::Blocks(*kind, bytes),
+        }
+    }
+}
+
+fn form_of(name: &str) -> PyResult<Form> {
+    match name {
+        "float32" => Ok(Form::F32),
+        "float16" => Ok(Form::F16),
+        "bfloat16" => Ok(Form::Bf16),
+        "blocks" => Ok(Form::Blocks),
+        "int8" => Ok(Form::Int8),
+        _ => Err(PyValueError::new_err(format!("weights cannot be kept as {name:?}"))),
+    }
+}
+
+/// A layer's weights; a decoder takes them.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct DecoderLayer(Mutex<Option<cpu::Layer>>);
+
+#[pymethods]
+impl DecoderLayer {
+    #[new]
+    #[pyo3(signature = (*, input_norm, qkv, output, post_norm, gate_up, down, qk_norm=None, window=None))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        input_norm: PyBuffer<f32>,
+        qkv: &Linear,
+        output: &Linear,
+        post_norm: PyBuffer<f32>,
+        gate_up: &Linear,
+        down: &Linear,
+        qk_norm: Option<(PyBuffer<f32>, PyBuffer<f32>)>,
+        window: Option<usize>,
+    ) -> PyResult<Self> {
+        let qk_norm = qk_norm.map(|(q, k)| Ok::<_, PyErr>([q.to_vec(py)?, k.to_vec(py)?])).transpose()?;
+        Ok(Self(Mutex::new(Some(cpu::Layer {
+            input_norm: input_norm.to_vec(py)?,
+            qkv: qkv.take()?,
+            qk_norm,
+            output: output.take()?,
+            post_norm: post_norm.to_vec(py)?,
+            gate_up: gate_up.take()?,
+            down: down.take()?,
+            window,
+        }))))
+    }
+}
+
+/// A decoder of the Llama family, with threads of its own.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct Decoder(Mutex<cpu::Decoder>);
+
+#[pymethods]
+impl Decoder {
+    #[new]
+    #[pyo3(signature = (layers, *, norm, head, embedding=None, hidden, inner, heads, kv_heads, head_dim, eps, frequencies, threads))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        layers: Vec<PyRef<'_, DecoderLayer>>,
+        norm: PyBuffer<f32>,
+        head: &Linear,
+        embedding: Option<&Linear>,
+        hidden: usize,
+        inner: usize,
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        eps: f32,
+        frequencies: PyBuffer<f32>,
+        threads: usize,
+    ) -> PyResult<Self> {
+        let shape = cpu::Shape { hidden, inner, heads, kv_heads, head_dim, eps, frequencies: frequencies.to_vec(py)? };
+        let layers = layers.iter().map(|layer| lock(&layer.0).take()).collect::<Option<_>>();
+        let layers = layers.ok_or_else(|| PyValueError::new_err("these layers belong to a model already"))?;
+        let embedding = embedding.map(Linear::take).transpose()?.map(cpu::Linear::into_matrix);
+        let (norm, head) = (norm.to_vec(py)?, head.take()?);
+        Ok(Self(Mutex::new(cpu::Decoder::new(Isa::best(), Pool::new(threads), shape, layers, norm, embedding, head))))
+    }
+
+    /// Runs a step over the cache, and keeps the hidden states of its tokens.
+    #[pyo3(signature = (cache, *, input_ids, positions, slots, query_starts, context_lens, block_tables))]
+    #[allow(clippy::too_many_arguments)]
+    fn forward(
+        &self,
+        py: Python<'_>,
+        cache: &KvCache,
+        input_ids: PyBuffer<i32>,
+        positions: PyBuffer<i32>,
+        slots: PyBuffer<i32>,
+        query_starts: PyBuffer<i32>,
+        context_lens: PyBuffer<i32>,
+        block_tables: PyBuffer<i32>,
+    ) -> PyResult<()> {
+        let &[_, max_blocks] = block_tables.shape() else {
+            return Err(PyValueError::new_err("block_tables must be two-dimensional"));
+        };
+        let all = [input_ids, positions, slots, query_starts, context_lens, block_tables].map(|array| array.to_vec(py));
+        let [input_ids, positions, slots, query_starts, context_lens, block_tables] = all;
+        let (input_ids, positions, slots) = (input_ids?, positions?, slots?);
+        let (query_starts, context_lens, block_tables) = (query_starts?, context_lens?, block_tables?);
+        py.detach(|| {
+            let step = cpu::Step {
+                input_ids: &input_ids,
+                positions: &positions,
+                slots: &slots,
+                query_starts: &query_starts,
+                context_lens: &context_lens,
+                block_tables: &block_tables,
+                max_blocks,
+            };
+            lock(&self.0).forward(&step, &mut lock(&cache.0));
+        });
+        Ok(())
+    }
+
+    /// Writes what the last step says of the tokens after those at places `at` to `out` [at, vocabulary].
+    fn logits(&self, py: Python<'_>, at: PyBuffer<i32>, out: PyBuffer<f32>) -> PyResult<()> {
+        let at = at.to_vec(py)?;
+        #[expect(deprecated, reason = "sound here: never empty, and the array is the model's own, whose thread waits for this call")]
+        let cells = out.as_mut_slice(py).ok_or_else(|| PyValueError::new_err("logits need a writable, C-contiguous float32 array"))?;
+        let mut window = cpu::Window::new(cells);
+        py.detach(|| lock(&self.0).logits(&at, &mut window));
+        Ok(())
+    }
+}
+
+/// The keys and values of all layers, in blocks.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct KvCache(Mutex<cpu::cache::KvCache>);
+
+#[pymethods]
+impl KvCache {
+    #[new]
+    #[pyo3(signature = (*, layers, blocks, kv_heads, block_size, head_dim, form, host_blocks=0))]
+    fn new(
+        layers: usize,
+        blocks: usize,
+        kv_heads: usize,
+        block_size: usize,
+        head_dim: usize,
+        form: &str,
+        host_blocks: usize,
+    ) -> PyResult<Self> {
+        let shape = cpu::cache::KvShape { layers, blocks, kv_heads, block_size, head_dim };
+        let cache = cpu::cache::KvCache::new(shape, kv_form_of(form)?, host_blocks);
+        cache.map(|cache| Self(Mutex::new(cache))).map_err(|error| PyMemoryError::new_err(error.to_string()))
+    }
+
+    /// Copies whole blocks, one pair (from, to) after the other.
+    fn copy(&self, py: Python<'_>, pairs: Vec<(u32, u32)>) {
+        py.detach(|| lock(&self.0).copy(&pairs));
+    }
+
+    /// Copies blocks to the host's pool (block, host block), then others from it (host block, block).
+    fn swap(&self, py: Python<'_>, outs: Vec<(u32, u32)>, ins: Vec<(u32, u32)>) {
+        py.detach(|| lock(&self.0).swap(&outs, &ins));
+    }
+}
+
+fn kv_form_of(name: &str) -> PyResult<cpu::cache::KvForm> {
+    match name {
+        "float32" => Ok(cpu::cache::KvForm::F32),
+        "float16" => Ok(cpu::cache::KvForm::F16),
+        "int8" => Ok(cpu::cache::KvForm::Int8),
+        _ => Err(PyValueError::new_err(format!("KV cannot be kept as {name:?}"))),
+    }
+}
+
+/// A step that panicked left nothing half done that the next one reads.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

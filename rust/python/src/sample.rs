@@ -1,0 +1,97 @@
+//! Choosing tokens from logits on the CPU, and telling how likely tokens were. All work is done without Python's lock.
+
+use chairlift_cpu as cpu;
+use cpu::Isa;
+use cpu::sample::Draw;
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// The token of a row that can have none.
+const NONE: i32 = -1;
+
+/// A token for each row of logits.
+#[pyfunction]
+#[pyo3(signature = (logits, temperature, top_k, top_p, min_p, uniforms, *, threads))]
+#[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)]
+pub(crate) fn choose(
+    py: Python<'_>,
+    logits: PyBuffer<f32>,
+    temperature: PyBuffer<f64>,
+    top_k: PyBuffer<i64>,
+    top_p: PyBuffer<f64>,
+    min_p: PyBuffer<f64>,
+    uniforms: PyBuffer<f64>,
+    threads: usize,
+) -> PyResult<Bound<'_, PyBytes>> {
+    let rows = rows(&logits)?;
+    let (temperature, top_k, top_p) = (temperature.to_vec(py)?, top_k.to_vec(py)?, top_p.to_vec(py)?);
+    let (min_p, uniforms) = (min_p.to_vec(py)?, uniforms.to_vec(py)?);
+    if [temperature.len(), top_k.len(), top_p.len(), min_p.len(), uniforms.len()] != [rows; 5] {
+        return Err(PyValueError::new_err(format!("there must be {rows} settings of each kind, one a row of the logits")));
+    }
+    let draws: Vec<Draw> = (0..rows)
+        .map(|i| Draw {
+            temperature: temperature[i],
+            top_k: usize::try_from(top_k[i]).unwrap_or(0),
+            top_p: top_p[i],
+            min_p: min_p[i],
+            uniform: uniforms[i],
+        })
+        .collect();
+    let window = window(py, &logits)?;
+    let tokens = py.detach(move || cpu::sample::choose(Isa::best(), &window, &draws, threads));
+    let numbers = tokens.into_iter().map(|token| token.map_or(NONE, |token| token as i32));
+    Ok(PyBytes::new(py, &numbers.flat_map(i32::to_le_bytes).collect::<Vec<_>>()))
+}
+
+/// A line for each row of logits: see `chairlift.runner.logprobs.score`.
+#[pyfunction]
+#[pyo3(signature = (logits, tokens, count, *, threads))]
+#[allow(clippy::needless_pass_by_value)]
+pub(crate) fn score(
+    py: Python<'_>,
+    logits: PyBuffer<f32>,
+    tokens: PyBuffer<i64>,
+    count: usize,
+    threads: usize,
+) -> PyResult<Bound<'_, PyBytes>> {
+    let (rows, vocabulary) = (rows(&logits)?, logits.shape()[1]);
+    let tokens: Vec<u32> = tokens.to_vec(py)?.into_iter().map(|token| token as u32).collect();
+    if tokens.len() != rows || tokens.iter().any(|token| *token as usize >= vocabulary) {
+        return Err(PyValueError::new_err(format!("there must be {rows} tokens, one a row of the logits, each below {vocabulary}")));
+    }
+    if count > vocabulary {
+        return Err(PyValueError::new_err(format!("{count} likeliest of {vocabulary} tokens were asked for")));
+    }
+    let window = window(py, &logits)?;
+    let scores = py.detach(move || cpu::sample::score(Isa::best(), &window, &tokens, count, threads));
+    let bytes = scores.iter().flat_map(|score| {
+        let likeliest = score.likeliest.iter();
+        let own = [score.token, score.logprob.to_bits(), score.rank];
+        own.into_iter().chain(likeliest.clone().map(|(token, _)| *token)).chain(likeliest.map(|(_, logprob)| logprob.to_bits()))
+    });
+    Ok(PyBytes::new(py, &bytes.flat_map(u32::to_le_bytes).collect::<Vec<_>>()))
+}
+
+/// How many rows there are of logits.
+fn rows(logits: &PyBuffer<f32>) -> PyResult<usize> {
+    match logits.shape() {
+        &[rows, vocabulary] if rows == 0 || vocabulary > 0 => Ok(rows),
+        shape => Err(PyValueError::new_err(format!("logits must be [rows, vocabulary], not {shape:?}"))),
+    }
+}
+
+/// An array as memory that may be read without Python's lock.
+#[expect(
+    deprecated,
+    reason = "sound here: an array of none is not looked at, and the engine's thread, which waits, is the only one to have it"
+)]
+fn window<'a>(py: Python<'a>, logits: &'a PyBuffer<f32>) -> PyResult<cpu::Window<'a, f32>> {
+    if logits.item_count() == 0 {
+        return Ok(cpu::Window::new(&[]));
+    }
+    let cells = logits.as_mut_slice(py).ok_or_else(|| PyValueError::new_err("logits must be a writable, C-contiguous float32 array"))?;
+    Ok(cpu::Window::new(cells))
+}

@@ -1,0 +1,91 @@
+from dataclasses import replace
+
+import pytest
+from test_sizing import GIB, LARGE, MIB, MODEL
+
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.runner.precision import ROOM, Precision, decide, weight_bytes
+
+
+def decided(available: int = 10**12, dtype: str | None = "float32", model=MODEL, blocks: int = 0, **settings: str) -> Precision:
+    return decide(EngineConfig(**{"device": "cpu"} | settings), replace(model, dtype=dtype), available, blocks)
+
+
+def reasons(precision: Precision) -> dict[str, str]:
+    return {decision.what: f"{decision.value}: {decision.reason}" for decision in precision.decisions}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "kept"), [("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"), (None, "float32")]
+)
+def test_a_cpu_loses_nothing_of_weights_and_kv(checkpoint, kept):
+    assert decided(dtype=checkpoint) == Precision(kept, "none", "float32")
+
+
+def test_blocks_of_a_gguf_file_are_kept_as_they_are():
+    kept = decided(blocks=100 * MIB)
+    assert kept == Precision("blocks", "none", "float32")
+    assert reasons(kept)["weights"] == "blocks: the GGUF file's own, computed with in float32; 100 MiB of the 931.3 GiB of free memory"
+    assert decided(blocks=100 * MIB, quantization="int8") == Precision("blocks", "int8", "float32")
+    assert decide(EngineConfig(device="cpu", dtype="float16"), MODEL, 10**12, 100 * MIB) == Precision("float16", "none", "float32")
+
+
+def test_what_was_asked_for_wins():
+    assert decided(dtype="bfloat16", kv_cache_dtype="int8", quantization="int8") == Precision("bfloat16", "int8", "int8")
+    tight = decided(0, kv_cache_dtype="float16", quantization="none")
+    assert tight == Precision("float16", "none", "float16")
+    assert decided(0, dtype="bfloat16") == Precision("bfloat16", "int8", "float32")
+
+
+@pytest.mark.parametrize("form", ["float32", "float16", "bfloat16"])
+def test_a_form_that_was_asked_for_is_not_quantised_for_want_of_memory(form):
+    config = EngineConfig(device="cpu", dtype=form)
+    assert decide(config, MODEL, 0) == Precision(form, "none", "float32")
+
+
+def test_weights_are_quantised_where_they_would_not_fit_otherwise():
+    whole, half = weight_bytes(LARGE, "float32"), weight_bytes(LARGE, "float16")
+    assert decided(whole + ROOM, model=LARGE) == Precision("float32", "none", "float32")
+    assert decided(whole + ROOM - 1, model=LARGE) == Precision("float16", "none", "float32")
+    assert decided(half + ROOM, model=LARGE).quantization == "none"
+    short = decided(half + ROOM - 1, model=LARGE)
+    assert short.quantization == "int8"
+    assert reasons(short)["weights"] == "int8: in float16 the weights would take 15.0 GiB, and 15.5 GiB of memory are free"
+
+
+def test_weights_are_counted():
+    # 8.03 billion numbers, as the model's card says.
+    numbers = weight_bytes(LARGE, "float16") // 2
+    assert numbers == 8_030_261_248
+    assert weight_bytes(LARGE, "float32") == 4 * numbers
+    assert weight_bytes(LARGE, "int8") == numbers + numbers // 32 * 4
+    tied = replace(LARGE, tie_word_embeddings=True)
+    assert weight_bytes(LARGE, "float16") - weight_bytes(tied, "float16") == 2 * 128_256 * 4096
+
+
+def test_reasons_say_what_it_costs():
+    assert reasons(decided(3 * GIB)) == {
+        "weights": "float32: as in the checkpoint; float16 takes half the memory and traffic (--dtype); 0 MiB of the 3.0 GiB of free memory",
+        "KV form": "float32: exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)",
+    }
+    asked = reasons(decided(dtype="bfloat16", quantization="int8", kv_cache_dtype="int8"))
+    assert asked == {"weights": "int8: --quantization says so", "KV form": "int8: --kv-cache-dtype says so"}
+    large = decide(EngineConfig(device="cpu", dtype="float32"), LARGE, 700 * MIB)
+    assert reasons(large)["weights"] == "float32: --dtype says so; 29.9 GiB, though 0.7 GiB of memory are free"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "kept"), [("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"), (None, "bfloat16")]
+)
+def test_a_cuda_device_keeps_all_as_the_checkpoint_does(checkpoint, kept):
+    assert decided(dtype=checkpoint, device="cuda") == Precision(kept, "none", kept)
+
+
+def test_a_cuda_device_keeps_one_form_and_quantises_nothing():
+    config = EngineConfig(device="cuda", dtype="float16", kv_cache_dtype="float16", quantization="none")
+    assert decide(config, MODEL, 0) == Precision("float16", "none", "float16")
+    with pytest.raises(InvalidSetting, match="--quantization int8 is for --device cpu"):
+        decided(device="cuda", quantization="int8")
+    with pytest.raises(InvalidSetting, match=r"--kv-cache-dtype int8: .* form of the weights so far, float32"):
+        decided(device="cuda", kv_cache_dtype="int8")

@@ -1,0 +1,43 @@
+"""Every answer says whether it depends on what else the engine had to do."""
+
+import json
+
+import pytest
+
+ASKED = {
+    "/v1/completions": {"prompt": "a b", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 2},
+    "/v1/responses": {"input": "a b", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 2},
+}
+
+
+@pytest.fixture(params=["batch-invariant", "best-effort"])
+def said(request, engine):
+    engine.facts["determinism"] = request.param
+    return request.param
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_a_whole_answer_says_what_the_engine_does(http, said, route):
+    assert http.post(route, json=ASKED[route]).json()["determinism"] == said
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_so_does_every_chunk_of_openai_s_streams(http, said, route):
+    lines = http.post(route, json={**ASKED[route], "stream": True}).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert len(chunks) >= 2
+    assert {chunk["determinism"] for chunk in chunks} == {said}
+
+
+@pytest.mark.parametrize(
+    ("route", "types", "inside"),
+    [("/v1/responses", {"response.created", "response.incomplete"}, "response"), ("/v1/messages", {"message_start"}, "message")],
+)
+def test_so_do_the_events_that_carry_an_answer_s_head(http, said, route, types, inside):
+    lines = http.post(route, json={**ASKED[route], "stream": True}).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    heads = {event["type"]: event[inside] for event in events if event["type"] in types}
+    assert heads.keys() == types
+    assert {head["determinism"] for head in heads.values()} == {said}
