@@ -10,7 +10,6 @@ Nothing else should run on the machine. A run beside which others took more than
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -134,7 +133,8 @@ def arguments(given: list[str]) -> argparse.Namespace:
 def main() -> None:
     """Does what the command line says."""
     args = arguments(sys.argv[1:])
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))  # so that the peer that runs is ended too
+    for number in (signal.SIGINT, signal.SIGTERM):  # so that the peer that runs is ended too, in the background as well
+        signal.signal(number, signal.default_int_handler)
     if args.command == "setup":
         install.setup(args.steps)
     elif args.command == "run":

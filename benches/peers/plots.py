@@ -38,6 +38,7 @@ def main() -> None:
         save(figure, f"{told['out']}_offline.svg")
     online = {peer: rates for peer, rates in told["online"].items() if rates}
     if online:
+        plt.rcParams["axes.prop_cycle"] = plt.cycler(color=plt.colormaps["tab20"].colors)
         figure, grid = plt.subplots(2, 2, figsize=(10, 7))
         for axes, (name, label, factor) in zip(grid.flat, PANELS, strict=True):
             for peer, rates in online.items():
@@ -48,6 +49,8 @@ def main() -> None:
             axes.set_xlabel("requests/s")
             axes.set_title(label)
             axes.set_xscale("log", base=2)
+            ticks = sorted({float(rate) for rates in online.values() for rate in rates})
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             if name != "goodput":
                 axes.set_yscale("log")
         grid.flat[-1].legend(fontsize=7)

@@ -91,8 +91,8 @@ def _offline(records: list[Record], requests: list[Request], peaks: dict[str, fl
         work = sum(len(r.prompt) + r.output - 1 for r in part) * token + sum(r.output for r in part) * logits
         rate = work / found["span"] / 1e9
         same, of = results.agreement(runs, peer, REFERENCE)
-        # Chairlift's static batches compute nothing for those that ended: their rows are empty, which is lost all the same.
-        useful = useful_share(part, BATCH) if "static" in peer else 1.0
+        # Chairlift's batches compute nothing for those that ended: their rows are empty, which is lost all the same.
+        useful = useful_share(part, BATCH) if "static" in peer or "dynamic" in peer else 1.0
         each = " / ".join(f"{results.numbers(run, slo).get('tokens_s', 0):.1f}{_mark(run)}" for run in mine)
         cells = [
             peer,
@@ -117,9 +117,9 @@ def _gains(records: list[Record], requests: list[Request]) -> list[str]:
     speed = {peer: results.medians(results.of(records, peer=peer, mode="offline"), Slo()).get("tokens_s") for peer in PEERS}
     possible, lines = 1 / useful_share(requests, BATCH), []
     for peer, found in speed.items():
-        if found and (static := speed.get(f"{peer}_static")):
-            gain = found / static
-            share = f"{gain:.2f} times static ones of {BATCH}, of {possible:.2f} that the lengths allow ({gain / possible:.0%})"
+        if found and (whole := speed.get(f"{peer}_dynamic")):  # a static batch starts with the first to come, alone
+            gain = found / whole
+            share = f"{gain:.2f} times whole ones of {BATCH}, of {possible:.2f} that the lengths allow ({gain / possible:.0%})"
             lines += ["", f"{peer}: continuous batches are {share}."]
     return lines
 

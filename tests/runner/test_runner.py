@@ -7,6 +7,7 @@ from tiny_models import FAMILIES, write
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, UnsupportedModel
 from chairlift.outputs import TokenLogprobs
+from chairlift.runner.cpu_model import CpuModel
 from chairlift.runner.model import time_swap
 from chairlift.runner.prompt_logprobs import PromptLogprobs
 from chairlift.runner.runner import ModelRunner
@@ -16,9 +17,15 @@ from chairlift.sampling import SamplingParams
 LENGTHS = (37, 1, 18, 70)
 
 
-def runner_for(directory, **settings) -> ModelRunner:
-    small = {"num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    return ModelRunner(EngineConfig(**small | settings), directory, load=TorchModel.load)
+@pytest.fixture(params=[CpuModel.load, TorchModel.load], ids=["cpu", "torch"])
+def runner_for(request):
+    """Makes a runner, with the model in Rust and then in torch."""
+
+    def make(directory, **settings) -> ModelRunner:
+        small = {"num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+        return ModelRunner(EngineConfig(**small | settings), directory, load=request.param)
+
+    return make
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -26,7 +33,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path):
+def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for):
     reference = write(name, tmp_path)
     driver = Driver(runner_for(tmp_path))
     a, b, c, d = (driver.seat(row, prompt(length)) for row, length in zip((3, 0, 5, 2), LENGTHS, strict=True))
@@ -45,8 +52,8 @@ def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
-def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path):
-    # Holds on the CPU with oneDNN, for the same chunks of the sequence and the same number of threads.
+def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path, runner_for):
+    # In torch this holds on the CPU with oneDNN, for the same chunks of the sequence and the same number of threads.
     write(name, tmp_path)
     driver = Driver(runner_for(tmp_path))
 
@@ -72,7 +79,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path):
         assert all(map(torch.equal, ride(company), alone))
 
 
-def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkeypatch):
+def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkeypatch, runner_for):
     monkeypatch.setattr("chairlift.runner.runner.PIECE", 3 * 199)  # three positions at a time
     reference = write("llama", tmp_path)
     driver = Driver(runner_for(tmp_path))
@@ -110,17 +117,21 @@ def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkey
             driver.leave(one)
 
 
-def test_timing_a_swap_changes_nothing(tmp_path):
+def test_timing_a_swap_changes_nothing(tmp_path, runner_for):
     write("llama", tmp_path)
-    model = runner_for(tmp_path, swap_space=2**20).model
-    with torch.inference_mode():
-        model.cache.tensor.copy_(torch.randn(model.cache.tensor.shape))
-    before = model.cache.tensor.clone()
-    assert time_swap(model, 3) >= 1
-    assert torch.equal(model.cache.tensor, before)
+    logits = []
+    for timed in (False, True):
+        driver = Driver(runner_for(tmp_path, swap_space=2**20))
+        one = driver.seat(0, prompt(30))
+        driver.step([(one, 30)])
+        if timed:
+            assert time_swap(driver.runner.model, 8) >= 1
+        driver.step([(one, 1)])
+        logits.append(one.logits[-1])
+    assert torch.equal(*logits)
 
 
-def test_blocks_are_copied_before_the_step(tmp_path):
+def test_blocks_are_copied_before_the_step(tmp_path, runner_for):
     write("llama", tmp_path)
     driver = Driver(runner_for(tmp_path))
     one = driver.seat(0, prompt(13))
@@ -132,17 +143,17 @@ def test_blocks_are_copied_before_the_step(tmp_path):
     assert torch.equal(fork.logits[0], one.logits[1])
 
 
-def test_a_sequence_goes_on_bit_for_bit_after_its_blocks_were_swapped(tmp_path):
+def test_a_sequence_goes_on_bit_for_bit_after_its_blocks_were_swapped(tmp_path, runner_for):
     write("llama", tmp_path)
     runner = runner_for(tmp_path, swap_space=2**20)
     assert runner.swap_ns_per_block > 0
     driver = Driver(runner)
-    one, twin = driver.seat(0, prompt(21)), driver.seat(1, prompt(21))
-    driver.step([(one, 21), (twin, 21)])
+    one, twin, other = driver.seat(0, prompt(21)), driver.seat(1, prompt(21)), driver.seat(2, prompt(21, 1))
+    driver.step([(one, 21), (twin, 21), (other, 21)])
     places = [5, 0, runner.host_blocks - 1]
     runner.swap(list(zip(one.blocks, places, strict=True)), [])
-    with torch.inference_mode():
-        runner.model.cache.tensor[:, one.blocks] = float("nan")
+    # The blocks that it had are somebody else's now.
+    runner.model.copy(np.array(list(zip(other.blocks, one.blocks, strict=True)), dtype=np.int32))
     one.blocks = [driver.free.pop() for _ in places]
     runner.swap([], list(zip(places, one.blocks, strict=True)))
     for _ in range(4):
@@ -150,19 +161,21 @@ def test_a_sequence_goes_on_bit_for_bit_after_its_blocks_were_swapped(tmp_path):
     assert all(map(torch.equal, one.logits, twin.logits))
 
 
-def test_a_row_with_logits_that_are_not_finite_fails_alone(tmp_path):
-    write("llama", tmp_path)
+def test_a_row_with_logits_that_are_not_finite_fails_alone(tmp_path, runner_for):
+    from safetensors.torch import load_file, save_file
+
+    write("llama-biased", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][5] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
     driver = Driver(runner_for(tmp_path))
-    llama = driver.runner.model.llama
-    llama.embedding = llama.embedding.clone()
-    llama.embedding[5] = float("nan")
     good, bad = driver.seat(0, [3, 4]), driver.seat(1, [5, 6])
     alone = Driver(driver.runner, seed=1).step([(driver.seat(2, [3, 4]), 2)])
     assert driver.step([(bad, 2), (good, 2)]) == [-1, *alone]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves_are_read_as_fp32_and_from_several_files(dtype, tmp_path):
+def test_halves_are_read_as_fp32_and_from_several_files(dtype, tmp_path, runner_for):
     reference = write("qwen2-sliding", tmp_path, dtype, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     driver = Driver(runner_for(tmp_path))
@@ -173,7 +186,7 @@ def test_halves_are_read_as_fp32_and_from_several_files(dtype, tmp_path):
     assert (riding.logits[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path):
+def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path, runner_for):
     from safetensors.torch import load_file, save_file
 
     write("llama", tmp_path)
@@ -193,7 +206,7 @@ def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path):
         runner_for(tmp_path)
 
 
-def test_dummy_weights_follow_the_seed_and_give_logits_that_are_not_flat(tmp_path):
+def test_dummy_weights_follow_the_seed_and_give_logits_that_are_not_flat(tmp_path, runner_for):
     write("qwen3", tmp_path)
     (tmp_path / "model.safetensors").unlink()
 
@@ -218,7 +231,7 @@ def test_phases_are_told_and_the_buffers_are_left_clean(tmp_path):
     assert runner.buffers.block_tables.shape == (64, 9)
 
 
-def test_seeded_draws_do_not_depend_on_company(tmp_path):
+def test_seeded_draws_do_not_depend_on_company(tmp_path, runner_for):
     write("llama", tmp_path)
     driver = Driver(runner_for(tmp_path))
     params = SamplingParams(temperature=1.5, top_p=0.95)
@@ -236,7 +249,7 @@ def test_seeded_draws_do_not_depend_on_company(tmp_path):
     assert ride(0) == ride(3) == ride(6)
 
 
-def test_a_draw_is_for_the_place_that_its_token_takes(tmp_path):
+def test_a_draw_is_for_the_place_that_its_token_takes(tmp_path, runner_for):
     write("llama", tmp_path)
     driver = Driver(runner_for(tmp_path))
     asked = []
@@ -251,7 +264,7 @@ def test_a_draw_is_for_the_place_that_its_token_takes(tmp_path):
     assert asked == [([], []), ([4, 1], [9, 20]), ([1, 4], [21, 10])]
 
 
-def test_cuda_is_refused_where_there_is_none(tmp_path):
+def test_cuda_is_refused_where_there_is_none(tmp_path, runner_for):
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     write("llama", tmp_path)
@@ -288,7 +301,7 @@ def test_threads_are_the_physical_cores_unless_somebody_says_otherwise(tmp_path,
         torch.set_num_threads(before)
 
 
-def test_what_was_chosen_is_told_with_reasons(tmp_path):
+def test_what_was_chosen_is_told_with_reasons(tmp_path, runner_for):
     write("llama", tmp_path)
     decisions = runner_for(tmp_path, device="cpu").decisions
     assert [decision.what for decision in decisions] == [

@@ -333,7 +333,7 @@ impl<E: Element> Kernel for Sum<'_, E> {
                 }
             };
         }
-        by_height!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
+        by_height!(1 2 3 4 5 6 7 8 9 10 11 12 13);
     }
 }
 

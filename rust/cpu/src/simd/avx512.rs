@@ -19,7 +19,7 @@ pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
 impl Simd for Avx512 {
     const LANES: usize = 16;
     const VECTORS: usize = 2;
-    const ROWS: usize = 14;
+    const ROWS: usize = 13;
 
     type F = __m512;
 

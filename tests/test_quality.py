@@ -1,0 +1,72 @@
+"""What each form of weights and KV costs in quality, on the default model and a text of English prose; measured in docs/tuning.md."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import chairlift.runner  # noqa: F401, before torch computes anything
+from chairlift.config import EngineConfig
+from chairlift.runner.runner import ModelRunner
+from chairlift.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def ids(model_dir: Path) -> list[int]:
+    return Tokenizer(model_dir).encode((Path(__file__).parent / "data" / "lift.txt").read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path, ids: list[int]) -> torch.Tensor:
+    """The logits of transformers in fp32, [tokens, vocabulary]."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.inference_mode():
+        logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def logits(model_dir: Path, ids: list[int], **settings: str) -> torch.Tensor:
+    """Our own, of one step."""
+    count = len(ids)
+    config = EngineConfig(device="cpu", max_model_len=1024, num_kv_blocks=65, max_num_seqs=1, max_num_batched_tokens=1024, **settings)
+    runner = ModelRunner(config, model_dir)
+    buffers, places = runner.buffers, np.arange(count)
+    buffers.input_ids[:count], buffers.positions[:count] = ids, places
+    buffers.block_tables[0, :64] = np.arange(1, 65)
+    buffers.slots[:count] = 16 + places
+    buffers.query_starts[1] = buffers.context_lens[0] = count
+    runner.model.forward(buffers, count, 1)
+    return runner.model.logits(places)
+
+
+def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
+    loss = torch.nn.functional.cross_entropy(logits[:-1].double(), torch.tensor(ids[1:]))
+    return float(loss.exp())
+
+
+@pytest.mark.parametrize(
+    ("settings", "relative", "agreeing"),
+    [
+        ({}, 1e-5, 1.0),
+        ({"dtype": "float32"}, 1e-5, 1.0),
+        ({"dtype": "float16"}, 2e-4, 0.997),
+        ({"dtype": "bfloat16"}, 5e-3, 0.98),
+        ({"quantization": "int8"}, 1e-2, 0.95),
+        ({"kv_cache_dtype": "float16"}, 1e-4, 0.997),
+        ({"kv_cache_dtype": "int8"}, 5e-3, 0.98),
+    ],
+    ids=lambda value: "-".join(value.values()) or "default" if isinstance(value, dict) else None,
+)
+def test_perplexity_and_the_likeliest_tokens_are_those_of_transformers(
+    model_dir: Path, ids: list[int], reference: torch.Tensor, settings: dict[str, str], relative: float, agreeing: float
+) -> None:
+    found = logits(model_dir, ids, **settings)
+    expected = perplexity(reference, ids)
+    off = perplexity(found, ids) / expected - 1
+    agreement = float((found.argmax(-1) == reference.argmax(-1)).double().mean())
+    divergence = torch.nn.functional.kl_div(found.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="batchmean")
+    print(f"{settings}: perplexity {expected:.3f} {off:+.1e}, top-1 {agreement:.4f}, KL {float(divergence):.1e}, {len(ids)} tokens")
+    assert abs(off) <= relative
+    assert agreement >= agreeing
