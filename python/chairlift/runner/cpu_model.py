@@ -33,7 +33,7 @@ class CpuModel:
 
     def __init__(self, config: ModelConfig, decoder: _core.Decoder, kv: str) -> None:
         self.config, self.decoder, self.kv = config, decoder, kv
-        self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
+        self._logits = np.empty((1, config.vocab_size), dtype=np.float32)
 
     @classmethod
     def load(cls, config: EngineConfig, directory: Path, model: ModelConfig, precision: Precision) -> CpuModel:
