@@ -110,13 +110,15 @@ def test_blocks_are_kept_as_they_are(tmp_path: Path, kind: str, model: str) -> N
     matrices = {name for name, value in whole.items() if value.ndim == 2}
     assert {"lm_head.weight", "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"} < matrices
     for name, value in whole.items():
-        kept = weights.blocks(name)
+        kept = weights.blocks(name, len(value))
         assert (kept is not None) == (name in matrices)
         if kept:
             number, blocks = kept
             assert number == str(int(quantization))
             assert blocks.shape[0] == value.shape[0]
             np.testing.assert_array_equal(gguf.dequantize(blocks, quantization), value)
+    with pytest.raises(UnsupportedModel, match="blocks of .* rows where config.json asks for 3"):
+        weights.blocks("lm_head.weight", 3)
     for name in whole.keys() - matrices:
         weights.take(name, *whole[name].shape)
     weights.finish()
@@ -129,7 +131,7 @@ def test_blocks_of_other_kinds_are_not_kept(tmp_path: Path, kind: str) -> None:
     convert(tmp_path / "tiny.gguf", tmp_path / "out")
     assert not (tmp_path / "out" / BLOCKS_FILE).exists()
     weights = SafetensorWeights(tmp_path / "out", torch.float32, torch.device("cpu"))
-    assert weights.blocks("lm_head.weight") is None
+    assert weights.blocks("lm_head.weight", 1) is None
 
 
 def test_blocks_that_are_damaged_are_refused(tmp_path: Path) -> None:
