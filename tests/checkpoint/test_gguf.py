@@ -117,7 +117,7 @@ def test_blocks_are_kept_as_they_are(tmp_path: Path, kind: str, model: str) -> N
             assert number == str(int(quantization))
             assert blocks.shape[0] == value.shape[0]
             np.testing.assert_array_equal(gguf.dequantize(blocks, quantization), value)
-    with pytest.raises(UnsupportedModel, match="blocks of .* rows where config.json asks for 3"):
+    with pytest.raises(UnsupportedModel, match=r"blocks of .* rows where config.json asks for 3"):
         weights.blocks("lm_head.weight", 3)
     for name in whole.keys() - matrices:
         weights.take(name, *whole[name].shape)

@@ -66,7 +66,8 @@ def test_weights_are_counted():
 
 def test_reasons_say_what_it_costs():
     assert reasons(decided(3 * GIB)) == {
-        "weights": "float32: as in the checkpoint; float16 takes half the memory and traffic (--dtype); 0 MiB of the 3.0 GiB of free memory",
+        "weights": "float32: as in the checkpoint; float16 takes half the memory and traffic (--dtype); "
+        "0 MiB of the 3.0 GiB of free memory",
         "KV form": "float32: exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)",
     }
     asked = reasons(decided(dtype="bfloat16", quantization="int8", kv_cache_dtype="int8"))

@@ -51,9 +51,9 @@ def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for
         assert riding.tokens[length:] == expected.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("runner_for", [CpuModel.load], indirect=True, ids=["cpu"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path, runner_for):
-    # In torch this holds on the CPU with oneDNN, for the same chunks of the sequence and the same number of threads.
     write(name, tmp_path)
     driver = Driver(runner_for(tmp_path))
 

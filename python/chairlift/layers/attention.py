@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.nn import functional
-
-SERIAL_KEYS = 1024
-"""Up to this many keys, a single query is computed on one thread (CPU): waking a second one costs more than it saves.
-
-Measured on two cores with 256 keys of 3 heads: 32 us on one thread, 28 us on two that spin while they wait, 62 us on two that sleep.
-It is a rule about one sequence, not about the step, so that it cannot make a result depend on who shares the step.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +16,7 @@ class Read:
     `rows` are the rows of a cache (of block_size * head_dim numbers) with its keys, then its values, head by head and block by
     block. They are gathered into `gathered`, scratch memory that all reads share, of which `keys` and `values` are views in the
     shape that the product wants, without what nobody sees. `mask` [queries, keys] is added to the scores; it is None for a
-    single query, and for queries that are the whole context (`causal`). `serial`: see SERIAL_KEYS.
+    single query, and for queries that are the whole context (`causal`).
     """
 
     start: int
@@ -35,7 +27,6 @@ class Read:
     values: torch.Tensor
     mask: torch.Tensor | None
     causal: bool
-    serial: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +37,6 @@ class AttentionPlan:
     window of the model (None: all of the context), one Read per sequence.
     """
 
-    tokens: int
     writes: torch.Tensor
     reads: dict[int | None, list[Read]]
 
@@ -87,9 +77,8 @@ def plan_attention(
             kv = kv.transpose(1, 2) if count == 1 else kv.expand(-1, -1, heads // kv_heads, -1, -1)
             causal = position == 0 and count > 1 and (window is None or context <= window)
             mask = None if count == 1 or causal else _mask(position, context, seen, window, cache.dtype).to(cache.device)
-            serial = count == 1 and kv.shape[3] <= SERIAL_KEYS and cache.device.type == "cpu"
-            found.append(Read(start, end, torch.from_numpy(rows).to(cache.device), gathered, kv[0], kv[1], mask, causal, serial))
-    return AttentionPlan(len(slots), torch.from_numpy(writes).to(cache.device), reads)
+            found.append(Read(start, end, torch.from_numpy(rows).to(cache.device), gathered, kv[0], kv[1], mask, causal))
+    return AttentionPlan(torch.from_numpy(writes).to(cache.device), reads)
 
 
 def _mask(position: int, context: int, seen: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -109,14 +98,13 @@ def write_kv(kv: torch.Tensor, cache: torch.Tensor, plan: AttentionPlan) -> None
     values, [blocks, kv_heads, block_size, head_dim] each.
     """
     head_dim = cache.shape[-1]
-    cache.view(-1, head_dim).index_copy_(0, plan.writes, kv[: plan.tokens].reshape(-1, head_dim))
+    cache.view(-1, head_dim).index_copy_(0, plan.writes, kv.reshape(-1, head_dim))
 
 
 def paged_attention(query: torch.Tensor, cache: torch.Tensor, plan: AttentionPlan, window: int | None) -> torch.Tensor:
     """Attends from query [rows, heads, head_dim] to one layer's cache, which holds this step's keys and values already.
 
-    Returns [rows, heads * head_dim], zero for rows that belong to no sequence (padding). Each sequence is computed by calls that
-    see nothing of the others: its result does not depend on who shares the step.
+    Returns [rows, heads * head_dim].
     """
     rows, heads, head_dim = query.shape
     _, _, kv_heads, size, _ = cache.shape
@@ -124,7 +112,7 @@ def paged_attention(query: torch.Tensor, cache: torch.Tensor, plan: AttentionPla
     queries = query.view(rows, 1, kv_heads, heads // kv_heads, head_dim)
     single = queries.unbind(0)
     outputs = []
-    for read in _on_their_threads(plan.reads[window]):
+    for read in plan.reads[window]:
         torch.index_select(blocks, 0, read.rows, out=read.gathered)
         if read.end - read.start == 1:
             outputs.append(functional.scaled_dot_product_attention(single[read.start], read.keys, read.values).view(1, -1))
@@ -132,21 +120,4 @@ def paged_attention(query: torch.Tensor, cache: torch.Tensor, plan: AttentionPla
         span = queries[read.start : read.end].squeeze(1).permute(1, 2, 0, 3)
         output = functional.scaled_dot_product_attention(span, read.keys, read.values, attn_mask=read.mask, is_causal=read.causal)
         outputs.append(output.permute(2, 0, 1, 3).reshape(-1, heads * head_dim))
-    if plan.tokens < rows:
-        outputs.append(query.new_zeros(rows - plan.tokens, heads * head_dim))
     return torch.cat(outputs)
-
-
-def _on_their_threads(reads: list[Read]) -> Iterator[Read]:
-    """Yields the reads in order, torch's number of threads being 1 while a serial one is worked on."""
-    threads = current = torch.get_num_threads()
-    try:
-        for read in reads:
-            wanted = 1 if read.serial else threads
-            if wanted != current:
-                torch.set_num_threads(wanted)
-                current = wanted
-            yield read
-    finally:
-        if current != threads:
-            torch.set_num_threads(threads)

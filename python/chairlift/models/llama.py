@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from chairlift.layers.attention import AttentionPlan, paged_attention, write_kv
-from chairlift.layers.linear import Linear, padded_rows
+from chairlift.layers.linear import Linear
 from chairlift.layers.norm import rms_norm
 from chairlift.layers.rope import inverse_frequencies, rotate, rotations
 from chairlift.models.config import ModelConfig
@@ -25,10 +25,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: T tokens of some sequences, padded to `padded_rows(T)`.
-
-    input_ids and positions are integer tensors [padded T].
-    """
+    """One forward pass: T tokens of some sequences; input_ids and positions are integer tensors [T]."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
@@ -49,7 +46,7 @@ class Llama:
         self.frequencies = inverse_frequencies(config.head_dim, **asdict(config.rope)).to(self.embedding.device)
 
     def forward(self, step: Step, cache: torch.Tensor) -> torch.Tensor:
-        """Runs a step over the cache [layers, blocks, 2, kv_heads, block_size, head_dim]; returns hidden states [padded T, hidden]."""
+        """Runs a step over the cache [layers, blocks, 2, kv_heads, block_size, head_dim]; returns hidden states [T, hidden]."""
         hidden = functional.embedding(step.input_ids, self.embedding)
         cosines, sines = rotations(step.positions, self.frequencies, hidden.dtype)
         for layer, layer_cache in zip(self.layers, cache.unbind(0), strict=True):
@@ -58,12 +55,7 @@ class Llama:
 
     def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """What a step's hidden states say of the tokens after those at places `at` [N]; returns [N, vocabulary]."""
-        # Rows past those asked for repeat the first: they only keep the number of rows a multiple (see Linear).
-        rows = at.shape[0]
-        wanted = hidden.new_empty(padded_rows(rows), hidden.shape[1])
-        torch.index_select(hidden, 0, at, out=wanted[:rows])
-        wanted[rows:] = hidden[0]
-        return self.head(rms_norm(wanted, self.norm, self.config.rms_norm_eps))[:rows]
+        return self.head(rms_norm(hidden[at], self.norm, self.config.rms_norm_eps))
 
 
 class _Layer:

@@ -9,7 +9,6 @@ import torch
 
 from chairlift.config import EngineConfig
 from chairlift.layers.attention import plan_attention
-from chairlift.layers.linear import padded_rows
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import Llama, Step
 from chairlift.runner.buffers import StepBuffers
@@ -28,7 +27,7 @@ class TorchModel:
     cache: KvCache
     """Made by `allocate`."""
     hidden: torch.Tensor
-    """The last step's hidden states, padded."""
+    """The last step's hidden states."""
 
     def __init__(self, config: ModelConfig, llama: Llama, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.llama, self.dtype, self.device = config, llama, dtype, device
@@ -74,11 +73,8 @@ class TorchModel:
             windows=self.windows,
             cache=self.cache.tensor[0],
         )
-        # Token and position 0 fill the padding: any valid ones would do, nobody looks at those rows.
-        padded = np.zeros((2, padded_rows(num_tokens)), dtype=np.int32)
-        padded[0, :num_tokens] = buffers.input_ids[:num_tokens]
-        padded[1, :num_tokens] = buffers.positions[:num_tokens]
-        input_ids, positions = torch.from_numpy(padded).to(self.device)
+        input_ids = torch.from_numpy(buffers.input_ids[:num_tokens]).to(self.device)
+        positions = torch.from_numpy(buffers.positions[:num_tokens]).to(self.device)
         self.hidden = self.llama.forward(Step(input_ids, positions, attention), self.cache.tensor)
 
     @torch.inference_mode()
