@@ -49,8 +49,8 @@ def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
 @pytest.mark.parametrize(
     ("settings", "relative", "agreeing"),
     [
-        ({}, 1e-5, 1.0),
-        ({"dtype": "float32"}, 1e-5, 1.0),
+        ({}, 1e-5, 0.998),
+        ({"dtype": "float32"}, 1e-5, 0.998),
         ({"dtype": "float16"}, 2e-4, 0.997),
         ({"dtype": "bfloat16"}, 5e-3, 0.98),
         ({"quantization": "int8"}, 1e-2, 0.95),

@@ -87,23 +87,30 @@ class EngineConfig:
     )
     device: str = _flag("auto", "where the model runs", choices=("auto", "cpu", "cuda"), group="model")
     threads: int | None = _flag(
-        None, "threads that compute (default: one for each physical core that may be used, quotas of containers heeded)", int, group="model"
+        None,
+        "threads that compute (default: one for each physical core that may be used, fewer by a container's quota or OMP_NUM_THREADS)",
+        int,
+        group="model",
     )
     dtype: str = _flag(
         "auto",
-        "how weights are kept, as in the checkpoint by default; on a CPU arithmetic is always in float32",
+        "how weights are kept, as in the checkpoint by default, a GGUF file's blocks included; a CPU computes in float32 all the same",
         choices=("auto", "float32", "float16", "bfloat16"),
         group="model",
     )
     quantization: str = _flag(
         "auto",
-        "'int8' keeps weights in blocks of 8 bits, on a CPU; 'auto' does where they would not fit into memory otherwise",
+        "'int8', on a CPU: weights in blocks of 8 bits (or a GGUF file's 4), multiplied by activations of 8 bits: about twice as fast, "
+        "perplexity within 1 %%, other answers; 'auto' does so where the weights would not fit into memory otherwise",
         choices=("auto", "none", "int8"),
         group="model",
     )
     seed: int = _flag(0, "seed of dummy weights, and of requests that name none", int, group="model")
     max_model_len: int | None = _flag(
-        None, "longest prompt plus output, in tokens (default: what the model was made for)", _size, group="model"
+        None,
+        "longest prompt plus output, in tokens (default: what the model was made for, less where memory is short)",
+        _size,
+        group="model",
     )
     max_num_seqs: int | None = _flag(
         None, f"sequences in one step (default: {DEFAULT_SEATS}, fewer where memory is short)", _size, group="scheduler"

@@ -15,7 +15,7 @@ PLACE = 500
 
 def answers(byte_model: Path, prompts: list[list[int]], params: list[SamplingParams], **settings: object) -> list[RequestOutput]:
     roomy = {"num_kv_blocks": 300, "max_num_seqs": 64, "max_num_batched_tokens": 256, "block_size": 8}
-    llm = LLM(str(byte_model), load_format="dummy", max_model_len=256, **roomy | settings)
+    llm = LLM(str(byte_model), load_format="dummy", device="cpu", max_model_len=256, **roomy | settings)
     assert llm.facts["determinism"] == "batch-invariant"
     return llm.generate(prompts, params)
 

@@ -45,7 +45,7 @@ def test_without_limits_all_is_there(kernel):
     assert (usable_cores(), available_memory()) == (4, 32 * GIB)
     kernel({"/proc/self/cgroup": "0::/user.slice", **version2(f"{TOP}/user.slice", "max", GIB)})
     assert available_memory() == 32 * GIB
-    kernel({"/proc/self/cgroup": "4:memory:/\n1:cpu,cpuacct:/", **version1("/", NO_LIMIT, GIB), f"{TOP}/cpu/cpu.cfs_quota_us": "-1"})
+    kernel({"/proc/self/cgroup": "4:memory:/\n1:cpu,cpuacct:/", **version1("", NO_LIMIT, GIB), f"{TOP}/cpu/cpu.cfs_quota_us": "-1"})
     assert (usable_cores(), available_memory()) == (4, 32 * GIB)
 
 

@@ -8,7 +8,9 @@ from chairlift.errors import InvalidSetting
 from chairlift.runner.precision import ROOM, Precision, decide, weight_bytes
 
 
-def decided(available: int = 10**12, dtype: str | None = "float32", model=MODEL, blocks: int = 0, **settings: str) -> Precision:
+def decided(
+    available: int = 10**12, dtype: str | None = "float32", model=MODEL, blocks: tuple[int, int] = (0, 0), **settings: str
+) -> Precision:
     return decide(EngineConfig(**{"device": "cpu"} | settings), replace(model, dtype=dtype), available, blocks)
 
 
@@ -24,18 +26,18 @@ def test_a_cpu_loses_nothing_of_weights_and_kv(checkpoint, kept):
 
 
 def test_blocks_of_a_gguf_file_are_kept_as_they_are():
-    kept = decided(blocks=100 * MIB)
+    kept = decided(blocks=(100 * MIB, MIB))
     assert kept == Precision("blocks", "none", "float32")
-    assert reasons(kept)["weights"] == "blocks: the GGUF file's own, computed with in float32; 100 MiB of the 931.3 GiB of free memory"
-    assert decided(blocks=100 * MIB, quantization="int8") == Precision("blocks", "int8", "float32")
-    assert decide(EngineConfig(device="cpu", dtype="float16"), MODEL, 10**12, 100 * MIB) == Precision("float16", "none", "float32")
+    assert reasons(kept)["weights"] == "blocks: the GGUF file's own, computed with in float32; 101 MiB of the 931.3 GiB of free memory"
+    assert decided(blocks=(100 * MIB, MIB), quantization="int8") == Precision("blocks", "int8", "float32")
+    assert decide(EngineConfig(device="cpu", dtype="float16"), MODEL, 10**12, (100 * MIB, MIB)) == Precision("float16", "none", "float32")
 
 
 def test_what_was_asked_for_wins():
     assert decided(dtype="bfloat16", kv_cache_dtype="int8", quantization="int8") == Precision("bfloat16", "int8", "int8")
     tight = decided(0, kv_cache_dtype="float16", quantization="none")
     assert tight == Precision("float16", "none", "float16")
-    assert decided(0, dtype="bfloat16") == Precision("bfloat16", "int8", "float32")
+    assert decided(ROOM, dtype="bfloat16") == Precision("bfloat16", "int8", "float32")
 
 
 @pytest.mark.parametrize("form", ["float32", "float16", "bfloat16"])
@@ -54,12 +56,25 @@ def test_weights_are_quantised_where_they_would_not_fit_otherwise():
     assert reasons(short)["weights"] == "int8: in float16 the weights would take 15.0 GiB, and 15.5 GiB of memory are free"
 
 
+def test_a_gguf_file_of_mixed_types_is_counted_as_what_it_becomes():
+    mixed = (GIB, 29 * GIB)
+    assert decided(30 * GIB + ROOM, model=LARGE, blocks=mixed) == Precision("blocks", "none", "float32")
+    assert "float32 where it has other types; 30.0 GiB of" in reasons(decided(model=LARGE, blocks=mixed))["weights"]
+    assert decided(30 * GIB, model=LARGE, blocks=mixed).quantization == "int8"
+
+
+def test_what_fits_in_no_form_is_refused():
+    with pytest.raises(InvalidSetting, match=r"the weights take 15.0 GiB, in int8 7.9 GiB, and 7.8 GiB of memory are free"):
+        decided(int(7.8 * GIB), model=LARGE)
+    assert decided(0, model=LARGE, quantization="int8").quantization == "int8"
+
+
 def test_weights_are_counted():
     # 8.03 billion numbers, as the model's card says.
     numbers = weight_bytes(LARGE, "float16") // 2
     assert numbers == 8_030_261_248
     assert weight_bytes(LARGE, "float32") == 4 * numbers
-    assert weight_bytes(LARGE, "int8") == numbers + numbers // 32 * 4
+    assert weight_bytes(LARGE, "int8") == numbers + numbers // 32 * 2
     tied = replace(LARGE, tie_word_embeddings=True)
     assert weight_bytes(LARGE, "float16") - weight_bytes(tied, "float16") == 2 * 128_256 * 4096
 

@@ -23,7 +23,7 @@ def runner_for(request):
 
     def make(directory, **settings) -> ModelRunner:
         small = {"num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-        return ModelRunner(EngineConfig(**small | settings), directory, load=request.param)
+        return ModelRunner(EngineConfig(**{"device": "cpu"} | small | settings), directory, load=request.param)
 
     return make
 

@@ -52,7 +52,9 @@ def test_a_block_counts_keys_and_values_of_all_layers():
 
 
 def test_a_block_in_int8_has_a_scale_for_each_head_and_token():
-    assert block_bytes(MODEL, 16, "int8") == 2 * 2 * 2 * 16 * (8 + 4)
+    # Values are padded to 16 numbers.
+    assert block_bytes(MODEL, 16, "int8") == 2 * 2 * 16 * (8 + 16 + 2 * 4)
+    assert block_bytes(MODEL, 1, "int8") == 2 * 2 * 64
 
 
 def test_the_default_is_what_can_be_used_but_at_most_a_quarter_of_memory():

@@ -142,12 +142,14 @@ def _decoder(model: ModelConfig, weights: SafetensorWeights | DummyWeights, form
             window=model.windows[index],
         )
 
+    # The largest first: while one is packed it is there twice.
     embedding = linear({"model.embed_tokens": model.vocab_size}, hidden)
+    # Tied, the head's matrix is where embeddings are read too.
+    head = embedding if model.tie_word_embeddings else linear({"lm_head": model.vocab_size}, hidden)
     return _core.Decoder(
         [layer(index) for index in range(model.num_layers)],
         norm=vector("model.norm.weight", hidden),
-        # Tied, the head's matrix is where embeddings are read too.
-        head=embedding if model.tie_word_embeddings else linear({"lm_head": model.vocab_size}, hidden),
+        head=head,
         embedding=None if model.tie_word_embeddings else embedding,
         hidden=hidden,
         inner=inner,

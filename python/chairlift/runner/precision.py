@@ -10,11 +10,9 @@ from chairlift.models.config import ModelConfig
 from chairlift.runner.decision import Decision, asked, gib
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
-"""Of one number in each form."""
-SCALE_BYTES = 4
-"""Of a block's scale, in the forms that have blocks."""
-WEIGHT_BLOCK = 32
-"""Weights that share a scale."""
+"""Of one number in each form, without scales."""
+WEIGHT_BLOCK, WEIGHT_SCALE_BYTES = 32, 2
+"""Weights of int8 that share a scale, and its bytes."""
 
 ROOM = 512 << 20
 """Bytes that must be left beside the weights as they come. A host needs twice as much: the rest is taken by the imports before."""
@@ -35,18 +33,18 @@ class Precision:
     """The same in words, with the reasons."""
 
 
-def decide(config: EngineConfig, model: ModelConfig, available: int, blocks: int = 0) -> Precision:
+def decide(config: EngineConfig, model: ModelConfig, available: int, blocks: tuple[int, int] = (0, 0)) -> Precision:
     """Chooses what the settings leave open, for a machine with `available` bytes of free memory and the settings' device, cpu or cuda.
 
-    `blocks` are the bytes of a GGUF file's own blocks, where the checkpoint was made of such.
+    `blocks` are the bytes of a GGUF file's own blocks, where the checkpoint was made of such, and of what is fp32 beside them.
 
-    Raises InvalidSetting for what the device cannot do.
+    Raises InvalidSetting for what the device cannot do, or where the weights fit in no form.
     """
     if config.device == "cuda":
         return _on_cuda(config, model)
     weights, why = _weights(config, model, blocks, available)
-    size = blocks if weights == "blocks" else weight_bytes(model, weights)
-    quantization, why_quantized = _quantization(config, weights, size, available)
+    size = sum(blocks) if weights == "blocks" else weight_bytes(model, weights)
+    quantization, why_quantized = _quantization(config, model, weights, size, available)
     forms = {"int8": Decision("weights", "int8", why_quantized), "none": Decision("weights", weights, f"{why}; {why_quantized}")}
     if config.kv_cache_dtype == "auto":
         kv, why_kv = "float32", "exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)"
@@ -61,15 +59,19 @@ def weight_bytes(model: ModelConfig, form: str) -> int:
     layer = model.hidden_size * (2 * queries + 2 * kv + 3 * model.intermediate_size + 2)
     tables = 1 if model.tie_word_embeddings else 2
     numbers = model.num_layers * layer + model.hidden_size * (tables * model.vocab_size + 1)
-    return numbers * BYTES[form] + (numbers // WEIGHT_BLOCK * SCALE_BYTES if form == "int8" else 0)
+    return numbers * BYTES[form] + (numbers // WEIGHT_BLOCK * WEIGHT_SCALE_BYTES if form == "int8" else 0)
 
 
-def _weights(config: EngineConfig, model: ModelConfig, blocks: int, available: int) -> tuple[str, str]:
+def _weights(config: EngineConfig, model: ModelConfig, blocks: tuple[int, int], available: int) -> tuple[str, str]:
     """How the CPU keeps weights, and why: nothing is lost unless somebody asks, or memory is short."""
     if config.dtype != "auto":
         return config.dtype, asked("--dtype")
-    if blocks:
-        return "blocks", "the GGUF file's own, computed with in float32"
+    kept, rest = blocks
+    if kept:
+        # Norms are a thousandth of a model: more is matrices of types that are not kept as they are.
+        return "blocks", "the GGUF file's own, computed with in float32" + (
+            "; float32 where it has other types" if rest > kept // 20 else ""
+        )
     if model.dtype in ("bfloat16", "float16"):
         return model.dtype, "as in the checkpoint, computed with in float32"
     size = weight_bytes(model, "float32")
@@ -78,14 +80,20 @@ def _weights(config: EngineConfig, model: ModelConfig, blocks: int, available: i
     return "float16", f"computed with in float32; in float32 they would take {gib(size)}"
 
 
-def _quantization(config: EngineConfig, weights: str, size: int, available: int) -> tuple[str, str]:
+def _quantization(config: EngineConfig, model: ModelConfig, weights: str, size: int, available: int) -> tuple[str, str]:
     """Whether the CPU quantises weights, and why."""
     if config.quantization != "auto":
         return config.quantization, asked("--quantization")
     if size + ROOM <= available:
         return "none", f"{gib(size)} of the {gib(available)} of free memory"
-    if config.dtype != "auto" or weights == "blocks":
+    smallest = min(size, weight_bytes(model, "int8"))
+    if config.dtype != "auto" or smallest == size:
         return "none", f"{gib(size)}, though {gib(available)} of memory are free"
+    if smallest > available:
+        raise InvalidSetting(
+            f"the weights take {gib(size)}, in int8 {gib(smallest)}, and {gib(available)} of memory are free: "
+            "use a smaller model, or a GGUF file of 4 bits (--quantization int8 tries all the same)"
+        )
     return "int8", f"in {weights} the weights would take {gib(size)}, and {gib(available)} of memory are free"
 
 

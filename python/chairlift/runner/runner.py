@@ -26,7 +26,7 @@ from chairlift.runner.prompt_logprobs import PromptLogprobs
 from chairlift.runner.sampler import Sampler
 from chairlift.runner.sizing import fit, fit_host
 from chairlift.runner.torch_model import TorchModel
-from chairlift.runner.weights import block_bytes
+from chairlift.runner.weights import blocks_kept
 from chairlift.sampling import SamplingParams
 
 
@@ -64,13 +64,16 @@ class ModelRunner:
         device, threads = _device(config.device), _threads(config.threads)
         config = replace(config, device=device.value, threads=int(threads.value))
         torch.set_num_threads(int(threads.value))
-        precision = decide(config, self.model_config, available_memory(), block_bytes(directory))
+        blocks = (0, 0) if config.load_format == "dummy" else blocks_kept(directory)
+        precision = decide(config, self.model_config, available_memory(), blocks)
         load = load or (CpuModel.load if config.device == "cpu" else TorchModel.load)
         self.model: DeviceModel = load(config, directory, self.model_config, precision)
         self.device = self.model.device
         self.batch_invariant = self.model.batch_invariant
         phase("weights")
-        size = fit(config, self.model_config, precision.kv, _available(self.device))
+        # On a CPU what is swapped out lies in the memory that the cache is fitted to.
+        swapped = config.swap_space if self.device.type == "cpu" else 0
+        size = fit(config, self.model_config, precision.kv, max(0, _available(self.device) - swapped))
         self.decisions = (device, threads, *precision.decisions, *size.decisions)
         self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
         self.max_num_seqs, self.max_num_batched_tokens = size.max_num_seqs, size.max_num_batched_tokens
@@ -163,9 +166,9 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Runs a prefill and a decode step in scratch block 0, so that no request waits for what torch does only once."""
         buffers = self.buffers
-        for length, temperature in ((min(32, len(buffers.input_ids), self.max_model_len), 1.0), (1, 0.0)):
+        for length, temperature in ((min(self.block_size, len(buffers.input_ids), self.max_model_len), 1.0), (1, 0.0)):
             buffers.positions[:length] = np.arange(length)
-            buffers.slots[:length] = np.arange(length) % self.block_size
+            buffers.slots[:length] = np.arange(length)
             buffers.query_starts[1] = buffers.context_lens[0] = length
             buffers.sample_at[0] = length - 1
             self.seat(0, SamplingParams(temperature=temperature), np.zeros(1, dtype=np.int32), 1, 0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from chairlift.config import EngineConfig
+from chairlift.config import DEFAULT_SEATS, DEFAULT_STEP_TOKENS, EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
 from chairlift.runner.decision import Decision, asked, gib
-from chairlift.runner.precision import BYTES, SCALE_BYTES
+from chairlift.runner.precision import BYTES
 
 DEFAULT_SHARE = 0.25
 """The part of free memory that the cache takes when nobody said how much."""
@@ -19,6 +19,8 @@ STEP_SHARE = 0.25
 
 HEADROOM = 256 << 20
 """Bytes that the process may still grow by (grammars, requests, log-probabilities of prompts): a quarter, where all is less than 1 GiB."""
+REGISTER, LINE, KV_SCALE_BYTES = 16, 64, 4
+"""What pages of KV are padded to, in numbers and bytes, and the bytes of a scale, as in `rust/cpu/src/cache.rs`."""
 LOGIT_BYTES = 24
 """Bytes for each number of a sampled row: the logit, a copy of it, and the probabilities, places and sums that sampling makes of it."""
 
@@ -38,9 +40,13 @@ class Size:
 
 
 def block_bytes(model: ModelConfig, block_size: int, kv: str) -> int:
-    """Bytes of one block over all layers, keys and values, in the form `kv`: int8 has a scale for each head's key or value of a token."""
-    each = model.head_dim * BYTES[kv] + (SCALE_BYTES if kv == "int8" else 0)
-    return model.num_layers * 2 * model.num_kv_heads * block_size * each
+    """Bytes of one block over all layers, keys and values, in the form `kv`.
+
+    As in Rust: each head's values are padded to whole registers, int8 has a scale for each key and value, and all ends with a line.
+    """
+    numbers = model.head_dim + -(-model.head_dim // REGISTER) * REGISTER
+    page = block_size * (numbers * BYTES[kv] + (2 * KV_SCALE_BYTES if kv == "int8" else 0))
+    return model.num_layers * model.num_kv_heads * -(-page // LINE) * LINE
 
 
 def step_bytes(model: ModelConfig, seqs: int, tokens: int) -> int:
@@ -122,17 +128,23 @@ def _fit_step(config: EngineConfig, model: ModelConfig, available: int) -> tuple
         else:
             break
 
-    def why(flag: str, given: int | None, fitted: int, wanted: int) -> str:
+    def why(flag: str, given: int | None, fitted: int, wanted: int, default: int) -> str:
         if given is not None:
             return asked(flag)
-        return "the default" if fitted == wanted else f"{wanted} would leave too little of {gib(available)} of free memory"
+        if fitted != wanted:
+            return f"{wanted} would leave too little of {gib(available)} of free memory"
+        return "the default" if wanted == default else "follows from the other"
 
     return (
         seqs,
         tokens,
         (
-            Decision("sequences a step", str(seqs), why("--max-num-seqs", config.max_num_seqs, seqs, wanted[0])),
-            Decision("tokens a step", str(tokens), why("--max-num-batched-tokens", config.max_num_batched_tokens, tokens, wanted[1])),
+            Decision("sequences a step", str(seqs), why("--max-num-seqs", config.max_num_seqs, seqs, wanted[0], DEFAULT_SEATS)),
+            Decision(
+                "tokens a step",
+                str(tokens),
+                why("--max-num-batched-tokens", config.max_num_batched_tokens, tokens, wanted[1], DEFAULT_STEP_TOKENS),
+            ),
         ),
     )
 

@@ -47,10 +47,7 @@ class SafetensorWeights:
         return tensor.to(self.device, self.dtype or tensor.dtype)
 
     def blocks(self, name: str, rows: int) -> tuple[str, np.ndarray[Any, np.dtype[np.uint8]]] | None:
-        """The tensor's blocks [rows, bytes] as a GGUF file had them, after the number of their ggml type.
-
-        None if the checkpoint has none, or was converted by a version that kept none.
-        """
+        """The tensor's blocks [rows, bytes] as a GGUF file had them, after the number of their ggml type; None if it has none."""
         if self.block_file is None or name not in self.block_types:
             return None
         self.left.discard(name)
@@ -67,10 +64,15 @@ class SafetensorWeights:
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {', '.join(extra[:3])}{more}")
 
 
-def block_bytes(directory: Path) -> int:
-    """Bytes of the blocks that a GGUF file was made of; 0 if none were kept."""
+def blocks_kept(directory: Path) -> tuple[int, int]:
+    """Bytes of a GGUF file's blocks, and of the fp32 that its other tensors became; both 0 if no blocks were kept."""
     path = directory / BLOCKS_FILE
-    return path.stat().st_size if path.exists() else 0
+    if not path.exists():
+        return 0, 0
+    kept = set(_opened(path).keys())
+    tensors = {name: opened for opened in map(_opened, _files(directory)) for name in opened.keys()}  # noqa: SIM118, it is no dict
+    rest = sum(math.prod(opened.get_slice(name).get_shape()) for name, opened in tensors.items() if name not in kept)
+    return path.stat().st_size, 4 * rest
 
 
 def _opened(path: Path) -> Any:

@@ -1,6 +1,6 @@
 //! A decoder of the Llama family: a step's forward pass, all of it on one team of threads.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use crate::attention::{self, Attention, Plan, Sequences};
 use crate::cache::KvCache;
@@ -10,7 +10,7 @@ use crate::norm::RmsNorm;
 use crate::pool::Pool;
 use crate::rope::{Rotate, turns};
 use crate::simd::Isa;
-use crate::weights::Matrix;
+use crate::weights::{Matrix, Merge};
 
 /// The sizes of a decoder.
 #[derive(Clone, Debug)]
@@ -77,6 +77,8 @@ pub struct Decoder {
     /// Where tokens' first hidden states are read, if not in the head.
     embedding: Option<Matrix>,
     head: Linear,
+    /// Tokens of the last step.
+    tokens: usize,
     hidden: Lines<f32>,
     qkv: Lines<f32>,
     attended: Lines<f32>,
@@ -94,12 +96,45 @@ struct Spare {
     head: Vec<f32>,
 }
 
+/// Weights that do not fit each other.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what} do not fit the decoder's shape")]
+pub struct Misshapen {
+    /// Which.
+    pub what: &'static str,
+}
+
 impl Decoder {
     /// A decoder of these weights; `embedding` where it is not the head's matrix.
-    pub fn new(isa: Isa, pool: Pool, shape: Shape, layers: Vec<Layer>, norm: Vec<f32>, embedding: Option<Matrix>, head: Linear) -> Self {
+    pub fn new(
+        isa: Isa,
+        pool: Pool,
+        shape: Shape,
+        layers: Vec<Layer>,
+        norm: Vec<f32>,
+        embedding: Option<Matrix>,
+        head: Linear,
+    ) -> Result<Self, Misshapen> {
+        let Shape { hidden, inner, heads, kv_heads, head_dim, .. } = shape;
+        let (queries, kv) = (heads * head_dim, kv_heads * head_dim);
+        let check = |fits: bool, what: &'static str| if fits { Ok(()) } else { Err(Misshapen { what }) };
+        check(kv_heads > 0 && heads.is_multiple_of(kv_heads) && head_dim == 2 * shape.frequencies.len(), "heads")?;
+        for layer in &layers {
+            check(layer.input_norm.len() == hidden && layer.post_norm.len() == hidden, "norms")?;
+            check(layer.qk_norm.iter().flatten().all(|norm| norm.len() == head_dim), "norms of queries and keys")?;
+            check(layer.qkv.matrix.is(queries + 2 * kv, hidden, Merge::Stacked), "queries, keys and values")?;
+            check(layer.output.matrix.is(hidden, queries, Merge::Stacked), "outputs of attention")?;
+            check(layer.gate_up.matrix.is(inner, hidden, Merge::Gated), "gates")?;
+            check(layer.down.matrix.is(hidden, inner, Merge::Stacked), "outputs of the gated network")?;
+        }
+        check(norm.len() == hidden, "norms")?;
+        let vocabulary = head.matrix.outs;
+        for matrix in embedding.iter().chain([&head.matrix]) {
+            check(matrix.is(vocabulary, hidden, Merge::Stacked), "embeddings")?;
+        }
         let scratch = (0..pool.size()).map(|_| Mutex::default()).collect();
         let empty = Lines::default;
-        Self {
+        Ok(Self {
             isa,
             pool,
             shape,
@@ -107,6 +142,7 @@ impl Decoder {
             norm,
             embedding,
             head,
+            tokens: 0,
             hidden: empty(),
             qkv: empty(),
             attended: empty(),
@@ -114,13 +150,16 @@ impl Decoder {
             turns: empty(),
             rows: Rows::default(),
             scratch,
-        }
+        })
     }
 
-    /// Runs a step, and keeps the hidden states of its tokens. Panics if the step's arrays do not fit each other, the model or the cache.
+    /// Runs a step, and keeps the hidden states of its tokens.
+    ///
+    /// No two tokens have the same slot. Panics if the step's arrays do not fit each other, the model or the cache.
     pub fn forward(&mut self, step: &Step<'_>, cache: &mut KvCache) {
         let Self { isa, pool, shape, layers, embedding, head, rows, scratch, .. } = self;
         let (isa, tokens) = (*isa, step.input_ids.len());
+        self.tokens = tokens;
         let Shape { hidden, inner, heads, kv_heads, head_dim, eps, .. } = *shape;
         let (queries, kv) = (heads * head_dim, kv_heads * head_dim);
         let wide = queries + 2 * kv;
@@ -140,7 +179,7 @@ impl Decoder {
         // SAFETY of all blocks below: a phase writes rows that no other piece of the same phase touches, and reads what phases
         // before it wrote.
         pool.run(|worker| {
-            let mut spare = scratch[worker.index()].lock().expect("nobody panics with it");
+            let mut spare = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);
             let Spare { linear, attention, head } = &mut *spare;
             worker.each(tokens, |t| {
                 // SAFETY: as said above.
@@ -194,11 +233,11 @@ impl Decoder {
         let Self { isa, pool, shape, norm, head, rows, scratch, .. } = self;
         let (isa, hidden, eps) = (*isa, shape.hidden, shape.eps);
         let vocabulary = head.matrix.outs;
-        assert!(out.len() >= at.len() * vocabulary);
+        assert!(out.len() >= at.len() * vocabulary && at.iter().all(|&t| (t as usize) < self.tokens), "places of the last step");
         rows.reserve(isa, at.len(), hidden);
         let (states, packed, out) = (&self.hidden, rows.packed(isa, at.len()), Shared::new(out));
         pool.run(|worker| {
-            let linear = &mut scratch[worker.index()].lock().expect("nobody panics with it").linear;
+            let linear = &mut scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner).linear;
             packed.pack(worker, isa, head, linear, |i, row| {
                 let x = &states[at[i] as usize * hidden..][..hidden];
                 isa.run(RmsNorm { x, weight: norm, eps, out: row });

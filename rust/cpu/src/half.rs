@@ -1,4 +1,4 @@
-//! IEEE half precision, where the processor has no instruction for it.
+//! IEEE half precision, one number at a time.
 
 /// The number that 16 bits of half precision stand for.
 #[inline]

@@ -19,7 +19,7 @@ pub mod sample;
 mod simd;
 mod weights;
 
-pub use decoder::{Decoder, Layer, Shape, Step};
+pub use decoder::{Decoder, Layer, Misshapen, Shape, Step};
 pub use linear::Linear;
 pub use lines::Window;
 pub use pool::{Pool, Worker};

@@ -38,7 +38,7 @@ pub(crate) struct Lines<T> {
 }
 
 impl<T: Plain> Lines<T> {
-    /// `len` zeros. Large ones come from the system as they are, and take memory only where they are written.
+    /// `len` zeros.
     pub(crate) fn zeros(len: usize) -> Self {
         let bytes = Layout::array::<T>(len).expect("less than all memory").size();
         let count = bytes.div_ceil(size_of::<Line>());

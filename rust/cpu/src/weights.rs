@@ -84,11 +84,14 @@ pub enum PackError {
         /// How long it is.
         found: usize,
     },
+    /// A gate and what it lets through are two matrices of one shape.
+    #[error("a gated matrix is made of two of the same shape")]
+    Gate,
     /// Some are no blocks, or of other bits than the rest.
     #[error("only blocks of one number of bits can be kept as they are")]
     Mixed,
-    /// Blocks of a type that cannot be used as they are.
-    #[error("blocks of ggml type {0} cannot be used as they are")]
+    /// Blocks of a type that cannot be used as they are, or not in this form.
+    #[error("blocks of ggml type {0}, or rows that are not whole blocks, cannot be used as they are")]
     Blocks(u32),
 }
 
@@ -151,9 +154,13 @@ impl Element for Bf16 {
         // SAFETY: the caller's.
         unsafe { s.load_bf16(p.cast()) }
     }
-    /// Rounded to nearest even; weights are finite.
+    /// Rounded to nearest even.
     fn from_f32(x: f32) -> Self {
         let bits = x.to_bits();
+        if x.is_nan() {
+            // Rounding could carry into the sign.
+            return Self((bits >> 16) as u16 | 0x40);
+        }
         Self(((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16)
     }
     fn to_f32(self) -> f32 {
@@ -260,6 +267,9 @@ impl Matrix {
         }
         let rows: usize = parts.iter().map(|part| part.0).sum();
         let width = isa.panel();
+        if merge == Merge::Gated && (parts.len() != 2 || parts[0].0 != parts[1].0) {
+            return Err(PackError::Gate);
+        }
         let outs = if merge == Merge::Gated { rows / 2 } else { rows };
         let places: Vec<_> = columns(isa, merge, outs).collect();
         let row = |column: usize| {
@@ -307,6 +317,7 @@ impl Matrix {
 
     /// Row `out` of the matrix, as an embedding. Not of a gated one.
     pub(crate) fn read_row(&self, out: usize, to: &mut [f32]) {
+        assert!(out < self.outs, "there is no row {out}");
         match &self.store {
             Store::F32(panels) => panels.read_column(out, to),
             Store::F16(panels) => panels.read_column(out, to),
@@ -318,6 +329,11 @@ impl Matrix {
     /// The matrix' row that each column of the panels is, the gate's rows before the others; `None` for columns that pad a panel.
     pub(crate) fn columns(&self, isa: Isa) -> impl Iterator<Item = Option<usize>> {
         columns(isa, self.merge, self.outs)
+    }
+
+    /// Whether it is of this shape.
+    pub(crate) fn is(&self, outs: usize, ins: usize, merge: Merge) -> bool {
+        (self.outs, self.ins, self.merge) == (outs, ins, merge)
     }
 
     /// How many panels there are.

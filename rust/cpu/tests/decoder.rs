@@ -84,7 +84,7 @@ impl Weights {
         let head = linear(&[&self.embedding], HIDDEN, Merge::Stacked, None);
         let frequencies = self.frequencies.clone();
         let shape = Shape { hidden: HIDDEN, inner: INNER, heads: HEADS, kv_heads: KV_HEADS, head_dim: HEAD, eps: EPS, frequencies };
-        Decoder::new(isa, Pool::new(threads), shape, layers, self.norms[2 * LAYERS].clone(), None, head)
+        Decoder::new(isa, Pool::new(threads), shape, layers, self.norms[2 * LAYERS].clone(), None, head).expect("all fits")
     }
 
     /// Logits after each token of a sequence, in f64 and without a cache.
@@ -226,4 +226,34 @@ fn a_sequence_is_computed_bit_for_bit_the_same_in_any_company_and_any_pieces() {
             }
         }
     }
+}
+
+#[test]
+fn a_step_that_makes_no_sense_panics_and_the_next_one_runs() {
+    let weights = Weights::new();
+    let sequence = tokens(5, 7);
+    let mut decoder = weights.decoder(Isa::best(), Form::F32, 3, None);
+    let expected = run(&mut decoder, KvForm::F32, &[&sequence], &[64]);
+    for wrong in [-1, VOCABULARY as i32, i32::MAX] {
+        let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&mut decoder, KvForm::F32, &[&[1, wrong, 2]], &[64])));
+        assert!(failed.is_err(), "{wrong}");
+        assert!(run(&mut decoder, KvForm::F32, &[&sequence], &[64]) == expected);
+    }
+}
+
+#[test]
+fn weights_that_do_not_fit_each_other_are_refused() {
+    let isa = Isa::best();
+    let wide = |outs: usize, ins: usize| {
+        let numbers = vec![0.0; outs * ins];
+        let matrix = Matrix::pack(&mut Pool::new(1), isa, &[(outs, Numbers::F32(&numbers))], ins, Merge::Stacked, Form::F32);
+        Linear::new(matrix.expect("it fits"), isa, None)
+    };
+    let made = |norm: usize, head: Linear| {
+        let shape = Shape { hidden: 8, inner: 8, heads: 2, kv_heads: 1, head_dim: 4, eps: EPS, frequencies: vec![1.0, 0.1] };
+        Decoder::new(isa, Pool::new(1), shape, Vec::new(), vec![1.0; norm], None, head).is_ok()
+    };
+    assert!(made(8, wide(10, 8)));
+    assert!(!made(7, wide(10, 8)));
+    assert!(!made(8, wide(10, 9)));
 }

@@ -1,5 +1,5 @@
-//! The CPU's model: weights in, steps run, logits out. All work is done
-//! without Python's lock.
+//! The CPU's model: weights in, steps run, logits out. But for copies of
+//! arrays, all work is done without Python's lock.
 
 #![allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
 
@@ -37,6 +37,9 @@ impl Linear {
         let parts: Vec<_> = parts.iter().map(|(kind, numbers)| Part::new(py, kind, numbers)).collect::<PyResult<_>>()?;
         let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
         let form = form_of(form)?;
+        if bias.as_ref().is_some_and(|bias| bias.len() != parts.iter().map(|part| part.rows).sum::<usize>()) {
+            return Err(PyValueError::new_err("there must be a bias for each row"));
+        }
         let merge = if gated { Merge::Gated } else { Merge::Stacked };
         let linear = py.detach(|| {
             let isa = Isa::best();
@@ -73,7 +76,7 @@ impl Part {
     fn new(py: Python<'_>, kind: &str, array: &Bound<'_, PyAny>) -> PyResult<Self> {
         fn copied<T: Element>(py: Python<'_>, array: &Bound<'_, PyAny>) -> PyResult<(usize, Vec<T>)> {
             let buffer = PyBuffer::<T>::get(array)?;
-            Ok((buffer.shape()[0], buffer.to_vec(py)?))
+            Ok((buffer.shape().first().copied().unwrap_or(0), buffer.to_vec(py)?))
         }
         let (rows, data) = match kind {
             "float32" => copied(py, array).map(|(rows, numbers)| (rows, Data::F32(numbers)))?,
@@ -171,7 +174,8 @@ impl Decoder {
         let layers = layers.ok_or_else(|| PyValueError::new_err("these layers belong to a model already"))?;
         let embedding = embedding.map(Linear::take).transpose()?.map(cpu::Linear::into_matrix);
         let (norm, head) = (norm.to_vec(py)?, head.take()?);
-        Ok(Self(Mutex::new(cpu::Decoder::new(Isa::best(), Pool::new(threads), shape, layers, norm, embedding, head))))
+        let decoder = cpu::Decoder::new(Isa::best(), Pool::new(threads), shape, layers, norm, embedding, head);
+        decoder.map(|decoder| Self(Mutex::new(decoder))).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
     /// Runs a step over the cache, and keeps the hidden states of its tokens.
@@ -238,6 +242,9 @@ impl KvCache {
         form: &str,
         host_blocks: usize,
     ) -> PyResult<Self> {
+        if [layers, blocks, kv_heads, block_size, head_dim].contains(&0) {
+            return Err(PyValueError::new_err("a cache has at least one of everything"));
+        }
         let shape = cpu::cache::KvShape { layers, blocks, kv_heads, block_size, head_dim };
         let cache = cpu::cache::KvCache::new(shape, kv_form_of(form)?, host_blocks);
         cache.map(|cache| Self(Mutex::new(cache))).map_err(|error| PyMemoryError::new_err(error.to_string()))

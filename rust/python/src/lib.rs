@@ -1,5 +1,6 @@
-//! `chairlift._core`: the scheduler for Python. Conversion and one mutex,
-//! nothing else; numbers cross in flat arrays, once a step.
+//! `chairlift._core`: the scheduler, the simulator and the CPU's model for
+//! Python. Conversion and mutexes, nothing else; numbers cross in flat
+//! arrays, once a step.
 
 mod buffers;
 mod decoder;

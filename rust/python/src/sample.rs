@@ -58,7 +58,7 @@ pub(crate) fn score(
     threads: usize,
 ) -> PyResult<Bound<'_, PyBytes>> {
     let (rows, vocabulary) = (rows(&logits)?, logits.shape()[1]);
-    let tokens: Vec<u32> = tokens.to_vec(py)?.into_iter().map(|token| token as u32).collect();
+    let tokens: Vec<u32> = tokens.to_vec(py)?.into_iter().map(|token| u32::try_from(token).unwrap_or(u32::MAX)).collect();
     if tokens.len() != rows || tokens.iter().any(|token| *token as usize >= vocabulary) {
         return Err(PyValueError::new_err(format!("there must be {rows} tokens, one a row of the logits, each below {vocabulary}")));
     }
