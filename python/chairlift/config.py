@@ -101,7 +101,7 @@ class EngineConfig:
     quantization: str = _flag(
         "auto",
         "'int8', on a CPU: weights in blocks of 8 bits (or a GGUF file's 4), multiplied by activations of 8 bits: about twice as fast, "
-        "perplexity within 1 %%, other answers; 'auto' does so where the weights would not fit into memory otherwise",
+        "perplexity within a percent, other answers; 'auto' does so where the weights would not fit into memory otherwise",
         choices=("auto", "none", "int8"),
         group="model",
     )
