@@ -47,12 +47,12 @@ def cache(size: Size) -> tuple[int, int]:
 
 
 def test_a_block_counts_keys_and_values_of_all_layers():
-    assert EACH == 2 * 2 * 2 * 16 * 8 * 4
+    # Keys of 8 numbers, and values that are padded to 16.
+    assert EACH == 2 * 2 * 16 * (8 + 16) * 4
     assert block_bytes(MODEL, 16, "float16") == block_bytes(MODEL, 16, "bfloat16") == EACH // 2
 
 
 def test_a_block_in_int8_has_a_scale_for_each_head_and_token():
-    # Values are padded to 16 numbers.
     assert block_bytes(MODEL, 16, "int8") == 2 * 2 * 16 * (8 + 16 + 2 * 4)
     assert block_bytes(MODEL, 1, "int8") == 2 * 2 * 64
 

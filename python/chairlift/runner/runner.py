@@ -64,8 +64,8 @@ class ModelRunner:
         device, threads = _device(config.device), _threads(config.threads)
         config = replace(config, device=device.value, threads=int(threads.value))
         torch.set_num_threads(int(threads.value))
-        blocks = (0, 0) if config.load_format == "dummy" else blocks_kept(directory)
-        precision = decide(config, self.model_config, available_memory(), blocks)
+        kept = (0, 0) if config.load_format == "dummy" else blocks_kept(directory)
+        precision = decide(config, self.model_config, available_memory(), kept)
         load = load or (CpuModel.load if config.device == "cpu" else TorchModel.load)
         self.model: DeviceModel = load(config, directory, self.model_config, precision)
         self.device = self.model.device
