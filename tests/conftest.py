@@ -1,4 +1,5 @@
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 import chairlift.runner  # noqa: F401  (before torch, which reads what this sets)
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
+
+# A shell's background jobs ignore it, and with it what the tests send themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
