@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from chairlift.checkpoint.gguf import BLOCKS_FILE, convert
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.errors import ChairliftError, UnsupportedModel
+from chairlift.models.config import ModelConfig
 from chairlift.runner.weights import SafetensorWeights
 from chairlift.tokenizer import Tokenizer
 
@@ -121,7 +122,7 @@ def test_blocks_are_kept_as_they_are(tmp_path: Path, kind: str, model: str) -> N
         weights.blocks("lm_head.weight", 3)
     for name in whole.keys() - matrices:
         weights.take(name, *whole[name].shape)
-    weights.finish()
+    weights.finish(ModelConfig.load(tmp_path / "out"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0
 
 

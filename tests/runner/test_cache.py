@@ -3,23 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from test_sizing import MODEL
 
 from chairlift.errors import InvalidSetting
-from chairlift.models.config import ModelConfig
 from chairlift.runner.cache import KvCache
-
-MODEL = ModelConfig.parse(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1000,
-    }
-)
 
 
 def test_copies_take_a_block_of_every_layer():

@@ -16,7 +16,7 @@ from chairlift.models.config import ModelConfig
 from chairlift.runner.buffers import StepBuffers
 from chairlift.runner.model import Pairs
 from chairlift.runner.precision import Precision
-from chairlift.runner.weights import DummyWeights, SafetensorWeights
+from chairlift.runner.weights import DummyWeights, SafetensorWeights, open_weights
 
 Q8_0 = "8"
 """ggml's number of the type of block whose integers have 8 bits; the others that can be kept have 4."""
@@ -39,13 +39,9 @@ class CpuModel:
     def load(cls, config: EngineConfig, directory: Path, model: ModelConfig, precision: Precision) -> CpuModel:
         """Loads and packs the weights of a directory (see `Loader`)."""
         form = "int8" if precision.quantization == "int8" else precision.weights
-        if config.load_format == "dummy":
-            return cls(
-                model, _decoder(model, DummyWeights(config.seed, torch.float32, cls.device), form, config.threads or 1), precision.kv
-            )
-        weights = SafetensorWeights(directory, None, cls.device)
+        weights = open_weights(config, directory, None, cls.device)
         decoder = _decoder(model, weights, form, config.threads or 1)
-        weights.finish(frozenset({"lm_head.weight"}) if model.tie_word_embeddings else frozenset())
+        weights.finish(model)
         return cls(model, decoder, precision.kv)
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:

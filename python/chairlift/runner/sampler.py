@@ -97,9 +97,9 @@ class Sampler:
             mask(logits, matched)
         for i, penalties in penalised:
             penalties.apply(logits[i])
-        chosen = choose(
-            logits, self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], uniforms(self.seed[rows], positions)
-        )
+        temperature = self.temperature[rows]
+        drawn = uniforms(self.seed[rows], positions) if temperature.any() else np.zeros(len(rows))
+        chosen = choose(logits, temperature, self.top_k[rows], self.top_p[rows], self.min_p[rows], drawn)
         self._score(untouched, scored, rows, chosen)
         accept(matched, chosen, FAILED)
         said: list[tuple[int, Bias | Penalties]] = [*biased, *penalised]

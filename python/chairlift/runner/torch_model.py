@@ -15,7 +15,7 @@ from chairlift.runner.buffers import StepBuffers
 from chairlift.runner.cache import KvCache
 from chairlift.runner.model import Pairs
 from chairlift.runner.precision import Precision
-from chairlift.runner.weights import DummyWeights, SafetensorWeights
+from chairlift.runner.weights import open_weights
 
 
 class TorchModel:
@@ -39,11 +39,9 @@ class TorchModel:
         """Loads the weights of a directory (see `Loader`): in the form of `precision`, or in fp32 on a CPU."""
         device = torch.device(config.device)
         dtype: torch.dtype = torch.float32 if device.type == "cpu" else getattr(torch, precision.weights)
-        if config.load_format == "dummy":
-            return cls(model, Llama(model, DummyWeights(config.seed, dtype, device)), dtype, device)
-        weights = SafetensorWeights(directory, dtype, device)
+        weights = open_weights(config, directory, dtype, device)
         llama = Llama(model, weights)
-        weights.finish(frozenset({"lm_head.weight"}) if model.tie_word_embeddings else frozenset())
+        weights.finish(model)
         return cls(model, llama, dtype, device)
 
     @torch.inference_mode()

@@ -12,7 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from chairlift.checkpoint.gguf import BLOCKS_FILE
+from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.models.config import ModelConfig
 
 READABLE = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -56,12 +58,22 @@ class SafetensorWeights:
             raise UnsupportedModel(f"tensor {name} has blocks of {len(blocks)} rows where config.json asks for {rows}")
         return self.block_types[name], blocks
 
-    def finish(self, ignored: frozenset[str] = frozenset()) -> None:
-        """Raises UnsupportedModel if there are tensors that nobody took, but for the `ignored` and old tables of rotary angles."""
+    def finish(self, model: ModelConfig) -> None:
+        """Raises UnsupportedModel if there are tensors that nobody took, but for a tied head and old tables of rotary angles."""
+        ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
         extra = sorted(name for name in self.left - ignored if not name.endswith("rotary_emb.inv_freq"))
         if extra:
             more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {', '.join(extra[:3])}{more}")
+
+
+def open_weights(
+    config: EngineConfig, directory: Path, dtype: torch.dtype | None, device: torch.device
+) -> SafetensorWeights | DummyWeights:
+    """The weights that the settings ask for: those of the directory, or random ones, which are fp32 where no dtype is named."""
+    if config.load_format == "dummy":
+        return DummyWeights(config.seed, dtype or torch.float32, device)
+    return SafetensorWeights(directory, dtype, device)
 
 
 def blocks_kept(directory: Path) -> tuple[int, int]:
@@ -132,5 +144,5 @@ class DummyWeights:
     def blocks(self, name: str, rows: int) -> None:
         """There are none."""
 
-    def finish(self, ignored: frozenset[str] = frozenset()) -> None:
+    def finish(self, model: ModelConfig) -> None:
         """Nothing can be left over."""
