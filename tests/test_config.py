@@ -41,8 +41,8 @@ def test_a_setting_that_cannot_work_is_named_by_its_flag(settings, says):
 @pytest.mark.parametrize(
     ("settings", "seats", "tokens"),
     [
-        ({}, 64, 256),
-        ({"max_num_seqs": 4}, 4, 256),
+        ({}, 64, 128),
+        ({"max_num_seqs": 4}, 4, 128),
         ({"max_num_seqs": 500}, 500, 500),
         ({"max_num_batched_tokens": 32}, 32, 32),
         ({"max_num_batched_tokens": 100, "max_num_seqs": 70}, 70, 100),

@@ -12,7 +12,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 ENV_PREFIX = "CHAIRLIFT_"
 
-DEFAULT_SEATS, DEFAULT_STEP_TOKENS = 64, 256
+DEFAULT_SEATS, DEFAULT_STEP_TOKENS = 64, 128
 """Sequences and tokens in one step where nobody said how many and memory is not short."""
 
 LARGEST_WEIGHT = 10_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,16 +30,11 @@ class Tokenizer:
 
         Raises ModelNotFound when there is no tokenizer.json, UnsupportedModel when it cannot be read.
         """
-        from tokenizers import Tokenizer as Backend
-
         self._model = directory
         file = self._file = tokenizer_file(directory, source)
         if not file.is_file():
             raise ModelNotFound(f"{file.parent} has no {file.name}; name a directory or file that is one with --tokenizer")
-        try:
-            self._backend = Backend.from_file(str(file))
-        except Exception as error:  # the tokenizers package raises nothing more precise
-            raise UnsupportedModel(f"{file} cannot be read: {error}") from None
+        self._backend = _backend(file)
         # Some files ask for truncation or padding, which suited a training run.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -63,7 +58,7 @@ class Tokenizer:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """Every token that ends an answer: see the function of this name."""
-        return eos_token_ids(self._model, self._file)
+        return eos_token_ids(self._model, self._file, self._backend.token_to_id)
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
@@ -195,10 +190,20 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-def eos_token_ids(directory: Path, source: str | Path | None = None) -> frozenset[int]:
-    """Every token that ends an answer, by config.json, generation_config.json or tokenizer_config.json; for the arguments see `Tokenizer`.
+def _backend(file: Path) -> Backend:
+    from tokenizers import Tokenizer as Backend
 
-    The engine asks too, which knows tokens by number: the tokenizer is loaded only where its settings do not say which number a text has.
+    try:
+        return Backend.from_file(str(file))
+    except Exception as error:  # the tokenizers package raises nothing more precise
+        raise UnsupportedModel(f"{file} cannot be read: {error}") from None
+
+
+def eos_token_ids(directory: Path, source: str | Path | None = None, number: Callable[[str], int | None] | None = None) -> frozenset[int]:
+    """Every token that ends an answer, by config.json, generation_config.json or tokenizer_config.json; for the paths see `Tokenizer`.
+
+    `number` says which number a token's text has. Without it, as where the engine asks, which knows tokens by number alone, the
+    tokenizer is loaded if its settings do not say: a tenth of a second.
     """
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
@@ -209,10 +214,8 @@ def eos_token_ids(directory: Path, source: str | Path | None = None) -> frozense
     if (text := _role(config, "eos_token")) is None:
         return frozenset(found)
     known = {int(token) for token, added in config.get("added_tokens_decoder", {}).items() if added.get("content") == text}
-    if not known and file.is_file():
-        from tokenizers import Tokenizer as Backend
-
-        token = Backend.from_file(str(file)).token_to_id(text)
+    if not known and (number is not None or file.is_file()):
+        token = (number or _backend(file).token_to_id)(text)
         known = set() if token is None else {token}
     return frozenset(found | known)
 

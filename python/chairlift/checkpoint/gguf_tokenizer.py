@@ -53,10 +53,13 @@ def write_tokenizer(file: GGUFFile, out: Path) -> None:
         "add_bos_token": _adds(file, "bos"),
         "add_eos_token": _adds(file, "eos"),
         "model_max_length": file.size(f"{file.get('general.architecture', str)}.context_length"),
+        "added_tokens_decoder": {},
     }
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         if token := _role(file, name):
             config[f"{role}_token"] = token[0]
+            # So that whoever wants the number of a role need not load the tokenizer.
+            config["added_tokens_decoder"][str(token[1])] = {"content": token[0], "special": True}
     if template := file.get("tokenizer.chat_template", str):
         config["chat_template"] = template
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from chairlift.errors import ModelNotFound
 
 __all__ = ["cache_dir", "locate"]
 
-_LAYOUT = 2
+_LAYOUT = 3
 """Part of the name of a converted model: counts up when `convert` writes something else than before."""
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
