@@ -64,9 +64,21 @@ def test_a_file_that_changed_is_converted_again(tmp_path: Path, cache: Path) -> 
     first = locate(str(path), progress=False)
     os.utime(path, ns=(0, 0))
     second = locate(str(path), progress=False)
-    (tmp_path / "tokenizer.json").write_bytes((first / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((second / "tokenizer.json").read_bytes())
     third = locate(str(path), progress=False)
     assert len({first, second, third}) == 3
+
+
+def test_only_the_last_form_of_a_file_is_kept(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "other").mkdir()
+    path, other = tmp_path / "tiny.gguf", tmp_path / "other" / "tiny.gguf"
+    kept = []
+    for file in (path, other):
+        gguf_of(tiny_model("qwen2"), file)
+        locate(str(file), progress=False)
+        os.utime(file, ns=(0, 0))
+        kept.append(locate(str(file), progress=False))
+    assert sorted((cache / "models").iterdir()) == sorted(kept)
 
 
 def test_a_directory_with_one_gguf_file_stands_for_it(tmp_path: Path, cache: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_length_that_the_model_was_not_made_for_is_refused():
 
 def test_steps_have_the_default_size_where_memory_is_not_short():
     size = fitted(8 * GIB, LARGE)
-    assert (size.max_num_seqs, size.max_num_batched_tokens) == (64, 256)
+    assert (size.max_num_seqs, size.max_num_batched_tokens) == (64, 128)
     assert fitted(max_num_seqs=300).max_num_batched_tokens == 300
     assert fitted(max_num_batched_tokens=20).max_num_seqs == 20
 
@@ -104,7 +104,7 @@ def test_steps_have_the_default_size_where_memory_is_not_short():
 def test_steps_shrink_where_memory_is_short_but_not_what_was_asked_for():
     wide = ModelConfig.parse(SMALL | {"vocab_size": 1_000_000})
     size = fitted(600 * MIB, wide)
-    assert (size.max_num_seqs, size.max_num_batched_tokens) == (4, 256)
+    assert (size.max_num_seqs, size.max_num_batched_tokens) == (4, 128)
     assert fitted(1200 * MIB, wide).max_num_seqs == 8
     assert fitted(600 * MIB, wide, max_num_seqs=6).max_num_seqs == 6
     assert fitted(600 * MIB, wide, static_batch_size=5, batching="static").max_num_seqs == 5
@@ -122,12 +122,12 @@ def test_every_choice_has_its_reason():
         "context length": "131072 tokens (what the model was made for)",
         "KV cache": "262144 tokens, 64.0 GiB (a quarter of the 256.0 GiB of free memory)",
         "sequences a step": "64 (the default)",
-        "tokens a step": "256 (the default)",
+        "tokens a step": "128 (the default)",
     }
     short = reasons(fitted(600 * MIB, LARGE))
     assert short["KV cache"].endswith("(what is left of 0.6 GiB of free memory)")
     assert short["context length"].endswith("(what the KV cache holds; the model was made for 131072 tokens)")
-    assert short["sequences a step"] == "16 (64 would leave too little of 0.6 GiB of free memory)"
+    assert short["sequences a step"] == "32 (64 would leave too little of 0.6 GiB of free memory)"
     assert reasons(fitted(48 * GIB, LARGE))["KV cache"].endswith("(one sequence of full length)")
     assert reasons(fitted(max_num_seqs=4))["KV cache"].endswith("(all that 4 sequences of full length can fill)")
     asked = reasons(fitted(max_num_seqs=4, max_num_batched_tokens=9, num_kv_blocks=20, max_model_len=300))

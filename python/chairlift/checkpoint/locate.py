@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from chairlift.checkpoint.cache import cache_dir
@@ -34,8 +36,7 @@ def locate(model: str, revision: str | None = None, progress: bool = True) -> Pa
     """
     path = Path(os.path.expanduser(model))
     if model == DEFAULT_MODEL and not path.is_dir():
-        out = cache_dir() / "models" / f"{Path(MEMBER).stem}-{_LAYOUT}"
-        return out if out.is_dir() else _converted(pull_default(progress), out, progress)
+        return _converted(lambda: pull_default(progress), f"default-{Path(MEMBER).stem}", str(_LAYOUT), progress)
     if path.is_dir():
         return _directory(path, progress)
     if path.is_file():
@@ -72,13 +73,20 @@ def _gguf(path: Path, progress: bool) -> Path:
         if file.is_file():
             facts = file.stat()
             identity.update(f"\0{file}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
-    return _converted(path, cache_dir() / "models" / f"{path.stem}-{identity.hexdigest()[:16]}", progress)
+    place = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
+    return _converted(lambda: path, f"{path.stem}-{place}", identity.hexdigest()[:8], progress)
 
 
-def _converted(path: Path, out: Path, progress: bool) -> Path:
+def _converted(source: Callable[[], Path], name: str, version: str, progress: bool) -> Path:
+    """The converted form of the file `source`, made if it is missing; then other versions of it, half a gigabyte each, are dropped."""
+    out = cache_dir() / "models" / f"{name}-{version}"
     if not out.is_dir():
+        path = source()
         with _announced(f"Converting {path.name}", progress):
             convert(path, out)
+        for other in out.parent.glob(f"{glob.escape(name)}-*"):
+            if other != out:
+                shutil.rmtree(other, ignore_errors=True)
     return out
 
 
