@@ -111,6 +111,7 @@ impl World {
             sample_rows: next(),
             copies: next(),
             block_tables: next(),
+            table_writes: &[],
             max_blocks: (MAX_MODEL_LEN / BLOCK_SIZE) as usize,
         };
         black_box(plan.fill(&self.scheduler, &buffers));

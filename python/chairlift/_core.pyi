@@ -23,9 +23,13 @@ __all__ = [
     "TooLong",
     "__version__",
     "choose",
+    "decode_work",
     "instruction_set",
+    "prefill_work",
     "replay",
     "score",
+    "simulate",
+    "step_times",
     "what_if",
 ]
 
@@ -66,6 +70,7 @@ class StepBuffers:
         sample_rows: NDArray[np.int32],
         copies: NDArray[np.int32],
         block_tables: NDArray[np.int32],
+        table_writes: NDArray[np.int32] | None = None,
     ) -> StepBuffers: ...
 
 @final
@@ -80,6 +85,8 @@ class StepPlan:
     def num_samples(self) -> int: ...
     @property
     def num_copies(self) -> int: ...
+    @property
+    def num_table_writes(self) -> int: ...
     @property
     def seated(self) -> list[tuple[int, int, int, int, int]]:
         """One a sequence admitted in this step: row, sequence, tag, cached prompt tokens, microseconds it had queued."""
@@ -206,6 +213,39 @@ def what_if(journal: bytes, settings: dict[str, Any]) -> dict[str, Any]:
     from the first request. Returns config, steps, ended_at, refused (tags), ended (ledgers) and stats. Raises ValueError.
     """
 
+def simulate(
+    requests: NDArray[np.int64],
+    names: NDArray[np.int64],
+    name_block: int,
+    tenants: Sequence[tuple[str, int]],
+    settings: dict[str, Any],
+    step_time: tuple[Sequence[tuple[float, float]], float, float, float],
+    *,
+    replicas: int = 1,
+    routing: str = "round-robin",
+) -> list[dict[str, Any]]:
+    """Runs requests, in the order of their arrivals, through as many schedulers in virtual time; a report of each.
+
+    `requests` is int64 [N, 10]: arrival (microseconds), tokens of prompt, of output, and allowed; tenant (its place in `tenants`, names
+    and weights), priority; microseconds to the deadline, and to that of the first token; predicted tokens (-1: none); how many of `names`
+    are its own, each for `name_block` tokens of its prompt: equal names mean equal tokens up to there. `settings` are the arguments of
+    `Scheduler`, but for journal. A step takes what a curve through points (tokens, microseconds) says, and microseconds for each sequence
+    that decodes, token of context, and pair of a prompt's tokens. `routing` is round-robin, least-loaded or prefix-aware.
+
+    A report has ended (int64 [N, 31]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended, tokens
+    of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, and time by
+    each of `causes`), refused (tags), steps, chunks (of sequences in steps), ended_at, stats, gaps and step_times (int64 [n, 2]:
+    microseconds and how often), and timeline (int64 [n, 6]: time, sequences in the step and its tokens, running, waiting, blocks held).
+    Raises ValueError.
+    """
+
+def step_times(journal: bytes) -> bytes:
+    """What each step of a journal had to do and how long it took: int64 [steps, 6].
+
+    Tokens of prompts, sequences that decode, tokens of context, pairs of a prompt's tokens; microseconds from its plan to its commit,
+    and to the next plan (-1: not committed, or the next was not planned at once). Raises ValueError for what is no journal.
+    """
+
 def choose(
     logits: NDArray[np.float32],
     temperature: NDArray[np.float64],
@@ -228,6 +268,20 @@ def score(logits: NDArray[np.float32], tokens: NDArray[np.int64], count: int, *,
 
     Equally likely tokens come by their number; log-probabilities are NaN where `choose` gives -1. Threads and the GIL as there. Raises
     ValueError for a token or a count beyond the vocabulary.
+    """
+
+def decode_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], *, window: int | None = None) -> bytes:
+    """Which keys each unit of decode attention reads in a step, chunks of up to 4 tokens; int32 rows of 4.
+
+    First the counts (splits, merges, parts, longest chunk); then splits (sequence, first key, end, part), where the part is that of
+    the first token, the next token's is the next, and -1 is that of a split which is all that its tokens see; then merges (token,
+    part, step, parts), whose parts lie `step` apart. Contexts of 0 are padding. Raises ValueError for lengths that do not match.
+    """
+
+def prefill_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], *, tokens: int) -> bytes:
+    """The pieces of a step's longer chunks, of up to `tokens` each; int32 rows of 2: the count and 0; then sequence, first token.
+
+    Raises ValueError for lengths that do not match.
     """
 
 def instruction_set() -> str:

@@ -86,6 +86,8 @@ pub struct Lens {
     pub samples: usize,
     /// Blocks to be copied first.
     pub copies: usize,
+    /// Entries of block tables that changed.
+    pub table_writes: usize,
 }
 
 /// One token, on its way to the caller.
@@ -135,6 +137,9 @@ pub struct StepBuffers<'a> {
     /// `[max_seqs, max_blocks]`, row-major, by row, and kept from step to
     /// step: only entries that changed are written.
     pub block_tables: &'a [Cell<i32>],
+    /// `[2 * max_seqs * max_blocks]`, or empty where nobody keeps the tables
+    /// elsewhere: pairs of a place in `block_tables` and what was written there.
+    pub table_writes: &'a [Cell<i32>],
     /// Row length of `block_tables`.
     pub max_blocks: usize,
 }
@@ -154,7 +159,7 @@ impl StepPlan {
             out.slots[lens.tokens].set(chunk.slot as i32);
             lens.tokens += 1;
             if chunk.table_from != WHOLE_TABLE {
-                lens.tokens = fill_rest(chunk, scheduler.sequence(chunk.seq), block_size, lens.tokens, out);
+                fill_rest(chunk, scheduler.sequence(chunk.seq), block_size, &mut lens, out);
             }
             end.set(lens.tokens as i32);
             context.set((chunk.start + chunk.len) as i32);
@@ -193,17 +198,24 @@ impl StepPlan {
 }
 
 /// Writes what a chunk has beyond its first token: more tokens, and new
-/// entries of the block table. Returns the end of its tokens.
-fn fill_rest(chunk: &Chunk, seq: &Sequence, block_size: u32, mut at: usize, out: &StepBuffers<'_>) -> usize {
+/// entries of the block table.
+fn fill_rest(chunk: &Chunk, seq: &Sequence, block_size: u32, lens: &mut Lens, out: &StepBuffers<'_>) {
     let ids = seq.table.ids();
     for position in chunk.start + 1..chunk.start + chunk.len {
-        out.input_ids[at].set(seq.input_at(position as usize));
-        out.positions[at].set(position as i32);
-        out.slots[at].set(seq.slot_of(position, block_size) as i32);
-        at += 1;
+        out.input_ids[lens.tokens].set(seq.input_at(position as usize));
+        out.positions[lens.tokens].set(position as i32);
+        out.slots[lens.tokens].set(seq.slot_of(position, block_size) as i32);
+        lens.tokens += 1;
     }
     let fresh = &ids[chunk.table_from as usize..];
-    let cells = &out.block_tables[chunk.row as usize * out.max_blocks + chunk.table_from as usize..][..fresh.len()];
-    cells.iter().zip(fresh).for_each(|(cell, id)| cell.set(id.0 as i32));
-    at
+    let first = chunk.row as usize * out.max_blocks + chunk.table_from as usize;
+    out.block_tables[first..][..fresh.len()].iter().zip(fresh).for_each(|(cell, id)| cell.set(id.0 as i32));
+    if !out.table_writes.is_empty() {
+        let pairs = &out.table_writes[2 * lens.table_writes..][..2 * fresh.len()];
+        for (pair, (place, id)) in pairs.chunks_exact(2).zip((first..).zip(fresh)) {
+            pair[0].set(place as i32);
+            pair[1].set(id.0 as i32);
+        }
+        lens.table_writes += fresh.len();
+    }
 }

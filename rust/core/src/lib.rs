@@ -34,6 +34,7 @@ mod sequence;
 mod share;
 mod snapshot;
 mod stats;
+mod work;
 
 pub use batch::{Chunk, Lens, Output, Outputs, Seated, StepBuffers, StepPlan};
 pub use block::{BlockId, BlockPool, BlockTable, Chain};
@@ -45,8 +46,9 @@ pub use hash::BlockHash;
 pub use journal::{Arrival, BadJournal, Call, STOP, Script};
 pub use ledger::{Cause, Ledger};
 pub use policy::Policy;
-pub use replay::Replayed;
+pub use replay::{Replayed, Timing};
 pub use request::{FinishReason, Request, SeqId, Time, Token};
 pub use scheduler::Scheduler;
 pub use snapshot::{RowSeen, Snapshot, StepSeen, WaitSeen};
 pub use stats::{Counters, Stall, Stats};
+pub use work::{MAX_DECODE, decode_work, prefill_work};

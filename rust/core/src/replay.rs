@@ -2,7 +2,7 @@
 
 use crate::journal::{Call, STOP, Script, digest, digest_seed};
 use crate::request::Ticket;
-use crate::{ConfigError, Ledger, Outputs, Scheduler, SeqId, StepPlan};
+use crate::{ConfigError, Ledger, Load, Outputs, Scheduler, SeqId, StepPlan, Time};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 
@@ -17,8 +17,23 @@ pub struct Replayed {
     pub differs_at: Option<u64>,
     /// The accounts of the requests that ended, in that order.
     pub ended: Vec<Ledger>,
+    /// What each step had to do, and how long it took.
+    pub timings: Vec<Timing>,
     /// The scheduler as it was left.
     pub scheduler: Scheduler,
+}
+
+/// A step as it was recorded; times in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timing {
+    /// What it had to do.
+    pub load: Load,
+    /// When it was planned.
+    pub planned: Time,
+    /// From then to its commit; `None` if it has none.
+    pub took: Option<Time>,
+    /// From its plan to the next; `None` if there was nothing to do in between, or is no next.
+    pub cycle: Option<Time>,
 }
 
 /// The requests of a replay that live.
@@ -37,6 +52,7 @@ impl Script {
         let mut in_flight: VecDeque<StepPlan> = VecDeque::new();
         let mut outputs = Outputs::default();
         let (mut hash, mut plans, mut differs_at, mut ended) = (digest_seed(), 0, None, Vec::new());
+        let (mut timings, mut committed, mut busy): (Vec<Timing>, usize, bool) = (Vec::new(), 0, false);
         for (now, call) in &self.calls {
             let now = *now;
             match call {
@@ -68,6 +84,11 @@ impl Script {
                 Call::Plan(recorded) => {
                     let plan = scheduler.plan(now);
                     hash = digest(hash, plan.as_ref());
+                    if let Some(last) = timings.last_mut().filter(|_| busy && plan.is_some()) {
+                        last.cycle = Some(now.saturating_sub(last.planned));
+                    }
+                    busy = plan.is_some() || !in_flight.is_empty();
+                    timings.extend(plan.iter().map(|plan| Timing { load: plan.load, planned: now, took: None, cycle: None }));
                     in_flight.extend(plan);
                     if hash != *recorded {
                         differs_at.get_or_insert(plans);
@@ -80,10 +101,13 @@ impl Script {
                     let sampled = self.sampled(&scheduler, &cast, &plan, told);
                     scheduler.commit(plan, &sampled, now, &mut outputs);
                     ended.append(&mut outputs.ended);
+                    timings[committed].took = Some(now.saturating_sub(timings[committed].planned));
+                    committed += 1;
+                    busy &= !scheduler.is_idle();
                 }
             }
         }
-        Ok(Replayed { steps: scheduler.stats().counters.steps, hash, differs_at, ended, scheduler })
+        Ok(Replayed { steps: scheduler.stats().counters.steps, hash, differs_at, ended, timings, scheduler })
     }
 
     /// Made-up tokens for a step's samples, with the stops and errors that were recorded.

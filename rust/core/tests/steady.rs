@@ -76,6 +76,7 @@ impl World {
             sample_rows,
             copies,
             block_tables,
+            table_writes: &[],
             max_blocks,
         };
         assert_eq!(plan.fill(&self.scheduler, &buffers).seqs, plan.chunks.len());

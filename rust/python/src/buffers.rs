@@ -22,13 +22,15 @@ pub(crate) struct StepBuffers {
     sample_rows: PyBuffer<i32>,
     copies: PyBuffer<i32>,
     block_tables: PyBuffer<i32>,
+    table_writes: Option<PyBuffer<i32>>,
     max_blocks: usize,
 }
 
 #[pymethods]
 impl StepBuffers {
     #[new]
-    #[pyo3(signature = (*, input_ids, positions, slots, query_starts, context_lens, rows, sample_at, sample_rows, copies, block_tables))]
+    #[pyo3(signature = (*, input_ids, positions, slots, query_starts, context_lens, rows, sample_at, sample_rows, copies, block_tables,
+        table_writes = None))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -42,6 +44,7 @@ impl StepBuffers {
         sample_rows: PyBuffer<i32>,
         copies: PyBuffer<i32>,
         block_tables: PyBuffer<i32>,
+        table_writes: Option<PyBuffer<i32>>,
     ) -> PyResult<Self> {
         let &[_, max_blocks] = block_tables.shape() else {
             return Err(PyValueError::new_err("block_tables must be two-dimensional"));
@@ -57,6 +60,7 @@ impl StepBuffers {
             sample_rows,
             copies,
             block_tables,
+            table_writes,
             max_blocks,
         };
         buffers.view(py).map(|_| ()).ok_or_else(|| PyValueError::new_err("step buffers must be writable, C-contiguous int32 arrays"))?;
@@ -78,6 +82,10 @@ impl StepBuffers {
             sample_rows: cells(py, &self.sample_rows)?,
             copies: cells(py, &self.copies)?,
             block_tables: cells(py, &self.block_tables)?,
+            table_writes: match &self.table_writes {
+                Some(writes) => cells(py, writes)?,
+                None => &[],
+            },
             max_blocks: self.max_blocks,
         })
     }
@@ -101,6 +109,10 @@ impl StepBuffers {
             if buffer.item_count() < least {
                 return Err(PyValueError::new_err(format!("{name} has {} entries, needs {least}", buffer.item_count())));
             }
+        }
+        let (writes, least) = (self.table_writes.as_ref().map(|writes| writes.item_count()), 2 * seqs * self.max_blocks);
+        if let Some(have) = writes.filter(|&have| have < least) {
+            return Err(PyValueError::new_err(format!("table_writes has {have} entries, needs {least}")));
         }
         if self.max_blocks < config.max_blocks_per_seq() as usize {
             let (have, need) = (self.max_blocks, config.max_blocks_per_seq());

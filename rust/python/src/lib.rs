@@ -9,6 +9,8 @@ mod replay;
 mod reports;
 mod sample;
 mod scheduler;
+mod simulate;
+mod work;
 
 use pyo3::prelude::*;
 
@@ -26,6 +28,10 @@ mod _core {
     use crate::sample::{choose, score};
     #[pymodule_export]
     use crate::scheduler::{Outputs, Scheduler, StepPlan};
+    #[pymodule_export]
+    use crate::simulate::{simulate, step_times};
+    #[pymodule_export]
+    use crate::work::{decode_work, prefill_work};
     use pyo3::prelude::*;
 
     #[pymodule_init]

@@ -30,9 +30,15 @@ pub(crate) fn replay<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'py
 #[pyfunction]
 pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], settings: &Bound<'_, PyDict>) -> PyResult<Bound<'py, PyDict>> {
     let (script, replayed) = replayed(py, journal)?;
+    if settings.contains("block_size")? {
+        return Err(PyValueError::new_err("block_size cannot be changed: the recorded names are of whole blocks"));
+    }
     let config = changed(script.config, settings)?;
-    let machine = sim::Machine { step: replayed.scheduler.model().clone(), swap_ns_per_block: config.swap_ns_per_block };
-    let report = py.detach(|| sim::simulate(config, &sim::jobs(&script, &replayed.ended), &machine));
+    let machine = sim::Machine {
+        step: sim::StepTime::linear(replayed.scheduler.model().coefficients()),
+        swap_ns_per_block: config.swap_ns_per_block,
+    };
+    let report = py.detach(|| sim::simulate(config, sim::jobs(&script, &replayed.ended), &machine));
     let report = report.map_err(|error| PyValueError::new_err(error.to_string()))?;
     let dict = PyDict::new(py);
     dict.set_item("config", config_dict(py, &config)?)?;
@@ -44,7 +50,7 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], settings: &Bound<'_,
     Ok(dict)
 }
 
-fn replayed(py: Python<'_>, journal: &[u8]) -> PyResult<(core::Script, core::Replayed)> {
+pub(crate) fn replayed(py: Python<'_>, journal: &[u8]) -> PyResult<(core::Script, core::Replayed)> {
     let script = core::Script::read(journal).map_err(|error| PyValueError::new_err(error.to_string()))?;
     let replayed = py.detach(|| script.replay()).map_err(|error| PyValueError::new_err(error.to_string()))?;
     Ok((script, replayed))
@@ -79,7 +85,7 @@ fn config_dict<'py>(py: Python<'py>, config: &core::Config) -> PyResult<Bound<'p
 }
 
 /// `config` with what `settings` says instead.
-fn changed(mut config: core::Config, settings: &Bound<'_, PyDict>) -> PyResult<core::Config> {
+pub(crate) fn changed(mut config: core::Config, settings: &Bound<'_, PyDict>) -> PyResult<core::Config> {
     let now = config_dict(settings.py(), &config)?;
     let names = now.iter().map(|(name, _)| name.to_string()).collect::<Vec<_>>().join(", ");
     now.update(settings.as_mapping())?;
@@ -87,7 +93,7 @@ fn changed(mut config: core::Config, settings: &Bound<'_, PyDict>) -> PyResult<c
         let name: String = name.extract()?;
         match name.as_str() {
             "num_blocks" => config.num_blocks = value.extract()?,
-            "block_size" => return Err(PyValueError::new_err("block_size cannot be changed: the recorded names are of whole blocks")),
+            "block_size" => config.block_size = value.extract()?,
             "max_tokens" => config.max_tokens = value.extract()?,
             "max_seqs" => config.max_seqs = value.extract()?,
             "max_model_len" => config.max_model_len = value.extract()?,

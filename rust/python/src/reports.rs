@@ -15,6 +15,18 @@ fn finish_word(finish: core::FinishReason) -> &'static str {
     }
 }
 
+/// Its number in the columns of a simulation: those of `Outputs.finishes`, and 4 for a missed deadline, 5 for an abort.
+pub(crate) fn finish_code(finish: Option<core::FinishReason>) -> i64 {
+    match finish {
+        None => 0,
+        Some(core::FinishReason::Stop) => 1,
+        Some(core::FinishReason::Length) => 2,
+        Some(core::FinishReason::Error) => 3,
+        Some(core::FinishReason::Deadline) => 4,
+        Some(core::FinishReason::Abort) => 5,
+    }
+}
+
 /// A request's account; times in microseconds, causes that took no time left out.
 pub(crate) fn ledger<'py>(py: Python<'py>, ledger: &core::Ledger) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);

@@ -23,6 +23,8 @@ pub(crate) struct StepPlan {
     #[pyo3(get)]
     num_copies: usize,
     #[pyo3(get)]
+    num_table_writes: usize,
+    #[pyo3(get)]
     seated: Vec<Seated>,
     #[pyo3(get)]
     preempted: Vec<u64>,
@@ -179,6 +181,7 @@ impl Scheduler {
             num_seqs: lens.seqs,
             num_samples: lens.samples,
             num_copies: lens.copies,
+            num_table_writes: lens.table_writes,
             seated: seated.collect(),
             preempted: plan.preempted.clone(),
             swap_out: plan.swap_out.iter().map(|&(block, host)| (block.0, host)).collect(),

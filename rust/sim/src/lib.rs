@@ -1,10 +1,17 @@
 //! The very scheduler that serves, in virtual time: steps take what a
-//! [`StepModel`] says, and nothing is computed.
+//! [`StepTime`] says, and nothing is computed.
 
+mod histogram;
+mod job;
+mod replica;
 mod report;
 mod run;
+mod step_time;
 mod what_if;
 
-pub use report::{Report, percentile};
-pub use run::{Job, Machine, simulate};
+pub use histogram::Histogram;
+pub use job::{Ask, Job, Workload};
+pub use report::{Report, Sample, Timeline, percentile};
+pub use run::{Machine, Routing, simulate, simulate_fleet};
+pub use step_time::StepTime;
 pub use what_if::jobs;

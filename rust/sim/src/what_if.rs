@@ -39,10 +39,12 @@ pub fn jobs(script: &Script, ended: &[Ledger]) -> Vec<Job> {
         let left = finish == Some(FinishReason::Abort);
         jobs.push(Job {
             time: time - begins,
+            len,
             output: (0..len).map(|i| script.token(ticket, prompt + i)).collect(),
             gone: ledger.filter(|_| left).map(|ledger| ledger.ended - begins),
             request,
             sibling_of,
+            ..Job::default()
         });
     }
     // The scheduler may hear of a request after one that came later.

@@ -3,14 +3,14 @@
 //! The machine reads its weights in 20 ms, whatever it does with them; a prompt
 //! token takes 0.05 ms more, a decoding sequence 0.2 ms.
 
-use chairlift_core::{Config, Ledger, Policy, Request, StepModel, Time, Token};
-use chairlift_sim::{Job, Machine, Report, percentile, simulate};
+use chairlift_core::{Config, Ledger, Policy, Request, Time, Token};
+use chairlift_sim::{Job, Machine, Report, StepTime, percentile, simulate};
 
 const MS: Time = 1000;
 const SECOND: Time = 1_000_000;
 
 fn machine() -> Machine {
-    Machine { step: StepModel::new(20_000.0, 50.0, 200.0, 0.0, 0.0), swap_ns_per_block: 100_000 }
+    Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000 }
 }
 
 fn config() -> Config {
@@ -40,7 +40,7 @@ impl Dice {
 fn job(time: Time, tag: u64, prompt: u32, output: u32) -> Job {
     let tokens = |from: u64, len: u32| (0..len).map(|i| 1 + ((tag * 7919 + from + u64::from(i)) % 1_000_003) as Token).collect::<Vec<_>>();
     let request = Request { tag, prompt: tokens(0, prompt), max_new_tokens: output, ..Request::default() };
-    Job { time, request, output: tokens(500_000, output), sibling_of: None, gone: None }
+    Job { time, request, len: output, output: tokens(500_000, output), ..Job::default() }
 }
 
 fn sorted(mut jobs: Vec<Job>) -> Vec<Job> {
@@ -49,7 +49,7 @@ fn sorted(mut jobs: Vec<Job>) -> Vec<Job> {
 }
 
 fn run(config: Config, jobs: &[Job]) -> Report {
-    let report = simulate(config, jobs, &machine()).expect("a sound config");
+    let report = simulate(config, jobs.iter().cloned(), &machine()).expect("a sound config");
     assert_eq!(report.ended.len() + report.refused.len(), jobs.len(), "every request ends");
     for ledger in &report.ended {
         assert_eq!(ledger.causes.iter().sum::<Time>(), ledger.ended - ledger.arrived);

@@ -89,6 +89,8 @@ pub(crate) struct World {
     cache: Vec<u32>,
     host: Vec<u32>,
     tables: Vec<i32>,
+    /// The tables of somebody who hears of changes only, step by step.
+    copied_tables: Vec<i32>,
     last_token: Vec<i32>,
     row_salt: Vec<u8>,
     row_tag: Vec<u64>,
@@ -113,6 +115,7 @@ impl World {
             host: vec![8; (config.host_blocks * config.block_size) as usize],
             cache: vec![7; (config.num_blocks * config.block_size) as usize],
             tables: vec![0; rows * config.max_blocks_per_seq() as usize],
+            copied_tables: vec![0; rows * config.max_blocks_per_seq() as usize],
             last_token: vec![-99; rows],
             row_salt: vec![0; rows],
             row_tag: vec![0; rows],
@@ -264,6 +267,7 @@ impl World {
         let (mut ids, mut positions, mut slots) = (vec![0; max_tokens], vec![0; max_tokens], vec![0; max_tokens]);
         let (mut starts, mut lens, mut rows) = (vec![0; max_seqs + 1], vec![0; max_seqs], vec![0; max_seqs]);
         let (mut sample_at, mut sample_rows, mut copies) = (vec![0; max_tokens], vec![0; max_tokens], vec![0; 2 * max_seqs]);
+        let mut writes = vec![0; 2 * self.tables.len()];
         let n = plan.fill(
             &self.scheduler,
             &StepBuffers {
@@ -277,10 +281,13 @@ impl World {
                 sample_rows: cells(&mut sample_rows),
                 copies: cells(&mut copies),
                 block_tables: cells(&mut self.tables),
+                table_writes: cells(&mut writes),
                 max_blocks,
             },
         );
         assert!(0 < n.tokens && n.tokens <= max_tokens && n.seqs <= max_seqs, "{n:?}");
+        writes.chunks(2).take(n.table_writes).for_each(|pair| self.copied_tables[pair[0] as usize] = pair[1]);
+        assert_eq!(self.copied_tables, self.tables);
 
         let size = config.block_size as usize;
         for &(block, host) in &plan.swap_out {

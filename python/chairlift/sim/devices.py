@@ -1,0 +1,153 @@
+"""Machines to simulate: published ones by name, and measured ones from a file.
+
+Bandwidth and dense peaks are what the makers print:
+
+- H200, H100 (SXM): NVIDIA's H200 and H100 data sheets: 141 GB at 4.8 TB/s, 80 GB at 3.35 TB/s; 989 TFLOP/s in bfloat16, 1,979 in int8.
+- A100 (SXM, 80 GB): NVIDIA's A100 data sheet: 2.039 TB/s, 312 TFLOP/s, 624 in int8.
+- A10G: NVIDIA's A10G data sheet, as in AWS's G5: 24 GB at 600 GB/s, 70 TFLOP/s, 140 in int8 (an A10 has 125 and 250).
+- L4: NVIDIA's L4 data sheet: 24 GB at 300 GB/s, 121 TFLOP/s, 242 in int8 (half of what it prints for sparse matrices).
+- RTX 4090: NVIDIA's Ada whitepaper: 24 GB at 1,008 GB/s, 165 TFLOP/s with sums in float32, 661 in int8.
+- cpu: two cores of a Xeon with AVX-512, measured: benches/results/linear.md.
+
+What part of these kernels reach is an assumption, not a measurement: 80 % of the bandwidth, 60 % of the peak, and half a millisecond in
+each step for all else. The cpu's parts are fitted to the table of linear.md. `chairlift calibrate` measures a machine instead.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chairlift.config import DEFAULT_SEATS, DEFAULT_STEP_TOKENS
+from chairlift.errors import InvalidSetting
+from chairlift.models.shape import ModelShape
+from chairlift.sim.steps import Roof, StepTime, roofline
+
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0625}
+"""Bytes of a number of the weights or of the KV cache; int8 has a scale of two bytes for each block of 32."""
+
+_RESERVED = 2 << 30
+"""Bytes of a GPU's memory that are kept for a step's arrays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A machine: its memory in bytes, what it can do, and how large its steps are where nobody says.
+
+    `link` is the bandwidth to the host's memory, in bytes a second each way. `dtype` is what weights and KV are kept in by default.
+    """
+
+    name: str
+    memory: float
+    roof: Roof
+    link: float
+    seats: int
+    step_tokens: int
+    dtype: str = "bfloat16"
+
+    def step_time(self, model: ModelShape, *, dtype: str, kv: str) -> StepTime:
+        """What steps of `model` take with weights and KV of these types; raises InvalidSetting where the machine has no such."""
+        if dtype not in self.roof.flops:
+            raise InvalidSetting(f"{self.name} computes in {', '.join(self.roof.flops)}, not in {dtype}")
+        return roofline(model, self.roof, weights=dtype, weight_bytes=BYTES[dtype], kv_bytes=kv_bytes(model, kv))
+
+    def kv_memory(self, model: ModelShape, dtype: str) -> float:
+        """Bytes for the KV cache beside the weights; below 0 where these do not fit."""
+        return 0.92 * self.memory - model.num_weights * BYTES[dtype] - _RESERVED * (self.memory > 2 * _RESERVED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A machine with a model, measured by `chairlift calibrate`: what steps take, and the engine's sizes there.
+
+    `sizes` has num_kv_blocks (the scratch block included), block_size, max_model_len, max_num_seqs and max_num_batched_tokens. `errors`
+    say how well the steps' times are told: the part by which one differs from what was measured, at p50 and p90.
+    """
+
+    name: str
+    model: str
+    step: StepTime
+    sizes: dict[str, int]
+    swap_ns_per_block: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON; raises InvalidSetting where it can't be."""
+        raw = {name: getattr(self, name) for name in self.__slots__} | {"step": self.step.document()}
+        try:
+            Path(path).write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidSetting(f"{path}: cannot write there ({error.strerror}); name a file in a directory that exists") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Reads what `save` wrote; raises InvalidSetting for anything else."""
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+            step = StepTime.parse(raw.pop("step"))
+            profile = cls(step=step, **raw)
+            missing = {"num_kv_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"} - profile.sizes.keys()
+        except OSError as error:
+            raise InvalidSetting(f"{path}: cannot be read ({error.strerror}); 'chairlift calibrate' writes such a file") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidSetting(f"{path} is no profile of a machine ({error}); 'chairlift calibrate' writes one") from None
+        if missing:
+            raise InvalidSetting(
+                f"{path} is no profile of a machine (sizes lack {', '.join(sorted(missing))}); 'chairlift calibrate' writes one"
+            )
+        return profile
+
+
+def _gpu(name: str, gigabytes: float, terabytes: float, tflops: float, link: float, *, large: bool = False) -> Device:
+    flops = {"bfloat16": tflops * 1e12, "float16": tflops * 1e12, "int8": 2 * tflops * 1e12}
+    roof = Roof(bandwidth=terabytes * 1e12, flops=flops, bandwidth_share=0.8, flops_share=0.6, overhead_us=500.0)
+    # Steps of 2,048 tokens keep the time between tokens short; they fill the units of any of these.
+    return Device(name=name, memory=gigabytes * 1e9, roof=roof, link=link, seats=512 if large else 256, step_tokens=2048)
+
+
+DEVICES = {
+    device.name.lower(): device
+    for device in (
+        _gpu("H200", 141, 4.8, 989, 55e9, large=True),
+        _gpu("H100", 80, 3.35, 989, 55e9, large=True),
+        _gpu("A100", 80, 2.039, 312, 25e9, large=True),
+        _gpu("A10G", 24, 0.6, 70, 25e9),
+        _gpu("L4", 24, 0.3, 121, 12e9),
+        _gpu("RTX4090", 24, 1.008, 165, 25e9),
+        Device(
+            name="cpu",
+            memory=8e9,
+            roof=Roof(
+                bandwidth=29.4e9,
+                flops={"float32": 326.5e9, "bfloat16": 326.5e9, "float16": 326.5e9, "int8": 326.5e9},
+                bandwidth_share=0.5,
+                flops_share=0.65,
+                overhead_us=400.0,
+            ),
+            link=5e9,
+            seats=DEFAULT_SEATS,
+            step_tokens=DEFAULT_STEP_TOKENS,
+            dtype="int8",
+        ),
+    )
+}
+"""The machines that are known, by their names in lower case."""
+
+
+def device(name: str) -> Device | Profile:
+    """A known machine, or one from a file; raises InvalidSetting with the names that are known."""
+    known = DEVICES.get(name.lower().replace(" ", "").replace("-", ""))
+    if known is not None:
+        return known
+    if Path(name).suffix == ".json" or Path(name).exists():
+        return Profile.load(name)
+    names = ", ".join(one.name for one in DEVICES.values())
+    raise InvalidSetting(f"--device {name}: no such machine; there are {names}, and files that 'chairlift calibrate' wrote")
+
+
+def kv_bytes(model: ModelShape, kv: str) -> float:
+    """Bytes of one token's keys and values over all layers."""
+    return sum(spec.kv_heads * (spec.head_dim + spec.value_dim) for spec in model.kv_specs) * BYTES[kv]

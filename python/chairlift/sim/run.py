@@ -1,0 +1,136 @@
+"""`simulate`: a trace, a model and a machine in; what would have come of them out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chairlift import _core
+from chairlift.bench.traces import TraceRequest, read
+from chairlift.config import DEFAULT_MODEL, EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.models.shape import ModelShape
+from chairlift.sim.devices import Device, Profile, device, kv_bytes
+from chairlift.sim.result import Result
+from chairlift.sim.shapes import shape
+from chairlift.sim.steps import StepTime
+from chairlift.sim.workload import Workload
+
+
+def simulate(
+    trace: str | Path | Workload | Sequence[TraceRequest],
+    *,
+    model: str | None = None,
+    device: str | Device | Profile = "cpu",
+    rate_scale: float = 1.0,
+    requests: int | None = None,
+    replicas: int = 1,
+    routing: str = "round-robin",
+    step_time: StepTime | None = None,
+    **settings: Any,
+) -> Result:
+    """Runs a trace through the scheduler in virtual time, and says how its requests would have fared.
+
+    `trace` is a file in any form that `chairlift bench` reads, or what was read from one. `model` is a known name (see `sim.shapes`), a
+    directory or a GGUF file; `device` a known machine's name or a file of `chairlift calibrate`, which knows its model. `rate_scale`
+    multiplies the arrival rate, `requests` takes the first so many (or repeats the trace until there are so many). With `replicas` there
+    are several such engines behind a router. `step_time` says what steps take in the machine's stead. `settings` are fields of
+    `EngineConfig`: max_num_seqs, scheduling_policy, batching... The same arguments give the same numbers, to the bit. Raises
+    InvalidTrace, InvalidSetting, ModelNotFound, or ValueError for a setting.
+    """
+    config = EngineConfig(**settings)
+    workload = trace if isinstance(trace, Workload) else Workload.of(_lines(trace), config.tenant_weights)
+    workload = ready(workload, rate_scale, requests)
+    return run(workload, *machine(model, device, config, step_time), replicas=replicas, routing=routing)
+
+
+def ready(workload: Workload, rate_scale: float, requests: int | None) -> Workload:
+    """So many of a workload's requests, repeated if need be, at `rate_scale` times their rate; raises InvalidSetting."""
+    if rate_scale <= 0 or not len(workload) or (requests is not None and requests < 1):
+        raise InvalidSetting("a simulation needs one request at least, and a rate scale above 0")
+    if requests is not None:
+        workload = workload.first(requests) if requests <= len(workload) else workload.repeated(requests)
+    return workload.faster(rate_scale)
+
+
+def run(workload: Workload, settings: dict[str, Any], step_time: StepTime, *, replicas: int = 1, routing: str = "round-robin") -> Result:
+    """The same with the settings of `_core.Scheduler`; raises InvalidSetting where these run nothing."""
+    if replicas < 1:
+        raise InvalidSetting(f"--replicas must be at least 1, got {replicas}")
+    began = time.perf_counter()
+    steps = (step_time.curve, step_time.decode_seq, step_time.context_token, step_time.prefill_pair)
+    columns, names, tenants = workload.requests, workload.names, list(workload.tenants)
+    try:
+        reports = _core.simulate(columns, names, workload.name_block, tenants, settings, steps, replicas=replicas, routing=routing)
+    except (ValueError, OverflowError) as error:
+        raise InvalidSetting(f"this cannot be simulated: {error}") from None
+    return Result(reports, settings, time.perf_counter() - began)
+
+
+def machine(
+    model: str | None, on: str | Device | Profile, config: EngineConfig, step_time: StepTime | None = None
+) -> tuple[dict[str, Any], StepTime]:
+    """The scheduler's settings and the steps' times of a model on a machine; raises InvalidSetting where it does not fit."""
+    known = device(on) if isinstance(on, str) else on
+    if isinstance(known, Profile):
+        if model is not None and model not in (known.model, DEFAULT_MODEL):
+            raise InvalidSetting(f"{known.name} was measured with {known.model}, not with {model}: leave --model out, or calibrate with it")
+        sizes = known.sizes
+        blocks = config.num_kv_blocks or sizes["num_kv_blocks"]
+        longest, seats = config.max_model_len or sizes["max_model_len"], config.max_num_seqs or sizes["max_num_seqs"]
+        tokens = config.max_num_batched_tokens or max(seats, sizes["max_num_batched_tokens"])
+        if config.swap_space:
+            raise InvalidSetting("--swap-space: a measured machine's blocks have no size here; name a device instead")
+        return _settings(config, blocks, sizes["block_size"], longest, seats, tokens, 0, 0), step_time or known.step
+    return _on_device(shape(model or DEFAULT_MODEL), known, config, step_time)
+
+
+def _on_device(model: ModelShape, on: Device, config: EngineConfig, step_time: StepTime | None) -> tuple[dict[str, Any], StepTime]:
+    dtype = "int8" if config.quantization == "int8" else on.dtype if config.dtype == "auto" else config.dtype
+    kv = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "float32" if on.name == "cpu" else "bfloat16"
+    block = kv_bytes(model, kv) * config.block_size
+    memory = config.kv_cache_memory_bytes or on.kv_memory(model, dtype)
+    blocks = config.num_kv_blocks or int(memory // block)
+    if blocks < 2:
+        raise InvalidSetting(
+            f"{model.num_weights / 1e9:.1f} billion weights in {dtype} leave no room for a KV cache in the {on.memory / 1e9:.0f} GB of "
+            f"{on.name}: take a larger device, or --quantization int8"
+        )
+    longest = config.max_model_len or min(model.max_position_embeddings, (blocks - 1) * config.block_size)
+    seats = config.max_num_seqs or min(on.seats, config.max_num_batched_tokens or on.seats)
+    tokens = config.max_num_batched_tokens or max(on.step_tokens, seats)
+    settings = _settings(
+        config, blocks, config.block_size, longest, seats, tokens, int(config.swap_space // block), round(block / on.link * 1e9)
+    )
+    return settings, step_time or on.step_time(model, dtype=dtype, kv=kv)
+
+
+def _settings(
+    config: EngineConfig, blocks: int, block_size: int, longest: int, seats: int, tokens: int, host_blocks: int, swap_ns: int
+) -> dict[str, Any]:
+    """The settings of `_core.Scheduler`, as `engine.loop` makes them."""
+    return {
+        "num_blocks": blocks,
+        "block_size": block_size,
+        "max_tokens": tokens,
+        "max_seqs": seats,
+        "max_model_len": longest,
+        "prefix_caching": config.enable_prefix_caching,
+        "watermark": int(config.watermark * (blocks - 1)),
+        "policy": config.scheduling_policy,
+        "batching": config.batching,
+        "batch_size": config.static_batch_size or seats,
+        "batch_timeout": int((config.batch_timeout_ms or 0) * 1000),
+        "max_queued_reqs": config.max_num_queued_reqs,
+        "max_queued_tokens": config.max_num_queued_tokens,
+        "ageing": int(config.queue_ageing_ms * 1000),
+        "target_itl": None if config.target_itl_ms is None else int(config.target_itl_ms * 1000),
+        "host_blocks": host_blocks,
+        "swap_ns_per_block": swap_ns,
+    }
+
+
+def _lines(trace: str | Path | Sequence[TraceRequest]) -> Sequence[TraceRequest]:
+    return read(trace) if isinstance(trace, (str, Path)) else trace

@@ -1,0 +1,102 @@
+"""What a step takes: a curve over its tokens and a part for what they attend to, measured or from a roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from chairlift.errors import InvalidSetting
+from chairlift.models.shape import ModelShape
+
+
+class Load(NamedTuple):
+    """What a step has to do, as in `rust/core/src/cost.rs`: numbers, or arrays of them."""
+
+    prefill_tokens: Any
+    decode_seqs: Any
+    context_tokens: Any
+    prefill_pairs: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Microseconds of a step.
+
+    `curve` has points (tokens, microseconds): linear between them, and beyond them as the last two. Then come microseconds for each
+    sequence that decodes, each token of context that is read, each pair of a prompt's token and one before it.
+    """
+
+    curve: Sequence[tuple[float, float]]
+    decode_seq: float = 0.0
+    context_token: float = 0.0
+    prefill_pair: float = 0.0
+
+    @classmethod
+    def constant(cls, microseconds: float) -> StepTime:
+        """Every step takes as long."""
+        return cls(((0.0, microseconds), (1.0, microseconds)))
+
+    @classmethod
+    def linear(
+        cls, fixed: float, prefill_token: float, decode_seq: float, context_token: float = 0.0, prefill_pair: float = 0.0
+    ) -> StepTime:
+        """The coefficients of the scheduler's own model, as a replayed journal has them (`step_model`)."""
+        return cls(((0.0, fixed), (1.0, fixed + prefill_token)), decode_seq - prefill_token, context_token, prefill_pair)
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> StepTime:
+        """What `asdict` gave; raises InvalidSetting for anything else."""
+        try:
+            curve = tuple((float(tokens), float(time)) for tokens, time in raw["curve"])
+            return cls(curve, *(float(raw[name]) for name in ("decode_seq", "context_token", "prefill_pair")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidSetting(f"no usable step times ({error}): 'chairlift calibrate' writes some") from None
+
+    def __call__(self, load: Load) -> Any:
+        """Microseconds of a step, or of each of several."""
+        (*_, (before, low), (last, high)) = self.curve
+        tokens = np.asarray(load.prefill_tokens) + np.asarray(load.decode_seqs)
+        points = np.asarray(self.curve)
+        alone = np.interp(tokens, points[:, 0], points[:, 1]) + np.maximum(0, tokens - last) * (high - low) / (last - before)
+        attention = self.context_token * np.asarray(load.context_tokens) + self.prefill_pair * np.asarray(load.prefill_pairs)
+        return alone + attention + self.decode_seq * np.asarray(load.decode_seqs)
+
+    def document(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roof:
+    """What a machine can do at most, in bytes and FLOP a second, and which part of it kernels reach.
+
+    `flops` are by the type that is computed in. `overhead_us` passes in each step whatever it does.
+    """
+
+    bandwidth: float
+    flops: Mapping[str, float]
+    bandwidth_share: float
+    flops_share: float
+    overhead_us: float
+
+
+def roofline(model: ModelShape, roof: Roof, *, weights: str, weight_bytes: float, kv_bytes: float) -> StepTime:
+    """A model's step on a machine by its roofline (Williams et al., 2009).
+
+    Linear layers read all weights once or compute 2 FLOP a weight and token, whichever takes longer; attention reads `kv_bytes` for each
+    token of context, and computes 4 FLOP for each pair, head and number of a head. Sliding windows are taken to be open. `weights` is the
+    type that is computed in, `weight_bytes` what one takes.
+    """
+    table = model.vocab_size * model.hidden_size
+    tied = bool(getattr(model, "tie_word_embeddings", False))
+    layers = model.num_weights - table * (1 if tied else 2)
+    bandwidth, flops = roof.bandwidth * roof.bandwidth_share / 1e6, roof.flops[weights] * roof.flops_share / 1e6
+    reading = (layers + table) * weight_bytes / bandwidth
+    token = 2 * layers / flops
+    knee = reading / token
+    spec_flops = sum(2 * (spec.head_dim + spec.value_dim) for spec in model.kv_specs) * model.num_heads
+    curve = ((0.0, roof.overhead_us + reading), (knee, roof.overhead_us + reading), (2 * knee, roof.overhead_us + 2 * reading))
+    return StepTime(curve, 2 * table / flops, kv_bytes / bandwidth, spec_flops / flops)

@@ -1,0 +1,96 @@
+"""What is asked of a simulated engine: requests by their lengths, in flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chairlift.bench.traces import HASH_BLOCK, TraceRequest
+from chairlift.errors import InvalidTrace
+
+COLUMNS = ("arrival_us", "prompt", "output", "most", "tenant", "priority", "deadline_us", "ttft_deadline_us", "predicted", "names")
+"""The numbers of a request, as `_core.simulate` takes them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Requests by arrival: int64 [N, len(COLUMNS)], -1 for a deadline or prediction that there is not.
+
+    `output` tokens are generated where the caller allowed `most`. `tenant` counts among `tenants`, each a name and a weight. `names` has
+    the names of all prompts' blocks of `name_block` tokens, one request's after another's, as many each as its column says: equal names
+    mean equal tokens up to the block's end.
+    """
+
+    requests: NDArray[np.int64]
+    tenants: Sequence[tuple[str, int]] = (("", 1),)
+    names: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    name_block: int = HASH_BLOCK
+
+    @classmethod
+    def of(cls, lines: Sequence[TraceRequest], weights: Mapping[str, int] | None = None) -> Workload:
+        """The requests of a trace; its clients are the tenants. Raises InvalidTrace where blocks of two sizes have names."""
+        sizes = {line.hash_block for line in lines if line.hash_ids} or {HASH_BLOCK}
+        if len(sizes) > 1:
+            raise InvalidTrace(f"hash ids of blocks of {' and '.join(map(str, sorted(sizes)))} tokens: expected one size")
+        clients = {line.client or "" for line in lines} or {""}
+        numbers = {client: number for number, client in enumerate(sorted(clients))}
+        rows = [
+            (
+                round(line.arrival * 1e6),
+                line.prompt_tokens,
+                line.output_tokens,
+                line.output_tokens,
+                numbers[line.client or ""],
+                0,
+                -1,
+                -1,
+                -1,
+                len(line.hash_ids or ()),
+            )
+            for line in lines
+        ]
+        named = [np.asarray(line.hash_ids, np.int64) for line in lines if line.hash_ids]
+        return cls(
+            np.array(rows, np.int64).reshape(-1, len(COLUMNS)),
+            tuple((client, (weights or {}).get(client, 1)) for client in numbers),
+            np.concatenate(named) if named else np.zeros(0, np.int64),
+            sizes.pop(),
+        )
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """One number of every request, int64 [N]."""
+        column: NDArray[np.int64] = self.requests[:, COLUMNS.index(name)]
+        return column
+
+    def with_(self, **columns: int | NDArray[np.int64]) -> Workload:
+        """The same requests with other numbers in some columns; they stay as many, and in the order of their arrivals."""
+        requests = self.requests.copy()
+        for name, numbers in columns.items():
+            requests[:, COLUMNS.index(name)] = numbers
+        return replace(self, requests=requests)
+
+    def faster(self, scale: float) -> Workload:
+        """The same requests, arriving at `scale` times the rate."""
+        return self.with_(arrival_us=np.rint(self.column("arrival_us") / scale).astype(np.int64))
+
+    def first(self, count: int) -> Workload:
+        """The first `count` requests."""
+        requests = self.requests[:count].copy()
+        return replace(self, requests=requests, names=self.names[: int(requests[:, COLUMNS.index("names")].sum())])
+
+    def repeated(self, count: int) -> Workload:
+        """The same over and over until there are `count` requests; what comes again has names of its own."""
+        times = -(-count // max(1, len(self)))
+        arrivals = self.column("arrival_us")
+        span = int(arrivals[-1] + arrivals[-1] // max(1, len(self) - 1) + 1)
+        requests = np.tile(self.requests, (times, 1))
+        requests[:, 0] += np.repeat(np.arange(times) * span, len(self))
+        fresh = int(self.names.max(initial=-1)) + 1
+        names = np.tile(self.names, times) + np.repeat(np.arange(times) * fresh, len(self.names))
+        return replace(self, requests=requests, names=names).first(count)

@@ -1,0 +1,157 @@
+//! Simulations: a workload in flat arrays in, accounts in flat arrays out.
+
+use crate::replay::{changed, replayed};
+use crate::reports;
+use chairlift_core as core;
+use chairlift_sim as sim;
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList};
+
+/// Numbers that a request is told in.
+const COLUMNS: usize = 10;
+/// Requests after which an interrupt is looked for.
+const OFTEN: usize = 256;
+
+/// Microseconds for so many tokens, and for each decoding sequence, token of context and pair of tokens: see [`sim::StepTime`].
+type StepTime = (Vec<(f64, f64)>, f64, f64, f64);
+
+/// Runs requests through `replicas` schedulers in virtual time.
+#[pyfunction]
+#[pyo3(signature = (requests, names, name_block, tenants, settings, step_time, *, replicas = 1, routing = "round-robin"))]
+#[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // what Python hands over
+#[allow(clippy::redundant_closure_for_method_calls)] // the method alone has too narrow a lifetime
+pub(crate) fn simulate<'py>(
+    py: Python<'py>,
+    requests: PyBuffer<i64>,
+    names: PyBuffer<i64>,
+    name_block: u32,
+    tenants: Vec<(String, u32)>,
+    settings: &Bound<'py, PyDict>,
+    step_time: StepTime,
+    replicas: usize,
+    routing: &str,
+) -> PyResult<Bound<'py, PyList>> {
+    let asks = requests.to_vec(py)?.chunks_exact(COLUMNS).map(ask).collect::<Option<Vec<_>>>();
+    let workload = sim::Workload {
+        asks: asks.ok_or_else(|| PyValueError::new_err("a number of a request is negative or too large"))?,
+        tenants: tenants.into_iter().map(|(name, weight)| (name.into(), weight)).collect(),
+        names: names.to_vec(py)?.into_iter().map(|name| name as u64).collect(),
+        name_block,
+    };
+    let wanted: usize = workload.asks.iter().map(|ask| ask.names as usize).sum();
+    if wanted > workload.names.len() || workload.asks.iter().any(|ask| ask.tenant as usize >= workload.tenants.len()) {
+        return Err(PyValueError::new_err("a request's names or tenant are missing"));
+    }
+    let config = changed(core::Config::default(), settings)?;
+    let (curve, decode_seq, context_token, prefill_pair) = step_time;
+    let step = sim::StepTime::new(curve, decode_seq, context_token, prefill_pair);
+    let step = step.ok_or_else(|| PyValueError::new_err("the step's curve needs two points or more, with rising tokens"))?;
+    let machine = sim::Machine { step, swap_ns_per_block: config.swap_ns_per_block };
+    let routings = sim::Routing::NAMES;
+    let routing = routings.iter().find(|(name, _)| *name == routing).map(|&(_, routing)| routing);
+    let routing = routing
+        .ok_or_else(|| PyValueError::new_err(format!("no such routing: there are {}", routings.map(|(name, _)| name).join(", "))))?;
+    let mut interrupt = None;
+    let reports = py.detach(|| {
+        let jobs = workload.jobs().enumerate().map_while(|(at, job)| {
+            if at % OFTEN == 0 {
+                interrupt = Python::attach(|py| py.check_signals()).err();
+            }
+            interrupt.is_none().then_some(job)
+        });
+        sim::simulate_fleet(config, jobs, &machine, replicas, routing)
+    });
+    if let Some(interrupt) = interrupt {
+        return Err(interrupt);
+    }
+    let list = PyList::empty(py);
+    for report in reports.map_err(|error| PyValueError::new_err(error.to_string()))? {
+        list.append(report_dict(py, &report)?)?;
+    }
+    Ok(list)
+}
+
+/// What each step of a journal had to do, and how long it took.
+#[pyfunction]
+pub(crate) fn step_times<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
+    let (_, replayed) = replayed(py, journal)?;
+    Ok(packed(
+        py,
+        replayed.timings.iter().map(|timing| {
+            let core::Load { prefill_tokens, decode_seqs, context_tokens, prefill_pairs } = timing.load;
+            let load = [prefill_tokens.into(), decode_seqs.into(), context_tokens, prefill_pairs].map(|number| number as i64);
+            [load[0], load[1], load[2], load[3], or_none(timing.took), or_none(timing.cycle)]
+        }),
+    ))
+}
+
+fn ask(line: &[i64]) -> Option<sim::Ask> {
+    let small = |at: usize| u32::try_from(line[at]).ok();
+    let after = |at: usize| u64::try_from(line[at]).ok();
+    Some(sim::Ask {
+        time: line[0].try_into().ok()?,
+        prompt: small(1)?,
+        output: small(2)?,
+        most: small(3)?,
+        tenant: small(4)?,
+        priority: line[5].try_into().ok()?,
+        deadline: after(6),
+        ttft_deadline: after(7),
+        predicted: small(8),
+        names: small(9)?,
+    })
+}
+
+fn or_none(time: Option<core::Time>) -> i64 {
+    time.map_or(-1, |time| time as i64)
+}
+
+fn packed<const N: usize>(py: Python<'_>, lines: impl Iterator<Item = [i64; N]>) -> Bound<'_, PyBytes> {
+    let bytes: Vec<u8> = lines.flatten().flat_map(i64::to_le_bytes).collect();
+    PyBytes::new(py, &bytes)
+}
+
+fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResult<Bound<'py, PyDict>> {
+    let ended = report.ended.iter().zip(&report.longest_gaps).map(|(ledger, &longest)| {
+        let numbers: [i64; 15] = [
+            ledger.tag as i64,
+            reports::finish_code(ledger.finish),
+            ledger.arrived as i64,
+            or_none(ledger.started),
+            or_none(ledger.first_token),
+            ledger.ended as i64,
+            ledger.prompt_tokens.into(),
+            ledger.cached_tokens.into(),
+            ledger.output_tokens.into(),
+            ledger.computed_tokens as i64,
+            ledger.recomputed_tokens as i64,
+            ledger.preemptions.into(),
+            ledger.swaps.into(),
+            ledger.block_us as i64,
+            longest as i64,
+        ];
+        let mut line = [0; 15 + core::Cause::NAMES.len()];
+        line[..15].copy_from_slice(&numbers);
+        line[15..].iter_mut().zip(&ledger.causes).for_each(|(cell, &time)| *cell = time as i64);
+        line
+    });
+    let dict = PyDict::new(py);
+    dict.set_item("ended", packed(py, ended))?;
+    dict.set_item("causes", core::Cause::NAMES.map(|(_, name)| name).to_vec())?;
+    dict.set_item("refused", &report.refused)?;
+    dict.set_item("steps", report.steps)?;
+    dict.set_item("chunks", report.chunks)?;
+    dict.set_item("ended_at", report.ended_at)?;
+    dict.set_item("stats", report.stats.map(|stats| reports::stats(py, &stats)).transpose()?)?;
+    for (name, histogram) in [("gaps", &report.gaps), ("step_times", &report.step_times)] {
+        dict.set_item(name, packed(py, histogram.buckets().map(|(time, count)| [time as i64, count as i64])))?;
+    }
+    let samples = report.timeline.samples().iter().map(|sample| {
+        let sim::Sample { time, batch, tokens, running, waiting, blocks } = *sample;
+        [time as i64, batch as i64, tokens as i64, running as i64, waiting as i64, blocks as i64]
+    });
+    dict.set_item("timeline", packed(py, samples))?;
+    Ok(dict)
+}

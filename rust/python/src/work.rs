@@ -1,0 +1,53 @@
+//! Attention's work on a GPU, as lists of integers.
+
+use chairlift_core as core;
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// Which keys each unit of decode attention reads: see `chairlift_core::decode_work`.
+#[pyfunction]
+#[pyo3(signature = (query_starts, context_lens, *, window = None))]
+#[allow(clippy::needless_pass_by_value)] // what Python hands over
+pub(crate) fn decode_work(
+    py: Python<'_>,
+    query_starts: PyBuffer<i32>,
+    context_lens: PyBuffer<i32>,
+    window: Option<i32>,
+) -> PyResult<Bound<'_, PyBytes>> {
+    let (starts, lens) = lengths(py, &query_starts, &context_lens)?;
+    if window.is_some_and(|window| window < 1) {
+        return Err(PyValueError::new_err("a window has one token or more"));
+    }
+    Ok(packed(py, core::decode_work(&starts, &lens, window).as_flattened()))
+}
+
+/// The pieces of longer chunks: see `chairlift_core::prefill_work`.
+#[pyfunction]
+#[pyo3(signature = (query_starts, context_lens, *, tokens))]
+#[allow(clippy::needless_pass_by_value)] // what Python hands over
+pub(crate) fn prefill_work(
+    py: Python<'_>,
+    query_starts: PyBuffer<i32>,
+    context_lens: PyBuffer<i32>,
+    tokens: i32,
+) -> PyResult<Bound<'_, PyBytes>> {
+    let (starts, lens) = lengths(py, &query_starts, &context_lens)?;
+    if tokens < 1 {
+        return Err(PyValueError::new_err("a tile has one token or more"));
+    }
+    Ok(packed(py, core::prefill_work(&starts, &lens, tokens).as_flattened()))
+}
+
+fn lengths(py: Python<'_>, query_starts: &PyBuffer<i32>, context_lens: &PyBuffer<i32>) -> PyResult<(Vec<i32>, Vec<i32>)> {
+    let (starts, lens) = (query_starts.to_vec(py)?, context_lens.to_vec(py)?);
+    if starts.len() != lens.len() + 1 {
+        return Err(PyValueError::new_err(format!("{} contexts need one query start more, not {}", lens.len(), starts.len())));
+    }
+    Ok((starts, lens))
+}
+
+fn packed<'py>(py: Python<'py>, numbers: &[i32]) -> Bound<'py, PyBytes> {
+    PyBytes::new(py, &numbers.iter().flat_map(|number| number.to_le_bytes()).collect::<Vec<_>>())
+}

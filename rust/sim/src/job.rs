@@ -1,0 +1,125 @@
+//! What is asked of a simulation.
+
+use chairlift_core::{Request, STOP, Time, Token};
+use std::sync::Arc;
+
+/// A request of a simulation.
+#[derive(Clone, Debug, Default)]
+pub struct Job {
+    /// When it comes, in microseconds.
+    pub time: Time,
+    /// What it asks for; it stops at [`STOP`].
+    pub request: Request,
+    /// Tokens that it generates if it may go on: the last is a stop if there would be room for more.
+    pub len: u32,
+    /// What they are, as far as anybody may ask for them again.
+    pub output: Vec<Token>,
+    /// Names of its prompt's blocks, each for all up to its end, for routers that look at them.
+    pub names: Vec<u64>,
+    /// The tag of the request whose sibling it is: that one came before.
+    pub sibling_of: Option<u64>,
+    /// When its caller goes, if that is before its end.
+    pub gone: Option<Time>,
+}
+
+/// A line of a [`Workload`].
+#[derive(Clone, Debug, Default)]
+pub struct Ask {
+    /// When it comes, in microseconds.
+    pub time: Time,
+    /// Tokens of its prompt.
+    pub prompt: u32,
+    /// Tokens that it generates.
+    pub output: u32,
+    /// Tokens that its caller allowed: as many, or more.
+    pub most: u32,
+    /// Whose it is, among the workload's tenants.
+    pub tenant: u32,
+    /// Its class.
+    pub priority: i32,
+    /// Microseconds after its coming at which it must have ended.
+    pub deadline: Option<Time>,
+    /// Likewise, for its first token.
+    pub ttft_deadline: Option<Time>,
+    /// Output tokens that its caller predicts.
+    pub predicted: Option<u32>,
+    /// How many of the workload's names are its own.
+    pub names: u32,
+}
+
+/// Requests by lengths: their tokens are made up when they come.
+#[derive(Clone, Debug, Default)]
+pub struct Workload {
+    /// In the order of their times.
+    pub asks: Vec<Ask>,
+    /// Names and weights.
+    pub tenants: Vec<(Arc<str>, u32)>,
+    /// The names of all prompts' blocks, one request's after another's: equal names, equal content up to the block's end.
+    pub names: Vec<u64>,
+    /// Tokens that a name stands for.
+    pub name_block: u32,
+}
+
+impl Workload {
+    /// The requests as jobs, with their places as tags. Prompts are equal as
+    /// far as their blocks' names are, and nowhere else. Panics if a tenant or
+    /// a name is missing.
+    pub fn jobs(&self) -> impl Iterator<Item = Job> + '_ {
+        let mut names = self.names.as_slice();
+        self.asks.iter().zip(0..).map(move |(ask, tag)| {
+            let (own, rest) = names.split_at(ask.names as usize);
+            names = rest;
+            self.job(ask, tag, own)
+        })
+    }
+
+    fn job(&self, ask: &Ask, tag: u64, names: &[u64]) -> Job {
+        let (tenant, weight) = &self.tenants[ask.tenant as usize];
+        let mut prompt = Vec::with_capacity(ask.prompt as usize);
+        for &name in names {
+            let len = self.name_block.min(ask.prompt - prompt.len() as u32);
+            prompt.extend((0..u64::from(len)).map(|at| token(!name, at)));
+        }
+        prompt.extend((prompt.len() as u64..u64::from(ask.prompt)).map(|at| token(tag, at)));
+        let request = Request {
+            tag,
+            prompt,
+            max_new_tokens: ask.most,
+            stop: vec![STOP],
+            priority: ask.priority,
+            tenant: Arc::clone(tenant),
+            weight: *weight,
+            deadline: ask.deadline.map(|after| ask.time + after),
+            ttft_deadline: ask.ttft_deadline.map(|after| ask.time + after),
+            predicted_tokens: ask.predicted,
+            ..Request::default()
+        };
+        Job { time: ask.time, request, len: ask.output, names: names.to_vec(), ..Job::default() }
+    }
+}
+
+/// A made-up token, in one place of something: no [`STOP`], and positive as an i32.
+pub(crate) fn token(of: u64, at: u64) -> Token {
+    let mixed = u128::from(of.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ at) * 0xD6E8_FEB8_6659_FD93;
+    ((mixed as u64 ^ (mixed >> 64) as u64) >> 34) as Token + 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_are_equal_as_far_as_their_names() {
+        let ask = |prompt, names| Ask { prompt, output: 1, most: 1, names, ..Ask::default() };
+        let workload = Workload {
+            asks: vec![ask(10, 3), ask(10, 3), ask(10, 2), ask(10, 0)],
+            tenants: vec![("".into(), 1)],
+            names: vec![1, 2, 3, 1, 2, 9, 1, 2],
+            name_block: 4,
+        };
+        let prompts: Vec<Vec<Token>> = workload.jobs().map(|job| job.request.prompt).collect();
+        let common = |a: usize, b: usize| prompts[a].iter().zip(&prompts[b]).take_while(|(a, b)| a == b).count();
+        assert!(prompts.iter().all(|prompt| prompt.len() == 10 && prompt.iter().all(|&token| token != STOP && token < 1 << 31)));
+        assert_eq!([common(0, 1), common(0, 2), common(0, 3)], [8, 8, 0]);
+    }
+}

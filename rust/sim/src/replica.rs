@@ -1,0 +1,187 @@
+//! One engine, without an engine: the scheduler, and a clock that jumps.
+
+use crate::job::token;
+use crate::report::Sample;
+use crate::{Job, Machine, Report};
+use chairlift_core::{Config, ConfigError, Ledger, Outputs, STOP, Scheduler, SeqId, StepPlan, Time, Token};
+use std::collections::{BTreeSet, HashMap};
+
+/// What is going on with a job.
+struct Live {
+    id: SeqId,
+    len: u32,
+    most: u32,
+    output: Vec<Token>,
+    tag: u64,
+    made: u32,
+    /// When its last token came, and the longest time between two.
+    last: Time,
+    longest: Time,
+}
+
+pub(crate) struct Replica<'a> {
+    scheduler: Scheduler,
+    machine: &'a Machine,
+    now: Time,
+    live: Vec<Option<Live>>,
+    vacant: Vec<usize>,
+    by_tag: HashMap<u64, usize>,
+    /// Who runs, by row.
+    rows: Vec<usize>,
+    /// Who goes when.
+    going: BTreeSet<(Time, u64)>,
+    report: Report,
+    /// Lists in use while a step runs: kept for their memory.
+    sampling: Vec<usize>,
+    sampled: Vec<i32>,
+    outputs: Outputs,
+}
+
+impl<'a> Replica<'a> {
+    pub(crate) fn new(config: Config, machine: &'a Machine) -> Result<Self, ConfigError> {
+        Ok(Self {
+            scheduler: Scheduler::new(Config { swap_ns_per_block: machine.swap_ns_per_block, ..config })?,
+            machine,
+            now: 0,
+            live: Vec::new(),
+            vacant: Vec::new(),
+            by_tag: HashMap::new(),
+            rows: vec![0; config.max_seqs as usize],
+            going: BTreeSet::new(),
+            report: Report::default(),
+            sampling: Vec::new(),
+            sampled: Vec::new(),
+            outputs: Outputs::default(),
+        })
+    }
+
+    /// Requests that it has taken and not ended.
+    pub(crate) fn load(&self) -> usize {
+        self.by_tag.len()
+    }
+
+    /// Lives until `until`, or until there is nothing to do; a step begun before ends after.
+    pub(crate) fn advance(&mut self, until: Time) {
+        while self.now < until && !self.scheduler.is_idle() {
+            self.go();
+            if let Some(plan) = self.scheduler.plan(self.now) {
+                self.run(plan);
+                continue;
+            }
+            self.look(0, 0);
+            let events = [self.scheduler.wake_at(), self.going.first().map(|&(at, _)| at)];
+            let next = events.into_iter().flatten().min().unwrap_or(until);
+            self.now = self.now.max(next.min(until));
+        }
+    }
+
+    /// Takes a request; `advance` to its time comes before.
+    pub(crate) fn arrive(&mut self, job: Job) {
+        if self.scheduler.is_idle() {
+            self.now = self.now.max(job.time);
+        }
+        let Job { time, request, len, output, sibling_of, gone, .. } = job;
+        let (tag, most) = (request.tag, request.max_new_tokens);
+        let id = match sibling_of {
+            Some(parent) => self.by_tag.get(&parent).and_then(|&at| self.scheduler.fork(self.live[at].as_ref()?.id, tag, time)),
+            None => self.scheduler.add(request, time).ok(),
+        };
+        let Some(id) = id else {
+            self.report.refused.push(tag);
+            return;
+        };
+        let live = Some(Live { id, len, most, output, tag, made: 0, last: 0, longest: 0 });
+        let at = self.vacant.pop().unwrap_or(self.live.len());
+        if at == self.live.len() {
+            self.live.push(live);
+        } else {
+            self.live[at] = live;
+        }
+        self.by_tag.insert(tag, at);
+        self.going.extend(gone.map(|gone| (gone, tag)));
+    }
+
+    /// Lives on until all have ended.
+    pub(crate) fn finish(mut self) -> Report {
+        self.advance(Time::MAX);
+        self.report.stats = Some(self.scheduler.stats());
+        self.report
+    }
+
+    /// Lets those go whose time has come, by their own will or for a deadline.
+    fn go(&mut self) {
+        while let Some(&(at, tag)) = self.going.first().filter(|(at, _)| *at <= self.now) {
+            self.going.remove(&(at, tag));
+            if let Some(live) = self.by_tag.get(&tag).and_then(|&at| self.live[at].as_ref()) {
+                self.scheduler.abort(live.id, self.now);
+                let ledger = self.scheduler.explain(tag).expect("one of the last that ended");
+                self.end(ledger);
+            }
+        }
+        let mut missed = Vec::new();
+        self.scheduler.expire(self.now, &mut missed);
+        for ledger in missed {
+            self.end(ledger);
+        }
+    }
+
+    fn run(&mut self, plan: StepPlan) {
+        for seated in &plan.seated {
+            self.rows[seated.row as usize] = self.by_tag[&seated.tag];
+        }
+        self.look(plan.chunks.len(), (plan.load.prefill_tokens + plan.load.decode_seqs) as usize);
+        let swaps = (plan.swap_out.len() + plan.swap_in.len()) as u64 * u64::from(self.machine.swap_ns_per_block) / 1000;
+        let took = self.machine.step.step(&plan.load) + swaps;
+        self.now += took;
+        self.report.steps += 1;
+        self.report.chunks += plan.chunks.len() as u64;
+        self.report.step_times.add(took);
+        self.sampling.clear();
+        self.sampling.extend(plan.chunks.iter().filter(|chunk| chunk.samples).map(|chunk| self.rows[chunk.row as usize]));
+        self.sampled.clear();
+        for &at in &self.sampling {
+            let live = self.live[at].as_mut().expect("nobody goes while a step runs");
+            self.sampled.push(live.next());
+            if live.made > 1 {
+                let gap = self.now - live.last;
+                live.longest = live.longest.max(gap);
+                self.report.gaps.add(gap);
+            }
+            live.last = self.now;
+        }
+        self.scheduler.commit(plan, &self.sampled, self.now, &mut self.outputs);
+        for ledger in std::mem::take(&mut self.outputs.ended) {
+            self.end(ledger);
+        }
+    }
+
+    fn end(&mut self, ledger: Ledger) {
+        let live = self.by_tag.remove(&ledger.tag).and_then(|at| {
+            self.vacant.push(at);
+            self.live[at].take()
+        });
+        self.report.longest_gaps.push(live.map_or(0, |live| live.longest));
+        self.report.ended_at = self.report.ended_at.max(ledger.ended);
+        self.report.ended.push(ledger);
+    }
+
+    fn look(&mut self, batch: usize, tokens: usize) {
+        if self.report.timeline.wants(self.now, batch > 0) {
+            let stats = self.scheduler.stats();
+            let (waiting, blocks) = (stats.waiting + stats.swapped, stats.total_blocks - stats.free_blocks);
+            self.report.timeline.add(Sample { time: self.now, batch, tokens, running: stats.running, waiting, blocks });
+        }
+    }
+}
+
+impl Live {
+    /// The next token: made up, or a stop where the output ends before it must.
+    fn next(&mut self) -> i32 {
+        self.made += 1;
+        if self.made >= self.len && self.len < self.most {
+            return STOP as i32;
+        }
+        let known = self.output.get(self.made as usize - 1).copied();
+        known.unwrap_or_else(|| token(self.tag, u64::from(u32::MAX) + u64::from(self.made))) as i32
+    }
+}

@@ -1,0 +1,77 @@
+//! What a step takes.
+
+use chairlift_core::Load;
+
+/// The time of a step in microseconds, from what it has to do.
+///
+/// The curve says what its tokens take in the layers that treat each alone,
+/// and what a step takes by itself; it is linear between its points and goes
+/// on as its last two. Reading the weights bounds it below where tokens are
+/// few, computing where they are many (the roofline, Williams et al., 2009),
+/// so a line will not do. Attention and sampling are linear.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepTime {
+    curve: Vec<(f64, f64)>,
+    decode_seq: f64,
+    context_token: f64,
+    prefill_pair: f64,
+}
+
+impl StepTime {
+    /// Takes points (tokens, microseconds), and microseconds for each sequence
+    /// that decodes, each token of context that is read, each pair of a
+    /// prompt's tokens. `None` unless there are two points or more with rising
+    /// tokens, and all is finite.
+    pub fn new(curve: Vec<(f64, f64)>, decode_seq: f64, context_token: f64, prefill_pair: f64) -> Option<Self> {
+        let rises = curve.len() >= 2 && curve.windows(2).all(|pair| pair[0].0 < pair[1].0);
+        let numbers = curve.iter().flat_map(|&(tokens, time)| [tokens, time]).chain([decode_seq, context_token, prefill_pair]);
+        let finite = numbers.into_iter().all(f64::is_finite);
+        (rises && finite).then_some(Self { curve, decode_seq, context_token, prefill_pair })
+    }
+
+    /// The line that a [`StepModel`](chairlift_core::StepModel) has learned, by its coefficients.
+    pub fn linear([fixed, prefill_token, decode_seq, context_token, prefill_pair]: [f64; 5]) -> Self {
+        let curve = vec![(0.0, fixed), (1.0, fixed + prefill_token)];
+        Self { curve, decode_seq: decode_seq - prefill_token, context_token, prefill_pair }
+    }
+
+    /// Microseconds that a step of `load` takes, one at least.
+    pub fn step(&self, load: &Load) -> u64 {
+        let tokens = f64::from(load.prefill_tokens) + f64::from(load.decode_seqs);
+        let after = self.curve.partition_point(|&(at, _)| at <= tokens).clamp(1, self.curve.len() - 1);
+        let ((from, low), (to, high)) = (self.curve[after - 1], self.curve[after]);
+        let alone = low + (high - low) * (tokens - from) / (to - from);
+        let attention = self.context_token * load.context_tokens as f64 + self.prefill_pair * load.prefill_pairs as f64;
+        (alone + attention + self.decode_seq * f64::from(load.decode_seqs)).max(1.0) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use chairlift_core::StepModel;
+
+    #[test]
+    fn the_curve_is_linear_between_its_points_and_beyond_them() {
+        let time = StepTime::new(vec![(1.0, 100.0), (3.0, 100.0), (5.0, 200.0)], 0.0, 0.0, 0.0).unwrap();
+        let of = |tokens| time.step(&Load { prefill_tokens: tokens, ..Load::default() });
+        assert_eq!([0, 1, 2, 3, 4, 5, 7].map(of), [100, 100, 100, 100, 150, 200, 300]);
+    }
+
+    #[test]
+    fn a_learned_line_says_the_same_as_its_model() {
+        let model = StepModel::new(900.0, 30.0, 90.0, 0.5, 0.125);
+        let time = StepTime::linear(model.coefficients());
+        for (prefill_tokens, decode_seqs) in [(0, 1), (64, 0), (100, 7)] {
+            let load = Load { prefill_tokens, decode_seqs, context_tokens: 1000, prefill_pairs: 4096 };
+            assert_eq!(time.step(&load), model.step(&load) as u64);
+        }
+    }
+
+    #[test]
+    fn what_is_no_curve_is_refused() {
+        for curve in [vec![], vec![(1.0, 1.0)], vec![(2.0, 1.0), (1.0, 2.0)], vec![(1.0, 1.0), (2.0, f64::NAN)]] {
+            assert_eq!(StepTime::new(curve, 0.0, 0.0, 0.0), None);
+        }
+    }
+}

@@ -1,0 +1,115 @@
+"""What steps take, learned from steps that were timed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chairlift import _core
+from chairlift.bench.traces import TraceRequest
+from chairlift.cli import main
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.sim.calibrate import calibrate, from_journal
+from chairlift.sim.devices import Profile
+from chairlift.sim.fit import fit
+from chairlift.sim.run import simulate
+from chairlift.sim.steps import Load, StepTime
+
+TRUTH = StepTime(
+    ((1.0, 9000.0), (8.0, 9500.0), (64.0, 70_000.0), (256.0, 330_000.0)), decode_seq=250.0, context_token=0.8, prefill_pair=0.05
+)
+
+
+def loads(count: int) -> Load:
+    dice = np.random.default_rng(1)
+    decodes = np.round(64 ** dice.random(count)).astype(int)
+    prompts = np.where(dice.random(count) < 0.5, 0, np.round(190 ** dice.random(count))).astype(int)
+    return Load(prompts, decodes, decodes * dice.integers(10, 1500, count) + prompts, prompts * dice.integers(0, 1500, count))
+
+
+def test_a_fit_finds_what_steps_take_through_noise_and_hiccups() -> None:
+    load, dice = loads(2000), np.random.default_rng(2)
+    took = TRUTH(load) * dice.uniform(0.95, 1.05, 2000)
+    took[::50] *= 5
+    found = fit(load, took)
+    assert 35 <= found.dropped <= 80
+    assert found.error_p50 < 0.04
+    fresh = loads(5000)
+    errors = np.abs(found.step(fresh) / TRUTH(fresh) - 1)
+    assert np.percentile(errors, 90) < 0.05
+    assert [time for _, time in found.step.curve] == sorted(time for _, time in found.step.curve), "more tokens never take less"
+
+
+def test_too_few_steps_say_nothing() -> None:
+    with pytest.raises(InvalidSetting, match="run for longer"):
+        fit(loads(5), np.ones(5))
+
+
+SHAPES = {"input_ids": 64, "positions": 64, "slots": 64, "query_starts": 9, "context_lens": 8, "rows": 8, "sample_at": 64}
+SHAPES |= {"sample_rows": 64, "copies": 16, "block_tables": (8, 16)}
+
+
+def journal() -> bytes:
+    """Of an engine whose steps take 2 ms and 100 µs a token, and that spends 300 µs between two of them."""
+    core = _core.Scheduler(num_blocks=200, block_size=16, max_tokens=64, max_seqs=8, max_model_len=256, journal=True)
+    buffers = _core.StepBuffers(**{name: np.zeros(size, np.int32) for name, size in SHAPES.items()})
+    now = 1000
+    for tag in range(60):
+        core.add(tag, np.arange(1 + 7 * tag % 50, dtype=np.int32), 1 + tag % 9, [], now)
+        # Every third time until nobody is left: then there is a pause, in which nobody asks for a plan.
+        for _ in range(3 if tag % 3 else 100):
+            if not core.stats()["running"] + core.stats()["waiting"]:
+                now += 1_000_000
+                break
+            plan = core.plan(buffers, now)
+            now += 2000 + 100 * plan.num_tokens
+            core.commit(plan, np.ones(plan.num_samples, np.int32), now)
+            now += 300
+    return core.journal()
+
+
+def test_a_journal_has_the_steps_and_their_times(tmp_path: Path) -> None:
+    recorded = journal()
+    steps = np.frombuffer(_core.step_times(recorded), np.int64).reshape(-1, 6)
+    tokens = steps[:, 0] + steps[:, 1]
+    assert len(steps) == _core.replay(recorded)["steps"]
+    assert (steps[:, 4] == 2000 + 100 * tokens).all()
+    busy = steps[:, 5] >= 0
+    assert 20 <= (~busy).sum() < len(steps) / 2
+    assert (steps[busy, 5] == steps[busy, 4] + 300).all(), "pauses are no part of a step"
+    path = tmp_path / "day.journal"
+    path.write_bytes(recorded)
+    profile = from_journal(path, "some-model")
+    assert profile.errors["p90"] < 0.001
+    assert profile.step(Load(0, 4, 0, 0)) == pytest.approx(2000 + 400 + 300, rel=0.01)
+    assert profile.sizes == {"num_kv_blocks": 200, "block_size": 16, "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+
+
+def test_an_engine_is_calibrated_and_simulated(byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = str(tmp_path / "here.json")
+    assert main.main(["calibrate", "--model", str(byte_model), "--load-format", "none", "--seconds", "1.5", "-o", here]) == 0
+    told = capsys.readouterr().out
+    assert "(p90)" in told
+    profile = Profile.load(here)
+    assert profile.model == str(byte_model)
+    assert profile.sizes["max_num_seqs"] == 64
+    result = simulate([TraceRequest(i / 100, 50, 20) for i in range(50)], device=here)
+    assert len(result.finished) == 50
+    assert result.config["max_seqs"] == 64
+    assert simulate([TraceRequest(0, 50, 20)], device=here, max_num_seqs=2, max_num_batched_tokens=32).config["max_tokens"] == 32
+    with pytest.raises(InvalidSetting, match="was measured with"):
+        simulate([TraceRequest(0, 50, 20)], device=here, model="Llama-3.1-8B")
+    raw = json.loads(Path(here).read_text())
+    del raw["sizes"]["block_size"]
+    Path(here).write_text(json.dumps(raw))
+    with pytest.raises(InvalidSetting, match="lack block_size"):
+        Profile.load(here)
+
+
+def test_a_calibration_hears_how_far_it_is(byte_model: Path) -> None:
+    heard: list[float] = []
+    calibrate(EngineConfig(model=str(byte_model), load_format="none"), 0.5, heard.append)
+    assert heard == sorted(heard)
+    assert heard[-1] < 1

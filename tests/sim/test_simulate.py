@@ -1,0 +1,184 @@
+"""The simulator itself: what goes in, what comes out, and that it is always the same."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from traces import CONV, mooncake, workload
+
+import chairlift
+from chairlift.bench.traces import TraceRequest
+from chairlift.cli import main, simulate_flags
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting, InvalidTrace, ModelNotFound
+from chairlift.sim.devices import DEVICES, Profile, device, kv_bytes
+from chairlift.sim.result import DEADLINE
+from chairlift.sim.run import machine, run, simulate
+from chairlift.sim.shapes import KNOWN, shape
+from chairlift.sim.steps import Load, StepTime
+from chairlift.sim.workload import COLUMNS, Workload
+
+LIMITS = {"num_blocks": 1001, "block_size": 16, "max_tokens": 512, "max_seqs": 16, "max_model_len": 8192}
+
+
+def digest(result) -> str:
+    return hashlib.sha256(result.requests.tobytes() + result.timeline.tobytes()).hexdigest()
+
+
+def test_one_request_takes_what_its_steps_take() -> None:
+    # 1,000 tokens in steps of 512 and 488, then 9 decodes; a token of context costs 1 µs.
+    line = TraceRequest(0.5, 1000, 10)
+    result = run(Workload.of([line]), LIMITS, StepTime(((0.0, 1000.0), (1.0, 1010.0)), context_token=1.0))
+    one = result.requests[0]
+    prefill = (1000 + 10 * 512 + 512) + (1000 + 10 * 488 + 1000)
+    decodes = [1000 + 10 + 1001 + i for i in range(9)]
+    assert (one["arrived"], one["started"]) == (500_000, 500_000)
+    assert one["first_token"] - one["arrived"] == prefill
+    assert one["ended"] - one["first_token"] == sum(decodes)
+    assert one["longest_gap"] == decodes[-1]
+    assert result._gaps["count"].sum() == len(decodes)
+    assert (result.steps, result.decisions, len(result.ttft())) == (11, 11, 1)
+    assert result.itl(50) == pytest.approx(decodes[4] / 1e6, rel=0.004)
+    assert result.ttft()[0] == prefill / 1e6
+
+
+def test_every_request_ends_and_its_account_adds_up() -> None:
+    trace = workload(CONV).first(500)
+    result = simulate(trace, model="Llama-3.1-8B", device="L4")
+    one = result.requests
+    assert sorted(one["tag"]) == list(range(500))
+    assert (sum(one[name] for name in result.cause_names) == one["ended"] - one["arrived"]).all()
+    by_tag = one[np.argsort(one["tag"])]
+    assert (by_tag["output_tokens"] == trace.column("output")).all()
+    assert (by_tag["arrived"] == trace.column("arrival_us")).all()
+    assert result.stats["generated_tokens"] == trace.column("output").sum()
+
+
+def test_the_same_comes_out_to_the_bit_in_another_process_too() -> None:
+    first = digest(simulate(CONV, model="Llama-3.1-8B", device="A100", requests=2000, replicas=3, routing="prefix-aware"))
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:3]; import test_simulate as t;"
+        "print(t.digest(t.simulate(t.CONV, model='Llama-3.1-8B', device='A100', requests=2000, replicas=3, routing='prefix-aware')))"
+    )
+    here, source = Path(__file__).parent, Path(chairlift.__file__).parent.parent
+    second = subprocess.run([sys.executable, "-c", program, str(here), str(source)], capture_output=True, text=True, check=True)
+    assert second.stdout.strip() == first
+
+
+def test_workloads_are_cut_repeated_and_sped_up() -> None:
+    trace = mooncake()
+    twice = trace.repeated(2 * len(trace))
+    assert len(twice) == 2 * len(trace)
+    assert (np.diff(twice.column("arrival_us")) >= 0).all()
+    assert len(np.unique(twice.names)) == 2 * len(np.unique(trace.names)), "what comes again is not found in the cache"
+    assert trace.first(7).column("names").sum() == len(trace.first(7).names)
+    assert (trace.faster(2).column("arrival_us") * 2 - trace.column("arrival_us")).max() <= 1
+    with pytest.raises(InvalidTrace, match="16 and 512"):
+        Workload.of([TraceRequest(0, 16, 1, (1,), hash_block=16), TraceRequest(0, 16, 1, (1,))])
+
+
+def test_tenants_deadlines_and_predictions_reach_the_scheduler() -> None:
+    lines = [TraceRequest(0, 100, 200, client=client) for client in ("a", "b") for _ in range(20)]
+    trace = Workload.of(lines, {"a": 3})
+    assert trace.tenants == (("a", 3), ("b", 1))
+    limits = LIMITS | {"max_seqs": 4}
+    fair = run(trace, limits | {"policy": "fair"}, StepTime.constant(1000)).requests
+    middle = np.median(fair["started"])
+    early = fair["tag"][fair["started"] < middle]
+    assert (early < 20).sum() > 2 * (early >= 20).sum(), "the heavier client goes first"
+    due = run(trace.with_(deadline_us=500_000), limits, StepTime.constant(1000))
+    assert due.figures()["missed_deadline"] == (due.requests["finish"] == DEADLINE).sum() > 0
+    urgent = run(trace.with_(priority=-np.arange(40)), limits | {"policy": "priority"}, StepTime.constant(1000)).requests
+    assert urgent["tag"][np.argmin(urgent["ended"])] == 39
+
+
+def test_a_roofline_is_what_bandwidth_and_peak_allow() -> None:
+    model, h200 = shape("Llama-3.1-8B"), DEVICES["h200"]
+    assert model.num_weights == pytest.approx(8.03e9, rel=0.001)
+    assert kv_bytes(model, "bfloat16") == 2 * 32 * 8 * 128 * 2
+    step = h200.step_time(model, dtype="bfloat16", kv="bfloat16")
+    # All weights but the embedding, of which a step reads a few rows.
+    reading = 2 * (8.03e9 - 128256 * 4096) / (0.8 * 4.8e12) * 1e6
+    assert step(Load(0, 1, 0, 0)) == pytest.approx(500 + reading, rel=0.001)
+    assert step(Load(0, 64, 64 * 4096, 0)) - step(Load(0, 64, 0, 0)) == pytest.approx(64 * 4096 * 131072 / (0.8 * 4.8e12) * 1e6)
+    computing = 2 * (8.03e9 - 2 * 128256 * 4096) * 8192 / (0.6 * 989e12) * 1e6
+    assert step(Load(8192, 0, 0, 0)) == pytest.approx(500 + computing, rel=0.001)
+
+
+@pytest.mark.parametrize(("rows", "measured"), [(1, 96), (64, 792)])
+def test_the_cpus_roofline_is_near_what_was_measured(rows: int, measured: float) -> None:
+    step = DEVICES["cpu"].step_time(shape("SmolLM2-135M"), dtype="int8", kv="float32")
+    assert rows / step(Load(0, rows, 0, 0)) * 1e6 == pytest.approx(measured, rel=0.1)
+
+
+def test_sizes_follow_the_machines_memory() -> None:
+    settings, _ = machine("Llama-3.1-8B", "H100", EngineConfig())
+    free = 0.92 * 80e9 - 2 * 8.03e9 - 2 * 2**30
+    assert settings["num_blocks"] == pytest.approx(free / (16 * 131072), rel=0.001)
+    with pytest.raises(InvalidSetting, match="no room for a KV cache"):
+        machine("Llama-3.1-70B", "H100", EngineConfig())
+    assert machine("Llama-3.1-70B", "H200", EngineConfig(quantization="int8"))[0]["num_blocks"] > 1000
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    trace = workload(CONV).first(3)
+    with pytest.raises(InvalidSetting, match=r"H200.*calibrate"):
+        device("H300")
+    with pytest.raises(ModelNotFound, match=r"Llama-3\.1-8B"):
+        shape(str(tmp_path / "nothing"))
+    for wrong in ({"rate_scale": 0}, {"requests": 0}, {"replicas": 0}):
+        with pytest.raises(InvalidSetting, match=r"at least|above 0"):
+            simulate(trace, model="Llama-3.1-8B", device="H100", **wrong)
+    with pytest.raises(InvalidSetting, match="round-robin, least-loaded, prefix-aware"):
+        simulate(trace, model="Llama-3.1-8B", device="H100", routing="random")
+    with pytest.raises(InvalidSetting, match="rising tokens"):
+        run(trace, LIMITS, StepTime(((1.0, 1.0), (1.0, 2.0))))
+    with pytest.raises(InvalidSetting, match="num_blocks"):
+        run(trace, LIMITS | {"num_blocks": 1}, StepTime.constant(1))
+    with pytest.raises(InvalidSetting, match="negative"):
+        run(trace.with_(prompt=-1), LIMITS, StepTime.constant(1))
+    (tmp_path / "odd.json").write_text("[]")
+    with pytest.raises(InvalidSetting, match="no profile"):
+        Profile.load(tmp_path / "odd.json")
+
+
+def test_simulate_is_a_name_of_the_package() -> None:
+    assert chairlift.simulate is simulate
+    assert len(COLUMNS) == workload(CONV).requests.shape[1]
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.outside += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_command_prints_a_table_json_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ["simulate", "--trace", str(CONV), "--model", "Llama-3.1-8B", "--device", "H100", "--num-requests", "300"]
+    assert main.main([*asked, "--policy", "shortest", "--max-num-seqs", "8", "--report", str(tmp_path / "page.html")]) == 0
+    table = capsys.readouterr().out
+    assert "time to first token, p50" in table
+    assert "times real time" in table
+    page = _Page()
+    page.feed((tmp_path / "page.html").read_text())
+    assert not page.outside, "the page needs no network"
+    assert main.main([*asked, "--json", "--batching", "static", "--static-batch-size", "4", "--max-num-seqs", "4"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["figures"]["finished"] == 300
+    assert (told["config"]["batching"], told["config"]["batch_size"]) == ("static", 4)
+    assert max(told["timeline"]["batch"]) <= 4
+    assert main.main(["simulate", "--trace", str(tmp_path / "none.csv")]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_the_help_names_every_machine_and_model() -> None:
+    for name in [*(one.name for one in DEVICES.values()), *KNOWN]:
+        assert name in simulate_flags.EXAMPLES
