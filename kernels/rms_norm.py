@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of rows, on the GPU."""
+"""Root-mean-square normalisation of rows, on the GPU, alone or with the addition to the residual stream that comes before it."""
 
 # Triton has no types: mypy checks the launchers alone.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg"
@@ -11,29 +11,65 @@ import triton.language as tl
 
 
 @triton.jit
-def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, eps, columns, block: tl.constexpr):
+def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, residual_ptr, inner_ptr, eps, columns, block: tl.constexpr):
     # One program normalises one row, which it holds whole: sums are in fp32 and in the same order whatever the number of rows.
-    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(0).to(tl.int64) * columns
     offsets = tl.arange(0, block)
     mask = offsets < columns
-    x = tl.load(x_ptr + row * columns + offsets, mask=mask, other=0.0).to(tl.float32)
+    # All loads come before the first sum, which waits for the whole row.
+    x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+        if inner_ptr is not None:
+            inner = tl.load(inner_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            x = x * tl.rsqrt(tl.sum(x * x, 0) / columns + eps) * inner
+        total = (residual + x).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + start + offsets, total, mask=mask)
+        # What is normalised is what was stored, as if the one came after the other.
+        x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)
-    tl.store(out_ptr + row * columns + offsets, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + start + offsets, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalises contiguous x [..., columns] along its last axis and scales it by weight [columns]."""
+    return _launch(x, weight, None, None, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, inner: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Adds x to residual, in place, and returns the sum normalised; both contiguous [..., columns].
+
+    With `inner` [columns] x is itself normalised, and scaled by that, before it is added (Gemma 2).
+    """
+    return _launch(x, weight, residual, inner, eps)
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, inner: torch.Tensor | None, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     columns = x.shape[-1]
     block = triton.next_power_of_2(columns)
     # 32 lanes a warp, 8 values or more a lane.
     warps = min(max(block // 256, 1), 16)
-    _rms_norm_kernel[(x.numel() // columns,)](out, x, weight, eps, columns, block=block, num_warps=warps)
+    _rms_norm_kernel[(x.numel() // columns,)](out, x, weight, residual, inner, eps, columns, block=block, num_warps=warps)
     return out
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The same in torch, for tests: fp32 inside, rounded once at the end."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return _normalised(x.float(), weight, eps).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, inner: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same in torch, for tests: `residual` changes too."""
+    wide = x.float() if inner is None else _normalised(x.float(), inner, eps)
+    residual.copy_(residual.float() + wide)
+    return rms_norm_reference(residual, weight, eps)
+
+
+def _normalised(wide: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()

@@ -8,37 +8,43 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from chairlift.layers.device_attention import DevicePlan
+
+Scales = tuple[torch.Tensor, torch.Tensor]
+"""What keys and what values in 8 bits are multiplied by, fp32 [kv_heads] each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What the queries of one sequence, `start` to `end` on the token axis, see in one step.
+    """What the queries of one sequence, `start` to `end` on the token axis, see in one step, through one window.
 
-    `rows` are the rows of a cache (of block_size * head_dim numbers) with its keys, then its values, head by head and block by
-    block. They are gathered into `gathered`, scratch memory that all reads share, of which `keys` and `values` are views in the
-    shape that the product wants, without what nobody sees. `mask` [queries, keys] is added to the scores; it is None for a
-    single query, and for queries that are the whole context (`causal`).
+    `blocks` are the cache's blocks that have any of it, in order, and `keys` is which of the tokens in them it is. `visible`
+    [queries, keys] is true where a query sees a key; it is None for a single query, which sees all, and for queries that are the whole
+    context (`causal`).
     """
 
     start: int
     end: int
-    rows: torch.Tensor
-    gathered: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    mask: torch.Tensor | None
+    blocks: torch.Tensor
+    keys: slice
+    visible: torch.Tensor | None
     causal: bool
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Everything about one step that attention needs, computed once and shared by all layers.
+class TorchPlan:
+    """Everything about one step that attention in torch needs, computed once and shared by all layers.
 
-    `writes` [tokens * 2 * kv_heads] is where each token's keys and values go, as rows of head_dim; `reads` has, for each sliding
-    window of the model (None: all of the context), one Read per sequence.
+    `slots` int32 [T] are those of the step; `reads` has, for each sliding window of the model (None: all of the context), one Read per
+    sequence.
     """
 
-    writes: torch.Tensor
+    slots: torch.Tensor
     reads: dict[int | None, list[Read]]
+
+
+AttentionPlan = TorchPlan | DevicePlan
+"""Everything about one step that attention needs, for torch on a CPU or for kernels on a GPU."""
 
 
 def plan_attention(
@@ -47,77 +53,127 @@ def plan_attention(
     context_lens: np.ndarray,
     block_tables: np.ndarray,
     *,
-    heads: int,
     windows: frozenset[int | None],
-    cache: torch.Tensor,
+    block_size: int,
+    device: torch.device,
 ) -> AttentionPlan:
     """Plans a step of S sequences: slots [T], query_starts [S + 1], context_lens [S] and block_tables [S, blocks], all int32.
 
-    A slot is block * block_size + offset; sequence i owns the tokens query_starts[i] to query_starts[i + 1], and they are the
-    last ones of its context. `cache` is any one layer's (see write_kv); `heads` counts the query heads.
+    A slot is block * block_size + offset, and -1 that of a token that only fills up the step; sequence i owns the tokens
+    query_starts[i] to query_starts[i + 1], and they are the last ones of its context. A query sees itself and what is before it,
+    `window` tokens in all where its layer has one of `windows`.
     """
-    _, _, kv_heads, size, head_dim = cache.shape
-    parts = np.arange(2 * kv_heads, dtype=np.int64)
-    block, offset = np.divmod(slots.astype(np.int64), size)
-    writes = ((block[:, None] * (2 * kv_heads) + parts) * size + offset[:, None]).reshape(-1)
-    tables = block_tables.astype(np.int64) * (2 * kv_heads)
+    if device.type == "cuda":
+        used = -(-int(context_lens.max(initial=1)) // block_size)
+        return DevicePlan.send(slots, query_starts, context_lens, block_tables[:, :used], windows=windows, device=device)
+    tables = torch.from_numpy(block_tables.astype(np.int64))
     starts, lens = query_starts.tolist(), context_lens.tolist()
-    scratch = cache.new_empty(-(-max(lens) // size) * 2 * kv_heads, size * head_dim)
     reads: dict[int | None, list[Read]] = {window: [] for window in windows}
     for start, end, context, table in zip(starts, starts[1:], lens, tables, strict=False):
         count, position = end - start, context - (end - start)
         for window, found in reads.items():
             seen = 0 if window is None else max(0, position - window + 1)
-            low = seen // size
-            rows = (table[low : -(-context // size)] + parts[:, None]).reshape(-1)
-            gathered = scratch[: len(rows)]
-            kv = gathered.view(2, kv_heads, 1, -1, head_dim)[:, :, :, seen - low * size : context - low * size]
-            # The heads of a group share keys and values. A single query's heads go in as the rows of one matrix; several
-            # queries' go in as heads of their own, of which the keys and values are repeated without a copy.
-            kv = kv.transpose(1, 2) if count == 1 else kv.expand(-1, -1, heads // kv_heads, -1, -1)
+            first = seen // block_size
+            blocks = table[first : -(-context // block_size)]
+            keys = slice(seen - first * block_size, context - first * block_size)
             causal = position == 0 and count > 1 and (window is None or context <= window)
-            mask = None if count == 1 or causal else _mask(position, context, seen, window, cache.dtype).to(cache.device)
-            found.append(Read(start, end, torch.from_numpy(rows).to(cache.device), gathered, kv[0], kv[1], mask, causal))
-    return AttentionPlan(torch.from_numpy(writes).to(cache.device), reads)
+            visible = None if count == 1 or causal else _visible(position, context, seen, window)
+            found.append(Read(start, end, blocks, keys, visible, causal))
+    return TorchPlan(torch.tensor(slots), reads)
 
 
-def _mask(position: int, context: int, seen: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Zero where the query at `position`, `position` + 1 ... sees the key at `seen`, `seen` + 1 ..., else minus infinity."""
+def _visible(position: int, context: int, seen: int, window: int | None) -> torch.Tensor:
+    """Whether the query at `position`, `position` + 1 ... sees the key at `seen`, `seen` + 1 ..."""
     queries = torch.arange(position, context).unsqueeze(1)
     keys = torch.arange(seen, context)
-    hidden = keys > queries
-    if window is not None:
-        hidden |= keys <= queries - window
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)
 
 
-def write_kv(kv: torch.Tensor, cache: torch.Tensor, plan: AttentionPlan) -> None:
-    """Stores the keys, then values, [tokens, 2 * kv_heads, head_dim] of a step in one layer's cache.
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, *, scales: Scales | None = None
+) -> None:
+    """Stores k [T, kv_heads, D] and v [T, kv_heads, Dv] of a step in one layer's cache.
 
-    The cache is [blocks, 2, kv_heads, block_size, head_dim] and contiguous: `cache[:, 0]` and `cache[:, 1]` are the keys and the
-    values, [blocks, kv_heads, block_size, head_dim] each.
+    The cache is keys [blocks, kv_heads, block_size, D] and values [blocks, kv_heads, block_size, Dv], with any strides but along the
+    last axis. In a cache of 8 bits (float8_e4m3fn) numbers are divided by their head's scale, and clamped to what 8 bits hold.
     """
-    head_dim = cache.shape[-1]
-    cache.view(-1, head_dim).index_copy_(0, plan.writes, kv.reshape(-1, head_dim))
+    if isinstance(plan, DevicePlan):
+        plan.write(k, v, keys, values, scales)
+        return
+    # Block 0 holds nobody's tokens: what only fills up the step may lie there.
+    blocks, offsets = plan.slots.clamp(min=0) // keys.shape[2], plan.slots.clamp(min=0) % keys.shape[2]
+    for new, cache, scale in ((k, keys, scales and scales[0]), (v, values, scales and scales[1])):
+        if cache.dtype == torch.float8_e4m3fn:
+            largest = torch.finfo(cache.dtype).max
+            new = (new.float() if scale is None else new.float() / scale.unsqueeze(-1)).clamp(-largest, largest)
+        cache[blocks, :, offsets] = new.to(cache.dtype)
 
 
-def paged_attention(query: torch.Tensor, cache: torch.Tensor, plan: AttentionPlan, window: int | None) -> torch.Tensor:
-    """Attends from query [rows, heads, head_dim] to one layer's cache, which holds this step's keys and values already.
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scales: Scales | None = None,
+) -> torch.Tensor:
+    """Attends from query [T, heads, D] to one layer's cache (see `write_kv`), which holds this step's keys and values already.
 
-    Returns [rows, heads * head_dim].
+    `window` is one of the plan's. Scores are products times `scale` (one over the root of D if None), then, with a `softcap` c,
+    c * tanh(score / c) (Gemma 2). `sinks` [heads] are scores of a key that every query sees and that has no value (gpt-oss).
+    Returns [T, heads, Dv]; rows of tokens that only fill up the step mean nothing.
     """
-    rows, heads, head_dim = query.shape
-    _, _, kv_heads, size, _ = cache.shape
-    blocks = cache.view(-1, size * head_dim)
-    queries = query.view(rows, 1, kv_heads, heads // kv_heads, head_dim)
-    single = queries.unbind(0)
-    outputs = []
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if isinstance(plan, DevicePlan):
+        return plan.attend(query, keys, values, window=window, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
+    out = query.new_zeros(*query.shape[:2], values.shape[-1])
     for read in plan.reads[window]:
-        torch.index_select(blocks, 0, read.rows, out=read.gathered)
-        if read.end - read.start == 1:
-            outputs.append(functional.scaled_dot_product_attention(single[read.start], read.keys, read.values).view(1, -1))
-            continue
-        span = queries[read.start : read.end].squeeze(1).permute(1, 2, 0, 3)
-        output = functional.scaled_dot_product_attention(span, read.keys, read.values, attn_mask=read.mask, is_causal=read.causal)
-        outputs.append(output.permute(2, 0, 1, 3).reshape(-1, heads * head_dim))
-    return torch.cat(outputs)
+        span, seen = query[read.start : read.end], out[read.start : read.end]
+        k = _gather(keys, read, scales and scales[0], query.dtype)
+        v = _gather(values, read, scales and scales[1], query.dtype)
+        if softcap or sinks is not None:
+            seen.copy_(_attend(span, k, v, read, scale, softcap, sinks))
+        elif len(span) == 1:
+            # The heads of a group share keys and values: a single query's go in as the rows of one matrix.
+            rows = span.reshape(len(k), -1, span.shape[-1])
+            seen.copy_(functional.scaled_dot_product_attention(rows, k, v, scale=scale).view_as(seen))
+        else:
+            # Several queries' go in as heads of their own, of which the keys and values are repeated without a copy.
+            heads = span.reshape(len(span), len(k), -1, span.shape[-1]).permute(1, 2, 0, 3)
+            k, v = (part.unsqueeze(1).expand(-1, heads.shape[1], -1, -1) for part in (k, v))
+            mixed = functional.scaled_dot_product_attention(heads, k, v, read.visible, is_causal=read.causal, scale=scale)
+            seen.copy_(mixed.permute(2, 0, 1, 3).reshape_as(seen))
+    return out
+
+
+def _gather(cache: torch.Tensor, read: Read, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What a read sees of keys or values: [kv_heads, keys, head_dim]."""
+    seen = cache.index_select(0, read.blocks).transpose(0, 1).flatten(1, 2)[:, read.keys]
+    if cache.dtype == dtype:
+        return seen
+    return (seen.float() if scale is None else seen.float() * scale[:, None, None]).to(dtype)
+
+
+def _attend(
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, read: Read, scale: float, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention written out, in fp32, for what torch's own cannot do: query [n, heads, D], k and v as gathered."""
+    count, heads, dim = query.shape
+    scores = query.reshape(count, len(k), -1, dim).permute(1, 2, 0, 3).float() @ k.float().unsqueeze(1).mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = read.visible
+    if read.causal:
+        visible = torch.ones(count, count, dtype=torch.bool, device=scores.device).tril()
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(len(k), -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    return (weights @ v.float().unsqueeze(1)).permute(2, 0, 1, 3).reshape(count, heads, -1).to(query.dtype)

@@ -6,6 +6,9 @@ import math
 
 import torch
 
+from chairlift.layers.attention import AttentionPlan, Scales, write_kv
+from chairlift.layers.norm import rms_norm
+
 
 def inverse_frequencies(
     head_dim: int,
@@ -32,14 +35,43 @@ def inverse_frequencies(
     return frequencies
 
 
-def rotations(positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cosines and signed sines that `rotate` wants, each [tokens, 1, head_dim], for integer positions [tokens]."""
+def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cosines and sines by which tokens at integer positions [tokens] turn, each fp32 [tokens, head_dim / 2]."""
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
-    cosines, sines = angles.cos(), angles.sin()
-    return torch.cat((cosines, cosines), -1).unsqueeze(1).to(dtype), torch.cat((-sines, sines), -1).unsqueeze(1).to(dtype)
+    return angles.cos(), angles.sin()
 
 
-def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Turns heads [tokens, heads, head_dim], whose pairs are (i, i + head_dim / 2)."""
-    # Rolling by half swaps the halves; the sign that a rotation needs is in the sines.
-    return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), sines)
+    cosines, sines = (part.unsqueeze(1).to(x.dtype) for part in rotation)
+    low, high = x.chunk(2, -1)
+    return torch.cat((low * cosines - high * sines, high * cosines + low * sines), -1)
+
+
+def rope_write(
+    qkv: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    scales: Scales | None = None,
+) -> torch.Tensor:
+    """Turns the queries and keys of qkv [tokens, heads + 2 * kv_heads, head_dim], stores keys and values as `write_kv` does.
+
+    With `norms`, [head_dim] for queries and for keys, each head is first scaled to root mean square 1, then by its norm (Qwen3).
+    Returns the queries [tokens, heads, head_dim]; what qkv holds then means nothing.
+    """
+    if qkv.is_cuda:
+        # Triton exists only where there is a GPU to use it.
+        from chairlift.kernels import rope_write as kernel
+
+        return kernel.rope_write(qkv, *rotation, keys, values, plan.slots, norms=norms, eps=eps, scales=scales)
+    kv_heads = keys.shape[1]
+    q, k, v = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads], qkv[:, -kv_heads:]
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    write_kv(rotate(k, rotation), v, keys, values, plan, scales=scales)
+    return rotate(q, rotation)

@@ -1,0 +1,188 @@
+"""Between a layer's first product and its attention, on the GPU: heads are normalised, turned, and stored in the cache, in one pass."""
+
+# Triton has no types: mypy checks the launchers alone.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type,misc"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from chairlift.kernels.write_kv import store_heads, write_kv_reference
+
+
+@triton.jit
+def _turned(low, high, norm_ptr, eps, cosines, sines, pair, pairs, half: tl.constexpr):
+    """Both halves of heads, [heads, pairs] each, normalised if there is a norm, and turned."""
+    if norm_ptr is not None:
+        low_norm = tl.load(norm_ptr + pair, mask=pairs, other=0.0).to(tl.float32)
+        high_norm = tl.load(norm_ptr + half + pair, mask=pairs, other=0.0).to(tl.float32)
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * half) + eps)[:, None]
+        low, high = low * scale * low_norm, high * scale * high_norm
+    return low * cosines - high * sines, high * cosines + low * sines
+
+
+@triton.jit
+def _store(
+    cache_ptr, low, high, scale_ptr, slot, head, pair, mask, heads, half, block_stride, head_stride, offset_stride, block_size: tl.constexpr
+):
+    """Stores both halves of a token's heads (see `store_heads`)."""
+    store_heads(cache_ptr, low, scale_ptr, slot, head, pair, mask, heads, block_stride, head_stride, offset_stride, block_size)
+    store_heads(cache_ptr, high, scale_ptr, slot, head, half + pair, mask, heads, block_stride, head_stride, offset_stride, block_size)
+
+
+@triton.jit
+def _rope_write_kernel(
+    qkv_ptr,
+    cosines_ptr,
+    sines_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    slots_ptr,
+    eps,
+    qkv_token,
+    keys_block,
+    keys_head,
+    keys_offset,
+    values_block,
+    values_head,
+    values_offset,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    half: tl.constexpr,
+    block_size: tl.constexpr,
+    head_block: tl.constexpr,
+    pair_block: tl.constexpr,
+):
+    # A program has some heads of one token, all of one kind: first come the programs of queries, then those of keys and of values.
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    query_parts: tl.constexpr = (heads + head_block - 1) // head_block
+    kv_parts: tl.constexpr = (kv_heads + head_block - 1) // head_block
+    # Broadcast before they are read: each lane loads what it needs of a vector for all heads, and none waits for another.
+    pair = tl.broadcast_to(tl.arange(0, pair_block)[None, :], (head_block, pair_block))
+    pairs = pair < half
+    cosines = tl.load(cosines_ptr + token * half + pair, mask=pairs, other=0.0)
+    sines = tl.load(sines_ptr + token * half + pair, mask=pairs, other=0.0)
+    if part < query_parts:
+        head = part * head_block + tl.arange(0, head_block)[:, None]
+        mask = (head < heads) & pairs
+        places = qkv_ptr + token * qkv_token + head * (2 * half) + pair
+        low = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(places + half, mask=mask, other=0.0).to(tl.float32)
+        low, high = _turned(low, high, query_norm_ptr, eps, cosines, sines, pair, pairs, half)
+        tl.store(places, low.to(qkv_ptr.dtype.element_ty), mask=mask)
+        tl.store(places + half, high.to(qkv_ptr.dtype.element_ty), mask=mask)
+    else:
+        slot = tl.load(slots_ptr + token)
+        is_key = part < query_parts + kv_parts
+        head = (part - query_parts) % kv_parts * head_block + tl.arange(0, head_block)[:, None]
+        mask = (head < kv_heads) & pairs
+        first = heads if is_key else heads + kv_heads
+        places = qkv_ptr + token * qkv_token + (first + head) * (2 * half) + pair
+        low = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(places + half, mask=mask, other=0.0).to(tl.float32)
+        if is_key:
+            low, high = _turned(low, high, key_norm_ptr, eps, cosines, sines, pair, pairs, half)
+            _store(
+                keys_ptr, low, high, key_scale_ptr, slot, head, pair, mask, kv_heads, half, keys_block, keys_head, keys_offset, block_size
+            )
+        else:
+            _store(
+                values_ptr,
+                low,
+                high,
+                value_scale_ptr,
+                slot,
+                head,
+                pair,
+                mask,
+                kv_heads,
+                half,
+                values_block,
+                values_head,
+                values_offset,
+                block_size,
+            )
+
+
+def rope_write(
+    qkv: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Turns the queries and keys of qkv [T, heads + 2 * kv_heads, D], stores keys and values, and returns the queries [T, heads, D].
+
+    `cosines` and `sines` fp32 [T, D / 2] turn the pairs (i, i + D / 2). With `norms`, [D] for queries and for keys, each head is first
+    scaled to root mean square 1, then by its norm (Qwen3). qkv may be strided along its tokens; its queries are turned in place. For
+    `keys`, `values`, `slots` and `scales` see `write_kv`; here both are D wide. A token whose slot is -1 has its queries turned alone.
+    """
+    tokens, all_heads, dim = qkv.shape
+    kv_heads = keys.shape[1]
+    heads, half = all_heads - 2 * kv_heads, dim // 2
+    pair_block = triton.next_power_of_2(half)
+    # 512 pairs a program: 8 a lane of its 2 warps, which are twice 16 bytes of halves.
+    head_block = min(max(512 // pair_block, 1), triton.next_power_of_2(heads))
+    grid = (tokens, triton.cdiv(heads, head_block) + 2 * triton.cdiv(kv_heads, head_block))
+    _rope_write_kernel[grid](
+        qkv,
+        cosines,
+        sines,
+        *(norms or (None, None)),
+        keys,
+        values,
+        *(scales or (None, None)),
+        slots,
+        eps,
+        qkv.stride(0),
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        heads=heads,
+        kv_heads=kv_heads,
+        half=half,
+        block_size=keys.shape[2],
+        head_block=head_block,
+        pair_block=pair_block,
+        num_warps=2,
+    )
+    return qkv[:, :heads]
+
+
+def rope_write_reference(
+    qkv: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The same in torch, for tests: fp32 until numbers are stored."""
+    kv_heads = keys.shape[1]
+    heads = qkv.shape[1] - 2 * kv_heads
+    turned = []
+    for part, norm in zip((qkv[:, :heads], qkv[:, heads : heads + kv_heads]), norms or (None, None), strict=True):
+        wide = part.float()
+        if norm is not None:
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.float()
+        low, high = wide.chunk(2, -1)
+        cos, sin = cosines.unsqueeze(1), sines.unsqueeze(1)
+        turned.append(torch.cat((low * cos - high * sin, high * cos + low * sin), -1))
+    qkv[:, :heads] = turned[0].to(qkv.dtype)
+    write_kv_reference(turned[1], qkv[:, heads + kv_heads :], keys, values, slots, scales)
+    return qkv[:, :heads]

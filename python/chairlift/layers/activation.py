@@ -1,0 +1,20 @@
+"""The activation in the middle of a gated network."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Maps contiguous gate_up [rows, 2 * columns] to activation(gate) * up [rows, columns].
+
+    The activation is silu or gelu_tanh, which is GELU by its approximation with tanh.
+    """
+    if gate_up.is_cuda:
+        # Triton exists only where there is a GPU to use it.
+        from chairlift.kernels import act_mul as kernel
+
+        return kernel.act_mul(gate_up, activation)
+    gate, up = gate_up.chunk(2, -1)
+    return (functional.gelu(gate, approximate="tanh") if activation == "gelu_tanh" else functional.silu(gate)).mul_(up)

@@ -1,0 +1,106 @@
+"""What sm_90 makes of the kernels of a layer beside attention, for the shapes of well-known models."""
+
+import pytest
+from sm90 import Compiled, compiled
+from triton import next_power_of_2
+
+from chairlift.kernels import act_mul, copy_blocks, resolve, rms_norm, rope_write, write_kv
+
+
+def assert_wide(made: Compiled) -> None:
+    """No lane moves less than 16 bytes at once."""
+    assert made.spilled == 0
+    assert set(made.loads) == set(made.stores) == {16}
+
+
+@pytest.mark.parametrize(
+    ("columns", "warps", "weight", "residual", "inner"),
+    [(4096, 16, "bf16", False, False), (4096, 16, "bf16", True, False), (576, 4, "bf16", True, False), (3584, 16, "fp32", True, True)],
+    ids=["alone", "with a sum", "smollm2", "gemma-2"],
+)
+def test_rms_norm(columns, warps, weight, residual, inner):
+    made = compiled(
+        rms_norm._rms_norm_kernel,
+        {
+            "out_ptr": "*bf16:16",
+            "x_ptr": "*bf16:16",
+            "weight_ptr": f"*{weight}:16",
+            "residual_ptr": "*bf16:16" if residual else None,
+            "inner_ptr": f"*{weight}:16" if inner else None,
+            "eps": "fp32",
+            "columns": "i32:16",
+            "block": next_power_of_2(columns),
+        },
+        num_warps=warps,
+    )
+    assert_wide(made)
+    assert made.registers <= 64
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_act_mul(gelu):
+    pointers = {"out_ptr": "*bf16:16", "gate_up_ptr": "*bf16:16", "columns": "i32:16"}
+    made = compiled(act_mul._act_mul_kernel, pointers | {"root": act_mul.ROOT, "gelu": gelu, "block": act_mul.BLOCK})
+    assert_wide(made)
+    assert made.registers <= 40
+
+
+STRIDES = dict.fromkeys((f"{part}_{stride}" for part in ("keys", "values") for stride in ("block", "head", "offset")), "i32:16")
+
+CACHES = {"bf16": {"keys_ptr": "*bf16:16", "values_ptr": "*bf16:16", "key_scale_ptr": None, "value_scale_ptr": None}}
+CACHES |= {"fp8": {"keys_ptr": "*fp8e4nv:16", "values_ptr": "*fp8e4nv:16", "key_scale_ptr": "*fp32:16", "value_scale_ptr": "*fp32:16"}}
+
+HEADS = {
+    "llama-3.1-8b": (32, 8, 128, False),
+    "smollm2-135m": (9, 3, 64, False),
+    "qwen3-8b": (32, 8, 128, True),
+    "gemma-3-4b": (8, 4, 256, True),
+}
+"""Heads, KV heads, dimensions of a head, and whether heads are normalised."""
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("model", HEADS)
+def test_rope_write(model, cache):
+    heads, kv_heads, dim, normed = HEADS[model]
+    arguments = {"qkv_ptr": "*bf16:16", "cosines_ptr": "*fp32:16", "sines_ptr": "*fp32:16", "slots_ptr": "*i32", "eps": "fp32"}
+    arguments |= dict.fromkeys(("query_norm_ptr", "key_norm_ptr"), "*bf16:16" if normed else None)
+    arguments |= CACHES[cache] | STRIDES | {"qkv_token": "i32:16", "heads": heads, "kv_heads": kv_heads, "half": dim // 2}
+    arguments |= {"block_size": 16, "pair_block": dim // 2, "head_block": min(1024 // dim, next_power_of_2(heads))}
+    made = compiled(rope_write._rope_write_kernel, arguments, num_warps=2)
+    assert made.spilled == made.shared_memory == 0
+    assert made.registers <= 64
+    # The slot is the one narrow load, and the scale of keys and that of values. Of eight bits, 8 pairs are 8 bytes.
+    assert set(made.loads) == {16, 4}
+    assert made.loads[4] == (1 if cache == "bf16" else 5)
+    assert set(made.stores) == ({16} if cache == "bf16" else {16, 8})
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_write_kv(cache):
+    heads, dim, value_dim = 8, 192, 128
+    arguments = {"k_ptr": "*bf16:16", "v_ptr": "*bf16:16", "slots_ptr": "*i32"} | CACHES[cache] | STRIDES
+    arguments |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32:16")
+    arguments |= {"heads": heads, "key_dim": dim, "value_dim": value_dim, "block_size": 16, "head_block": 4, "dim_block": 256}
+    made = compiled(write_kv._write_kv_kernel, arguments)
+    assert made.spilled == 0
+    assert made.registers <= 64
+    assert set(made.loads) == {16, 4}
+    assert set(made.stores) == ({16} if cache == "bf16" else {8})
+
+
+def test_copy_blocks():
+    arguments = {"cache_ptr": "*i32:16", "pairs_ptr": "*i32", "count": "i32", "words": "i32:16", "block": copy_blocks.BLOCK}
+    made = compiled(copy_blocks._copy_blocks_kernel, arguments, num_warps=8)
+    assert made.spilled == 0
+    assert made.loads == {16: 1, 4: 2}
+    assert made.stores == {16: 1}
+    # Between pairs the lanes wait for each other.
+    assert "bar.sync" in made.ptx
+
+
+def test_resolve():
+    arguments = {"out_ptr": "*i32:16", "input_ids_ptr": "*i32:16", "last_token_ptr": "*i32:16", "count": "i32", "block": resolve.BLOCK}
+    made = compiled(resolve._resolve_kernel, arguments)
+    assert made.spilled == 0
+    assert made.registers <= 40
