@@ -43,6 +43,8 @@ def test_a_setting_that_cannot_work_is_named_by_its_flag(settings, says):
     [
         ({}, 64, 128),
         ({"max_num_seqs": 4}, 4, 128),
+        ({"device": "cuda"}, 256, 2048),
+        ({"device": "cuda", "max_num_batched_tokens": 100}, 100, 100),
         ({"max_num_seqs": 500}, 500, 500),
         ({"max_num_batched_tokens": 32}, 32, 32),
         ({"max_num_batched_tokens": 100, "max_num_seqs": 70}, 70, 100),

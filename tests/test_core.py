@@ -35,6 +35,24 @@ def ids(*tokens: int) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
+def test_changes_of_block_tables_are_listed_for_whoever_keeps_them_elsewhere() -> None:
+    core, step = scheduler(), arrays(table_writes=np.zeros(2 * MAX_SEQS * MAX_LEN // BLOCK, np.int32))
+    buffers, elsewhere = _core.StepBuffers(**step), np.zeros_like(step["block_tables"])
+    core.add(70, ids(5, 6, 7, 8, 9, 3, 4), 4, [], 0)
+    written = []
+    for now in range(3):
+        plan = core.plan(buffers, now)
+        assert plan is not None
+        written.append(plan.num_table_writes)
+        for place, block in step["table_writes"][: 2 * plan.num_table_writes].reshape(-1, 2):
+            elsewhere.flat[place] = block
+        assert (elsewhere == step["block_tables"]).all()
+        core.commit(plan, ids(1), now)
+    assert written == [2, 0, 1]
+    with pytest.raises(ValueError, match="table_writes has 8 entries, needs 128"):
+        core.plan(_core.StepBuffers(**arrays(table_writes=np.zeros(8, np.int32))), 9)
+
+
 def test_a_step_crosses_in_flat_arrays() -> None:
     core, step = scheduler(), arrays()
     buffers = _core.StepBuffers(**step)

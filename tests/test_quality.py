@@ -32,7 +32,7 @@ def logits(model_dir: Path, ids: list[int], **settings: str) -> torch.Tensor:
     count = len(ids)
     config = EngineConfig(device="cpu", max_model_len=1024, num_kv_blocks=65, max_num_seqs=1, max_num_batched_tokens=1024, **settings)
     runner = ModelRunner(config, model_dir)
-    buffers, places = runner.buffers, np.arange(count)
+    buffers, places = runner.buffers[0], np.arange(count)
     buffers.input_ids[:count], buffers.positions[:count] = ids, places
     buffers.block_tables[0, :64] = np.arange(1, 65)
     buffers.slots[:count] = 16 + places

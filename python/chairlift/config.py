@@ -13,6 +13,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 ENV_PREFIX = "CHAIRLIFT_"
 
 DEFAULT_SEATS, DEFAULT_STEP_TOKENS = 64, 128
+CUDA_SEATS, CUDA_STEP_TOKENS = 256, 2048
+"""A GPU is busy with no fewer, and quick enough that streams hardly notice a step of so many tokens."""
 """Sequences and tokens in one step where nobody said how many and memory is not short."""
 
 LARGEST_WEIGHT = 10_000
@@ -86,6 +88,7 @@ class EngineConfig:
         group="model",
     )
     device: str = _flag("auto", "where the model runs", choices=("auto", "cpu", "cuda"), group="model")
+    tensor_parallel_size: int = _flag(1, "devices, or processes on a CPU, that share each layer of the model", _size, group="model")
     threads: int | None = _flag(
         None,
         "threads that compute (default: one for each physical core that may be used, fewer by a container's quota or OMP_NUM_THREADS)",
@@ -113,12 +116,15 @@ class EngineConfig:
         group="model",
     )
     max_num_seqs: int | None = _flag(
-        None, f"sequences in one step (default: {DEFAULT_SEATS}, fewer where memory is short)", _size, group="scheduler"
+        None,
+        f"sequences in one step (default: {DEFAULT_SEATS}, on a CUDA device {CUDA_SEATS}; fewer where memory is short)",
+        _size,
+        group="scheduler",
     )
     max_num_batched_tokens: int | None = _flag(
         None,
         "tokens in one step: longer prompts are computed in chunks "
-        f"(default: {DEFAULT_STEP_TOKENS} or --max-num-seqs, fewer where memory is short)",
+        f"(default: {DEFAULT_STEP_TOKENS}, on a CUDA device {CUDA_STEP_TOKENS}, or --max-num-seqs; fewer where memory is short)",
         _size,
         group="scheduler",
     )
@@ -178,8 +184,9 @@ class EngineConfig:
     )
     kv_cache_dtype: str = _flag(
         "auto",
-        "how keys and values are kept: 'auto' is float32 on a CPU, and what the weights are in elsewhere",
-        choices=("auto", "float32", "float16", "int8"),
+        "how keys and values are kept: 'auto' is float32 on a CPU, and what the weights are in elsewhere; "
+        "'int8' is for CPUs, 'fp8' for CUDA devices",
+        choices=("auto", "float32", "float16", "int8", "fp8"),
         group="cache",
     )
     enable_prefix_caching: bool = _flag(True, "share the KV blocks of equal prompt beginnings", group="cache")
@@ -231,12 +238,14 @@ class EngineConfig:
     @property
     def seats(self) -> int:
         """Sequences in one step, if memory is not short."""
-        return self.max_num_seqs or min(DEFAULT_SEATS, self.max_num_batched_tokens or DEFAULT_SEATS)
+        usual = CUDA_SEATS if self.device == "cuda" else DEFAULT_SEATS
+        return self.max_num_seqs or min(usual, self.max_num_batched_tokens or usual)
 
     @property
     def step_tokens(self) -> int:
         """Tokens in one step, if memory is not short."""
-        return self.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, self.seats)
+        usual = CUDA_STEP_TOKENS if self.device == "cuda" else DEFAULT_STEP_TOKENS
+        return self.max_num_batched_tokens or max(usual, self.seats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,10 @@ class FakeEngine:
         self.scheduling = []
         self.ready_at = 0.0
 
+    @property
+    def has_work(self):
+        return bool(self.running)
+
     def compile(self, params):
         return None
 

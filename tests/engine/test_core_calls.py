@@ -10,6 +10,7 @@ from chairlift import SamplingParams, Scheduling
 from chairlift.config import EngineConfig
 from chairlift.engine import loop
 from chairlift.errors import InvalidRequest, InvalidSetting, QueueFull
+from chairlift.runner.buffers import Sampled
 
 NOW = 5_000_000
 """The clock's microseconds, in every test."""
@@ -78,7 +79,7 @@ class FakeCore:
     def commit(self, plan, sampled, now):
         self.calls.append("commit")
         ended = [{"tag": tag, "finish": "length"} for tag in plan.ending if self.live.pop(10 * tag, None)]
-        return SimpleNamespace(tags=b"tags", tokens=sampled.tobytes(), finishes=b"\2", ended=ended)
+        return SimpleNamespace(tags=b"the tags", tokens=sampled.tobytes(), finishes=b"\2", ended=ended)
 
     def tokens(self, seq):
         return np.arange(3, dtype=np.int32).tobytes(), 2
@@ -96,14 +97,14 @@ class FakeRunner:
     max_num_seqs, max_num_batched_tokens = 30, 120
     batch_invariant = False
     decisions = (("threads", "2", "why not"),)
-    buffers = SimpleNamespace(arrays=dict)
+    overlaps = False
+    buffers = (SimpleNamespace(arrays=dict, sample_rows=np.zeros(1, dtype=np.int32)),)
     model_config = SimpleNamespace(vocab_size=1000)
-    logprobs = np.array([-0.5], dtype=np.float32)
-    details, prompt_logprobs = {}, []
 
     def __init__(self, config, directory, eos, on_phase):
         self.calls = []
         self.seeds = {}
+        self.launched = 0
 
     def seat(self, row, params, tokens, prompt_len, seed, **rest):
         self.seeds[row] = seed
@@ -112,9 +113,23 @@ class FakeRunner:
     def swap(self, outs, ins):
         self.calls.append(("swap", outs, ins))
 
-    def run(self, *sizes):
-        self.calls.append("run")
-        return np.array([4], dtype=np.int32)
+    def leave(self, row):
+        self.calls.append(("leave", row))
+
+    def launch(self, turn, *sizes):
+        self.launched += 1
+        self.calls.append(f"launch {self.launched} in {turn}")
+        return self.launched
+
+    def sample(self, step):
+        self.calls.append(f"sample {step}")
+
+    def collect(self, step):
+        self.calls.append(f"collect {step}")
+        return Sampled(np.array([4], dtype=np.int32), np.array([-0.5], dtype=np.float32), {}, [])
+
+    def wait(self):
+        self.calls.append("wait")
 
 
 @pytest.fixture
@@ -139,7 +154,15 @@ def make(monkeypatch):
 
 def plan(seated=(), ending=(), swap_out=(), swap_in=()):
     return SimpleNamespace(
-        seated=seated, ending=ending, swap_out=swap_out, swap_in=swap_in, num_tokens=3, num_seqs=1, num_samples=1, num_copies=0
+        seated=seated,
+        ending=ending,
+        swap_out=swap_out,
+        swap_in=swap_in,
+        num_tokens=3,
+        num_seqs=1,
+        num_samples=1,
+        num_copies=0,
+        num_table_writes=0,
     )
 
 
@@ -253,12 +276,79 @@ def test_a_step_swaps_before_it_runs_and_expires_before_it_plans(make):
     core.expiring = [2]
     core.plans.append(plan([(0, 10, 1, 16, 250)], ending=[3], swap_out=[(5, 0)], swap_in=[(1, 6)]))
     report = engine.step()
-    assert core.calls == ["expire", "plan", "seat", ("swap", [(5, 0)], [(1, 6)]), "run", "commit"]
-    assert (report.tags, report.tokens, report.finishes) == (b"tags", b"\4\0\0\0", b"\2")
+    assert core.calls == ["expire", "plan", "seat", ("swap", [(5, 0)], [(1, 6)]), "launch 1 in 0", "sample 1", "collect 1", "commit"]
+    assert (report.tags, report.tokens, report.finishes) == (b"the tags", b"\4\0\0\0", b"\2")
     assert np.frombuffer(report.logprobs, "<f4").tolist() == [-0.5]
     assert report.started == [(1, 16, 250)]
     assert report.ended == [{"tag": 2, "finish": "deadline"}, {"tag": 3, "finish": "length"}]
     assert list(engine._live) == [1]
+
+
+def test_the_next_step_is_launched_before_this_one_is_collected_and_sampled_after(make, monkeypatch):
+    monkeypatch.setattr(FakeRunner, "overlaps", True)
+    monkeypatch.setattr(FakeRunner, "buffers", FakeRunner.buffers * 2)
+    engine = make()
+    core = engine._scheduler
+    for tag in (1, 2, 3):
+        engine.add(tag, [1, 2], SamplingParams())
+    # In the second plan 2 has taken the row of 1, which lost it, and whose last token is on its way.
+    core.plans += [plan([(0, 10, 1, 0, 0), (1, 30, 3, 0, 0)]), plan([(0, 20, 2, 0, 0)]), plan()]
+    core.plans[0].ending, core.plans[1].ending = [1], [3]
+    seated = ["seat", ("swap", (), ())]
+    assert engine.step().started == [(1, 0, 0), (3, 0, 0), (2, 0, 0)]
+    first, second = ["plan", "seat", *seated, "launch 1 in 0", "sample 1"], ["plan", *seated, "launch 2 in 1", "collect 1", "commit"]
+    assert core.calls == ["expire", *first, *second, "sample 2"]
+    core.calls.clear()
+    assert engine.step().ended == [{"tag": 3, "finish": "length"}]
+    last = ["plan", ("swap", (), ()), "launch 3 in 0", "collect 2", "commit", ("leave", 1), "sample 3"]
+    assert core.calls == ["expire", *last]
+    core.calls.clear()
+    assert engine.abort(2)
+    assert engine.has_work, "a step is under way"
+    assert engine.step() is not None
+    assert core.calls == ["expire", "plan", "collect 3", "commit"]
+    assert not engine.has_work
+    assert engine.step() is None
+
+
+@pytest.mark.parametrize("failing", ["launch", "collect", "sample"])
+def test_when_a_step_fails_all_that_are_under_way_are_committed_without_tokens(make, monkeypatch, failing):
+    monkeypatch.setattr(FakeRunner, "overlaps", True)
+    monkeypatch.setattr(FakeRunner, "buffers", FakeRunner.buffers * 2)
+    engine = make()
+    core = engine._scheduler
+    engine.add(1, [1, 2], SamplingParams())
+    core.plans += [plan([(0, 10, 1, 0, 0)]), plan(), plan()]
+    engine.step()
+    core.calls.clear()
+    committed = []
+    monkeypatch.setattr(core, "commit", lambda plan, sampled, now: committed.append((plan, sampled.tolist())) or given)
+    given = SimpleNamespace(tags=b"the tags", tokens=b"", finishes=b"", ended=[])
+    monkeypatch.setattr(engine._runner, failing, lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    # Without tokens, but for the one that was collected before the next one failed.
+    assert [tokens for _, tokens in committed] == ([[4], [-1]] if failing == "sample" else [[-1], [-1]])
+    assert len({id(plan) for plan, _ in committed}) == 2
+    assert core.calls[-1] == "wait", "the buffers may still be read"
+    assert not engine.has_work
+
+
+def test_log_probabilities_are_of_those_that_are_still_there(make, monkeypatch):
+    engine = make()
+    for tag in (1, 2, 3):
+        engine.add(tag, [1, 2], SamplingParams())
+    core = engine._scheduler
+    core.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate((1, 2, 3))]))
+    core.plans[0].num_samples = 3
+    monkeypatch.setattr(FakeRunner, "buffers", (SimpleNamespace(arrays=dict, sample_rows=np.array([2, 0, 1], dtype=np.int32)),))
+    sampled = Sampled(np.array([7, 8, 9], np.int32), np.array([-1, -2, -3], np.float32), {0: b"three", 1: b"one", 2: b"two"}, [])
+    monkeypatch.setattr(engine._runner, "collect", lambda step: sampled)
+    tags = np.array([3, 2], np.uint64).tobytes()  # 1 has left
+    monkeypatch.setattr(core, "commit", lambda *given: SimpleNamespace(tags=tags, tokens=b"", finishes=b"", ended=[]))
+    report = engine.step()
+    assert np.frombuffer(report.logprobs, "<f4").tolist() == [-1, -3]
+    assert report.details == {3: b"three", 2: b"two"}
 
 
 def test_a_step_is_none_only_if_nothing_at_all_happened(make):

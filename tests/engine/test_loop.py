@@ -30,18 +30,20 @@ def answer(engine: Engine, tag: int, prompt: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_a_step_that_fails_ends_its_requests_and_nothing_else(engine: Engine, monkeypatch: pytest.MonkeyPatch, error: type) -> None:
+@pytest.mark.parametrize(("failing", "error"), [("launch", MemoryError), ("sample", MemoryError), ("collect", KeyboardInterrupt)])
+def test_a_step_that_fails_ends_its_requests_and_nothing_else(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, failing: str, error: type
+) -> None:
     expected = answer(engine, 1, PROMPT)
 
-    def fail(*sizes: int) -> np.ndarray:
+    def fail(*sizes: int) -> None:
         raise error
 
-    fresh = [7 if error is MemoryError else 8, *PROMPT]  # in no cache: its blocks get their names in the step that fails
+    fresh = [ord(failing[0]), *PROMPT]  # in no cache: its blocks get their names in the step that fails
     engine.add(2, fresh, GREEDY)
     engine.add(3, PROMPT, GREEDY)
     with monkeypatch.context() as broken:
-        broken.setattr(engine._runner, "run", fail)
+        broken.setattr(engine._runner, failing, fail)
         with pytest.raises(error):
             engine.step()
     assert not engine.has_work
@@ -122,5 +124,5 @@ def test_each_stage_of_a_step_is_told(engine: Engine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine, "_scheduler", Spy(engine._scheduler))
     monkeypatch.setattr(engine, "_runner", Spy(engine._runner))
     answer(engine, 1, PROMPT)
-    for call, stage in (("plan", "plan"), ("expire", "plan"), ("seat", "run"), ("run", "run"), ("commit", "commit")):
+    for call, stage in (("plan", "plan"), ("expire", "plan"), ("seat", "run"), ("launch", "run"), ("collect", "run"), ("commit", "commit")):
         assert {at for name, at in seen if name == call} == {stage}

@@ -69,6 +69,31 @@ def test_sliding_windows_are_per_layer():
     assert parse(**qwen, use_sliding_window=True, layer_types=types).windows == (8, None, 8)
 
 
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3"])
+def test_what_transformers_writes_of_gemma_by_default_is_read(name, tmp_path):
+    architecture = f"{name}ForCausalLM"
+    theirs = getattr(transformers, architecture).config_class(architectures=[architecture], num_hidden_layers=7)
+    theirs.save_pretrained(tmp_path)
+    ours = ModelConfig.load(tmp_path)
+    # And where its config.json is silent.
+    assert ModelConfig.parse({name: getattr(theirs, name) for name in BASE}) == ours
+    assert ours.windows == tuple(4096 if kind == "sliding_attention" else None for kind in theirs.layer_types)
+    assert (ours.num_kv_heads, ours.head_dim, ours.attention_scale) == (4, 256, theirs.query_pre_attn_scalar**-0.5)
+    assert (ours.attention_softcap, ours.final_softcap) == (theirs.attn_logit_softcapping, theirs.final_logit_softcapping)
+    assert (ours.activation, ours.embedding_scale, ours.norm_offset) == ("gelu_tanh", theirs.hidden_size**0.5, 1.0)
+    assert (ours.tie_word_embeddings, ours.post_norms, ours.qk_norm) == (True, True, name == "Gemma3")
+    assert (ours.rope.theta, ours.local_rope.theta) == ((1e6, 1e4) if name == "Gemma3" else (1e4, 1e4))
+
+
+def test_both_spellings_of_ropes_by_kind_of_layer_are_read():
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 4}
+    old = {"rope_theta": 2e6, "rope_local_base_freq": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    new = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}, "sliding_attention": {"rope_theta": 500.0}}
+    for config in (parse(**gemma, **old), parse(**gemma, rope_parameters=new)):
+        assert config.rope == RopeConfig(theta=2e6, kind="linear", factor=8.0)
+        assert config.local_rope == RopeConfig(theta=500.0)
+
+
 def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
     for name in ("dtype", "torch_dtype"):
         (tmp_path / "config.json").write_text(json.dumps(BASE | {name: "bfloat16"}))
@@ -78,13 +103,19 @@ def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel is not supported \(supported: LlamaForCausalLM, .*Qwen3ForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            r"GPT2LMHeadModel has no code of ours \(there is for LlamaForCausalLM, .*Qwen3ForCausalLM",
+        ),
         ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"'yarn' is not supported \(supported: default, linear, llama3\)"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"'yarn' has no code of ours \(there is for default, linear, llama3\)"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"hidden_act": "gelu"}, "'gelu' has no code of ours"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"use_bidirectional_attention": True}, "later tokens"),
+        ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "'gelu' has no code of ours"),
+        ({"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": "30"}, "must be a positive number or null, got '30'"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
         ({"hidden_size": 60, "num_attention_heads": 4}, "head_dim must be even"),

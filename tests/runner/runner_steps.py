@@ -41,7 +41,7 @@ class Driver:
 
     def step(self, chunks: list[tuple[Riding, int]], copies: list[tuple[int, int]] = ()) -> list[int]:
         """Computes so many more tokens of each, sampling those that reach their end; the sampled tokens are appended."""
-        buffers, size = self.runner.buffers, self.runner.block_size
+        buffers, size = self.runner.buffers[0], self.runner.block_size
         at, samples = 0, []
         buffers.query_starts[0] = 0
         for i, (riding, count) in enumerate(chunks):
@@ -64,7 +64,8 @@ class Driver:
                 buffers.sample_rows[len(samples)] = riding.row
                 samples.append(riding)
         buffers.copies[: 2 * len(copies)] = np.array(copies, dtype=np.int32).reshape(-1)
-        sampled = self.runner.run(at, len(chunks), len(samples), len(copies)).tolist()
+        self.sampled = self.runner.run(at, len(chunks), len(samples), len(copies))
+        sampled = self.sampled.tokens.tolist()
         for riding, token, logits in zip(samples, sampled, self.logits, strict=True):
             riding.logits.append(logits)
             riding.tokens.append(token)

@@ -95,13 +95,52 @@ def test_reasons_say_what_it_costs():
     ("checkpoint", "kept"), [("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"), (None, "bfloat16")]
 )
 def test_a_cuda_device_keeps_all_as_the_checkpoint_does(checkpoint, kept):
-    assert decided(dtype=checkpoint, device="cuda") == Precision(kept, "none", kept)
+    assert decided(dtype=checkpoint, device="cuda") == Precision(kept, "none", kept, kept)
 
 
-def test_a_cuda_device_keeps_one_form_and_quantises_nothing():
+def test_a_cuda_device_keeps_one_form_but_may_have_kv_in_8_bits():
     config = EngineConfig(device="cuda", dtype="float16", kv_cache_dtype="float16", quantization="none")
-    assert decide(config, MODEL, 0) == Precision("float16", "none", "float16")
-    with pytest.raises(InvalidSetting, match="--quantization int8 is for --device cpu"):
+    assert decide(config, MODEL, 0) == Precision("float16", "none", "float16", "float16")
+    assert decided(dtype="bfloat16", device="cuda", kv_cache_dtype="fp8") == Precision("bfloat16", "none", "fp8", "bfloat16")
+    with pytest.raises(
+        InvalidSetting, match="--quantization int8 is for what Rust computes on a CPU, and not for LlamaForCausalLM on cuda"
+    ):
         decided(device="cuda", quantization="int8")
-    with pytest.raises(InvalidSetting, match=r"--kv-cache-dtype int8: .* form of the weights so far, float32"):
+    with pytest.raises(InvalidSetting, match=r"--kv-cache-dtype int8: torch keeps KV in the form of the weights, float32, or .* in fp8"):
         decided(device="cuda", kv_cache_dtype="int8")
+    with pytest.raises(InvalidSetting, match="fp8 is for CUDA devices: int8 takes as little on a CPU"):
+        decided(kv_cache_dtype="fp8")
+
+
+def in_torch(available: int = 10**12, model=MODEL, **settings: str) -> Precision:
+    return decide(EngineConfig(**{"device": "cpu"} | settings), model, available, in_torch=True)
+
+
+def test_torch_on_a_cpu_has_fp32_where_it_fits():
+    assert in_torch(model=replace(MODEL, dtype="bfloat16")) == Precision("float32", "none", "float32")
+    whole, half = weight_bytes(LARGE, "float32"), weight_bytes(LARGE, "bfloat16")
+    assert in_torch(whole + ROOM, LARGE).weights == "float32"
+    short = in_torch(whole + ROOM - 1, LARGE)
+    assert short == Precision("bfloat16", "none", "bfloat16", "bfloat16")
+    assert reasons(short)["weights"].startswith("bfloat16: slower and less exact; in float32 they would take 29.9 GiB, and 30.4 GiB")
+    with pytest.raises(InvalidSetting, match=r"the weights take 29.9 GiB, in bfloat16 15.0 GiB, and"):
+        in_torch(half - 1, LARGE)
+    assert in_torch(0, LARGE, dtype="float16") == Precision("float16", "none", "float16", "float16")
+
+
+def test_torch_on_a_cpu_does_not_do_what_rust_does():
+    with pytest.raises(InvalidSetting, match="--quantization int8 is for what Rust computes on a CPU, and not for LlamaForCausalLM on cpu"):
+        in_torch(quantization="int8")
+    for form in ("int8", "float16", "fp8"):
+        with pytest.raises(InvalidSetting, match=f"--kv-cache-dtype {form}: torch keeps KV in the form of the weights, float32"):
+            in_torch(kv_cache_dtype=form)
+
+
+def test_a_quantised_checkpoint_is_computed_with_in_its_own_dtype():
+    model = replace(MODEL, quantization="gptq", dtype="float16")
+    for device in ("cpu", "cuda"):
+        kept = in_torch(0, model, device=device)
+        assert kept == Precision("float16", "gptq", "float16", "float16")
+        assert reasons(kept) == {"weights": "gptq, in float16: as in the checkpoint", "KV form": "float16: as what is computed in"}
+    # Random weights are not quantised.
+    assert in_torch(10**12, model, load_format="dummy") == Precision("float32", "none", "float32")

@@ -1,26 +1,44 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from chairlift.outputs import TokenLogprobs
-from chairlift.runner.choice import choose, choose_in_torch
-from chairlift.runner.logprobs import score, score_in_torch
+from chairlift.runner.device_sampler import DeviceSampler
 from chairlift.runner.philox import philox, uniforms
 from chairlift.runner.sampler import FAILED, Sampler
 from chairlift.sampling import SamplingParams
 
 DRAWS = 4000
-ROUNDS = (100, 350)
-"""Candidates of the first rounds here: few enough that a small vocabulary needs all of them, and a third."""
+HEAD = 100
+"""The likeliest tokens, beyond which few are drawn."""
+VOCABULARY = 600
+"""Where penalties meet the device's way."""
 
 
 def empty() -> np.ndarray:
     return np.zeros(0, dtype=np.int32)
 
 
+class AtOnce(Sampler):
+    """Takes tokens as soon as they are asked for."""
+
+    there = False
+
+    def __init__(self, max_seqs: int, device: torch.device) -> None:
+        super().__init__(max_seqs, device, DeviceSampler(max_seqs, VOCABULARY, device) if self.there else None)
+
+    def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        ours, places = (torch.from_numpy(values.astype(np.int32)) for values in (rows, positions))
+        step = SimpleNamespace(sample_at=torch.arange(len(rows)), sample_rows=ours, positions=places - 1)
+        tokens, self.logprobs, self.details = self.take(self.draw(logits, rows, positions, step))
+        return tokens
+
+
 def sampler(*params: SamplingParams, seeds: tuple[int, ...] = ()) -> Sampler:
-    made = Sampler(max(len(params), 1), torch.device("cpu"))
+    made = AtOnce(max(len(params), 1), torch.device("cpu"))
     for row, one in enumerate(params):
         made.seat(row, one, empty(), 0, seeds[row] if seeds else row)
     return made
@@ -61,11 +79,10 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=[choose, choose_in_torch])
+@pytest.fixture(params=[False, True], ids=["host", "device"])
 def chooser(request, monkeypatch):
-    """Each way in which tokens are chosen: that of this device, and that of others."""
-    monkeypatch.setattr("chairlift.runner.choice.CANDIDATES", ROUNDS)
-    monkeypatch.setattr("chairlift.runner.sampler.choose", request.param)
+    """Each way in which tokens are chosen: that of the host, and that of devices."""
+    monkeypatch.setattr(AtOnce, "there", request.param)
 
 
 @pytest.mark.usefixtures("chooser")
@@ -78,7 +95,7 @@ def test_draws_follow_the_distribution(settings, vocabulary):
     assert not counts[expected == 0].any()
     # The seed is fixed, so this either holds or not: five standard deviations for each token, and for the tail together.
     assert (np.abs(counts - DRAWS * expected) <= 5 * np.sqrt(DRAWS * expected * (1 - expected)) + 2).all()
-    tail = np.argsort(-expected)[ROUNDS[0] :]
+    tail = np.argsort(-expected)[HEAD:]
     mass = expected[tail].sum()
     assert abs(counts[tail].sum() - DRAWS * mass) <= 5 * np.sqrt(DRAWS * mass) + 1e-9
 
@@ -114,27 +131,7 @@ def test_equal_seeds_draw_equally_whatever_the_batch():
         assert alone.tolist() == [together[row]]
 
 
-def test_devices_choose_the_same_tokens():
-    settings = [{"temperature": 1.0} | CASES[i % len(CASES)] for i in range(60)]
-    logits = torch.randn(60, 20_000, generator=torch.Generator().manual_seed(0)) * 2.5
-    columns = [
-        np.array([one.get(name, off) for one in settings])
-        for name, off in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
-    ]
-    uniform = np.random.default_rng(0).random(60)
-    assert choose(logits, *columns, uniform).tolist() == choose_in_torch(logits, *columns, uniform).tolist()
-
-
-@pytest.mark.parametrize("count", [0, 5, 300])
-def test_devices_give_the_same_scores(count):
-    logits = torch.randn(20, 20_000, generator=torch.Generator().manual_seed(0)) * 2.5
-    tokens = torch.arange(20) * 999
-    found, expected = score(logits, tokens, count), score_in_torch(logits, tokens, count)
-    logprobs = [1, *range(3 + count, 3 + 2 * count)]
-    assert np.abs(found[:, logprobs].view(np.float32) - expected[:, logprobs].view(np.float32)).max() < 1e-5
-    assert np.delete(found, logprobs, 1).tolist() == np.delete(expected, logprobs, 1).tolist()
-
-
+@pytest.mark.usefixtures("chooser")
 def test_seeds_and_positions_change_the_draw():
     logits = torch.zeros(64, 1000)
     made = sampler(*[SamplingParams()] * 64)
@@ -145,7 +142,7 @@ def test_seeds_and_positions_change_the_draw():
 
 @pytest.mark.usefixtures("chooser")
 def test_rows_that_are_not_finite_fail_and_harm_nobody():
-    logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams(temperature=float(row % 2), repetition_penalty=1.1, presence_penalty=0.5) for row in range(6)]
     healthy = sampler(*params).sample(logits.clone(), np.arange(6), np.arange(6))
     logits[0, 17] = logits[1, 300] = float("nan")
@@ -256,10 +253,11 @@ class Deaf(Alternating):
         raise RuntimeError("no token")
 
 
+@pytest.mark.usefixtures("chooser")
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 @pytest.mark.parametrize("vocabulary", [50, 64, 4999])
 def test_matchers_bound_what_is_drawn_and_hear_of_it(temperature, vocabulary):
-    made = Sampler(4, torch.device("cpu"))
+    made = AtOnce(4, torch.device("cpu"))
     one, seated_again = Alternating(), Alternating()
     for row, matcher, tokens in ((0, None, []), (1, one, []), (2, seated_again, [9, 4])):
         made.seat(row, SamplingParams(temperature=temperature), np.array(tokens, dtype=np.int32), min(1, len(tokens)), row, matcher=matcher)
@@ -278,7 +276,7 @@ def test_matchers_bound_what_is_drawn_and_hear_of_it(temperature, vocabulary):
 
 
 def test_a_matcher_that_raises_ends_its_own_row_only():
-    made = Sampler(4, torch.device("cpu"))
+    made = AtOnce(4, torch.device("cpu"))
     for row, matcher in enumerate((Maskless(), None, Deaf(), Alternating())):
         made.seat(row, SamplingParams(), empty(), 0, row, matcher=matcher)
     logits = torch.randn(4, 70, generator=torch.Generator().manual_seed(0))
@@ -343,9 +341,10 @@ FEATURES = {
 }
 
 
+@pytest.mark.usefixtures("chooser")
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_neighbour_changes_nothing(name):
-    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * 2
+    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 2
     plain = [SamplingParams(temperature=temperature) for temperature in (0.0, 1.0, 0.0, 1.0)]
     rows, positions = np.arange(4), np.arange(4)
     expected = sampler(*plain).sample(logits.clone(), rows, positions)

@@ -18,6 +18,10 @@ SHAPE = {
     "bos_token_id": 1,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+GEMMA = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
+GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
+ROPES |= {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 
 FAMILIES = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
@@ -28,15 +32,18 @@ FAMILIES = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", {**GEMMA, "rope_parameters": ROPES, "final_logit_softcapping": 3.0}),
 }
 
 
 def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, **save: object) -> torch.nn.Module:
     """Writes the model to the directory, and returns it."""
     family, settings = FAMILIES[name]
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings}, attn_implementation="eager")
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    config = model_class.config_class(**{**SHAPE, **settings}, attn_implementation="eager")
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = model_class(config).eval()
     for parameter_name, parameter in model.named_parameters():
         # Biases start at zero and norms at one: a mistake with them would go unseen.
         if parameter_name.endswith("bias") or "norm" in parameter_name:

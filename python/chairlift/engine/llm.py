@@ -126,6 +126,8 @@ class LLM:
         finally:
             for tag in running:
                 self._engine.abort(tag)
+            while self._engine.has_work:  # a step may be under way though nobody waits for it
+                self._engine.step()
         return list(outputs.values())
 
     def _step(self, running: dict[int, Request], outputs: dict[int, RequestOutput], bar: _Bar) -> None:

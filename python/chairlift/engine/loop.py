@@ -1,4 +1,4 @@
-"""The engine's loop: intake, plan, run, commit, emit; synchronous, and on one thread."""
+"""The engine's loop: intake, plan, run, commit, emit; on one thread, though a device may run one step while the next is planned."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import eos_token_ids, tokenizer_file
 
 if TYPE_CHECKING:
+    from chairlift.runner.buffers import Sampled
     from chairlift.runner.matcher import Matcher
     from chairlift.runner.runner import ModelRunner
 
@@ -50,6 +52,20 @@ class _Seat:
     """Shared by the sequences of a request; None if the prompt's log-probabilities were not asked for."""
     matcher: Callable[[], Matcher] | None = None
     """Makes a matcher at the beginning of the answer, for each row that the sequence takes; None if its form is free."""
+    row: int | None = None
+    """The row that it has, or had last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that the runner has been given, until its tokens are committed."""
+
+    step: Any
+    """What the runner knows it by."""
+    tags: np.ndarray
+    """Whose samples they are, u64: by the commit some of them may have left, and others may have their rows."""
+    failed: np.ndarray | None
+    """Which samples are of sequences that cannot be sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +116,12 @@ class Engine:
             swap_ns_per_block=runner.swap_ns_per_block,
             journal=config.journal is not None,
         )
-        self._buffers = _core.StepBuffers(**runner.buffers.arrays())
+        self._buffers = [_core.StepBuffers(**buffers.arrays()) for buffers in runner.buffers]
+        self._turn = 0  # which of the buffers the next step goes through
+        self._plans: deque[_core.StepPlan] = deque()  # those that are not committed, the oldest first
+        self._flight: _Flight | None = None
         self._live: dict[int, _Seat] = {}
+        self._tags = np.zeros(runner.max_num_seqs, dtype=np.uint64)  # who had each row last
         self._own_salts = itertools.count()
         self._failed_rows: set[int] = set()  # their sequences cannot be sampled, and end with an error when they should be
         self.stage = "idle", time.monotonic()
@@ -125,8 +145,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._live)
+        """Whether any request is unfinished, or any step."""
+        return bool(self._live or self._plans)
 
     def compile(self, params: SamplingParams) -> Future[Grammar] | None:
         """The grammar that a request needs, as soon as another thread has compiled it; None if it needs none. Raises QueueFull."""
@@ -186,44 +206,46 @@ class Engine:
     def step(self) -> StepReport | None:
         """Ends what has missed its deadline, and runs the model once over whatever the scheduler chose; None when there was neither.
 
-        What the runner raises ends every request, and goes on to the caller; the engine can be used again.
+        Where a device runs steps while the host goes on, the next step is planned and launched before the tokens of this one are
+        waited for. What the runner raises ends every request, and goes on to the caller; the engine can be used again.
         """
         self.stage = "plan", time.monotonic()
         now = _now()
         expired = self._scheduler.expire(now)
         for ledger in expired:
             del self._live[ledger["tag"]]
-        plan = self._scheduler.plan(self._buffers, now)
-        if plan is None:
-            self._record()
-            return StepReport(ended=expired) if expired else None
-        started = []
-        self.stage = "run", time.monotonic()
+        started: list[tuple[int, int, int]] = []
         try:
-            for row, seq, tag, cached_tokens, queued in plan.seated:
-                self._take_seat(row, seq, tag)
-                started.append((tag, cached_tokens, queued))
-            self._runner.swap(plan.swap_out, plan.swap_in)
-            sampled = self._runner.run(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies)
-            if self._failed_rows:
-                sampled[np.isin(self._runner.buffers.sample_rows[: plan.num_samples], list(self._failed_rows))] = -1
+            flight = self._flight or self._launch(now, started)
+            if flight is None:
+                self._record()
+                return StepReport(ended=expired) if expired else None
+            if self._flight is None:
+                self._runner.sample(flight.step)
+            self._flight = self._launch(now, started) if self._runner.overlaps else None
+            self.stage = "run", time.monotonic()
+            sampled = self._runner.collect(flight.step)
+            if flight.failed is not None:
+                sampled.tokens[flight.failed] = -1
         except BaseException:
-            # Aborted before the commit: then no block keeps a name that rests on a step which never ran.
-            for tag in list(self._live):
-                self.abort(tag)
-            self._scheduler.commit(plan, np.full(plan.num_samples, -1, dtype=np.int32), _now())
+            self._abandon()
             raise
         self.stage = "commit", time.monotonic()
-        outputs = self._scheduler.commit(plan, sampled, _now())
+        outputs = self._scheduler.commit(self._plans.popleft(), sampled.tokens, _now())
         for ledger in outputs.ended:
-            del self._live[ledger["tag"]]
+            self._leave(ledger["tag"])
+        if self._flight is not None:
+            # Only now do grammars and biases know of the last tokens, and the runner who has ended: the device is at the pass meanwhile.
+            self.stage = "run", time.monotonic()
+            try:
+                self._runner.sample(self._flight.step)
+            except BaseException:
+                self._abandon()
+                raise
         self._record()
-        # One token a sample, in their order, since nobody leaves or drafts between plan and commit.
-        runner = self._runner
-        details = {int.from_bytes(outputs.tags[8 * at : 8 * at + 8], "little"): line for at, line in runner.details.items()}
+        logprobs, details = _told(sampled, flight.tags, outputs.tags)
         ended = [*expired, *outputs.ended]
-        logprobs, prompts = runner.logprobs.tobytes(), runner.prompt_logprobs
-        return StepReport(outputs.tags, outputs.tokens, outputs.finishes, logprobs, started, ended, details, prompts)
+        return StepReport(outputs.tags, outputs.tokens, outputs.finishes, logprobs, started, ended, details, sampled.prompts)
 
     def wakes_in(self) -> float | None:
         """After a step that gave None: seconds until one may give something though nothing was added; None for never."""
@@ -304,10 +326,46 @@ class Engine:
             return (scheduling.cache_salt or "").encode()
         return b"\xff" + next(self._own_salts).to_bytes(8)
 
+    def _launch(self, now: int, started: list[tuple[int, int, int]]) -> _Flight | None:
+        """Plans a step and gives it to the runner, all but its sample; None if there is nothing to run. Adds to `started` who begins."""
+        self.stage = "plan", time.monotonic()
+        plan = self._scheduler.plan(self._buffers[self._turn], now)
+        if plan is None:
+            return None
+        self._plans.append(plan)
+        self.stage = "run", time.monotonic()
+        for row, seq, tag, cached_tokens, queued in plan.seated:
+            self._take_seat(row, seq, tag)
+            started.append((tag, cached_tokens, queued))
+        self._runner.swap(plan.swap_out, plan.swap_in)
+        sizes = plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies, plan.num_table_writes
+        step = self._runner.launch(self._turn, *sizes)
+        rows = self._runner.buffers[self._turn].sample_rows[: plan.num_samples]
+        self._turn = (self._turn + 1) % len(self._buffers)
+        return _Flight(step, self._tags[rows], np.isin(rows, list(self._failed_rows)) if self._failed_rows else None)
+
+    def _leave(self, tag: int) -> None:
+        """Forgets a sequence that came to its end, and has its row left, unless that is somebody else's already."""
+        row = self._live.pop(tag).row
+        if row is not None and self._tags[row] == tag:
+            self._runner.leave(row)
+
+    def _abandon(self) -> None:
+        """Ends every request and every step, none of which will be collected."""
+        # Aborted before the commit: then no block keeps a name that rests on a step which never ran.
+        for tag in list(self._live):
+            self.abort(tag)
+        self._flight = None
+        while self._plans:
+            plan = self._plans.popleft()
+            self._scheduler.commit(plan, np.full(plan.num_samples, -1, dtype=np.int32), _now())
+        self._runner.wait()
+
     def _take_seat(self, row: int, seq: int, tag: int) -> None:
         """Gives a sequence its row; what goes wrong with its settings there ends this sequence only."""
         tokens, prompt_len = self._scheduler.tokens(seq)
         seat, ids = self._live[tag], np.frombuffer(tokens, dtype=np.int32)
+        seat.row, self._tags[row] = row, tag
         self._failed_rows.discard(row)
         try:
             matcher = None if seat.matcher is None else seat.matcher()
@@ -336,6 +394,19 @@ def _runner(config: EngineConfig, directory: Path, eos: frozenset[int], on_phase
     from chairlift.runner.runner import ModelRunner  # torch takes seconds to import
 
     return ModelRunner(config, directory, on_phase)
+
+
+def _told(sampled: Sampled, asked: np.ndarray, given: bytes) -> tuple[bytes, dict[int, bytes]]:
+    """The log-probabilities of the tokens that were given to tags `given`, in that order, of those sampled for the tags `asked`.
+
+    Each tag has one sample at most, and those that left since the step was planned got nothing.
+    """
+    logprobs = sampled.logprobs
+    if len(given) == asked.nbytes:
+        return logprobs.tobytes(), {int(asked[at]): line for at, line in sampled.details.items()}
+    stayed = np.isin(asked, np.frombuffer(given, dtype=np.uint64))
+    kept = logprobs[stayed] if logprobs.size else logprobs
+    return kept.tobytes(), {int(asked[at]): line for at, line in sampled.details.items() if stayed[at]}
 
 
 def _refusal(error: BaseException) -> BaseException:

@@ -8,6 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.models.shape import KvSpec, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class _Gemma:
+    """What Gemma 2 and 3 do otherwise; of every `pattern` layers the last sees all of its context, the others a window."""
+
+    pattern: int
+    theta: float
+    local_theta: float
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +32,11 @@ class _Family:
     sliding_window: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    gemma: _Gemma | None = None
+
+
+class NotOurs(UnsupportedModel):
+    """A model that there is no code of ours for; transformers may have some."""
 
 
 FAMILIES = {
@@ -27,8 +44,23 @@ FAMILIES = {
     "MistralForCausalLM": _Family(kv_heads=8, max_positions=131072, sliding_window=4096),
     "Qwen2ForCausalLM": _Family(kv_heads=32, qkv_bias=True),
     "Qwen3ForCausalLM": _Family(kv_heads=32, head_dim=128, qk_norm=True),
+    "Gemma2ForCausalLM": _Family(
+        kv_heads=4,
+        head_dim=256,
+        max_positions=8192,
+        sliding_window=4096,
+        gemma=_Gemma(pattern=2, theta=1e4, local_theta=1e4, attention_softcap=50.0, final_softcap=30.0),
+    ),
+    "Gemma3ForCausalLM": _Family(
+        kv_heads=4,
+        head_dim=256,
+        max_positions=131072,
+        sliding_window=4096,
+        qk_norm=True,
+        gemma=_Gemma(pattern=6, theta=1e6, local_theta=1e4),
+    ),
 }
-"""The architectures that chairlift runs."""
+"""The architectures that there is code of ours for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +76,15 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ModelShape):
     """The shape of a model of the Llama family.
 
-    `windows` has one entry per layer: how many tokens back, itself included, a token sees; None is all of them.
-    `dtype` is the checkpoint's own, as a word (float32, bfloat16, float16), or None when it does not say.
+    `windows` has one entry per layer: how many tokens back, itself included, a token sees; None is all of them. Layers with a window
+    turn by `local_rope`. `activation` is silu or gelu_tanh. Scores of attention are products times `attention_scale`. A softcap c
+    makes c * tanh(x / c) of scores, or of logits. `embedding_scale` multiplies embeddings, `norm_offset` is added to the weights of
+    all norms, and with `post_norms` attention and network have one behind them too.
     """
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
@@ -67,14 +95,33 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
-    max_position_embeddings: int
-    dtype: str | None
+    local_rope: RopeConfig
+    attention_scale: float
+    attention_softcap: float | None
+    final_softcap: float | None
+    activation: str
+    embedding_scale: float
+    norm_offset: float
+    post_norms: bool
+
+    @property
+    def kv_specs(self) -> tuple[KvSpec, ...]:
+        """What each layer keeps in the KV cache."""
+        return tuple(KvSpec(self.num_kv_heads, self.head_dim, self.head_dim, window) for window in self.windows)
+
+    @property
+    def num_weights(self) -> int:
+        """How many numbers all weights have, but for biases."""
+        queries, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.hidden_size * (2 * queries + 2 * kv + 3 * self.intermediate_size + 2)
+        tables = 1 if self.tie_word_embeddings else 2
+        return self.num_layers * layer + self.hidden_size * (tables * self.vocab_size + 1)
 
     @classmethod
     def load(cls, directory: Path) -> ModelConfig:
         """Reads config.json of a checkpoint's directory.
 
-        Raises ModelNotFound when there is no readable config.json, UnsupportedModel when chairlift cannot run what it describes.
+        Raises ModelNotFound when there is no readable config.json, UnsupportedModel for what makes no sense, and NotOurs as such.
         """
         path = directory / "config.json"
         try:
@@ -89,14 +136,18 @@ class ModelConfig:
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ModelConfig:
-        """Turns the content of a config.json into a ModelConfig; raises UnsupportedModel naming what is wrong or unknown."""
+        """Turns the content of a config.json into a ModelConfig; raises UnsupportedModel naming what is wrong, NotOurs what is unknown."""
         architecture = _architecture(raw)
         family = FAMILIES[architecture]
-        activation = raw.get("hidden_act", "silu")
-        if activation not in ("silu", "swish"):
-            raise UnsupportedModel(f"hidden_act {activation!r} is not supported (supported: silu)")
+        gemma = family.gemma
+        known = ("gelu_pytorch_tanh",) if gemma else ("silu", "swish")
+        activation = (raw.get("hidden_activation") if gemma else raw.get("hidden_act")) or known[0]
+        if activation not in known:
+            raise NotOurs(f"hidden_act {activation!r} has no code of ours (there is for {known[0]})")
+        if raw.get("use_bidirectional_attention"):
+            raise NotOurs("attention to later tokens has no code of ours")
         if raw.get("quantization_config"):
-            raise UnsupportedModel("quantized checkpoints are not supported: use one in float32, bfloat16 or float16, or a GGUF file")
+            raise NotOurs("quantised checkpoints but GGUF files have no code of ours")
         heads = _size(raw, "num_attention_heads")
         hidden = _size(raw, "hidden_size")
         layers = _size(raw, "num_hidden_layers")
@@ -107,6 +158,7 @@ class ModelConfig:
         if head_dim % 2:
             raise UnsupportedModel(f"head_dim must be even for rotary positions, got {head_dim}")
         bias = bool(raw.get("attention_bias", False)) and architecture != "MistralForCausalLM"
+        rope, local_rope = _ropes(raw, gemma)
         return cls(
             architecture=architecture,
             vocab_size=_size(raw, "vocab_size"),
@@ -117,16 +169,38 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=_rope(raw),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            rope=rope,
+            local_rope=local_rope,
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", gemma is not None)),
             qkv_bias=family.qkv_bias or bias,
             output_bias=bias and not family.qkv_bias,
             mlp_bias=bool(raw.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
             qk_norm=family.qk_norm,
             windows=_windows(raw, architecture, layers),
+            attention_scale=((_number(raw, "query_pre_attn_scalar", 256.0) if gemma else None) or head_dim) ** -0.5,
+            attention_softcap=_number(raw, "attn_logit_softcapping", gemma.attention_softcap) if gemma else None,
+            final_softcap=_number(raw, "final_logit_softcapping", gemma.final_softcap) if gemma else None,
+            activation="gelu_tanh" if gemma else "silu",
+            embedding_scale=hidden**0.5 if gemma else 1.0,
+            norm_offset=1.0 if gemma else 0.0,
+            post_norms=gemma is not None,
             max_position_embeddings=_size(raw, "max_position_embeddings", family.max_positions),
             dtype=_dtype(raw),
         )
+
+
+def load_shape(directory: Path) -> ModelShape:
+    """Reads the config.json of any checkpoint: as a ModelConfig if there is code of ours for it, else as transformers does.
+
+    Raises ModelNotFound when there is no readable config.json, UnsupportedModel when chairlift cannot run what it describes.
+    """
+    try:
+        return ModelConfig.load(directory)
+    except NotOurs as reason:
+        # Here, for importing transformers takes seconds.
+        from chairlift.models.transformers_config import TransformersConfig
+
+        return TransformersConfig.load(directory, str(reason))
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -135,7 +209,7 @@ def _architecture(raw: dict[str, Any]) -> str:
         if name in FAMILIES:
             return str(name)
     named = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}, and no architectures,"
-    raise UnsupportedModel(f"{named} is not supported (supported: {', '.join(FAMILIES)})")
+    raise NotOurs(f"{named} has no code of ours (there is for {', '.join(FAMILIES)})")
 
 
 def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
@@ -147,15 +221,35 @@ def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
     return value
 
 
+def _number(raw: dict[str, Any], name: str, default: float | None) -> float | None:
+    """A positive number of the config, or null; absence means the default."""
+    value = raw.get(name, default)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+        raise UnsupportedModel(f"config.json: {name} must be a positive number or null, got {value!r}")
+    return None if value is None else float(value)
+
+
+def _ropes(raw: dict[str, Any], gemma: _Gemma | None) -> tuple[RopeConfig, RopeConfig]:
+    """Those of layers that see all of their context, and of those with a window."""
+    if gemma is None or gemma.theta == gemma.local_theta:
+        rope = _rope(raw)
+        return rope, rope
+    # transformers 5 has a table for each kind of layer; before it the one for windows was a number of its own.
+    tables = raw.get("rope_parameters") or {}
+    everywhere = {**raw, "rope_theta": raw.get("rope_theta") or gemma.theta, "rope_parameters": tables.get("full_attention")}
+    local = {"rope_theta": raw.get("rope_local_base_freq") or gemma.local_theta, "rope_parameters": tables.get("sliding_attention")}
+    return _rope(everywhere), _rope(local)
+
+
 def _rope(raw: dict[str, Any]) -> RopeConfig:
     """Reads both spellings: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling` before it."""
     found: dict[str, Any] = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     kind = found.get("rope_type", found.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise UnsupportedModel(f"rope type {kind!r} is not supported (supported: default, linear, llama3)")
+        raise NotOurs(f"rope type {kind!r} has no code of ours (there is for default, linear, llama3)")
     partial = found.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported (supported: 1)")
+        raise NotOurs(f"partial_rotary_factor {partial} has no code of ours (there is for 1)")
     try:
         return RopeConfig(
             theta=float(found.get("rope_theta", raw.get("rope_theta") or 10000.0)),
@@ -170,17 +264,20 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
 
 
 def _windows(raw: dict[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
-    """Which layers see a sliding window: all of Mistral's, and of Qwen the ones that layer_types or max_window_layers name."""
-    everywhere = FAMILIES[architecture].sliding_window
-    window = raw.get("sliding_window", everywhere)
+    """Which layers see a sliding window: all of Mistral's, and of Qwen and Gemma the ones that layer_types or a rule name."""
+    family = FAMILIES[architecture]
+    window = raw.get("sliding_window", family.sliding_window)
     if architecture == "LlamaForCausalLM" or window is None:
         return (None,) * layers
     window = _size({"sliding_window": window}, "sliding_window")
-    if everywhere is not None:
-        return (window,) * layers
-    if not raw.get("use_sliding_window", False):
-        return (None,) * layers
     types = raw.get("layer_types")
+    if family.gemma:
+        pattern = _size(raw, "sliding_window_pattern", family.gemma.pattern)
+        types = types or ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+    elif family.sliding_window is not None:
+        return (window,) * layers
+    elif not raw.get("use_sliding_window", False):
+        return (None,) * layers
     if types is None:
         first = raw.get("max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(layers))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from chairlift.runner.courier import send
 from chairlift.sampling import SamplingParams
 
 NEVER = float("-inf")
@@ -64,15 +65,15 @@ def apply(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
 
     def places(tokens: list[tuple[int, np.ndarray]]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = np.repeat([i for i, _ in tokens], [len(ids) for _, ids in tokens])
-        return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate([ids for _, ids in tokens])).to(device)
+        return send(rows, device), send(np.concatenate([ids for _, ids in tokens]), device)
 
     if only := [(i, bias.allowed) for i, bias in biased if bias.allowed is not None]:
         at = places(only)
         kept = logits[at]
-        logits[torch.tensor([i for i, _ in only], device=device)] = NEVER
+        logits[send(np.array([i for i, _ in only]), device)] = NEVER
         logits[at] = kept
     if added := [(i, bias) for i, bias in biased if len(bias.tokens)]:
-        values = torch.from_numpy(np.concatenate([bias.values for _, bias in added])).to(device)
+        values = send(np.concatenate([bias.values for _, bias in added]), device)
         logits[places([(i, bias.tokens) for i, bias in added])] += values
     if banned := [(i, tokens) for i, bias in biased if len(tokens := bias.banned())]:
         logits[places(banned)] = NEVER

@@ -2,53 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from chairlift.errors import InvalidSetting
-from chairlift.models.config import ModelConfig
-from chairlift.runner.sizing import block_bytes
+from chairlift.models.shape import KvSpec
 
 
 class KvCache:
-    """The keys and values of every layer, one tensor [layers, blocks, 2, kv_heads, block_size, head_dim].
+    """The keys and values of every layer, in one tensor [blocks, numbers]: a block of all layers is one row, and moves in one piece.
 
-    Beside it `host` [blocks, layers, 2, kv_heads, block_size, head_dim] keeps what was swapped out, each block in one piece so that
-    it crosses in one transfer. On a CPU pages are not touched before they are used, so what the operating system counts grows with use.
+    `layers` has views of it: for each layer keys [blocks, kv_heads, block_size, head_dim] and values [blocks, kv_heads, block_size,
+    value_dim]. `host` [blocks, numbers] keeps what was swapped out. On a CPU pages are not touched before they are used, so what the
+    operating system counts grows with use.
     """
 
     def __init__(
-        self, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, host_blocks: int = 0
+        self, specs: Sequence[KvSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, host_blocks: int = 0
     ) -> None:
-        block = (2, model.num_kv_heads, block_size, model.head_dim)
-        each = block_bytes(model, block_size, str(dtype).removeprefix("torch."))
+        self.block_size = block_size
+        # Keys and values of one layer lie side by side.
+        parts = [(spec.kv_heads, block_size, dim) for spec in specs for dim in (spec.head_dim, spec.value_dim)]
+        sizes = [heads * size * dim for heads, size, dim in parts]
+        each = sum(sizes) * dtype.itemsize
         try:
-            self.tensor = torch.empty((model.num_layers, num_blocks, *block), dtype=dtype, device=device)
+            self.tensor = torch.empty((num_blocks, sum(sizes)), dtype=dtype, device=device)
         except RuntimeError as error:
             raise InvalidSetting(
                 f"no memory for {num_blocks} KV blocks, {num_blocks * each / 2**30:.1f} GiB: lower --num-kv-blocks ({error})"
             ) from None
+        views = [piece.view(num_blocks, *part) for piece, part in zip(self.tensor.split_with_sizes(sizes, 1), parts, strict=True)]
+        self.layers = list(zip(views[::2], views[1::2], strict=True))
         try:
             # Only from pinned memory are transfers to and from a device quick.
-            self.host = torch.empty(
-                (host_blocks, model.num_layers, *block), dtype=dtype, pin_memory=device.type == "cuda" and host_blocks > 0
-            )
+            self.host = torch.empty((host_blocks, sum(sizes)), dtype=dtype, pin_memory=device.type == "cuda" and host_blocks > 0)
         except RuntimeError as error:
             raise InvalidSetting(
                 f"no memory for {host_blocks} swapped KV blocks, {host_blocks * each / 2**30:.1f} GiB: lower --swap-space ({error})"
             ) from None
 
     def copy(self, pairs: np.ndarray) -> None:
-        """Copies whole blocks, all layers: pairs [n, 2] of block numbers, from and to."""
+        """Copies whole blocks, all layers, one after the other: pairs [n, 2] of block numbers, from and to."""
+        if self.tensor.is_cuda:
+            from chairlift.kernels.copy_blocks import copy_blocks  # brings triton, which exists only where there is a GPU to use it
+
+            copy_blocks(self.tensor, torch.from_numpy(pairs).to(self.tensor.device))
+            return
         for source, target in pairs.tolist():
-            self.tensor[:, target].copy_(self.tensor[:, source])
+            self.tensor[target].copy_(self.tensor[source])
 
     def swap(self, outs: Iterable[tuple[int, int]], ins: Iterable[tuple[int, int]]) -> None:
         """Copies whole blocks to the host (device block, host block), and then back (host block, device block)."""
         # Block by block: gathering many with an index was measured at three to seven times as slow on a CPU, for 8 to 256 blocks.
         for block, host in outs:
-            self.host[host].copy_(self.tensor[:, block], non_blocking=True)
+            self.host[host].copy_(self.tensor[block], non_blocking=True)
         for host, block in ins:
-            self.tensor[:, block].copy_(self.host[host], non_blocking=True)
+            self.tensor[block].copy_(self.host[host], non_blocking=True)

@@ -9,9 +9,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from chairlift.runner.courier import send
+
 log = logging.getLogger("chairlift")
 
-_BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+_BITS = np.array([1 << bit for bit in range(8)], dtype=np.uint8)
 
 
 class Matcher(Protocol):
@@ -42,9 +44,9 @@ def mask(logits: torch.Tensor, matched: Sequence[tuple[int, Matcher]]) -> None:
             log.exception("a request ends with an error, since its grammar failed")
             bitmask[index] = 0
     # Memory is little-endian on every machine that torch runs on: bytes are in the order of the tokens.
-    octets = bitmask.view(torch.uint8).to(logits.device).unsqueeze(2)
-    forbidden = (octets & _BITS.to(logits.device) == 0).flatten(1)[:, :vocabulary]
-    rows = torch.tensor([i for i, _ in matched], device=logits.device)
+    octets = send(bitmask.numpy().view(np.uint8), logits.device).unsqueeze(2)
+    forbidden = (octets & send(_BITS, logits.device) == 0).flatten(1)[:, :vocabulary]
+    rows = send(np.array([i for i, _ in matched]), logits.device)
     logits[rows] = logits[rows].masked_fill_(forbidden, float("-inf"))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from chairlift.config import EngineConfig
-from chairlift.models.config import ModelConfig
+from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import StepBuffers
 from chairlift.runner.precision import Precision
 
@@ -27,6 +27,9 @@ class DeviceModel(Protocol):
 
     Blocks are whole ones over all layers. `device` is where the logits are. `batch_invariant` is whether a sequence's logits are equal
     bit for bit whoever shares its steps, and however it is cut into chunks.
+
+    On a device that works on its own nothing here may wait for it: what is asked is put on its current stream, and done in that order.
+    The step buffers hold until the step's tokens have arrived on the host; other arrays may be changed when a call returns.
     """
 
     device: torch.device
@@ -45,7 +48,12 @@ class DeviceModel(Protocol):
         """Copies blocks to the host (device block, host block), and then back (host block, device block)."""
 
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
-        """Runs the step that the buffers describe, and keeps its hidden states for `logits`."""
+        """Runs the step that the buffers describe, and keeps its hidden states for `logits`.
+
+        Input ids must be taken from `buffers.on_device` by a model that may be asked before the step before has been collected: on the
+        host they are not all known then. The block tables there are those of this step, but those of `buffers` only for as long as the
+        call lasts.
+        """
 
     def logits(self, at: np.ndarray) -> torch.Tensor:
         """What the last step says of the tokens after those at places `at`, integers [N]: fp32 [N, vocabulary].
@@ -57,7 +65,7 @@ class DeviceModel(Protocol):
         """Waits until all that was asked so far is done, where a device works on its own."""
 
 
-Loader = Callable[[EngineConfig, Path, ModelConfig, Precision], DeviceModel]
+Loader = Callable[[EngineConfig, Path, ModelShape, Precision], DeviceModel]
 """Loads the weights of a directory, with settings that leave nothing open: their device is cpu or cuda, `threads` a number.
 
 Raises ModelNotFound or UnsupportedModel where it cannot use them.

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.models.config import ModelConfig
+from chairlift.models.shape import ModelShape
 from chairlift.runner.decision import Decision, asked, gib
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 """Of one number in each form, without scales."""
 WEIGHT_BLOCK, WEIGHT_SCALE_BYTES = 32, 2
 """Weights of int8 that share a scale, and its bytes."""
@@ -20,28 +20,34 @@ ROOM = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How weights and KV are kept: float32, float16 or bfloat16 each; weights also as blocks, KV also as int8.
+    """How weights and KV are kept: float32, float16 or bfloat16 each; weights also as blocks, KV also as int8 or fp8.
 
-    Blocks are those of integers that a GGUF file has, computed with in fp32. `quantization` is none or int8, which computes with
-    integers too.
+    Blocks are those of integers that a GGUF file has, computed with in fp32. `quantization` is none, int8, which computes with
+    integers too, or the method of a quantised checkpoint. `compute` is the form of what is between weights and KV.
     """
 
     weights: str
     quantization: str
     kv: str
+    compute: str = "float32"
     decisions: tuple[Decision, ...] = field(default=(), compare=False)
     """The same in words, with the reasons."""
 
 
-def decide(config: EngineConfig, model: ModelConfig, available: int, blocks: tuple[int, int] = (0, 0)) -> Precision:
+def decide(
+    config: EngineConfig, model: ModelShape, available: int, blocks: tuple[int, int] = (0, 0), *, in_torch: bool = False
+) -> Precision:
     """Chooses what the settings leave open, for a machine with `available` bytes of free memory and the settings' device, cpu or cuda.
 
     `blocks` are the bytes of a GGUF file's own blocks, where the checkpoint was made of such, and of what is fp32 beside them.
+    `in_torch` is whether it is torch that computes on a CPU.
 
     Raises InvalidSetting for what the device cannot do, or where the weights fit in no form.
     """
-    if config.device == "cuda":
-        return _on_cuda(config, model)
+    if config.device == "cuda" or in_torch:
+        return _in_torch(config, model, available)
+    if config.kv_cache_dtype == "fp8":
+        raise InvalidSetting("--kv-cache-dtype fp8 is for CUDA devices: int8 takes as little on a CPU")
     weights, why = _weights(config, model, blocks, available)
     size = sum(blocks) if weights == "blocks" else weight_bytes(model, weights)
     quantization, why_quantized = _quantization(config, model, weights, size, available)
@@ -50,19 +56,16 @@ def decide(config: EngineConfig, model: ModelConfig, available: int, blocks: tup
         kv, why_kv = "float32", "exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)"
     else:
         kv, why_kv = config.kv_cache_dtype, asked("--kv-cache-dtype")
-    return Precision(weights, quantization, kv, (forms[quantization], Decision("KV form", kv, why_kv)))
+    return Precision(weights, quantization, kv, decisions=(forms[quantization], Decision("KV form", kv, why_kv)))
 
 
-def weight_bytes(model: ModelConfig, form: str) -> int:
+def weight_bytes(model: ModelShape, form: str) -> int:
     """Bytes of all weights in a form, a key of BYTES."""
-    queries, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    layer = model.hidden_size * (2 * queries + 2 * kv + 3 * model.intermediate_size + 2)
-    tables = 1 if model.tie_word_embeddings else 2
-    numbers = model.num_layers * layer + model.hidden_size * (tables * model.vocab_size + 1)
+    numbers = model.num_weights
     return numbers * BYTES[form] + (numbers // WEIGHT_BLOCK * WEIGHT_SCALE_BYTES if form == "int8" else 0)
 
 
-def _weights(config: EngineConfig, model: ModelConfig, blocks: tuple[int, int], available: int) -> tuple[str, str]:
+def _weights(config: EngineConfig, model: ModelShape, blocks: tuple[int, int], available: int) -> tuple[str, str]:
     """How the CPU keeps weights, and why: nothing is lost unless somebody asks, or memory is short."""
     if config.dtype != "auto":
         return config.dtype, asked("--dtype")
@@ -80,7 +83,7 @@ def _weights(config: EngineConfig, model: ModelConfig, blocks: tuple[int, int], 
     return "float16", f"computed with in float32; in float32 they would take {gib(size)}"
 
 
-def _quantization(config: EngineConfig, model: ModelConfig, weights: str, size: int, available: int) -> tuple[str, str]:
+def _quantization(config: EngineConfig, model: ModelShape, weights: str, size: int, available: int) -> tuple[str, str]:
     """Whether the CPU quantises weights, and why."""
     if config.quantization != "auto":
         return config.quantization, asked("--quantization")
@@ -97,18 +100,39 @@ def _quantization(config: EngineConfig, model: ModelConfig, weights: str, size: 
     return "int8", f"in {weights} the weights would take {gib(size)}, and {gib(available)} of memory are free"
 
 
-def _on_cuda(config: EngineConfig, model: ModelConfig) -> Precision:
-    """One form for all, the checkpoint's own if it is a usual one."""
+def _in_torch(config: EngineConfig, model: ModelShape, available: int) -> Precision:
+    """One form for all, since torch computes in what it keeps: the checkpoint's own on a CUDA device, fp32 on a CPU if it fits."""
+    quantised = model.quantization if config.load_format != "dummy" else None
     if config.quantization == "int8":
-        raise InvalidSetting("--quantization int8 is for --device cpu so far: leave it out on a CUDA device")
+        raise InvalidSetting(f"--quantization int8 is for what Rust computes on a CPU, and not for {model.architecture} on {config.device}")
     if config.dtype != "auto":
-        weights, why = config.dtype, asked("--dtype")
-    elif model.dtype in ("float16", "float32", "bfloat16"):
-        weights, why = model.dtype, "as in the checkpoint"
+        compute, why = config.dtype, asked("--dtype")
+    elif config.device == "cuda" or quantised:
+        usual = model.dtype in ("float16", "float32", "bfloat16")
+        compute, why = (str(model.dtype), "as in the checkpoint") if usual else ("bfloat16", "the checkpoint names no usual form")
     else:
-        weights, why = "bfloat16", "the checkpoint names no usual form"
-    if config.kv_cache_dtype not in ("auto", weights):
+        compute, why = _fitting(model, available)
+    weights, why = (f"{quantised}, in {compute}", "as in the checkpoint") if quantised else (compute, why)
+    kv, why_kv = compute, "as what is computed in" if quantised else "as the weights"
+    if config.kv_cache_dtype == "fp8" and config.device == "cuda":
+        kv, why_kv = "fp8", asked("--kv-cache-dtype")
+    elif config.kv_cache_dtype not in ("auto", compute):
         raise InvalidSetting(
-            f"--kv-cache-dtype {config.kv_cache_dtype}: a CUDA device keeps KV in the form of the weights so far, {weights}; leave it out"
+            f"--kv-cache-dtype {config.kv_cache_dtype}: torch keeps KV in the form of the weights, {compute}, or on a CUDA device in fp8; "
+            "leave it out"
         )
-    return Precision(weights, "none", weights, (Decision("weights", weights, why), Decision("KV form", weights, "as the weights")))
+    decisions = (Decision("weights", weights, why), Decision("KV form", kv, why_kv))
+    return Precision(compute, quantised or "none", kv, compute, decisions)
+
+
+def _fitting(model: ModelShape, available: int) -> tuple[str, str]:
+    """The form of weights in which torch computes on a CPU, and why."""
+    size, half = weight_bytes(model, "float32"), weight_bytes(model, "bfloat16")
+    if size + ROOM <= available:
+        return "float32", "exact, and the quickest for torch on most CPUs"
+    if half > available:
+        raise InvalidSetting(
+            f"the weights take {gib(size)}, in bfloat16 {gib(half)}, and {gib(available)} of memory are free: use a smaller model "
+            "(--dtype bfloat16 tries all the same)"
+        )
+    return "bfloat16", f"slower and less exact; in float32 they would take {gib(size)}, and {gib(available)} of memory are free"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from chairlift.config import DEFAULT_SEATS, DEFAULT_STEP_TOKENS, EngineConfig
+from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.models.config import ModelConfig
+from chairlift.models.shape import ModelShape
 from chairlift.runner.decision import Decision, asked, gib
 from chairlift.runner.precision import BYTES
 
@@ -39,32 +39,35 @@ class Size:
     decisions: tuple[Decision, ...] = field(default=(), compare=False)
 
 
-def block_bytes(model: ModelConfig, block_size: int, kv: str) -> int:
+def block_bytes(model: ModelShape, block_size: int, kv: str) -> int:
     """Bytes of one block over all layers, keys and values, in the form `kv`.
 
     As in Rust: each head's values are padded to whole registers, int8 has a scale for each key and value, and all ends with a line.
     """
-    numbers = model.head_dim + -(-model.head_dim // REGISTER) * REGISTER
-    page = block_size * (numbers * BYTES[kv] + (2 * KV_SCALE_BYTES if kv == "int8" else 0))
-    return model.num_layers * model.num_kv_heads * -(-page // LINE) * LINE
+    total = 0
+    for spec in model.kv_specs:
+        numbers = spec.head_dim + -(-spec.value_dim // REGISTER) * REGISTER
+        page = block_size * (numbers * BYTES[kv] + (2 * KV_SCALE_BYTES if kv == "int8" else 0))
+        total += spec.kv_heads * -(-page // LINE) * LINE
+    return total
 
 
-def step_bytes(model: ModelConfig, seqs: int, tokens: int) -> int:
+def step_bytes(model: ModelShape, seqs: int, tokens: int) -> int:
     """Bytes that a step of so many tokens, with a sample for each of so many sequences, needs beside weights and KV."""
     return _sampling(model, seqs) + _activations(model, tokens)
 
 
-def _sampling(model: ModelConfig, seqs: int) -> int:
+def _sampling(model: ModelShape, seqs: int) -> int:
     return seqs * model.vocab_size * LOGIT_BYTES
 
 
-def _activations(model: ModelConfig, tokens: int) -> int:
+def _activations(model: ModelShape, tokens: int) -> int:
     """What a layer holds at once: its input, its norm and its sum; queries, keys and values before and after turning; the wide part."""
-    heads = model.num_heads + 2 * model.num_kv_heads
-    return tokens * 4 * (4 * model.hidden_size + 3 * heads * model.head_dim + 3 * model.intermediate_size)
+    turned = max((model.num_heads + 2 * spec.kv_heads) * max(spec.head_dim, spec.value_dim) for spec in model.kv_specs)
+    return tokens * 4 * (4 * model.hidden_size + 3 * turned + 3 * model.intermediate_size)
 
 
-def fit(config: EngineConfig, model: ModelConfig, kv: str, available: int) -> Size:
+def fit(config: EngineConfig, model: ModelShape, kv: str, available: int) -> Size:
     """Sizes what the settings leave open for `available` bytes of memory, into which the weights are loaded already.
 
     What was asked for is kept or refused (InvalidSetting, with the numbers); what was not shrinks to what fits.
@@ -114,9 +117,10 @@ def _headroom(available: int) -> int:
     return min(HEADROOM, available // 4)
 
 
-def _fit_step(config: EngineConfig, model: ModelConfig, available: int) -> tuple[int, int, tuple[Decision, Decision]]:
+def _fit_step(config: EngineConfig, model: ModelShape, available: int) -> tuple[int, int, tuple[Decision, Decision]]:
     """Sequences and tokens in a step: where memory is short the larger part of its arrays is halved until both fit, if nobody asked."""
     seqs, tokens = wanted = config.seats, config.step_tokens
+    usual = EngineConfig(device=config.device)
     least = config.max_num_seqs or config.static_batch_size or 1
     while step_bytes(model, seqs, tokens) > available * STEP_SHARE:
         may_seqs = seqs > least
@@ -139,17 +143,17 @@ def _fit_step(config: EngineConfig, model: ModelConfig, available: int) -> tuple
         seqs,
         tokens,
         (
-            Decision("sequences a step", str(seqs), why("--max-num-seqs", config.max_num_seqs, seqs, wanted[0], DEFAULT_SEATS)),
+            Decision("sequences a step", str(seqs), why("--max-num-seqs", config.max_num_seqs, seqs, wanted[0], usual.seats)),
             Decision(
                 "tokens a step",
                 str(tokens),
-                why("--max-num-batched-tokens", config.max_num_batched_tokens, tokens, wanted[1], DEFAULT_STEP_TOKENS),
+                why("--max-num-batched-tokens", config.max_num_batched_tokens, tokens, wanted[1], usual.step_tokens),
             ),
         ),
     )
 
 
-def fit_host(config: EngineConfig, model: ModelConfig, kv: str, available: int) -> int:
+def fit_host(config: EngineConfig, model: ModelShape, kv: str, available: int) -> int:
     """Blocks that preempted sequences may have in the host's memory, of which `available` bytes are free; raises InvalidSetting."""
     space, each = config.swap_space, block_bytes(model, config.block_size, kv)
     if 0 < space < each:

@@ -1,25 +1,43 @@
-"""The model in torch, with its KV cache: for devices that torch drives best."""
+"""The model in torch, with its KV cache: for devices that torch drives best, and for models that only transformers knows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from chairlift.config import EngineConfig
-from chairlift.layers.attention import plan_attention
+from chairlift.layers.attention import AttentionPlan, plan_attention
+from chairlift.layers.device_attention import DevicePlan
+from chairlift.layers.peers import ALONE, Peers
 from chairlift.models.config import ModelConfig
-from chairlift.models.llama import Llama, Step
+from chairlift.models.llama import LayerCache, Llama, Step
+from chairlift.models.shape import KvSpec, ModelShape
 from chairlift.runner.buffers import StepBuffers
 from chairlift.runner.cache import KvCache
 from chairlift.runner.model import Pairs
 from chairlift.runner.precision import Precision
-from chairlift.runner.weights import open_weights
+from chairlift.runner.shards import Shards
+from chairlift.runner.weights import DummyWeights, open_weights
+
+
+class Network(Protocol):
+    """A model's layers in torch, ours or transformers'."""
+
+    def forward(self, step: Step, cache: Sequence[LayerCache]) -> torch.Tensor:
+        """Runs a step over each layer's cache; returns hidden states [T, hidden]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """What a step's hidden states say of the tokens after those at places `at` [N]; returns [N, vocabulary]."""
+        ...
 
 
 class TorchModel:
-    """A `DeviceModel` in torch, which keeps weights and KV in one dtype and computes in it."""
+    """A `DeviceModel` in torch, which keeps weights in the dtype that it computes in, and KV in the same or in 8 bits."""
 
     batch_invariant = False
     """The kernels of attention, and on a GPU those of linear layers too, sum in an order that follows from how much there is to do."""
@@ -29,25 +47,32 @@ class TorchModel:
     hidden: torch.Tensor
     """The last step's hidden states."""
 
-    def __init__(self, config: ModelConfig, llama: Llama, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.llama, self.dtype, self.device = config, llama, dtype, device
-        self.windows = frozenset(config.windows)
+    def __init__(self, network: Network, specs: Sequence[KvSpec], kv: torch.dtype, device: torch.device) -> None:
+        self.network, self.specs, self.kv, self.device = network, specs, kv, device
+        self.windows = frozenset(spec.window for spec in specs)
 
     @classmethod
     @torch.inference_mode()
-    def load(cls, config: EngineConfig, directory: Path, model: ModelConfig, precision: Precision) -> TorchModel:
-        """Loads the weights of a directory (see `Loader`): in the form of `precision`, or in fp32 on a CPU."""
+    def load(cls, config: EngineConfig, directory: Path, model: ModelShape, precision: Precision, peers: Peers = ALONE) -> TorchModel:
+        """Loads the weights of a directory (see `Loader`) for what `precision` computes in.
+
+        Among `peers`, `model` is what this process has of it, and so much is loaded.
+        """
         device = torch.device(config.device)
-        dtype: torch.dtype = torch.float32 if device.type == "cpu" else getattr(torch, precision.weights)
-        weights = open_weights(config, directory, dtype, device)
-        llama = Llama(model, weights)
-        weights.finish(model)
-        return cls(model, llama, dtype, device)
+        dtype: torch.dtype = getattr(torch, precision.compute)
+        network: Network
+        if isinstance(model, ModelConfig):
+            weights = open_weights(config, directory, dtype, device)
+            network = Llama(model, weights if peers.size == 1 else Shards(weights, peers), peers)
+            weights.finish(model)
+        else:
+            network = _from_transformers(config, directory, model, dtype, device)
+        return cls(network, model.kv_specs, torch.float8_e4m3fn if precision.kv == "fp8" else dtype, device)
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
         """Makes the KV cache."""
-        self.cache = KvCache(self.config, num_blocks, block_size, self.dtype, self.device, host_blocks)
+        self.cache = KvCache(self.specs, num_blocks, block_size, self.kv, self.device, host_blocks)
 
     @torch.inference_mode()
     def copy(self, pairs: np.ndarray) -> None:
@@ -62,25 +87,41 @@ class TorchModel:
     @torch.inference_mode()
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
         """Runs the step that the buffers describe."""
-        attention = plan_attention(
-            buffers.slots[:num_tokens],
-            buffers.query_starts[: num_seqs + 1],
-            buffers.context_lens[:num_seqs],
-            buffers.block_tables[buffers.rows[:num_seqs]],
-            heads=self.config.num_heads,
-            windows=self.windows,
-            cache=self.cache.tensor[0],
-        )
-        input_ids = torch.from_numpy(buffers.input_ids[:num_tokens]).to(self.device)
-        positions = torch.from_numpy(buffers.positions[:num_tokens]).to(self.device)
-        self.hidden = self.llama.forward(Step(input_ids, positions, attention), self.cache.tensor)
+        attention = self._plan(buffers, num_tokens, num_seqs)
+        # On the device, for there the tokens are known that the step before has sampled.
+        input_ids, positions = buffers.on_device.input_ids[:num_tokens], buffers.on_device.positions[:num_tokens]
+        self.hidden = self.network.forward(Step(input_ids, positions, attention), self.cache.layers)
 
     @torch.inference_mode()
     def logits(self, at: np.ndarray) -> torch.Tensor:
         """What the last step says of the tokens after those at places `at`."""
-        return self.llama.logits(self.hidden, torch.from_numpy(at).to(self.device)).float()
+        return self.network.logits(self.hidden, torch.from_numpy(at).to(self.device, non_blocking=True)).float()
+
+    def _plan(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> AttentionPlan:
+        there, lengths = buffers.on_device, (buffers.query_starts[: num_seqs + 1], buffers.context_lens[:num_seqs])
+        if self.device.type == "cuda":
+            rows, starts, lens = there.rows[:num_seqs], there.query_starts[: num_seqs + 1], there.context_lens[:num_seqs]
+            slots = there.slots[:num_tokens]
+            return DevicePlan.make(slots, starts, lens, rows, there.block_tables, lengths=lengths, windows=self.windows)
+        tables = buffers.block_tables[buffers.rows[:num_seqs]]
+        slots = buffers.slots[:num_tokens]
+        return plan_attention(slots, *lengths, tables, windows=self.windows, block_size=self.cache.block_size, device=self.device)
 
     def synchronize(self) -> None:
         """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _from_transformers(config: EngineConfig, directory: Path, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Network:
+    # Here, for importing transformers takes seconds.
+    from chairlift.models.transformers_config import TransformersConfig
+    from chairlift.models.transformers_model import TransformersModel
+    from chairlift.runner.self_check import check
+
+    assert isinstance(model, TransformersConfig)
+    made = DummyWeights(config.seed, dtype, device) if config.load_format == "dummy" else None
+    longest = config.max_model_len or model.max_position_embeddings
+    network = TransformersModel.load(model, directory, dtype, device, longest, made)
+    check(network, dtype, device, model.vocab_size, model.architecture)
+    return network

@@ -1,0 +1,223 @@
+"""What transformers' own code says of a model, for the architectures that have none of ours; no weights are read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from chairlift.errors import UnsupportedModel
+from chairlift.models.shape import KvSpec, ModelShape
+
+ATTENTION = "chairlift"
+"""The name of our attention among transformers' implementations, and of the argument that says what it does in this step."""
+
+DECODERS: Any = AutoModelForCausalLM
+"""What makes models of configs and checkpoints, which transformers does not type."""
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""What a layer may be: one that keeps another state, or hides tokens by its mask alone, would go wrong without a word."""
+UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
+"""What models tell attention that changes its result, and that ours heeds (there is no dropout outside of training)."""
+HARMLESS = {"position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"}
+"""What reaches attention because a model hands everything on."""
+PROBE_TOKENS = 3
+MAX_POSITIONS = 2048
+"""The context length of a model whose config names none."""
+
+Attend = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
+"""Attention of one layer over a step's T tokens: query [1, heads, T, head_dim], key and value likewise; gives [1, T, heads, value_dim]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig(ModelShape):
+    """A model that transformers computes but for attention, which is ours.
+
+    `specs` and `weights` were found by building it without memory behind it and running it once. `theirs` is transformers' own config,
+    and `decoder` the name of the module within the model that does all but what makes logits of hidden states.
+    """
+
+    decoder: str
+    specs: tuple[KvSpec, ...]
+    weights: int
+    theirs: Any
+
+    @property
+    def kv_specs(self) -> tuple[KvSpec, ...]:
+        """What each layer keeps in the KV cache."""
+        return self.specs
+
+    @property
+    def num_weights(self) -> int:
+        """How many numbers all weights have."""
+        return self.weights
+
+    @classmethod
+    def load(cls, directory: Path, reason: str) -> TransformersConfig:
+        """Reads a checkpoint's config, and tries its code; raises UnsupportedModel where paged attention would not be the model's own."""
+        try:
+            theirs = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        except Exception as error:
+            raise UnsupportedModel(f"{reason}, and transformers cannot read it either: {brief(error)}") from None
+        return cls.of(theirs, reason)
+
+    @classmethod
+    def of(cls, theirs: Any, reason: str) -> TransformersConfig:
+        """The same for one of transformers' configs."""
+        architecture = _architecture(theirs)
+        text = theirs.get_text_config(decoder=True)
+        if unknown := set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES:
+            raise UnsupportedModel(
+                f"{architecture} has layers of {', '.join(sorted(unknown))} (supported: {', '.join(sorted(LAYER_TYPES))})"
+            )
+        if "long_mscale" in (getattr(text, "rope_parameters", None) or ()):
+            raise UnsupportedModel(f"{architecture} scales all positions by the longest sequence in a step, whoever's it is")
+        try:
+            model = skeleton(theirs)
+        except Exception as error:
+            raise UnsupportedModel(f"{architecture}: transformers cannot build it: {brief(error)}") from None
+        found = _record(model, text.num_hidden_layers, architecture)
+        # Experts work side by side on the same token.
+        wide = [max(p.shape[-2:]) for p in model.parameters() if p.ndim > 1 and text.vocab_size not in p.shape]
+        dtype = getattr(text, "dtype", None) or theirs.dtype
+        return cls(
+            architecture=architecture,
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            intermediate_size=max(wide) * (getattr(text, "num_experts_per_tok", None) or 1),
+            num_layers=len(found.specs),
+            num_heads=found.heads,
+            max_position_embeddings=getattr(text, "max_position_embeddings", None) or MAX_POSITIONS,
+            dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,
+            decoder=found.decoder,
+            specs=found.specs,
+            weights=sum(parameter.numel() for parameter in model.parameters()),
+            theirs=theirs,
+            quantization=_quantization(theirs),
+            not_ours=reason,
+        )
+
+
+def skeleton(theirs: Any) -> Any:
+    """The model without memory behind its weights; raises whatever transformers does."""
+    with torch.device("meta"):
+        # A copy: what a model is built from becomes a part of it.
+        return DECODERS.from_config(copy.deepcopy(theirs), attn_implementation=ATTENTION, trust_remote_code=False).eval()
+
+
+def _architecture(theirs: Any) -> str:
+    """The name of transformers' decoder for a config; raises UnsupportedModel if there is none, or none that leaves attention to others."""
+    names = list(theirs.architectures or ())
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), ())
+    kinds = {kind.__name__: kind for kind in (found if isinstance(found, tuple) else (found,))}
+    name = next((name for name in names if name in kinds), None if names else next(iter(kinds), None))
+    if name is None:
+        raise UnsupportedModel(f"{' or '.join(names) or theirs.model_type} does not generate text by itself in transformers")
+    if not kinds[name]._supports_attention_backend:
+        raise UnsupportedModel(f"{name}: transformers' code for it does not let others compute its attention")
+    return str(name)
+
+
+class _Found(NamedTuple):
+    heads: int
+    specs: tuple[KvSpec, ...]
+    decoder: str
+
+
+@torch.inference_mode()
+def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
+    """Runs some tokens, and returns the number of query heads, what each layer gives to attention, and the name of the decoder.
+
+    Raises UnsupportedModel where the model does not hand over all of its attention, or asks for one that is not ours.
+    """
+    heads: list[int] = []
+    specs: list[KvSpec] = []
+    called: list[str] = []
+
+    def attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
+        if getattr(module, "layer_idx", None) != len(specs):
+            raise UnsupportedModel(f"{name} does not run each of its layers once, in their order")
+        others = {argument for argument, given in how.items() if given is not None} - UNDERSTOOD - HARMLESS
+        if others:
+            raise UnsupportedModel(f"{name} gives attention {', '.join(sorted(others))}, which ours does not know")
+        if not getattr(module, "is_causal", False) or how.get("is_causal") is False:
+            raise UnsupportedModel(f"{name} looks at later tokens too: its attention is not causal")
+        heads.append(query.shape[1])
+        specs.append(KvSpec(key.shape[1], key.shape[3], value.shape[3], how.get("sliding_window")))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def noted(path: str) -> Callable[[torch.nn.Module, Any], None]:
+        return lambda module, _: called.append(path)
+
+    settle(model)
+    hooks = [part.register_forward_pre_hook(noted(path)) for path, part in model.named_modules() if path]
+    ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=model.device)
+    try:
+        model(input_ids=ids, position_ids=ids, use_cache=False, **{ATTENTION: attend})
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"{name}: transformers' code for it does not run: {brief(error)}") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(specs) != layers:
+        raise UnsupportedModel(f"{name} has {layers} layers, of which {len(specs)} have attention: the others would forget what was")
+    if not isinstance(model.get_submodule(called[0]), PreTrainedModel):
+        raise UnsupportedModel(f"{name}: transformers' code for it has no decoder apart from its head")
+    return _Found(max(heads), tuple(specs), called[0])
+
+
+def settle(model: PreTrainedModel, longest: int | None = None) -> None:
+    """Takes away all that looks at the numbers of a whole step, where sequences of all lengths are.
+
+    That is a search for padding, done for a warning, and rotary frequencies that follow from the longest sequence at hand (longrope,
+    dynamic): from now on they are those of `longest` for all, as in vLLM, for keys stay in the cache as they were turned. Without it
+    they are as they are.
+    """
+    parts: Iterable[Any] = model.modules()
+    for part in parts:
+        if hasattr(part, "warn_if_padding_and_no_attention_mask"):
+            part.warn_if_padding_and_no_attention_mask = lambda *_: None
+        kinds = getattr(part, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        changing = [layer for layer, kind in by_layer.items() if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")]
+        for layer in changing:
+            if longest is not None:
+                last = torch.full((1, 1), longest - 1, device=model.device)
+                part(last.float(), last, **({} if layer is None else {"layer_type": layer}))
+            by_layer[layer] = "default"
+        if changing:
+            part.rope_type = kinds if isinstance(kinds, dict) else "default"
+
+
+def _attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **how: Any
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in the place of its own."""
+    attend: Attend | None = how.pop(ATTENTION, None)
+    if attend is None:
+        raise UnsupportedModel(f"{type(module).__name__} of transformers does not hand on what it is given for attention")
+    return attend(module, query, key, value, how | {"attention_mask": attention_mask}), None
+
+
+# Without a mask function of the same name, models make no masks: they would be of the whole step, as if it were one sequence.
+AttentionInterface.register(ATTENTION, _attention)
+
+
+def _quantization(theirs: Any) -> str | None:
+    found = getattr(theirs, "quantization_config", None)
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method or "an unnamed method"))
+
+
+def brief(error: Exception) -> str:
+    """The first line of what somebody else's code complains of."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

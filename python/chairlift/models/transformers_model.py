@@ -1,0 +1,154 @@
+"""A model that transformers computes, but for its attention: that is ours, over a ragged token axis and a paged cache."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from chairlift.errors import UnsupportedModel
+from chairlift.layers.attention import paged_attention, write_kv
+from chairlift.models.llama import LayerCache, Step, WeightSource
+from chairlift.models.transformers_config import ATTENTION, DECODERS, TransformersConfig, brief, settle
+
+
+class TransformersModel:
+    """Any decoder of transformers that hands its attention to others (`AttentionInterface`), as vLLM's and SGLang's fallbacks use it.
+
+    `specs` says what each layer keeps in the cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: TransformersConfig, longest: int) -> None:
+        """Takes over `model`, for sequences of up to `longest` tokens."""
+        self.model, self.config, self.specs, self.longest = model, config, config.kv_specs, longest
+        self.text = model.config.get_text_config(decoder=True)
+        decoder: Any = model.get_submodule(config.decoder)
+        # The decoder runs once a step, the head for any of its tokens and as often as asked: as the whole model, which holds all that is
+        # done to logits, around a decoder that only repeats what it said.
+        self._decode, decoder.forward = decoder.forward, self._repeat
+        settle(model, longest)
+
+    @classmethod
+    @torch.inference_mode()
+    def load(
+        cls, config: TransformersConfig, directory: Path, dtype: torch.dtype, device: torch.device, longest: int, made: WeightSource | None
+    ) -> TransformersModel:
+        """Loads the weights of a directory's safetensors files, or takes its matrices from `made`; raises UnsupportedModel."""
+        model = _loaded(config, directory, dtype, device) if made is None else _made(config, dtype, device, made)
+        return cls(model.eval(), config, longest)
+
+    def forward(self, step: Step, cache: Sequence[LayerCache]) -> torch.Tensor:
+        """Runs a step over each layer's cache; returns hidden states [T, hidden]."""
+
+        def attend(
+            module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: dict[str, Any]
+        ) -> torch.Tensor:
+            layer: Any = module.layer_idx
+            keys, values = cache[layer]
+            # Stored before read: attention finds this step's keys where it finds all others.
+            write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, step.attention)
+            return paged_attention(
+                query[0].transpose(0, 1),
+                keys,
+                values,
+                step.attention,
+                window=self.specs[layer].window,
+                scale=how.get("scaling"),
+                softcap=how.get("softcap"),
+                sinks=how.get("s_aux"),
+            ).unsqueeze(0)
+
+        self._said = self._run(step.input_ids, step.positions, **{ATTENTION: attend})
+        hidden: torch.Tensor = self._said.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """What a step's hidden states say of the tokens after those at places `at` [N]; returns [N, vocabulary]."""
+        self._said = type(self._said)(last_hidden_state=hidden[at].unsqueeze(0))
+        logits: torch.Tensor = self.model(input_ids=at.unsqueeze(0), use_cache=False).logits[0]
+        return logits
+
+    def reference(self, ids: torch.Tensor) -> torch.Tensor:
+        """The logits [T, vocabulary] of one whole sequence [T], with transformers' attention."""
+        self.model.set_attn_implementation("eager")
+        try:
+            self._said = self._run(ids, torch.arange(len(ids), device=ids.device))
+        finally:
+            self.model.set_attn_implementation(ATTENTION)
+        return self.logits(self._said.last_hidden_state[0], torch.arange(len(ids), device=ids.device))
+
+    @contextlib.contextmanager
+    def narrowed(self, window: int) -> Iterator[None]:
+        """While it lasts sliding windows are this small, ours and transformers', so that a short sequence reaches beyond them.
+
+        One that is wider than any sequence may get stays as it is: nobody reaches beyond it.
+        """
+        wide = getattr(self.text, "sliding_window", None)
+        if wide is None or wide >= self.longest:
+            yield
+            return
+        self.text.sliding_window = window
+        self.specs = tuple(spec._replace(window=window) if spec.window == wide else spec for spec in self.specs)
+        try:
+            yield
+        finally:
+            self.text.sliding_window, self.specs = wide, self.config.kv_specs
+
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor, **more: Any) -> Any:
+        return self._decode(input_ids=ids.long().unsqueeze(0), position_ids=positions.long().unsqueeze(0), use_cache=False, **more)
+
+    def _repeat(self, *_: Any, **__: Any) -> Any:
+        return self._said
+
+
+def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    # Only with accelerate can weights come to a device without passing through a whole model on the host.
+    there = device.type == "cpu" or importlib.util.find_spec("accelerate")
+    try:
+        with _without_bars():
+            model, found = DECODERS.from_pretrained(
+                directory,
+                config=copy.deepcopy(config.theirs),
+                dtype=dtype,
+                device_map=device if there and device.type != "cpu" else None,
+                attn_implementation=ATTENTION,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        what = f"{config.architecture}, quantised with {config.quantization}," if config.quantization else config.architecture
+        raise UnsupportedModel(f"{what} cannot be loaded from {directory}: {brief(error)}") from None
+    if missing := sorted(found["missing_keys"]):
+        raise UnsupportedModel(f"{directory} lacks weights that its config.json asks for: {', '.join(missing[:3])}")
+    return model if there else model.to(device)
+
+
+def _made(config: TransformersConfig, dtype: torch.dtype, device: torch.device, made: WeightSource) -> Any:
+    with torch.device(device):
+        model = DECODERS.from_config(copy.deepcopy(config.theirs), dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False)
+    for name, parameter in model.named_parameters():
+        # What is no matrix is a norm or a bias, of which only the model knows what is neutral.
+        if parameter.ndim > 1:
+            parameter.copy_(made.take(name, *parameter.shape))
+    return model
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keeps transformers from drawing progress on stderr."""
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,137 @@
+"""A model that several processes compute together, as the one that samples sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+import tempfile
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from chairlift.config import EngineConfig
+from chairlift.errors import ChairliftError
+from chairlift.layers.peers import Peers
+from chairlift.models.shape import ModelShape
+from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.model import Pairs
+from chairlift.runner.precision import Precision
+from chairlift.runner.torch_model import TorchModel
+from chairlift.runner.worker import pack, unpack
+
+
+class ParallelModel:
+    """A `DeviceModel` whose layers are cut among this process and workers, each with a device of its own.
+
+    There is one scheduler and one sampler, here: workers are told each call, with the arrays that the scheduler filled, and make it on
+    their part of the model. Input tokens come to them from this process's device, where the last ones are known first.
+    """
+
+    def __init__(self, workers: list[_Worker], peers: Peers, part: TorchModel) -> None:
+        self._workers, self._peers, self._part = workers, peers, part
+        self.device, self.batch_invariant = part.device, part.batch_invariant
+
+    @classmethod
+    def load(cls, config: EngineConfig, directory: Path, model: ModelShape, precision: Precision) -> ParallelModel:
+        """Starts the workers, and loads this process's part of the weights while they load theirs (see `Loader`).
+
+        `model` is a process's part already.
+        """
+        size = config.tensor_parallel_size
+        place = tempfile.mkdtemp(prefix="chairlift-")
+        workers = [_Worker() for _ in range(1, size)]
+        try:
+            chosen = {field.name: getattr(precision, field.name) for field in dataclasses.fields(precision) if field.name != "decisions"}
+            for rank, worker in enumerate(workers, 1):
+                worker.tell("load", rank, place, dataclasses.asdict(config), str(directory), chosen)
+            peers = Peers.meet(0, size, place, torch.device(config.device))
+            part = TorchModel.load(config, directory, model, precision, peers)
+            for worker in workers:
+                worker.hear()
+        except BaseException:
+            for worker in workers:
+                worker.end()
+            raise
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        return cls(workers, peers, part)
+
+    def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
+        """Makes every process's KV cache."""
+        self._tell("allocate", num_blocks, block_size, host_blocks)
+        self._part.allocate(num_blocks, block_size, host_blocks)
+        for worker in self._workers:
+            worker.hear()
+
+    def copy(self, pairs: np.ndarray) -> None:
+        """Copies blocks within the cache."""
+        self._tell("copy", pairs.tolist())
+        self._part.copy(pairs)
+
+    def swap(self, outs: Pairs, ins: Pairs) -> None:
+        """Copies blocks to the host, and then back."""
+        outs, ins = list(outs), list(ins)
+        if outs or ins:
+            self._tell("swap", outs, ins)
+            self._part.swap(outs, ins)
+
+    def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
+        """Runs the step that the buffers describe."""
+        there = buffers.on_device
+        self._tell("forward", there.sizes, *there.sent(), num_tokens, num_seqs)
+        self._peers.share(there.input_ids[:num_tokens])
+        self._part.forward(buffers, num_tokens, num_seqs)
+
+    def logits(self, at: np.ndarray) -> torch.Tensor:
+        """What the last step says of the tokens after those at places `at`."""
+        self._tell("logits", at.tolist())
+        return self._part.logits(at)
+
+    def synchronize(self) -> None:
+        """Waits for this process's device: since layers end in sums, the others' have as good as done the same."""
+        self._part.synchronize()
+
+    def _tell(self, *call: Any) -> None:
+        for worker in self._workers:
+            worker.tell(*call)
+
+
+class _Worker:
+    """Another process (`chairlift.runner.worker`), from the side that tells it what to do; it ends when nobody holds this."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = Pipe()
+        # No child of multiprocessing's: that would run the program's own main module again.
+        command = [sys.executable, "-m", "chairlift.runner.worker", str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+
+    def tell(self, *call: Any) -> None:
+        """Sends a call, which waits there for those before it."""
+        try:
+            self._pipe.send_bytes(pack(call))
+        except OSError:
+            raise self._gone() from None
+
+    def hear(self) -> None:
+        """Waits until the worker has done what it answers to; raises what it could not."""
+        try:
+            error = unpack(self._pipe.recv_bytes())
+        except (OSError, EOFError):
+            raise self._gone() from None
+        if error is not None:
+            raise ChairliftError(f"a worker of --tensor-parallel-size: {error}")
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _gone(self) -> ChairliftError:
+        return ChairliftError(f"a worker of --tensor-parallel-size ended with status {self._process.wait()}: its last words are above")

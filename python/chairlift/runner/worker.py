@@ -1,0 +1,101 @@
+"""A process with a part of a model that several compute together: `python -m chairlift.runner.worker FD`, an end of a pipe.
+
+It does what it is told, and ends when nobody is there to tell.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+
+from chairlift.config import EngineConfig
+from chairlift.layers.peers import Peers
+from chairlift.models.config import load_shape
+from chairlift.runner.courier import Courier
+from chairlift.runner.device_buffers import DeviceBuffers
+from chairlift.runner.precision import Precision
+from chairlift.runner.shards import part_of
+from chairlift.runner.torch_model import TorchModel
+
+pack: Callable[[object], bytes] = msgpack.dumps
+unpack: Callable[[bytes], Any] = msgpack.loads
+
+ANSWERED = ("load", "allocate")
+"""The calls that may fail for reasons of their own, and whose end is waited for. What fails later ends the process."""
+
+
+class Worker:
+    """A `DeviceModel` beside another process's (see `ParallelModel`), whose calls it makes after it."""
+
+    _part: TorchModel
+    _peers: Peers
+    _buffers: DeviceBuffers | None = None
+
+    def load(self, rank: int, place: str, settings: dict[str, Any], directory: str, precision: dict[str, str]) -> None:
+        """Meets the others and loads its part of the weights."""
+        config = EngineConfig(**settings)
+        torch.set_num_threads(config.threads or 1)
+        if config.device == "cuda":
+            torch.cuda.set_device(rank)
+        self._peers = Peers.meet(rank, config.tensor_parallel_size, place, torch.device(config.device))
+        model = part_of(load_shape(Path(directory)), config.tensor_parallel_size)
+        self._part = TorchModel.load(config, Path(directory), model, Precision(**precision, decisions=()), self._peers)
+
+    def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
+        """Makes its part of the KV cache."""
+        self._part.allocate(num_blocks, block_size, host_blocks)
+
+    def copy(self, pairs: list[list[int]]) -> None:
+        """Copies blocks within the cache."""
+        self._part.copy(np.array(pairs, dtype=np.int32))
+
+    def swap(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
+        """Copies blocks to the host, and then back."""
+        self._part.swap(outs, ins)
+
+    def forward(self, sizes: list[int], turn: int, num_table_writes: int, packed: bytes, num_tokens: int, num_seqs: int) -> None:
+        """Runs its part of a step, whose arrays are those of the other process's buffers."""
+        if self._buffers is None:
+            turns, tokens, seqs, blocks = sizes
+            device = self._part.device
+            self._buffers = DeviceBuffers(turns, tokens, seqs, blocks, device, Courier(device))
+        self._buffers.receive(turn, num_table_writes, packed)
+        self._peers.share(self._buffers.input_ids[:num_tokens])
+        self._part.forward(self._buffers.host[turn], num_tokens, num_seqs)
+
+    def logits(self, at: list[int]) -> None:
+        """Computes its part of the vocabulary for others."""
+        self._part.logits(np.array(at, dtype=np.int32))
+
+
+def main(fd: int) -> None:
+    """Does what is told until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts the program means its first process
+    pipe, worker = Connection(fd), Worker()
+    with torch.inference_mode():
+        while True:
+            try:
+                name, *arguments = unpack(pipe.recv_bytes())
+            except (OSError, EOFError):
+                return
+            if name not in ANSWERED:
+                getattr(worker, name)(*arguments)
+                continue
+            try:
+                getattr(worker, name)(*arguments)
+                answer = None
+            except Exception as error:
+                answer = f"{type(error).__name__}: {error}"
+            pipe.send_bytes(pack(answer))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

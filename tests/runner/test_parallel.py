@@ -1,0 +1,72 @@
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+
+from chairlift import LLM, SamplingParams
+from chairlift.errors import ChairliftError, InvalidSetting
+from chairlift.models.config import load_shape
+from chairlift.runner.shards import part_of
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SIZES = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 40, "device": "cpu", "seed": 3}
+TIGHT = {"num_kv_blocks": 17, "block_size": 8}
+"""So few blocks that sequences lose theirs."""
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    """Prompts of 1 to 60 tokens, of which three begin alike."""
+    rng = np.random.default_rng(0)
+    begin = rng.integers(8, 199, 20).tolist()
+    return [rng.integers(8, 199, length).tolist() for length in (1, 2, 7, 33, 60)] + [[*begin, 9 + i] for i in range(3)]
+
+
+@pytest.mark.parametrize("family", ["llama-biased", "mistral-like", "gemma2"])
+def test_two_processes_answer_as_one_does(
+    family: str, prompts: list[list[int]], byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tiny_models.FAMILIES, "mistral-like", ("Mistral", {"sliding_window": 13, "head_dim": 16}))
+    model = tiny_models.write(family, tmp_path)
+    shutil.copy(byte_model / "tokenizer.json", tmp_path)
+    one, two = (LLM(str(tmp_path), **SIZES, **TIGHT, swap_space=1 << 20, tensor_parallel_size=size) for size in (1, 2))
+    answers = [output.token_ids for output in two.generate(prompts, GREEDY)]
+    assert two._engine.stats()["preemptions"] > 0
+    assert answers == [output.token_ids for output in one.generate(prompts, GREEDY)]
+    ids = model.generate(tiny_models.torch.tensor([prompts[4]]), do_sample=False, max_new_tokens=12, min_new_tokens=12, eos_token_id=None)
+    assert answers[4] == ids[0, 60:].tolist()
+    drawn = SamplingParams(temperature=1.0, seed=7, max_tokens=12, n=2, logprobs=2, ignore_eos=True)
+    assert [o.token_ids for o in two.generate(prompts[3:5], drawn)] == [o.token_ids for o in one.generate(prompts[3:5], drawn)]
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "says"),
+    [
+        ("qwen3", 2, "the model has 1 KV heads, which cannot be cut into 2 equal parts"),
+        ("llama", 3, "2 KV heads, which cannot be cut into 3"),
+        ("llama", 4, "6 attention heads, which cannot be cut into 4"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(family: str, size: int, says: str, tmp_path: Path) -> None:
+    tiny_models.write(family, tmp_path)
+    with pytest.raises(InvalidSetting, match=f"--tensor-parallel-size {size}: .*{says}"):
+        part_of(load_shape(tmp_path), size)
+
+
+def test_a_worker_that_ends_is_told_of(byte_model: Path) -> None:
+    llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
+    [worker] = llm._engine._runner.model._workers
+    worker._process.kill()
+    worker._process.wait()
+    with pytest.raises((ChairliftError, RuntimeError)):
+        llm.generate([[1, 2, 3]], GREEDY)
+
+
+def test_a_worker_that_cannot_load_says_why(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = dataclasses.asdict
+    monkeypatch.setattr(dataclasses, "asdict", lambda config: loaded(config) | {"load_format": "auto"})
+    with pytest.raises(ChairliftError, match=r"a worker of --tensor-parallel-size: ModelNotFound: .* holds no \*\.safetensors file"):
+        LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
