@@ -1,7 +1,8 @@
 """Chairlift: continuous batching for one box.
 
-`LLM` runs a model in this process, `AsyncEngine` runs it in a child process for asyncio programs. Names are
-imported when they are first used, so that `import chairlift` costs nothing.
+`LLM` runs a model in this process, `AsyncEngine` runs it in a child process for asyncio programs, `simulate` says how a
+trace would fare on a machine that need not be there. Names are imported when they are first used, so that `import
+chairlift` costs nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from chairlift.sampling import SamplingParams as SamplingParams
     from chairlift.sampling import StructuredOutput as StructuredOutput
     from chairlift.scheduling import Scheduling as Scheduling
+    from chairlift.sim.run import simulate as simulate
 
     __version__: str
 
@@ -38,6 +40,7 @@ _HOMES = {
     "SamplingParams": "sampling",
     "StructuredOutput": "sampling",
     "Scheduling": "scheduling",
+    "simulate": "sim.run",
     "RequestOutput": "outputs",
     "Ledger": "outputs",
     "Timing": "outputs",

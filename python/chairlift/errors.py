@@ -23,6 +23,10 @@ class InvalidSetting(ChairliftError, ValueError):
     """A setting that cannot work with this model on this machine; the message has the flag and the numbers."""
 
 
+class InvalidTrace(ChairliftError, ValueError):
+    """A request trace that cannot be read; the message has the line at fault and what was expected there."""
+
+
 class ModelNotFound(ChairliftError):
     """No model of that name could be found or fetched; the message names the ways out."""
 

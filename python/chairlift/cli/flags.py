@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from chairlift.config import ENV_PREFIX, from_environment, parse_value
@@ -12,11 +12,11 @@ from chairlift.config import ENV_PREFIX, from_environment, parse_value
 C = TypeVar("C")
 
 
-def add(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Adds a flag for each field of the dataclass `cls` that has help, under its group's heading."""
+def add(parser: argparse.ArgumentParser, cls: type, names: Collection[str] | None = None) -> None:
+    """Adds a flag for each field of the dataclass `cls` that has help, under its group's heading; `names` are those wanted."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(cls):
-        if "help" not in field.metadata:
+        if "help" not in field.metadata or (names is not None and field.name not in names):
             continue
         heading = field.metadata["group"]
         if heading not in groups:

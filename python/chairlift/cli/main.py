@@ -11,7 +11,7 @@ import time
 from importlib import import_module
 from typing import Any, NoReturn
 
-from chairlift.cli import changes, flags, remote
+from chairlift.cli import bench_flags, changes, flags, remote, simulate_flags
 from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from chairlift.errors import ChairliftError
 
@@ -26,6 +26,8 @@ examples:
   chairlift replay day.journal         what was scheduled, and what other settings would have done
   chairlift top                        watch a running server
   chairlift explain ID                 where a request's time went
+  chairlift bench serve                put load on a server, and report how it fared
+  chairlift simulate --trace FILE      how a trace would fare on a machine that need not be here
 
 'chairlift COMMAND --help' explains a command and all its flags.
 """
@@ -88,7 +90,6 @@ What --set can change, with the values that the flags of 'chairlift serve' take 
 
 Exit status: 0 if every recorded decision came out the same, 1 if not.
 """
-
 
 _TOP_EXAMPLES = """\
 examples:
@@ -181,6 +182,8 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--json", action="store_true", help="print all numbers as JSON, times in seconds")
     replay.add_argument("--plot", metavar="FILE", help="write a page of interactive plots; needs pip install 'chairlift[plot]'")
 
+    simulate_flags.add(command)
+
     top = command("top", "show a running server in the terminal", _TOP_EXAMPLES)
     remote.add(top)
     top.add_argument("--once", action="store_true", help="print what there is now, and end")
@@ -188,6 +191,8 @@ def _parser() -> argparse.ArgumentParser:
     explain = command("explain", "show where a request's time went", _EXPLAIN)
     explain.add_argument("id", metavar="ID", help="the id of an answer, or the X-Request-Id of its request")
     remote.add(explain)
+
+    bench_flags.add(command("bench", "measure a server, or the engine without one", bench_flags.EXAMPLES))
     return parser
 
 

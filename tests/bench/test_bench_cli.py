@@ -1,0 +1,147 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import chairlift.cli.bench
+from chairlift.bench.record import Run
+from chairlift.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def port(byte_model):
+    """A real server, without a model: tokens at once."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "chairlift.cli.main",
+        "serve",
+        str(byte_model),
+        "--load-format",
+        "none",
+        "--served-model-name",
+        "bytes",
+    ]
+    server = subprocess.Popen([*command, "--port", str(port), "--log-level", "warning"], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    yield port
+    server.send_signal(signal.SIGTERM)
+    server.wait(30)
+
+
+def bench(*arguments):
+    return main(["bench", *map(str, arguments)])
+
+
+def test_a_real_server(port, tmp_path, capsys):
+    results = ["--save-detailed", "--result-dir", tmp_path / "new", "--result-filename", "r.json", "--report", tmp_path / "r.html"]
+    load = ["--num-prompts", 20, "--request-rate", 200, "--random-input-len", 5, "--random-output-len", 4, "--ignore-eos"]
+    goodput = ["--goodput", "ttft:60000", "tpot:60000", "--percentile-metrics", "ttft,e2el", "--metric-percentiles", "50,99"]
+    assert bench("serve", "--port", port, "--ready-check-timeout-sec", 60, *load, *goodput, *results, "--metadata", "a=b") == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"20 requests to bytes at http://127.0.0.1:{port}/v1/completions: 200 a second (Poisson)")
+    assert "Successful requests:                     20        " in told
+    assert "Total generated tokens:                  80        " in told
+    assert "P99 E2EL (ms):" in told
+    found = json.loads((tmp_path / "new" / "r.json").read_text())
+    assert (found["completed"], found["failed"], found["goodput_attainment"], found["a"]) == (20, 0, 1.0, "b")
+    assert found["output_lens"] == [4] * 20
+    assert [record["wanted_tokens"] for record in found["records"]] == [4] * 20
+    assert found["p50_e2el_ms"] == found["median_e2el_ms"] > 0
+    assert "Serving benchmark" in (tmp_path / "r.html").read_text()
+
+
+def test_a_trace_goes_without_what_is_too_long(port, tmp_path, capsys):
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,3,2\n0.1,3,600\n0.2,4,3\n")
+    assert bench("serve", "--port", port, "--dataset-path", trace, "--speedup", 10, "--ignore-eos", "--disable-tqdm") == 0
+    told = capsys.readouterr().out
+    assert "1 of 3 requests are longer than the 504 tokens that the server takes: left out." in told
+    assert "at the trace's times, 10 times as fast" in told
+    assert "Total generated tokens:                  5 " in told
+
+
+def test_a_sweep_of_a_real_server(port, tmp_path, capsys):
+    load = ["--num-prompts", 4, "--random-input-len", 5, "--random-output-len", 4, "--ignore-eos", "--num-warmups", 0]
+    result = [
+        "--goodput",
+        "e2el:60000",
+        "--report",
+        tmp_path / "s.html",
+        "--save-result",
+        "--result-dir",
+        tmp_path,
+        "--result-filename",
+        "s",
+    ]
+    assert bench("sweep", "--port", port, "--max-concurrencies", "1,2", *load, *result) == 0
+    told = capsys.readouterr().out
+    assert "The largest load with 95 % of the requests within E2EL ≤ 60000 ms: 2 at a time" in told
+    found = json.loads((tmp_path / "s").read_text())
+    assert found["knee"] == 2
+    assert [point["completed"] for point in found["points"]] == [4, 4]
+    assert "Against load" in (tmp_path / "s.html").read_text()
+    assert bench("sweep", "--port", port, "--request-rates", "100", *load) == 0
+
+
+@pytest.mark.parametrize("name", ["throughput", "latency"])
+def test_without_a_server(byte_model, tmp_path, capsys, name):
+    count = {"throughput": ["--num-prompts", 3], "latency": ["--batch-size", 3, "--num-iters", 2, "--num-iters-warmup", 1]}[name]
+    model = ["--model", byte_model, "--load-format", "none", "--input-len", 6, "--output-len", 5]
+    assert bench(name, *count, *model, "--output-json", tmp_path / "o.json") == 0
+    told, found = capsys.readouterr().out, json.loads((tmp_path / "o.json").read_text())
+    if name == "throughput":
+        assert "Total num output tokens:  15" in told
+        assert found["num_requests"] == 3
+    else:
+        assert "99% percentile latency: " in told
+        assert len(found["latencies"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--goodput", "itl:5"], "--goodput itl:5: expected pairs like ttft:500"),
+        (["serve", "--percentile-metrics", "ttft,x"], "--percentile-metrics x: expected some of ttft,tpot,itl,e2el"),
+        (["serve", "--dataset-name", "sharegpt"], "--dataset-name sharegpt needs --dataset-path"),
+        (["serve", "--dataset-name", "random", "--dataset-path", "t.csv"], "name two different things"),
+        (["serve", "--header", "a"], "a: expected KEY=VALUE"),
+        (["serve", "--report", "/nowhere/at/all.html"], "there is no such directory"),
+        (["serve", "--model", "m", "--self-timed"], "--self-timed needs a --dataset-path"),
+        (["serve", "--model", "m", "--ramp-up-strategy", "linear"], "--ramp-up-strategy needs --ramp-up-start-rps"),
+        (["serve", "--port", "1"], "no server answers at http://127.0.0.1:1"),
+        (["serve", "--model", "m", "--dataset-path", "/nowhere"], "/nowhere: cannot be read"),
+        (["sweep", "--model", "m"], "a search needs targets: --goodput"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_sent(arguments, says, capsys):
+    assert bench(*arguments) == 1
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["serve", "--num-prompts", "0"], ["serve", "--request-rate", "-1"], ["serve", "--random-range-ratio", "1"]]
+)
+def test_wrong_usage(arguments):
+    with pytest.raises(SystemExit) as caught:
+        bench(*arguments)
+    assert caught.value.code == 2
+
+
+def test_each_run_of_a_sweep_has_prompts_of_its_own_at_its_rate(monkeypatch, capsys):
+    runs = []
+
+    def measure(target, jobs, **_):
+        runs.append(jobs)
+        return Run([])
+
+    monkeypatch.setattr(chairlift.cli.bench, "measure", measure)
+    assert bench("sweep", "--model", "m", "--request-rates", "10,20", "--burstiness", "inf", "--random-input-len", 8) == 1
+    assert [len(jobs) for jobs in runs] == [300, 600]
+    assert [runs[0][1].due, runs[1][1].due] == pytest.approx([0.1, 0.05])
+    assert not {job.prompt() for job in runs[0]} & {job.prompt() for job in runs[1]}
