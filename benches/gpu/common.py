@@ -1,0 +1,344 @@
+"""What the scripts for a GPU share: what the machine is, how things are timed, a limit of time, and the page that is written."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("numpy", "torch", "triton", "transformers", "tokenizers", "safetensors", "jinja2", "llguidance", "msgpack", "pydantic", "rich")
+"""What chairlift and its peers import."""
+COLD = 200e6
+"""Bytes that calls go through in turn, so that none finds what it reads in the L2 cache of 50 or 60 MB."""
+
+
+class OutOfTime(BaseException):
+    """Something took longer than it was given. Not an Exception, which libraries catch to go on."""
+
+
+@dataclass
+class Run:
+    """One run of a script: what it was told, how long it may take, and what it has found so far.
+
+    All that is found is written after each row, so that a run which is cut short leaves what it has.
+    """
+
+    name: str
+    out: Path
+    seconds: float
+    dry: bool
+    began: float = field(default_factory=time.monotonic)
+    found: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        """Where things run: on the CPU when it is dry."""
+        return "cpu" if self.dry else "cuda"
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.seconds - (time.monotonic() - self.began)
+
+    def fits(self, what: str, seconds: float) -> bool:
+        """Whether so much time is left; otherwise says that `what` is skipped."""
+        if self.left >= seconds:
+            return True
+        self.say(f"Skipped, for {max(0, self.left):.0f} s are left and it needs {seconds:.0f}: {what}.")
+        return False
+
+    @contextlib.contextmanager
+    def tried(self, what: str, seconds: float = math.inf) -> Iterator[None]:
+        """Goes on after what fails, or takes longer than `seconds` or than the run has left; the page says why."""
+        try:
+            with _limit(min(seconds, max(1, self.left - 5))):
+                yield
+        except (Exception, OutOfTime) as error:
+            if self.dry:
+                raise
+            self.say(f"Failed: {what}: {type(error).__name__}: {str(error).strip()[:300] or 'no message'}".replace("\n", " "))
+            free()
+
+    def say(self, text: str) -> None:
+        """Puts a paragraph on the page, and prints it."""
+        print(text, flush=True)
+        self.lines += ["", text]
+        self.write()
+
+    def row(self, title: str, row: dict[str, Any]) -> dict[str, Any]:
+        """Adds a row to the table of that title, on the page and in the JSON; what is put into it later is written with the next."""
+        if title not in self.found:
+            self.found[title] = []
+            self.lines.append(title)
+        self.found[title].append(row)
+        print(f"{title}: " + ", ".join(f"{key} {_cell(value)}" for key, value in row.items()), flush=True)
+        self.write()
+        return row
+
+    def write(self) -> None:
+        """Writes the page and the JSON as they are."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        dry = ["", "**A dry run on a CPU: nothing here is a measurement.**"] if self.dry else []
+        title = f"# {self.name.capitalize()}, on a GPU"
+        text = [title, "", f"Written by `benches/gpu/{self.name}.py`, {time.monotonic() - self.began:.0f} s.", *dry]
+        for line in self.lines:
+            text += _table(line, self.found[line]) if line in self.found else [line]
+        (self.out / f"{self.name}.md").write_text("\n".join(text) + "\n")
+        (self.out / f"{self.name}.json").write_text(json.dumps(_plain(self.found), indent=1) + "\n")
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> list[str]:
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[_cell(row.get(head)) for head in heads] for row in rows]
+    return ["", f"## {title}", "", *(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *cells))]
+
+
+def begin(name: str, description: str, minutes: float) -> Run:
+    """Reads the command line, checks that all is there, fixes seeds, and notes the machine. Ends the process if something is missing."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benches" / "results" / "gpu", help="directory of the page and the JSON")
+    parser.add_argument("--minutes", type=float, default=minutes, help=f"what does not fit is skipped (default: {minutes:g})")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on a CPU, kernels in Triton's interpreter: is the script in order?")
+    given = parser.parse_args()
+    if given.dry:
+        # Triton asks when a kernel is defined.
+        os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    run = Run(name, given.out, given.minutes * 60, given.dry)
+    facts = _check(run.dry)
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    run.found["machine"] = facts
+    run.say(", ".join(f"{key} {value}" for key, value in facts.items()) + ".")
+    return run
+
+
+def _check(dry: bool) -> dict[str, Any]:
+    """What the machine is, with versions; ends the process with all that is missing."""
+    sys.path.insert(0, str(ROOT / "python"))
+    facts: dict[str, Any] = {"python": platform.python_version()}
+    missing = []
+    for name in NEEDED:
+        try:
+            version = getattr(importlib.import_module(name), "__version__", "?")
+        except ImportError as error:
+            missing.append(f"the Python package {name} ({error}): install it, or put a wheel's contents on PYTHONPATH")
+            continue
+        if name in ("torch", "triton", "transformers"):
+            facts[name] = version
+    if not any((ROOT / "python" / "chairlift").glob("_core*.so")):
+        missing += _build()
+    if not missing:
+        try:
+            importlib.import_module("chairlift._core")
+        except ImportError as error:
+            missing.append(f"a chairlift._core that loads here ({error}): was it built for this processor and C library?")
+    if "torch" in facts and not dry:
+        import torch
+
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(0)
+            facts |= {"GPU": properties.name, "SMs": properties.multi_processor_count, "GiB": round(properties.total_memory / 2**30)}
+            facts |= {"CUDA": torch.version.cuda, "driver": _driver(), "cores": os.cpu_count()}
+        else:
+            missing.append("a CUDA device that torch sees (--dry tries the script without one)")
+    if missing:
+        print(", ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
+        sys.exit("missing here:\n" + "\n".join(f"- {what}" for what in missing))
+    return facts
+
+
+def _build() -> list[str]:
+    """Builds the extension if there is a toolchain; what is missing otherwise."""
+    target = ROOT / "python" / "chairlift" / "_core.abi3.so"
+    advice = "build it elsewhere on a like machine (`make build`), and bring that file along"
+    if shutil.which("cargo") is None:
+        return [f"{target.relative_to(ROOT)}, and no cargo to build it: {advice}"]
+    print("building chairlift._core", flush=True)
+    command = ["cargo", "build", "--release", "--offline", "-p", "chairlift-python"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return [f"{target.relative_to(ROOT)}, which cargo could not build without a network ({done.stderr.strip()[-300:]}): {advice}"]
+    shutil.copy(Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "lib_core.so", target)
+    return []
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip().splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "?"
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Raises OutOfTime in the main thread after so long: a compiler may take minutes."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise OutOfTime(f"took more than {seconds:.0f} s")
+
+    before, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, 0 if math.isinf(seconds) else max(seconds, 0.1))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        # One that was set around this one goes on.
+        signal.setitimer(signal.ITIMER_REAL, max(0.1, outer - (time.monotonic() - began)) if outer else 0)
+
+
+def free() -> None:
+    """Gives memory back that nobody holds."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def time_calls(run: Run, calls: Sequence[Callable[[], object]], *, rounds: int = 1, repeats: int = 15, graph: bool = True) -> float:
+    """The median seconds of one call, over replays of a CUDA graph of all of them, each `rounds` times; NaN in a dry run.
+
+    Calls work on memory of their own, so that none finds another's in the L2 cache: see `COLD`. In a graph no launch is waited for.
+    """
+    import torch
+
+    if run.dry:
+        calls[0]()
+        return math.nan
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    count = rounds * len(calls)
+
+    def once() -> None:
+        for _ in range(rounds):
+            for call in calls:
+                call()
+
+    again: Callable[[], object] = once
+    if graph:
+        kept = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(kept):
+            once()
+        again = kept.replay
+    for _ in range(2):
+        again()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
+    for start, end in zip(events[::2], events[1::2], strict=True):
+        start.record()
+        again()
+        end.record()
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(end) for start, end in zip(events[::2], events[1::2], strict=True))
+    return float(times[len(times) // 2]) / 1e3 / count
+
+
+def copies(run: Run, size: float, most: int = 16) -> int:
+    """How many buffers of so many bytes it takes for calls to find them cold."""
+    return 1 if run.dry else int(min(max(math.ceil(COLD / max(size, 1)), 2), most))
+
+
+def ceilings(run: Run) -> tuple[float, float]:
+    """What the device reaches: bytes a second, read and written by a copy, and FLOP a second of a product of bf16 matrices."""
+    import torch
+
+    size, side = (1 << 12, 64) if run.dry else (2 << 30, 8192)
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=run.device) for _ in range(2))
+    a, b = (torch.randn(side, side, device=run.device).bfloat16() for _ in range(2))
+    copied = 2 * size / time_calls(run, [lambda: target.copy_(source)])
+    computed = 2 * side**3 / time_calls(run, [lambda: a @ b], rounds=4)
+    run.found["ceilings"] = {"copy_bytes_s": copied, "bf16_flop_s": computed}
+    run.say(f"Ceilings, measured in this run: copy {copied / 1e9:.0f} GB/s, bf16 {side}x{side} product {computed / 1e12:.0f} TFLOP/s.")
+    return copied, computed
+
+
+def write_model(directory: Path, config: dict[str, Any]) -> Path:
+    """Makes a model's directory without weights: its config.json, and a tokenizer with a word for each id."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    words = {f"t{i}": i for i in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    """The config.json of a Llama."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 32768,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": "bfloat16",
+    } | more
+
+
+@contextlib.contextmanager
+def steps_overlap(overlaps: bool) -> Iterator[None]:
+    """Engines made within run the model in torch, on a CPU too, and plan a step while another runs, or do not."""
+    from chairlift.engine import loop
+    from chairlift.runner.runner import ModelRunner
+    from chairlift.runner.torch_model import TorchModel
+
+    usual = loop._runner
+    loop._runner = lambda config, directory, eos, on_phase: ModelRunner(config, directory, on_phase, TorchModel.load, overlaps)
+    try:
+        yield
+    finally:
+        loop._runner = usual
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "-" if math.isnan(value) else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return "" if value is None else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """The same for JSON, which has no NaN."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

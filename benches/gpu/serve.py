@@ -1,0 +1,382 @@
+"""Times the engine on a GPU from prompts to answers, beside transformers and the device's roofline; takes about nine minutes.
+
+A Llama of the shape of 3.1-8B with random weights, bf16, greedy, prompts of token ids, ends of text ignored, no prefix cache. transformers'
+`generate` (static cache) and `generate_batch` (continuous batching) run afterwards with the same weights. The floor of a
+step is reading weights and KV once at the bandwidth of a copy, or multiplying at the rate of a large product where that takes longer; both
+are measured first, in the same run. Then a model of the shape of SmolLM2-135M at batch 64: is the host's time hidden behind the device's?
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+
+PROFILED = 50
+"""Steps that the profiler sees."""
+THROUGHPUT, STEPS, IDLE = "Tokens a second", "Steps beside the roofline", "Host and device"
+
+
+@dataclass
+class Shape:
+    """What a step of a model must move and multiply at least."""
+
+    config: dict[str, Any]
+
+    @property
+    def layer_numbers(self) -> int:
+        """Weights of all layers."""
+        c = self.config
+        heads = (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"]
+        return int(c["num_hidden_layers"] * c["hidden_size"] * (heads + 3 * c["intermediate_size"]))
+
+    @property
+    def head_numbers(self) -> int:
+        """Weights of the head."""
+        return int(self.config["hidden_size"] * self.config["vocab_size"])
+
+    def decode_floor(self, batch: int, context: float, copied: float, computed: float) -> float:
+        """Seconds of a step of `batch` sequences of one token each."""
+        numbers, c = self.layer_numbers + self.head_numbers, self.config
+        kv = 2 * 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"] * batch * context
+        return max(2 * numbers / copied, 2 * numbers * batch / computed) + kv / copied
+
+    def prefill_floor(self, tokens: int, computed: float) -> float:
+        """Seconds for a prompt: products of its layers, and what the causal mask leaves of its attention."""
+        c = self.config
+        attention = 2 * c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"] * tokens**2
+        return (2 * self.layer_numbers * tokens + attention) / computed
+
+
+@dataclass
+class Clock:
+    """Notes an engine's steps: the time from the end of the one before, how much of it was waiting for the device, and tokens given.
+
+    From step `profile_from` on the torch profiler sees PROFILED of them.
+    """
+
+    llm: Any
+    profile_from: int | None = None
+    steps: list[tuple[float, float, int]] = field(default_factory=list)
+    profiler: Any = None
+    span: float = math.nan
+    busy: float = math.nan
+
+    def __enter__(self) -> Clock:
+        engine = self.llm._engine
+        runner, step, collect = engine._runner, engine.step, engine._runner.collect
+        waited, ended = 0.0, time.perf_counter()
+
+        def collected(*given: Any) -> Any:
+            nonlocal waited
+            start = time.perf_counter()
+            found = collect(*given)
+            waited += time.perf_counter() - start
+            return found
+
+        def stepped() -> Any:
+            nonlocal waited, ended
+            if self.profile_from is not None and len(self.steps) == self.profile_from:
+                self._start()
+            waited, before = 0.0, ended
+            report = step()
+            ended = time.perf_counter()
+            if report is not None:
+                self.steps.append((ended - before, waited, len(report.tags) // 8))
+            if self.profiler is not None and len(self.steps) == (self.profile_from or 0) + PROFILED:
+                self._stop()
+            return report
+
+        engine.step, runner.collect = stepped, collected
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.llm._engine.step, self.llm._engine._runner.collect
+        if self.profiler is not None:
+            self._stop()
+
+    def _start(self) -> None:
+        import torch
+
+        kind = torch.profiler.ProfilerActivity
+        self.profiler = torch.profiler.profile(activities=[kind.CUDA if torch.cuda.is_available() else kind.CPU])
+        self.profiler.__enter__()
+
+    def _stop(self) -> None:
+        """The time from the first to the last of what the device did, and how much of it something was under way, in seconds."""
+        import torch
+
+        profiler, self.profiler = self.profiler, None
+        profiler.__exit__(None, None, None)
+        found = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        ranges = sorted((event.time_range.start, event.time_range.end) for event in found)
+        if not ranges:
+            return
+        busy, reached = 0.0, ranges[0][0]
+        for start, end in ranges:
+            busy += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        self.span, self.busy = (reached - ranges[0][0]) / 1e6, busy / 1e6
+
+    def decode(self, batch: int) -> list[tuple[float, float]]:
+        """Seconds, and those waited, of the steps that gave all sequences a token; without the first, which others overlap."""
+        return [(whole, waited) for whole, waited, tokens in self.steps if tokens == batch][1:]
+
+
+def prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
+    """Random token ids."""
+    return np.random.default_rng(seed).integers(0, vocabulary, (count, length)).tolist()
+
+
+def load(run: common.Run, directory: Path, **settings: Any) -> Any:
+    """The engine with random weights."""
+    from chairlift import LLM
+
+    more = {"device": run.device, "dtype": "float32" if run.dry else "bfloat16", "enable_prefix_caching": False, "load_format": "dummy"}
+    if run.dry:
+        with common.steps_overlap(True):
+            return LLM(str(directory), **more, **settings)
+    return LLM(str(directory), **more, **settings)
+
+
+def timed(llm: Any, asked: list[list[int]], answer: int) -> tuple[float, list[list[int]]]:
+    """Seconds until all answers are there, and the answers."""
+    from chairlift import SamplingParams
+
+    began = time.perf_counter()
+    outputs = llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True), progress=False)
+    return time.perf_counter() - began, [output.token_ids for output in outputs]
+
+
+@dataclass
+class Case:
+    """A workload: so many prompts at once."""
+
+    count: int
+    prompt: int
+    answer: int
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.count} x ({self.prompt} in, {self.answer} out)"
+
+
+def ours(
+    run: common.Run, llm: Any, shape: Shape, cases: list[Case], ceilings: tuple[float, float]
+) -> dict[str, tuple[float, list[list[int]]]]:
+    """The engine on all cases; tokens a second and answers by the name of the case."""
+    found: dict[str, tuple[float, list[list[int]]]] = {}
+    vocabulary, (copied, computed) = shape.config["vocab_size"], ceilings
+    for case in cases:
+        asked = prompts(case.count, case.prompt, vocabulary)
+        if not run.fits(f"chairlift, {case.name}", 15):
+            continue
+        with run.tried(f"chairlift, {case.name}", 120):
+            timed(llm, asked, min(2, case.answer))  # what is compiled for this shape is compiled
+            with Clock(llm) as clock:
+                seconds, answers = timed(llm, asked, case.answer)
+            rate = case.count * case.answer / seconds
+            found[case.name] = rate, answers
+            run.row(THROUGHPUT, {"engine": "chairlift", "case": case.name, "s": seconds, "tokens/s": rate})
+            row: dict[str, Any] = {"case": case.name}
+            if case.answer == 1:
+                floor, step = case.count * shape.prefill_floor(case.prompt, computed), seconds
+            else:
+                steps = [whole for whole, _ in clock.decode(case.count)]
+                floor = shape.decode_floor(case.count, case.prompt + case.answer / 2, copied, computed)
+                step = statistics.median(steps) if steps else math.nan
+            run.row(STEPS, row | {"ms/step": step * 1e3, "floor ms": floor * 1e3, "of the floor": floor / step})
+    return found
+
+
+def idle(run: common.Run, name: str, llm: Any, batch: int, prompt: int, vocabulary: int) -> None:
+    """How much of 50 decode steps the device does nothing, and what the host does meanwhile; without the profiler, and with it."""
+    wanted = 4 if run.dry else 2 * PROFILED
+    asked = prompts(batch, prompt, vocabulary)
+    timed(llm, asked, 2)
+    with Clock(llm) as plain:
+        timed(llm, asked, wanted)
+    steps = plain.decode(batch)
+    before = len(plain.steps) - len(steps)
+    with Clock(llm, profile_from=before + 2) as seen:
+        timed(llm, asked, wanted)
+    step = statistics.median(whole for whole, _ in steps)
+    host = statistics.median(whole - waited for whole, waited in steps)
+    device = seen.busy / PROFILED
+    row = {"model": name, "batch": batch, "context": prompt + wanted // 2, "ms/step": step * 1e3, "host ms/step": host * 1e3}
+    row |= {"device ms/step": device * 1e3, "device busy": device / step, "idle under the profiler": 1 - seen.busy / seen.span}
+    run.row(IDLE, row)
+
+
+def same_weights(run: common.Run, llm: Any, config: dict[str, Any]) -> Any:
+    """transformers' model with copies of the engine's tensors, which themselves are of inference mode: compilers refuse such."""
+    import torch
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    network = llm._engine._runner.model.network
+    told = transformers.LlamaConfig(**{**config, "dtype": network.embedding.dtype})
+    told._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(told).to(network.embedding.dtype)
+
+    def put(module: Any, weight: Any) -> None:
+        module.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+
+    put(model.model.embed_tokens, network.embedding)
+    put(model.lm_head, network.head.weight)
+    queries = told.num_attention_heads * told.head_dim
+    kv = told.num_key_value_heads * told.head_dim
+    norm = network.norm
+    for theirs, mine in zip(model.model.layers, network.layers, strict=True):
+        attention, mlp = theirs.self_attn, theirs.mlp
+        for module, weight in zip(
+            (attention.q_proj, attention.k_proj, attention.v_proj), mine.qkv.weight.split([queries, kv, kv]), strict=True
+        ):
+            put(module, weight)
+        for module, weight in zip((mlp.gate_proj, mlp.up_proj), mine.gate_up.weight.chunk(2), strict=True):
+            put(module, weight)
+        put(attention.o_proj, mine.output.weight)
+        put(mlp.down_proj, mine.down.weight)
+        put(theirs.input_layernorm, norm)
+        put(theirs.post_attention_layernorm, mine.norm)
+        norm = mine.next_norm
+    put(model.model.norm, norm)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config=told).to(run.device)
+    model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
+    return model.eval()
+
+
+def peer(
+    run: common.Run, name: str, generate: Any, case: Case, vocabulary: int, mine: Any, needs: float, most: float, whole: bool = False
+) -> None:
+    """One of transformers' ways on one case: after two tokens to warm up, whose time also tells how long a step is.
+
+    What is made for a length of answers is warmed up with the `whole`; its milliseconds a step have the prompt in them.
+    """
+    if case.name not in mine or not run.fits(f"{name}, {case.name}", needs):
+        return
+    with run.tried(f"{name}, {case.name}", most):
+        asked, few = prompts(case.count, case.prompt, vocabulary), min(2, case.answer)
+        generate(asked, case.answer if whole else few)
+        seconds, answers = _timed(generate, asked, case.answer)
+        short, steps = (0.0, case.answer) if whole else (_timed(generate, asked, few)[0], max(1, case.answer - few))
+        rate, right = mine[case.name]
+        row = {"engine": name, "case": case.name, "s": seconds, "tokens/s": case.count * case.answer / seconds}
+        row |= {"ms/step": (seconds - short) / steps * 1e3, "chairlift / this": rate * seconds / (case.count * case.answer)}
+        # Not a proof: rounding differs, and a token that differs changes all after it.
+        equal = [one[:8] == other[:8] for one, other in zip(answers, right, strict=True)]
+        row["first 8 tokens equal"] = f"{sum(equal)} of {len(equal)}"
+        run.row(THROUGHPUT, row)
+    common.free()
+
+
+def _timed(generate: Any, asked: list[list[int]], answer: int) -> tuple[float, list[list[int]]]:
+    began = time.perf_counter()
+    answers = generate(asked, answer)
+    return time.perf_counter() - began, answers
+
+
+def ways(run: common.Run, model: Any) -> tuple[Any, Any, Any]:
+    """`generate` with a static cache, the same compiled, and `generate_batch`: functions of prompts and the length of answers."""
+    import torch
+    from transformers import GenerationConfig
+
+    def static(asked: list[list[int]], answer: int, compiled: bool = False) -> list[list[int]]:
+        ids = torch.tensor(asked, device=run.device)
+        config = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=None, pad_token_id=0, cache_implementation="static")
+        config.disable_compile = not compiled
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        return [row[len(asked[0]) :] for row in found.tolist()]
+
+    def continuous(asked: list[list[int]], answer: int) -> list[list[int]]:
+        from transformers import ContinuousBatchingConfig
+
+        config = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        known = inspect.signature(model.generate_batch).parameters
+        more: dict[str, Any] = {"persistent_manager": True, "progress_bar": False}
+        wanted = {"allow_block_sharing": False, "max_memory_percent": 0.6, "max_requests_per_batch": 256}
+        if run.dry:
+            wanted |= {"num_blocks": 16, "page_size": 32, "max_batch_tokens": 64}
+        allowed = inspect.signature(ContinuousBatchingConfig.__init__).parameters
+        more["continuous_batching_config"] = ContinuousBatchingConfig(**{key: value for key, value in wanted.items() if key in allowed})
+        found = model.generate_batch(asked, config, **{key: value for key, value in more.items() if key in known})
+        # Names of requests end with their number.
+        ordered = sorted(found.values(), key=lambda output: int(str(output.request_id).rsplit("_", 1)[-1]))
+        if any(output.error for output in ordered):
+            raise RuntimeError(str(next(output.error for output in ordered if output.error)))
+        return [list(output.generated_tokens) for output in ordered]
+
+    return static, lambda asked, answer: static(asked, answer, compiled=True), continuous
+
+
+def large(run: common.Run, folder: Path, ceilings: tuple[float, float]) -> None:
+    """The 8B shape, then transformers with its weights."""
+    size = (64, 96, 2, 4, 2, 512) if run.dry else (4096, 14336, 32, 32, 8, 128_256)
+    config = common.llama(*size)
+    directory, shape = common.write_model(folder / "large", config), Shape(config)
+    decodes = [Case(batch, 512, 256) for batch in (1, 32, 64, 256)]
+    others = [Case(1, 8192, 1), Case(32, 1024, 1024)]
+    step, blocks, length = 8192, 14_000, 8448
+    if run.dry:
+        decodes, others, step, blocks, length = [Case(1, 9, 6), Case(3, 9, 6)], [Case(1, 60, 1)], 64, 200, 128
+    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 256 if run.dry else step, "num_kv_blocks": blocks, "max_model_len": length}
+    llm = load(run, directory, **sizes)
+    mine = ours(run, llm, shape, [*decodes, *others], ceilings)
+    if run.fits("the device's idle share", 15):
+        with run.tried("the device's idle share", 60):
+            idle(run, "8B", llm, 3 if run.dry else 64, 9 if run.dry else 512, config["vocab_size"])
+    with run.tried("transformers"):
+        model = same_weights(run, llm, config)
+        del llm
+        common.free()
+        static, compiled, continuous = ways(run, model)
+        vocabulary = config["vocab_size"]
+        for case in (*decodes[1:], *others[1:]):
+            peer(run, "transformers generate_batch", continuous, case, vocabulary, mine, 40, 120, whole=True)
+            # It is sized for the requests that it was made with.
+            getattr(model, "destroy_cached_continuous_batching_manager", lambda: None)()
+            common.free()
+        for case in (decodes[0], decodes[-2]):
+            peer(run, "transformers generate, static cache", static, case, vocabulary, mine, 25, 60)
+        if not run.dry:
+            for case in decodes[:2]:
+                peer(run, "transformers generate, static cache, compiled", compiled, case, vocabulary, mine, 70, 150, whole=True)
+
+
+def small(run: common.Run, folder: Path) -> None:
+    """The 135M shape at batch 64: steps of a millisecond, where a host that is slow shows."""
+    config = common.llama(*((64, 96, 2, 4, 2, 512) if run.dry else (576, 1536, 30, 9, 3, 49_152)), tie_word_embeddings=True)
+    directory = common.write_model(folder / "small", config)
+    batch = 4 if run.dry else 64
+    sizes = {"max_num_seqs": batch, "max_num_batched_tokens": 64 if run.dry else 4096, "num_kv_blocks": 300 if run.dry else 8000}
+    llm = load(run, directory, **sizes, max_model_len=1024)
+    idle(run, "135M", llm, batch, 9 if run.dry else 128, config["vocab_size"])
+    del llm
+    common.free()
+
+
+def main() -> None:
+    """The small model first, for it takes seconds; transformers last."""
+    run = common.begin("serve", __doc__ or "", 9)
+    with tempfile.TemporaryDirectory() as name, run.tried("serve"):
+        folder = Path(name)
+        ceilings = common.ceilings(run)
+        with run.tried("the 135M shape", 60):
+            small(run, folder)
+        common.free()
+        large(run, folder, ceilings)
+    run.say(f"Done, with {run.left:.0f} s left.")
+
+
+if __name__ == "__main__":
+    main()
