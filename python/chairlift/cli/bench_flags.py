@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from functools import partial
 from typing import Any
 
 from chairlift.cli import flags
@@ -50,16 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds the commands of `chairlift bench`."""
     commands = parser.add_subparsers(dest="bench", required=True, metavar="COMMAND")
 
-    def command(name: str, help: str, epilog: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
-            help=help,
-            description=help[0].upper() + help[1:] + ".",
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
+    command = partial(flags.command, commands)
     serve = command("serve", "put load on a server that speaks OpenAI's API, and report how it fared", _SERVE)
     _add_server(serve)
     _add_load(serve)

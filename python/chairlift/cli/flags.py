@@ -12,6 +12,20 @@ from chairlift.config import ENV_PREFIX, from_environment, parse_value
 C = TypeVar("C")
 
 
+def command(commands: Any, name: str, help: str, epilog: str) -> argparse.ArgumentParser:
+    """Adds a command to argparse's `commands`: its line in the list, which is its description too, and examples."""
+    # Short forms of flags would break when a flag is added.
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        description=help[0].upper() + help[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return parser
+
+
 def add(parser: argparse.ArgumentParser, cls: type, names: Collection[str] | None = None) -> None:
     """Adds a flag for each field of the dataclass `cls` that has help, under its group's heading; `names` are those wanted."""
     groups: dict[str, argparse._ArgumentGroup] = {}

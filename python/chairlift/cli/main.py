@@ -8,6 +8,7 @@ import os
 import sys
 import textwrap
 import time
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -134,17 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, help: str, epilog: str) -> argparse.ArgumentParser:
-        # Short forms of flags would break when a flag is added.
-        return commands.add_parser(
-            name,
-            help=help,
-            description=help[0].upper() + help[1:] + ".",
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
+    command = partial(flags.command, commands)
     serve = command("serve", "serve a model over HTTP with OpenAI's API", _SERVE)
     serve.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL.format(DEFAULT_MODEL))
     flags.add(serve, EngineConfig)
