@@ -103,9 +103,8 @@ class TorchModel:
             rows, starts, lens = there.rows[:num_seqs], there.query_starts[: num_seqs + 1], there.context_lens[:num_seqs]
             slots = there.slots[:num_tokens]
             return DevicePlan.make(slots, starts, lens, rows, there.block_tables, lengths=lengths, windows=self.windows)
-        tables = buffers.block_tables[buffers.rows[:num_seqs]]
-        slots = buffers.slots[:num_tokens]
-        return plan_attention(slots, *lengths, tables, windows=self.windows, block_size=self.cache.block_size, device=self.device)
+        size, tables = self.cache.block_size, buffers.block_tables[buffers.rows[:num_seqs]]
+        return plan_attention(buffers.slots[:num_tokens], *lengths, tables, windows=self.windows, block_size=size, device=self.device)
 
     def synchronize(self) -> None:
         """Waits for the device."""
