@@ -62,7 +62,8 @@ def test_small_chunks(prompts: list[list[int]], expected: list[list[int]]) -> No
 
 
 def test_preempted_for_want_of_blocks(prompts: list[list[int]], expected: list[list[int]]) -> None:
-    llm = LLM(max_model_len=1040, max_num_seqs=32, num_kv_blocks=72)
+    # Large steps, or so few are admitted at a time that all find blocks.
+    llm = LLM(max_model_len=1040, max_num_seqs=32, num_kv_blocks=72, max_num_batched_tokens=256)
     outputs = llm.generate(prompts, GREEDY)
     assert [output.token_ids for output in outputs] == expected
     assert sum(output.preemptions for output in outputs) > 0

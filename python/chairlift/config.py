@@ -13,9 +13,9 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 ENV_PREFIX = "CHAIRLIFT_"
 
 DEFAULT_SEATS, DEFAULT_STEP_TOKENS = 64, 128
-CUDA_SEATS, CUDA_STEP_TOKENS = 256, 2048
-"""A GPU is busy with no fewer, and quick enough that streams hardly notice a step of so many tokens."""
 """Sequences and tokens in one step where nobody said how many and memory is not short."""
+CUDA_SEATS, CUDA_STEP_TOKENS = 256, 2048
+"""The same on a GPU, which is busy with no fewer, and so quick that streams hardly notice a step of so many tokens."""
 
 LARGEST_WEIGHT = 10_000
 LONGEST_MS = 1e10

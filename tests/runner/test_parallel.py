@@ -61,7 +61,20 @@ def test_a_worker_that_ends_is_told_of(byte_model: Path) -> None:
     [worker] = llm._engine._runner.model._workers
     worker._process.kill()
     worker._process.wait()
-    with pytest.raises((ChairliftError, RuntimeError)):
+    for _ in range(2):
+        with pytest.raises(ChairliftError, match="a worker of --tensor-parallel-size ended with status -9"):
+            llm.generate([[1, 2, 3]], GREEDY)
+
+
+def test_a_step_that_fails_ends_the_workers(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
+    model = llm._engine._runner.model
+    with monkeypatch.context() as patch:
+        patch.setattr(model._part, "forward", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([[1, 2, 3]], GREEDY)
+    assert model._workers[0].ended()
+    with pytest.raises(ChairliftError):
         llm.generate([[1, 2, 3]], GREEDY)
 
 

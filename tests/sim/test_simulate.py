@@ -122,7 +122,11 @@ def test_sizes_follow_the_machines_memory() -> None:
     assert settings["num_blocks"] == pytest.approx(free / (16 * 131072), rel=0.001)
     with pytest.raises(InvalidSetting, match="no room for a KV cache"):
         machine("Llama-3.1-70B", "H100", EngineConfig())
-    assert machine("Llama-3.1-70B", "H200", EngineConfig(quantization="int8"))[0]["num_blocks"] > 1000
+    halved = machine("Llama-3.1-8B", "H100", EngineConfig(kv_cache_dtype="fp8"))[0]
+    assert halved["num_blocks"] == pytest.approx(2 * settings["num_blocks"], rel=0.001)
+    for refused in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}):
+        with pytest.raises(InvalidSetting, match="int8"):
+            machine("Llama-3.1-8B", "H100", EngineConfig(**refused))
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

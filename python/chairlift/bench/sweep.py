@@ -33,11 +33,11 @@ class Point:
         return {"load": self.load, "meets": self.meets, "notes": self.run.notes, **self.figures.to_json()}
 
 
-def search(meets: Callable[[float], bool], start: float, steps: int) -> float | None:
+def search(meets: Callable[[float], bool], start: float, steps: int, least: float = 0.0) -> float | None:
     """The largest rate that `meets` says yes to, between neighbours that differ by 2^(1 / 2^steps); None if none does.
 
-    Doubles from `start` until it is too much (or halves until it is not), and then halves the interval `steps` times on the
-    logarithm's scale.
+    Doubles from `start` until it is too much (or halves until it is not, or below `least`: a server may be too slow for any), and then
+    halves the interval `steps` times on the logarithm's scale.
     """
     low = high = None
     rate = start
@@ -52,6 +52,8 @@ def search(meets: Callable[[float], bool], start: float, steps: int) -> float | 
             if low is not None:
                 break
             rate /= 2
+            if rate < least:
+                break
     if low is None or high is None:
         return low
     for _ in range(steps):

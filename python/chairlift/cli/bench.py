@@ -22,12 +22,15 @@ from chairlift.bench.record import Record, Run
 from chairlift.bench.sweep import FEWEST, Point, knee, notes, search
 from chairlift.bench.workload import Job
 from chairlift.config import EngineConfig, ServerConfig
-from chairlift.errors import InvalidSetting
+from chairlift.errors import ChairliftError, InvalidSetting
 
 NUM_PROMPTS = 100
 
 TEMPLATE_TOKENS = {False: 8, True: 128}
 """Tokens that a server may add to a prompt, without and with a chat template."""
+
+LONGEST_POINT = 8
+"""A search gives up below the rate at which its fewest requests take so many times --duration."""
 
 
 def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
@@ -77,11 +80,14 @@ def _target(given: Mapping[str, Any], api_key: str | None) -> tuple[Target, int 
         given["request_timeout"],
         given["insecure"],
     )
-    listed: list[dict[str, Any]] = []
-    if not target.model or given["ready_check_timeout_sec"]:
+    try:
         listed = wait_for(target, given["ready_check_timeout_sec"])
-        if not listed and not target.model:
-            raise InvalidSetting(f"{target.url} lists no model: name one with --model")
+    except ChairliftError:
+        if not target.model or given["ready_check_timeout_sec"]:
+            raise
+        listed = []  # not every server lists its models
+    if not listed and not target.model:
+        raise InvalidSetting(f"{target.url} lists no model: name one with --model")
     target = replace(target, model=target.model or listed[0]["id"])
     if given["ready_check_timeout_sec"]:
         wait_until_ready(target, given["ready_check_timeout_sec"])
@@ -189,17 +195,26 @@ def _sweep(given: Mapping[str, Any], target: Target, longest: int | None) -> int
     points: list[Point] = []
 
     def try_(load: float) -> bool:
-        point = _point(given, target, longest, load, goodput, len(points))
+        try:
+            point = _point(given, target, longest, load, goodput, len(points))
+        except ChairliftError as error:
+            if not points:
+                raise
+            raise _Ended(error) from error
         points.append(point)
         print(_row(point), flush=True)
         return bool(point.meets)
 
     print(_HEADER)
-    if given["max_concurrencies"] or given["request_rates"]:
-        for load in given["max_concurrencies"] or given["request_rates"]:
-            try_(load)
-    else:
-        search(try_, given["start_rate"], given["steps"])
+    try:
+        if given["max_concurrencies"] or given["request_rates"]:
+            for load in given["max_concurrencies"] or given["request_rates"]:
+                try_(load)
+        else:
+            # Few enough requests come at this rate that hardly two meet: a server that fails with it is too slow for one alone.
+            search(try_, given["start_rate"], given["steps"], least=FEWEST / (LONGEST_POINT * given["duration"]))
+    except _Ended as ended:
+        print(f"The sweep ends here: {ended}")
     points.sort(key=lambda point: point.load)
     best = knee(points)
     unit = "at a time" if given["max_concurrencies"] else "requests a second"
@@ -235,6 +250,10 @@ def _point(given: Mapping[str, Any], target: Target, longest: int | None, load: 
     figures = Figures(done.records, goodput)
     met = None if figures.attainment is None else figures.attainment * 100 >= given["attainment"]
     return Point(load, done, figures, met)
+
+
+class _Ended(Exception):
+    """The server is not there any more; what was measured is."""
 
 
 _HEADER = "    load  requests  failed    req/s     tok/s    TTFT p50        p95    TPOT p50        p95     met"

@@ -65,14 +65,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--request-rates", type=_numbers, metavar="X,X", help="rates to run, in requests a second (default: search)")
     group.add_argument("--max-concurrencies", type=_counts, metavar="N,N", help="concurrencies to run instead, each without a rate")
     group.add_argument(
-        "--start-rate", type=_positive, default=1.0, metavar="X", help="rate at which the search begins, doubling from there (default: 1)"
+        "--start-rate",
+        type=flags.positive,
+        default=1.0,
+        metavar="X",
+        help="rate at which the search begins, doubling from there (default: 1)",
     )
     group.add_argument("--steps", type=int, default=3, metavar="N", help="times the search then halves its error (default: 3)")
+    group.add_argument("--duration", type=flags.positive, default=30.0, metavar="S", help="seconds of requests at each rate (default: 30)")
     group.add_argument(
-        "--duration", type=_positive, default=30.0, metavar="S", help="seconds for which requests come at each rate (default: 30)"
-    )
-    group.add_argument(
-        "--attainment", type=_positive, default=95.0, metavar="X", help="percent of the requests that must meet all targets (default: 95)"
+        "--attainment",
+        type=flags.positive,
+        default=95.0,
+        metavar="X",
+        help="percent of the requests that must meet all targets (default: 95)",
     )
     _add_results(sweep)
 
@@ -102,7 +108,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", metavar="KEY", help="the server's API key, if it wants one [CHAIRLIFT_API_KEY]")
     group.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="headers of each request")
     group.add_argument("--insecure", action="store_true", help="trust any certificate")
-    group.add_argument("--request-timeout", type=_positive, default=3600.0, metavar="S", help="seconds a request may take (default: 3600)")
+    group.add_argument("--request-timeout", type=flags.positive, default=3600.0, metavar="S", help="seconds for a request (default: 3600)")
     group.add_argument(
         "--ready-check-timeout-sec", type=float, default=0.0, metavar="S", help="seconds to wait for the server to be up (default: 0)"
     )
@@ -132,20 +138,22 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--extra-body", type=_object, default={}, metavar="JSON", help="more fields of each request's body")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths, prompts and arrivals (default: 0)")
     group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before the run, which do not count (default: 1)")
-    group.add_argument("--burstiness", type=_positive, default=1.0, metavar="X", help="below 1 is burstier than Poisson (default: 1)")
+    group.add_argument("--burstiness", type=flags.positive, default=1.0, metavar="X", help="below 1: burstier than Poisson (default: 1)")
     group.add_argument("--processes", type=_count, default=1, metavar="N", help="processes that send and read (default: 1)")
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
 
 def _add_rate(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("when requests come")
-    group.add_argument("--request-rate", type=_positive, metavar="X", help="requests a second (default: a trace's times, or all at once)")
+    group.add_argument(
+        "--request-rate", type=flags.positive, metavar="X", help="requests a second (default: a trace's times, or all at once)"
+    )
     group.add_argument("--max-concurrency", type=_count, metavar="N", help="most requests at a time; others wait for a seat")
-    group.add_argument("--speedup", type=_positive, default=1.0, metavar="X", help="a trace's times go by so much faster (default: 1)")
+    group.add_argument("--speedup", type=flags.positive, default=1.0, metavar="X", help="a trace's times go by so much faster (default: 1)")
     group.add_argument("--self-timed", action=argparse.BooleanOptionalAction, help="use a trace's times, or do not")
     group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"), help="the rate rises over the run")
-    group.add_argument("--ramp-up-start-rps", type=_positive, metavar="X", help="rate at the start of the ramp")
-    group.add_argument("--ramp-up-end-rps", type=_positive, metavar="X", help="rate at its end")
+    group.add_argument("--ramp-up-start-rps", type=flags.positive, metavar="X", help="rate at the start of the ramp")
+    group.add_argument("--ramp-up-end-rps", type=flags.positive, metavar="X", help="rate at its end")
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
@@ -182,16 +190,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return number
-
-
 def _ratio(text: str) -> float:
     try:
         number = float(text)
@@ -203,7 +201,7 @@ def _ratio(text: str) -> float:
 
 
 def _numbers(text: str) -> list[float]:
-    return [_positive(part) for part in text.split(",")]
+    return [flags.positive(part) for part in text.split(",")]
 
 
 def _counts(text: str) -> list[int]:

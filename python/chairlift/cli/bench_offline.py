@@ -23,7 +23,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 def run(given: Mapping[str, Any], engine: EngineConfig) -> int:
     """Loads the model, runs the requests, and prints vLLM's lines."""
     if "enable_prefix_caching" not in given:
-        engine = replace(engine, enable_prefix_caching=False)  # what is computed once only is no measure, and vLLM's default here
+        engine = replace(engine, enable_prefix_caching=False)  # what is computed once only is no measure
     llm = LLM(**{field.name: getattr(engine, field.name) for field in fields(engine)})
     told = _throughput(llm, given) if given["bench"] == "throughput" else _latency(llm, given)
     if given["output_json"]:

@@ -87,7 +87,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help=f"a directory, a .gguf file, or a hub name (default: {DEFAULT_MODEL})")
     parser.add_argument("-o", "--output", default="profile.json", metavar="FILE", help="where to write it (default: profile.json)")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="N", help="how long to measure (default: 60)")
+    parser.add_argument("--seconds", type=flags.positive, default=60.0, metavar="N", help="how long to measure (default: 60)")
     parser.add_argument("--from-journal", metavar="FILE", help="take the steps of what --journal wrote, and run nothing")
     flags.add(parser, EngineConfig)
     flags.add(parser, ServerConfig, ("log_level",))

@@ -33,9 +33,14 @@ class Peers:
         groups: Any = distributed
         store = groups.FileStore(f"{place}/peers", size)
         if device.type == "cuda":
-            return cls(rank, size, groups.ProcessGroupNCCL(store, rank, size))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        return cls(rank, size, groups.ProcessGroupGloo(store, rank, size, PATIENCE))
+            group = groups.ProcessGroupNCCL(store, rank, size, PATIENCE)
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+            group = groups.ProcessGroupGloo(store, rank, size, PATIENCE)
+        peers = cls(rank, size, group)
+        # Some connect only with the first sum, which `place` may not outlive.
+        peers.sum(torch.ones(1, device=device)).item()
+        return peers
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Overwrites x with the sum of all processes' x; returns it."""

@@ -52,7 +52,7 @@ class Llama:
         before = [f"model.layers.{index}.input_layernorm.weight" for index in range(config.num_layers)]
         self.norm, *after = (_norm(config, weights, name) for name in (*before, "model.norm.weight"))
         self.layers = [_Layer(config, index, weights, norm, peers) for index, norm in enumerate(after)]
-        self.head = Linear(peers.part(self.embedding if config.tie_word_embeddings else weights.take("lm_head.weight", *shape)))
+        self.head = Linear(peers.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
         ropes = {config.rope, config.local_rope}
         device = self.embedding.device
         self.frequencies = {rope: inverse_frequencies(config.head_dim, **asdict(rope)).to(device) for rope in ropes}

@@ -48,7 +48,7 @@ class KvCache:
         if self.tensor.is_cuda:
             from chairlift.kernels.copy_blocks import copy_blocks  # brings triton, which exists only where there is a GPU to use it
 
-            copy_blocks(self.tensor, torch.from_numpy(pairs).to(self.tensor.device))
+            copy_blocks(self.tensor, torch.from_numpy(pairs).to(self.tensor.device, non_blocking=True))
             return
         for source, target in pairs.tolist():
             self.tensor[target].copy_(self.tensor[source])

@@ -50,6 +50,7 @@ class DeviceSampler:
         mine = self._mine
         if (slot := int(mine["slot"][row])) >= 0:
             self._free.append(slot)
+            mine["slot"][row] = -1
         # The kernels keep all tokens that are as likely as the last of top-k: of one, only the first is to be taken.
         greedy = params.greedy or params.top_k == 1
         entries = {

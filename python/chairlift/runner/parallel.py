@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,9 @@ from chairlift.runner.model import Pairs
 from chairlift.runner.precision import Precision
 from chairlift.runner.torch_model import TorchModel
 from chairlift.runner.worker import pack, unpack
+
+LAST_MOMENT = 0.5
+"""Seconds in which a process ends that is at its end."""
 
 
 class ParallelModel:
@@ -44,29 +50,28 @@ class ParallelModel:
         """
         size = config.tensor_parallel_size
         place = tempfile.mkdtemp(prefix="chairlift-")
-        workers = [_Worker() for _ in range(1, size)]
+        workers: list[_Worker] = []
         try:
-            chosen = {field.name: getattr(precision, field.name) for field in dataclasses.fields(precision) if field.name != "decisions"}
-            for rank, worker in enumerate(workers, 1):
-                worker.tell("load", rank, place, dataclasses.asdict(config), str(directory), chosen)
-            peers = Peers.meet(0, size, place, torch.device(config.device))
-            part = TorchModel.load(config, directory, model, precision, peers)
-            for worker in workers:
-                worker.hear()
-        except BaseException:
-            for worker in workers:
-                worker.end()
-            raise
+            with _together(workers):
+                workers += [_Worker() for _ in range(1, size)]
+                chosen = {name: getattr(precision, name) for name in ("weights", "quantization", "kv", "compute")}
+                for rank, worker in enumerate(workers, 1):
+                    worker.tell("load", rank, place, dataclasses.asdict(config), str(directory), chosen)
+                peers = Peers.meet(0, size, place, torch.device(config.device))
+                part = TorchModel.load(config, directory, model, precision, peers)
+                for worker in workers:
+                    worker.hear()
         finally:
             shutil.rmtree(place, ignore_errors=True)
         return cls(workers, peers, part)
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
         """Makes every process's KV cache."""
-        self._tell("allocate", num_blocks, block_size, host_blocks)
-        self._part.allocate(num_blocks, block_size, host_blocks)
-        for worker in self._workers:
-            worker.hear()
+        with _together(self._workers):
+            self._tell("allocate", num_blocks, block_size, host_blocks)
+            self._part.allocate(num_blocks, block_size, host_blocks)
+            for worker in self._workers:
+                worker.hear()
 
     def copy(self, pairs: np.ndarray) -> None:
         """Copies blocks within the cache."""
@@ -83,14 +88,16 @@ class ParallelModel:
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
         """Runs the step that the buffers describe."""
         there = buffers.on_device
-        self._tell("forward", there.sizes, *there.sent(), num_tokens, num_seqs)
-        self._peers.share(there.input_ids[:num_tokens])
-        self._part.forward(buffers, num_tokens, num_seqs)
+        with _together(self._workers):
+            self._tell("forward", there.sizes, *there.sent(), num_tokens, num_seqs)
+            self._peers.share(there.input_ids[:num_tokens])
+            self._part.forward(buffers, num_tokens, num_seqs)
 
     def logits(self, at: np.ndarray) -> torch.Tensor:
         """What the last step says of the tokens after those at places `at`."""
-        self._tell("logits", at.tolist())
-        return self._part.logits(at)
+        with _together(self._workers):
+            self._tell("logits", at.tolist())
+            return self._part.logits(at)
 
     def synchronize(self) -> None:
         """Waits for this process's device: since layers end in sums, the others' have as good as done the same."""
@@ -101,29 +108,47 @@ class ParallelModel:
             worker.tell(*call)
 
 
+@contextlib.contextmanager
+def _together(workers: list[_Worker]) -> Iterator[None]:
+    """Ends the workers if what all do together fails here: they would wait in the middle of it, and take the next for the rest of it."""
+    try:
+        yield
+    except Exception as error:
+        gone = [worker for worker in workers if worker.ended()]
+        for worker in workers:
+            worker.end()
+        if gone and not isinstance(error, ChairliftError):
+            raise gone[0].gone() from error
+        raise
+
+
 class _Worker:
     """Another process (`chairlift.runner.worker`), from the side that tells it what to do; it ends when nobody holds this."""
 
     def __init__(self) -> None:
         self._pipe, theirs = Pipe()
         # No child of multiprocessing's: that would run the program's own main module again.
-        command = [sys.executable, "-m", "chairlift.runner.worker", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
+        # It finds modules where this process does, and not in its working directory.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        command = [sys.executable, "-P", "-m", "chairlift.runner.worker", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}
+            )
 
     def tell(self, *call: Any) -> None:
         """Sends a call, which waits there for those before it."""
         try:
             self._pipe.send_bytes(pack(call))
         except OSError:
-            raise self._gone() from None
+            raise self.gone() from None
 
     def hear(self) -> None:
         """Waits until the worker has done what it answers to; raises what it could not."""
         try:
             error = unpack(self._pipe.recv_bytes())
         except (OSError, EOFError):
-            raise self._gone() from None
+            raise self.gone() from None
         if error is not None:
             raise ChairliftError(f"a worker of --tensor-parallel-size: {error}")
 
@@ -133,5 +158,12 @@ class _Worker:
         self._process.kill()
         self._process.wait()
 
-    def _gone(self) -> ChairliftError:
+    def ended(self) -> bool:
+        """Whether the process has ended by itself; asked when something went wrong, so it gets a moment for it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(LAST_MOMENT)
+        return self._process.returncode is not None
+
+    def gone(self) -> ChairliftError:
+        """What is to be said of a process that has ended."""
         return ChairliftError(f"a worker of --tensor-parallel-size ended with status {self._process.wait()}: its last words are above")

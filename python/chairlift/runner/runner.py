@@ -89,26 +89,29 @@ class ModelRunner:
 
         model = load_shape(directory)
         self.model_config = model if config.tensor_parallel_size == 1 else part_of(model, config.tensor_parallel_size)
-        device, threads = _device(config.device, config.tensor_parallel_size), _threads(config.threads)
-        config = replace(config, device=device.value, threads=int(threads.value))
+        processes = config.tensor_parallel_size
+        device = _device(config.device, processes)
+        sharing = processes if device.value == "cpu" else 1  # processes that have to share this machine's cores and memory
+        threads = _threads(config.threads, sharing)
+        config = replace(config, device=device.value, threads=int(threads.value), swap_space=config.swap_space // processes)
         torch.set_num_threads(int(threads.value))
         kept = (0, 0) if config.load_format == "dummy" else blocks_kept(directory)
         usual, code = loader(config, self.model_config)
         in_torch = not in_rust(config, self.model_config)
-        precision = decide(config, self.model_config, available_memory(), kept, in_torch=in_torch)
+        precision = decide(config, self.model_config, available_memory() // sharing, kept, in_torch=in_torch)
         self.model: DeviceModel = (load or usual)(config, directory, self.model_config, precision)
         self.device = self.model.device
         self.batch_invariant = self.model.batch_invariant
         phase("weights")
         # On a CPU what is swapped out lies in the memory that the cache is fitted to.
         swapped = config.swap_space if self.device.type == "cpu" else 0
-        available = _available(self.device, config.tensor_parallel_size)
+        available = _available(self.device, sharing)
         size = fit(config, self.model_config, precision.kv, max(0, available - swapped))
         self.decisions = (code, device, threads, *precision.decisions, *size.decisions)
         self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
         self.max_num_seqs, self.max_num_batched_tokens = size.max_num_seqs, size.max_num_batched_tokens
         self.block_size = config.block_size
-        self.host_blocks = fit_host(config, self.model_config, precision.kv, available_memory())
+        self.host_blocks = fit_host(config, self.model_config, precision.kv, available_memory() // processes)
         self.model.allocate(self.num_kv_blocks, self.block_size, self.host_blocks)
         self.swap_ns_per_block = time_swap(self.model, min(self.host_blocks, self.num_kv_blocks)) if self.host_blocks else 0
         there = self.device.type != "cpu" or overlaps is not None
@@ -252,12 +255,14 @@ def _device(name: str, count: int) -> Decision:
     return Decision("device", "cpu", "torch sees no CUDA device")
 
 
-def _threads(wanted: int | None) -> Decision:
+def _threads(wanted: int | None, processes: int) -> Decision:
     if wanted is not None:
         return Decision("threads", str(wanted), asked("--threads"))
     cores, limit = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
     if limit.isdecimal() and 0 < int(limit) < cores:
         return Decision("threads", limit, asked("OMP_NUM_THREADS"))
+    if processes > 1:
+        return Decision("threads", str(max(1, cores // processes)), f"{cores} physical cores for {processes} processes")
     return Decision("threads", str(cores), "physical cores that this process may use")
 
 

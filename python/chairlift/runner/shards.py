@@ -37,8 +37,10 @@ class Shards:
         self._whole, self._peers = whole, peers
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The part of the tensor of that name; `shape` is that of the part."""
+        """The part of the tensor of that name; `shape` is that of the part, but for a head's the whole's."""
         layer, _, kind = name.rpartition(".")
+        if layer == "lm_head":
+            return self._peers.part(self._whole.take(name, *shape)).clone()
         if layer.endswith(_ROWS):
             return self._part(name, 0, shape)
         if layer.endswith(_COLUMNS) and kind == "weight":

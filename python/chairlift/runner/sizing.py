@@ -89,7 +89,8 @@ def fit(config: EngineConfig, model: ModelShape, kv: str, available: int) -> Siz
         left = min(available * LARGEST_SHARE, available - _headroom(available)) - step_bytes(model, seqs, tokens)
         shares = {
             seqs * one: f"all that {seqs} sequences of full length can fill",
-            int(available * DEFAULT_SHARE) // each: f"a quarter of the {source}",
+            # On a CPU other programs have a right to memory too; a GPU is there for this.
+            int(available * (1 if config.device == "cuda" else DEFAULT_SHARE)) // each: f"a quarter of the {source}",
         }
         wanted = max(min(shares), one)
         blocks = min(wanted, int(left) // each - 1)

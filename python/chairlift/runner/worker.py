@@ -5,11 +5,14 @@ It does what it is told, and ends when nobody is there to tell.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgpack
@@ -79,13 +82,11 @@ class Worker:
 def main(fd: int) -> None:
     """Does what is told until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts the program means its first process
-    pipe, worker = Connection(fd), Worker()
+    pipe, worker, calls = Connection(fd), Worker(), SimpleQueue[list[Any]]()
+    threading.Thread(target=_take_in, args=(pipe, calls), daemon=True).start()
     with torch.inference_mode():
         while True:
-            try:
-                name, *arguments = unpack(pipe.recv_bytes())
-            except (OSError, EOFError):
-                return
+            name, *arguments = calls.get()
             if name not in ANSWERED:
                 getattr(worker, name)(*arguments)
                 continue
@@ -95,6 +96,15 @@ def main(fd: int) -> None:
             except Exception as error:
                 answer = f"{type(error).__name__}: {error}"
             pipe.send_bytes(pack(answer))
+
+
+def _take_in(pipe: Connection, calls: SimpleQueue[list[Any]]) -> None:
+    """Takes calls from the pipe, and ends the process with it, whatever that is at."""
+    while True:
+        try:
+            calls.put(unpack(pipe.recv_bytes()))
+        except (OSError, EOFError):
+            os._exit(0)
 
 
 if __name__ == "__main__":

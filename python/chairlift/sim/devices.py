@@ -2,11 +2,11 @@
 
 Bandwidth and dense peaks are what the makers print:
 
-- H200, H100 (SXM): NVIDIA's H200 and H100 data sheets: 141 GB at 4.8 TB/s, 80 GB at 3.35 TB/s; 989 TFLOP/s in bfloat16, 1,979 in int8.
-- A100 (SXM, 80 GB): NVIDIA's A100 data sheet: 2.039 TB/s, 312 TFLOP/s, 624 in int8.
-- A10G: NVIDIA's A10G data sheet, as in AWS's G5: 24 GB at 600 GB/s, 70 TFLOP/s, 140 in int8 (an A10 has 125 and 250).
-- L4: NVIDIA's L4 data sheet: 24 GB at 300 GB/s, 121 TFLOP/s, 242 in int8 (half of what it prints for sparse matrices).
-- RTX 4090: NVIDIA's Ada whitepaper: 24 GB at 1,008 GB/s, 165 TFLOP/s with sums in float32, 661 in int8.
+- H200, H100 (SXM): NVIDIA's H200 and H100 data sheets: 141 GB at 4.8 TB/s, 80 GB at 3.35 TB/s; 989 TFLOP/s in bfloat16.
+- A100 (SXM, 80 GB): NVIDIA's A100 data sheet: 2.039 TB/s, 312 TFLOP/s.
+- A10G: NVIDIA's A10G data sheet, as in AWS's G5: 24 GB at 600 GB/s, 70 TFLOP/s (an A10 has 125).
+- L4: NVIDIA's L4 data sheet: 24 GB at 300 GB/s, 121 TFLOP/s (half of what it prints for sparse matrices).
+- RTX 4090: NVIDIA's Ada whitepaper: 24 GB at 1,008 GB/s, 165 TFLOP/s with sums in float32.
 - cpu: two cores of a Xeon with AVX-512, measured: benches/results/linear.md.
 
 What part of these kernels reach is an assumption, not a measurement: 80 % of the bandwidth, 60 % of the peak, and half a millisecond in
@@ -25,7 +25,7 @@ from chairlift.errors import InvalidSetting
 from chairlift.models.shape import ModelShape
 from chairlift.sim.steps import Roof, StepTime, roofline
 
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0625}
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0625, "fp8": 1.0}
 """Bytes of a number of the weights or of the KV cache; int8 has a scale of two bytes for each block of 32."""
 
 _RESERVED = 2 << 30
@@ -102,7 +102,7 @@ class Profile:
 
 
 def _gpu(name: str, gigabytes: float, terabytes: float, tflops: float, link: float, *, large: bool = False) -> Device:
-    flops = {"bfloat16": tflops * 1e12, "float16": tflops * 1e12, "int8": 2 * tflops * 1e12}
+    flops = {"bfloat16": tflops * 1e12, "float16": tflops * 1e12}
     roof = Roof(bandwidth=terabytes * 1e12, flops=flops, bandwidth_share=0.8, flops_share=0.6, overhead_us=500.0)
     # Steps of 2,048 tokens keep the time between tokens short; they fill the units of any of these.
     return Device(name=name, memory=gigabytes * 1e9, roof=roof, link=link, seats=512 if large else 256, step_tokens=2048)

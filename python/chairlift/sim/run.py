@@ -90,13 +90,15 @@ def machine(
 def _on_device(model: ModelShape, on: Device, config: EngineConfig, step_time: StepTime | None) -> tuple[dict[str, Any], StepTime]:
     dtype = "int8" if config.quantization == "int8" else on.dtype if config.dtype == "auto" else config.dtype
     kv = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "float32" if on.name == "cpu" else "bfloat16"
+    if kv not in (("float32", "float16", "int8") if on.name == "cpu" else ("bfloat16", "float16", "fp8")):
+        raise InvalidSetting(f"--kv-cache-dtype {kv}: {on.name} keeps no keys and values so (int8 is for CPUs, fp8 for GPUs)")
     block = kv_bytes(model, kv) * config.block_size
     memory = config.kv_cache_memory_bytes or on.kv_memory(model, dtype)
     blocks = config.num_kv_blocks or int(memory // block)
     if blocks < 2:
         raise InvalidSetting(
             f"{model.num_weights / 1e9:.1f} billion weights in {dtype} leave no room for a KV cache in the {on.memory / 1e9:.0f} GB of "
-            f"{on.name}: take a larger device, or --quantization int8"
+            f"{on.name}: take a larger device{', or --quantization int8' if on.name == 'cpu' else ''}"
         )
     longest = config.max_model_len or min(model.max_position_embeddings, (blocks - 1) * config.block_size)
     seats = config.max_num_seqs or min(on.seats, config.max_num_batched_tokens or on.seats)
