@@ -174,7 +174,8 @@ def test_a_run_is_warmed_up_with_other_prompts_and_a_refusal_ends_it():
     with elsewhere() as (url, _):
         run = measure(Target(url, model="m"), [job("untold", 3)])
         assert [r.ok for r in run.records] == [True]
-        assert run.notes == ["The server tells no usage: output tokens are the pieces of its streams, input tokens what was asked for."]
+        told = "The server tells no usage: output tokens are the pieces of its streams, input tokens what was asked for."
+        assert told in run.notes  # on a busy machine others say that it was
         with pytest.raises(ChairliftError, match=r"the first request .* failed: no HTTP"):
             measure(Target(url, model="garbage", fields={"prompt": "garbage"}), [job("a")])
 
