@@ -195,12 +195,7 @@ def _sweep(given: Mapping[str, Any], target: Target, longest: int | None) -> int
     points: list[Point] = []
 
     def try_(load: float) -> bool:
-        try:
-            point = _point(given, target, longest, load, goodput, len(points))
-        except ChairliftError as error:
-            if not points:
-                raise
-            raise _Ended(error) from error
+        point = _point(given, target, longest, load, goodput, len(points))
         points.append(point)
         print(_row(point), flush=True)
         return bool(point.meets)
@@ -213,8 +208,11 @@ def _sweep(given: Mapping[str, Any], target: Target, longest: int | None) -> int
         else:
             # Few enough requests come at this rate that hardly two meet: a server that fails with it is too slow for one alone.
             search(try_, given["start_rate"], given["steps"], least=FEWEST / (LONGEST_POINT * given["duration"]))
-    except _Ended as ended:
-        print(f"The sweep ends here: {ended}")
+    except ChairliftError as error:
+        if not points:
+            raise
+        # The server is not there any more; what was measured is.
+        print(f"The sweep ends here: {error}")
     points.sort(key=lambda point: point.load)
     best = knee(points)
     unit = "at a time" if given["max_concurrencies"] else "requests a second"
@@ -250,10 +248,6 @@ def _point(given: Mapping[str, Any], target: Target, longest: int | None, load: 
     figures = Figures(done.records, goodput)
     met = None if figures.attainment is None else figures.attainment * 100 >= given["attainment"]
     return Point(load, done, figures, met)
-
-
-class _Ended(Exception):
-    """The server is not there any more; what was measured is."""
 
 
 _HEADER = "    load  requests  failed    req/s     tok/s    TTFT p50        p95    TPOT p50        p95     met"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from chairlift.cli import flags
+from chairlift.cli import changes, flags
 from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 
 EXAMPLES = """\
@@ -34,25 +34,12 @@ examples:
 """
 
 FLAGS = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "scheduling_policy",
+    *changes.FLAGS,
     "tenant_weights",
-    "batching",
-    "static_batch_size",
-    "batch_timeout_ms",
-    "max_num_queued_reqs",
-    "max_num_queued_tokens",
-    "queue_ageing_ms",
-    "target_itl_ms",
     "block_size",
-    "num_kv_blocks",
     "kv_cache_memory_bytes",
     "kv_cache_dtype",
-    "enable_prefix_caching",
     "swap_space",
-    "watermark",
     "dtype",
     "quantization",
 )

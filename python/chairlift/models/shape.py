@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ class KvSpec(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
+class ModelShape(ABC):
     """The numbers of any model that memory, precision and the engine go by.
 
     `intermediate_size` is the widest that a layer gets for one token. `dtype` is the checkpoint's own, as a word (float32, bfloat16,
@@ -39,11 +40,11 @@ class ModelShape:
     not_ours: str = ""
 
     @property
+    @abstractmethod
     def kv_specs(self) -> tuple[KvSpec, ...]:
         """What each layer keeps in the KV cache."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def num_weights(self) -> int:
         """How many numbers all weights have."""
-        raise NotImplementedError

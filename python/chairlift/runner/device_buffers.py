@@ -29,7 +29,7 @@ class DeviceBuffers:
         parts = {name: self._packed[place] for name, place in layout.places.items()}
         self.input_ids, self.positions, self.slots = parts["input_ids"], parts["positions"], parts["slots"]
         self.query_starts, self.context_lens, self.rows = parts["query_starts"], parts["context_lens"], parts["rows"]
-        self.sample_at, self.sample_rows, self.copies = parts["sample_at"], parts["sample_rows"], parts["copies"]
+        self.sample_at, self.sample_rows = parts["sample_at"], parts["sample_rows"]
         self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
         """By row, and kept from step to step."""
         self._writes_at = layout.places["table_writes"].start

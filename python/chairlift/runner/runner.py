@@ -88,8 +88,8 @@ class ModelRunner:
             clock = now
 
         model = load_shape(directory)
-        self.model_config = model if config.tensor_parallel_size == 1 else part_of(model, config.tensor_parallel_size)
         processes = config.tensor_parallel_size
+        self.model_config = model if processes == 1 else part_of(model, processes)
         device = _device(config.device, processes)
         sharing = processes if device.value == "cpu" else 1  # processes that have to share this machine's cores and memory
         threads = _threads(config.threads, sharing)
