@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,16 @@ from chairlift.sim.steps import Load
 SHORTEST, LONGEST = 8, 2048
 """Tokens of the prompts that are made up, unless the context is shorter."""
 
+ANSWER = 128
+"""Tokens of the longest answers among short prompts."""
+
+_SHORT = 0.4
+"""The part of the time for short prompts."""
+
+_REST = 6
+"""Steps without a prompt, before the next long one comes: what a batch takes alone, with ever more context, is to be told apart from
+what a prompt adds."""
+
 _FIRST_STEPS = 4
 """Steps that are not timed: memory is touched for the first time."""
 
@@ -35,21 +46,24 @@ _SIZES = {
 }
 """The sizes of a profile, and what the scheduler calls them."""
 
+KEPT = ("dtype", "quantization", "kv_cache_dtype")
+"""The settings that say how weights and KV cache are kept."""
+
 
 def calibrate(config: EngineConfig, seconds: float = 60.0, on_progress: Callable[[float], None] = lambda done: None) -> Profile:
     """Runs the engine for so many seconds under loads that grow from one request to as many as it seats, and fits what steps take.
 
-    First with short prompts, then with prompts of all lengths; nothing else should run on the machine. `on_progress` hears which part is
-    done. Raises InvalidSetting if too few steps were made, or what the engine raises.
+    First with short prompts, then with prompts of all lengths, one at a time; nothing else should run on the machine. `on_progress` hears
+    which part is done. Raises InvalidSetting if too few steps were made, or what the engine raises.
     """
     with tempfile.TemporaryDirectory(prefix="chairlift-") as directory:
         path = Path(directory) / "steps.journal"
         _run(replace(config, journal=str(path)), seconds, on_progress)
-        return from_journal(path, config.model)
+        return replace(from_journal(path, config.model), kept={name: getattr(config, name) for name in KEPT})
 
 
-def from_journal(path: str | Path, model: str) -> Profile:
-    """Fits what steps take to those of a journal that 'chairlift serve --journal' wrote; raises InvalidSetting."""
+def from_journal(path: str | Path, model: str = "") -> Profile:
+    """Fits what steps take to those of a journal that 'chairlift serve --journal' wrote with that model; raises InvalidSetting."""
     try:
         journal = Path(path).read_bytes()
         told = _core.replay(journal)["config"]
@@ -81,25 +95,32 @@ def _run(config: EngineConfig, seconds: float, on_progress: Callable[[float], No
 
     engine = Engine(config)
     facts: Mapping[str, Any] = engine.facts
-    dice, began, tag = random.Random(0), time.monotonic(), 0
+    dice, began = random.Random(0), time.monotonic()
     live: set[int] = set()
-    most = min(LONGEST, facts["max_model_len"] // 2)
+    silent: set[int] = set()  # those of whose answers nothing is there yet
+    tags = count()
+
+    def join(longest: int, answer: int) -> None:
+        tag, prompt = next(tags), round(SHORTEST * (longest / SHORTEST) ** dice.random())
+        tokens = [dice.randrange(facts["vocab_size"]) for _ in range(prompt)]
+        engine.add(tag, tokens, SamplingParams(max_tokens=answer, ignore_eos=True))
+        live.add(tag)
+        silent.add(tag)
+
+    seats, most, rested = facts["max_num_seqs"], facts["max_model_len"] // 2, 0
     try:
         while (done := (time.monotonic() - began) / seconds) < 1:
             on_progress(done)
-            # Two sweeps from one request to all that have a seat.
-            sweep, part = divmod(2 * done, 1)
-            longest = most if sweep else min(most, 2 * SHORTEST)
-            for _ in range(round(facts["max_num_seqs"] ** part) - len(live)):
-                prompt = round(SHORTEST * (longest / SHORTEST) ** dice.random()) if longest > SHORTEST else longest
-                output = max(1, min(round(8 * 16 ** dice.random()), facts["max_model_len"] - prompt))
-                tokens = [dice.randrange(facts["vocab_size"]) for _ in range(prompt)]
-                engine.add(tag, tokens, SamplingParams(max_tokens=output, ignore_eos=True))
-                live.add(tag)
-                tag += 1
+            if done < _SHORT:
+                for _ in range(round(seats ** (done / _SHORT)) - len(live)):
+                    join(min(2 * SHORTEST, most), round(SHORTEST * (min(ANSWER, most) / SHORTEST) ** dice.random()))
+            elif len(live) < seats and rested >= _REST:
+                join(min(LONGEST, most), most)
             report = engine.step()
             if report is not None:
-                live -= {ledger["tag"] for ledger in report.ended}
+                silent.difference_update(np.frombuffer(report.tags, np.uint64).tolist())
+                live.difference_update(ledger["tag"] for ledger in report.ended)
+            rested = 0 if silent else rested + 1
     finally:
         for one in live:
             engine.abort(one)

@@ -20,6 +20,10 @@ _ROUNDS = 4
 """Fits, each without the steps that the one before could not explain."""
 
 
+_STOOD_STILL = 4.0
+"""So many times what a step should take says nothing of how long steps take."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """What steps take, and the part by which a step differs from that at p50 and p90; `dropped` steps were held up by something else."""
@@ -34,7 +38,8 @@ class Fit:
 def fit(load: Load, took: NDArray[np.float64]) -> Fit:
     """Finds the steps' times by least squares of their relative errors, with no part below zero and a curve that never falls.
 
-    Steps that took more than four of the usual deviations longer than told are left out, a few times over: something else held them up.
+    Steps that took more than four of the usual deviations longer than told say nothing of what is dear in a step, and are left out, a few
+    times over: something else held them up. In the end all parts are made so much larger that the steps' sum is right.
     Raises InvalidSetting for fewer than `ENOUGH` steps.
     """
     if len(took) < ENOUGH:
@@ -53,6 +58,9 @@ def fit(load: Load, took: NDArray[np.float64]) -> Fit:
         over = took / np.maximum(features @ weights, 1e-9) - 1
         usual = 1.4826 * np.median(np.abs(over - np.median(over)))
         kept = over <= np.median(over) + max(4 * usual, 0.05)
+    told = features @ weights
+    # Latencies are sums of steps, so what held some of them up belongs to the mean of all; one that stood still does not.
+    weights *= np.minimum(took, _STOOD_STILL * told).sum() / told.sum()
     slopes = weights[1 : 1 + len(pieces)]
     heights = weights[0] + np.concatenate([[0.0], np.cumsum(slopes * np.diff(knots))])
     curve = tuple((float(knot), float(height)) for knot, height in zip(knots, heights, strict=True))
