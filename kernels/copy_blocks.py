@@ -13,7 +13,7 @@ BLOCK = 1024
 """Words of 4 bytes a program: 16 bytes for each lane of its 8 warps."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _copy_blocks_kernel(cache_ptr, pairs_ptr, count, words, block: tl.constexpr):
     # A program copies the same words of every pair, one pair after the other, so a block that was copied to can be copied from.
     offsets = tl.program_id(0) * block + tl.arange(0, block)

@@ -12,7 +12,7 @@ import triton.language as tl
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _resolve_kernel(out_ptr, input_ids_ptr, last_token_ptr, count, block: tl.constexpr):
     offsets = tl.program_id(0) * block + tl.arange(0, block)
     mask = offsets < count

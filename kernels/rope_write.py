@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from chairlift.kernels.write_kv import store_heads, write_kv_reference
+from chairlift.kernels.write_kv import store_heads
+from chairlift.kernels.write_kv_reference import write_kv_reference
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Storing a step's keys and values in a paged cache, on the GPU."""
+"""Storing a step's keys and values in a paged cache, on the GPU; the reference in torch is `write_kv_reference`'s, which CPUs use."""
 
 # Triton has no types: mypy checks the launchers alone.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type,misc"
@@ -107,21 +107,3 @@ def write_kv(
         dim_block=dim_block,
         num_warps=4,
     )
-
-
-def write_kv_reference(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """The same in torch, for tests."""
-    seen = slots >= 0
-    block, offset = slots[seen].long() // keys.shape[2], slots[seen].long() % keys.shape[2]
-    for new, cache, scale in ((k, keys, scales and scales[0]), (v, values, scales and scales[1])):
-        wide = new[seen].float()
-        if cache.dtype == torch.float8_e4m3fn:
-            wide = (wide if scale is None else wide / scale.unsqueeze(-1)).clamp(-448, 448)
-        cache[block, :, offset] = wide.to(cache.dtype)

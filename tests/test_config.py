@@ -26,7 +26,7 @@ from chairlift.config import EngineConfig, ServerConfig, from_environment, parse
         ({"watermark": float("nan")}, "--watermark must be at least 0"),
         ({"threads": 0}, "--threads must be at least 1, got 0"),
         ({"dtype": "int8"}, "--dtype: expected one of auto, float32, float16, bfloat16, got 'int8'"),
-        ({"quantization": "int4"}, "--quantization: expected one of auto, none, int8, got 'int4'"),
+        ({"quantization": "int4"}, "--quantization: expected one of auto, none, int8, fp8, got 'int4'"),
         ({"kv_cache_dtype": "fp4"}, "--kv-cache-dtype: expected one of auto, float32, float16, int8, fp8, got 'fp4'"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"--max-num-batched-tokens \(8\) must be at least --max-num-seqs \(9\)"),
         ({"tenant_weights": {"a": 0}}, "--tenant-weights: a's must be an integer from 1 to 10000, got 0"),

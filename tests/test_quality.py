@@ -8,7 +8,10 @@ import torch
 
 import chairlift.runner  # noqa: F401, before torch computes anything
 from chairlift.config import EngineConfig
+from chairlift.runner.model import Loader
+from chairlift.runner.precision import Precision
 from chairlift.runner.runner import ModelRunner
+from chairlift.runner.torch_model import TorchModel
 from chairlift.tokenizer import Tokenizer
 
 
@@ -27,18 +30,26 @@ def reference(model_dir: Path, ids: list[int]) -> torch.Tensor:
     return logits
 
 
-def logits(model_dir: Path, ids: list[int], **settings: str) -> torch.Tensor:
-    """Our own, of one step."""
+def logits(model_dir: Path, ids: list[int], *, in_torch: str | None = None, **settings: str) -> torch.Tensor:
+    """Our own, of one step; with the weights of layers in a form of 8 bits for torch."""
     count = len(ids)
     config = EngineConfig(device="cpu", max_model_len=1024, num_kv_blocks=65, max_num_seqs=1, max_num_batched_tokens=1024, **settings)
-    runner = ModelRunner(config, model_dir)
+    runner = ModelRunner(config, model_dir, load=with_form(in_torch) if in_torch else None)
     buffers, places = runner.buffers[0], np.arange(count)
     buffers.input_ids[:count], buffers.positions[:count] = ids, places
     buffers.block_tables[0, :64] = np.arange(1, 65)
     buffers.slots[:count] = 16 + places
     buffers.query_starts[1] = buffers.context_lens[0] = count
+    if runner._on_device is not None:
+        runner._on_device.load(0, 0)
     runner.model.forward(buffers, count, 1)
     return runner.model.logits(places)
+
+
+def with_form(form: str) -> Loader:
+    """Loads the model in torch, in fp32, as a CUDA device would be asked to keep its weights."""
+    precision = Precision("float32", form, "float32")
+    return lambda config, directory, model, _: TorchModel.load(config, directory, model, precision)
 
 
 def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
@@ -54,10 +65,12 @@ def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
         ({"dtype": "float16"}, 2e-4, 0.997),
         ({"dtype": "bfloat16"}, 5e-3, 0.98),
         ({"quantization": "int8"}, 1e-2, 0.95),
+        ({"in_torch": "int8"}, 1e-2, 0.95),
+        ({"in_torch": "fp8"}, 2e-2, 0.86),
         ({"kv_cache_dtype": "float16"}, 1e-4, 0.997),
         ({"kv_cache_dtype": "int8"}, 5e-3, 0.98),
     ],
-    ids=lambda value: "-".join(value.values()) or "default" if isinstance(value, dict) else None,
+    ids=lambda value: "-".join(f"{name}-{form}" for name, form in value.items()) or "default" if isinstance(value, dict) else None,
 )
 def test_perplexity_and_the_likeliest_tokens_are_those_of_transformers(
     model_dir: Path, ids: list[int], reference: torch.Tensor, settings: dict[str, str], relative: float, agreeing: float

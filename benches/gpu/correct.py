@@ -86,7 +86,7 @@ class Sequences:
     def __init__(self, run: common.Run, lengths: Sequence[tuple[int, int]], heads: int, kv_heads: int, dims: tuple[int, int], **more: Any):
         import torch
 
-        from chairlift.kernels.write_kv import write_kv_reference
+        from chairlift.kernels.write_kv_reference import write_kv_reference
         from chairlift.models.shape import KvSpec
         from chairlift.runner.cache import KvCache
 
@@ -230,7 +230,7 @@ def layers(run: common.Run, checks: Checks) -> None:
     """All that is not attention nor sampling."""
     import torch
 
-    from chairlift.kernels import act_mul, copy_blocks, resolve, rms_norm, rope_write, write_kv
+    from chairlift.kernels import act_mul, copy_blocks, resolve, rms_norm, rope_write, write_kv, write_kv_reference
 
     rows = 3 if run.dry else 257
     random = torch.Generator(run.device).manual_seed(0)
@@ -312,7 +312,7 @@ def layers(run: common.Run, checks: Checks) -> None:
                 checks.check(
                     f"write_kv {form}",
                     lambda w=written: w(write_kv.write_kv),
-                    lambda w=written: w(write_kv.write_kv_reference),
+                    lambda w=written: w(write_kv_reference.write_kv_reference),
                     allowed,
                     name,
                 )

@@ -1,4 +1,4 @@
-"""The engine's part of `correct.py`: beside transformers, and beside itself with steps that do not overlap."""
+"""The engine's part of `correct.py`: beside transformers, and beside itself with steps that do not overlap, and without graphs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _logprobs(run: common.Run, checks: Checks, llm: Any, exact: Any, prompts: li
 
 
 def _depths(run: common.Run, checks: Checks, directory: Path, prompts: list[list[int]], answer: int, settings: dict[str, Any]) -> None:
-    """All ways to sample, one step at a time and overlapped: equal answers."""
+    """All ways to sample: equal answers one step at a time and overlapped, with graphs and without."""
     from chairlift import LLM, SamplingParams
 
     base = SamplingParams(max_tokens=answer, ignore_eos=True, seed=3)
@@ -120,15 +120,25 @@ def _depths(run: common.Run, checks: Checks, directory: Path, prompts: list[list
         replace(base, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
         replace(base, temperature=1.0, max_tokens=max(1, answer // 3), stop_token_ids=[7, 11, 13]),
     ]
-    found = []
-    for overlaps in (False, True):
+    params = [ways[i % len(ways)] for i in range(len(prompts))]
+
+    def answers(overlaps: bool, eager: bool) -> list[list[int]]:
         with common.steps_overlap(overlaps):
-            llm = LLM(str(directory), dtype="float32", **settings)
-        params = [ways[i % len(ways)] for i in range(len(prompts))]
-        found.append([output.token_ids for output in llm.generate(prompts, params, progress=False)])
+            llm = LLM(str(directory), dtype="float32", enforce_eager=eager, **settings)
+        graphs = [decision for decision in llm._engine.facts["decisions"] if decision[0] == "CUDA graphs"]
+        run.say(f"Steps overlap: {overlaps}. CUDA graphs: {graphs[0][1:] if graphs else 'the device has none'}.")
+        found = [output.token_ids for output in llm.generate(prompts, params, progress=False)]
         del llm
         common.free()
-    same = sum(one == other for one, other in zip(*found, strict=True))
-    row = {"check": "answers with steps overlapped, and one at a time", "found": f"{same} of {len(prompts)} equal", "allowed": "all"}
-    checks.rows.append(row)
-    checks.note(row, same == len(prompts))
+        return found
+
+    overlapped = answers(overlaps=True, eager=False)
+    others = {
+        "answers with steps overlapped, and one at a time": answers(overlaps=False, eager=False),
+        "answers with graphs on and off": answers(overlaps=True, eager=True),
+    }
+    for check, found in others.items():
+        same = sum(one == other for one, other in zip(overlapped, found, strict=True))
+        row = {"check": check, "found": f"{same} of {len(prompts)} equal", "allowed": "all"}
+        checks.rows.append(row)
+        checks.note(row, same == len(prompts))

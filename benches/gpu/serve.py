@@ -354,15 +354,16 @@ def large(run: common.Run, folder: Path, ceilings: tuple[float, float]) -> None:
 
 
 def small(run: common.Run, folder: Path) -> None:
-    """The 135M shape at batch 64: steps of a millisecond, where a host that is slow shows."""
+    """The 135M shape at batch 64, with graphs and without: steps of a millisecond, where a host that is slow shows."""
     config = common.llama(*((64, 96, 2, 4, 2, 512) if run.dry else (576, 1536, 30, 9, 3, 49_152)), tie_word_embeddings=True)
     directory = common.write_model(folder / "small", config)
     batch = 4 if run.dry else 64
     sizes = {"max_num_seqs": batch, "max_num_batched_tokens": 64 if run.dry else 4096, "num_kv_blocks": 300 if run.dry else 8000}
-    llm = load(run, directory, **sizes, max_model_len=1024)
-    idle(run, "135M", llm, batch, 9 if run.dry else 128, config["vocab_size"])
-    del llm
-    common.free()
+    for name, eager in (("135M", False), ("135M, without graphs", True)):
+        llm = load(run, directory, **sizes, max_model_len=1024, enforce_eager=eager)
+        idle(run, name, llm, batch, 9 if run.dry else 128, config["vocab_size"])
+        del llm
+        common.free()
 
 
 def main() -> None:

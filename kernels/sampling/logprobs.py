@@ -18,7 +18,8 @@ _NONE = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 """Less than any pair."""
 
 
-@triton.jit
+# Callers ask for any count: a variant of the kernels for 1 and another for 16 would be compiled when a request comes up with it.
+@triton.jit(do_not_specialize=["count"])
 def _part_kernel(
     best_ptr, total_ptr, likelier_ptr, likeliest_ptr, logits_ptr, places_ptr, tokens_ptr, stride, vocabulary, count, block: tl.constexpr
 ):
@@ -45,7 +46,7 @@ def _part_kernel(
         left = tl.where(left == likeliest, _NONE, left)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _line_kernel(
     lines_ptr,
     best_ptr,
@@ -94,6 +95,7 @@ def score(logits: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, coun
     """
     lines, (_, vocabulary), device = len(places), logits.shape, logits.device
     parts = triton.cdiv(vocabulary, BLOCK)
+    places, tokens = places.contiguous(), tokens.contiguous()
     best, total = torch.empty(2, lines, parts, device=device)
     likelier = torch.empty(lines, parts, dtype=torch.int32, device=device)
     likeliest = torch.empty(lines, parts, count, dtype=torch.int64, device=device)

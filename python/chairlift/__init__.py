@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from chairlift.errors import EngineDead as EngineDead
     from chairlift.errors import InvalidRequest as InvalidRequest
     from chairlift.errors import ModelNotFound as ModelNotFound
+    from chairlift.errors import OutOfMemory as OutOfMemory
     from chairlift.errors import QueueFull as QueueFull
     from chairlift.errors import RequestFailed as RequestFailed
     from chairlift.errors import UnsupportedModel as UnsupportedModel
@@ -51,6 +52,7 @@ _HOMES = {
     "EngineDead": "errors",
     "InvalidRequest": "errors",
     "ModelNotFound": "errors",
+    "OutOfMemory": "errors",
     "QueueFull": "errors",
     "RequestFailed": "errors",
     "UnsupportedModel": "errors",

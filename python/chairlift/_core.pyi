@@ -25,6 +25,7 @@ __all__ = [
     "choose",
     "decode_work",
     "instruction_set",
+    "most_splits",
     "prefill_work",
     "replay",
     "score",
@@ -167,6 +168,8 @@ class Scheduler:
         """Ends a request in whatever state it is; False if it has ended already."""
     def stop(self, seq: int, now: int) -> bool:
         """As `abort`, for a caller who has what it asked for: it counts as a stop."""
+    def fail(self, seq: int, now: int) -> bool:
+        """As `abort`, for one that cannot be computed: it counts as failed."""
     def expire(self, now: int) -> list[dict[str, Any]]:
         """Ends the requests that missed their deadlines, or surely will; returns their ledgers. To be called before `plan`."""
     def plan(self, buffers: StepBuffers, now: int) -> StepPlan | None:
@@ -201,16 +204,16 @@ class Scheduler:
 def replay(journal: bytes) -> dict[str, Any]:
     """Makes every recorded call again.
 
-    Returns config, calls, truncated, steps, hash, differs_at (the first plan that came out otherwise, or None), ended
-    (ledgers), stats, and step_model (microseconds of an empty step, a prompt token, a decoding sequence, a token of
-    context, a pair of tokens of a prompt). Raises ValueError for what is no journal.
+    Returns config, calls, truncated, hash, differs_at (the first plan that came out otherwise, or None), step_model (microseconds of an
+    empty step, a prompt token, a decoding sequence, a token of context, a pair of tokens of a prompt), and report: what came of the
+    requests in the time that was recorded, as of `simulate`, with times from the first call. Raises ValueError for what is no journal.
     """
 
 def what_if(journal: bytes, settings: dict[str, Any]) -> dict[str, Any]:
     """Lives the recorded requests again in virtual time, under the recorded settings changed by `settings`.
 
     These are the arguments of `Scheduler`, but for block_size and journal. Steps take what the journal's took. Times count
-    from the first request. Returns config, steps, ended_at, refused (tags), ended (ledgers) and stats. Raises ValueError.
+    from the first call. Returns config and report, as `simulate` gives it. Raises ValueError.
     """
 
 def simulate(
@@ -235,8 +238,9 @@ def simulate(
     A report has ended (int64 [N, 31]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended, tokens
     of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, and time by
     each of `causes`), refused (tags), steps, chunks (of sequences in steps), ended_at, stats, gaps and step_times (int64 [n, 2]:
-    microseconds and how often), and timeline (int64 [n, 6]: time, sequences in the step and its tokens, running, waiting, blocks held).
-    Raises ValueError.
+    microseconds and how often), timeline (int64 [n, 6]: time, sequences in the step and its tokens, running, waiting, blocks held), and
+    sums over time (microseconds with a step, sequences in it times microseconds, blocks held then times microseconds, and the most
+    sequences in a step and blocks held). Raises ValueError.
     """
 
 def step_times(journal: bytes) -> bytes:
@@ -276,6 +280,12 @@ def decode_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32]
     First the counts (splits, merges, parts, longest chunk); then splits (sequence, first key, end, part), where the part is that of
     the first token, the next token's is the next, and -1 is that of a split which is all that its tokens see; then merges (token,
     part, step, parts), whose parts lie `step` apart. Contexts of 0 are padding. Raises ValueError for lengths that do not match.
+    """
+
+def most_splits(longest: int, *, window: int | None = None) -> int:
+    """The most splits that `decode_work` makes of a sequence with one token in the step and up to `longest` in its context.
+
+    Raises ValueError for less than one token.
     """
 
 def prefill_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], *, tokens: int) -> bytes:

@@ -104,9 +104,14 @@ class EngineConfig:
     quantization: str = _flag(
         "auto",
         "'int8', on a CPU: weights in blocks of 8 bits (or a GGUF file's 4), multiplied by activations of 8 bits: about twice as fast, "
-        "perplexity within a percent, other answers; 'auto' does so where the weights would not fit into memory otherwise",
-        choices=("auto", "none", "int8"),
+        "perplexity within a percent, other answers; 'auto' does so where the weights would not fit into memory otherwise. "
+        "In torch: the layers' weights in 8 bits, half the memory, but slower. "
+        "'fp8', on a CUDA device: weights and activations of 8 bits",
+        choices=("auto", "none", "int8", "fp8"),
         group="model",
+    )
+    enforce_eager: bool = _flag(
+        False, "launch each step's kernels one by one, without CUDA graphs: slower, but quicker to start, and in less memory", group="model"
     )
     seed: int = _flag(0, "seed of dummy weights, and of requests that name none", int, group="model")
     max_model_len: int | None = _flag(
@@ -180,7 +185,17 @@ class EngineConfig:
     block_size: int = _flag(16, "tokens in one block of the KV cache", int, group="cache")
     num_kv_blocks: int | None = _flag(None, "blocks in the KV cache (default: fitted to memory)", _size, group="cache")
     kv_cache_memory_bytes: int | None = _flag(
-        None, "memory for the KV cache (default: a quarter of what is available)", _size, group="cache"
+        None,
+        "memory for the KV cache (default: a quarter of what is available, on a CUDA device what --gpu-memory-utilization leaves)",
+        _size,
+        group="cache",
+    )
+    gpu_memory_utilization: float = _flag(
+        0.9,
+        "share of a CUDA device's memory that this process may take in all: weights, KV cache and what steps need",
+        float,
+        metavar="X",
+        group="cache",
     )
     kv_cache_dtype: str = _flag(
         "auto",
@@ -229,6 +244,8 @@ class EngineConfig:
             raise ValueError("--batch-timeout-ms needs --batching dynamic")
         if self.swap_space < 0:
             raise ValueError(f"--swap-space must be at least 0, got {self.swap_space}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"--gpu-memory-utilization must be above 0 and at most 1, got {self.gpu_memory_utilization:g}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"--watermark must be at least 0 and below 1, got {self.watermark:g}")
         for tenant, weight in (self.tenant_weights or {}).items():

@@ -39,6 +39,10 @@ class RequestFailed(ChairliftError):
     """The model gave no usable answer for this one request (logits that are not finite, say)."""
 
 
+class OutOfMemory(ChairliftError):
+    """A device has too little memory, for the model or, for now, for one request; the message says what to do."""
+
+
 class QueueFull(ChairliftError):
     """As many requests wait as may wait; `retry_after` is how many seconds a new one would wait now."""
 

@@ -66,6 +66,7 @@ class FakeReport:
     ended: list = field(default_factory=list)
     details: dict = field(default_factory=dict)
     prompts: list = field(default_factory=list)
+    starved: list = field(default_factory=list)
 
     @property
     def tags(self):

@@ -222,3 +222,6 @@ class CellModel:
 
     def synchronize(self) -> None:
         self._lazy.wait()
+
+    def close(self) -> None:
+        pass

@@ -131,6 +131,9 @@ class FakeRunner:
     def wait(self):
         self.calls.append("wait")
 
+    def close(self):
+        self.calls.append("close")
+
 
 @pytest.fixture
 def make(monkeypatch):

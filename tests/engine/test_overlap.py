@@ -19,12 +19,12 @@ from chairlift import LLM, SamplingParams, Scheduling
 from chairlift.config import EngineConfig
 from chairlift.engine import loop
 from chairlift.engine.loop import Engine
-from chairlift.engine.replay import Recording
 from chairlift.engine.request import FINISH_REASONS
 from chairlift.kernels.sampling import reference
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.torch_model import TorchModel
 from chairlift.sampling import StructuredOutput
+from chairlift.sim.replay import Recording
 
 VOCABULARY, EOS = 97, 5
 SHAPE = {
@@ -223,6 +223,9 @@ def live(engine: Engine, asked: list[Asked], clock: list[int]) -> dict[int, Told
             if one.finish is None and len(one.tokens) == leaving[tag]:
                 one.finish = "left"
                 assert engine.abort(tag, stopped=tag % 2 == 0)
+        for tag in report.starved:
+            assert told[tag].finish is None
+            told[tag].finish = "starved"
     stats = engine.stats()
     assert (stats["running"], stats["waiting"], stats["swapped"]) == (0, 0, 0)
     assert (stats["free_blocks"], stats["free_host_blocks"]) == (stats["total_blocks"], stats["host_blocks"])
@@ -257,7 +260,7 @@ def test_answers_are_the_same_with_one_step_in_flight_and_with_two(make, clock, 
             engine.close()
             replay = Recording(str(journal)).replay()
             assert replay.differs_at is None
-            assert {ledger["tag"] for ledger in replay.run.ledgers} == set(told[0])
+            assert set(replay.result.requests["tag"]) == set(told[0])
         seen += Counter(one.finish for one in told[1].values())
         compare(told)
         for one in (one for one in asked if one.params.structured_output is not None and one.tag in told[1]):

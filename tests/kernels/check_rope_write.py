@@ -3,7 +3,8 @@ import torch
 from interpreted import DTYPES, assert_close
 
 from chairlift.kernels.rope_write import rope_write, rope_write_reference
-from chairlift.kernels.write_kv import write_kv, write_kv_reference
+from chairlift.kernels.write_kv import write_kv
+from chairlift.kernels.write_kv_reference import write_kv_reference
 
 # (heads, kv_heads, D, block size): heads that do not fill a program, or fill more than one; halves that are no power of two.
 SHAPES = [(6, 2, 16, 4), (7, 7, 8, 16), (3, 1, 80, 2), (12, 6, 256, 8)]

@@ -13,6 +13,7 @@ from tiny_transformers import EXPERTS, MIXED, YARN, build, configure
 
 from chairlift import LLM, SamplingParams
 from chairlift.errors import UnsupportedModel
+from chairlift.models import transformers_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5], list(range(3, 40)), [7, 9, 7, 9, 7, 9], list(range(60, 80)), [200] * 13]
@@ -30,6 +31,14 @@ def save(tmp_path: Path, byte_model: Path):
         return model
 
     return write
+
+
+def generated(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    """The tokens that transformers' own `generate` says after a prompt."""
+    ids = torch.tensor([prompt])
+    settings = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    tokens: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+    return tokens
 
 
 def code(llm: LLM) -> list[str]:
@@ -52,10 +61,7 @@ def test_greedy_tokens_are_those_of_generate(name, changes, by, save, tmp_path):
     assert code(llm)[0] == by
     outputs = llm.generate(PROMPTS, GREEDY)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        ids = torch.tensor([prompt])
-        settings = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
-        expected = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
-        assert output.token_ids == expected
+        assert output.token_ids == generated(reference, prompt)
     # And from the prefix cache.
     assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == [output.token_ids for output in outputs]
 
@@ -79,16 +85,94 @@ def test_weights_that_are_missing_are_not_made_up(save, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("quantization", "package"),
-    [({"quant_method": "gptq", "bits": 4}, "optimum"), ({"quant_method": "compressed-tensors"}, "compressed.tensors")],
+    ("method", "packages"), [("gptq", "gptqmodel and optimum"), ("awq", "accelerate and gptqmodel"), ("torchao", "torchao")]
 )
-def test_a_quantised_checkpoint_needs_its_package(quantization, package, save, tmp_path):
+def test_a_quantised_checkpoint_needs_packages_before_it_is_read(method, packages, save, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers_model, "_installed", lambda name: name == "optimum")
     save("llama")
+    (tmp_path / "model.safetensors").write_bytes(b"not to be read")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method, "bits": 4}}))
+    lacking = packages.replace(" and optimum", "").replace(" and ", " ")
+    message = f"LlamaForCausalLM is quantised with {method}, which .* the help of {packages}: pip install {lacking}$"
+    with pytest.raises(UnsupportedModel, match=message):
+        LLM(str(tmp_path), **SETTINGS)
+
+
+Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""What a checkpoint has of a quantised weight, and what that stands for."""
+
+
+def packed(weight: torch.Tensor) -> Parts:
+    """Integers of 4 bits, eight in one of 32, with a scale for each 16 of a row."""
+    groups = weight.unflatten(1, (-1, 16))
+    scale = groups.abs().amax(2, keepdim=True) / 7
+    numbers = (groups / scale).round()
+    words = (numbers.flatten(1).to(torch.int64).unflatten(1, (-1, 8)) + 8 << torch.arange(0, 32, 4)).sum(2)
+    words = torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32)
+    return {"weight_packed": words, "weight_scale": scale[..., 0], "weight_shape": torch.tensor(weight.shape)}, (numbers * scale).flatten(1)
+
+
+def integers(weight: torch.Tensor) -> Parts:
+    """Integers of 8 bits, with a scale for each row."""
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    numbers = (weight / scale).round()
+    return {"weight": numbers.to(torch.int8), "weight_scale": scale}, numbers * scale
+
+
+def floats(weight: torch.Tensor) -> Parts:
+    """Numbers of fp8, with a scale for each row."""
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    numbers = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
+
+
+def blocks(weight: torch.Tensor) -> Parts:
+    """Numbers of fp8, with a scale for each block of 16 rows and columns, as DeepSeek has them."""
+    tiles = weight.unflatten(1, (-1, 16)).unflatten(0, (-1, 16))
+    scale = tiles.abs().amax((1, 3), keepdim=True) / 448
+    numbers = (tiles / scale).to(torch.float8_e4m3fn)
+    return {"weight": numbers.view(weight.shape), "weight_scale_inv": scale[:, 0, :, 0]}, (numbers.float() * scale).view(weight.shape)
+
+
+def compressed(layout: str, bits: int, kind: str, **how: object) -> dict[str, object]:
+    """A config of compressed-tensors; with 8 bits activations are rounded too, which ours are not."""
+    activations = {"num_bits": 8, "type": kind, "strategy": "token", "symmetric": True, "dynamic": True} if bits == 8 else None
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, "symmetric": True} | how, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+QUANTISED = {
+    "packed": (packed, compressed("pack-quantized", 4, "int", strategy="group", group_size=16), "compressed_tensors"),
+    "integers": (integers, compressed("int-quantized", 8, "int", strategy="channel"), "compressed_tensors"),
+    "floats": (floats, compressed("float-quantized", 8, "float", strategy="channel"), "compressed_tensors"),
+    "blocks": (blocks, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}, "accelerate"),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_quantised_checkpoint_is_the_model_that_its_weights_stand_for(name, save, tmp_path):
+    make, quantization, package = QUANTISED[name]
+    pytest.importorskip(package)
+    reference = save("llama")
+    tensors: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(tmp_path / "model.safetensors").items():
+        parts, whole = make(tensor) if key.endswith("proj.weight") else ({"weight": tensor}, tensor)
+        tensors |= {f"{key.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()}
+        reference.get_parameter(key).data.copy_(whole)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    method = quantization["quant_method"]
-    with pytest.raises(UnsupportedModel, match=f"LlamaForCausalLM, quantised with {method}, cannot be loaded .*install {package}"):
-        LLM(str(tmp_path), **SETTINGS)
+    llm = LLM(str(tmp_path), **SETTINGS)
+    assert ["weights", f"{quantization['quant_method']}, in float32", "as in the checkpoint"] in llm.facts["decisions"]
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
+        assert output.token_ids == generated(reference, prompt)
 
 
 def test_code_that_comes_with_a_checkpoint_is_not_run(save, tmp_path):

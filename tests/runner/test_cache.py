@@ -4,7 +4,7 @@ import torch
 
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import KvSpec
-from chairlift.runner.cache import KvCache
+from chairlift.runner.cache import KvCache, host_pool
 
 SPECS = (KvSpec(2, 8, 8), KvSpec(1, 24, 16, 9), KvSpec(2, 8, 4))
 
@@ -53,3 +53,16 @@ def test_more_memory_than_there_is_is_refused_with_the_number():
         KvCache(SPECS, 2**45, 16, torch.float32, torch.device("cpu"))
     with pytest.raises(InvalidSetting, match="lower --swap-space"):
         KvCache(SPECS, 2, 16, torch.float32, torch.device("cpu"), 2**45)
+
+
+def test_memory_that_cannot_be_pinned_is_plain_memory_with_a_warning(monkeypatch, caplog):
+    empty = torch.empty
+
+    def strict(*given, pin_memory=False, **more):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*given, **more)
+
+    monkeypatch.setattr(torch, "empty", strict)
+    assert host_pool(3, 5, torch.float32, pinned=True).shape == (3, 5)
+    assert "swapping will be slow: 0.0 GiB cannot be pinned (CUDA error: out of memory): lower --swap-space" in caplog.text

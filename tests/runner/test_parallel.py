@@ -1,15 +1,22 @@
 import dataclasses
+import gc
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny_models
+import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.errors import ChairliftError, InvalidSetting
+from chairlift.errors import ChairliftError, InvalidSetting, OutOfMemory
+from chairlift.layers.peers import ALONE
 from chairlift.models.config import load_shape
+from chairlift.runner.courier import Courier
+from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.shards import part_of
+from chairlift.runner.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SIZES = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 40, "device": "cpu", "seed": 3}
@@ -82,4 +89,64 @@ def test_a_worker_that_cannot_load_says_why(byte_model: Path, monkeypatch: pytes
     loaded = dataclasses.asdict
     monkeypatch.setattr(dataclasses, "asdict", lambda config: loaded(config) | {"load_format": "auto"})
     with pytest.raises(ChairliftError, match=r"a worker of --tensor-parallel-size: ModelNotFound: .* holds no \*\.safetensors file"):
+        LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
+
+
+def test_workers_that_nobody_needs_any_more_are_gone(byte_model: Path) -> None:
+    for close in (False, True):
+        llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
+        [worker] = llm._engine._runner.model._workers
+        if close:
+            llm._engine.close()
+        else:
+            del llm
+            gc.collect()
+        # Not even the system's entry of it is left, which another process would have to clear away.
+        assert not Path(f"/proc/{worker._process.pid}").exists()
+
+
+def test_too_little_memory_in_a_step_ends_all_and_is_not_tried_again(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
+    model = llm._engine._runner.model
+
+    def lacking(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(model._part, "forward", lacking)
+    with pytest.raises(ChairliftError, match="a device of --tensor-parallel-size has too little memory") as raised:
+        llm.generate([[1, 2, 3]], GREEDY)
+    assert not isinstance(raised.value, OutOfMemory)
+    assert model._workers[0].ended()
+
+
+def test_a_workers_buffers_are_those_of_the_other_process() -> None:
+    passes: list[int] = []
+    worker, cpu = Worker(), torch.device("cpu")
+    worker._peers = ALONE
+    worker._part = SimpleNamespace(device=cpu, forward=lambda buffers, tokens, seqs: passes.append(buffers.input_ids[0]))
+    # Blocks a row are fewer once the context is fitted to what there is.
+    for blocks in (8, 8, 3):
+        there = DeviceBuffers(2, 40, 6, blocks, cpu, Courier(cpu))
+        there.host[1].input_ids[0] = blocks
+        there.host[1].table_writes[:4] = 0, 7, 6 * blocks - 1, 9  # the first and the last entry of the tables
+        there.load(1, 2)
+        worker.forward(list(there.sizes), *there.sent(), 1, 1)
+        assert torch.equal(worker._buffers.block_tables, there.block_tables)
+    assert passes == [8, 8, 3]
+
+
+LACKING = """
+import chairlift.runner.torch_model as here
+
+def lacking(*arguments):
+    raise here.torch.OutOfMemoryError("CUDA out of memory")
+
+here.TorchModel.forward = lacking
+"""
+
+
+def test_a_worker_without_memory_says_so(byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LACKING)
+    monkeypatch.syspath_prepend(str(tmp_path))  # which workers get as well
+    with pytest.raises(ChairliftError, match="a device of --tensor-parallel-size has too little memory"):
         LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)

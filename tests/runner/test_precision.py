@@ -1,11 +1,21 @@
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
+import torch
 from test_sizing import GIB, LARGE, MIB, MODEL
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.runner.precision import ROOM, Precision, decide, weight_bytes
+from chairlift.models.shape import ModelShape
+from chairlift.runner.precision import ROOM, Precision, decide, torch_weight_bytes, weight_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TheirShape(ModelShape):
+    """A model that there is no code of ours for."""
+
+    kv_specs = ()
+    num_weights = 1
 
 
 def decided(
@@ -102,10 +112,6 @@ def test_a_cuda_device_keeps_one_form_but_may_have_kv_in_8_bits():
     config = EngineConfig(device="cuda", dtype="float16", kv_cache_dtype="float16", quantization="none")
     assert decide(config, MODEL, 0) == Precision("float16", "none", "float16", "float16")
     assert decided(dtype="bfloat16", device="cuda", kv_cache_dtype="fp8") == Precision("bfloat16", "none", "fp8", "bfloat16")
-    with pytest.raises(
-        InvalidSetting, match="--quantization int8 is for what Rust computes on a CPU, and not for LlamaForCausalLM on cuda"
-    ):
-        decided(device="cuda", quantization="int8")
     with pytest.raises(InvalidSetting, match=r"--kv-cache-dtype int8: torch keeps KV in the form of the weights, float32, or .* in fp8"):
         decided(device="cuda", kv_cache_dtype="int8")
     with pytest.raises(InvalidSetting, match="fp8 is for CUDA devices: int8 takes as little on a CPU"):
@@ -129,11 +135,66 @@ def test_torch_on_a_cpu_has_fp32_where_it_fits():
 
 
 def test_torch_on_a_cpu_does_not_do_what_rust_does():
-    with pytest.raises(InvalidSetting, match="--quantization int8 is for what Rust computes on a CPU, and not for LlamaForCausalLM on cpu"):
-        in_torch(quantization="int8")
     for form in ("int8", "float16", "fp8"):
         with pytest.raises(InvalidSetting, match=f"--kv-cache-dtype {form}: torch keeps KV in the form of the weights, float32"):
             in_torch(kv_cache_dtype=form)
+
+
+def test_torch_keeps_the_weights_of_layers_in_8_bits():
+    half = replace(MODEL, dtype="float16")
+    there = decided(dtype="float16", device="cuda", quantization="int8")
+    assert there == Precision("float16", "int8", "float16", "float16")
+    assert reasons(there) == {"weights": "int8, in float16: --quantization says so", "KV form": "float16: as what is computed in"}
+    assert in_torch(model=half, quantization="int8") == Precision("float32", "int8", "float32", "float32")
+    # Products of fp8 are in bfloat16, whatever the checkpoint is in.
+    both = decided(dtype="float16", device="cuda", quantization="fp8", kv_cache_dtype="fp8", model=LARGE)
+    assert both == Precision("bfloat16", "fp8", "fp8", "bfloat16")
+    # What is computed in on a CPU follows from what the weights take so.
+    whole = torch_weight_bytes(LARGE, "int8", "float32")
+    assert in_torch(whole + ROOM, LARGE, quantization="int8").compute == "float32"
+    assert in_torch(whole + ROOM - 1, LARGE, quantization="int8").compute == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "message"),
+    [
+        ({}, replace(LARGE, intermediate_size=14340), "multiples of 16, not of 14340: take int8"),
+        ({"dtype": "float16"}, LARGE, "computes in bfloat16, and not in float16: leave --dtype out"),
+        ({}, replace(LARGE, quantization="gptq"), "the checkpoint is quantised already, with gptq"),
+    ],
+)
+def test_what_fp8_cannot_be_is_refused(settings, model, message):
+    with pytest.raises(InvalidSetting, match=f"--quantization fp8.* {message}"):
+        decide(EngineConfig(device="cuda", quantization="fp8", **settings), model, 10**12)
+
+
+def test_fp8_needs_a_device_that_multiplies_it(monkeypatch):
+    for device in (decided, in_torch):
+        with pytest.raises(InvalidSetting, match="--quantization fp8 is for CUDA devices"):
+            device(quantization="fp8", model=LARGE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(InvalidSetting, match=r"needs a device of compute capability 8.9, and this one has 8.6: take int8"):
+        decided(device="cuda", quantization="fp8", model=LARGE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert decided(device="cuda", quantization="fp8", model=LARGE).quantization == "fp8"
+
+
+def test_weights_of_8_bits_are_for_models_of_ours():
+    names = [field.name for field in fields(ModelShape)]
+    theirs = TheirShape(**{name: getattr(MODEL, name) for name in names})
+    for form in ("int8", "fp8"):
+        with pytest.raises(InvalidSetting, match=f"--quantization {form} is for models with code of ours, and for LlamaForCausalLM there"):
+            decide(EngineConfig(device="cuda", quantization=form), theirs, 10**12)
+
+
+def test_weights_in_torch_are_counted():
+    # 8.03 billion numbers, of which 6.98 billion are in matrices of layers, and those have 1.3 million rows.
+    matrices, rows = 32 * 4096 * (6144 + 4096 + 3 * 14336), 32 * (6144 + 4096 + 2 * 14336 + 4096)
+    others = 8_030_261_248 - matrices
+    assert torch_weight_bytes(LARGE, "bfloat16") == weight_bytes(LARGE, "bfloat16")
+    assert torch_weight_bytes(LARGE, "int8") == torch_weight_bytes(LARGE, "fp8") == matrices + 4 * rows + 2 * others
+    assert torch_weight_bytes(LARGE, "int8", "float32") == matrices + 4 * rows + 4 * others
 
 
 def test_a_quantised_checkpoint_is_computed_with_in_its_own_dtype():

@@ -100,7 +100,7 @@ class AsyncEngine:
         """Starts the process and returns when the model is ready, with a line in the log for each phase.
 
         `since` (of `time.perf_counter`) is where the reported time begins, if not here. Raises what stopped it:
-        ModelNotFound, UnsupportedModel, EngineDead.
+        ModelNotFound, UnsupportedModel, OutOfMemory, EngineDead.
         """
         began = time.perf_counter() if since is None else since
         if self._process is not None:
@@ -177,7 +177,7 @@ class AsyncEngine:
         Where only the `n` best are kept, they come whole at the end. Leaving the iterator early aborts the request: at once when it
         is closed or cancelled, so wrap it in `contextlib.aclosing` where the loop may end before the request does. `request_id` is for
         `explain`; `on_start` is called once, when the engine begins the first answer. Raises InvalidRequest or QueueFull before
-        anything, and RequestFailed, DeadlineMissed or EngineDead at any time.
+        anything, and RequestFailed, OutOfMemory, DeadlineMissed or EngineDead at any time.
         """
         arrived = time.monotonic_ns() // 1000
         self._check_alive()

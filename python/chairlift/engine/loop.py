@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,8 @@ from chairlift import _core
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine.journal import Journal
-from chairlift.errors import InvalidRequest, QueueFull
+from chairlift.engine.pieces import Pieces, Sizes
+from chairlift.errors import InvalidRequest, OutOfMemory, QueueFull
 from chairlift.grammar.grammars import Grammar, Grammars
 from chairlift.grammar.trial import Vocabulary
 from chairlift.runner.no_model import NoModel
@@ -56,16 +57,20 @@ class _Seat:
     """The row that it has, or had last."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
-    """A step that the runner has been given, until its tokens are committed."""
+    """A step from its plan until its tokens are committed."""
 
-    step: Any
-    """What the runner knows it by."""
+    turn: int
+    sizes: Sizes
     tags: np.ndarray
     """Whose samples they are, u64: by the commit some of them may have left, and others may have their rows."""
     failed: np.ndarray | None
     """Which samples are of sequences that cannot be sampled."""
+    step: Any = None
+    """What the runner knows it by; None if there was too little memory, or will be."""
+    sampled: Sampled | None = None
+    """What it gave, if it ran in pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,7 @@ class StepReport:
     ended: Sequence[Mapping[str, Any]] = ()
     details: Mapping[int, bytes] = field(default_factory=dict)
     prompts: Sequence[tuple[int, bytes]] = ()
+    starved: Sequence[int] = ()
 
 
 class Engine:
@@ -120,6 +126,7 @@ class Engine:
         self._turn = 0  # which of the buffers the next step goes through
         self._plans: deque[_core.StepPlan] = deque()  # those that are not committed, the oldest first
         self._flight: _Flight | None = None
+        self._pieces = Pieces(runner, config.block_size)
         self._live: dict[int, _Seat] = {}
         self._tags = np.zeros(runner.max_num_seqs, dtype=np.uint64)  # who had each row last
         self._own_salts = itertools.count()
@@ -207,7 +214,8 @@ class Engine:
         """Ends what has missed its deadline, and runs the model once over whatever the scheduler chose; None when there was neither.
 
         Where a device runs steps while the host goes on, the next step is planned and launched before the tokens of this one are
-        waited for. What the runner raises ends every request, and goes on to the caller; the engine can be used again.
+        waited for. A step that the device has too little memory for runs in pieces, when those before it are committed. What else the
+        runner raises ends every request, and goes on to the caller; the engine can be used again.
         """
         self.stage = "plan", time.monotonic()
         now = _now()
@@ -215,16 +223,17 @@ class Engine:
         for ledger in expired:
             del self._live[ledger["tag"]]
         started: list[tuple[int, int, int]] = []
+        starved: list[Mapping[str, Any]] = []
         try:
             flight = self._flight or self._launch(now, started)
             if flight is None:
                 self._record()
                 return StepReport(ended=expired) if expired else None
             if self._flight is None:
-                self._runner.sample(flight.step)
+                self._sample(flight, starved)
             self._flight = self._launch(now, started) if self._runner.overlaps else None
             self.stage = "run", time.monotonic()
-            sampled = self._runner.collect(flight.step)
+            sampled = flight.sampled or self._runner.collect(flight.step)
             if flight.failed is not None:
                 sampled.tokens[flight.failed] = -1
         except BaseException:
@@ -238,14 +247,14 @@ class Engine:
             # Only now do grammars and biases know of the last tokens, and the runner who has ended: the device is at the pass meanwhile.
             self.stage = "run", time.monotonic()
             try:
-                self._runner.sample(self._flight.step)
+                self._sample(self._flight, starved)
             except BaseException:
                 self._abandon()
                 raise
         self._record()
         logprobs, details = _told(sampled, flight.tags, outputs.tags)
-        ended = [*expired, *outputs.ended]
-        return StepReport(outputs.tags, outputs.tokens, outputs.finishes, logprobs, started, ended, details, sampled.prompts)
+        ended, lost = [*expired, *outputs.ended, *starved], [ledger["tag"] for ledger in starved]
+        return StepReport(outputs.tags, outputs.tokens, outputs.finishes, logprobs, started, ended, details, sampled.prompts, lost)
 
     def wakes_in(self) -> float | None:
         """After a step that gave None: seconds until one may give something though nothing was added; None for never."""
@@ -262,7 +271,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """The scheduler's counters since the start, and what is true now."""
-        return self._scheduler.stats()
+        return self._scheduler.stats() | {"steps_short_of_memory": self._pieces.steps}
 
     def usage(self) -> dict[str, Any]:
         """The same for each of the `tenants` and `classes`."""
@@ -273,8 +282,9 @@ class Engine:
         self._scheduler.check()
 
     def close(self) -> None:
-        """Writes out the rest of the journal; open requests get nothing more."""
+        """Writes out the rest of the journal, and ends other processes; open requests get nothing more."""
         self._grammars.close()
+        self._runner.close()
         if self._journal is not None:
             self._record()
             self._journal.close()
@@ -338,11 +348,50 @@ class Engine:
             self._take_seat(row, seq, tag)
             started.append((tag, cached_tokens, queued))
         self._runner.swap(plan.swap_out, plan.swap_in)
-        sizes = plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies, plan.num_table_writes
-        step = self._runner.launch(self._turn, *sizes)
+        sizes = Sizes(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies, plan.num_table_writes)
         rows = self._runner.buffers[self._turn].sample_rows[: plan.num_samples]
+        failed = np.isin(rows, list(self._failed_rows)) if self._failed_rows else None
+        flight = _Flight(self._turn, sizes, self._tags[rows], failed)
         self._turn = (self._turn + 1) % len(self._buffers)
-        return _Flight(step, self._tags[rows], np.isin(rows, list(self._failed_rows)) if self._failed_rows else None)
+        if self._pieces.fits(sizes.tokens, now):
+            try:
+                flight.step = self._runner.launch(flight.turn, *sizes)
+            except OutOfMemory as error:
+                self._pieces.short(sizes.tokens, error, now)
+                flight.sizes = sizes._replace(copies=0)  # they are made
+        return flight
+
+    def _sample(self, flight: _Flight, starved: list[Mapping[str, Any]]) -> None:
+        """Starts to sample a step, with those before it committed, or runs it in pieces; adds to `starved` the ledgers of who fails."""
+        if flight.step is not None:
+            try:
+                return self._runner.sample(flight.step)
+            except OutOfMemory as error:
+                self._pieces.short(flight.sizes.tokens, error, _now())
+            flight.step, flight.sizes = None, flight.sizes._replace(copies=0)
+            self._seat_again(self._runner.buffers[flight.turn].rows[: flight.sizes.seqs].tolist())
+        flight.sampled, lost = self._pieces.run(flight.turn, flight.sizes, self._last_token, self._seat_again, _now())
+        for row in lost:
+            tag = int(self._tags[row])
+            if (seat := self._live.get(tag)) is not None and seat.row == row:
+                # Before the commit, so that no block keeps the name of what was not computed.
+                self._scheduler.fail(seat.seq, _now())
+                self._leave(tag)
+                ledger = self._scheduler.explain(tag)
+                assert ledger is not None  # it has just ended
+                starved.append(ledger)
+
+    def _last_token(self, row: int) -> int:
+        """The token that a row sampled last; 0 where its sequence has ended, and what comes of it goes nowhere."""
+        seat = self._live.get(int(self._tags[row]))
+        return 0 if seat is None else int(np.frombuffer(self._scheduler.tokens(seat.seq)[0], dtype=np.int32)[-1])
+
+    def _seat_again(self, rows: Iterable[int]) -> None:
+        """Has the runner learn of the sequences in these rows anew, those that have not ended."""
+        for row in rows:
+            tag = int(self._tags[row])
+            if (seat := self._live.get(tag)) is not None and seat.row == row:
+                self._take_seat(row, seat.seq, tag)
 
     def _leave(self, tag: int) -> None:
         """Forgets a sequence that came to its end, and has its row left, unless that is somebody else's already."""

@@ -200,7 +200,7 @@ def _run(parent: _Parent, inbox: Inbox, make: EngineMaker) -> None:
             else:
                 news = counters.news(idle=False)
                 arrays = step.tags, step.tokens, step.finishes, step.logprobs
-                parent.tell(Step(*arrays, step.started, step.ended, news, step.details, step.prompts))
+                parent.tell(Step(*arrays, step.started, step.ended, news, step.details, step.prompts, step.starved))
             if not _drain(parent, engine, inbox, compiling, idle=step is None):
                 return
     finally:

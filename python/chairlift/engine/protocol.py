@@ -114,6 +114,7 @@ class Step:
     `details` has by tag, and `prompts` as pairs with a request's first tag, what those who asked get to know of log-probabilities: of
     the token, and of the prompt's next ones. Each is a number of lines, 4 bytes a figure: token, log-probability (f32), rank, so many
     likeliest tokens, their log-probabilities (f32).
+    `starved` are tags of those in `ended` that failed because the device had too little memory; they have no entry for that.
     """
 
     tags: bytes = b""
@@ -125,6 +126,7 @@ class Step:
     stats: dict[str, Any] = field(default_factory=dict)
     details: Mapping[int, bytes] = field(default_factory=dict)
     prompts: Sequence[Sequence[Any]] = field(default_factory=list)
+    starved: Sequence[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

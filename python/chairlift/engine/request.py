@@ -56,6 +56,10 @@ class Report(Protocol):
     def ended(self) -> Sequence[Mapping[str, Any]]:
         """One a sequence that ended."""
 
+    @property
+    def starved(self) -> Sequence[int]:
+        """Tags of those that failed for want of memory."""
+
 
 class Choice:
     """One answer to a request in flight: takes token ids as they come, gives increments of text.
@@ -77,6 +81,8 @@ class Choice:
         """How many were taken, up to the stop string if there was one."""
         self.over = False
         """Whether its last increment was taken."""
+        self.starved = False
+        """Whether the device had too little memory for it."""
         self._prompt_token_ids = prompt_token_ids
         self._prompt_logprobs = prompt_logprobs
         self._num_logprobs = params.logprobs
@@ -121,6 +127,10 @@ class Choice:
         if missed := self._ledger.finish == "deadline":
             self._finish = DEADLINE
         return missed
+
+    def starve(self) -> None:
+        """Takes the news that the device had too little memory for it: its end."""
+        self._finish, self.starved = ERROR, True
 
     def take(self) -> RequestOutput | None:
         """Everything since the last call, as one increment; None when there is nothing.
@@ -288,6 +298,10 @@ def deliver(report: Report, requests: dict[int, R]) -> list[R]:
         touched[request.tags.start] = request
         if finish:
             del requests[tag]
+    for tag in report.starved:
+        if (request := requests.pop(tag, None)) is not None:
+            request.choice(tag).starve()
+            touched[request.tags.start] = request
     return list(touched.values())
 
 

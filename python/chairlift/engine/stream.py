@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from chairlift.engine.protocol import Rejected
 from chairlift.engine.request import Request
-from chairlift.errors import ChairliftError, InvalidRequest, QueueFull, RequestFailed
+from chairlift.errors import ChairliftError, InvalidRequest, OutOfMemory, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
 
@@ -57,6 +57,8 @@ class Stream(Request):
         if self._error is not None:
             raise self._error
         outputs = self.take()
+        if self.some_over and any(choice.starved for choice in self.choices):
+            raise OutOfMemory("the device has too little memory for this request just now: try again later, or with a shorter prompt")
         if self.some_over and any(output.finish_reason == "error" for output in outputs):
             raise RequestFailed("the model gave no usable answer for this request: its logits are not finite, or could not be sampled")
         return outputs

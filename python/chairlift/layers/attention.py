@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from chairlift.kernels.write_kv_reference import write_kv_reference
 from chairlift.layers.device_attention import DevicePlan
 
 Scales = tuple[torch.Tensor, torch.Tensor]
@@ -101,13 +102,7 @@ def write_kv(
     if isinstance(plan, DevicePlan):
         plan.write(k, v, keys, values, scales)
         return
-    # Block 0 holds nobody's tokens: what only fills up the step may lie there.
-    blocks, offsets = plan.slots.clamp(min=0) // keys.shape[2], plan.slots.clamp(min=0) % keys.shape[2]
-    for new, cache, scale in ((k, keys, scales and scales[0]), (v, values, scales and scales[1])):
-        if cache.dtype == torch.float8_e4m3fn:
-            largest = torch.finfo(cache.dtype).max
-            new = (new.float() if scale is None else new.float() / scale.unsqueeze(-1)).clamp(-largest, largest)
-        cache[blocks, :, offsets] = new.to(cache.dtype)
+    write_kv_reference(k, v, keys, values, plan.slots, scales)
 
 
 def paged_attention(

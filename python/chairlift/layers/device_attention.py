@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from chairlift._core import decode_work, prefill_work
+from chairlift._core import decode_work, most_splits, prefill_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,35 @@ class Work:
     merges: int = 0
     parts: int = 0
     longest: int = 0
+
+
+class DecodeLists:
+    """Work for steps of up to `seqs` sequences with one token each and up to `longest` in their contexts, for each sliding window.
+
+    The lists stay where they are, and have room for whatever the contexts are: a graph can be kept for all such steps.
+    """
+
+    def __init__(self, seqs: int, longest: int, windows: Iterable[int | None], device: torch.device) -> None:
+        self._splits = {window: most_splits(longest, window=window) for window in windows}
+        # The counts, the splits of all sequences, and a merge for each; without counts there is nothing to do.
+        self._lists = {
+            window: torch.zeros(1 + seqs * (splits + 1), 4, dtype=torch.int32, device=device) for window, splits in self._splits.items()
+        }
+
+    def fill(self, lengths: tuple[np.ndarray, np.ndarray]) -> None:
+        """Puts in the work of a step, whose query_starts and context_lens are on the host; no step before needs to be done."""
+        work = [_decodes(lengths, window) for window in self._lists]
+        _, staged = _stage(work, next(iter(self._lists.values())).device)
+        for there, one in zip(self._lists.values(), staged, strict=True):
+            there[: len(one)].copy_(one, non_blocking=True)
+
+    def work(self, seqs: int) -> dict[int | None, Work]:
+        """What is in the lists, with the counts that a step of so many sequences has at most."""
+        found = {}
+        for window, splits in self._splits.items():
+            several = splits > 1
+            found[window] = Work(self._lists[window], seqs * splits, several * seqs, several * seqs * splits, 1)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +89,7 @@ class DevicePlan:
     ) -> DevicePlan:
         """Plans a step that is on the device already, for layers with these windows."""
         windows = list(windows)
-        lists = [np.frombuffer(decode_work(*lengths, window=window), dtype=np.int32).reshape(-1, 4) for window in windows]
+        lists = [_decodes(lengths, window) for window in windows]
         there = _send(lists, slots.device)
         decodes = {window: Work(sent, *host[0].tolist()) for window, host, sent in zip(windows, lists, there, strict=True)}
         return cls(slots, query_starts, context_lens, rows, tables, lengths, decodes)
@@ -139,19 +168,33 @@ class DevicePlan:
     def _parts(self, count: int, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for so many partial results [heads, dim] and the logarithms of their sums, shared by layers of equal shape."""
         if (heads, dim) not in self._scratch:
-            self._scratch[heads, dim] = torch.empty(count * heads * (dim + 1), dtype=torch.float32, device=self.slots.device)
+            most = max(work.parts for work in self.decodes.values())  # for layers with other windows have others
+            self._scratch[heads, dim] = torch.empty(most * heads * (dim + 1), dtype=torch.float32, device=self.slots.device)
         scratch, numbers = self._scratch[heads, dim], count * heads * dim
         return scratch[:numbers], scratch[numbers:]
 
 
+def _decodes(lengths: tuple[np.ndarray, np.ndarray], window: int | None) -> np.ndarray:
+    return np.frombuffer(decode_work(*lengths, window=window), dtype=np.int32).reshape(-1, 4)
+
+
 def _send(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copies int32 arrays to the device in one go; each begins at a multiple of 16 bytes, which Triton makes something of."""
+    """Copies int32 arrays to the device in one go."""
+    whole, staged = _stage(arrays, device)
+    there = whole.to(device, non_blocking=True)
+    return [there.as_strided(one.shape, one.stride(), one.storage_offset()) for one in staged]
+
+
+def _stage(arrays: list[np.ndarray], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Copies int32 arrays to memory that the device copies from by itself: the whole, and each array in it.
+
+    Each begins at a multiple of 16 bytes, which Triton makes something of. Torch keeps pinned memory from being used again before it is
+    copied.
+    """
     ends = list(accumulate(-(-array.size // 4) * 4 for array in arrays))
-    # Torch keeps pinned memory from being used again before it is copied.
-    staged = torch.empty(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
-    places = [slice(start, start + array.size) for start, array in zip([0, *ends], arrays, strict=False)]
-    numbers = staged.numpy()
-    for place, array in zip(places, arrays, strict=True):
-        numbers[place] = array.reshape(-1)
-    there = staged.to(device, non_blocking=True)
-    return [there[place].view(array.shape) for place, array in zip(places, arrays, strict=True)]
+    whole = torch.empty(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    starts = [0, *ends]
+    staged = [whole[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)]
+    for one, array in zip(staged, arrays, strict=True):
+        one.numpy()[...] = array
+    return whole, staged

@@ -112,10 +112,16 @@ class ModelConfig(ModelShape):
     @property
     def num_weights(self) -> int:
         """How many numbers all weights have, but for biases."""
-        queries, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.hidden_size * (2 * queries + 2 * kv + 3 * self.intermediate_size + 2)
         tables = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * layer + self.hidden_size * (tables * self.vocab_size + 1)
+        matrices = sum(outs * ins for outs, ins in self.layer_matrices)
+        return self.num_layers * (matrices + 2 * self.hidden_size) + self.hidden_size * (tables * self.vocab_size + 1)
+
+    @property
+    def layer_matrices(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of what a layer multiplies by: queries, keys and values; attention's output; gate and up; down."""
+        queries, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden, inner = self.hidden_size, self.intermediate_size
+        return (queries + 2 * kv, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)
 
     @classmethod
     def load(cls, directory: Path) -> ModelConfig:
@@ -146,7 +152,7 @@ class ModelConfig(ModelShape):
             raise NotOurs(f"hidden_act {activation!r} has no code of ours (there is for {known[0]})")
         if raw.get("use_bidirectional_attention"):
             raise NotOurs("attention to later tokens has no code of ours")
-        if raw.get("quantization_config"):
+        if _quantises_weights(raw.get("quantization_config")):
             raise NotOurs("quantised checkpoints but GGUF files have no code of ours")
         heads = _size(raw, "num_attention_heads")
         hidden = _size(raw, "hidden_size")
@@ -285,6 +291,13 @@ def _windows(raw: dict[str, Any], architecture: str, layers: int) -> tuple[int |
     if unknown or len(types) != layers:
         raise UnsupportedModel(f"layer_types must name full_attention or sliding_attention for each of {layers} layers, got {types!r:.200}")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _quantises_weights(found: Any) -> bool:
+    """Whether more than keys and values is quantised, of which our models take the scales (see `Llama`)."""
+    if not isinstance(found, dict):
+        return bool(found)
+    return found.get("quant_method") != "compressed-tensors" or bool(found.get("config_groups")) or not found.get("kv_cache_scheme")
 
 
 def _dtype(raw: dict[str, Any]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,9 +15,24 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from chairlift.errors import UnsupportedModel
-from chairlift.layers.attention import paged_attention, write_kv
+from chairlift.layers.attention import Scales, paged_attention, write_kv
 from chairlift.models.llama import LayerCache, Step, WeightSource
 from chairlift.models.transformers_config import ATTENTION, DECODERS, TransformersConfig, brief, settle
+
+PACKAGES = {
+    "awq": ("accelerate", "gptqmodel"),
+    "bitsandbytes": ("accelerate", "bitsandbytes"),
+    "compressed-tensors": ("compressed-tensors",),
+    "fp8": ("accelerate",),
+    "gptq": ("gptqmodel", "optimum"),
+    "hqq": ("hqq",),
+    "quanto": ("optimum-quanto",),
+    "torchao": ("torchao",),
+}
+"""What transformers needs to read a checkpoint that is quantised with a method; of others it says so itself."""
+DEQUANTISED = {"compressed-tensors", "fp8"}
+"""The methods whose weights become whole when they are read: transformers would do it in a step of the whole model, which there is
+none of here, or by kernels that it fetches from the network."""
 
 
 class TransformersModel:
@@ -28,6 +44,8 @@ class TransformersModel:
     def __init__(self, model: PreTrainedModel, config: TransformersConfig, longest: int) -> None:
         """Takes over `model`, for sequences of up to `longest` tokens."""
         self.model, self.config, self.specs, self.longest = model, config, config.kv_specs, longest
+        self.scales: Sequence[Scales | None] = [None] * len(self.specs)
+        """Those of each layer's keys and values in 8 bits, where there are any."""
         self.text = model.config.get_text_config(decoder=True)
         decoder: Any = model.get_submodule(config.decoder)
         # The decoder runs once a step, the head for any of its tokens and as often as asked: as the whole model, which holds all that is
@@ -53,7 +71,8 @@ class TransformersModel:
             layer: Any = module.layer_idx
             keys, values = cache[layer]
             # Stored before read: attention finds this step's keys where it finds all others.
-            write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, step.attention)
+            scales = self.scales[layer] if keys.dtype == torch.float8_e4m3fn else None
+            write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, step.attention, scales=scales)
             return paged_attention(
                 query[0].transpose(0, 1),
                 keys,
@@ -63,6 +82,7 @@ class TransformersModel:
                 scale=how.get("scaling"),
                 softcap=how.get("softcap"),
                 sinks=how.get("s_aux"),
+                scales=scales,
             ).unsqueeze(0)
 
         self._said = self._run(step.input_ids, step.positions, **{ATTENTION: attend})
@@ -109,13 +129,18 @@ class TransformersModel:
 
 
 def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    theirs = copy.deepcopy(config.theirs)
+    if config.quantization:
+        _check_packages(config.architecture, config.quantization)
+    if config.quantization in DEQUANTISED:
+        theirs.quantization_config["dequantize"] = True
     # Only with accelerate can weights come to a device without passing through a whole model on the host.
     there = device.type == "cpu" or importlib.util.find_spec("accelerate")
     try:
         with _without_bars():
             model, found = DECODERS.from_pretrained(
                 directory,
-                config=copy.deepcopy(config.theirs),
+                config=theirs,
                 dtype=dtype,
                 device_map=device if there and device.type != "cpu" else None,
                 attn_implementation=ATTENTION,
@@ -130,6 +155,24 @@ def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, dev
     if missing := sorted(found["missing_keys"]):
         raise UnsupportedModel(f"{directory} lacks weights that its config.json asks for: {', '.join(missing[:3])}")
     return model if there else model.to(device)
+
+
+def _check_packages(architecture: str, method: str) -> None:
+    """Raises UnsupportedModel, naming all of them, if packages are missing that transformers needs for a method."""
+    needed = PACKAGES.get(method, ())
+    if missing := [name for name in needed if not _installed(name)]:
+        raise UnsupportedModel(
+            f"{architecture} is quantised with {method}, which transformers reads with the help of {' and '.join(needed)}: "
+            f"pip install {' '.join(missing)}"
+        )
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _made(config: TransformersConfig, dtype: torch.dtype, device: torch.device, made: WeightSource) -> Any:

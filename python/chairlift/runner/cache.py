@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -9,6 +10,11 @@ import torch
 
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import KvSpec
+
+log = logging.getLogger("chairlift")
+
+PAIRS = 256
+"""Blocks that one launch copies on a device."""
 
 
 class KvCache:
@@ -29,26 +35,32 @@ class KvCache:
         each = sum(sizes) * dtype.itemsize
         try:
             self.tensor = torch.empty((num_blocks, sum(sizes)), dtype=dtype, device=device)
+            self._pairs = torch.empty((PAIRS, 2), dtype=torch.int32, device=device)
         except RuntimeError as error:
             raise InvalidSetting(
-                f"no memory for {num_blocks} KV blocks, {num_blocks * each / 2**30:.1f} GiB: lower --num-kv-blocks ({error})"
+                f"no memory for {num_blocks} KV blocks, {num_blocks * each / 2**30:.1f} GiB: lower --num-kv-blocks, or "
+                f"--gpu-memory-utilization ({error})"
             ) from None
         views = [piece.view(num_blocks, *part) for piece, part in zip(self.tensor.split_with_sizes(sizes, 1), parts, strict=True)]
         self.layers = list(zip(views[::2], views[1::2], strict=True))
         try:
-            # Only from pinned memory are transfers to and from a device quick.
-            self.host = torch.empty((host_blocks, sum(sizes)), dtype=dtype, pin_memory=device.type == "cuda" and host_blocks > 0)
+            self.host = host_pool(host_blocks, sum(sizes), dtype, pinned=device.type == "cuda" and host_blocks > 0)
         except RuntimeError as error:
             raise InvalidSetting(
                 f"no memory for {host_blocks} swapped KV blocks, {host_blocks * each / 2**30:.1f} GiB: lower --swap-space ({error})"
             ) from None
 
     def copy(self, pairs: np.ndarray) -> None:
-        """Copies whole blocks, all layers, one after the other: pairs [n, 2] of block numbers, from and to."""
+        """Copies whole blocks, all layers, one after the other: pairs [n, 2] of block numbers, from and to.
+
+        That takes no memory: copies cannot fail for want of it, and so are never made twice.
+        """
         if self.tensor.is_cuda:
             from chairlift.kernels.copy_blocks import copy_blocks  # brings triton, which exists only where there is a GPU to use it
 
-            copy_blocks(self.tensor, torch.from_numpy(pairs).to(self.tensor.device, non_blocking=True))
+            for start in range(0, len(pairs), PAIRS):
+                some = torch.from_numpy(pairs[start : start + PAIRS])
+                copy_blocks(self.tensor, self._pairs[: len(some)].copy_(some, non_blocking=True))
             return
         for source, target in pairs.tolist():
             self.tensor[target].copy_(self.tensor[source])
@@ -60,3 +72,17 @@ class KvCache:
             self.host[host].copy_(self.tensor[block], non_blocking=True)
         for host, block in ins:
             self.tensor[block].copy_(self.host[host], non_blocking=True)
+
+
+def host_pool(blocks: int, numbers: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    """Memory of the host for so many blocks of so many numbers: pinned, since only then are transfers to and from a device quick.
+
+    Where the system does not let so much be pinned, it is plain memory, with a warning.
+    """
+    if pinned:
+        try:
+            return torch.empty((blocks, numbers), dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            size = blocks * numbers * dtype.itemsize / 2**30
+            log.warning("swapping will be slow: %.1f GiB cannot be pinned (%s): lower --swap-space", size, str(error).splitlines()[0])
+    return torch.empty((blocks, numbers), dtype=dtype)

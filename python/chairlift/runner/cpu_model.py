@@ -90,6 +90,9 @@ class CpuModel:
     def synchronize(self) -> None:
         """Nothing runs on its own here."""
 
+    def close(self) -> None:
+        """Nothing runs elsewhere."""
+
 
 def _decoder(model: ModelConfig, weights: SafetensorWeights | DummyWeights, form: str, threads: int) -> _core.Decoder:
     """Takes and packs all weights, matrix by matrix."""

@@ -35,6 +35,16 @@ class DeviceBuffers:
         self._writes_at = layout.places["table_writes"].start
         self._last = 0, 0
 
+    def pad(self, turn: int, num_seqs: int, num_samples: int, size: int) -> None:
+        """Makes the step in `host[turn]`, of one token for each of `num_seqs` sequences, one of `size`, before it is loaded.
+
+        What is added belongs to no sequence and is stored nowhere; what is sampled for it is the row's that is nobody's.
+        """
+        host, more, samples = self.host[turn], slice(num_seqs, size), slice(num_samples, size)
+        host.input_ids[more] = host.positions[more] = host.sample_at[samples] = 0
+        host.slots[more] = -1
+        host.sample_rows[samples] = self.sizes[2]
+
     def load(self, turn: int, num_table_writes: int) -> None:
         """Copies the arrays of `host[turn]`, in one go, and carries out what they change in the block tables."""
         self._last = turn, num_table_writes

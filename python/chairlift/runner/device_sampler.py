@@ -28,13 +28,15 @@ class DeviceSampler:
 
     A draw is the largest of logit / temperature + Gumbel noise, which Philox makes of (seed, position, token): it depends on nobody
     else in the step. All work is put on the current stream, and what the host gives is taken before a call returns.
+
+    Behind the rows is one that is nobody's: what only fills up a step is sampled for it.
     """
 
     def __init__(self, max_seqs: int, vocabulary: int, device: torch.device) -> None:
         self.vocabulary, self.device = vocabulary, device
         # One table, so that one copy brings it to the device: seeds take two lines.
-        self._host = torch.zeros(10, max_seqs, dtype=torch.int32)
-        self._table = torch.zeros(10, max_seqs, dtype=torch.int32, device=device)
+        self._host = torch.zeros(10, max_seqs + 1, dtype=torch.int32)
+        self._table = torch.zeros(10, max_seqs + 1, dtype=torch.int32, device=device)
         self._mine = {name: values.numpy() for name, values in _settings(self._host)._asdict().items()}
         self._mine["slot"].fill(-1)
         self._truncated = np.zeros(max_seqs, dtype=bool)
@@ -42,8 +44,8 @@ class DeviceSampler:
         self.settings = _settings(self._table)
         self._said = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
         self._free: list[int] = []
-        self.last_token = torch.zeros(max_seqs, dtype=torch.int32, device=device)
-        """int32 [max_seqs]: the token that each row drew last, 0 if that failed."""
+        self.last_token = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
+        """int32 [max_seqs + 1]: the token that each row drew last, 0 if that failed."""
 
     def seat(self, row: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
         """Gives `row` to a sequence: its settings, and its tokens so far (prompt, then generated)."""
@@ -76,13 +78,13 @@ class DeviceSampler:
             more = self._said.new_zeros(max(have, 4), self.vocabulary)
             self._said = torch.cat((self._said, more))
             self._free = list(range(len(self._said) - 1, have - 1, -1))
-        slot = self._free.pop()
+        slot = self._free[-1]
         distinct, inverse = np.unique(tokens, return_inverse=True)
         counts = 2 * np.bincount(inverse[prompt_len:], minlength=len(distinct))
         counts[inverse[:prompt_len]] += 1
         places, values = send(distinct.astype(np.int64), self.device), send(counts.astype(np.int32), self.device)
         self._said[slot].zero_().index_copy_(0, places, values)
-        return slot
+        return self._free.pop()  # last, for what is before it may lack memory
 
     def prepare(self, rows: np.ndarray) -> Tier:
         """Brings what `seat` changed to the device, and says the tier of a step that samples these rows."""

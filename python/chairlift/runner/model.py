@@ -64,6 +64,9 @@ class DeviceModel(Protocol):
     def synchronize(self) -> None:
         """Waits until all that was asked so far is done, where a device works on its own."""
 
+    def close(self) -> None:
+        """Ends what computes the model elsewhere, if anything does; nothing may be asked afterwards."""
+
 
 Loader = Callable[[EngineConfig, Path, ModelShape, Precision], DeviceModel]
 """Loads the weights of a directory, with settings that leave nothing open: their device is cpu or cuda, `threads` a number.

@@ -71,3 +71,6 @@ class NoModel:
 
     def wait(self) -> None:
         """Does not wait: nothing is ever under way."""
+
+    def close(self) -> None:
+        """Has nothing to end."""

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -22,11 +23,16 @@ from chairlift.errors import ChairliftError
 from chairlift.layers.peers import Peers
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.device_memory import is_shortage
 from chairlift.runner.model import Pairs
 from chairlift.runner.precision import Precision
 from chairlift.runner.torch_model import TorchModel
-from chairlift.runner.worker import pack, unpack
+from chairlift.runner.worker import NO_MEMORY, pack, unpack
 
+TOO_LITTLE = (
+    "a device of --tensor-parallel-size has too little memory, and the processes that share a model end together: lower "
+    "--gpu-memory-utilization or --max-num-batched-tokens"
+)
 LAST_MOMENT = 0.5
 """Seconds in which a process ends that is at its end."""
 
@@ -40,6 +46,8 @@ class ParallelModel:
 
     def __init__(self, workers: list[_Worker], peers: Peers, part: TorchModel) -> None:
         self._workers, self._peers, self._part = workers, peers, part
+        # Waited for as well, or the system would keep what is left of them for as long as this process lives.
+        self._end = weakref.finalize(self, _end, workers)
         self.device, self.batch_invariant = part.device, part.batch_invariant
 
     @classmethod
@@ -103,6 +111,10 @@ class ParallelModel:
         """Waits for this process's device: since layers end in sums, the others' have as good as done the same."""
         self._part.synchronize()
 
+    def close(self) -> None:
+        """Ends the workers."""
+        self._end()
+
     def _tell(self, *call: Any) -> None:
         for worker in self._workers:
             worker.tell(*call)
@@ -115,11 +127,18 @@ def _together(workers: list[_Worker]) -> Iterator[None]:
         yield
     except Exception as error:
         gone = [worker for worker in workers if worker.ended()]
-        for worker in workers:
-            worker.end()
+        _end(workers)
         if gone and not isinstance(error, ChairliftError):
             raise gone[0].gone() from error
+        if is_shortage(error):
+            # Not to be tried again in pieces: the others are in the middle of it.
+            raise ChairliftError(f"{TOO_LITTLE} ({error})") from None
         raise
+
+
+def _end(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.end()
 
 
 class _Worker:
@@ -166,4 +185,6 @@ class _Worker:
 
     def gone(self) -> ChairliftError:
         """What is to be said of a process that has ended."""
+        if self._process.wait() == NO_MEMORY:
+            return ChairliftError(TOO_LITTLE)
         return ChairliftError(f"a worker of --tensor-parallel-size ended with status {self._process.wait()}: its last words are above")

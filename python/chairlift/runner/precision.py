@@ -4,26 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
+from chairlift.layers.linear import FORMS
+from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.decision import Decision, asked, gib
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 """Of one number in each form, without scales."""
 WEIGHT_BLOCK, WEIGHT_SCALE_BYTES = 32, 2
-"""Weights of int8 that share a scale, and its bytes."""
+"""Weights of int8 that share a scale in Rust, and its bytes."""
+ROW_SCALE_BYTES = 4
+"""Of the scale that a row of weights in 8 bits has in torch."""
+FP8_CAPABILITY = (8, 9)
+"""The first of CUDA's compute capabilities to multiply numbers of fp8, in rows and columns of which FP8_ALIGNMENT is a factor."""
+FP8_ALIGNMENT = 16
 
 ROOM = 512 << 20
 """Bytes that must be left beside the weights as they come. A host needs twice as much: the rest is taken by the imports before."""
+
+NO_FP8 = "--quantization fp8 is for CUDA devices: int8 takes as little on a CPU"
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
     """How weights and KV are kept: float32, float16 or bfloat16 each; weights also as blocks, KV also as int8 or fp8.
 
-    Blocks are those of integers that a GGUF file has, computed with in fp32. `quantization` is none, int8, which computes with
-    integers too, or the method of a quantised checkpoint. `compute` is the form of what is between weights and KV.
+    Blocks are those of integers that a GGUF file has, computed with in fp32. `quantization` is none, int8 or fp8, or the method of a
+    quantised checkpoint: in Rust int8 computes with integers too, for torch see `Linear`. `compute` is the form of what is between
+    weights and KV.
     """
 
     weights: str
@@ -48,6 +60,8 @@ def decide(
         return _in_torch(config, model, available)
     if config.kv_cache_dtype == "fp8":
         raise InvalidSetting("--kv-cache-dtype fp8 is for CUDA devices: int8 takes as little on a CPU")
+    if config.quantization == "fp8":
+        raise InvalidSetting(NO_FP8)
     weights, why = _weights(config, model, blocks, available)
     size = sum(blocks) if weights == "blocks" else weight_bytes(model, weights)
     quantization, why_quantized = _quantization(config, model, weights, size, available)
@@ -60,9 +74,21 @@ def decide(
 
 
 def weight_bytes(model: ModelShape, form: str) -> int:
-    """Bytes of all weights in a form, a key of BYTES."""
+    """Bytes of all weights in a form, a key of BYTES; int8 is that of Rust."""
     numbers = model.num_weights
     return numbers * BYTES[form] + (numbers // WEIGHT_BLOCK * WEIGHT_SCALE_BYTES if form == "int8" else 0)
+
+
+def torch_weight_bytes(model: ModelShape, form: str, compute: str = "bfloat16") -> int:
+    """Bytes of all weights as torch keeps them in a form, a key of BYTES; in int8 and fp8 what is no layer's matrix is in `compute`.
+
+    A model without code of ours has no such layers. Of a quantised checkpoint it is what its weights take when they are dequantised.
+    """
+    if form not in FORMS or not isinstance(model, ModelConfig):
+        return model.num_weights * BYTES[compute if form in FORMS else form]
+    numbers = model.num_layers * sum(outs * ins for outs, ins in model.layer_matrices)
+    scales = model.num_layers * sum(outs for outs, _ in model.layer_matrices) * ROW_SCALE_BYTES
+    return (model.num_weights - numbers) * BYTES[compute] + numbers * BYTES[form] + scales
 
 
 def _weights(config: EngineConfig, model: ModelShape, blocks: tuple[int, int], available: int) -> tuple[str, str]:
@@ -103,17 +129,24 @@ def _quantization(config: EngineConfig, model: ModelShape, weights: str, size: i
 def _in_torch(config: EngineConfig, model: ModelShape, available: int) -> Precision:
     """One form for all, since torch computes in what it keeps: the checkpoint's own on a CUDA device, fp32 on a CPU if it fits."""
     quantised = model.quantization if config.load_format != "dummy" else None
-    if config.quantization == "int8":
-        raise InvalidSetting(f"--quantization int8 is for what Rust computes on a CPU, and not for {model.architecture} on {config.device}")
+    form = config.quantization if config.quantization in FORMS else None
+    if form:
+        _check_form(form, config, model, quantised)
+    usual = model.dtype in ("float16", "float32", "bfloat16")
     if config.dtype != "auto":
         compute, why = config.dtype, asked("--dtype")
+    elif form == "fp8":
+        compute, why = "bfloat16", "what products of fp8 are rounded to"
     elif config.device == "cuda" or quantised:
-        usual = model.dtype in ("float16", "float32", "bfloat16")
         compute, why = (str(model.dtype), "as in the checkpoint") if usual else ("bfloat16", "the checkpoint names no usual form")
     else:
-        compute, why = _fitting(model, available)
-    weights, why = (f"{quantised}, in {compute}", "as in the checkpoint") if quantised else (compute, why)
-    kv, why_kv = compute, "as what is computed in" if quantised else "as the weights"
+        compute, why = _fitting(model, available, form)
+    kv, why_kv = compute, "as what is computed in" if quantised or form else "as the weights"
+    weights = compute
+    if quantised:
+        weights, why = f"{quantised}, in {compute}", "as in the checkpoint"
+    elif form:
+        weights, why = f"{form}, in {compute}", asked("--quantization")
     if config.kv_cache_dtype == "fp8" and config.device == "cuda":
         kv, why_kv = "fp8", asked("--kv-cache-dtype")
     elif config.kv_cache_dtype not in ("auto", compute):
@@ -122,12 +155,37 @@ def _in_torch(config: EngineConfig, model: ModelShape, available: int) -> Precis
             "leave it out"
         )
     decisions = (Decision("weights", weights, why), Decision("KV form", kv, why_kv))
-    return Precision(compute, quantised or "none", kv, compute, decisions)
+    return Precision(compute, quantised or form or "none", kv, compute, decisions)
 
 
-def _fitting(model: ModelShape, available: int) -> tuple[str, str]:
-    """The form of weights in which torch computes on a CPU, and why."""
-    size, half = weight_bytes(model, "float32"), weight_bytes(model, "bfloat16")
+def _check_form(form: str, config: EngineConfig, model: ModelShape, quantised: str | None) -> None:
+    """Refuses weights of 8 bits for a model that has none in torch, or for a device that cannot compute with them."""
+    if quantised:
+        raise InvalidSetting(f"--quantization {form}: the checkpoint is quantised already, with {quantised}; leave it out")
+    if not isinstance(model, ModelConfig):
+        raise InvalidSetting(
+            f"--quantization {form} is for models with code of ours, and for {model.architecture} there is none: "
+            "leave it out, or take a checkpoint that is quantised already"
+        )
+    if form != "fp8":
+        return
+    if config.device != "cuda":
+        raise InvalidSetting(NO_FP8)
+    if config.dtype not in ("auto", "bfloat16"):
+        raise InvalidSetting(f"--quantization fp8 computes in bfloat16, and not in {config.dtype}: leave --dtype out")
+    odd = sorted({size for sizes in model.layer_matrices for size in sizes if size % FP8_ALIGNMENT})
+    if odd:
+        raise InvalidSetting(f"--quantization fp8 needs matrices whose sides are multiples of {FP8_ALIGNMENT}, not of {odd[0]}: take int8")
+    # Without a device there is nothing to ask; what is decided then is what a device would be asked for.
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else FP8_CAPABILITY
+    if capability < FP8_CAPABILITY:
+        here, least = (".".join(map(str, numbers)) for numbers in (capability, FP8_CAPABILITY))
+        raise InvalidSetting(f"--quantization fp8 needs a device of compute capability {least}, and this one has {here}: take int8")
+
+
+def _fitting(model: ModelShape, available: int, form: str | None) -> tuple[str, str]:
+    """What torch computes in on a CPU, and why; the weights are in the same, or in a form of 8 bits."""
+    size, half = (torch_weight_bytes(model, form or compute, compute) for compute in ("float32", "bfloat16"))
     if size + ROOM <= available:
         return "float32", "exact, and the quickest for torch on most CPUs"
     if half > available:

@@ -14,15 +14,16 @@ class PromptLogprobs:
 
     def __init__(self, tag: int, tokens: np.ndarray, count: int) -> None:
         self.tag, self.tokens, self.count = tag, tokens, count
-        self._told = 0
+        self.told = 0
+        """Positions that were taken."""
 
     @property
     def complete(self) -> bool:
         """Whether nothing is left to tell: the first token has none."""
-        return self._told == len(self.tokens) - 1
+        return self.told == len(self.tokens) - 1
 
     def take(self, first: int, after: int) -> range:
         """Of the positions from `first` to before `after`, which are being computed, those whose next tokens are to be told now."""
-        positions = range(max(first, self._told), min(after, len(self.tokens) - 1))
-        self._told = max(self._told, positions.stop)
+        positions = range(max(first, self.told), min(after, len(self.tokens) - 1))
+        self.told = max(self.told, positions.stop)
         return positions

@@ -12,14 +12,17 @@ import numpy as np
 import torch
 
 from chairlift.config import EngineConfig
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, OutOfMemory
 from chairlift.models.config import load_shape
+from chairlift.runner.budget import Budget
 from chairlift.runner.buffers import Layout, Sampled, StepBuffers
 from chairlift.runner.courier import Arrival, Courier
 from chairlift.runner.cpu_model import CpuModel
-from chairlift.runner.decision import Decision, asked
+from chairlift.runner.decision import Decision, asked, gib
 from chairlift.runner.device_buffers import DeviceBuffers
+from chairlift.runner.device_memory import CudaMemory, DeviceMemory, shortage_told
 from chairlift.runner.device_sampler import DeviceSampler
+from chairlift.runner.graphs import Graph, Graphs
 from chairlift.runner.loader import in_rust, loader
 from chairlift.runner.logprobs import PIECE, packed
 from chairlift.runner.machine import available_memory, usable_cores
@@ -27,14 +30,18 @@ from chairlift.runner.matcher import Matcher
 from chairlift.runner.model import DeviceModel, Loader, Pairs, time_swap
 from chairlift.runner.precision import decide
 from chairlift.runner.prompt_logprobs import PromptLogprobs
+from chairlift.runner.recorder import recorder
 from chairlift.runner.sampler import Draw, Sampler
 from chairlift.runner.shards import part_of
-from chairlift.runner.sizing import fit, fit_host
+from chairlift.runner.sizing import StepSize, fit, fit_host
+from chairlift.runner.torch_model import TorchModel
 from chairlift.runner.weights import blocks_kept
 from chairlift.sampling import SamplingParams
 
 SPLIT_CONTEXT = 1024
 """Tokens of a context that attention on a GPU does not read in one piece."""
+EVERYTHING = SamplingParams(top_k=2, presence_penalty=0.5, logprobs=1)
+"""What has all that there is in sampling done."""
 
 
 @dataclass(slots=True)
@@ -48,6 +55,8 @@ class Launched:
     """Of whose prompts the step computes how many tokens that are to be told."""
     lines: list[Arrival]
     """Their lines of `logprobs.score`, in some pieces."""
+    graph: Graph | None = None
+    """What it is a replay of."""
     draw: Draw | None = None
 
 
@@ -71,13 +80,15 @@ class ModelRunner:
         on_phase: Callable[[str, float], None] = lambda name, seconds: None,
         load: Loader | None = None,
         overlaps: bool | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Loads the model of `directory`, sizes and allocates the cache, and runs a first step.
 
-        `load` and `overlaps` are for tests: without them the device decides. A CPU's tokens are drawn as a device's if `overlaps` is given.
+        `load`, `overlaps` and `memory` are for tests: without them the device decides. A CPU's tokens are drawn as a device's if
+        `overlaps` is given.
         Calls on_phase("weights" | "kv cache" | "warm-up", seconds) after each.
         Raises ModelNotFound or UnsupportedModel for a directory that it cannot use, InvalidSetting for a setting that does not suit
-        this model or machine.
+        this model or machine, OutOfMemory where the device has too little.
         """
         clock = time.perf_counter()
 
@@ -99,33 +110,46 @@ class ModelRunner:
         usual, code = loader(config, self.model_config)
         in_torch = not in_rust(config, self.model_config)
         precision = decide(config, self.model_config, available_memory() // sharing, kept, in_torch=in_torch)
-        self.model: DeviceModel = (load or usual)(config, directory, self.model_config, precision)
+        self._memory = memory or (CudaMemory(torch.device(device.value)) if device.value == "cuda" else None)
+        budget = None if self._memory is None else Budget(self._memory, config.gpu_memory_utilization)
+        if budget is not None:
+            budget.check(config, model, precision)
+        with shortage_told("no memory for the weights: use a smaller model, or see what else is on the device; "):
+            self.model: DeviceModel = (load or usual)(config, directory, self.model_config, precision)
         self.device = self.model.device
         self.batch_invariant = self.model.batch_invariant
         phase("weights")
-        # On a CPU what is swapped out lies in the memory that the cache is fitted to.
-        swapped = config.swap_space if self.device.type == "cpu" else 0
-        available = _available(self.device, sharing)
-        size = fit(config, self.model_config, precision.kv, max(0, available - swapped))
+        self._graphs: Graphs | None = None  # made last, where the device has such
+        self._draws_there = self.device.type != "cpu" or overlaps is not None
+        self.overlaps = self._draws_there if overlaps is None else overlaps
+        self.block_size = config.block_size
+        if budget is None:
+            # What is swapped out lies in the memory that the cache is fitted to.
+            size = fit(config, self.model_config, precision.kv, max(0, available_memory() // sharing - config.swap_space))
+        else:
+            longest = config.max_model_len or self.model_config.max_position_embeddings
+            size = budget.fit(config, self.model_config, precision, lambda step: self._try(step, longest))
         self.decisions = (code, device, threads, *precision.decisions, *size.decisions)
         self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
         self.max_num_seqs, self.max_num_batched_tokens = size.max_num_seqs, size.max_num_batched_tokens
-        self.block_size = config.block_size
         self.host_blocks = fit_host(config, self.model_config, precision.kv, available_memory() // processes)
         self.model.allocate(self.num_kv_blocks, self.block_size, self.host_blocks)
         self.swap_ns_per_block = time_swap(self.model, min(self.host_blocks, self.num_kv_blocks)) if self.host_blocks else 0
-        there = self.device.type != "cpu" or overlaps is not None
-        self.overlaps = there if overlaps is None else overlaps
-        sizes = self.max_num_batched_tokens, self.max_num_seqs, -(-self.max_model_len // self.block_size)
+        with shortage_told("no memory for steps: lower --gpu-memory-utilization; "):
+            self._equip(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
+            phase("kv cache")
+            self._warm_up(config)
+        phase("warm-up")
+
+    def _equip(self, tokens: int, seqs: int, longest: int) -> None:
+        """Makes what steps of so many tokens and sequences need beside the model, with sequences of up to `longest` tokens."""
+        sizes = tokens, seqs, -(-longest // self.block_size)
         courier = Courier(self.device)
         self._on_device = None if isinstance(self.model, CpuModel) else DeviceBuffers(1 + self.overlaps, *sizes, self.device, courier)
         self.buffers = [StepBuffers(Layout(*sizes))] if self._on_device is None else self._on_device.host
-        self._drawer = DeviceSampler(self.max_num_seqs, self.model_config.vocab_size, self.device) if there else None
-        self.sampler = Sampler(self.max_num_seqs, self.device, self._drawer, courier)
+        self._drawer = DeviceSampler(seqs, self.model_config.vocab_size, self.device) if self._draws_there else None
+        self.sampler = Sampler(seqs, self.device, self._drawer, courier)
         self._prompts: dict[int, PromptLogprobs] = {}
-        phase("kv cache")
-        self._warm_up()
-        phase("warm-up")
 
     def seat(
         self,
@@ -159,24 +183,48 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, turn: int, num_tokens: int, num_seqs: int, num_samples: int, num_copies: int, num_table_writes: int = 0) -> Launched:
-        """Starts the step that `buffers[turn]` describe, but for its sample: copies of blocks, then the pass."""
+        """Starts the step that `buffers[turn]` describe, but for its sample: copies of blocks, then the pass.
+
+        Raises OutOfMemory where the device has too little for the pass, which may then be asked for again, without the copies.
+        """
         buffers = self.buffers[turn]
-        if self._on_device is not None:
-            self._on_device.load(turn, num_table_writes)
-            if self._drawer is not None:
-                self._on_device.resolve(num_tokens, self._drawer.last_token)
+        graph = self._graphs.fit(num_tokens, num_seqs) if self._graphs is not None else None
         if num_copies:
             self.model.copy(buffers.copies[: 2 * num_copies].reshape(-1, 2))
-        self.model.forward(buffers, num_tokens, num_seqs)
-        told, lines = self._score_prompts(buffers, num_seqs) if self._prompts else ([], [])
-        return Launched(turn, self.model.logits(buffers.sample_at[:num_samples]), told, lines)
+        prompts = [(row, prompt, prompt.told) for row, prompt in self._prompts.items()]
+        try:
+            with shortage_told():
+                if graph is not None:
+                    logits = graph.launch(turn, num_seqs, num_samples, num_table_writes)
+                    return Launched(turn, logits, *self._score_prompts(buffers, num_seqs), graph)
+                if self._on_device is not None:
+                    self._on_device.load(turn, num_table_writes)
+                    if self._drawer is not None:
+                        self._on_device.resolve(num_tokens, self._drawer.last_token)
+                self.model.forward(buffers, num_tokens, num_seqs)
+                told, lines = self._score_prompts(buffers, num_seqs)
+                return Launched(turn, self.model.logits(buffers.sample_at[:num_samples]), told, lines)
+        except OutOfMemory:
+            for row, prompt, before in prompts:
+                self._prompts[row], prompt.told = prompt, before
+            raise
 
     @torch.inference_mode()
     def sample(self, step: Launched) -> None:
-        """Starts to sample a step; the one before must have been collected."""
+        """Starts to sample a step; the one before must have been collected.
+
+        Raises OutOfMemory where the device has too little for that. The step must then be launched again, and its rows be seated
+        again: some may have counted a token.
+        """
         buffers, count = self.buffers[step.turn], len(step.logits)
         places = buffers.positions[buffers.sample_at[:count]] + 1
-        step.draw = self.sampler.draw(step.logits, buffers.sample_rows[:count], places, self._on_device)
+        try:
+            with shortage_told():
+                step.draw = self.sampler.draw(step.logits, buffers.sample_rows[:count], places, self._on_device, step.graph)
+        except OutOfMemory:
+            for prompt, length in step.told:
+                prompt.told -= length
+            raise
 
     def collect(self, step: Launched) -> Sampled:
         """Waits for a step, the oldest that is under way; its buffers can be filled again."""
@@ -191,11 +239,22 @@ class ModelRunner:
         return self.collect(step)
 
     def wait(self) -> None:
-        """Waits until the device has done all that it was given, whose results are not to be collected: buffers can be filled again."""
+        """Waits until the device has done all that it was given, whose results are not to be collected: buffers can be filled again.
+
+        What memory torch keeps for later it gives back.
+        """
         self.model.synchronize()
+        if self._memory is not None:
+            self._memory.trim()
+
+    def close(self) -> None:
+        """Ends what computes the model elsewhere; nothing may be asked afterwards."""
+        self.model.close()
 
     def _score_prompts(self, buffers: StepBuffers, num_seqs: int) -> tuple[list[tuple[PromptLogprobs, int]], list[Arrival]]:
         """Asks for what this step computes of prompts whose log-probabilities were asked for."""
+        if not self._prompts:
+            return [], []
         starts, rows = buffers.query_starts[: num_seqs + 1].tolist(), buffers.rows[:num_seqs].tolist()
         chunks = [(int(buffers.positions[starts[i]]), i, self._prompts[row]) for i, row in enumerate(rows) if row in self._prompts]
         told, at, tokens = [], [], []
@@ -213,23 +272,70 @@ class ModelRunner:
         self._prompts = {row: prompt for row, prompt in self._prompts.items() if not prompt.complete}
         return told, [self.sampler.score(self.model.logits(places[piece]), targets[piece], count) for piece in pieces]
 
-    def _warm_up(self) -> None:
-        """Runs a prefill and a decode step in scratch block 0, so that no request waits for what torch does only once."""
+    def _try(self, step: StepSize, context: int) -> None:
+        """Runs the largest step over one block of cache, with all that can be asked of sampling, and keeps nothing of it.
+
+        `context` is how long a sequence may get.
+        """
+        longest = min(step.tokens, context)
+        tokens, samples = min(step.tokens, step.seqs * longest), min(step.seqs, step.tokens)
+        starts = np.minimum(np.arange(-(-tokens // longest) + 1) * longest, tokens)
+        self._equip(step.tokens, step.seqs, context)
+        self.model.allocate(1, self.block_size, 0)
+        buffers, seqs = self.buffers[0], len(starts) - 1
+        buffers.positions[:tokens] = np.arange(tokens) % longest
+        buffers.slots[:tokens] = buffers.positions[:tokens] % self.block_size
+        buffers.query_starts[: seqs + 1], buffers.context_lens[:seqs] = starts, np.diff(starts)
+        buffers.rows[:seqs] = np.arange(seqs)
+        buffers.sample_at[:samples] = buffers.sample_rows[:samples] = np.arange(samples)
+        for row in range(samples):
+            self.seat(row, EVERYTHING, np.zeros(1, dtype=np.int32), 1, 0)
+        for _ in range(2):  # the second has beside it what the first left: its hidden states
+            self.run(tokens, seqs, samples, 0)
+        self.wait()
+        self.buffers, self._on_device, self._drawer = [], None, None
+        self.sampler = Sampler(1, self.device)
+
+    def _warm_up(self, config: EngineConfig) -> None:
+        """Runs a prefill and a decode step in scratch block 0, so that no request waits for what torch does only once; makes graphs."""
         buffers = self.buffers[0]
         longest = min(self.block_size, len(buffers.input_ids), self.max_model_len)
-        cases = [(longest, longest, 1.0), (1, 1, 0.0)]
+        cases = [(longest, longest, SamplingParams()), (1, 1, SamplingParams(temperature=0.0))]
         if self.device.type == "cuda":
-            # Kernels are compiled for the first that need them: a short chunk, and a context that is read in several splits.
-            cases.append((min(2, longest), min(SPLIT_CONTEXT, self.max_model_len), 1.0))
-        for length, context, temperature in cases:
+            # Kernels are compiled for the first that need them: a short chunk, a context that is read in several splits, all of sampling,
+            # a copy of a block.
+            cases.append((min(2, longest), min(SPLIT_CONTEXT, self.max_model_len), EVERYTHING))
+        for length, context, params in cases:
             buffers.positions[:length] = np.arange(context - length, context)
             buffers.slots[:length] = np.arange(length)
             buffers.query_starts[1], buffers.context_lens[0] = length, context
             buffers.sample_at[0] = length - 1
-            self.seat(0, SamplingParams(temperature=temperature), np.zeros(1, dtype=np.int32), 1, 0)
-            self.run(length, 1, 1, 0)
+            tokens = np.zeros(context, dtype=np.int32)
+            self.seat(0, params, tokens, 1, 0, prompt=PromptLogprobs(0, tokens, 1) if params is EVERYTHING else None)
+            self.run(length, 1, 1, int(params is EVERYTHING))
+        self._make_graphs(config)
         for array in buffers.arrays().values():
             array.fill(0)
+
+    @torch.inference_mode()
+    def _make_graphs(self, config: EngineConfig) -> None:
+        records = recorder(self.device)
+        if records is None:
+            return
+        value, reason = "none", "several processes run a step"
+        if config.enforce_eager:
+            reason = asked("--enforce-eager")
+        elif isinstance(self.model, TorchModel) and self._on_device is not None and self._drawer is not None:
+            before = self._memory.read().free if self._memory is not None else 0
+            try:
+                self._graphs = Graphs(records, self.model, self._on_device, self._drawer, self.max_model_len)
+            except RuntimeError as error:
+                reason = f"the model cannot be recorded: {str(error).strip().splitlines()[0]:.200}"
+            else:
+                taken = gib(max(0, before - (self._memory.read().free if self._memory is not None else 0)))
+                value = f"{len(self._graphs.sizes)}, of up to {self._graphs.sizes[-1]} sequences, {taken}"
+                reason = "steps with a token for each sequence are launched in one go"
+        self.decisions += (Decision("CUDA graphs", value, reason),)
 
 
 def _prompt_lines(step: Launched) -> list[tuple[int, bytes]]:
@@ -264,8 +370,3 @@ def _threads(wanted: int | None, processes: int) -> Decision:
     if processes > 1:
         return Decision("threads", str(max(1, cores // processes)), f"{cores} physical cores for {processes} processes")
     return Decision("threads", str(cores), "physical cores that this process may use")
-
-
-def _available(device: torch.device, processes: int) -> int:
-    """Bytes that the KV cache and what steps need may take in each process."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory() // processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from chairlift.runner.matcher import Matcher, accept, mask
 from chairlift.runner.penalties import Penalties
 from chairlift.runner.philox import uniforms
 from chairlift.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from chairlift.runner.graphs import Graph
 
 NOT_ASKED = -1
 
@@ -108,10 +111,13 @@ class Sampler:
         self.penalties.pop(row, None)
         self.matchers.pop(row, None)
 
-    def draw(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, step: DeviceBuffers | None = None) -> Draw:
+    def draw(
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, step: DeviceBuffers | None = None, graph: Graph | None = None
+    ) -> Draw:
         """Asks for a token for each row of logits [N, vocabulary], which it may overwrite.
 
         `rows` [N] says whose they are, `positions` [N] which place in its sequence the token will take. A drawer reads both in `step`.
+        With the `graph` that gave them, the logits must still be where it put them.
         What rows have heard of their tokens counts: the sample before this one must have been taken.
         """
         scored = np.flatnonzero(self.scored[rows] != NOT_ASKED)
@@ -126,7 +132,7 @@ class Sampler:
             mask(logits, matched)
         for i, penalties in penalised:
             penalties.apply(logits[i])
-        tokens, lines = self._draw(logits, rows, positions, step, untouched, scored)
+        tokens, lines = self._draw(logits, rows, positions, step, graph, untouched, scored)
         told: list[tuple[int, Bias | Penalties]] = [*biased, *penalised]
         return Draw(tokens, lines, scored, self.detailed[rows[scored]], matched, told)
 
@@ -160,6 +166,7 @@ class Sampler:
         rows: np.ndarray,
         positions: np.ndarray,
         step: DeviceBuffers | None,
+        graph: Graph | None,
         untouched: torch.Tensor | None,
         scored: np.ndarray,
     ) -> tuple[Arrival, Arrival | None]:
@@ -175,9 +182,12 @@ class Sampler:
                 lines = self.score(untouched, np.maximum(chosen[scored], 0), count)
             return Here(chosen), lines
         assert step is not None
-        at = step.sample_at[: len(rows)]
         tier = self._drawer.prepare(rows)
-        tokens = self._drawer.sample(logits, step.sample_rows[: len(rows)], step.positions[at] + 1, tier)
+        if graph is not None:
+            tokens = graph.sample(tier, len(rows))
+        else:
+            at = step.sample_at[: len(rows)]
+            tokens = self._drawer.sample(logits, step.sample_rows[: len(rows)], step.positions[at] + 1, tier)
         if untouched is not None:
             places = torch.arange(scored.size, device=self.device)
             lines = self._courier.fetch(self._drawer.score(untouched, places, tokens[send(scored, self.device)], count))

@@ -49,6 +49,11 @@ class Shards:
         # What is added to a sum is added once.
         return whole if self._peers.rank == 0 or not layer.endswith(_COLUMNS) else torch.zeros_like(whole)
 
+    def scales(self, name: str, heads: int) -> torch.Tensor | None:
+        """Those of the part's heads."""
+        whole = self._whole.scales(name, heads * self._peers.size)
+        return None if whole is None else whole[self._peers.rank * heads :][:heads].clone()
+
     def _part(self, name: str, axis: int, shape: tuple[int, ...]) -> torch.Tensor:
         size = shape[axis]
         whole = self._whole.take(name, *shape[:axis], size * self._peers.size, *shape[axis + 1 :])

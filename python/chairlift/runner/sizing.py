@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
@@ -39,6 +40,27 @@ class Size:
     decisions: tuple[Decision, ...] = field(default=(), compare=False)
 
 
+class StepSize(NamedTuple):
+    """How many sequences and tokens a step has at most."""
+
+    seqs: int
+    tokens: int
+    decisions: tuple[Decision, ...]
+
+
+class Room(NamedTuple):
+    """What memory there is for the KV cache."""
+
+    most: int
+    """Bytes that it may have."""
+    source: str
+    """Of what these are left, in words."""
+    share: int
+    """Bytes that it has at most if one sequence of full length needs no more."""
+    why: str
+    """Why no more than that."""
+
+
 def block_bytes(model: ModelShape, block_size: int, kv: str) -> int:
     """Bytes of one block over all layers, keys and values, in the form `kv`.
 
@@ -68,11 +90,20 @@ def _activations(model: ModelShape, tokens: int) -> int:
 
 
 def fit(config: EngineConfig, model: ModelShape, kv: str, available: int) -> Size:
-    """Sizes what the settings leave open for `available` bytes of memory, into which the weights are loaded already.
+    """Sizes what the settings leave open for `available` bytes of a host's memory, into which the weights are loaded already.
 
     What was asked for is kept or refused (InvalidSetting, with the numbers); what was not shrinks to what fits.
     """
-    seqs, tokens, steps = _fit_step(config, model, available)
+    step = fit_step(config, model, available)
+    left = min(available * LARGEST_SHARE, available - headroom(available)) - step_bytes(model, step.seqs, step.tokens)
+    source = f"{gib(available)} of free memory"
+    # Other programs have a right to memory too.
+    return fit_cache(config, model, kv, step, Room(int(left), source, int(available * DEFAULT_SHARE), f"a quarter of the {source}"))
+
+
+def fit_cache(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, room: Room) -> Size:
+    """The same for what is left when the size of a step is settled: KV blocks, and the context that they hold."""
+    seqs = step.seqs
     longest = config.max_model_len or model.max_position_embeddings
     if longest > model.max_position_embeddings:
         raise InvalidSetting(f"--max-model-len {longest}: the model was made for {model.max_position_embeddings} positions")
@@ -85,15 +116,10 @@ def fit(config: EngineConfig, model: ModelShape, kv: str, available: int) -> Siz
         blocks, source = config.kv_cache_memory_bytes // each - 1, f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
         why = asked("--kv-cache-memory-bytes")
     else:
-        source = f"{gib(available)} of free memory"
-        left = min(available * LARGEST_SHARE, available - _headroom(available)) - step_bytes(model, seqs, tokens)
-        shares = {
-            seqs * one: f"all that {seqs} sequences of full length can fill",
-            # On a CPU other programs have a right to memory too; a GPU is there for this.
-            int(available * (1 if config.device == "cuda" else DEFAULT_SHARE)) // each: f"a quarter of the {source}",
-        }
+        source = room.source
+        shares = {seqs * one: f"all that {seqs} sequences of full length can fill", room.share // each: room.why}
         wanted = max(min(shares), one)
-        blocks = min(wanted, int(left) // each - 1)
+        blocks = min(wanted, room.most // each - 1)
         why = f"what is left of {source}" if blocks < wanted else shares.get(wanted, "one sequence of full length")
     if blocks < 1:
         raise InvalidSetting(f"{source} does not hold two blocks of {size} tokens, one of them scratch: a block takes {each} bytes")
@@ -109,16 +135,17 @@ def fit(config: EngineConfig, model: ModelShape, kv: str, available: int) -> Siz
     decisions = (
         Decision("context length", f"{longest} tokens", why_longest),
         Decision("KV cache", f"{blocks * size} tokens, {gib((blocks + 1) * each)}", why),
-        *steps,
+        *step.decisions,
     )
-    return Size(blocks + 1, longest, seqs, tokens, decisions)
+    return Size(blocks + 1, longest, seqs, step.tokens, decisions)
 
 
-def _headroom(available: int) -> int:
+def headroom(available: int) -> int:
+    """Bytes of the `available` ones that stay free."""
     return min(HEADROOM, available // 4)
 
 
-def _fit_step(config: EngineConfig, model: ModelShape, available: int) -> tuple[int, int, tuple[Decision, Decision]]:
+def fit_step(config: EngineConfig, model: ModelShape, available: int) -> StepSize:
     """Sequences and tokens in a step: where memory is short the larger part of its arrays is halved until both fit, if nobody asked."""
     seqs, tokens = wanted = config.seats, config.step_tokens
     usual = EngineConfig(device=config.device)
@@ -140,7 +167,7 @@ def _fit_step(config: EngineConfig, model: ModelShape, available: int) -> tuple[
             return f"{wanted} would leave too little of {gib(available)} of free memory"
         return "the default" if wanted == default else "follows from the other"
 
-    return (
+    return StepSize(
         seqs,
         tokens,
         (

@@ -12,12 +12,14 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.layers.attention import AttentionPlan, plan_attention
 from chairlift.layers.device_attention import DevicePlan
+from chairlift.layers.linear import FORMS
 from chairlift.layers.peers import ALONE, Peers
 from chairlift.models.config import ModelConfig
-from chairlift.models.llama import LayerCache, Llama, Step
+from chairlift.models.llama import LayerCache, Llama, Step, kv_scales
 from chairlift.models.shape import KvSpec, ModelShape
 from chairlift.runner.buffers import StepBuffers
 from chairlift.runner.cache import KvCache
+from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.model import Pairs
 from chairlift.runner.precision import Precision
 from chairlift.runner.shards import Shards
@@ -37,7 +39,7 @@ class Network(Protocol):
 
 
 class TorchModel:
-    """A `DeviceModel` in torch, which keeps weights in the dtype that it computes in, and KV in the same or in 8 bits."""
+    """A `DeviceModel` in torch, which keeps weights and KV in the dtype that it computes in, or in 8 bits."""
 
     batch_invariant = False
     """The kernels of attention, and on a GPU those of linear layers too, sum in an order that follows from how much there is to do."""
@@ -50,6 +52,8 @@ class TorchModel:
     def __init__(self, network: Network, specs: Sequence[KvSpec], kv: torch.dtype, device: torch.device) -> None:
         self.network, self.specs, self.kv, self.device = network, specs, kv, device
         self.windows = frozenset(spec.window for spec in specs)
+        self.in_kernels = device.type == "cuda"
+        """Whether attention is our kernels for GPUs, which graphs can be made of; tests have them interpreted on a CPU."""
 
     @classmethod
     @torch.inference_mode()
@@ -62,8 +66,9 @@ class TorchModel:
         dtype: torch.dtype = getattr(torch, precision.compute)
         network: Network
         if isinstance(model, ModelConfig):
-            weights = open_weights(config, directory, dtype, device)
-            network = Llama(model, weights if peers.size == 1 else Shards(weights, peers), peers)
+            weights = open_weights(config, directory, dtype, device, 1 - model.norm_offset)
+            form = precision.quantization if precision.quantization in FORMS else None
+            network = Llama(model, weights if peers.size == 1 else Shards(weights, peers), peers, form)
             weights.finish(model)
         else:
             network = _from_transformers(config, directory, model, dtype, device)
@@ -87,9 +92,12 @@ class TorchModel:
     @torch.inference_mode()
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
         """Runs the step that the buffers describe."""
-        attention = self._plan(buffers, num_tokens, num_seqs)
-        # On the device, for there the tokens are known that the step before has sampled.
-        input_ids, positions = buffers.on_device.input_ids[:num_tokens], buffers.on_device.positions[:num_tokens]
+        self.run(buffers.on_device, num_tokens, self._plan(buffers, num_tokens, num_seqs))
+
+    @torch.inference_mode()
+    def run(self, there: DeviceBuffers, num_tokens: int, attention: AttentionPlan) -> None:
+        """Runs the step that is on the device, for there the tokens are known that the step before has sampled."""
+        input_ids, positions = there.input_ids[:num_tokens], there.positions[:num_tokens]
         self.hidden = self.network.forward(Step(input_ids, positions, attention), self.cache.layers)
 
     @torch.inference_mode()
@@ -99,7 +107,7 @@ class TorchModel:
 
     def _plan(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> AttentionPlan:
         there, lengths = buffers.on_device, (buffers.query_starts[: num_seqs + 1], buffers.context_lens[:num_seqs])
-        if self.device.type == "cuda":
+        if self.in_kernels:
             rows, starts, lens = there.rows[:num_seqs], there.query_starts[: num_seqs + 1], there.context_lens[:num_seqs]
             slots = there.slots[:num_tokens]
             return DevicePlan.make(slots, starts, lens, rows, there.block_tables, lengths=lengths, windows=self.windows)
@@ -110,6 +118,9 @@ class TorchModel:
         """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Nothing runs elsewhere."""
 
 
 def _from_transformers(config: EngineConfig, directory: Path, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Network:
@@ -122,5 +133,7 @@ def _from_transformers(config: EngineConfig, directory: Path, model: ModelShape,
     made = DummyWeights(config.seed, dtype, device) if config.load_format == "dummy" else None
     longest = config.max_model_len or model.max_position_embeddings
     network = TransformersModel.load(model, directory, dtype, device, longest, made)
+    weights = made or open_weights(config, directory, dtype, device)
+    network.scales = [kv_scales(weights, layer, spec.kv_heads) for layer, spec in enumerate(model.kv_specs)]
     check(network, dtype, device, model.vocab_size, model.architecture)
     return network

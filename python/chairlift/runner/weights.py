@@ -17,6 +17,8 @@ from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
 
 READABLE = {torch.float32, torch.bfloat16, torch.float16}
+NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+"""How the names end of what a model may do without: old tables of rotary angles, and scales of a KV cache that is not in 8 bits."""
 
 
 class SafetensorWeights:
@@ -48,6 +50,18 @@ class SafetensorWeights:
         self.left.discard(name)
         return tensor.to(self.device, self.dtype or tensor.dtype)
 
+    def scales(self, name: str, heads: int) -> torch.Tensor | None:
+        """The scales of that name, fp32 [heads], of which the checkpoint may have one for all; None if it has none.
+
+        Raises UnsupportedModel if they are not so many, or none.
+        """
+        if name not in self.files:
+            return None
+        found: torch.Tensor = self.files[name].get_tensor(name).flatten().to(self.device, torch.float32)
+        if len(found) not in (1, heads) or not (found > 0).all():
+            raise UnsupportedModel(f"tensor {name} must have a positive number, or one for each of {heads} KV heads")
+        return found.expand(heads).contiguous()
+
     def blocks(self, name: str, rows: int) -> tuple[str, np.ndarray[Any, np.dtype[np.uint8]]] | None:
         """The tensor's blocks [rows, bytes] as a GGUF file had them, after the number of their ggml type; None if it has none."""
         if self.block_file is None or name not in self.block_types:
@@ -59,20 +73,23 @@ class SafetensorWeights:
         return self.block_types[name], blocks
 
     def finish(self, model: ModelConfig) -> None:
-        """Raises UnsupportedModel if there are tensors that nobody took, but for a tied head and old tables of rotary angles."""
+        """Raises UnsupportedModel if there are tensors that nobody took, but for a tied head and what is NEEDLESS."""
         ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
-        extra = sorted(name for name in self.left - ignored if not name.endswith("rotary_emb.inv_freq"))
+        extra = sorted(name for name in self.left - ignored if not name.endswith(NEEDLESS))
         if extra:
             more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {', '.join(extra[:3])}{more}")
 
 
 def open_weights(
-    config: EngineConfig, directory: Path, dtype: torch.dtype | None, device: torch.device
+    config: EngineConfig, directory: Path, dtype: torch.dtype | None, device: torch.device, norm: float = 1.0
 ) -> SafetensorWeights | DummyWeights:
-    """The weights that the settings ask for: those of the directory, or random ones, which are fp32 where no dtype is named."""
+    """The weights that the settings ask for: those of the directory, or random ones, which are fp32 where no dtype is named.
+
+    `norm` is how a checkpoint of this model has a norm that changes nothing.
+    """
     if config.load_format == "dummy":
-        return DummyWeights(config.seed, dtype or torch.float32, device)
+        return DummyWeights(config.seed, dtype or torch.float32, device, norm)
     return SafetensorWeights(directory, dtype, device)
 
 
@@ -122,15 +139,15 @@ class DummyWeights:
     POOL = 1_048_573
     """A prime, so that no matrix has equal rows."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device, norm: float = 1.0) -> None:
+        self.dtype, self.device, self.norm = dtype, device, norm
         self.pool = torch.randn(self.POOL, generator=torch.Generator().manual_seed(seed))
         self.offset = 0
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """A random tensor: ones for norms, small for biases."""
+        """A random tensor, small for biases; norms change nothing."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
+            return torch.full(shape, self.norm, dtype=self.dtype, device=self.device)
         size = math.prod(shape)
         std = 0.1 if name.endswith("bias") else shape[-1] ** -0.5
         if "embed_tokens" in name or "lm_head" in name:
@@ -138,8 +155,12 @@ class DummyWeights:
         start, self.offset = self.offset, (self.offset + size) % self.POOL
         repeats = -(-(start + size) // self.POOL)
         pool = (self.pool * std).to(self.device, self.dtype)
-        drawn: torch.Tensor = pool.repeat(repeats)[start : start + size].view(shape)
+        # A copy, which does not keep what is before and behind it.
+        drawn: torch.Tensor = pool.repeat(repeats)[start : start + size].clone().view(shape)
         return drawn
+
+    def scales(self, name: str, heads: int) -> None:
+        """There are none."""
 
     def blocks(self, name: str, rows: int) -> None:
         """There are none."""

@@ -24,6 +24,7 @@ from chairlift.layers.peers import Peers
 from chairlift.models.config import load_shape
 from chairlift.runner.courier import Courier
 from chairlift.runner.device_buffers import DeviceBuffers
+from chairlift.runner.device_memory import is_shortage
 from chairlift.runner.precision import Precision
 from chairlift.runner.shards import part_of
 from chairlift.runner.torch_model import TorchModel
@@ -33,6 +34,10 @@ unpack: Callable[[bytes], Any] = msgpack.loads
 
 ANSWERED = ("load", "allocate")
 """The calls that may fail for reasons of their own, and whose end is waited for. What fails later ends the process."""
+
+
+NO_MEMORY = 75
+"""The status of a process that ended because its device had too little memory: EX_TEMPFAIL of BSD's sysexits."""
 
 
 class Worker:
@@ -66,7 +71,8 @@ class Worker:
 
     def forward(self, sizes: list[int], turn: int, num_table_writes: int, packed: bytes, num_tokens: int, num_seqs: int) -> None:
         """Runs its part of a step, whose arrays are those of the other process's buffers."""
-        if self._buffers is None:
+        # They are made anew after the step that is tried for its memory.
+        if self._buffers is None or self._buffers.sizes != tuple(sizes):
             turns, tokens, seqs, blocks = sizes
             device = self._part.device
             self._buffers = DeviceBuffers(turns, tokens, seqs, blocks, device, Courier(device))
@@ -88,7 +94,13 @@ def main(fd: int) -> None:
         while True:
             name, *arguments = calls.get()
             if name not in ANSWERED:
-                getattr(worker, name)(*arguments)
+                try:
+                    getattr(worker, name)(*arguments)
+                except RuntimeError as error:
+                    if not is_shortage(error):
+                        raise
+                    print(f"chairlift: {error}", file=sys.stderr, flush=True)
+                    os._exit(NO_MEMORY)
                 continue
             try:
                 getattr(worker, name)(*arguments)

@@ -28,6 +28,7 @@ const PLAN: u8 = 5;
 const COMMIT: u8 = 6;
 const SEALED: u8 = 7;
 const STOPPED: u8 = 8;
+const FAILED: u8 = 9;
 
 /// Why a journal cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -132,8 +133,13 @@ impl Journal {
         put(&mut self.bytes, seq.tag);
     }
 
-    pub(crate) fn end(&mut self, ticket: Ticket, stopped: bool, now: Time) {
-        self.begin(if stopped { STOPPED } else { ABORT }, now);
+    pub(crate) fn end(&mut self, ticket: Ticket, reason: FinishReason, now: Time) {
+        let kind = match reason {
+            FinishReason::Stop => STOPPED,
+            FinishReason::Error => FAILED,
+            _ => ABORT,
+        };
+        self.begin(kind, now);
         put(&mut self.bytes, ticket);
     }
 
@@ -238,8 +244,8 @@ pub enum Call {
     End {
         /// The request's place.
         ticket: Ticket,
-        /// Whether the caller had what it asked for, or just left.
-        stopped: bool,
+        /// Whether the caller had what it asked for, left, or was left alone.
+        reason: FinishReason,
     },
     /// Deadlines were looked at.
     Expire,
@@ -364,9 +370,14 @@ impl Script {
                 *tickets += 1;
                 Call::Fork { parent, tag }
             }
-            ABORT | STOPPED => {
+            ABORT | STOPPED | FAILED => {
                 let ticket = reader.number().filter(|&ticket| ticket < *tickets)?;
-                Call::End { ticket, stopped: kind == STOPPED }
+                let reason = match kind {
+                    STOPPED => FinishReason::Stop,
+                    FAILED => FinishReason::Error,
+                    _ => FinishReason::Abort,
+                };
+                Call::End { ticket, reason }
             }
             EXPIRE => Call::Expire,
             PLAN => Call::Plan(reader.word()?),
@@ -406,6 +417,11 @@ impl Script {
             predicted_tokens,
         };
         Some(Arrival { time, ticket, prompt_tokens, request })
+    }
+
+    /// The earliest time of a call; 0 if there are none.
+    pub fn begins(&self) -> Time {
+        self.calls.iter().map(|(time, _)| *time).min().unwrap_or(0)
     }
 
     /// A made-up token for a place in a sequence: equal to another's exactly

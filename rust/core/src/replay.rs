@@ -2,7 +2,7 @@
 
 use crate::journal::{Call, STOP, Script, digest, digest_seed};
 use crate::request::Ticket;
-use crate::{ConfigError, Ledger, Load, Outputs, Scheduler, SeqId, StepPlan, Time};
+use crate::{ConfigError, Ledger, Load, Output, Outputs, Scheduler, SeqId, StepPlan, Time};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 
@@ -36,6 +36,25 @@ pub struct Timing {
     pub cycle: Option<Time>,
 }
 
+/// What a recorded call did, made again.
+#[derive(Debug)]
+pub struct Moment<'a> {
+    /// When it was made.
+    pub now: Time,
+    /// The scheduler after it.
+    pub scheduler: &'a Scheduler,
+    /// Steps that were planned and not yet committed: the first is what the machine is at.
+    pub in_flight: &'a VecDeque<StepPlan>,
+    /// Whether it planned a step, which is then the last in flight.
+    pub planned: bool,
+    /// Whether it committed one.
+    pub committed: bool,
+    /// Tokens that it brought.
+    pub tokens: &'a [Output],
+    /// Requests that it ended.
+    pub ended: &'a [Ledger],
+}
+
 /// The requests of a replay that live.
 #[derive(Default)]
 struct Cast {
@@ -47,6 +66,11 @@ impl Script {
     /// Makes every recorded call again and compares every decision. Panics
     /// where the recorded scheduler would have.
     pub fn replay(&self) -> Result<Replayed, ConfigError> {
+        self.replay_seen(|_| {})
+    }
+
+    /// The same, and `see` looks on after each call.
+    pub fn replay_seen(&self, mut see: impl FnMut(Moment<'_>)) -> Result<Replayed, ConfigError> {
         let mut scheduler = Scheduler::new(self.config)?;
         let mut cast = Cast::default();
         let mut in_flight: VecDeque<StepPlan> = VecDeque::new();
@@ -55,6 +79,8 @@ impl Script {
         let (mut timings, mut committed, mut busy): (Vec<Timing>, usize, bool) = (Vec::new(), 0, false);
         for (now, call) in &self.calls {
             let now = *now;
+            let (ended_before, committed_before, planned_before) = (ended.len(), committed, timings.len());
+            outputs.tokens.clear();
             match call {
                 Call::Add(arrival) => {
                     let id = scheduler.add(self.request(arrival), now);
@@ -70,14 +96,10 @@ impl Script {
                     }
                     cast.enter(id, ticket, *tag);
                 }
-                Call::End { ticket, stopped } => {
+                Call::End { ticket, reason } => {
                     let id = cast.ids[*ticket as usize];
                     let tag = cast.by_id.get(&id).map(|&(_, tag)| tag);
-                    if *stopped {
-                        scheduler.stop(id, now)
-                    } else {
-                        scheduler.abort(id, now)
-                    };
+                    scheduler.end(id, *reason, now);
                     ended.extend(tag.and_then(|tag| scheduler.explain(tag)));
                 }
                 Call::Expire => scheduler.expire(now, &mut ended),
@@ -106,6 +128,15 @@ impl Script {
                     busy &= !scheduler.is_idle();
                 }
             }
+            see(Moment {
+                now,
+                scheduler: &scheduler,
+                in_flight: &in_flight,
+                planned: timings.len() > planned_before,
+                committed: committed > committed_before,
+                tokens: &outputs.tokens,
+                ended: &ended[ended_before..],
+            });
         }
         Ok(Replayed { steps: scheduler.stats().counters.steps, hash, differs_at, ended, timings, scheduler })
     }

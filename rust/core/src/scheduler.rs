@@ -161,6 +161,11 @@ impl Scheduler {
         self.end(id, FinishReason::Stop, now)
     }
 
+    /// As [`abort`](Self::abort), for one that cannot be computed: it counts as failed.
+    pub fn fail(&mut self, id: SeqId, now: Time) -> bool {
+        self.end(id, FinishReason::Error, now)
+    }
+
     /// Ends every request that missed its deadline, and, under
     /// [`Policy::Deadline`], every one that cannot make it any more; adds their
     /// ledgers to `ended`. To be called before each plan.
@@ -392,11 +397,12 @@ impl Scheduler {
         }
     }
 
-    fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
+    /// Ends a request by its caller's word.
+    pub(crate) fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
         if !self.seqs.contains_key(id) {
             return false;
         }
-        self.record(|journal, seqs| journal.end(seqs[id].ticket, reason == FinishReason::Stop, now));
+        self.record(|journal, seqs| journal.end(seqs[id].ticket, reason, now));
         self.clocks.tick(now);
         self.leave_early(id, reason);
         true

@@ -89,10 +89,28 @@ pub struct Stats {
     pub predicted_step: u64,
 }
 
+/// How full it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Occupancy {
+    /// Sequences that hold a row.
+    pub running: usize,
+    /// Sequences that do not, swapped ones included.
+    pub waiting: usize,
+    /// Blocks that sequences hold.
+    pub blocks: usize,
+}
+
 impl Scheduler {
+    /// How full it is now. O(1), so that every step can be looked at.
+    pub fn occupancy(&self) -> Occupancy {
+        let waiting = self.queue.len() + self.parked;
+        let blocks = self.config.usable_blocks() as usize - self.pool.free();
+        Occupancy { running: self.seqs.len() - waiting, waiting, blocks }
+    }
+
     /// Counters, and what is true now. O(rows).
     pub fn stats(&self) -> Stats {
-        let running = self.seqs.len() - self.queue.len() - self.parked;
+        let Occupancy { running, waiting, .. } = self.occupancy();
         let (mut used_tokens, mut held_slots) = (0, 0);
         for seq in self.seated() {
             used_tokens += seq.computed as usize;
@@ -101,7 +119,7 @@ impl Scheduler {
         Stats {
             counters: self.counters,
             running,
-            waiting: self.seqs.len() - running - self.swapped,
+            waiting: waiting - self.swapped,
             swapped: self.swapped,
             rows: self.config.max_seqs as usize,
             total_blocks: self.config.usable_blocks() as usize,

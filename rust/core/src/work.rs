@@ -60,6 +60,18 @@ pub fn decode_work(query_starts: &[i32], context_lens: &[i32], window: Option<i3
     work
 }
 
+/// The most splits that `decode_work` makes of a sequence with one token in
+/// the step and up to `longest` in its context: what a graph must have room
+/// for, whatever the steps that it is kept for.
+pub fn most_splits(longest: i32, window: Option<i32>) -> i32 {
+    let splits = |seen: i32| MAX_SPLITS.min((seen - 1) / SPLIT + 1);
+    match window {
+        // It may begin and end within a split.
+        Some(window) if window < longest => splits(window) + 1,
+        _ => splits(longest),
+    }
+}
+
 /// The pieces of longer chunks, of up to `tokens` each: after the count
 /// `[tiles, 0]` come `[sequence, first token of its chunk]`. Of a chunk the
 /// last come first: they see the most keys, and what takes longest starts first.
@@ -74,7 +86,7 @@ pub fn prefill_work(query_starts: &[i32], context_lens: &[i32], tokens: i32) -> 
 
 #[cfg(test)]
 mod tests {
-    use super::{MAX_DECODE, MAX_SPLITS, SPLIT, decode_work, prefill_work};
+    use super::{MAX_DECODE, MAX_SPLITS, SPLIT, decode_work, most_splits, prefill_work};
     use proptest::prelude::*;
 
     /// (queries, context) of a sequence, around what matters; context 0 is padding.
@@ -156,6 +168,15 @@ mod tests {
         }
 
         #[test]
+        fn a_sequence_with_one_token_has_no_more_splits_than_there_is_room_for((lengths, window) in step(), more in 0..1000i32) {
+            for &(_, context) in lengths.iter().filter(|(_, context)| *context > 0) {
+                let most = most_splits(context + more, window);
+                prop_assert!(decode_work(&[0, 1], &[context], window)[0][0] <= most);
+                prop_assert!(most <= MAX_SPLITS + 1);
+            }
+        }
+
+        #[test]
         fn tiles_cover_each_longer_chunk_from_its_end((lengths, _) in step(), tokens in 1..9i32) {
             let (starts, lens) = arrays(&lengths);
             let work = prefill_work(&starts, &lens, tokens);
@@ -175,5 +196,7 @@ mod tests {
         assert_eq!(decode_work(&[0, 1], &[SPLIT * MAX_SPLITS], None)[0][0], MAX_SPLITS);
         assert_eq!(decode_work(&[0, 1], &[SPLIT * MAX_SPLITS + 1], None)[0][0], MAX_SPLITS / 2 + 1);
         assert_eq!(decode_work(&[0, 1], &[100_000], Some(SPLIT)).len(), 1 + 2 + 1);
+        assert_eq!([most_splits(1, None), most_splits(SPLIT + 1, None), most_splits(SPLIT, Some(SPLIT))], [1, 2, 1]);
+        assert_eq!([most_splits(100_000, Some(SPLIT)), most_splits(i32::MAX, None)], [2, MAX_SPLITS]);
     }
 }

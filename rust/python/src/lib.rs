@@ -31,7 +31,7 @@ mod _core {
     #[pymodule_export]
     use crate::simulate::{simulate, step_times};
     #[pymodule_export]
-    use crate::work::{decode_work, prefill_work};
+    use crate::work::{decode_work, most_splits, prefill_work};
     use pyo3::prelude::*;
 
     #[pymodule_init]

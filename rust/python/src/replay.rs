@@ -1,7 +1,7 @@
 //! Journals, replayed: as they were, and under other settings.
 
-use crate::reports;
 use crate::scheduler::{batching_of, policy_of};
+use crate::simulate::report_dict;
 use chairlift_core as core;
 use chairlift_sim as sim;
 use pyo3::exceptions::PyValueError;
@@ -11,16 +11,15 @@ use pyo3::types::PyDict;
 /// Makes every recorded call again, and says whether every decision was the same.
 #[pyfunction]
 pub(crate) fn replay<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'py, PyDict>> {
-    let (script, replayed) = replayed(py, journal)?;
+    let script = read(journal)?;
+    let (replayed, report) = py.detach(|| sim::recorded(&script)).map_err(|error| PyValueError::new_err(error.to_string()))?;
     let dict = PyDict::new(py);
     dict.set_item("config", config_dict(py, &script.config)?)?;
+    dict.set_item("report", report_dict(py, &report)?)?;
     dict.set_item("calls", script.calls.len())?;
     dict.set_item("truncated", script.truncated)?;
-    dict.set_item("steps", replayed.steps)?;
     dict.set_item("hash", format!("{:016x}", replayed.hash))?;
     dict.set_item("differs_at", replayed.differs_at)?;
-    dict.set_item("ended", reports::ledgers(py, &replayed.ended)?)?;
-    dict.set_item("stats", reports::stats(py, &replayed.scheduler.stats())?)?;
     dict.set_item("step_model", replayed.scheduler.model().coefficients())?;
     Ok(dict)
 }
@@ -42,16 +41,16 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], settings: &Bound<'_,
     let report = report.map_err(|error| PyValueError::new_err(error.to_string()))?;
     let dict = PyDict::new(py);
     dict.set_item("config", config_dict(py, &config)?)?;
-    dict.set_item("steps", report.steps)?;
-    dict.set_item("ended_at", report.ended_at)?;
-    dict.set_item("refused", report.refused)?;
-    dict.set_item("ended", reports::ledgers(py, &report.ended)?)?;
-    dict.set_item("stats", report.stats.map(|stats| reports::stats(py, &stats)).transpose()?)?;
+    dict.set_item("report", report_dict(py, &report)?)?;
     Ok(dict)
 }
 
+fn read(journal: &[u8]) -> PyResult<core::Script> {
+    core::Script::read(journal).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
 pub(crate) fn replayed(py: Python<'_>, journal: &[u8]) -> PyResult<(core::Script, core::Replayed)> {
-    let script = core::Script::read(journal).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let script = read(journal)?;
     let replayed = py.detach(|| script.replay()).map_err(|error| PyValueError::new_err(error.to_string()))?;
     Ok((script, replayed))
 }

@@ -163,6 +163,10 @@ impl Scheduler {
         Ok(self.lock()?.core.stop(core::SeqId::from_bits(seq), now))
     }
 
+    fn fail(&self, seq: u64, now: core::Time) -> PyResult<bool> {
+        Ok(self.lock()?.core.fail(core::SeqId::from_bits(seq), now))
+    }
+
     fn expire<'py>(&self, py: Python<'py>, now: core::Time) -> PyResult<Bound<'py, PyList>> {
         let mut ended = Vec::new();
         self.lock()?.core.expire(now, &mut ended);

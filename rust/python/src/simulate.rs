@@ -113,7 +113,8 @@ fn packed<const N: usize>(py: Python<'_>, lines: impl Iterator<Item = [i64; N]>)
     PyBytes::new(py, &bytes)
 }
 
-fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResult<Bound<'py, PyDict>> {
+/// What came of requests, as flat arrays.
+pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResult<Bound<'py, PyDict>> {
     let ended = report.ended.iter().zip(&report.longest_gaps).map(|(ledger, &longest)| {
         let numbers: [i64; 15] = [
             ledger.tag as i64,
@@ -144,6 +145,9 @@ fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResult<Bound<'py
     dict.set_item("steps", report.steps)?;
     dict.set_item("chunks", report.chunks)?;
     dict.set_item("ended_at", report.ended_at)?;
+    let sums = report.timeline.sums();
+    let sums = [sums.busy, sums.batch, sums.blocks, sums.most_batch as u64, sums.most_blocks as u64];
+    dict.set_item("sums", sums.to_vec())?;
     dict.set_item("stats", report.stats.map(|stats| reports::stats(py, &stats)).transpose()?)?;
     for (name, histogram) in [("gaps", &report.gaps), ("step_times", &report.step_times)] {
         dict.set_item(name, packed(py, histogram.buckets().map(|(time, count)| [time as i64, count as i64])))?;

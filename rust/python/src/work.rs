@@ -23,6 +23,16 @@ pub(crate) fn decode_work(
     Ok(packed(py, core::decode_work(&starts, &lens, window).as_flattened()))
 }
 
+/// How many units a sequence with one token in the step has at most: see `chairlift_core::most_splits`.
+#[pyfunction]
+#[pyo3(signature = (longest, *, window = None))]
+pub(crate) fn most_splits(longest: i32, window: Option<i32>) -> PyResult<i32> {
+    if longest < 1 || window.is_some_and(|window| window < 1) {
+        return Err(PyValueError::new_err("contexts and windows have one token or more"));
+    }
+    Ok(core::most_splits(longest, window))
+}
+
 /// The pieces of longer chunks: see `chairlift_core::prefill_work`.
 #[pyfunction]
 #[pyo3(signature = (query_starts, context_lens, *, tokens))]

@@ -3,15 +3,19 @@
 
 mod histogram;
 mod job;
+mod recorded;
 mod replica;
 mod report;
 mod run;
 mod step_time;
+mod timeline;
 mod what_if;
 
 pub use histogram::Histogram;
 pub use job::{Ask, Job, Workload};
-pub use report::{Report, Sample, Timeline, percentile};
+pub use recorded::recorded;
+pub use report::{Report, percentile};
 pub use run::{Machine, Routing, simulate, simulate_fleet};
 pub use step_time::StepTime;
+pub use timeline::{Sample, Sums, Timeline};
 pub use what_if::jobs;

@@ -1,8 +1,7 @@
 //! One engine, without an engine: the scheduler, and a clock that jumps.
 
 use crate::job::token;
-use crate::report::Sample;
-use crate::{Job, Machine, Report};
+use crate::{Job, Machine, Report, Sample};
 use chairlift_core::{Config, ConfigError, Ledger, Outputs, STOP, Scheduler, SeqId, StepPlan, Time, Token};
 use std::collections::{BTreeSet, HashMap};
 
@@ -68,7 +67,7 @@ impl<'a> Replica<'a> {
                 self.run(plan);
                 continue;
             }
-            self.look(0, 0);
+            self.look(None);
             let events = [self.scheduler.wake_at(), self.going.first().map(|&(at, _)| at)];
             let next = events.into_iter().flatten().min().unwrap_or(until);
             self.now = self.now.max(next.min(until));
@@ -129,7 +128,7 @@ impl<'a> Replica<'a> {
         for seated in &plan.seated {
             self.rows[seated.row as usize] = self.by_tag[&seated.tag];
         }
-        self.look(plan.chunks.len(), (plan.load.prefill_tokens + plan.load.decode_seqs) as usize);
+        self.look(Some(&plan));
         let swaps = (plan.swap_out.len() + plan.swap_in.len()) as u64 * u64::from(self.machine.swap_ns_per_block) / 1000;
         let took = self.machine.step.step(&plan.load) + swaps;
         self.now += took;
@@ -153,6 +152,9 @@ impl<'a> Replica<'a> {
         for ledger in std::mem::take(&mut self.outputs.ended) {
             self.end(ledger);
         }
+        if self.scheduler.is_idle() {
+            self.look(None);
+        }
     }
 
     fn end(&mut self, ledger: Ledger) {
@@ -165,12 +167,8 @@ impl<'a> Replica<'a> {
         self.report.ended.push(ledger);
     }
 
-    fn look(&mut self, batch: usize, tokens: usize) {
-        if self.report.timeline.wants(self.now, batch > 0) {
-            let stats = self.scheduler.stats();
-            let (waiting, blocks) = (stats.waiting + stats.swapped, stats.total_blocks - stats.free_blocks);
-            self.report.timeline.add(Sample { time: self.now, batch, tokens, running: stats.running, waiting, blocks });
-        }
+    fn look(&mut self, step: Option<&StepPlan>) {
+        self.report.timeline.add(Sample::of(self.now, &self.scheduler, step));
     }
 }
 

@@ -1,6 +1,6 @@
 //! What came of a simulation.
 
-use crate::Histogram;
+use crate::{Histogram, Timeline};
 use chairlift_core::{FinishReason, Ledger, Stats, Time};
 
 /// What came of a simulation.
@@ -47,64 +47,4 @@ impl Report {
 pub fn percentile(sorted: &[Time], percent: usize) -> Time {
     let rank = (sorted.len() * percent).div_ceil(100);
     sorted.get(rank.saturating_sub(1)).copied().unwrap_or(0)
-}
-
-/// How full the machine was at one time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sample {
-    /// When, in microseconds.
-    pub time: Time,
-    /// Sequences in the step that began then; 0 if none did.
-    pub batch: usize,
-    /// Its tokens.
-    pub tokens: usize,
-    /// Sequences with a row.
-    pub running: usize,
-    /// Sequences without.
-    pub waiting: usize,
-    /// Blocks of the KV cache that sequences hold.
-    pub blocks: usize,
-}
-
-/// The most samples that are kept.
-const MOST: usize = 4096;
-
-/// Samples over time: one in a hundredth of a second, and half as many each
-/// time that there are too many.
-#[derive(Clone, Debug)]
-pub struct Timeline {
-    samples: Vec<Sample>,
-    every: Time,
-    due: Time,
-}
-
-impl Default for Timeline {
-    fn default() -> Self {
-        Self { samples: Vec::new(), every: 10_000, due: 0 }
-    }
-}
-
-impl Timeline {
-    /// The samples, by time.
-    pub fn samples(&self) -> &[Sample] {
-        &self.samples
-    }
-
-    /// Whether one is due; the first of a pause always is.
-    pub(crate) fn wants(&self, time: Time, busy: bool) -> bool {
-        time >= self.due || (!busy && self.samples.last().is_some_and(|last| last.batch > 0))
-    }
-
-    pub(crate) fn add(&mut self, sample: Sample) {
-        if self.samples.len() == MOST {
-            self.every *= 2;
-            let mut keep = false;
-            self.samples.retain(|_| {
-                keep = !keep;
-                keep
-            });
-        }
-        self.due = sample.time + self.every;
-        self.samples.push(sample);
-    }
 }

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 pub fn jobs(script: &Script, ended: &[Ledger]) -> Vec<Job> {
     let by_tag: HashMap<u64, &Ledger> = ended.iter().map(|ledger| (ledger.tag, ledger)).collect();
     let mut jobs: Vec<Job> = Vec::new();
-    let begins = script.calls.iter().map(|(time, _)| *time).min().unwrap_or(0);
+    let begins = script.begins();
     for (time, call) in &script.calls {
         let (request, sibling_of) = match call {
             Call::Add(arrival) => (script.request(arrival), None),

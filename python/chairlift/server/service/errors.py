@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
+from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, OutOfMemory, QueueFull, RequestFailed
 from chairlift.server.service.usage import Usage
 
 _brief = reprlib.Repr()
@@ -107,6 +107,8 @@ def api_error(error: Exception) -> ApiError:
             # OpenAI's clients would try again by themselves, and whoever waited has gone.
             headers = {"x-should-retry": "false"}
             return ApiError(504, str(error), type="timeout_error", code="deadline_exceeded", headers=headers, usage=usage)
+        case OutOfMemory():
+            return unavailable(str(error), "out_of_memory", 5)
         case RequestFailed():
             return ApiError(500, str(error), type="server_error", code="request_failed")
         case HTTPException(status_code=404):
@@ -129,5 +131,5 @@ async def respond(request: Request, error: Exception) -> Response:
 
 
 HANDLERS: dict[Any, Any] = dict.fromkeys(
-    (ApiError, InvalidRequest, QueueFull, DeadlineMissed, EngineDead, RequestFailed, HTTPException, Exception), respond
+    (ApiError, InvalidRequest, QueueFull, DeadlineMissed, EngineDead, OutOfMemory, RequestFailed, HTTPException, Exception), respond
 )

@@ -42,6 +42,7 @@ _COUNTERS = (
     ("recomputed_tokens", "recomputed_tokens", "Tokens that went through the model again, after a preemption."),
     ("swapped_blocks", "swapped_blocks", "KV blocks copied to the host's memory."),
     ("engine_steps", "steps", "Forward passes."),
+    ("engine_steps_short_of_memory", "steps_short_of_memory", "Steps run in pieces since the device had too little memory for them."),
 )
 """Counters as (name, key in the engine's stats, help)."""
 

@@ -70,8 +70,9 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
         5 => Op::Wait(bytes.int_in_range(0..=40)?),
         6 => Op::Abort(bytes.int_in_range(0..=30)?),
         7..=8 => Op::Draft { which: bytes.int_in_range(0..=30)?, right: bytes.int_in_range(0..=3)?, wrong: bytes.int_in_range(0..=2)? },
-        9 => Op::Step { lag: bytes.int_in_range(0..=2)?, poison: Some(bytes.int_in_range(0..=30)?) },
-        _ => Op::Step { lag: *bytes.choose(&[0, 0, 1, 2])?, poison: None },
+        9 => Op::Step { lag: bytes.int_in_range(0..=2)?, poison: Some(bytes.int_in_range(0..=30)?), lost: None },
+        10 => Op::Step { lag: bytes.int_in_range(0..=2)?, poison: None, lost: Some(bytes.int_in_range(0..=30)?) },
+        _ => Op::Step { lag: *bytes.choose(&[0, 0, 1, 2])?, poison: None, lost: None },
     })
 }
 

@@ -44,6 +44,8 @@ pub(crate) enum Op {
     Step {
         lag: usize,
         poison: Option<usize>,
+        /// Whose part of the step is not computed, which it and those who share its blocks do not survive.
+        lost: Option<usize>,
     },
 }
 
@@ -99,7 +101,7 @@ pub(crate) struct World {
     outputs: Outputs,
     next_tag: u64,
     now: u64,
-    ended: Vec<u64>,
+    ended: Vec<(u64, Option<FinishReason>)>,
 }
 
 impl World {
@@ -175,13 +177,23 @@ impl World {
                 }
                 self.scheduler.draft(live.seq, &context[live.context.len()..]);
             }
-            Op::Step { lag, poison } => {
+            Op::Step { lag, poison, lost } => {
                 let poison = poison.and_then(|which| self.pick(which));
                 if let Some(tag) = poison {
                     let family = self.live[&tag].family;
                     self.live.values_mut().filter(|live| live.family == family).for_each(|live| live.exposed = true);
                 }
-                self.step(poison);
+                let lost = lost.and_then(|which| self.pick(which));
+                for tag in self.step(poison, lost).unwrap_or_default() {
+                    while self.in_flight.len() > 1 {
+                        self.commit();
+                    }
+                    let Some(live) = self.live.get(&tag) else { continue };
+                    assert!(self.scheduler.fail(live.seq, self.now));
+                    let ledger = self.scheduler.explain(tag).expect("one of the last that ended");
+                    assert_eq!(ledger.finish, Some(FinishReason::Error));
+                    self.settle(&ledger);
+                }
                 while self.in_flight.len() > lag {
                     self.commit();
                 }
@@ -242,7 +254,7 @@ impl World {
         assert_eq!(ledger.causes.iter().sum::<u64>(), ledger.ended - ledger.arrived, "{ledger:?}");
         assert!(ledger.preemptions <= 2, "{ledger:?}");
         let early = matches!(ledger.finish, Some(FinishReason::Abort | FinishReason::Deadline | FinishReason::Error));
-        self.ended.push(ledger.tag);
+        self.ended.push((ledger.tag, ledger.finish));
         if let Some(live) = self.live.remove(&ledger.tag)
             && early
             && live.exposed
@@ -251,12 +263,13 @@ impl World {
         }
     }
 
-    /// Plans a step and runs it on the fake model. False if there was nothing to run.
-    fn step(&mut self, poison: Option<u64>) -> bool {
+    /// Plans a step and runs it on the fake model, but for what is `lost`, and
+    /// says who cannot live without that. `None` if there was nothing to run.
+    fn step(&mut self, poison: Option<u64>, lost: Option<u64>) -> Option<Vec<u64>> {
         let config = *self.scheduler.config();
         self.expire();
         let poison = poison.filter(|tag| self.live.contains_key(tag));
-        let Some(plan) = self.scheduler.plan(self.now) else { return false };
+        let plan = self.scheduler.plan(self.now)?;
         let (max_tokens, max_seqs, max_blocks) =
             (config.max_tokens as usize, config.max_seqs as usize, config.max_blocks_per_seq() as usize);
         for seated in &plan.seated {
@@ -302,8 +315,13 @@ impl World {
             let (from, to) = (pair[0] as usize * size, pair[1] as usize * size);
             self.cache.copy_within(from..from + size, to);
         }
+        let mut missing = Vec::new();
         for i in 0..n.seqs {
             let (row, from, to) = (rows[i] as usize, starts[i] as usize, starts[i + 1] as usize);
+            if lost == Some(self.row_tag[row]) {
+                missing.extend(slots[from..to].iter().map(|&slot| slot / size as i32));
+                continue;
+            }
             assert!(from < to, "an empty chunk");
             let slot = |position: usize| self.tables[row * max_blocks + position / size] as usize * size + position % size;
             assert_eq!(lens[i], positions[to - 1] + 1);
@@ -328,7 +346,11 @@ impl World {
             self.last_token[sample_rows[i] as usize] = token;
         }
         self.in_flight.push_back((plan, sampled));
-        true
+        let lacks = |i: &usize| {
+            let (first, blocks) = (rows[*i] as usize * max_blocks, (lens[*i] as usize).div_ceil(size));
+            self.tables[first..first + blocks].iter().any(|block| missing.contains(block))
+        };
+        Some((0..n.seqs).filter(lacks).map(|i| self.row_tag[rows[i] as usize]).collect())
     }
 
     /// Nobody is admitted in a step that preempted, but those for whom that was done.
@@ -405,7 +427,7 @@ impl World {
         }
         for _ in 0..20_000 {
             self.now += 1;
-            if self.step(None) {
+            if self.step(None, None).is_some() {
                 self.commit();
             } else if let Some(at) = self.scheduler.wake_at() {
                 self.now = self.now.max(at);
@@ -428,7 +450,7 @@ impl World {
         let replayed = script.replay().expect("a sound config");
         assert_eq!(replayed.differs_at, None);
         assert_eq!(replayed.steps, self.scheduler.stats().counters.steps);
-        assert_eq!(replayed.ended.iter().map(|ledger| ledger.tag).collect::<Vec<_>>(), self.ended);
+        assert_eq!(replayed.ended.iter().map(|ledger| (ledger.tag, ledger.finish)).collect::<Vec<_>>(), self.ended);
     }
 }
 

@@ -1,0 +1,75 @@
+//! A recorded day as it was, in the words of a simulation.
+
+use crate::{Report, Sample};
+use chairlift_core::{ConfigError, FinishReason, Ledger, Moment, Replayed, Script, Time};
+use std::collections::{HashMap, VecDeque};
+
+/// The replay of a journal, and what came of its requests in the time that
+/// they really took. Times of the report count from the first call, as those of
+/// its [jobs](crate::jobs) do; who was refused is not in a journal. Steps of
+/// which one was planned while another ran are timed from the other's end.
+pub fn recorded(script: &Script) -> Result<(Replayed, Report), ConfigError> {
+    let begins = script.begins();
+    let mut seen = Seen { report: Report::default(), begins, now: 0, tokens: HashMap::new(), due: VecDeque::new(), free: 0 };
+    let replayed = script.replay_seen(|moment| seen.look(&moment))?;
+    seen.report.stats = Some(replayed.scheduler.stats());
+    Ok((replayed, seen.report))
+}
+
+struct Seen {
+    report: Report,
+    begins: Time,
+    /// The time, which does not step back: the core's does not either.
+    now: Time,
+    /// By tag: when a request's last token came, and the longest time between two.
+    tokens: HashMap<u64, (Time, Time)>,
+    /// When the steps in flight were planned.
+    due: VecDeque<Time>,
+    /// When the last step ended.
+    free: Time,
+}
+
+impl Seen {
+    fn look(&mut self, moment: &Moment<'_>) {
+        self.now = self.now.max(moment.now - self.begins);
+        let now = self.now;
+        let report = &mut self.report;
+        if moment.planned {
+            let plan = moment.in_flight.back().expect("it was just planned");
+            report.steps += 1;
+            report.chunks += plan.chunks.len() as u64;
+            self.due.push_back(now);
+        }
+        if moment.committed {
+            let planned = self.due.pop_front().expect("what is committed was planned");
+            report.step_times.add(now - self.free.max(planned));
+            self.free = now;
+        }
+        for output in moment.tokens.iter().filter(|output| output.finish != Some(FinishReason::Error)) {
+            let gap = self.tokens.get(&output.tag).map(|(last, _)| now - last);
+            if let Some(gap) = gap {
+                report.gaps.add(gap);
+            }
+            let (last, longest) = self.tokens.entry(output.tag).or_default();
+            (*last, *longest) = (now, (*longest).max(gap.unwrap_or(0)));
+        }
+        for ledger in moment.ended {
+            report.longest_gaps.push(self.tokens.remove(&ledger.tag).map_or(0, |(_, longest)| longest));
+            let ledger = since(self.begins, ledger);
+            report.ended_at = report.ended_at.max(ledger.ended);
+            report.ended.push(ledger);
+        }
+        report.timeline.add(Sample::of(now, moment.scheduler, moment.in_flight.front()));
+    }
+}
+
+fn since(begins: Time, ledger: &Ledger) -> Ledger {
+    let shift = |time: Time| time - begins;
+    Ledger {
+        arrived: shift(ledger.arrived),
+        started: ledger.started.map(shift),
+        first_token: ledger.first_token.map(shift),
+        ended: shift(ledger.ended),
+        ..ledger.clone()
+    }
+}

@@ -1,0 +1,152 @@
+//! How full the machine was: exactly, in sums; and in samples, for pictures.
+
+use chairlift_core::{Occupancy, Scheduler, StepPlan, Time};
+
+/// How full the machine was from one time to the next sample's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sample {
+    /// When, in microseconds.
+    pub time: Time,
+    /// Sequences in the step under way; 0 if there is none.
+    pub batch: usize,
+    /// Its tokens.
+    pub tokens: usize,
+    /// Sequences with a row.
+    pub running: usize,
+    /// Sequences without.
+    pub waiting: usize,
+    /// Blocks of the KV cache that sequences hold.
+    pub blocks: usize,
+}
+
+impl Sample {
+    /// What is true while `step` runs, or while there is none.
+    pub(crate) fn of(time: Time, scheduler: &Scheduler, step: Option<&StepPlan>) -> Self {
+        let Occupancy { running, waiting, blocks } = scheduler.occupancy();
+        let (batch, tokens) = step.map_or((0, 0), |plan| (plan.chunks.len(), plan.load.prefill_tokens + plan.load.decode_seqs));
+        Self { time, batch, tokens: tokens as usize, running, waiting, blocks }
+    }
+}
+
+/// Sums over time: integers, and so the same on any machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sums {
+    /// Microseconds in which there was a step.
+    pub busy: Time,
+    /// Sequences in the step under way, times microseconds.
+    pub batch: u64,
+    /// Blocks held while there was a step, times microseconds.
+    pub blocks: u64,
+    /// The most sequences in a step.
+    pub most_batch: usize,
+    /// The most blocks held.
+    pub most_blocks: usize,
+}
+
+/// The most samples that are kept.
+const MOST: usize = 4096;
+
+/// What was true from each change to the next: summed up whole, and all of it
+/// kept while that is little; else the last of each stretch of time, of one
+/// twice as long each time that there are too many.
+#[derive(Clone, Debug)]
+pub struct Timeline {
+    samples: Vec<Sample>,
+    every: Time,
+    sums: Sums,
+}
+
+impl Default for Timeline {
+    fn default() -> Self {
+        Self { samples: Vec::new(), every: 1, sums: Sums::default() }
+    }
+}
+
+impl Timeline {
+    /// What was true at the end of each stretch of time in which something changed.
+    pub fn samples(&self) -> &[Sample] {
+        &self.samples
+    }
+
+    /// What it all adds up to, up to the last change.
+    pub fn sums(&self) -> Sums {
+        self.sums
+    }
+
+    /// Takes what is true from now on.
+    pub(crate) fn add(&mut self, sample: Sample) {
+        let sums = &mut self.sums;
+        sums.most_batch = sums.most_batch.max(sample.batch);
+        sums.most_blocks = sums.most_blocks.max(sample.blocks);
+        let last = self.samples.last_mut();
+        if let Some(last) = last.as_ref().filter(|last| last.batch > 0) {
+            let time = sample.time - last.time;
+            sums.busy += time;
+            sums.batch += last.batch as u64 * time;
+            sums.blocks += last.blocks as u64 * time;
+        }
+        match last.filter(|last| last.time / self.every == sample.time / self.every) {
+            Some(last) => *last = sample,
+            None => self.samples.push(sample),
+        }
+        while self.samples.len() > MOST {
+            self.every *= 2;
+            self.thin();
+        }
+    }
+
+    /// Keeps the last sample of each stretch.
+    fn thin(&mut self) {
+        let every = self.every;
+        // The first of equals is kept: from the end on, that is the last.
+        self.samples.reverse();
+        self.samples.dedup_by_key(|sample| sample.time / every);
+        self.samples.reverse();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(time: Time, batch: usize, blocks: usize) -> Sample {
+        Sample { time, batch, blocks, ..Sample::default() }
+    }
+
+    #[test]
+    fn sums_are_of_all_changes_and_not_of_samples() {
+        let mut timeline = Timeline { every: 10_000, ..Timeline::default() };
+        // Within one stretch: 2 sequences for 30 us, none for 70, 5 for 400; what is held between steps is not counted.
+        for sample in [at(1000, 2, 10), at(1030, 0, 7), at(1100, 5, 20), at(1500, 0, 30)] {
+            timeline.add(sample);
+        }
+        let sums = Sums { busy: 430, batch: 2 * 30 + 5 * 400, blocks: 10 * 30 + 20 * 400, most_batch: 5, most_blocks: 30 };
+        assert_eq!(timeline.sums(), sums);
+        assert_eq!(timeline.samples(), [at(1500, 0, 30)]);
+    }
+
+    #[test]
+    fn samples_say_what_was_true_at_the_ends_of_stretches() {
+        let mut timeline = Timeline::default();
+        // A step of some 6 ms, then none for as long: every second change would be all busy, or all idle.
+        let changes: Vec<Sample> = (0..20_000).map(|i| at(6007 * i, if i % 2 == 0 { 3 } else { 0 }, 0)).collect();
+        for &sample in &changes {
+            timeline.add(sample);
+        }
+        let samples = timeline.samples();
+        assert!(MOST / 2 <= samples.len() && samples.len() <= MOST);
+        assert!(samples.windows(2).all(|pair| pair[0].time / timeline.every < pair[1].time / timeline.every));
+        let busy = samples.iter().filter(|sample| sample.batch > 0).count();
+        assert!(busy.abs_diff(samples.len() / 2) < samples.len() / 20, "{busy} of {}", samples.len());
+        assert_eq!(timeline.sums().busy, 10_000 * 6007);
+    }
+
+    #[test]
+    fn few_samples_are_kept_however_long_the_pauses() {
+        let mut timeline = Timeline::default();
+        for hour in 0..3 * MOST as Time {
+            timeline.add(at(hour * 3_600_000_000, 1, 1));
+        }
+        assert!(timeline.samples().len() <= MOST);
+    }
+}

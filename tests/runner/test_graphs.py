@@ -1,0 +1,95 @@
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import write
+
+from chairlift._core import decode_work
+from chairlift.config import EngineConfig
+from chairlift.layers.device_attention import DecodeLists
+from chairlift.runner import graphs
+from chairlift.runner.runner import ModelRunner
+from chairlift.runner.torch_model import TorchModel
+
+
+def test_answers_are_the_same_with_graphs_and_without():
+    pytest.importorskip("triton", reason="Triton is not made for this platform")
+    # Triton decides whether to interpret when a kernel is defined: so in a process of its own.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__).with_name("check_graphs.py"))]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 63, 64, 256, 500, 512, 4096])
+def test_sizes_rise_to_the_largest_step_or_graph(most):
+    found = graphs.sizes(most)
+    assert found == sorted(set(found))
+    assert (found[0], found[-1]) == (1, min(most, graphs.LARGEST))
+    # What fills up a step is less than half of it, and from 8 on less than 8 sequences or a fifth.
+    for smaller, larger in itertools.pairwise(found):
+        assert larger - smaller <= (smaller if smaller < 8 else max(8, larger // 5))
+
+
+@pytest.mark.parametrize("longest", [1, 512, 513, 5000, 200_000])
+def test_lists_have_room_for_any_step_and_hold_its_work(longest):
+    random, seqs, windows = np.random.default_rng(longest), 9, [None, 1, 500, 40_000]
+    lists = DecodeLists(seqs, longest, windows, torch.device("cpu"))
+    work = lists.work(seqs)
+    contexts = [np.full(seqs, longest), *(random.integers(1, longest + 1, random.integers(1, seqs + 1)) for _ in range(40))]
+    for context in contexts:
+        lengths = np.arange(len(context) + 1, dtype=np.int32), context.astype(np.int32)
+        lists.fill(lengths)
+        for window in windows:
+            expected = np.frombuffer(decode_work(*lengths, window=window), dtype=np.int32).reshape(-1, 4)
+            one = work[window]
+            assert np.array_equal(one.list[: len(expected)].numpy(), expected)
+            bounds = one.units, one.merges, one.parts, one.longest
+            assert all(bound >= count for bound, count in zip(bounds, expected[0].tolist(), strict=True))
+
+
+def test_a_step_fits_the_smallest_graph_if_every_sequence_has_one_token():
+    made = graphs.Graphs.__new__(graphs.Graphs)
+    made.sizes = graphs.sizes(24)
+    made._graphs = [SimpleNamespace(size=size) for size in made.sizes]
+    assert [made.fit(count, count).size for count in (1, 3, 4, 5, 9, 24)] == [1, 4, 4, 8, 16, 24]
+    assert made.fit(25, 25) is made.fit(4, 3) is made.fit(512, 1) is None
+
+
+def test_a_tier_that_cannot_be_recorded_is_sampled_as_it_is():
+    asked, drawn, tier = [], [], graphs.Tier(truncated=True, slots=0)
+
+    def record(work):
+        asked.append(work)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graph = graphs.Graph.__new__(graphs.Graph)
+    graph.size, graph._samples, graph._draw = 4, {}, drawn.append
+    graph._shared = SimpleNamespace(recorder=SimpleNamespace(record=record), tokens=torch.arange(4))
+    for _ in range(4):
+        assert graph.sample(tier, 3).tolist() == [0, 1, 2]
+    assert (drawn, len(asked)) == ([tier] * 4, 1)
+
+
+def test_all_of_sampling_and_a_copy_are_compiled_at_the_start(tmp_path, monkeypatch):
+    write("llama", tmp_path)
+    config = EngineConfig(device="cpu", num_kv_blocks=80, max_num_seqs=4)
+    runner = ModelRunner(config, tmp_path, load=TorchModel.load, overlaps=False)
+    monkeypatch.setattr(runner, "device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr("chairlift.runner.runner.recorder", lambda device: None)
+    drawer, tiers, scored, copied = runner._drawer, [], [], []
+    monkeypatch.setattr(runner.model, "copy", lambda pairs: copied.append(pairs.tolist()))
+    sample, score = drawer.sample, drawer.score
+    monkeypatch.setattr(drawer, "sample", lambda *given: tiers.append(given[-1]) or sample(*given))
+    monkeypatch.setattr(drawer, "score", lambda *given: scored.append(given[2].dtype) or score(*given))
+    runner._warm_up(config)
+    assert tiers == [graphs.PLAIN, graphs.PLAIN, (True, 4)]
+    # Of prompts, and of what was drawn.
+    assert scored == [torch.int64, torch.int32]
+    assert copied == [[[0, 0]]]
+    assert not any(array.any() for array in runner.buffers[0].arrays().values())
