@@ -12,23 +12,27 @@ from __future__ import annotations
 
 import argparse
 import platform
-import random
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers.machine import Busy
+from peers.machine import Busy, describe
 from peers.results import DISTURBED
 
-import chairlift.runner  # noqa: F401  (before torch, which reads what this sets)
-from chairlift import EngineConfig, SamplingParams
+import chairlift
+import chairlift.runner
+from chairlift import EngineConfig
 from chairlift.bench.traces import read
-from chairlift.engine.loop import Engine
 from chairlift.runner.machine import usable_cores
-from chairlift.sim.calibrate import calibrate
+from chairlift.sim.calibrate import calibrate, pace
+from chairlift.sim.compare import Variant
 from chairlift.sim.devices import Profile
+from chairlift.sim.live import really_run
+from chairlift.sim.result import Result
 from chairlift.sim.run import simulate
 from chairlift.sim.workload import Workload
 
@@ -48,62 +52,59 @@ def capacity(trace: Workload, profile: Profile) -> float:
     return len(trace) / result.span
 
 
-def lived(config: EngineConfig, trace: Workload) -> dict[str, np.ndarray]:
-    """Runs the engine on the trace, in real time; seconds to first tokens, between tokens and to the ends, and the span."""
-    engine = Engine(config)
-    dice, vocabulary = random.Random(1), engine.facts["vocab_size"]
-    prompts = [np.array([dice.randrange(vocabulary) for _ in range(length)], np.int32) for length in trace.column("prompt")]
-    arrivals, outputs = trace.column("arrival_us"), trace.column("output")
-    warm = SamplingParams(max_tokens=4, ignore_eos=True)
-    engine.add(10**6, [1, 2, 3], warm)
-    while engine.has_work:
-        engine.step()
-    ledgers: list[Any] = []
+def lived(config: EngineConfig, trace: Workload, profile: Profile) -> tuple[dict[str, np.ndarray], float]:
+    """Runs the engine on the trace, in real time: seconds to first tokens, between tokens and to the ends, the span, and the pace.
+
+    The pace is how many times as long steps took as the profile says: the machine's own changes from minute to minute.
+    """
     last: dict[int, int] = {}
     gaps: list[int] = []
-    began, following = time.monotonic_ns() // 1000, 0
-    while following < len(trace) or engine.has_work:
-        now = time.monotonic_ns() // 1000 - began
-        while following < len(trace) and arrivals[following] <= now:
-            params = SamplingParams(max_tokens=int(outputs[following]), ignore_eos=True)
-            engine.add(following, prompts[following], params, arrived=began + int(arrivals[following]))
-            following += 1
-        report = engine.step() if engine.has_work else None
-        if report is None:
-            if following < len(trace):
-                time.sleep(max(0.0, (arrivals[following] - now) / 1e6) if not engine.has_work else 0.0005)
-            continue
+
+    def watch(report: Any) -> None:
         now = time.monotonic_ns() // 1000
         for tag in np.frombuffer(report.tags, np.uint64).tolist():
             if tag in last:
                 gaps.append(now - last[tag])
             last[tag] = now
-        ledgers += report.ended
-    engine.close()
-    first = np.array([one["first_token"] - one["arrived"] for one in ledgers]) / 1e6
-    whole = np.array([one["ended"] - one["arrived"] for one in ledgers]) / 1e6
-    span = (max(one["ended"] for one in ledgers) - min(one["arrived"] for one in ledgers)) / 1e6
-    return {"TTFT": first, "ITL": np.array(gaps) / 1e6, "E2EL": whole, "span": np.array([span])}
+
+    with tempfile.TemporaryDirectory(prefix="chairlift-") as directory:
+        journal = Path(directory) / "lived.journal"
+        side = really_run(trace, Variant("engine", "", "", replace(config, journal=str(journal))), watch)
+        slower = pace(journal, profile)
+    rides = side.rides
+    figures = {
+        "TTFT": (rides["first_token"] - rides["arrived"]) / 1e6,
+        "ITL": np.array(gaps) / 1e6,
+        "E2EL": (rides["ended"] - rides["arrived"]) / 1e6,
+        "span": np.array([side.span]),
+    }
+    return figures, slower
 
 
-def rows(share: float, real: dict[str, np.ndarray], told: Any) -> list[str]:
-    """A line of the table for each figure: measured, simulated, and their ratio."""
+def rows(share: float, real: dict[str, np.ndarray], told: Result, paced: Result) -> list[str]:
+    """A line of the table for each figure: measured, simulated as calibrated, and at the pace of the run."""
     lines = []
-    simulated = {"TTFT": told.ttft(), "E2EL": told.e2e()}
     for name in ("TTFT", "ITL", "E2EL"):
         for percent, allowed in PERCENTS.items():
             measured = float(np.percentile(real[name], percent, method="inverted_cdf"))
-            guessed = told.itl(percent) if name == "ITL" else float(np.percentile(simulated[name], percent, method="inverted_cdf"))
-            lines.append(line(f"{name} p{percent}", share, measured * 1000, guessed * 1000, "ms", allowed))
+            lines.append(
+                line(f"{name} p{percent}", share, measured * 1000, [1000 * figure(one, name, percent) for one in (told, paced)], allowed)
+            )
     rate = len(real["TTFT"]) / float(real["span"][0])
-    lines.append(line("requests a second", share, rate, len(told.requests) / told.span, "", PERCENTS[50]))
-    return lines
+    return [*lines, line("requests a second", share, rate, [len(one.requests) / one.span for one in (told, paced)], PERCENTS[50])]
 
 
-def line(name: str, share: float, measured: float, simulated: float, unit: str, allowed: float) -> str:
-    ratio = simulated / measured
-    verdict = "" if abs(ratio - 1) <= allowed else f" (beyond {allowed:.0%})"
-    return f"| {share:.0%} | {name} | {measured:,.4g} {unit} | {simulated:,.4g} {unit} | {ratio:.3f}{verdict} |"
+def figure(told: Result, name: str, percent: int) -> float:
+    """A percentile of a simulated run, in seconds."""
+    if name == "ITL":
+        return told.itl(percent) or 0.0
+    return float(np.percentile(told.ttft() if name == "TTFT" else told.e2e(), percent, method="inverted_cdf"))
+
+
+def line(name: str, share: float, measured: float, simulated: list[float], allowed: float) -> str:
+    """A figure beside what was simulated, and the ratios."""
+    cells = [f"{one:,.4g} | {one / measured:.3f}{'' if abs(one / measured - 1) <= allowed else ' (beyond)'}" for one in simulated]
+    return f"| {share:.0%} | {name} | {measured:,.4g} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -127,23 +128,27 @@ def main() -> None:
         asked = trace.faster(share * most / own)
         say(f"{share:.0%} of {most:.2f} requests a second: about {len(trace) / share / most:.0f} s")
         before = Busy.now(NOBODY)
-        real = lived(config, asked)
+        real, slower = lived(config, asked, profile)
         others = Busy.now(NOBODY).shares(before)["others"]
-        told = simulate(asked, device=profile)
-        table += rows(share, real, told)
+        told, paced = (simulate(asked, device=one) for one in (profile, replace(profile, step=profile.step.times(slower))))
+        table += rows(share, real, told, paced)
         longest = float(real["ITL"].max())
         notes.append(
-            f"At {share:.0%} others took {others:.1%} of the CPU; the longest time between two tokens was {longest:.2f} s, simulated "
-            f"{told.itl(100) or 0:.2f} s." + (" **Disturbed: run it again.**" if others > DISTURBED else "")
+            f"- At {share:.0%} steps took {slower:.3f} times what was calibrated, and others {others:.1%} of the CPU; the longest time "
+            f"between two tokens was {longest:.2f} s, simulated {told.itl(100) or 0:.2f} s."
+            + (" **Disturbed: run it again.**" if others > DISTURBED else "")
         )
     errors, steps = profile.errors, profile.measured["steps"]
     args.out.write_text(
         "# The simulator beside the engine\n\n"
         f"Written by `benches/fidelity.py`. {args.model}, the first {len(trace)} requests of {TRACE.name.split('.')[0]}, at shares of\n"
         f"the {most:.2f} requests a second that the simulator says this machine can do. Calibrated once, before: {steps:,} steps, told to\n"
-        f"within {errors['p50']:.1%} (p50) and {errors['p90']:.1%} (p90). Allowed: 10 % at p50, 15 % at p90.\n\n"
-        f"Machine: {platform.processor() or platform.machine()}, {usable_cores()} cores; Python {platform.python_version()}.\n\n"
-        "| load | figure | measured | simulated | ratio |\n|---|---|---|---|---|\n" + "\n".join(table) + "\n\n" + "\n".join(notes) + "\n"
+        f"within {errors['p50']:.1%} (p50) and {errors['p90']:.1%} (p90). Allowed: 10 % at p50, 15 % at p90; times in milliseconds.\n\n"
+        "The first comparison is with steps as calibrated; the second with all of them as much longer or shorter as the machine's pace\n"
+        "had changed by then, which is what is left for the simulator itself to answer for.\n\n"
+        f"Machine: {describe()['cpu']}, {usable_cores()} cores; chairlift {chairlift.__version__}, Python {platform.python_version()}.\n\n"
+        "| load | figure | measured | simulated | ratio | at the run's pace | ratio |\n"
+        "|---|---|---|---|---|---|---|\n" + "\n".join(table) + "\n\n" + "\n".join(notes) + "\n"
     )
     print(args.out.read_text())
 

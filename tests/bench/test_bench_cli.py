@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import chairlift.cli.bench
-from chairlift.bench.record import Run
+from chairlift.bench.record import Record, Run
 from chairlift.cli.main import main
 
 
@@ -84,9 +84,16 @@ def test_a_sweep_of_a_real_server(port, tmp_path, capsys):
     assert "The largest load with 95 % of the requests within E2EL ≤ 60000 ms: 2 at a time" in told
     found = json.loads((tmp_path / "s").read_text())
     assert found["knee"] == 2
+    assert (found["request_rate"], found["max_concurrency"], found["burstiness"]) == ("inf", [1, 2], 1)
+    assert "1, 2 at a time, each when a seat is free" in (tmp_path / "s.html").read_text()
     assert [point["completed"] for point in found["points"]] == [4, 4]
     assert "Against load" in (tmp_path / "s.html").read_text()
-    assert bench("sweep", "--port", port, "--request-rates", "100", *load) == 0
+    saved = ["--save-result", "--result-dir", tmp_path / "named", "--burstiness", "inf"]
+    assert bench("sweep", "--port", port, "--request-rates", "100", *load, *saved) == 0
+    [file] = (tmp_path / "named").iterdir()
+    assert file.name.startswith("openai-sweep-bytes-")
+    found = json.loads(file.read_text())
+    assert (found["request_rate"], found["max_concurrency"], found["burstiness"]) == ([100.0], None, "inf")
 
 
 @pytest.mark.parametrize("name", ["throughput", "latency"])
@@ -111,9 +118,11 @@ def test_without_a_server(byte_model, tmp_path, capsys, name):
         (["serve", "--dataset-name", "sharegpt"], "--dataset-name sharegpt needs --dataset-path"),
         (["serve", "--dataset-name", "random", "--dataset-path", "t.csv"], "name two different things"),
         (["serve", "--header", "a"], "a: expected KEY=VALUE"),
-        (["serve", "--report", "/nowhere/at/all.html"], "there is no such directory"),
+        (["serve", "--result-dir", "/", "--result-filename", "tmp"], "--result-filename: /tmp is a directory"),
         (["serve", "--model", "m", "--self-timed"], "--self-timed needs a --dataset-path"),
         (["serve", "--model", "m", "--ramp-up-strategy", "linear"], "--ramp-up-strategy needs --ramp-up-start-rps"),
+        (["serve", "--model", "m", "--speedup", "2"], "--speedup is for the times of a trace"),
+        (["serve", "--model", "m", "--ramp-up-end-rps", "4"], "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy"),
         (["serve", "--port", "1"], "no server answers at http://127.0.0.1:1"),
         (["serve", "--model", "m", "--dataset-path", "/nowhere"], "/nowhere: cannot be read"),
         (["sweep", "--model", "m"], "a search needs targets: --goodput"),
@@ -125,12 +134,44 @@ def test_what_cannot_be_is_told_before_anything_is_sent(arguments, says, capsys)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["serve", "--num-prompts", "0"], ["serve", "--request-rate", "-1"], ["serve", "--random-range-ratio", "1"]]
+    ("arguments", "says"),
+    [
+        (["serve", "--num-prompts", "0"], "--num-prompts: expected a whole number from 1 to 100,000,000, got 0"),
+        (["serve", "--num-warmups", "-1"], "--num-warmups: expected a whole number from 0 to 1,000,000, got -1"),
+        (["serve", "--request-rate", "-1"], "--request-rate: expected a number from 1e-06 to 1,000,000, or inf, got -1"),
+        (["serve", "--burstiness", "1e-9"], "--burstiness: expected a number from 0.01 to 1,000,000, or inf, got 1e-9"),
+        (["serve", "--random-range-ratio", "1"], "--random-range-ratio: expected a number from 0 to 0.999, got 1"),
+        (["serve", "--metric-percentiles", "50,101"], "--metric-percentiles: expected a number from 0 to 100, got 101"),
+        (["sweep", "--metric-percentiles", "50"], "unrecognized arguments: --metric-percentiles 50"),
+        (["sweep", "--request-rates", "1,inf"], "--request-rates: expected a number from 1e-06 to 1,000,000, got inf"),
+        (["sweep", "--request-rates", "1", "--max-concurrencies", "2"], "--max-concurrencies: not allowed with argument --request-rates"),
+        (["throughput", "--output-json", "/nowhere/at/all"], "--output-json: /nowhere/at/all: there is no directory /nowhere/at"),
+        (["latency", "--output-json", "/tmp"], "--output-json: /tmp is a directory: name a file"),
+        (["serve", "--report", "/nowhere/at/all.html"], "--report: /nowhere/at/all.html: there is no directory /nowhere/at"),
+        (["serve", "--result-dir", "/dev/null/x"], "--result-dir: /dev/null/x: /dev/null is a file"),
+    ],
 )
-def test_wrong_usage(arguments):
+def test_wrong_usage_is_one_line_that_says_what_is_allowed(arguments, says, capsys):
     with pytest.raises(SystemExit) as caught:
         bench(*arguments)
     assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_sharegpt_has_other_prompts_at_each_load(monkeypatch, tmp_path, capsys):
+    runs = []
+
+    def measure(target, jobs, **_):
+        runs.append({job.text for job in jobs})
+        return Run([Record(0.0, failure="unsent") for _ in jobs])
+
+    monkeypatch.setattr(chairlift.cli.bench, "measure", measure)
+    talk = [{"conversations": [{"value": f"question {number}"}, {"value": "answer"}]} for number in range(1000)]
+    (tmp_path / "talk.json").write_text(json.dumps(talk))
+    bench("sweep", "--model", "m", "--dataset-path", tmp_path / "talk.json", "--max-concurrencies", "8,8", "--disable-tqdm")
+    assert [len(run) for run in runs] == [32, 32]
+    assert len(runs[0] & runs[1]) < 8
 
 
 def test_each_run_of_a_sweep_has_prompts_of_its_own_at_its_rate(monkeypatch, capsys):

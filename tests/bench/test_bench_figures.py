@@ -114,6 +114,14 @@ def test_figures_to_the_digit():
     assert found.peak_output_rate == pytest.approx(3 + 2 * 7 / 4)
 
 
+def test_the_peak_is_of_a_second_as_in_vllm():
+    one_by_one = [record(0.3 + at / 10, 0.3 + at / 10, [0.35 + at / 10]) for at in range(10)]
+    long = record(0.9, 0.9, [1.0, 3.4])
+    assert Figures(one_by_one).peak_concurrency == 10
+    assert Figures([*one_by_one, long]).peak_concurrency == 11
+    assert Figures([long, record(2.95, 2.95, [3.0])]).peak_concurrency == 2
+
+
 def test_goodput_is_of_all_requests():
     # The first is good; the second's tokens are slow; the third's only token is late; two failed.
     found = Figures(RUN, Goodput.parse(["ttft:201", "tpot:99"]))
@@ -194,6 +202,12 @@ def test_notes_say_what_disturbed_the_numbers():
     told = " ".join(notes([record(0.0, 0.5, [1.0, 2.0], tokens=4, wanted_tokens=8, cached_tokens=9, counted=False)], 0.95))
     for word in ("95% of a core", "500 ms", "usage", "2.0 tokens", "1 of 1 answers are shorter", "90% of the prompt"):
         assert word in told
+
+
+def test_the_commonest_failure_is_told():
+    refused = [record(0.0, 0.0, [], failure="HTTP 429", detail=f"try in {number} s") for number in (1, 2, 2)]
+    (told,) = notes([*refused, record(0.0, 0.0, [], failure="timed out", detail="no end after\n2 s"), record(0.0, 0.0, [1.0, 2.0])], 0.5)
+    assert told == "4 of 5 requests failed, most of them with HTTP 429: try in 2 s (--save-detailed tells of each)."
 
 
 def test_a_record_goes_through_json():

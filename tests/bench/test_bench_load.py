@@ -1,6 +1,4 @@
 import asyncio
-import threading
-from contextlib import contextmanager
 
 import pytest
 from scripted_server import Scripted
@@ -8,6 +6,7 @@ from scripted_server import Scripted
 from chairlift.bench import load, processes
 from chairlift.bench.client import Target, models
 from chairlift.bench.figures import Figures
+from chairlift.bench.http import Http
 from chairlift.bench.measure import measure, wait_for, wait_until_ready
 from chairlift.bench.workload import Job
 from chairlift.errors import ChairliftError, InvalidSetting
@@ -27,29 +26,6 @@ def drive(jobs, seats=None, endpoint="/v1/completions", **settings):
         return records, server
 
     return asyncio.run(run())
-
-
-@contextmanager
-def elsewhere():
-    """The address of a scripted server on a loop of its own, for what runs loops itself; and that server."""
-    server = Scripted()
-    ready, ended = threading.Event(), threading.Event()
-    found = []
-
-    async def run():
-        async with server.serving() as url:
-            found.append(url)
-            ready.set()
-            await asyncio.to_thread(ended.wait)
-
-    thread = threading.Thread(target=asyncio.run, args=(run(),))
-    thread.start()
-    ready.wait()
-    try:
-        yield found[0], server
-    finally:
-        ended.set()
-        thread.join()
 
 
 def test_each_request_is_sent_as_asked_and_its_answer_read():
@@ -91,6 +67,10 @@ def test_failures_are_told_apart_and_are_in_no_latency():
         "cut": "cut off",
         "garbage": "no HTTP",
         "silent": "timed out",
+        "broken": "HTTP 500",
+        "torn": "error in the stream",
+        "odd": "error in the stream",
+        "backwards": "no HTTP",
     }
     records, _ = drive([*map(job, kinds), job("good")], timeout=2.0)
     assert {r.failure for r in records[:-1]} == set(kinds.values())
@@ -98,7 +78,7 @@ def test_failures_are_told_apart_and_are_in_no_latency():
     assert records[0].detail == "2 requests are waiting, as many as may"
     assert len(records[2].times) == 2  # what came of it before it died
     found = Figures(records)
-    assert found.failures == dict.fromkeys(kinds.values(), 1)
+    assert found.failures == {**dict.fromkeys(kinds.values(), 1), "error in the stream": 3, "no HTTP": 2}
     assert len(found.latencies["ttft"].values) == found.completed == 1
     assert found.output_tokens == 4
 
@@ -111,6 +91,19 @@ def test_where_nobody_listens():
 
     (record,) = asyncio.run(run())
     assert record.failure == "no connection"
+
+
+def test_connecting_is_the_requests_time_and_no_lateness(monkeypatch):
+    connect = Http._connect
+
+    async def slowly(http):
+        await asyncio.sleep(0.3)
+        return await connect(http)
+
+    monkeypatch.setattr(Http, "_connect", slowly)
+    (record,), _ = drive([job("a", due=0.05)])
+    assert record.ttft >= 0.3
+    assert 0 <= record.lag < 0.3
 
 
 def test_several_tokens_in_a_piece():
@@ -157,7 +150,7 @@ def test_connections_are_used_again():
 
 def test_two_processes_share_jobs_and_seats():
     ends = []
-    with elsewhere() as (url, server):
+    with (server := Scripted()).elsewhere() as url:
         records, _ = processes.drive(Target(url, model="m"), [job("a", 30, due=i / 1000) for i in range(60)], 3, 2, ends.append)
     assert [r.due for r in records] == [i / 1000 for i in range(60)]
     assert all(r.ok and r.output_tokens == 30 for r in records)
@@ -171,7 +164,7 @@ def test_more_processes_than_seats():
 
 
 def test_a_run_is_warmed_up_with_other_prompts_and_a_refusal_ends_it():
-    with elsewhere() as (url, _):
+    with Scripted().elsewhere() as url:
         run = measure(Target(url, model="m"), [job("untold", 3)])
         assert [r.ok for r in run.records] == [True]
         told = "The server tells no usage: output tokens are the pieces of its streams, input tokens what was asked for."
@@ -181,7 +174,7 @@ def test_a_run_is_warmed_up_with_other_prompts_and_a_refusal_ends_it():
 
 
 def test_a_server_that_still_loads_is_waited_for():
-    with elsewhere() as (url, server):
+    with (server := Scripted()).elsewhere() as url:
         loading = Target(url, model="m", fields={"prompt": "loading"})
         with pytest.raises(ChairliftError, match="HTTP 503"):
             wait_until_ready(loading, 0)
@@ -190,7 +183,7 @@ def test_a_server_that_still_loads_is_waited_for():
 
 
 def test_what_a_server_lists():
-    with elsewhere() as (url, _):
+    with Scripted().elsewhere() as url:
         assert wait_for(Target(url), 0) == [{"id": "scripted", "max_model_len": 1000}]
     with pytest.raises(ChairliftError, match="no server answers at"):
         asyncio.run(models(Target(url)))

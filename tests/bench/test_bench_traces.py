@@ -2,10 +2,19 @@ import gzip
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from chairlift.bench import traces
 from chairlift.bench.traces import TraceRequest, read
+from chairlift.bench.workload import trace_jobs
 from chairlift.errors import InvalidTrace
+from chairlift.sim.run import ready, run
+from chairlift.sim.steps import StepTime
+from chairlift.sim.workload import Workload
+
+LIMITS = {"num_blocks": 101, "block_size": 16, "max_tokens": 512, "max_seqs": 16, "max_model_len": 1024}
+"""Of a machine that refuses what is too long for it."""
 
 AZURE_2023 = """\
 TIMESTAMP,ContextTokens,GeneratedTokens
@@ -97,9 +106,9 @@ def test_our_own(trace):
     assert requests == [TraceRequest(0.0, 396, 109), TraceRequest(1.25, 600, 44, (7, 8), "alice")]
 
 
-def test_our_own_on_mooncakes_ticks_is_spread_but_a_burst_without_blocks_is_meant(trace):
+def test_bursts_of_our_own_are_meant(trace):
     blocks = "arrival_s,prompt_tokens,output_tokens,hash_ids\n0,5,5,1\n0,5,5,2\n3.001,5,5,3\n"
-    assert [request.arrival for request in read(trace(blocks))] == [0.0, 1.5, 3.0]
+    assert [request.arrival for request in read(trace(blocks))] == [0.0, 0.0, 3.001]
     burst = "arrival_s,prompt_tokens,output_tokens\n0,5,5\n0,5,5\n3,5,5\n"
     assert [request.arrival for request in read(trace(burst))] == [0.0, 0.0, 3.0]
 
@@ -125,8 +134,20 @@ def test_gzip_and_a_byte_order_mark(tmp_path):
         (BURSTGPT + "50,GPT-4\n", "line 6: Request tokens is missing"),
         (OURS + "2,many,3,,\n", "line 4: prompt_tokens is 'many', expected a whole number"),
         (OURS + "2,3,3,1|b,\n", "line 4: hash_ids is '1|b', expected numbers with | between them"),
-        (OURS + "nan,3,3,,\n", "line 4: times must be finite, and lengths not negative"),
-        (OURS + "2,-3,3,,\n", "line 4: times must be finite, and lengths not negative"),
+        (OURS + "nan,3,3,,\n", "line 4: times must be finite, and at most 1e+09 s from the first, got nan s"),
+        (OURS.replace("1.5", "inf"), "line 2: times must be finite"),
+        (OURS + "1e30,3,3,,\n", "line 4: times must be finite, and at most 1e+09 s from the first, got 1e+30 s"),
+        (OURS + "2,-3,3,,\n", "line 4: lengths must be from 0 to 10,000,000 tokens"),
+        (OURS + "2,3,99999999999999999999,,\n", "line 4: lengths must be from 0 to 10,000,000 tokens"),
+        (OURS + "2,3,3,-1,\n", "line 4: hash ids must be from 0 to 2**62"),
+        ('arrival_s,"prompt', "line 1: is no CSV"),
+        ('{"timestamp": Infinity, "input_length": 3, "output_length": 1}', "line 1: times must be finite"),
+        ('{"timestamp": 1, "input_length": Infinity, "output_length": 1}', "line 1: input_length is inf, expected a whole number"),
+        ('{"timestamp": 1, "input_length": 2.5, "output_length": 1}', "line 1: input_length is 2.5, expected a whole number"),
+        ('{"timestamp": 1, "input_length": 2, "output_length": 1, "hash_ids": "12"}', "line 1: hash_ids is '12', expected a list"),
+        ('{"a":' * 100_000, "line 1: is JSON in too many brackets"),
+        ("[" * 100_000, "is JSON in too many brackets"),
+        ('[{"conversations": [{"value": null}, {"value": "a"}]}]', "conversation 1: expected `conversations`"),
         ("arrival_s,prompt_tokens,output_tokens\n1,2,0\n", "has no request with a prompt and an output"),
         (json.dumps(MOONCAKE[0]) + "\n{'a': 1}\n", "line 2: is no JSON: Expecting property name enclosed in double quotes at column 2"),
         (json.dumps(MOONCAKE[0]) + "\n[1]\n", "line 2: expected a JSON object"),
@@ -152,6 +173,56 @@ def test_a_missing_and_a_broken_file(tmp_path):
     (tmp_path / "binary").write_bytes(b"\x89PNG\xff\xfe")
     with pytest.raises(InvalidTrace, match="is not text"):
         read(tmp_path / "binary")
+
+
+def test_times_may_be_negative_and_in_any_order(trace):
+    assert lengths(read(trace("arrival_s,prompt_tokens,output_tokens\n2,1,1\n-3,2,2\n0,3,3\n"))) == [(0.0, 2, 2), (3.0, 3, 3), (5.0, 1, 1)]
+
+
+PIECES = [
+    *',\n\r"|{}[]:\0\ufeff',
+    "\n",
+    "nan",
+    "inf",
+    "-1",
+    "1e400",
+    "9" * 30,
+    "2.5",
+    "é",
+    "\ud800",
+    "null",
+    "true",
+    '"timestamp"',
+    '"hash_ids"',
+]
+WHOLE = [AZURE_2023, BURSTGPT, BURSTGPT_3, "\n".join(map(json.dumps, MOONCAKE)), OURS, json.dumps(SHAREGPT)]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(WHOLE), st.data(), st.booleans())
+def test_whatever_is_in_a_file_it_is_read_or_refused(tmp_path, whole, data, packed):
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(whole)))
+        gone = data.draw(st.sampled_from([0, 1, 5, len(whole)]))
+        whole = whole[:at] + data.draw(st.sampled_from(["", *PIECES]) | st.text(max_size=5)) + whole[at + gone :]
+    content = whole.encode("utf-8", "surrogatepass")
+    if packed:
+        content = gzip.compress(content)[: data.draw(st.integers(1, 400))]
+    (tmp_path / "a_trace").write_bytes(content)
+    try:
+        requests, told = read(tmp_path / "a_trace"), ""
+    except InvalidTrace as error:
+        requests, told = [], str(error)
+    if told:
+        assert "a_trace" in told
+        assert "\n" not in told
+        return
+    assert [request.arrival for request in requests] == sorted(request.arrival for request in requests)
+    workload = ready(Workload.of(requests), 2.0, 50)
+    assert run(workload, LIMITS, StepTime.constant(10)).figures()["requests"] == 50
+    for job in trace_jobs(requests):
+        if job.text is None and job.prompt_tokens < 10_000:
+            assert len(job.prompt().split()) == job.prompt_tokens
 
 
 def test_estimated_tokens():

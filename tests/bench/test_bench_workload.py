@@ -20,6 +20,15 @@ def test_arrivals_are_the_same_for_a_seed_and_end_when_they_should():
     assert 0 < first_gap < 3  # what was taken off so that the first comes at 0
 
 
+@pytest.mark.parametrize("burstiness", [0.01, 1e-9, 1e6])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_burstiest_and_the_most_even_have_times(burstiness, count):
+    for seed in range(200):
+        times = arrivals(count, 2.0, burstiness, seed)
+        assert times[0] == 0
+        assert all(0 <= time <= count / 2.0 for time in times)
+
+
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_gaps_are_as_bursty_as_asked(burstiness):
     times = arrivals(20000, 10.0, burstiness, seed=1)
@@ -64,7 +73,7 @@ def test_equal_blocks_of_a_trace_are_equal_words():
 
 def test_a_trace_without_blocks_shares_nothing_and_goes_by_faster():
     requests = [TraceRequest(1.0, 50, 9, client="a"), TraceRequest(3.0, 50, 8), TraceRequest(4.0, 1, 2, prompt="Why?")]
-    jobs = workload.trace_jobs(requests, speedup=2)
+    jobs = workload.trace_jobs(requests[:2], speedup=2) + workload.trace_jobs(requests[2:], speedup=2)
     assert [(job.due, job.output_tokens, job.client) for job in jobs] == [(0.5, 9, "a"), (1.5, 8, None), (2.0, 2, None)]
     assert jobs[0].prompt() != jobs[1].prompt()
     assert jobs[2].prompt() == "Why?"
@@ -78,9 +87,17 @@ def test_times_and_seats():
 
 
 def test_too_long_ones_are_left_out():
-    jobs = [workload.Job(10, 5), workload.Job(10, 6)]
-    assert workload.fitting(jobs, 15) == jobs[:1]
-    assert workload.fitting(jobs, None) == jobs
+    requests = [TraceRequest(0.0, 10, 5), TraceRequest(0.0, 10, 6)]
+    assert workload.fitting(requests, 15) == requests[:1]
+    assert workload.fitting(requests, None) == requests
+
+
+def test_texts_are_drawn_by_the_seed():
+    requests = [TraceRequest(0.0, 1, 2, prompt=str(number)) for number in range(1000)]
+    first, again, second = ([job.text for job in workload.trace_jobs(requests, seed=seed)] for seed in (1, 1, 2))
+    assert first == again
+    assert sorted(first) == sorted(second) == sorted(request.prompt for request in requests)
+    assert len(set(first[:100]) & set(second[:100])) < 40
 
 
 def test_a_word_is_a_token(model_dir):

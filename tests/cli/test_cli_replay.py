@@ -7,12 +7,15 @@ import subprocess
 import sys
 from contextlib import suppress
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from chairlift import _core
 from chairlift.cli import changes, main
+from chairlift.errors import InvalidSetting
+from chairlift.sim.calibrate import from_journal
 
 ROWS, TOKENS, BLOCKS, BLOCK, CONTEXT = 4, 32, 41, 4, 128
 SHAPES = {
@@ -31,12 +34,19 @@ PROMPT_TOKEN = 987_654
 """Stands in every prompt; a journal must not have it."""
 
 
-def record(*, requests=24, **settings) -> bytes:
-    """The journal of requests that come faster than they are served, some with a common beginning, some with a deadline."""
+class Seen:
+    """What the one that recorded a journal saw itself."""
+
+    def __init__(self):
+        self.journal, self.ledgers, self.steps, self.tokens = b"", [], [], {}
+
+
+def watched(*, requests=24, **settings) -> Seen:
+    """A day of requests that come faster than they are served, some with a common beginning, some with a deadline."""
     limits = {"num_blocks": BLOCKS, "max_tokens": TOKENS, "max_seqs": ROWS, "max_model_len": CONTEXT, "watermark": 2}
     core = _core.Scheduler(block_size=BLOCK, journal=True, **limits | settings)
     buffers = _core.StepBuffers(**{name: np.zeros(shape, np.int32) for name, shape in SHAPES.items()})
-    dice, now, journal, tag = random.Random(1), 7_000_000, b"", 0
+    dice, now, seen, tag = random.Random(1), 7_000_000, Seen(), 0
     arrivals = [now + 3500 * i for i in range(requests)]
     while tag < requests or any(core.stats()[name] for name in ("running", "waiting", "swapped")):
         while tag < requests and arrivals[tag] <= now:
@@ -45,14 +55,26 @@ def record(*, requests=24, **settings) -> bytes:
             with suppress(_core.QueueFull):
                 core.add(tag, np.array(prompt, np.int32), dice.randint(2, 30), [1], arrivals[tag], tenant=tenant, deadline=deadline)
             tag += 1
-        core.expire(now)
+        seen.ledgers += core.expire(now)
         if plan := core.plan(buffers, now):
-            now += 2000 + 100 * plan.num_tokens
-            core.commit(plan, np.array([1 if dice.random() < 0.05 else 5 for _ in range(plan.num_samples)], np.int32), now)
+            took = 2000 + 100 * plan.num_tokens
+            stats = core.stats()
+            seen.steps.append((took, plan.num_seqs, stats["total_blocks"] - stats["free_blocks"]))
+            now += took
+            outputs = core.commit(plan, np.array([1 if dice.random() < 0.05 else 5 for _ in range(plan.num_samples)], np.int32), now)
+            seen.ledgers += outputs.ended
+            for told in np.frombuffer(outputs.tags, np.int64).tolist():
+                seen.tokens.setdefault(told, []).append(now)
         else:
             now += 100
-        journal += core.journal()
-    return journal + core.journal()
+        seen.journal += core.journal()
+    seen.journal += core.journal()
+    return seen
+
+
+def record(**settings) -> bytes:
+    """The journal of such a day."""
+    return watched(**settings).journal
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +124,38 @@ def test_a_journal_proves_itself(replay, file):
     ended = [int(table[name][0]) for name in ("finished", "missed their deadline")]
     assert sum(ended) == 24
     assert ended[1] > 0
-    assert table["refused"] == ["-"]
+    assert "refused" not in table, "the journal does not tell"
     assert table["time to first token, p99"][0].endswith("ms")
     assert table["prompt tokens found in cache"][0].endswith("%")
     assert "failed" not in table
     assert all(len(cells) == 1 for label, cells in table.items() if label in ("requests", "steps", "output tokens a second"))
+
+
+def test_the_recorded_figures_are_what_the_one_that_recorded_saw_to_the_digit(replay, tmp_path):
+    seen, path = watched(), tmp_path / "seen.journal"
+    path.write_bytes(seen.journal)
+    [recorded] = json.loads(replay(path, "--json")[1])["runs"]
+
+    def percentile(values, percent):
+        return sorted(values)[-(-len(values) * percent // 100) - 1] / 1e6
+
+    done = [ledger for ledger in seen.ledgers if ledger["finish"] in ("stop", "length")]
+    first = [ledger["first_token"] - ledger["arrived"] for ledger in seen.ledgers if ledger["first_token"] is not None]
+    whole = [ledger["ended"] - ledger["arrived"] for ledger in done]
+    gaps = [after - before for times in seen.tokens.values() for before, after in pairwise(times)]
+    busy, cache = sum(took for took, _, _ in seen.steps), BLOCKS - 1
+    figures = recorded["figures"]
+    for percent in (50, 90, 99):
+        assert figures[f"ttft_p{percent}_s"] == percentile(first, percent)
+        assert figures[f"end_to_end_p{percent}_s"] == percentile(whole, percent)
+        assert figures[f"itl_p{percent}_s"] == pytest.approx(percentile(gaps, percent), rel=0.004)
+    assert (figures["finished"], figures["missed_deadline"], figures["steps"]) == (len(done), 24 - len(done), len(seen.steps))
+    assert figures["batch_mean"] == sum(took * batch for took, batch, _ in seen.steps) / busy
+    assert figures["kv_used_mean"] == sum(took * blocks for took, _, blocks in seen.steps) / (busy * cache)
+    assert figures["batch_max"] == max(batch for _, batch, _ in seen.steps) == ROWS
+    assert figures["kv_used_max"] == max(blocks for _, _, blocks in seen.steps) / cache
+    assert figures["tokens_per_s"] == sum(map(len, seen.tokens.values())) / figures["span_s"]
+    assert recorded["timeline"]["time"][0] == 0
 
 
 def test_a_journal_has_no_tokens(journal):
@@ -123,13 +172,19 @@ def test_a_change_stands_beside_the_simulation_without_it(replay, file):
     slower = table["time in queue, p99"]
     assert len(slower) == 4
     assert slower[3].startswith("+")
-    assert "Compare the changed run with 'as recorded'" in output
+    assert "'recorded' is what really happened" in " ".join(output.split())
+    assert "Compare changed runs with 'as recorded'" in " ".join(output.split())
 
 
 def test_several_values_are_several_runs(replay, file):
     status, output, _ = replay(file, "--set", "max-num-seqs=1, 2,4", "--set", "watermark=0.1")
     assert status == 0
     assert rows(output)["recorded"] == ["as recorded", *(x for n in (1, 2, 4) for x in (f"max_num_seqs={n}", "change"))]
+    _, output, _ = replay(file, "--set", "max_num_seqs=2", "--json")
+    *_, as_recorded, changed = (run["figures"] for run in json.loads(output)["runs"])
+    assert (as_recorded["batch_max"], changed["batch_max"]) == (4, 2)
+    assert as_recorded["batch_mean"] > changed["batch_mean"] > 1
+    assert as_recorded["tokens_per_s"] > changed["tokens_per_s"]
     _, output, _ = replay(file, "--policy", "fair,shortest", "--set", "max_num_seqs=1,2", "--json")
     assert [run["name"] for run in json.loads(output)["runs"]][2:] == [
         "max_num_seqs=1, scheduling_policy=fair",
@@ -237,9 +292,12 @@ def test_refusals_of_a_shorter_queue_are_counted(replay, file):
 
 
 def test_copies_that_cost_nothing_are_pointed_out(replay, file):
-    assert "are taken to cost nothing" in replay(file, "--set", "host_blocks=8")[1]
-    assert "are taken to cost nothing" not in replay(file, "--set", "host_blocks=8", "--set", "swap_ns_per_block=9")[1]
-    assert "are taken to cost nothing" not in replay(file)[1]
+    def pointed_out(*arguments):
+        return "are taken to cost nothing" in " ".join(replay(file, *arguments)[1].split())
+
+    assert pointed_out("--set", "host_blocks=8")
+    assert not pointed_out("--set", "host_blocks=8", "--set", "swap_ns_per_block=9")
+    assert not pointed_out()
 
 
 @pytest.mark.parametrize(
@@ -333,6 +391,31 @@ def test_calls_that_make_no_sense_together_are_one_line_and_status_1(replay, tmp
     [line] = complaint.splitlines()
     assert line.startswith(f"chairlift: {path}")
     assert "the journal is damaged" in line
+    with pytest.raises(InvalidSetting, match="the journal is damaged"):
+        from_journal(path)
+
+
+def test_a_panic_of_the_core_is_one_line_too(replay, file, monkeypatch):
+    class PanicException(BaseException):
+        """As pyo3 names what a panic becomes."""
+
+    def panic(journal):
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(_core, "step_times", panic)
+    with pytest.raises(InvalidSetting, match="the journal is damaged, its calls make no sense: index out of bounds"):
+        from_journal(file)
+    monkeypatch.setattr(_core, "replay", panic)
+    status, output, complaint = replay(file)
+    assert (status, output) == (1, "")
+    assert "its calls make no sense: index out of bounds" in complaint
+
+
+def test_a_setting_that_is_named_twice_is_refused(replay, file):
+    for twice in (["--set", "max_num_seqs=1", "--set", "max_num_seqs=2"], ["--set", "scheduling_policy=fair", "--policy", "fcfs"]):
+        status, output, complaint = replay(file, *twice)
+        assert (status, output) == (1, "")
+        assert "is set twice: name it once, with commas between its values" in complaint
 
 
 def test_a_file_that_is_not_there_is_one_line_and_status_1(replay, tmp_path):
@@ -342,53 +425,62 @@ def test_a_file_that_is_not_there_is_one_line_and_status_1(replay, tmp_path):
 
 
 class _Page(HTMLParser):
-    """What a page loads from elsewhere, and what its scripts draw."""
+    """What a page loads from elsewhere, its words, and the curves that each of its plots draws."""
 
-    def __init__(self):
+    def __init__(self, path):
         super().__init__()
-        self.loads, self.scripts = [], []
+        self.loads, self.words, self.plots, self._tag, self._in = [], "", {}, None, None
+        self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attrs):
         self.loads += [value for name, value in attrs if name in ("src", "href")]
+        if tag == "svg":
+            self.plot = self.plots.setdefault(dict(attrs)["aria-label"], [])
+        if tag == "path" and self._in is not None:
+            self.plot.append(self._in)
+        self._tag = tag
+
+    def handle_endtag(self, tag):
+        self._in = None if tag == "g" else self._in
+        self._tag = None
 
     def handle_data(self, data):
-        self.scripts += [data] if "Plotly.newPlot" in data else []
+        self.words += data + "\n"
+        if self._tag == "title" and self.plots:
+            self._in = data
 
 
-def test_the_plots_are_one_page_that_needs_nothing_else(replay, file, tmp_path):
+def test_the_page_shows_what_was_and_what_would_have_been_in_each_plot(replay, file, tmp_path):
     path = tmp_path / "day.html"
-    status, output, _ = replay(file, "--set", "max_num_seqs=1,2", "--plot", str(path))
-    assert status == 0
-    assert output.endswith(f"\nPlots: {path}\n")
-    page = _Page()
-    page.feed(path.read_text(encoding="utf-8"))
+    assert replay(file, "--set", "max_num_seqs=1,2", "--report", str(path))[0] == 0
+    page = _Page(path)
     assert page.loads == []
-    drawn = "".join(page.scripts[-4:])
-    for words in ("first token", "wait to start", "have started and not ended", "Where a request", "as recorded", "max_num_seqs=1"):
-        assert words in drawn
+    assert list(page.plots) == ["TTFT", "ITL", "TPOT", "E2EL", "Batch", "Waiting", "KV cache", "Tokens in a step"]
+    assert all(curves == ["recorded", "as recorded", "max_num_seqs=1", "max_num_seqs=2"] for curves in page.plots.values()), page.plots
+    for words in (
+        "Every decision came out the same",
+        "Changed: max_num_seqs 4",
+        "what really happened",
+        "KV cache held, mean",
+        "wait_rows",
+    ):
+        assert words in page.words
 
 
-def test_plots_of_the_recorded_run_alone_beside_json(replay, file, tmp_path):
-    status, output, _ = replay(file, "--json", "--plot", str(tmp_path / "day.html"))
+def test_the_page_of_the_recorded_run_alone_beside_json(replay, file, tmp_path):
+    path = tmp_path / "day.html"
+    status, output, _ = replay(file, "--json", "--report", str(path))
     assert status == 0
     assert len(json.loads(output)["runs"]) == 1
-    assert (tmp_path / "day.html").stat().st_size > 1e6
+    assert set(map(tuple, _Page(path).plots.values())) == {("recorded",)}
 
 
-def test_a_plot_that_cannot_be_written_says_so(replay, file, tmp_path):
-    status, _, complaint = replay(file, "--plot", str(tmp_path / "no" / "day.html"))
-    assert status == 1
-    assert "cannot write there (No such file or directory)" in complaint
-
-
-def test_without_plotly_the_plot_tells_how_to_get_it(replay, file, monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "chairlift.cli.plot", raising=False)
-    monkeypatch.setattr("chairlift.cli.plot", None, raising=False)
-    monkeypatch.delattr("chairlift.cli.plot")
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    status, output, complaint = replay(file, "--plot", str(tmp_path / "day.html"))
-    assert (status, output, complaint) == (1, "", "chairlift: --plot needs plotly: pip install 'chairlift[plot]'\n")
-    assert replay(file)[0] == 0
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(file, tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        main.main(["replay", str(file), "--report", str(tmp_path / "no" / "day.html")])
+    assert left.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "there is no directory" in line
 
 
 def test_help_teaches_by_example_and_names_every_setting(capsys):
@@ -400,7 +492,7 @@ def test_help_teaches_by_example_and_names_every_setting(capsys):
     assert all(name in text for name in changes.NAMES)
 
 
-def test_a_table_needs_neither_plotly_nor_torch(file):
+def test_a_table_needs_no_torch(file):
     asked = f"import sys; from chairlift.cli.main import main; main(['replay', {str(file)!r}]); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert not {name.split(".")[0] for name in done.stderr.split()} & {"plotly", "torch", "numpy"}
+    assert not {name.split(".")[0] for name in done.stderr.split()} & {"torch", "transformers"}

@@ -129,7 +129,7 @@ MEASURED = Profile(
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8: here was measured with auto; leave it out"),
         (
             {"kv_cache_memory_bytes": 1 << 30},
-            "--kv-cache-memory-bytes: a measured machine's blocks have no size here: take --num-kv-blocks",
+            "--kv-cache-memory-bytes: a measured machine's blocks have no size here; take --num-kv-blocks",
         ),
         ({"swap_space": 1 << 30}, "--swap-space: a measured machine's blocks have no size here"),
     ],
@@ -147,6 +147,8 @@ def test_a_journal_does_not_name_its_model(tmp_path: Path, capsys: pytest.Captur
     day = str(tmp_path / "day.json")
     assert main.main(["calibrate", "--from-journal", str(tmp_path / "day.journal"), "-o", day]) == 0
     assert (Profile.load(day).model, Profile.load(day).kept) == ("", {})
+    assert main.main(["calibrate", "--from-journal", str(tmp_path / "day.journal"), "--seconds", "5", "-o", day]) == 1
+    assert "--seconds does nothing here: --from-journal runs nothing" in capsys.readouterr().err
     with pytest.raises(InvalidSetting, match="was measured with a model that its file does not name"):
         simulate([TraceRequest(0, 50, 20)], device=day, model="Llama-3.1-8B")
 
@@ -166,6 +168,12 @@ def test_a_journal_does_not_name_its_model(tmp_path: Path, capsys: pytest.Captur
         {"kept": []},
         {"kept": None},
         {"model": 5},
+        {"name": None},
+        {"errors": []},
+        {"errors": {"p50": "much"}},
+        {"errors": {"p90": -0.1}},
+        {"measured": 5},
+        {"measured": {"most_tokens": "64"}},
         {"more": 1},
     ],
 )
@@ -176,6 +184,13 @@ def test_a_file_that_is_no_profile(tmp_path: Path, change: dict[str, Any]) -> No
     (tmp_path / "here.json").write_text(json.dumps(raw | change))
     with pytest.raises(InvalidSetting, match=r"here\.json is no profile of a machine .*; 'chairlift calibrate' writes one"):
         Profile.load(tmp_path / "here.json")
+
+
+def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
+    MEASURED.save(tmp_path / "here.json")
+    raw = json.loads((tmp_path / "here.json").read_text())
+    (tmp_path / "here.json").write_text(json.dumps(raw | {"swap_ns_per_block": 0}))
+    assert Profile.load(tmp_path / "here.json") == MEASURED
 
 
 def test_a_calibration_hears_how_far_it_is(byte_model: Path) -> None:

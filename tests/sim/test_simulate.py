@@ -18,7 +18,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, InvalidTrace, ModelNotFound
 from chairlift.sim.devices import DEVICES, Profile, device, kv_bytes
 from chairlift.sim.result import DEADLINE
-from chairlift.sim.run import machine, run, simulate
+from chairlift.sim.run import basis, machine, run, simulate
 from chairlift.sim.shapes import KNOWN, shape
 from chairlift.sim.steps import Load, StepTime
 from chairlift.sim.workload import COLUMNS, Workload
@@ -122,11 +122,28 @@ def test_sizes_follow_the_machines_memory() -> None:
     assert settings["num_blocks"] == pytest.approx(free / (16 * 131072), rel=0.001)
     with pytest.raises(InvalidSetting, match="no room for a KV cache"):
         machine("Llama-3.1-70B", "H100", EngineConfig())
+    for small in ({"block_size": 10**9}, {"kv_cache_memory_bytes": 10}, {"num_kv_blocks": 1}):
+        with pytest.raises(InvalidSetting, match=r"a KV cache needs two blocks, and [01] of "):
+            machine("Llama-3.1-8B", "H100", EngineConfig(**small))
+    with pytest.raises(InvalidSetting, match="num_blocks 4,294,967,296 is more than 2,147,483,647"):
+        simulate([TraceRequest(0, 1, 1)], model="Llama-3.1-8B", device="H100", num_kv_blocks=2**32)
     halved = machine("Llama-3.1-8B", "H100", EngineConfig(kv_cache_dtype="fp8"))[0]
     assert halved["num_blocks"] == pytest.approx(2 * settings["num_blocks"], rel=0.001)
     for refused in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}):
         with pytest.raises(InvalidSetting, match="int8"):
             machine("Llama-3.1-8B", "H100", EngineConfig(**refused))
+
+
+def test_the_cpu_keeps_weights_as_asked_and_says_how() -> None:
+    one = Load(0, 1, 0, 0)
+    usual, none = (machine("Llama-3.2-1B", "cpu", EngineConfig(quantization=how))[1](one) for how in ("auto", "none"))
+    assert none > 3 * usual, "four bytes a weight for one"
+    said = basis("Llama-3.2-1B", device("cpu"), EngineConfig(quantization="none", kv_cache_dtype="int8"))
+    assert said.endswith("Weights are taken to be in float32, keys and values in int8.")
+    assert basis(None, device("cpu"), EngineConfig(model="Llama-3.2-1B")).endswith(
+        "Weights are taken to be in int8, keys and values in float32."
+    )
+    assert basis("Llama-3.1-8B", device("H100"), EngineConfig()).endswith("in bfloat16, keys and values in bfloat16.")
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
@@ -135,7 +152,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         device("H300")
     with pytest.raises(ModelNotFound, match=r"Llama-3\.1-8B"):
         shape(str(tmp_path / "nothing"))
-    for wrong in ({"rate_scale": 0}, {"requests": 0}, {"replicas": 0}):
+    for wrong in ({"rate_scale": 0}, {"rate_scale": float("nan")}, {"rate_scale": float("inf")}, {"requests": 0}, {"replicas": 0}):
         with pytest.raises(InvalidSetting, match=r"at least|above 0"):
             simulate(trace, model="Llama-3.1-8B", device="H100", **wrong)
     with pytest.raises(InvalidSetting, match="round-robin, least-loaded, prefix-aware"):
@@ -146,9 +163,22 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         run(trace, LIMITS | {"num_blocks": 1}, StepTime.constant(1))
     with pytest.raises(InvalidSetting, match="negative"):
         run(trace.with_(prompt=-1), LIMITS, StepTime.constant(1))
+    with pytest.raises(InvalidSetting, match="a thousand years"):
+        simulate([TraceRequest(0, 1, 1), TraceRequest(9e8, 1, 1)], model="Llama-3.1-8B", device="H100", requests=1000)
     (tmp_path / "odd.json").write_text("[]")
     with pytest.raises(InvalidSetting, match="no profile"):
         Profile.load(tmp_path / "odd.json")
+
+
+def test_a_directory_goes_before_a_known_model_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Llama-3.1-8B").mkdir()
+    assert shape("Llama-3.1-8B").num_layers == shape("meta-llama/Llama-3.1-8B-Instruct").num_layers == 32  # a directory with nothing in it
+    (tmp_path / "Llama-3.1-8B" / "config.json").write_text(json.dumps(KNOWN["Llama-3.2-1B"]))
+    for name in ("Llama-3.1-8B", "./Llama-3.1-8B", str(tmp_path / "Llama-3.1-8B")):
+        assert shape(name).num_layers == 16
+    with pytest.raises(ModelNotFound, match="Mistral-7B"):
+        shape("./Mistral-7B")
 
 
 def test_simulate_is_a_name_of_the_package() -> None:
@@ -169,11 +199,14 @@ def test_the_command_prints_a_table_json_and_a_page(capsys: pytest.CaptureFixtur
     asked = ["simulate", "--trace", str(CONV), "--model", "Llama-3.1-8B", "--device", "H100", "--num-requests", "300"]
     assert main.main([*asked, "--policy", "shortest", "--max-num-seqs", "8", "--report", str(tmp_path / "page.html")]) == 0
     table = capsys.readouterr().out
+    assert "simulated with 300 requests of it" in (tmp_path / "page.html").read_text()
     assert "time to first token, p50" in table
     assert "times real time" in table
     page = _Page()
     page.feed((tmp_path / "page.html").read_text())
     assert not page.outside, "the page needs no network"
+    for told in (" ".join(table.split()), (tmp_path / "page.html").read_text()):
+        assert "80% of its bandwidth, 60% of its peak, 0.5 ms a step more) are assumptions, not measurements" in told
     assert main.main([*asked, "--json", "--batching", "static", "--static-batch-size", "4", "--max-num-seqs", "4"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["figures"]["finished"] == 300

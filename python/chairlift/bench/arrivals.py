@@ -16,8 +16,8 @@ def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) ->
     """
     gaps = _gaps(itertools.repeat(rate, count), burstiness, seed)
     times = list(itertools.accumulate(gaps))
-    stretch = (count / rate) / times[-1]
-    return [(time - times[0]) * stretch for time in times]
+    whole = times[-1] or 1.0  # very bursty gaps may all be too short for a number
+    return [(time - times[0]) / whole * (count / rate) for time in times]
 
 
 def ramp(count: int, start: float, end: float, *, exponential: bool = False, burstiness: float = 1.0, seed: int = 0) -> list[float]:

@@ -13,13 +13,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from chairlift.bench.http import Address, Events, Http, Malformed, Response
+from chairlift.bench.http import Address, Events, Http, Malformed, Response, Unreachable
 from chairlift.bench.record import Record
 from chairlift.bench.workload import Job
 from chairlift.errors import ChairliftError
 
 DETAIL = 300
 """Characters that are kept of what a server says to a failure."""
+
+_KINDS: tuple[tuple[type[Exception], str], ...] = (
+    (Unreachable, "no connection"),
+    (TimeoutError, "timed out"),
+    (OSError, "connection lost"),
+    (Malformed, "no HTTP"),
+    (Exception, "error in the stream"),
+)
+"""What an exchange that raises is counted as."""
 
 _DELTAS = ("content", "reasoning_content", "reasoning", "tool_calls")
 """What a chat's delta may bring tokens in."""
@@ -89,9 +98,10 @@ class Answer:
             if self._brings(choice, ended):
                 self._record.times.append(now)
         if usage := event.get("usage"):
-            self._record.prompt_tokens = usage["prompt_tokens"]
-            self._record.output_tokens = usage["completion_tokens"]
-            self._record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            self._record.prompt_tokens = int(usage["prompt_tokens"])
+            self._record.output_tokens = int(usage["completion_tokens"])
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            self._record.cached_tokens = None if cached is None else int(cached)
             self._told = True
         if error := event.get("error"):
             self._fail("error in the stream", error.get("message", "") if isinstance(error, dict) else str(error))
@@ -132,28 +142,18 @@ def _message(body: bytes) -> str:
 
 
 async def ask(http: Http, target: Target, request: bytes, record: Record, began: float) -> None:
-    """Sends a request and fills its record; whatever goes wrong is in it."""
+    """Sends a request and fills its record; whatever goes wrong is in it. Where there is no open connection, making one is part of it."""
     answer = Answer(record, chat=target.chat, began=began)
-    connected = False
-
-    def on_sent() -> None:
-        nonlocal connected
-        connected = True
-        record.sent = time.perf_counter() - began
-
+    record.sent = time.perf_counter() - began
     try:
         async with asyncio.timeout(target.timeout):
-            response = await http.exchange(request, answer.take, on_sent)
+            response = await http.exchange(request, answer.take)
         answer.finish(response)
-    except TimeoutError:
-        record.failure, record.detail = "timed out", f"no end after {target.timeout:g} s"
-    except OSError as error:
-        record.failure, record.detail = "connection lost" if connected else "no connection", str(error)[:DETAIL]
-    except (Malformed, ValueError, KeyError, TypeError, AttributeError) as error:
-        record.failure, record.detail = "no HTTP" if isinstance(error, Malformed) else "error in the stream", str(error)[:DETAIL]
+    except Exception as error:  # a server may send anything
+        record.failure = next(name for kind, name in _KINDS if isinstance(error, kind))
+        told = str(error) or (f"no end after {target.timeout:g} s" if isinstance(error, TimeoutError) else repr(error))
+        record.detail = told[:DETAIL]
     record.end = time.perf_counter() - began
-    if not connected:
-        record.sent = record.end
 
 
 async def models(target: Target) -> list[dict[str, Any]]:
@@ -162,12 +162,12 @@ async def models(target: Target) -> list[dict[str, Any]]:
     hint = "is the server up, and is --base-url its address?"
     try:
         async with asyncio.timeout(60):
-            response = await http.exchange(http.request("GET", "/v1/models"), lambda _, data, now: body.extend(data), lambda: None)
+            response = await http.exchange(http.request("GET", "/v1/models"), lambda _, data, now: body.extend(data))
         if response.status == 401:
             raise ChairliftError(f"{target.url} wants an API key: give it with --api-key or --header Authorization='Bearer KEY'")
         return [dict(model) for model in json.loads(body)["data"]]
-    except (OSError, TimeoutError) as error:
-        raise ChairliftError(f"no server answers at {target.url} ({error}); {hint}") from None
+    except OSError as error:
+        raise ChairliftError(f"no server answers at {target.url} ({str(error) or 'not within a minute'}); {hint}") from None
     except (Malformed, ValueError, KeyError, TypeError) as error:
         raise ChairliftError(f"{target.url}/v1/models lists no models ({error}): name one with --model; {hint}") from None
     finally:

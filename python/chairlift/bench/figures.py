@@ -95,8 +95,10 @@ class Figures:
         self.goodput = goodput
         self.good = sum(map(goodput.met, records)) if goodput else None
         """Requests that met the targets, where there are some."""
-        self.peak_concurrency = max(concurrency((record.sent, record.end) for record in done)[1], default=0)
         first = min((record.sent for record in done), default=0.0)
+        seconds = ((int(record.sent - first), int(record.times[-1] - first) + 1) for record in done)
+        self.peak_concurrency = max(concurrency(seconds)[1], default=0)
+        """Most requests that were in flight within one second, one after the other or at a time."""
         per_second: dict[int, float] = {}
         for record in done:
             for time in record.times:

@@ -1,6 +1,6 @@
 """HTTP/1.1 answers as they come in, with little work for each piece: a client that is slow makes its server look slow.
 
-A general client takes twice as long for a piece of a stream, or more (docs/benchmarks.md has the numbers).
+`benches/client.py` measures that work, beside a general client's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ HEAD_BYTES = 64 * 1024
 
 class Malformed(Exception):
     """What came is no HTTP/1.1."""
+
+
+class Unreachable(OSError):
+    """No connection came about."""
 
 
 class Response:
@@ -87,6 +91,8 @@ class Response:
         while (end := data.find(b"\r\n", at)) >= 0:
             try:
                 size = int(data[at:end].partition(b";")[0], 16)
+                if size < 0:
+                    raise ValueError
             except ValueError:
                 raise Malformed(f"a chunk begins with {data[at:end]!r:.40}") from None
             if not size:
@@ -200,16 +206,15 @@ class Http:
         length = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
         return f"{method} {self._address.path}{path} HTTP/1.1\r\n{self._head}{length}\r\n".encode() + body
 
-    async def exchange(self, request: bytes, take: Callable[[Response, bytes, float], None], on_sent: Callable[[], None]) -> Response:
+    async def exchange(self, request: bytes, take: Callable[[Response, bytes, float], None]) -> Response:
         """Sends a request and returns when the answer is over; `take` gets each piece of its body and the time when it came.
 
-        Raises OSError where there is no connection or it breaks, Malformed, and what `take` raises.
+        Raises Unreachable, OSError where a connection breaks, Malformed, and what `take` raises.
         """
         connection = self._reused() or await self._connect()
         connection.response, connection.take = Response(), take
         connection.over = asyncio.get_running_loop().create_future()
         try:
-            on_sent()
             connection.transport.write(request)
             await connection.over
         finally:
@@ -235,9 +240,12 @@ class Http:
         return None
 
     async def _connect(self) -> _Connection:
-        transport, connection = await asyncio.get_running_loop().create_connection(
-            _Connection, *self._where, ssl=self._tls, server_hostname=self._address.host if self._tls else None
-        )
+        try:
+            transport, connection = await asyncio.get_running_loop().create_connection(
+                _Connection, *self._where, ssl=self._tls, server_hostname=self._address.host if self._tls else None
+            )
+        except OSError as error:
+            raise Unreachable(str(error)) from None
         # A name is looked up once: that goes through a thread, and a name may have addresses where nobody listens.
         self._where = transport.get_extra_info("peername")[:2]
         return connection

@@ -28,7 +28,7 @@ async def drive(
 
     Jobs go out when they are due, at most `seats` at a time; those without a time go when a seat is free, which is when they are due.
     `start` is called when all is prepared and gives the start by `time.perf_counter`, which all processes share; `on_end` hears of each
-    end, and whether it was a good one.
+    end, and whether it was a good one. Cancelling it, as Ctrl-C does, ends the load: the records are of those that have ended.
     """
     _allow_sockets()
     http = target.http()
@@ -53,9 +53,9 @@ async def drive(
         if on_end is not None:
             on_end(record.ok)
 
-    await asyncio.sleep(began - time.perf_counter())
     cpu = time.process_time()
     try:
+        await asyncio.sleep(began - time.perf_counter())
         for job, request in zip(jobs, requests, strict=True):
             if job.due is not None:
                 await asyncio.sleep(max(0.0, began + job.due - time.perf_counter()))
@@ -67,12 +67,14 @@ async def drive(
             running.add(task)
             task.add_done_callback(running.discard)
         await asyncio.gather(*running)
+    except asyncio.CancelledError:
+        records = [record for record in records if record.end]
     finally:
         for task in running:
             task.cancel()
         http.close()
         gc.unfreeze()
-    return records, (time.process_time() - cpu) / (time.perf_counter() - began)
+    return records, (time.process_time() - cpu) / max(time.perf_counter() - began, HEAD_START)
 
 
 async def warm_up(target: Target, jobs: Sequence[Job]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -59,20 +60,31 @@ def measure(
 ) -> Run:
     """Warms the server up, puts the load on it from `workers` processes, and notes what disturbed the numbers.
 
-    `progress` is what the bar says; None shows none. Raises ChairliftError if the server refuses the very first request.
+    `progress` is what the bar says; None shows none. Ctrl-C ends the load, and the run is of what had ended by then. Raises ChairliftError
+    if the server refuses the very first request.
     """
-    if warmups:
-        # Words of their own: a prompt of the run would be in the server's cache when its turn comes.
-        asyncio.run(warm_up(target, random_jobs(warmups, *WARM_UP, seed=-1)))
     with _bar(progress, len(jobs)) as on_end:
+        if warmups:
+            # Words of their own: a prompt of the run would be in the server's cache when its turn comes.
+            asyncio.run(warm_up(target, random_jobs(warmups, *WARM_UP, seed=-1)))
         records, share = processes.drive(target, jobs, seats, workers, on_end)
-    return Run(records, cpu_share=share, notes=notes(records, share))
+    run = Run(records, cpu_share=share, notes=notes(records, share), interrupted=len(records) < len(jobs))
+    if run.interrupted:
+        run.notes.insert(0, f"Interrupted: {len(records)} of {len(jobs)} requests had ended, and the numbers are of these.")
+    return run
 
 
 def notes(records: Sequence[Record], cpu_share: float | None) -> list[str]:
     """What a reader has to know about the numbers, in whole sentences."""
     done = [record for record in records if record.ok]
     found = []
+    if failures := Counter(record.failure for record in records if not record.ok):
+        kind = failures.most_common(1)[0][0]
+        said = Counter(record.detail for record in records if record.failure == kind).most_common(1)[0][0]
+        found.append(
+            f"{failures.total()} of {len(records)} requests failed, most of them with {kind}: {' '.join(said.split())} (--save-detailed "
+            "tells of each)."
+        )
     if cpu_share is not None and cpu_share > BUSY:
         found.append(
             f"One process of the client used {cpu_share:.0%} of a core: its own delays are in these numbers. Give it more with --processes."

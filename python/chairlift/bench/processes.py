@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
 from chairlift.bench import load
@@ -45,6 +48,8 @@ def drive(
     finally:
         for child in multiprocessing.active_children():
             child.terminate()
+        for pipe in pipes:
+            pipe.close()
     records = sorted((record for part, _ in parts for record in part), key=lambda record: record.due)
     return records, max(share for _, share in parts)
 
@@ -56,23 +61,59 @@ def _gather(pipes: Sequence[Connection], on_end: Callable[[bool], None] | None) 
     for pipe in pipes:
         pipe.send(began)
     parts, open_ = [], set(pipes)
-    while open_:
-        for pipe in [pipe for pipe in wait(list(open_)) if isinstance(pipe, Connection)]:
-            told = pipe.recv()
-            if not isinstance(told, bool):
-                parts.append(told)
-                open_.discard(pipe)
-            elif on_end is not None:
-                on_end(told)
+    with _interrupts_told_to(pipes):
+        while open_:
+            for pipe in [pipe for pipe in wait(list(open_)) if isinstance(pipe, Connection)]:
+                told = pipe.recv()
+                if not isinstance(told, bool):
+                    parts.append(told)
+                    open_.discard(pipe)
+                elif on_end is not None:
+                    on_end(told)
     return parts
 
 
+@contextlib.contextmanager
+def _interrupts_told_to(pipes: Sequence[Connection]) -> Iterator[None]:
+    """Ctrl-C asks the processes for what they have so far; a second one ends at once."""
+    if threading.current_thread() is not threading.main_thread():  # signals come to the main thread only
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        for pipe in pipes:
+            with contextlib.suppress(OSError):  # it is done
+                pipe.send(None)
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _work(target: Target, jobs: Sequence[Job], seats: int | None, pipe: Connection) -> None:
-    """One process's part."""
+    """One process's part; a message after the start, or the other side's end, ends it early."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all processes; the first of them passes it on
 
-    def start() -> float:
-        pipe.send(True)
-        began: float = pipe.recv()
-        return began
+    async def part() -> tuple[list[Record], float]:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
 
-    pipe.send(asyncio.run(load.drive(target, jobs, seats, start, pipe.send)))
+        def listen() -> None:
+            with contextlib.suppress(OSError, EOFError):
+                pipe.recv()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended by itself
+                loop.call_soon_threadsafe(task.cancel)
+
+        def start() -> float:
+            pipe.send(True)
+            began: float = pipe.recv()
+            threading.Thread(target=listen, daemon=True).start()
+            return began
+
+        return await load.drive(target, jobs, seats, start, pipe.send)
+
+    pipe.send(asyncio.run(part()))

@@ -19,6 +19,7 @@ class Record:
     seated: float = 0.0
     """When the concurrency cap let it go; `due` where there is none."""
     sent: float = 0.0
+    """When the client began to send it, and to connect where it had no open connection."""
     times: list[float] = field(default_factory=list)
     """When each piece of the answer came: a token, or several where a server sends them together."""
     end: float = 0.0
@@ -86,3 +87,5 @@ class Run:
     """The part of a core that the busiest process of the client used, where there was one."""
     notes: list[str] = field(default_factory=list)
     """What the reader has to know about the numbers."""
+    interrupted: bool = False
+    """Whether somebody ended it early; what had not ended by then is not among the records."""

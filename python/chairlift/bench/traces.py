@@ -6,7 +6,6 @@ import csv
 import gzip
 import itertools
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +19,14 @@ Row = TypeVar("Row")
 
 HASH_BLOCK = 512
 """Tokens that a hash id of a Mooncake trace stands for."""
+
+MOST_TOKENS = 10**7
+"""Tokens of a prompt or an output at most: as many as the longest contexts have."""
+
+LONGEST = 1e9
+"""Seconds that a time may lie from that of the first line: thirty years."""
+
+_LARGEST_ID = 2**62
 
 _MOONCAKE_TICK = 3.0
 """Seconds that Mooncake's times were rounded to."""
@@ -128,13 +135,15 @@ def _requests(name: str, file: TextIO, tokens: Callable[[str], int]) -> Iterator
 
 def _csv(name: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
     rows = csv.DictReader(lines, strict=True)
-    header = rows.fieldnames or ()
+    try:
+        header = rows.fieldnames or ()
+    except csv.Error as error:
+        raise InvalidTrace(f"{name}, line 1: is no CSV: {error}") from None
     form = next((form for form in _FORMS if {form.arrival, form.prompt, form.output} <= set(header)), None)
     if form is None:
         raise InvalidTrace(f"{name}, line 1: has the columns {','.join(header)!r:.100}; {_EXPECTED}")
     requests = _checked(name, _numbered(name, rows), lambda row: _from_row(form, row))
-    tick = _MOONCAKE_TICK if "hash_ids" in header else form.tick
-    return _spread(requests, tick) if tick else requests
+    return _spread(requests, form.tick) if form.tick else requests
 
 
 def _numbered(name: str, rows: csv.DictReader[str]) -> Iterator[tuple[int, Mapping[str, str]]]:
@@ -147,7 +156,7 @@ def _numbered(name: str, rows: csv.DictReader[str]) -> Iterator[tuple[int, Mappi
 
 def _from_row(form: _Columns, row: Mapping[str, str]) -> TraceRequest:
     arrival = _read(form.time, row, form.arrival, "a time")
-    lengths = _read(int, row, form.prompt, "a whole number"), _read(int, row, form.output, "a whole number")
+    lengths = _read(_whole, row, form.prompt, "a whole number"), _read(_whole, row, form.output, "a whole number")
     ids = _read(_ids, row, "hash_ids", "numbers with | between them") if row.get("hash_ids") else None
     return TraceRequest(arrival, *lengths, ids, row.get(form.client) or None)
 
@@ -157,16 +166,31 @@ def _from_json(line: str) -> TraceRequest:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"is no JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("is JSON in too many brackets") from None
     if not isinstance(row, dict):
         raise ValueError("expected a JSON object")
     arrival = _read(float, row, "timestamp", "milliseconds") / 1000
-    lengths = _read(int, row, "input_length", "a whole number"), _read(int, row, "output_length", "a whole number")
-    ids = _read(lambda ids: tuple(map(int, ids)), row, "hash_ids", "a list of numbers") if row.get("hash_ids") else None
+    lengths = _read(_whole, row, "input_length", "a whole number"), _read(_whole, row, "output_length", "a whole number")
+    ids = _read(_listed, row, "hash_ids", "a list of numbers") if row.get("hash_ids") else None
     return TraceRequest(arrival, *lengths, ids)
+
+
+def _whole(value: Any) -> int:
+    """A number of JSON or of a text; raises ValueError for one with a fraction, which `int` would cut off."""
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    return int(value)
 
 
 def _ids(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split("|")))
+
+
+def _listed(ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, list):
+        raise TypeError
+    return tuple(map(_whole, ids))
 
 
 def _read(kind: Callable[[Any], Row], row: Mapping[str, Any], name: str, expected: str) -> Row:
@@ -174,17 +198,23 @@ def _read(kind: Callable[[Any], Row], row: Mapping[str, Any], name: str, expecte
         raise ValueError(f"{name} is missing")
     try:
         return kind(row[name])
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise ValueError(f"{name} is {row[name]!r:.40}, expected {expected}") from None
 
 
 def _checked(name: str, rows: Iterable[tuple[int, Row]], made: Callable[[Row], TraceRequest]) -> Iterator[TraceRequest]:
     """The requests that `made` makes of numbered lines, without those that failed."""
+    first: float | None = None
     for number, row in rows:
         try:
             request = made(row)
-            if not math.isfinite(request.arrival) or request.prompt_tokens < 0 or request.output_tokens < 0:
-                raise ValueError("times must be finite, and lengths not negative")
+            first = request.arrival if first is None else first
+            if not abs(request.arrival - first) <= LONGEST:  # nor if one is not finite
+                raise ValueError(f"times must be finite, and at most {LONGEST:g} s from the first, got {request.arrival:g} s")
+            if not (0 <= request.prompt_tokens <= MOST_TOKENS and 0 <= request.output_tokens <= MOST_TOKENS):
+                raise ValueError(f"lengths must be from 0 to {MOST_TOKENS:,} tokens")
+            if any(not 0 <= one < _LARGEST_ID for one in request.hash_ids or ()):
+                raise ValueError("hash ids must be from 0 to 2**62")
         except ValueError as error:
             raise InvalidTrace(f"{name}, line {number}: {error}") from None
         if request.prompt_tokens and request.output_tokens:
@@ -211,9 +241,13 @@ def _sharegpt(name: str, text: str, tokens: Callable[[str], int]) -> Iterator[Tr
         conversations = json.loads(text)
     except json.JSONDecodeError as error:
         raise InvalidTrace(f"{name}, line {error.lineno}: is no JSON: {error.msg}") from None
+    except RecursionError:
+        raise InvalidTrace(f"{name}: is JSON in too many brackets") from None
     for number, conversation in enumerate(conversations, 1):
         try:
-            turns = [str(turn["value"]) for turn in conversation["conversations"][:2]]
+            turns = [turn["value"] for turn in conversation["conversations"][:2]]
+            if not all(isinstance(turn, str) for turn in turns):
+                raise TypeError
         except (KeyError, TypeError):
             raise InvalidTrace(f"{name}, conversation {number}: expected `conversations`, a list of turns with a `value`") from None
         if len(turns) == 2 and all(turns):

@@ -80,7 +80,12 @@ def random_jobs(count: int, input_len: int, output_len: int, *, range_ratio: flo
 
 
 def trace_jobs(requests: Sequence[TraceRequest], *, seed: int = 0, speedup: float = 1.0) -> list[Job]:
-    """A trace's requests at their times, `speedup` times as fast; blocks of equal hash id become equal words."""
+    """A trace's requests at their times, `speedup` times as fast; blocks of equal hash id become equal words.
+
+    Texts, which have no times, come in an order that the seed draws (as in vLLM): what is cut from its beginning is a sample.
+    """
+    if any(request.prompt is not None for request in requests):
+        requests = random.Random(f"order {seed}").sample(requests, len(requests))
     return [
         Job(
             request.prompt_tokens,
@@ -114,6 +119,6 @@ def at_once(jobs: Sequence[Job], seats: int | None) -> list[Job]:
     return [replace(job, due=0.0 if seats is None else None) for job in jobs]
 
 
-def fitting(jobs: Sequence[Job], longest: int | None) -> list[Job]:
+def fitting(requests: Sequence[TraceRequest], longest: int | None) -> list[TraceRequest]:
     """Those whose prompt and output are at most `longest` tokens together."""
-    return [job for job in jobs if longest is None or job.prompt_tokens + job.output_tokens <= longest]
+    return [request for request in requests if longest is None or request.prompt_tokens + request.output_tokens <= longest]

@@ -35,7 +35,7 @@ def _throughput(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
     """All requests at once."""
     if given["dataset_path"]:
         requests = traces.read(given["dataset_path"], lambda text: len(llm.tokenizer.encode(text)))
-        jobs = fitting(trace_jobs(requests), llm.facts["max_model_len"])[: given["num_prompts"]]
+        jobs = trace_jobs(fitting(requests, llm.facts["max_model_len"]))[: given["num_prompts"]]
         if not jobs:
             raise InvalidSetting(f"all requests of {given['dataset_path']} are longer than --max-model-len {llm.facts['max_model_len']}")
     else:

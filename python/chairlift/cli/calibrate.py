@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from chairlift.cli.bar import bar
+from chairlift.cli.together import refuse
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.sim.calibrate import calibrate, from_journal
-from chairlift.sim.devices import Profile
+
+SECONDS = 60.0
+"""To measure for where nobody says."""
 
 
 def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
     """Measures what steps take here, writes it, and says how well it is told."""
     journal = given["from_journal"]
-    profile = from_journal(journal, engine.model) if journal else _with_bar(engine, given["seconds"])
+    if journal:
+        refuse("--from-journal runs nothing", seconds=given["seconds"])
+        profile = from_journal(journal, given["model"] or "")
+    else:
+        with bar(f"calibrating with {engine.model}") as on_progress:
+            profile = calibrate(engine, given["seconds"] or SECONDS, on_progress)
     profile.save(given["output"])
     errors = profile.errors
     print(
@@ -22,12 +31,3 @@ def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, be
         f"{given['output']} has it: chairlift simulate --device {given['output']} --trace FILE"
     )
     return 0
-
-
-def _with_bar(engine: EngineConfig, seconds: float) -> Profile:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"calibrating with {engine.model}", total=1.0)
-        return calibrate(engine, seconds, lambda done: progress.update(task, completed=done))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -44,17 +43,6 @@ def read(cls: type[C], arguments: Mapping[str, Any]) -> C:
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     flags = {name: value for name, value in arguments.items() if name in names and value is not None}
     return cls(**{**from_environment(cls), **flags})
-
-
-def positive(text: str) -> float:
-    """Reads a number above 0, for argparse."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return number
 
 
 def _flag(field: dataclasses.Field[Any]) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
-from chairlift.cli import bench_flags, changes, flags, remote, simulate_flags
+from chairlift.cli import bench_flags, changes, compare_flags, flags, plan_flags, remote, simulate_flags, values
 from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from chairlift.errors import ChairliftError
 
@@ -29,6 +29,8 @@ examples:
   chairlift explain ID                 where a request's time went
   chairlift bench serve                put load on a server, and report how it fared
   chairlift simulate --trace FILE      how a trace would fare on a machine that need not be here
+  chairlift plan                       how many users fit on this machine, or another
+  chairlift compare                    static, dynamic and continuous batching side by side
 
 'chairlift COMMAND --help' explains a command and all its flags.
 """
@@ -78,12 +80,12 @@ examples:
   chairlift replay day.journal --set max_num_seqs=64 --policy fair
   chairlift replay day.journal --set max_num_seqs=16,32,64
                                                      several values: one run each
-  chairlift replay day.journal --set num_kv_blocks=2k --plot day.html
+  chairlift replay day.journal --set num_kv_blocks=2k --report day.html
   chairlift replay day.journal --json | jq .runs[0].figures.ttft_p99_s
 
 With --set or --policy the recorded requests, with the outputs that they had, go through the same scheduler in simulated
 time: first under the recorded settings, then under the changed ones. Steps take what a model fitted to the recorded ones
-says, so compare the simulated runs with each other.
+says, so compare the simulated runs with each other. What really happened stands beside them.
 
 What --set can change, with the values that the flags of 'chairlift serve' take ('none' for no limit), and for
 --swap-space its size in blocks and the time to copy one:
@@ -171,9 +173,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("--policy", type=changes.parse_policy, metavar="NAME", help="short for --set scheduling_policy=NAME")
     replay.add_argument("--json", action="store_true", help="print all numbers as JSON, times in seconds")
-    replay.add_argument("--plot", metavar="FILE", help="write a page of interactive plots; needs pip install 'chairlift[plot]'")
+    replay.add_argument("--report", type=values.output, metavar="FILE", help="write a page of plots, which opens without a network")
 
     simulate_flags.add(command)
+    plan_flags.add(command)
+    compare_flags.add(command)
 
     top = command("top", "show a running server in the terminal", _TOP_EXAMPLES)
     remote.add(top)

@@ -8,94 +8,60 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.bench.traces import read
-from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
-from chairlift.sim.report import page
+from chairlift.config import EngineConfig, ServerConfig
+from chairlift.sim import table
+from chairlift.sim.devices import Profile, device
+from chairlift.sim.report import SIMULATED, page
 from chairlift.sim.result import Result
-from chairlift.sim.run import machine, ready
+from chairlift.sim.run import basis, machine, ready
 from chairlift.sim.run import run as simulated
 from chairlift.sim.workload import Workload
-
-_ROWS = (
-    ("requests", "requests", "count"),
-    ("finished", "finished", "count"),
-    ("missed their deadline", "missed_deadline", "rare"),
-    ("refused", "refused", "rare"),
-    ("requests a second", "requests_per_s", "rate"),
-    ("output tokens a second", "tokens_per_s", "rate"),
-    ("prompt tokens a second", "prompt_tokens_per_s", "rate"),
-    ("time to first token, p50", "ttft_p50_s", "time"),
-    ("                     p90", "ttft_p90_s", "time"),
-    ("                     p99", "ttft_p99_s", "time"),
-    ("time between tokens, p50", "itl_p50_s", "time"),
-    ("                     p90", "itl_p90_s", "time"),
-    ("                     p99", "itl_p99_s", "time"),
-    ("time per output token, p50", "time_per_output_token_p50_s", "time"),
-    ("                       p99", "time_per_output_token_p99_s", "time"),
-    ("time in queue, p50", "queue_p50_s", "time"),
-    ("               p99", "queue_p99_s", "time"),
-    ("arrival to end, p50", "end_to_end_p50_s", "time"),
-    ("                p99", "end_to_end_p99_s", "time"),
-    ("running at a time, mean", "batch_mean", "rate"),
-    ("KV cache held, most seen", "kv_used_max", "share"),
-    ("prompt tokens found in cache", "prefix_hit_share", "share"),
-    ("preemptions, computed again", "preemptions_recompute", "rare"),
-    ("             swapped", "preemptions_swap", "rare"),
-    ("steps", "steps", "count"),
-)
-"""The table: label, figure, and how it is written; rare ones are left out where they are 0."""
 
 
 def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
     """Simulates a trace and says how its requests would have fared."""
     workload = ready(Workload.of(read(given["trace"]), engine.tenant_weights), given["rate_scale"], given["num_requests"])
-    settings, step_time = machine(given["model"], given["machine"], engine)
+    on = device(given["machine"])
+    settings, step_time = machine(given["model"], on, engine)
     result = simulated(workload, settings, step_time, replicas=given["replicas"], routing=given["routing"])
+    rests = basis(given["model"], on, engine)
     if given["json"]:
-        print(json.dumps(document(result) | {"step_time": step_time.document()}, indent=1))
+        print(json.dumps(result.document() | _costs(result) | {"step_time": step_time.document(), "basis": rests}, indent=1))
     else:
-        print(table(result))
+        print(_told(result, rests))
     if given["report"]:
-        page({Path(given["trace"]).name: result}, f"Simulation: {given['model'] or DEFAULT_MODEL} on {given['machine']}").write(
-            given["report"]
-        )
+        model = on.model if isinstance(on, Profile) else engine.model
+        title = f"Simulation: {model} on {given['machine']}" if model else f"Simulation: {given['machine']}"
+        page({Path(given["trace"]).name: result}, title, [SIMULATED, rests, *_asked(given)]).write(given["report"])
     return 0
 
 
-def table(result: Result) -> str:
-    """The figures in words, one a line."""
-    figures = result.figures()
-    rows = [(label, _cell(figures[key], kind)) for label, key, kind in _ROWS if kind != "rare" or figures[key]]
-    left, right = (max(map(len, column)) for column in zip(*rows, strict=True))
-    causes = sorted(result.causes().items(), key=lambda one: -one[1])
+def _asked(given: Mapping[str, Any]) -> list[str]:
+    """What was changed of the trace and of the machine, for the page."""
+    changed = [f"{given['num_requests']:,} requests of it"] if given["num_requests"] else []
+    changed += [f"{given['rate_scale']:g} times its rate"] if given["rate_scale"] != 1 else []
+    changed += [f"{given['replicas']:,} replicas behind a {given['routing']} router"] if given["replicas"] > 1 else []
+    return [f"The trace was simulated with {', '.join(changed)}."] if changed else []
+
+
+def _told(result: Result, basis: str) -> str:
+    """The figures in words, and what they rest on."""
     return "\n".join(
         [
-            *(f"{label.ljust(left)}  {cell.rjust(right)}" for label, cell in rows),
+            table.text(table.cells({"": result})[1:]),
             "",
-            "Where a request's time went, on average: " + ", ".join(f"{name} {_cell(mean, 'time')}" for name, mean in causes[:5]),
+            f"Where a request's time went, on average: {table.causes(result)}",
             f"{result.span:,.0f} s simulated in {result.wall:.2f} s ({result.span / result.wall:,.0f} times real time), "
             f"{result.decisions / result.wall / 1e6:.1f} million decisions a second.",
+            table.wrapped([basis]),
         ]
     )
 
 
-def document(result: Result) -> dict[str, Any]:
-    """The same for programs, with the settings, and the machine over time."""
-    timeline = {str(name): result.timeline[name].tolist() for name in result.timeline.dtype.names or ()}
+def _costs(result: Result) -> dict[str, Any]:
+    """What the simulation took, and what each replica did."""
     return {
-        "config": result.config,
-        "figures": result.figures(),
-        "causes_mean_s": result.causes(),
-        "stats": result.stats,
-        "timeline": timeline,
         "replicas": [{"requests": len(one.requests), "tokens": one.stats["generated_tokens"]} for one in result.replicas],
         "wall_s": result.wall,
         "decisions": result.decisions,
     }
-
-
-def _cell(value: float | None, kind: str) -> str:
-    if value is None:
-        return "-"
-    if kind == "time":
-        return f"{value:,.2f} s" if value >= 1 else f"{value * 1000:,.2f} ms"
-    return {"share": f"{value:.1%}", "rate": f"{value:,.1f}"}.get(kind, f"{value:,}")

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from chairlift import _core
 from chairlift.config import EngineConfig
-from chairlift.errors import InvalidSetting
 from chairlift.sim.devices import Profile
 from chairlift.sim.fit import Fit, fit
+from chairlift.sim.replay import Recording
 from chairlift.sim.steps import Load
 
 SHORTEST, LONGEST = 8, 2048
@@ -62,20 +61,30 @@ def calibrate(config: EngineConfig, seconds: float = 60.0, on_progress: Callable
         return replace(from_journal(path, config.model), kept={name: getattr(config, name) for name in KEPT})
 
 
+def pace(path: str | Path, profile: Profile) -> float:
+    """How many times as long the steps of a journal took, in all, as a profile says; raises InvalidSetting.
+
+    Steps that took ten times as long do not count: the machine slept, or somebody else had it.
+    """
+    _, steps = _timed(path)
+    told, took = profile.step(Load(*steps[:, :4].T)), steps[:, 5]
+    kept = took < 10 * told
+    return float(took[kept].sum() / told[kept].sum())
+
+
 def from_journal(path: str | Path, model: str = "") -> Profile:
     """Fits what steps take to those of a journal that 'chairlift serve --journal' wrote with that model; raises InvalidSetting."""
-    try:
-        journal = Path(path).read_bytes()
-        told = _core.replay(journal)["config"]
-        steps = np.frombuffer(_core.step_times(journal), np.int64).reshape(-1, 6)[_FIRST_STEPS:]
-    except OSError as error:
-        raise InvalidSetting(f"{path}: cannot be read ({error.strerror}); name a file that --journal wrote") from None
-    except ValueError as error:
-        raise InvalidSetting(f"{path}: {error}") from None
-    # To the next plan, for what a busy engine does between two steps delays the next; steps before a pause have no such end.
-    steps = steps[steps[:, 5] > 0]
+    told, steps = _timed(path)
     found = fit(Load(*steps[:, :4].T), steps[:, 5].astype(float))
     return _profile(found, model, {name: told[core] for name, core in _SIZES.items()}, steps)
+
+
+def _timed(path: str | Path) -> tuple[Mapping[str, Any], np.ndarray]:
+    """What a journal says of the scheduler's settings, and its steps: their loads, and microseconds to the end and to the next plan."""
+    told, steps = Recording(path).steps()
+    steps = steps[_FIRST_STEPS:]
+    # To the next plan, for what a busy engine does between two steps delays the next; steps before a pause have no such end.
+    return told, steps[steps[:, 5] > 0]
 
 
 def _profile(found: Fit, model: str, sizes: Mapping[str, int], steps: np.ndarray) -> Profile:

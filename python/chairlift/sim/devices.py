@@ -16,6 +16,7 @@ each step for all else. The cpu's parts are fitted to the table of linear.md. `c
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Device:
     """A machine: its memory in bytes, what it can do, and how large its steps are where nobody says.
 
     `link` is the bandwidth to the host's memory, in bytes a second each way. `dtype` is what weights and KV are kept in by default.
+    `fitted` says that the roof's shares were fitted to measurements; elsewhere they are assumptions.
     """
 
     name: str
@@ -46,6 +48,20 @@ class Device:
     seats: int
     step_tokens: int
     dtype: str = "bfloat16"
+    fitted: bool = False
+
+    @property
+    def basis(self) -> str:
+        """What its steps' times rest on, for whoever reads the numbers."""
+        roof = self.roof
+        shares = (
+            f"{roof.bandwidth_share:.0%} of its bandwidth, {roof.flops_share:.0%} of its peak, {roof.overhead_us / 1e3:g} ms a step more"
+        )
+        what = "were fitted to one machine" if self.fitted else "are assumptions, not measurements"
+        return (
+            f"Steps are by a roofline of {self.name}, whose parts ({shares}) {what}: it is there to compare settings and machines; "
+            "how far its absolute numbers are off is not known. 'chairlift calibrate' measures a machine."
+        )
 
     def step_time(self, model: ModelShape, *, dtype: str, kv: str) -> StepTime:
         """What steps of `model` take with weights and KV of these types; raises InvalidSetting where the machine has no such."""
@@ -58,21 +74,32 @@ class Device:
         return 0.92 * self.memory - model.num_weights * BYTES[dtype] - _RESERVED * (self.memory > 2 * _RESERVED)
 
 
+_SIZES = {"num_kv_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """A machine with a model, measured by `chairlift calibrate`: what steps take, and the engine's sizes there.
 
     `sizes` has num_kv_blocks (the scratch block included), block_size, max_model_len, max_num_seqs and max_num_batched_tokens. `errors`
-    say how well the steps' times are told: the part by which one differs from what was measured, at p50 and p90.
+    say how well the steps' times are told: the part by which one differs from what was measured, at p50 and p90. `model` is "" where a
+    journal was measured and nobody said whose. `kept` has dtype, quantization and kv_cache_dtype as they were asked for, if that is known.
     """
 
     name: str
     model: str
     step: StepTime
     sizes: dict[str, int]
-    swap_ns_per_block: int = 0
     errors: dict[str, float] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def basis(self) -> str:
+        """What its steps' times rest on, for whoever reads the numbers."""
+        model = f" with {self.model}" if self.model else ""
+        off = ", ".join(f"{error:.0%} at {name}" for name, error in self.errors.items())
+        return f"Steps take what was measured on {self.name}{model}{f'; single ones are off by {off}' if off else ''}."
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON; raises InvalidSetting where it can't be."""
@@ -87,17 +114,24 @@ class Profile:
         """Reads what `save` wrote; raises InvalidSetting for anything else."""
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
-            step = StepTime.parse(raw.pop("step"))
-            profile = cls(step=step, **raw)
-            missing = {"num_kv_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"} - profile.sizes.keys()
+            raw.pop("swap_ns_per_block", None)  # older files have it, and it was always 0
+            profile = cls(step=StepTime.parse(raw.pop("step")), **raw)
+            if missing := _SIZES - profile.sizes.keys():
+                raise ValueError(f"sizes lack {', '.join(sorted(missing))}")
+            if any(type(size) is not int or size < 1 for size in profile.sizes.values()):
+                raise ValueError("sizes are whole numbers above 0")
+            if not isinstance(profile.name, str) or not isinstance(profile.model, str):
+                raise ValueError("its name or its model is no text")
+            if not all(isinstance(table, dict) for table in (profile.kept, profile.errors, profile.measured)):
+                raise ValueError("kept, errors and measured are tables")
+            if not all(type(error) in (int, float) and 0 <= error < math.inf for error in profile.errors.values()):
+                raise ValueError("errors are numbers from 0 on")
+            if type(profile.measured.get("most_tokens", 1)) is not int:
+                raise ValueError("most_tokens is a whole number")
         except OSError as error:
             raise InvalidSetting(f"{path}: cannot be read ({error.strerror}); 'chairlift calibrate' writes such a file") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidSetting(f"{path} is no profile of a machine ({error}); 'chairlift calibrate' writes one") from None
-        if missing:
-            raise InvalidSetting(
-                f"{path} is no profile of a machine (sizes lack {', '.join(sorted(missing))}); 'chairlift calibrate' writes one"
-            )
         return profile
 
 
@@ -131,6 +165,7 @@ DEVICES = {
             seats=DEFAULT_SEATS,
             step_tokens=DEFAULT_STEP_TOKENS,
             dtype="int8",
+            fitted=True,
         ),
     )
 }

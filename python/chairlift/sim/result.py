@@ -1,4 +1,4 @@
-"""What came of a simulation."""
+"""What came of requests: of a simulation's, or of those that a journal recorded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NUMBERS = (
 """The numbers of a request, as `_core.simulate` gives them; its times by cause come after them."""
 
 _SAMPLE = ("time", "batch", "tokens", "running", "waiting", "blocks")
-STOP, LENGTH, DEADLINE = 1, 2, 4
+STOP, LENGTH, ERROR, DEADLINE, ABORT = 1, 2, 3, 4, 5
 """Finishes of requests, as numbers."""
 
 _BUCKET = np.dtype([("time", "<i8"), ("count", "<i8")])
@@ -38,19 +38,21 @@ class Result:
     """What came of a workload: `requests` in the order in which they ended, times in microseconds, and the machine over time.
 
     `requests` and `timeline` are structured arrays: `result.requests["ended"]`. A request has tag (its place in the workload), finish
-    (`STOP`, `LENGTH`, `DEADLINE`), arrived, started and first_token (-1: never), ended, prompt_tokens, cached_tokens, output_tokens,
-    computed_tokens, recomputed_tokens, preemptions, swaps, block_us, longest_gap, and its time by each cause of docs/scheduling.md. The
-    timeline has time, batch (sequences in the step), tokens, running, waiting, and blocks in use. With several replicas, `replicas` has
-    one result for each, and this one has all requests and the first's timeline.
+    (`STOP`, `LENGTH`, `ERROR`, `DEADLINE`, `ABORT`), arrived, started and first_token (-1: never), ended, prompt_tokens, cached_tokens,
+    output_tokens, computed_tokens, recomputed_tokens, preemptions, swaps, block_us, longest_gap, and its time by each cause of
+    docs/scheduling.md. The timeline has time, batch (sequences in the step), tokens, running, waiting, and blocks in use: samples, for
+    plots; the figures are of all steps. With several replicas, `replicas` has one result for each, and this one has all requests and the
+    first's timeline. `recorded`: this is what really happened, and who was refused is not known.
     """
 
-    def __init__(self, reports: Sequence[Mapping[str, Any]], config: Mapping[str, Any], wall: float) -> None:
+    def __init__(self, reports: Sequence[Mapping[str, Any]], config: Mapping[str, Any], wall: float, *, recorded: bool = False) -> None:
         first = reports[0]
         line = np.dtype([(name, "<i8") for name in (*_NUMBERS, *first["causes"])])
         self.config = dict(config)
         """The scheduler's settings, by the names of `_core.Scheduler`."""
         self.wall = wall
         """Seconds that the simulation itself took."""
+        self.recorded = recorded
         self.cause_names: tuple[str, ...] = tuple(first["causes"])
         self.requests: NDArray[Any] = np.concatenate([np.frombuffer(report["ended"], line) for report in reports])
         self.refused: list[int] = [tag for report in reports for tag in report["refused"]]
@@ -58,6 +60,9 @@ class Result:
         self.decisions = sum(report["chunks"] for report in reports)
         self.timeline: NDArray[Any] = np.frombuffer(first["timeline"], np.dtype([(name, "<i8") for name in _SAMPLE]))
         self.stats = _sum([report["stats"] for report in reports])
+        busy, batch, blocks, most_batch, most_blocks = zip(*(report["sums"] for report in reports), strict=True)
+        self._busy, self._batch, self._blocks = sum(busy), sum(batch), sum(blocks)
+        self._most_batch, self._most_blocks = max(most_batch), max(most_blocks)
         self._gaps = np.concatenate([np.frombuffer(report["gaps"], _BUCKET) for report in reports])
         self._steps = np.concatenate([np.frombuffer(report["step_times"], _BUCKET) for report in reports])
         self.replicas = [Result([report], config, wall) for report in reports] if len(reports) > 1 else [self]
@@ -99,18 +104,6 @@ class Result:
         """The same for what steps took."""
         return _weighted(self._steps, percent)
 
-    def good(self, *, ttft: float | None = None, tpot: float | None = None, e2e: float | None = None) -> NDArray[np.bool_]:
-        """Which of `requests` finished within these seconds."""
-        one = self.requests
-        met = np.isin(one["finish"], (STOP, LENGTH))
-        if ttft is not None:
-            met &= one["first_token"] - one["arrived"] <= ttft * 1e6
-        if tpot is not None:
-            met &= one["ended"] - one["first_token"] <= tpot * 1e6 * np.maximum(1, one["output_tokens"] - 1)
-        if e2e is not None:
-            met &= one["ended"] - one["arrived"] <= e2e * 1e6
-        return met
-
     def causes(self) -> dict[str, float]:
         """Seconds by cause, the mean of all requests that ended; causes that took no time are left out."""
         if not len(self.requests):
@@ -121,16 +114,22 @@ class Result:
     def figures(self) -> dict[str, float | None]:
         """The numbers by which runs are compared: names that end in `_s` are seconds; None for what is not known.
 
-        Those that `chairlift replay` has too have the same names. Percentiles are nearest ranks.
+        Percentiles are nearest ranks. `batch_mean` (sequences in a step) and `kv_used_mean` (the part of the KV cache that sequences hold)
+        are averages over the time in which there was a step, of all replicas, and `batch_max` and `kv_used_max` the most of any: exact, of
+        every step.
         """
         one, done, span = self.requests, self.finished, self.span
         started = np.where(one["started"] < 0, one["ended"], one["started"])
-        busy = self.timeline["batch"][self.timeline["batch"] > 0]
+        unfinished = sum(self.stats[name] for name in ("running", "waiting", "swapped"))
+        cache = self.stats["total_blocks"] / len(self.replicas)
         return {
-            "requests": len(one) + len(self.refused),
+            "requests": len(one) + len(self.refused) + unfinished,
             "finished": len(done),
             "missed_deadline": int((one["finish"] == DEADLINE).sum()),
-            "refused": len(self.refused),
+            "refused": None if self.recorded else len(self.refused),
+            "aborted": int((one["finish"] == ABORT).sum()),
+            "failed": int((one["finish"] == ERROR).sum()),
+            "unfinished": unfinished,
             **_percentiles("ttft", self.ttft(), 50, 90, 99),
             **{f"itl_p{percent}_s": self.itl(percent) for percent in (50, 90, 99)},
             **_percentiles("time_per_output_token", self.tpot(), 50, 90, 99),
@@ -139,8 +138,10 @@ class Result:
             "requests_per_s": _ratio(len(done), span),
             "prompt_tokens_per_s": _ratio(int(one["prompt_tokens"].sum()), span),
             "tokens_per_s": _ratio(self.stats["generated_tokens"], span),
-            "batch_mean": float(busy.mean()) if len(busy) else None,
-            "kv_used_max": _ratio(int(self.timeline["blocks"].max(initial=0)), self.stats["total_blocks"] / len(self.replicas)),
+            "batch_mean": _ratio(self._batch, self._busy),
+            "batch_max": self._most_batch,
+            "kv_used_mean": _ratio(self._blocks, self._busy * cache),
+            "kv_used_max": _ratio(self._most_blocks, cache),
             "prefix_hit_share": _ratio(self.stats["prefix_hits"], self.stats["prefix_queries"]),
             "preemptions_recompute": self.stats["preemptions_recompute"],
             "preemptions_swap": self.stats["preemptions_swap"],
@@ -149,6 +150,16 @@ class Result:
             "step_p50_s": self.step_time(50),
             "step_p99_s": self.step_time(99),
             "span_s": span,
+        }
+
+    def document(self) -> dict[str, Any]:
+        """The numbers as plain data, with the settings, and the machine over time."""
+        return {
+            "config": self.config,
+            "figures": self.figures(),
+            "causes_mean_s": self.causes(),
+            "stats": self.stats,
+            "timeline": {name: self.timeline[name].tolist() for name in _SAMPLE},
         }
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.shape import ModelShape
@@ -40,12 +40,16 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 def shape(model: str) -> ModelShape:
-    """The shape of a known model, of a directory's, a GGUF file's or a hub's; raises ModelNotFound with the names that are known."""
-    short = model.rpartition("/")[2].lower().removesuffix("-instruct")
-    short = "smollm2-135m" if model == DEFAULT_MODEL else short
-    raw = next((raw for name, raw in KNOWN.items() if name.lower() == short), None)
-    if raw is not None:
-        return ModelConfig.parse(raw)
+    """The shape of a directory's model, of a known one, of a GGUF file's or a hub's; raises ModelNotFound with the names that are known.
+
+    A directory with a config.json goes before a known model of its name, and what begins like a path is one.
+    """
+    path = Path(model).expanduser()
+    if not ((path / "config.json").exists() or model.startswith((".", "/", "~"))):
+        short = model.rpartition("/")[2].lower().removesuffix("-instruct")
+        raw = next((raw for name, raw in KNOWN.items() if name.lower() == short), None)
+        if raw is not None:
+            return ModelConfig.parse(raw)
     from chairlift.checkpoint.locate import locate
 
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -40,18 +42,14 @@ class StepTime:
         return cls(((0.0, microseconds), (1.0, microseconds)))
 
     @classmethod
-    def linear(
-        cls, fixed: float, prefill_token: float, decode_seq: float, context_token: float = 0.0, prefill_pair: float = 0.0
-    ) -> StepTime:
-        """The coefficients of the scheduler's own model, as a replayed journal has them (`step_model`)."""
-        return cls(((0.0, fixed), (1.0, fixed + prefill_token)), decode_seq - prefill_token, context_token, prefill_pair)
-
-    @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> StepTime:
         """What `asdict` gave; raises InvalidSetting for anything else."""
         try:
             curve = tuple((float(tokens), float(time)) for tokens, time in raw["curve"])
-            return cls(curve, *(float(raw[name]) for name in ("decode_seq", "context_token", "prefill_pair")))
+            parts = [float(raw[name]) for name in ("decode_seq", "context_token", "prefill_pair")]
+            if len(curve) < 2 or not all(map(math.isfinite, [*parts, *itertools.chain(*curve)])):
+                raise ValueError("a curve needs two points or more, and finite times")
+            return cls(curve, *parts)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidSetting(f"no usable step times ({error}): 'chairlift calibrate' writes some") from None
 
@@ -63,6 +61,11 @@ class StepTime:
         alone = np.interp(tokens, points[:, 0], points[:, 1]) + np.maximum(0, tokens - last) * (high - low) / (last - before)
         attention = self.context_token * np.asarray(load.context_tokens) + self.prefill_pair * np.asarray(load.prefill_pairs)
         return alone + attention + self.decode_seq * np.asarray(load.decode_seqs)
+
+    def times(self, factor: float) -> StepTime:
+        """Steps that take so many times as long."""
+        curve = tuple((tokens, factor * time) for tokens, time in self.curve)
+        return StepTime(curve, factor * self.decode_seq, factor * self.context_token, factor * self.prefill_pair)
 
     def document(self) -> dict[str, Any]:
         """The same as plain data."""

@@ -91,6 +91,6 @@ class Workload:
         span = int(arrivals[-1] + arrivals[-1] // max(1, len(self) - 1) + 1)
         requests = np.tile(self.requests, (times, 1))
         requests[:, 0] += np.repeat(np.arange(times) * span, len(self))
-        fresh = int(self.names.max(initial=-1)) + 1
-        names = np.tile(self.names, times) + np.repeat(np.arange(times) * fresh, len(self.names))
+        known, places = np.unique(self.names, return_inverse=True)
+        names = np.tile(places, times) + np.repeat(np.arange(times) * len(known), len(places))
         return replace(self, requests=requests, names=names).first(count)

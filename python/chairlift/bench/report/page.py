@@ -93,6 +93,10 @@ class Page:
             drawn.append(f"<figure><figcaption>{told}</figcaption>{plot.svg()}</figure>")
         self._parts.append(f'<div class="plots">{"".join(drawn)}</div>')
 
+    def drawing(self, svg: str) -> None:
+        """A drawing over the whole width, which escapes its own text."""
+        self._parts.append(f'<div class="wide">{svg}</div>')
+
     def words(self, words: Mapping[str, object]) -> None:
         """Names and what they mean, or are."""
         self._parts.append(f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>' for name, value in words.items())}</dl>")

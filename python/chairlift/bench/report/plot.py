@@ -100,7 +100,7 @@ class _Scale:
         else:
             low, high = min([0.0, *values]), max([0.0, *values])
             high = low + 1 if high == low else high
-            self.ticks = _round_numbers(low, high)
+            self.ticks = round_numbers(low, high)
         self._low, self._high = min(low, self.ticks[0]), max(high, self.ticks[-1])
 
     def __call__(self, value: float) -> float:
@@ -111,7 +111,7 @@ class _Scale:
         return self._begin + part * (self._end - self._begin)
 
 
-def _round_numbers(low: float, high: float) -> list[float]:
+def round_numbers(low: float, high: float) -> list[float]:
     """Some four to eight round numbers from below `low` to above `high`."""
     size: float = 10 ** math.floor(math.log10((high - low) / 4))
     step = next(step for step in (size, size * 2, size * 5, size * 10) if (high - low) / step <= 6)

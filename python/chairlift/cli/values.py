@@ -1,0 +1,73 @@
+"""What a flag's value may be: readers for argparse, whose complaints say what is allowed."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A reader of whole numbers from `least` to `most`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least:,} to {most:,}, got {text:.50}")
+        return number
+
+    return read
+
+
+def number(least: float, most: float, *, infinite: bool = False) -> Callable[[str], float]:
+    """A reader of numbers from `least` to `most`, and of inf where `infinite`."""
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (least <= number <= most or (infinite and number == math.inf)):
+            raise argparse.ArgumentTypeError(f"expected a number from {least:,g} to {most:,.12g}{', or inf' * infinite}, got {text:.50}")
+        return number
+
+    return read
+
+
+def several(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
+    """A reader of values with commas between them."""
+    return lambda text: [read(part) for part in text.split(",")]
+
+
+def output(text: str) -> str:
+    """Reads the path of a file to be written; one that exists is written over.
+
+    What cannot be written is told now, before the work whose result it was to have.
+    """
+    directory = os.path.dirname(text) or "."
+    if os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text:.200} is a directory: name a file")
+    if not os.path.isdir(directory):
+        raise argparse.ArgumentTypeError(f"{text:.200}: there is no directory {directory:.200}")
+    if not text or not os.access(text if os.path.exists(text) else directory, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text:.200} cannot be written: name a file elsewhere")
+    return text
+
+
+def output_directory(text: str) -> str:
+    """Reads the path of a directory to write in, which is made if need be."""
+    there = os.path.abspath(text)
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        raise argparse.ArgumentTypeError(f"{text:.200}: {there:.200} is a file")
+    if not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text:.200} cannot be written in: name another directory")
+    return text

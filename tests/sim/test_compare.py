@@ -1,0 +1,252 @@
+"""Ways to batch side by side: numbers that can be checked by hand, and the picture of them."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from chairlift.bench.traces import TraceRequest
+from chairlift.cli import main
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.sim import compare, picture
+from chairlift.sim.devices import Profile
+from chairlift.sim.run import machine, run
+from chairlift.sim.steps import StepTime
+from chairlift.sim.workload import Workload
+
+ROOT = Path(__file__).parent.parent.parent
+IMAGE = ROOT / "docs" / "images" / "compare.svg"
+WAYS = ("static", "dynamic", "continuous")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def sides(outputs, arrivals=None, *, seats=2, ways=WAYS, timeout=2.0, **settings):
+    """Requests with a prompt of one token and so many tokens of output, in steps of a millisecond."""
+    lines = [TraceRequest(at / 1000, 1, output) for at, output in zip(arrivals or [0] * len(outputs), outputs, strict=True)]
+    found = {}
+    for variant in compare.variants(EngineConfig(max_num_seqs=seats, **settings), ways, ["fcfs"], None, timeout):
+        scheduler, _ = machine(None, "cpu", variant.config)
+        found[variant.name] = compare.of(variant, run(Workload.of(lines), scheduler, StepTime.constant(1000)))
+    return found
+
+
+def drawn(found):
+    return ElementTree.fromstring(picture.picture(list(found.values()), "A & B", "<told>"))
+
+
+def marked(root, kind, tag="rect"):
+    return [element for element in root.iter(f"{SVG}{tag}") if element.get("class") == kind]
+
+
+def test_a_bus_takes_as_long_as_its_longest_rider_and_a_chairlift_as_all_of_them() -> None:
+    # 4 + 2 + 3 + 1 tokens on two seats: buses of 4 and 3 steps, or 10 / 2 steps without an empty chair.
+    found = sides([4, 2, 3, 1])
+    static, lift = found["static"].figures(), found["continuous"].figures()
+    assert (static["all_done_s"], lift["all_done_s"]) == (0.007, 0.005)
+    assert (static["tokens_per_s"], lift["tokens_per_s"]) == (pytest.approx(10 / 0.007), pytest.approx(10 / 0.005))
+    assert (static["seats_used"], lift["seats_used"]) == (pytest.approx(10 / 14), pytest.approx(1.0))
+    # First tokens come a step after boarding: at 0, 0, 4, 4, or at 0, 0, 2, 4.
+    assert (static["wait_mean_s"], lift["wait_mean_s"]) == (pytest.approx(0.002), pytest.approx(0.0015))
+    assert [static[f"ttft_p{percent}_s"] for percent in (50, 95)] == [0.001, 0.005]
+    assert [lift[f"ttft_p{percent}_s"] for percent in (50, 95)] == [0.001, 0.005]
+    assert found["dynamic"].figures() == static, "with all there from the start no bus has to wait"
+
+
+def test_seats_are_kept_until_the_bus_is_back() -> None:
+    found = sides([4, 2, 3, 1])
+    assert found["static"].held().tolist() == [4000, 4000, 7000, 7000]
+    assert found["static"].seating() == [0, 1, 0, 1]
+    assert sides([2, 4, 1, 3])["static"].held().tolist() == [4000, 4000, 7000, 7000], "whoever is the last of them"
+    assert found["continuous"].held().tolist() == [4000, 2000, 5000, 5000]
+    assert found["continuous"].seating() == [0, 1, 1, 0]
+
+
+def test_a_dynamic_bus_waits_to_fill_but_not_for_ever() -> None:
+    # The first has waited its 2 ms at 2, and leaves alone; who came at 3 has waited long enough when that bus is back, at 6.
+    dynamic = sides([4, 2], [0, 3], ways=["dynamic"])["dynamic"]
+    assert dynamic.rides["started"].tolist() == [2000, 6000]
+    assert dynamic.span == 0.008
+    assert sides([4, 2], [0, 1], ways=["dynamic"])["dynamic"].rides["started"].tolist() == [1000, 1000]
+
+
+def test_the_lift_is_never_behind_the_bus() -> None:
+    workload = Workload.of(compare.made_up(60, 64, 96, 10.0))
+    for seats in (2, 8, 16):
+        config = EngineConfig(max_num_seqs=seats)
+        rates = [compare.simulated(workload, one, None, "cpu").figures() for one in compare.variants(config, WAYS, ["fcfs"], None, 500.0)]
+        assert rates[2]["tokens_per_s"] > max(rates[0]["tokens_per_s"], rates[1]["tokens_per_s"])
+        assert rates[2]["seats_used"] > max(rates[0]["seats_used"], rates[1]["seats_used"])
+        assert all(one["served"] == 60 for one in rates)
+
+
+def test_made_up_lengths_have_the_means_asked_for() -> None:
+    lines = compare.made_up(4000, 64, 96, 5.0)
+    for lengths, mean in (([line.prompt_tokens for line in lines], 64), ([line.output_tokens for line in lines], 96)):
+        assert np.mean(lengths) == pytest.approx(mean, rel=0.05)
+        assert max(lengths) / min(lengths) == pytest.approx(compare.SPREAD, rel=0.1)
+    assert [line.arrival for line in lines[:3]] == [0.0, 0.2, 0.4]
+
+
+def test_variants_are_named_by_what_sets_them_apart() -> None:
+    def names(batchings, policies):
+        return [one.name for one in compare.variants(EngineConfig(max_num_seqs=4), batchings, policies, 2, 100.0)]
+
+    assert names(["static", "continuous"], ["fcfs"]) == ["static", "continuous"]
+    assert names(["continuous"], ["fcfs", "shortest"]) == ["fcfs", "shortest"]
+    assert names(["static", "continuous"], ["fcfs", "fair"]) == ["static, fcfs", "static, fair", "continuous, fcfs", "continuous, fair"]
+    with pytest.raises(InvalidSetting, match="named twice"):
+        names(["static", "static"], ["fcfs"])
+    with pytest.raises(InvalidSetting, match="--static-batch-size"):
+        compare.variants(EngineConfig(max_num_seqs=1), ["static"], ["fcfs"], 2, 100.0)
+
+
+def test_the_picture_has_a_bar_for_each_request_on_a_seat_of_its_own() -> None:
+    found = sides([4, 2, 3, 1, 6, 2, 2], seats=3)
+    root = drawn(found)
+    rides = marked(root, "ride")
+    assert len(rides) == 3 * 7
+    assert len(marked(root, "prompt")) == 3 * 7 + 1, "and one in the legend"
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for ride in [*rides, *(kept for kept in marked(root, "kept") if kept.get("x") and kept.get("height") == rides[0].get("height"))]:
+        begin = float(ride.get("x", ""))
+        rows.setdefault(ride.get("y", ""), []).append((begin, begin + float(ride.get("width", ""))))
+    assert len(rows) == 3 * 3
+    for row in rows.values():
+        assert all(end <= begin + 0.1 for (_, end), (begin, _) in pairwise(sorted(row))), "no two on one seat"
+        assert all(picture.LEFT <= begin < end <= picture.WIDTH - picture.RIGHT + 0.1 for begin, end in row)
+    told = [text.text for text in root.iter(f"{SVG}text")]
+    assert "A & B" in told
+    assert "<told>" in told
+    assert "all done after 0.0 s" in told
+
+
+@pytest.mark.parametrize("why", ["many requests", "many seats"])
+def test_where_bars_would_be_too_many_the_picture_has_areas(why: str) -> None:
+    found = sides([1 + at % 5 for at in range(201)]) if why == "many requests" else sides([4, 2, 3], seats=65)
+    root = drawn(found)
+    assert not marked(root, "ride")
+    assert len(marked(root, "aboard", "path")) == 3
+
+
+def test_who_lost_a_seat_in_between_has_no_bar() -> None:
+    [variant] = compare.variants(EngineConfig(max_num_seqs=2), ["continuous"], ["fcfs"], None, 1.0)
+    rides = [(tag, 0, tag * 1000, tag * 1000 + 500, 9000, 4, 3000) for tag in range(3)]
+    lost = compare.side(variant, 2, rides, 1)
+    assert lost.seating() is None
+    assert lost.figures()["seats_used"] == pytest.approx((9 + 8 + 7 - 9) / 18), "only while it had one"
+    assert lost.figures()["unserved"] == 1
+    assert len(marked(drawn({"a": lost}), "aboard", "path")) == 1
+
+
+def test_an_area_is_as_large_as_what_it_shows() -> None:
+    static = sides([4, 2, 3, 1])["static"]
+    across = picture._Across(static.span)
+    waits = across.mean(static.rides["arrived"], static.rides["started"])
+    assert waits.mean() * static.span == pytest.approx(2 * 0.004)
+    assert (waits[:10].tolist(), waits[-10:].tolist()) == ([2.0] * 10, [0.0] * 10)
+
+
+def test_the_command_draws_the_readmes_picture_and_prints_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["compare", "-o", str(tmp_path / "compare.svg")]) == 0
+    table = capsys.readouterr().out.split("\n\n")[1]
+    again = "has changed: chairlift compare -o docs/images/compare.svg, and put its table into README.md"
+    assert (tmp_path / "compare.svg").read_text() == IMAGE.read_text(), again
+    assert table in (ROOT / "README.md").read_text(), again
+
+
+def test_the_command_runs_a_trace_and_makes_a_page_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{at / 9},40,{9 + at}\n" for at in range(30)))
+    asked = ["compare", "--trace", str(tmp_path / "trace.csv"), "--model", "Llama-3.1-8B", "--device", "H100", "--max-num-seqs", "4"]
+    page = tmp_path / "page.html"
+    assert (
+        main.main([*asked, "--batching", "continuous,static", "--policy", "fcfs,shortest", "--rate-scale", "9", "--report", str(page)]) == 0
+    )
+    table = capsys.readouterr().out
+    assert "continuous, shortest" in table
+    assert "Weights are taken to be in bfloat16" in " ".join(table.split())
+    assert "The same 30 requests on the same 4 seats." in table
+    assert page.read_text().count('class="ride"') == 4 * 30
+    assert main.main([*asked, "--json", "--num-requests", "10"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["batching"] for one in told["sides"]] == list(WAYS)
+    assert all(one["figures"]["served"] == 10 for one in told["sides"])
+
+
+def test_the_model_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CHAIRLIFT_MODEL", "Llama-3.2-1B")
+    assert main.main(["compare", "--batching", "continuous"]) == 0
+    named = capsys.readouterr().out
+    assert "Llama-3.2-1B on two cores of a Xeon, simulated." in named
+    monkeypatch.delenv("CHAIRLIFT_MODEL")
+    assert main.main(["compare", "--batching", "continuous", "--model", "Llama-3.2-1B"]) == 0
+    assert capsys.readouterr().out == named
+
+
+def test_a_profile_without_a_model_names_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"num_kv_blocks": 1000, "block_size": 16, "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 256}
+    Profile(name="here", model="", step=StepTime.constant(1000), sizes=sizes).save(tmp_path / "here.json")
+    assert main.main(["compare", "--device", str(tmp_path / "here.json"), "--batching", "continuous"]) == 0
+    assert "over 5.2 s. here, simulated." in capsys.readouterr().out
+
+
+def test_really_run_the_same_requests_are_served(byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["compare", "--run", "--model", str(byte_model), "--load-format", "none", "--num-requests", "12", "--output-tokens", "8"]
+    drawing = tmp_path / "run.svg"
+    assert main.main([*asked, "--request-rate", "1000", "--batch-timeout-ms", "5", "--json", "-o", str(drawing)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["figures"]["served"], one["figures"]["unserved"]) for one in told["sides"]] == [(way, 12, 0) for way in WAYS]
+    assert len(marked(ElementTree.parse(drawing).getroot(), "ride")) == 3 * 12
+
+
+def test_requests_that_fit_nowhere_are_counted(byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,40,9\n0,4000,9\n0.01,10,4\n")
+    asked = ["compare", "--run", "--model", str(byte_model), "--load-format", "none", "--trace", str(tmp_path / "trace.csv")]
+    assert main.main([*asked, "--batching", "continuous"]) == 0
+    [header, line] = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert header.endswith("not served")
+    assert line.split()[-1] == "1"
+
+
+def status(arguments: list[str]) -> object:
+    try:
+        return main.main(arguments)
+    except SystemExit as left:
+        return left.code
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--batching", "bus"], "expected some of continuous, static, dynamic, got 'bus'"),
+        (["--policy", "fcfs,first"], "got 'first'"),
+        (["-o", "picture.png"], "expected a name that ends in .svg; --report writes a page"),
+        (["--num-requests", "0"], "expected a whole number"),
+        (["--batch-timeout-ms", "0"], "expected a number"),
+        (["--run", "--device", "H100"], "with --run this one does the work"),
+        (["--rate-scale", "2"], "--rate-scale is for a trace: name one with --trace"),
+        (["--trace", "x.csv", "--output-tokens", "9"], "--output-tokens is for made-up requests: leave out --trace"),
+        (["--static-batch-size", "9"], "--static-batch-size (9) must be at most --max-num-seqs (8)"),
+        (["--batching", "static,static"], "named twice"),
+        (["--threads", "2"], "--threads does nothing here: it is for the engine that --run runs"),
+        (["--batching", "continuous", "--static-batch-size", "2"], "--static-batch-size does nothing here"),
+        (["--batching", "static", "--batch-timeout-ms", "2"], "--batch-timeout-ms does nothing here: only dynamic batches wait to fill"),
+        (["--max-model-len", "8"], "none of 32 requests was served"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(["compare", *flags]) in (1, 2)
+    told = capsys.readouterr()
+    [line] = told.err.splitlines()
+    assert says in line
+    assert not told.out
+
+
+def test_the_command_explains_itself_by_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main.main(["compare", "--help"])
+    assert left.value.code == 0
+    assert "chairlift compare" in capsys.readouterr().out.split("examples:")[1]
