@@ -3,8 +3,9 @@
     python benches/client.py             writes benches/results/client.md; takes about two minutes
     python benches/client.py --quick     a short look, which writes nothing
 
-A bare Starlette app sends one event at a time to each of 32 streams. CPU is that of the client's process alone. httpx is given the same
-parsing as ours, so that the difference is the HTTP; the reader that counts does nothing else, and is what asyncio and the system take.
+A bare Starlette app sends one event at a time to each of 32 streams; its server needs pip install httptools. CPU is that of the client's
+process alone. httpx is given the same parsing as ours, so that the difference is the HTTP; the reader that counts does nothing else, and
+is what asyncio and the system take.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def cost(client: Client, port: int) -> tuple[float, int]:
         request = where.request(where.http(), Job(1, 1, text="hi"))
         began = time.process_time()
         pieces = await client(port, request)
+        if not pieces:
+            raise SystemExit("the server sent nothing: is httptools installed?")
         return (time.process_time() - began) / pieces * 1e6, pieces
 
     return asyncio.run(run())
