@@ -31,9 +31,3 @@ def resolve(input_ids: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
     count = input_ids.numel()
     _resolve_kernel[(triton.cdiv(count, BLOCK),)](out, input_ids, last_token, count, block=BLOCK, num_warps=4)
     return out
-
-
-def resolve_reference(input_ids: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
-    """The same in torch, for tests."""
-    sampled = last_token[(-(input_ids + 1)).clamp(min=0)].clamp(min=0)
-    return torch.where(input_ids < 0, sampled, input_ids)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-LARGEST = tl.constexpr(448.0)
+LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 """The largest number of float8_e4m3fn."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-LARGEST = 448.0
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
 """The largest number of float8_e4m3fn."""
 
 

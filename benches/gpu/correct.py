@@ -230,7 +230,7 @@ def layers(run: common.Run, checks: Checks) -> None:
     """All that is not attention nor sampling."""
     import torch
 
-    from chairlift.kernels import act_mul, copy_blocks, resolve, rms_norm, rope_write, write_kv, write_kv_reference
+    from chairlift.kernels import act_mul, copy_blocks, resolve, resolve_reference, rms_norm, rope_write, write_kv, write_kv_reference
 
     rows = 3 if run.dry else 257
     random = torch.Generator(run.device).manual_seed(0)
@@ -334,7 +334,7 @@ def layers(run: common.Run, checks: Checks) -> None:
     last = torch.tensor([40, 41, 2**31 - 1, -1, 44], dtype=torch.int32, device=run.device)
     ids = torch.arange(1500, dtype=torch.int32, device=run.device)
     ids[:4] = torch.tensor([-5, -3, -1, -4])
-    checks.check("resolve", lambda: resolve.resolve(ids, last), lambda: resolve.resolve_reference(ids, last), 0.0, "int32")
+    checks.check("resolve", lambda: resolve.resolve(ids, last), lambda: resolve_reference.resolve_reference(ids, last), 0.0, "int32")
 
 
 def sampling(run: common.Run, checks: Checks) -> None:

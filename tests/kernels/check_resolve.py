@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from chairlift.kernels.resolve import resolve, resolve_reference
+from chairlift.kernels.resolve import resolve
+from chairlift.kernels.resolve_reference import resolve_reference
 
 
 @pytest.mark.parametrize("count", [1, 5, 1024, 1500])

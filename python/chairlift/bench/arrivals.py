@@ -20,6 +20,11 @@ def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) ->
     return [(time - times[0]) / whole * (count / rate) for time in times]
 
 
+def gaps_in_words(burstiness: float) -> str:
+    """How the gaps between arrivals are spread, in words."""
+    return "Poisson" if burstiness == 1 else f"gamma, burstiness {burstiness:g}"
+
+
 def ramp(count: int, start: float, end: float, *, exponential: bool = False, burstiness: float = 1.0, seed: int = 0) -> list[float]:
     """`count` times in seconds, the first at 0, while the rate goes from `start` to `end` requests a second, request by request."""
     last = max(count - 1, 1)

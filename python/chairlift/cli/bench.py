@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.bench import traces, workload
-from chairlift.bench.arrivals import arrivals, ramp
+from chairlift.bench.arrivals import arrivals, gaps_in_words, ramp
 from chairlift.bench.block import HEADERS, block
 from chairlift.bench.client import Target
 from chairlift.bench.figures import Figures, Goodput
@@ -137,7 +137,7 @@ def _timed(given: Mapping[str, Any], jobs: list[Job]) -> tuple[list[Job], str]:
         raise InvalidSetting("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate")
     if not ramped and (start or end):
         raise InvalidSetting("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
-    shape = gaps(given)
+    shape = gaps_in_words(given["burstiness"])
     if ramped:
         times = ramp(len(jobs), start, end, exponential=ramped == "exponential", burstiness=given["burstiness"], seed=seed)
         return workload.due(jobs, times), f"from {start:g} to {end:g} a second ({ramped}, {shape})"
@@ -146,11 +146,6 @@ def _timed(given: Mapping[str, Any], jobs: list[Job]) -> tuple[list[Job], str]:
     if own_times:
         return jobs, "at the trace's times" + ("" if given["speedup"] == 1 else f", {given['speedup']:g} times as fast")
     return workload.at_once(jobs, seats), "all at once" if seats is None else "each when a seat is free"
-
-
-def gaps(given: Mapping[str, Any]) -> str:
-    """How the times between arrivals are spread, in words."""
-    return "Poisson" if given["burstiness"] == 1 else f"gamma, burstiness {given['burstiness']:g}"
 
 
 def _serve(given: Mapping[str, Any], target: Target, requests: Requests) -> int:

@@ -175,6 +175,13 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="requests before the run, which do not count (default: 1)",
     )
+    add_burstiness(group)
+    group.add_argument("--processes", type=values.whole(1, 1024), default=1, metavar="N", help="processes that send and read (default: 1)")
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def add_burstiness(group: argparse._ArgumentGroup) -> None:
+    """How evenly requests come, here and in `chairlift plan`."""
     group.add_argument(
         "--burstiness",
         type=values.number(0.01, 1e6, infinite=True),
@@ -182,8 +189,6 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="below 1: burstier than Poisson (default: 1)",
     )
-    group.add_argument("--processes", type=values.whole(1, 1024), default=1, metavar="N", help="processes that send and read (default: 1)")
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
 
 def _add_rate(parser: argparse.ArgumentParser) -> None:

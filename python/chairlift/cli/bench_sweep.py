@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from chairlift.bench import workload
-from chairlift.bench.arrivals import arrivals
+from chairlift.bench.arrivals import arrivals, gaps_in_words
 from chairlift.bench.client import Target
 from chairlift.bench.figures import Figures, Goodput
 from chairlift.bench.sweep import FEWEST, Point, knee, notes, search
-from chairlift.cli.bench import Requests, gaps, save, send, settings_of, status, tell
+from chairlift.cli.bench import Requests, save, send, settings_of, status, tell
 from chairlift.errors import ChairliftError
 
 LONGEST_POINT = 8
@@ -63,7 +63,7 @@ def run(given: Mapping[str, Any], target: Target, requests: Requests) -> int:
     if given["report"]:
         from chairlift.bench.report.sweep import page
 
-        coming = "at a time, each when a seat is free" if closed else f"a second ({gaps(given)})"
+        coming = "at a time, each when a seat is free" if closed else f"a second ({gaps_in_words(given['burstiness'])})"
         told = f"{', '.join(f'{load:.3g}' for load in loads)} {coming}, one load after the other"
         page(points, settings_of(given, target, told), goodput, closed=closed).write(given["report"])
         print(f"Report: {given['report']}")

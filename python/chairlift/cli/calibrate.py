@@ -8,10 +8,7 @@ from typing import Any
 from chairlift.cli.bar import bar
 from chairlift.cli.together import refuse
 from chairlift.config import EngineConfig, ServerConfig
-from chairlift.sim.calibrate import calibrate, from_journal
-
-SECONDS = 60.0
-"""To measure for where nobody says."""
+from chairlift.sim.calibrate import SECONDS, calibrate, from_journal
 
 
 def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chairlift.bench.arrivals import gaps_in_words
 from chairlift.bench.report.plot import duration
 from chairlift.bench.traces import read
 from chairlift.cli.bar import bar
 from chairlift.cli.together import refuse
 from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from chairlift.sim import table
-from chairlift.sim.calibrate import calibrate
+from chairlift.sim.calibrate import SECONDS, calibrate
 from chairlift.sim.devices import Device, Profile
 from chairlift.sim.devices import device as known
 from chairlift.sim.mix import FEWEST, Mix
@@ -25,9 +26,6 @@ from chairlift.sim.workload import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-SECONDS = 60.0
-"""To measure this machine for."""
 
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 2000, 256, 128
 """Of a trace, and of a request without one, where nobody says."""
@@ -134,7 +132,7 @@ def _lines(told: Mapping[str, str], found: Plan) -> Iterator[str]:
 
 def _mix(given: Mapping[str, Any], engine: EngineConfig) -> tuple[Mix, str]:
     """The traffic that was asked for, and its words."""
-    shape = "Poisson" if given["burstiness"] == 1 else f"gamma, burstiness {given['burstiness']:g}"
+    shape = gaps_in_words(given["burstiness"])
     if given["trace"]:
         refuse("a --trace has lengths of its own", **{name: given[name] for name in ("input_len", "output_len", "range_ratio")})
         every = Workload.of(read(given["trace"]), engine.tenant_weights)

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from chairlift.cli import flags, values
+from chairlift.cli.bench_flags import add_burstiness
 from chairlift.cli.simulate_flags import FLAGS
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 
@@ -55,13 +56,7 @@ def add(command: Callable[[str, str, str], argparse.ArgumentParser]) -> None:
     group.add_argument(
         "--range-ratio", type=values.number(0, 0.999), metavar="X", help="lengths vary by this share, up and down (default: 0)"
     )
-    group.add_argument(
-        "--burstiness",
-        type=values.number(0.01, 1e6, infinite=True),
-        default=1.0,
-        metavar="X",
-        help="below 1: burstier than Poisson (default: 1)",
-    )
+    add_burstiness(group)
     group.add_argument(
         "--users-every",
         type=values.number(1e-3, 1e9),

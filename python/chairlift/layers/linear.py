@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-FORMS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+FORMS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max)}
 """The forms of 8 bits: torch's type, and the largest number that is used of it."""
 SMALLEST = 1e-12
 """Of a row's largest number, so that a row of zeros has a scale too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from chairlift.kernels.resolve_reference import resolve_reference
 from chairlift.runner.buffers import Layout, StepBuffers
 from chairlift.runner.courier import Courier
 
@@ -79,5 +80,4 @@ def _resolved(input_ids: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor
         from chairlift.kernels.resolve import resolve  # brings triton
 
         return resolve(input_ids, last_token)
-    sampled = last_token[(-(input_ids + 1)).clamp(min=0)].clamp(min=0)
-    return torch.where(input_ids < 0, sampled, input_ids)
+    return resolve_reference(input_ids, last_token)

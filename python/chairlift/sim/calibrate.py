@@ -20,6 +20,9 @@ from chairlift.sim.fit import Fit, fit
 from chairlift.sim.replay import Recording
 from chairlift.sim.steps import Load
 
+SECONDS = 60.0
+"""To measure for where nobody says."""
+
 SHORTEST, LONGEST = 8, 2048
 """Tokens of the prompts that are made up, unless the context is shorter."""
 
@@ -49,7 +52,7 @@ KEPT = ("dtype", "quantization", "kv_cache_dtype")
 """The settings that say how weights and KV cache are kept."""
 
 
-def calibrate(config: EngineConfig, seconds: float = 60.0, on_progress: Callable[[float], None] = lambda done: None) -> Profile:
+def calibrate(config: EngineConfig, seconds: float = SECONDS, on_progress: Callable[[float], None] = lambda done: None) -> Profile:
     """Runs the engine for so many seconds under loads that grow from one request to as many as it seats, and fits what steps take.
 
     First with short prompts, then with prompts of all lengths, one at a time; nothing else should run on the machine. `on_progress` hears
