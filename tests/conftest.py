@@ -1,5 +1,6 @@
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 import chairlift.runner  # noqa: F401  (before torch, which reads what this sets)
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
+
+sys.path.insert(0, str(Path(__file__).parent))
+pytest_plugins = ["expected_skips"]
 
 # A shell's background jobs ignore it, and with it what the tests send themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)

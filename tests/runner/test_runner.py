@@ -32,11 +32,17 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([length, seed]).integers(0, 199, length).tolist()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for, request):
+IN_RUST = [name for name in FAMILIES if not name.startswith("gemma")]
+
+
+@pytest.mark.parametrize(
+    ("name", "runner_for"),
+    [*((name, CpuModel.load) for name in IN_RUST), *((name, TorchModel.load) for name in FAMILIES)],
+    ids=[*(f"{name}-cpu" for name in IN_RUST), *(f"{name}-torch" for name in FAMILIES)],
+    indirect=["runner_for"],
+)
+def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for):
     reference = write(name, tmp_path)
-    if name.startswith("gemma") and request.node.callspec.params["runner_for"] == CpuModel.load:
-        pytest.skip("not in Rust")
     driver = Driver(runner_for(tmp_path))
     a, b, c, d = (driver.seat(row, prompt(length)) for row, length in zip((3, 0, 5, 2), LENGTHS, strict=True))
     # Whole prompts, chunks that start and end inside blocks, and decodes, mixed, in changing order.

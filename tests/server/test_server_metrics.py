@@ -295,7 +295,7 @@ def test_vllms_names_have_the_same_values():
     assert b"vllm:" not in Metrics("m", dict).text()
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, which Debian's package prometheus has")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
 def test_promtool_has_nothing_to_complain_of(http, engine):
     engine.facts |= {"num_kv_blocks": 512, "block_size": 16}
     engine.counters = {"tenants": {"alice": use(5)}, "classes": {0: use(5)}}
