@@ -1,6 +1,8 @@
+import asyncio
 import json
 
 import httpx
+import openai
 import pytest
 from fake_async_engine import FakeEngine, wait_until
 
@@ -27,17 +29,76 @@ def test_a_stream_that_waits_shows_that_it_lives(engine, base, server):
     assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in rest[:-1]) == "held back held "
 
 
-def test_a_stream_that_flows_has_no_comments(monkeypatch, engine, base):
-    monkeypatch.setattr(sse, "QUIET", 5.0)
-    body = {"prompt": "a b c", "max_tokens": 200, "stream": True}
-    with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=30) as response:
-        assert not [line for line in response.iter_lines() if line.startswith(":")]
+class FastForward(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer instead of waiting for it."""
+
+    def __init__(self):
+        super().__init__()
+        self._jumped, select = 0.0, self._selector.select
+
+        def jump(timeout=None):
+            self._jumped += timeout or 0.0
+            return select(0)
+
+        self._selector.select = jump
+
+    def time(self):
+        return self._jumped
 
 
-def test_clients_pass_over_comments(engine, client):
-    stream = client.completions.create(model="org/fake-model", prompt="held", max_tokens=3, stream=True)
-    engine.released = True
-    assert "".join(chunk.choices[0].text for chunk in stream) == "held held held "
+def lines_of(gaps):
+    """The lines of a stream of events with so many seconds before each."""
+
+    async def events():
+        for number, gap in enumerate(gaps):
+            await asyncio.sleep(gap)
+            yield sse.event({"event": number})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    with asyncio.Runner(loop_factory=FastForward) as runner:
+        runner.run(sse.EventStream(events(), {})({"type": "http", "path": "/v1/completions"}, None, send))
+    return [line for line in b"".join(sent).decode().splitlines() if line]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "comments"),
+    [([9] * 50, 0), ([12] * 50, 50), ([9, 35, 9], 3)],
+)
+def test_comments_come_where_a_stream_is_quiet_and_only_there(gaps, comments):
+    lines = lines_of(gaps)
+    assert lines.count(": keep-alive") == comments
+    assert [line for line in lines if not line.startswith(":")] == [f'data: {{"event":{number}}}' for number in range(len(gaps))]
+
+
+def test_clients_pass_over_comments(engine, base):
+    """The engine goes on once the client has read a comment, and no sooner."""
+
+    class Transport(httpx.HTTPTransport):
+        def handle_request(self, request):
+            response = super().handle_request(request)
+            response.stream = Watched(response.stream)
+            return response
+
+    class Watched(httpx.SyncByteStream):
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __iter__(self):
+            for data in self.stream:
+                yield data
+                engine.released |= data.startswith(b": keep-alive")
+
+        def close(self):
+            self.stream.close()
+
+    transport = httpx.Client(transport=Transport(), timeout=30)
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, http_client=transport) as client:
+        stream = client.completions.create(model="org/fake-model", prompt="held", max_tokens=3, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == "held held held "
 
 
 def test_an_engine_that_dies_while_a_stream_waits_ends_it_with_an_error(engine, base, server):
