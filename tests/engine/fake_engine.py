@@ -20,16 +20,18 @@ REFUSED, CRASHING, DYING, HANGING, FAILING, BROKEN, FULL, LATE, PATIENT, PANICKI
 """LATE is dropped for its deadline after three tokens, or before the first; PATIENT gets nothing before the engine's time has come."""
 PATIENCE = 0.05
 EOS = 7
+ENDLESS = 1_000_000_000
+"""The `max_tokens` of requests that no test lives to see the end of."""
 FACTS = {
     "model": "fake",
-    "max_model_len": 2_000_000,
+    "max_model_len": 2 * ENDLESS,
     "vocab_size": 1_000_000,
     "num_kv_blocks": 10,
     "block_size": 16,
     "max_num_seqs": 64,
     "eos_token_ids": [EOS],
     "determinism": "batch-invariant",
-    "decisions": [["context length", "2000000 tokens", "what the model was made for"], ["KV cache", "160 tokens", "a guess"]],
+    "decisions": [["context length", "2000000000 tokens", "what the model was made for"], ["KV cache", "160 tokens", "a guess"]],
 }
 
 

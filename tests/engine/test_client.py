@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 import fake_engine
 import pytest
-from fake_engine import CRASHING, DYING, EOS, FAILING, FULL, HANGING, LATE, PATIENT, REFUSED, text_of
+from fake_engine import CRASHING, DYING, ENDLESS, EOS, FAILING, FULL, HANGING, LATE, PATIENT, REFUSED, text_of
 
 from chairlift.engine import client
 from chairlift.engine.client import AsyncEngine
@@ -21,7 +21,6 @@ from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 GUARD = 60
-ENDLESS = SamplingParams(max_tokens=1_000_000)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +118,7 @@ def test_stop_token_is_named():
 
 def test_stop_string_ends_the_request_in_the_engine_too():
     async def test(engine):
-        outputs = await collect(engine, "a", max_tokens=1_000_000, stop=("zz", "def"))
+        outputs = await collect(engine, "a", max_tokens=ENDLESS, stop=("zz", "def"))
         assert ids(outputs) == [97, 98, 99, 100, 101, 102]
         assert "".join(output.text for output in outputs) == "abc"
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", "def")
@@ -145,7 +144,7 @@ def test_several_answers_come_side_by_side_and_each_to_its_own_end():
 
 def test_answers_that_end_by_a_stop_string_are_aborted_one_by_one():
     async def test(engine):
-        outputs = await collect(engine, [1000], n=2, max_tokens=1_000_000, stop=(text_of(1105, 2),), stop_token_ids=(1050,))
+        outputs = await collect(engine, [1000], n=2, max_tokens=ENDLESS, stop=(text_of(1105, 2),), stop_token_ids=(1050,))
         ends = {output.index: output for output in outputs if output.finish_reason}
         assert (ends[0].stop_reason, ends[1].stop_reason) == (1050, text_of(1105, 2))
         assert (ends[0].ledger is None, ends[1].ledger is None) == (False, True)
@@ -168,7 +167,7 @@ def test_the_best_answers_come_whole_at_the_end_and_the_best_first():
 
 def test_leaving_aborts_all_answers_that_are_not_over():
     async def test(engine):
-        async with aclosing(engine.generate([1000], SamplingParams(max_tokens=1_000_000, n=3, stop_token_ids=(1100,)))) as stream:
+        async with aclosing(engine.generate([1000], SamplingParams(max_tokens=ENDLESS, n=3, stop_token_ids=(1100,)))) as stream:
             async for output in stream:
                 if output.finish_reason:
                     break
@@ -238,7 +237,7 @@ def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
         await one(engine, "a")
         await one(engine, "c")
         assert [len(await engine.explain(request_id)) for request_id in "abc"] == [1, 0, 1]
-        async with aclosing(engine.generate([1000], ENDLESS, request_id="open")) as stream:
+        async with aclosing(engine.generate([1000], SamplingParams(max_tokens=ENDLESS), request_id="open")) as stream:
             await anext(stream)
             assert [ledger.finish for ledger in await engine.explain("open")] == [None]
 
@@ -248,7 +247,7 @@ def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
 def test_a_look_has_the_names_of_those_there():
     async def test(engine):
         await collect(engine, [1000], max_tokens=1)
-        async with aclosing(engine.generate([1000], ENDLESS, request_id="open")) as stream:
+        async with aclosing(engine.generate([1000], SamplingParams(max_tokens=ENDLESS), request_id="open")) as stream:
             await anext(stream)
             seen = await engine.look()
             assert seen["names"] == [(seen["rows"][0]["tag"], "open")]
@@ -258,7 +257,7 @@ def test_a_look_has_the_names_of_those_there():
 
 def test_a_question_to_an_engine_that_dies_is_not_left_open():
     async def test(engine):
-        hanging = asyncio.create_task(collect(engine, [1000], max_tokens=1_000_000))
+        hanging = asyncio.create_task(collect(engine, [1000], max_tokens=ENDLESS))
         await until(lambda: engine._streams)
         # A stopped process answers nothing, whatever it has read already.
         engine._process.send_signal(signal.SIGSTOP)
@@ -318,7 +317,7 @@ def test_slow_reader_sees_the_ids_up_to_the_stop_string_only():
 @pytest.mark.parametrize("way", ["break", "raise", "cancel"])
 def test_leaving_early_aborts_in_the_engine(way):
     async def leave(engine, started):
-        stream = engine.generate("a", ENDLESS)
+        stream = engine.generate("a", SamplingParams(max_tokens=ENDLESS))
         if way == "break":
             async for _ in stream:
                 started.set()
@@ -345,7 +344,7 @@ def test_leaving_early_aborts_in_the_engine(way):
 
 def test_a_request_left_before_its_first_token_is_aborted():
     async def test(engine):
-        task = asyncio.create_task(collect(engine, "a", max_tokens=1_000_000))
+        task = asyncio.create_task(collect(engine, "a", max_tokens=ENDLESS))
         await until(lambda: engine._streams)
         task.cancel()
         await asyncio.wait([task])
@@ -387,7 +386,7 @@ def test_what_the_model_cannot_take_is_refused_at_the_door():
         ([-1], {}, "from 0 to 999999"),
         ([True], {}, "no token id"),
         (["a"], {}, "no token id"),
-        ([1, 2], {"max_tokens": 2_000_000}, r"requested 2000002 tokens \(2 in the prompt, 2000000 for the output\)"),
+        ([1, 2], {"max_tokens": 2 * ENDLESS}, r"requested 2000000002 tokens \(2 in the prompt, 2000000000 for the output\)"),
     ]
 
     async def test(engine):
@@ -411,7 +410,7 @@ def test_validate_fills_what_the_context_leaves():
 
 def test_every_open_stream_hears_of_the_engines_crash(capfd):
     async def test(engine):
-        jobs = [asyncio.create_task(collect(engine, [1000], max_tokens=1_000_000)) for _ in range(5)]
+        jobs = [asyncio.create_task(collect(engine, [1000], max_tokens=ENDLESS)) for _ in range(5)]
         await until(lambda: engine.stats().get("running") == 5)
         jobs.append(asyncio.create_task(collect(engine, [CRASHING])))
         for result in await asyncio.gather(*jobs, return_exceptions=True):
@@ -453,7 +452,7 @@ def test_close_in_the_middle_leaves_no_process_and_can_be_repeated(monkeypatch, 
 
     async def test(engine):
         process = engine._process
-        open_ones = [asyncio.create_task(collect(engine, [1000], max_tokens=1_000_000)), asyncio.create_task(collect(engine, [HANGING]))]
+        open_ones = [asyncio.create_task(collect(engine, [1000], max_tokens=ENDLESS)), asyncio.create_task(collect(engine, [HANGING]))]
         await until(lambda: "hanging" in capfd.readouterr().out)
         await asyncio.gather(engine.close(), engine.close())
         for result in await asyncio.gather(*open_ones, return_exceptions=True):
@@ -562,7 +561,7 @@ def test_phases_are_logged_and_sum_to_the_total(caplog):
         assert "phase weights 0.25 s" in lines
         assert lines[-4:-1] == [
             "model           smollm2-135m-instruct",
-            "context length  2000000 tokens         what the model was made for",
+            "context length  2000000000 tokens      what the model was made for",
             "KV cache        160 tokens             a guess",
         ]
         total, parts = lines[-1].removeprefix("ready in ").split(" s: ")

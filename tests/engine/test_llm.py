@@ -140,8 +140,8 @@ def test_a_bad_prompt_is_named_before_anything_runs(llm, bad):
 
 
 def test_a_prompt_too_long_keeps_its_code(llm):
-    with pytest.raises(InvalidRequest, match="prompt 0: This model's maximum context length is 2000000 tokens") as caught:
-        llm.generate([[1]], params(max_tokens=2_000_000))
+    with pytest.raises(InvalidRequest, match="prompt 0: This model's maximum context length is 2000000000 tokens") as caught:
+        llm.generate([[1]], params(max_tokens=2_000_000_000))
     assert caught.value.code == "context_length_exceeded"
 
 

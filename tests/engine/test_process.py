@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import fake_engine
 import pytest
-from fake_engine import BROKEN, CRASHING, FULL, HANGING, LATE, PANICKING, PATIENT, REFUSED, FakeEngine, ledger
+from fake_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, LATE, PANICKING, PATIENT, REFUSED, FakeEngine, ledger
 
 from chairlift.config import EngineConfig
 from chairlift.engine import process
@@ -153,7 +153,7 @@ def test_counters_are_sent_when_they_are_due_and_when_it_goes_idle(monkeypatch):
 def test_abort_reaches_the_engine_in_the_middle_of_a_request():
     with child() as it:
         it.start()
-        it.add(1, [100], max_tokens=1_000_000)
+        it.add(1, [100], max_tokens=ENDLESS)
         assert it.receive().finishes == b"\0"
         it.send(Abort([1]))
         while not (step := it.receive()).stats or step.stats["running"]:
@@ -174,7 +174,7 @@ def test_a_sequence_is_explained_idle_and_at_work():
         it.start()
         it.send(Explain(7, [3, 4]))
         assert it.receive() == Explained(7, [ledger(3), ledger(4)])
-        it.add(1, [100], max_tokens=1_000_000)
+        it.add(1, [100], max_tokens=ENDLESS)
         it.send(Explain(8, [1]))
         while not isinstance(frame := it.receive(), Explained):
             pass
@@ -184,7 +184,7 @@ def test_a_sequence_is_explained_idle_and_at_work():
 def test_what_there_is_can_be_looked_at_at_work():
     with child() as it:
         it.start()
-        it.add(1, [100], max_tokens=1_000_000)
+        it.add(1, [100], max_tokens=ENDLESS)
         it.send(Look(9))
         while not isinstance(frame := it.receive(), Seen):
             pass

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import fake_engine
 import pytest
-from fake_engine import HANGING, FakeTokenizer
+from fake_engine import ENDLESS, HANGING, FakeTokenizer
 
 from chairlift.engine import pulse, watchdog
 from chairlift.engine.client import AsyncEngine
@@ -140,7 +140,7 @@ def test_a_stopped_process_is_stuck_until_it_goes_on(monkeypatch, capfd):
     async def test(engine):
         assert engine.stuck is None
         # With a request open: time in which it was stopped is not held against its step.
-        asking = asyncio.create_task(collect(engine, [1000], 1_000_000))
+        asking = asyncio.create_task(collect(engine, [1000], ENDLESS))
         await until(lambda: engine.stats()["running"])
         engine._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, engine._process.pid, os.WSTOPPED)
@@ -170,7 +170,7 @@ def test_a_step_that_never_ends_is_named_and_ends_the_engine(monkeypatch, capfd)
 
 def test_a_parent_that_does_not_read_for_a_while_finds_an_engine_that_gets_on(monkeypatch):
     async def test(engine):
-        asking = asyncio.create_task(collect(engine, [1000], 1_000_000))
+        asking = asyncio.create_task(collect(engine, [1000], ENDLESS))
         await until(lambda: engine.stats()["running"])
         engine._reader._transport.pause_reading()
         await until(lambda: engine.stuck)
@@ -195,7 +195,7 @@ def test_a_token_that_cannot_be_shown_ends_its_own_request_only(monkeypatch):
     async def test(engine):
         other = asyncio.create_task(collect(engine, [1000], 300))
         with pytest.raises(ZeroDivisionError):
-            await collect(engine, [2000], 1_000_000)
+            await collect(engine, [2000], ENDLESS)
         await until(lambda: engine.stats()["aborted"] == 1)
         assert await other == list(range(1000, 1300))
 

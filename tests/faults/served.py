@@ -10,10 +10,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import paced_engine
 
 
 class Served:
@@ -22,8 +24,9 @@ class Served:
     def __init__(self, port: int, directory: Path, process: subprocess.Popen[bytes]) -> None:
         self.port = port
         self.process = process
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
-        self._admin = httpx.Client(transport=httpx.HTTPTransport(uds=str(directory / "admin")), base_url="http://admin", timeout=120)
+        self._gate = directory / "gate"
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=None)
+        self._admin = httpx.Client(transport=httpx.HTTPTransport(uds=str(directory / "admin")), base_url="http://admin", timeout=None)
         self._log = directory / "log"
 
     def state(self) -> dict[str, Any]:
@@ -34,6 +37,15 @@ class Served:
             "blocks": told["total_blocks"] - told["free_blocks"],
             "sockets": self.sockets(),
         }
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[], None]]:
+        """Keeps long requests from ending until the block ends, or until what it yields is called. For `served(paced=True)`."""
+        self._gate.touch()
+        try:
+            yield partial(self._gate.unlink, missing_ok=True)
+        finally:
+            self._gate.unlink(missing_ok=True)
 
     def sockets(self) -> int:
         """Open files of the server's process that are sockets."""
@@ -73,16 +85,17 @@ class Served:
 
 
 @contextmanager
-def served(*flags: str) -> Iterator[Served]:
-    """Serves without a model until it is left."""
+def served(*flags: str, paced: bool = False) -> Iterator[Served]:
+    """Serves without a model until it is left; `paced`: with an engine that can hold back its requests."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        command = [sys.executable, "-m", "chairlift.cli.main", "serve", "--load-format", "none", "--port", str(port)]
+        program = [paced_engine.__file__] if paced else ["-m", "chairlift.cli.main"]
+        command = [sys.executable, *program, "serve", "--load-format", "none", "--port", str(port)]
         command += ["--admin-socket", str(directory / "admin"), "--log-level", "warning", *flags]
         with (directory / "log").open("wb") as log:
-            process = subprocess.Popen(command, stderr=log)
+            process = subprocess.Popen(command, stderr=log, env=os.environ | {paced_engine.GATE: str(directory / "gate")})
         server = Served(port, directory, process)
         try:
             until(lambda: _ready(server))

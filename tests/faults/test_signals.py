@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -20,22 +20,26 @@ LOAD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/messages", {"messages": MESSAGES}),
     ("/v1/responses", {"input": "Hello"}),
 )
-TOKENS = 8000
+TOKENS = 2000
 ROWS = ("--max-num-seqs", "32")
 """Enough for the load below to run all at a time."""
 
 
+Asked = list[tuple[str, bool, Future[httpx.Response]]]
+"""Requests: each one's path, whether it streams, and its answer."""
+
+
 @contextmanager
-def load(server: Served) -> Iterator[list[tuple[str, bool, Future[httpx.Response]]]]:
-    """Long requests of all kinds, each with whether it streams, once all of them run; they have to be over at the end of the block."""
-    with ThreadPoolExecutor(len(LOAD) * 2) as threads:
+def load(server: Served) -> Iterator[tuple[Asked, Callable[[], None]]]:
+    """Long requests of all kinds, once all of them run, and what lets them end, which they can't before."""
+    with ThreadPoolExecutor(len(LOAD) * 2) as threads, server.held() as release:
         asked = []
         for path, body in LOAD:
             for stream in (False, True):
                 longest = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": TOKENS}
                 asked.append((path, stream, threads.submit(server.http.post, path, json={**body, **longest, "stream": stream})))
         until(lambda: server.state()["door"] == {"open": len(asked), "waiting": 0})
-        yield asked
+        yield asked, release
 
 
 def last(stream: str) -> Any:
@@ -45,13 +49,13 @@ def last(stream: str) -> Any:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(*ROWS) as one:
+    with served(*ROWS, paced=True) as one:
         yield one
 
 
 def test_an_engine_that_is_killed_is_replaced_and_all_are_told(server):
     golden, engine = server.answer(), server.engine()
-    with load(server) as asked:
+    with load(server) as (asked, _):
         os.kill(engine, signal.SIGKILL)
         answers = [(path, stream, answer.result()) for path, stream, answer in asked]
     for path, stream, answer in answers:
@@ -68,9 +72,9 @@ def test_an_engine_that_is_killed_is_replaced_and_all_are_told(server):
 
 
 def test_an_engine_that_is_stopped_is_unhealthy_and_goes_on_where_it_was(server):
-    calm = server.answer(max_tokens=4000, ignore_eos=True)
-    with load(server) as asked, ThreadPoolExecutor(1) as threads:
-        stopped = threads.submit(server.answer, max_tokens=4000, ignore_eos=True)
+    calm = server.answer(max_tokens=TOKENS, ignore_eos=True)
+    with load(server) as (asked, release), ThreadPoolExecutor(1) as threads:
+        stopped = threads.submit(server.answer, max_tokens=TOKENS, ignore_eos=True)
         os.kill(server.engine(), signal.SIGSTOP)
         until(lambda: server.status("/health") == 503)
         assert server.http.get("/health").json()["stage"] == "process"
@@ -78,14 +82,17 @@ def test_an_engine_that_is_stopped_is_unhealthy_and_goes_on_where_it_was(server)
         assert server.status("/live") == 200
         os.kill(server.engine(), signal.SIGCONT)
         until(lambda: server.status("/health") == server.status("/ready") == 200)
+        release()
         assert stopped.result() == calm
         assert all(answer.result().status_code == 200 for _, _, answer in asked)
 
 
 def test_sigterm_loses_no_request():
-    with served(*ROWS) as server:
-        with load(server) as asked:
+    with served(*ROWS, "--shutdown-timeout", "1000", paced=True) as server:
+        with load(server) as (asked, release):
             server.process.send_signal(signal.SIGTERM)
+            until(lambda: server.status("/ready") == 503)
+            release()
             answers = [(path, stream, answer.result()) for path, stream, answer in asked]
         assert server.process.wait(60) == 0
     for path, stream, answer in answers:
@@ -102,9 +109,9 @@ def test_sigterm_loses_no_request():
 
 
 def test_a_second_sigterm_ends_the_server_now():
-    with served(*ROWS, "--shutdown-timeout", "1000") as server:
+    with served(*ROWS, "--shutdown-timeout", "1000", paced=True) as server:
         engine = server.engine()
-        with load(server) as asked:
+        with load(server) as (asked, _):
             server.process.send_signal(signal.SIGTERM)
             until(lambda: server.status("/ready") == 503)
             server.process.send_signal(signal.SIGTERM)

@@ -61,8 +61,8 @@ class FakeEngine:
     Words in a prompt steer it: "slow" takes 10 ms a token, "boom" fails after two tokens as the engine would,
     "die" ends it, "bug" fails as it never should, "split" gives an increment without text, as half a character does,
     "full" finds a full queue, "late" misses its deadline (that for the first token if it has one, else after two tokens),
-    "held" waits until it is `released`. What follows "SAY:" is the answer, three characters at a time. Each further one
-    of n answers begins one word later.
+    "held" waits until it is `released`, "paused" does so after two tokens. What follows "SAY:" is the answer, three
+    characters at a time. Each further one of n answers begins one word later.
     """
 
     def __init__(self) -> None:
@@ -141,6 +141,8 @@ class FakeEngine:
             on_start()
             for i in range(params.max_tokens):
                 await asyncio.sleep(0.01 if "slow" in text else 0)
+                while "paused" in text and i >= 2 and self.alive and not self.released:
+                    await asyncio.sleep(0.01)
                 if "die" in text.split():
                     self._stop()
                 if not self.alive:

@@ -1,10 +1,11 @@
 """Run by test_server_life: a whole server around a fake engine, in a process of its own, on the port of argument 1.
 
-Argument 2 is its shutdown timeout, argument 3 how its engine fares: see `_engine`.
+Argument 2 is its shutdown timeout, argument 3 how its engine fares: see `_engine`. SIGUSR1 releases "paused" requests.
 """
 
 import asyncio
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -63,6 +64,8 @@ def _engine(loads: str):
 async def main(port: int, shutdown_timeout: float, loads: str) -> int:
     life.pause_after = lambda failures: failures / 100
     engine = _engine(loads)
+    if isinstance(engine, FakeEngine):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, engine, "released", True)
     server = life.Life(engine, MODEL, ServerConfig(shutdown_timeout=shutdown_timeout), Keys())
     return await server.run(asyncio.create_task(engine.start()), open_port("127.0.0.1", port))
 

@@ -89,7 +89,7 @@ def test_a_prompt_that_no_tokens_could_make_fit_is_not_tokenized(engine):
 
 def test_what_runs_does_not_wait(engine):
     with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
-        streams = [http.stream("POST", COMPLETIONS, json={"prompt": "slow", "max_tokens": 2000, "stream": True}) for _ in range(6)]
+        streams = [http.stream("POST", COMPLETIONS, json={"prompt": "paused", "max_tokens": 9, "stream": True}) for _ in range(6)]
         for stream in streams:
             stream.__enter__()
         wait_until(lambda: counted(service) == (0, 6))

@@ -54,7 +54,7 @@ def test_prompts_are_text_or_tokens_or_lists_of_either(client, prompt, texts, st
 
 
 def test_one_failing_prompt_ends_its_request_and_the_others_of_it(http, engine):
-    response = http.post("/v1/completions", json={"prompt": ["slow a", "boom", "slow b"], "max_tokens": 500})
+    response = http.post("/v1/completions", json={"prompt": ["paused a", "boom", "paused b"], "max_tokens": 9})
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "request_failed"
     assert engine.left_early == engine.started == 3

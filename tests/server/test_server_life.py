@@ -42,8 +42,8 @@ def status(client, path):
 
 @contextlib.contextmanager
 def stream(client, tokens):
-    """The lines of a stream that has begun, of a request that takes 10 ms a token."""
-    with client.stream("POST", "/v1/completions", json={"prompt": "slow", "max_tokens": tokens, "stream": True}) as response:
+    """The lines of a stream that has begun, of a request that pauses after two tokens until SIGUSR1."""
+    with client.stream("POST", "/v1/completions", json={"prompt": "paused", "max_tokens": tokens, "stream": True}) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
         yield lines
@@ -60,6 +60,7 @@ def test_a_signal_lets_streams_finish_and_turns_new_requests_away():
             assert refused.json()["error"]["code"] == "shutting_down"
             assert "retry-after" in refused.headers
             assert status(client, "/live") == 200
+            process.send_signal(signal.SIGUSR1)
             rest = [line for line in lines if line]
         assert '"finish_reason":"length"' in rest[-2]
         assert rest[-1] == "data: [DONE]"
@@ -75,7 +76,7 @@ def test_a_signal_lets_streams_finish_and_turns_new_requests_away():
 def test_streams_that_do_not_finish_end_with_an_error(shutdown_timeout, signals, code):
     with running(shutdown_timeout) as (process, client):
         wait_until(lambda: status(client, "/ready") == 200)
-        with stream(client, 2000) as lines:
+        with stream(client, 9) as lines:
             process.send_signal(signal.SIGTERM)
             if signals == 2:
                 wait_until(lambda: status(client, "/ready") == 503)
@@ -125,10 +126,12 @@ def test_each_pause_before_another_start_is_longer():
 def test_sigterm_under_load_loses_no_request():
     with running() as (process, client), ThreadPoolExecutor(12) as threads:
         wait_until(lambda: status(client, "/ready") == 200)
-        body = {"prompt": "slow", "max_tokens": 100}
+        body = {"prompt": "paused", "max_tokens": 100}
         asked = [threads.submit(client.post, "/v1/completions", json={**body, "stream": i % 2 == 0}) for i in range(12)]
         wait_until(lambda: gauge(client.get("/metrics").text, "time_to_first_token_seconds_count") == 12)
         process.send_signal(signal.SIGTERM)
+        wait_until(lambda: status(client, "/ready") == 503)
+        process.send_signal(signal.SIGUSR1)
         answers = [answer.result() for answer in asked]
         assert process.wait(20) == 0
     assert [answer.status_code for answer in answers] == [200] * 12
@@ -159,7 +162,7 @@ def own_process(tmp_path, loads):
 
 def test_an_engine_that_is_killed_under_load_fails_its_requests_and_serves_again(tmp_path):
     with own_process(tmp_path, "process") as (_, client, engine), ThreadPoolExecutor(6) as threads:
-        endless = {"prompt": [1000], "max_tokens": 1_000_000}
+        endless = {"prompt": [1000], "max_tokens": 1_000_000_000}
 
         def ask(i):
             return client.post("/v1/completions", json={**endless, "stream": i >= 3}, headers={"x-request-id": f"load-{i}"})

@@ -6,7 +6,7 @@ import threading
 
 import httpx
 import pytest
-from fake_async_engine import MODEL, FakeEngine, answer, serving
+from fake_async_engine import MODEL, FakeEngine, answer, serving, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def shared():
 
 @pytest.fixture
 def engine(shared):
-    shared[0].started = 0
+    shared[0].started, shared[0].released = 0, False
     return shared[0]
 
 
@@ -258,8 +258,8 @@ def test_unknown_fields_are_told_not_refused(http):
     assert "x-evil" not in response.headers
 
 
-def test_a_stream_beside_all_this_is_unharmed(http, base):
-    prompt, got = "slow and steady", []
+def test_a_stream_beside_all_this_is_unharmed(http, base, engine):
+    prompt, got = "paused and steady", []
 
     def ride():
         request = {"prompt": prompt, "max_tokens": 100, "stream": True}
@@ -270,11 +270,14 @@ def test_a_stream_beside_all_this_is_unharmed(http, base):
 
     rider = threading.Thread(target=ride)
     rider.start()
-    while rider.is_alive():
+    wait_until(lambda: len(got) == 2)
+    for _ in range(3):
         for body in BODIES.values():
             refused(http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"}))
         refused(http.post(COMPLETIONS, json={**ONE, "temperature": "hot"}))
         http.post(COMPLETIONS, json={"prompt": "bug", "max_tokens": 9})
+    engine.released = True
+    rider.join(20)
     assert "".join(got) == answer(prompt, 100)
 
 

@@ -126,7 +126,7 @@ def test_requests_are_traced_under_their_callers_trace_however_they_end():
         assert {span.parent_span_id.hex() for span in traced()} == {PARENT.split("-")[2]}
         assert {values(span)["chairlift.request_id"] for span in traced()} == {"mine"}
         http.post("/v1/completions", json={"prompt": "boom", "max_tokens": 5})
-        with http.stream("POST", "/v1/completions", json={"prompt": "slow", "max_tokens": 2000, "stream": True}) as stream:
+        with http.stream("POST", "/v1/completions", json={"prompt": "paused", "max_tokens": 9, "stream": True}) as stream:
             next(stream.iter_raw())
         wait_until(lambda: len(traced()) == 6)
         alone = [span for span in traced() if not span.parent_span_id]

@@ -1,0 +1,52 @@
+"""An engine without a model whose steps take `STEP_SECONDS` while the file named by `GATE` exists, and no time once it is gone.
+
+Run as a script, this is `chairlift` with such an engine; `python -m paced_engine FD FORMAT` runs the engine's own process.
+"""
+
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from chairlift.engine import process
+
+GATE = "PACED_ENGINE_GATE"
+"""The environment variable that names the file."""
+
+STEP_SECONDS = 0.2
+"""A step gives each request one token: 2000 tokens take longer than any test may."""
+
+
+def pace() -> None:
+    """Makes every step of an engine in this process wait at the gate."""
+    from chairlift.runner.no_model import NoModel
+
+    gate, launch = Path(os.environ[GATE]), NoModel.launch
+
+    def paced(self: NoModel, *arguments: Any) -> Any:
+        end = time.monotonic() + STEP_SECONDS
+        while gate.exists() and time.monotonic() < end:
+            time.sleep(0.005)
+        return launch(self, *arguments)
+
+    NoModel.launch = paced  # type: ignore[method-assign]
+
+
+def serve() -> int:
+    """Runs the command line with the paced engine."""
+    from chairlift.cli.main import main
+    from chairlift.engine.client import AsyncEngine
+
+    AsyncEngine._command = ("-m", "paced_engine")
+    return main()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        sys.exit(serve())
+    pace()
+    status = process.main(int(sys.argv[1]), partial(process.load, sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(status)
