@@ -1,7 +1,7 @@
-"""Attention of the last few tokens of each sequence over a paged cache: bound by reading keys and values once.
+"""Paged attention for decodes: the last few tokens of each sequence. Bound by reading keys and values once.
 
-As in FlashInfer, a fixed grid of programs takes units of work from a list planned on the host; as in Flash-Decoding, a long context is
-several units, whose results `paged_combine` puts together. The reference in torch is `chairlift.layers.attention`'s.
+As in FlashInfer, a fixed grid of programs takes units of work from a list planned on the host. As in Flash-Decoding, a long context is
+split into several units, whose results `paged_combine` merges. The reference in torch is `chairlift.layers.attention`.
 """
 
 # Triton has no types: mypy checks the launchers alone.
@@ -15,141 +15,141 @@ import triton.language as tl
 
 from chairlift.kernels.paged_tile import (
     LOG2E,
+    AttentionMetadata,
     Scoring,
-    Step,
     add_sink,
-    add_tile,
-    load_tile,
+    block_n,
+    load_kv_tile,
     multiprocessors,
+    qk_tile,
     score_factors,
-    score_tile,
-    tile_keys,
+    softmax_update,
 )
 
 MAX_DECODE = 4
-"""Tokens of a chunk that is attended to as a decode, as in the core's `decode_work`."""
+"""A chunk of at most this many tokens is attended to as a decode, as in the core's `decode_work`."""
 PROGRAMS_PER_SM = 8
-"""Programs of the grid for each multiprocessor: some more than run at once, so that an uneven last round costs little."""
+"""Programs in the grid per multiprocessor: a few more than run at once, so that an uneven last wave costs little."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _paged_decode_kernel(
     out_ptr,
-    parts_ptr,
-    lses_ptr,
-    query_ptr,
-    keys_ptr,
-    values_ptr,
+    partial_out_ptr,
+    lse_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
     sinks_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    tables_ptr,
-    rows_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    block_tables_ptr,
+    slots_ptr,
     query_starts_ptr,
     context_lens_ptr,
     work_ptr,
-    factor,
+    qk_scale,
     cap,
     table_stride,
-    query_token_stride,
-    query_head_stride,
-    key_block_stride: tl.constexpr,
-    key_head_stride: tl.constexpr,
-    key_cell_stride: tl.constexpr,
-    value_block_stride: tl.constexpr,
-    value_head_stride: tl.constexpr,
-    value_cell_stride: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    dim: tl.constexpr,
-    value_dim: tl.constexpr,
-    block_size: tl.constexpr,
-    window: tl.constexpr,
-    capped: tl.constexpr,
-    single: tl.constexpr,
-    height: tl.constexpr,
-    tile: tl.constexpr,
+    q_token_stride,
+    q_head_stride,
+    k_block_stride: tl.constexpr,
+    k_head_stride: tl.constexpr,
+    k_token_stride: tl.constexpr,
+    v_block_stride: tl.constexpr,
+    v_head_stride: tl.constexpr,
+    v_token_stride: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINGLE_TOKEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    # The heads of a group share keys and values: a unit is some keys of one KV head, and its rows are (token, head of the group).
-    dims = tl.arange(0, triton.next_power_of_2(dim))
-    value_dims = tl.arange(0, triton.next_power_of_2(value_dim))
-    token = tl.arange(0, height) // group
-    member = tl.arange(0, height) % group
-    cells = tl.arange(0, tile)
-    for unit in range(tl.program_id(0), tl.load(work_ptr) * kv_heads, tl.num_programs(0)):
-        kv_head = unit % kv_heads
-        split_ptr = work_ptr + 4 * (1 + unit // kv_heads)
+    # The heads of a group share keys and values. A unit is a range of keys of one KV head; its BLOCK_M rows are (token, head of the group).
+    offs_d = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    offs_dv = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
+    token = tl.arange(0, BLOCK_M) // GROUP
+    group_head = tl.arange(0, BLOCK_M) % GROUP
+    offs_n = tl.arange(0, BLOCK_N)
+    for unit in range(tl.program_id(0), tl.load(work_ptr) * KV_HEADS, tl.num_programs(0)):
+        kv_head = unit % KV_HEADS
+        split_ptr = work_ptr + 4 * (1 + unit // KV_HEADS)
         sequence = tl.load(split_ptr)
         first = tl.load(split_ptr + 1)
         end = tl.load(split_ptr + 2)
         start = tl.load(query_starts_ptr + sequence)
-        count = tl.load(query_starts_ptr + sequence + 1) - start
-        position = tl.load(context_lens_ptr + sequence) - count + token
-        head = kv_head * group + member
-        real = token < count
-        query_at = (start + token).to(tl.int64) * query_token_stride + head.to(tl.int64) * query_head_stride
-        query_mask = real[:, None] & (dims < dim)[None, :]
-        query = tl.load(query_ptr + query_at[:, None] + dims[None, :], mask=query_mask, other=0.0)
-        scores_factor = factor
-        if key_scales_ptr is not None:
-            scores_factor = factor * tl.load(key_scales_ptr + kv_head)
-        top = tl.full((height,), float("-inf"), tl.float32)
-        total = tl.zeros((height,), tl.float32)
-        mixed = tl.zeros((height, value_dims.shape[0]), tl.float32)
-        head_keys_ptr = keys_ptr + kv_head * key_head_stride
-        head_values_ptr = values_ptr + kv_head * value_head_stride
-        # Tiles lie at fixed positions whatever the window, and the next one's blocks are looked up while this one's keys are on
-        # their way: a load that waits for another load cannot be pipelined.
-        table_ptr = tables_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
-        begin = first // tile * tile
-        blocks = tl.load(table_ptr + (begin + cells) // block_size, mask=begin + cells < end, other=0)
-        for at in range(begin, end, tile):
-            next_key = at + tile + cells
-            next_blocks = tl.load(table_ptr + next_key // block_size, mask=next_key < end, other=0)
-            key = at + cells
-            seen = (key >= first) & (key < end)
-            cell = key % block_size
-            keys = load_tile(head_keys_ptr, blocks, cell, seen, key_block_stride, key_cell_stride, dim, True)
-            values = load_tile(head_values_ptr, blocks, cell, seen, value_block_stride, value_cell_stride, value_dim, True)
-            scores = score_tile(query, keys, scores_factor, cap, capped)
-            visible = seen[None, :]
-            if not single:
+        query_len = tl.load(query_starts_ptr + sequence + 1) - start
+        position = tl.load(context_lens_ptr + sequence) - query_len + token
+        head = kv_head * GROUP + group_head
+        is_query = token < query_len
+        q_offsets = (start + token).to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
+        q_mask = is_query[:, None] & (offs_d < HEAD_DIM)[None, :]
+        q = tl.load(q_ptr + q_offsets[:, None] + offs_d[None, :], mask=q_mask, other=0.0)
+        qk_head_scale = qk_scale
+        if k_scales_ptr is not None:
+            qk_head_scale = qk_scale * tl.load(k_scales_ptr + kv_head)
+        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, offs_dv.shape[0]), tl.float32)
+        k_head_ptr = k_ptr + kv_head * k_head_stride
+        v_head_ptr = v_ptr + kv_head * v_head_stride
+        # Tiles start at fixed positions whatever the window. The block table is read one tile ahead, because Triton cannot
+        # pipeline a load whose address comes from another load.
+        block_table_ptr = block_tables_ptr + tl.load(slots_ptr + sequence).to(tl.int64) * table_stride
+        begin = first // BLOCK_N * BLOCK_N
+        blocks = tl.load(block_table_ptr + (begin + offs_n) // BLOCK_SIZE, mask=begin + offs_n < end, other=0)
+        for start_n in range(begin, end, BLOCK_N):
+            next_key = start_n + BLOCK_N + offs_n
+            next_blocks = tl.load(block_table_ptr + next_key // BLOCK_SIZE, mask=next_key < end, other=0)
+            key = start_n + offs_n
+            in_range = (key >= first) & (key < end)
+            cell = key % BLOCK_SIZE
+            k = load_kv_tile(k_head_ptr, blocks, cell, in_range, k_block_stride, k_token_stride, HEAD_DIM, True)
+            v = load_kv_tile(v_head_ptr, blocks, cell, in_range, v_block_stride, v_token_stride, VALUE_DIM, True)
+            qk = qk_tile(q, k, qk_head_scale, cap, SOFTCAP)
+            visible = in_range[None, :]
+            if not SINGLE_TOKEN:
                 visible = visible & (key[None, :] <= position[:, None])
-                if window > 0:
-                    visible = visible & (key[None, :] > position[:, None] - window)
-            scores = tl.where(visible, scores, float("-inf"))
-            top, total, mixed = add_tile(scores, values.to(query.dtype), top, total, mixed)
+                if WINDOW > 0:
+                    visible = visible & (key[None, :] > position[:, None] - WINDOW)
+            qk = tl.where(visible, qk, float("-inf"))
+            m_i, l_i, acc = softmax_update(qk, v.to(q.dtype), m_i, l_i, acc)
             blocks = next_blocks
-        if value_scales_ptr is not None:
-            mixed *= tl.load(value_scales_ptr + kv_head)
-        part = tl.load(split_ptr + 3)
-        if sinks_ptr is not None:  # noqa: SIM102 -- this is decided when it is compiled, the next when it runs
-            # Of several splits none counts the sink: it waits for the merge.
-            if part < 0:
-                sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2E
-                total, mixed = add_sink(sink, top, total, mixed)
-        # A token may see nothing of a split that others of its chunk see.
-        mixed /= tl.where(total == 0, 1.0, total)[:, None]
-        row = token.to(tl.int64) * (kv_heads * group) + head
-        place = row[:, None] * value_dim + value_dims[None, :]
-        mask = real[:, None] & (value_dims < value_dim)[None, :]
-        if part < 0:
-            first_ptr = out_ptr + start.to(tl.int64) * (kv_heads * group * value_dim)
-            tl.store(first_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=mask)
+        if v_scales_ptr is not None:
+            acc *= tl.load(v_scales_ptr + kv_head)
+        partial = tl.load(split_ptr + 3)
+        if sinks_ptr is not None:  # noqa: SIM102 -- a compile-time test; the next one is at run time
+            # With several splits the merge adds the sink.
+            if partial < 0:
+                sink = tl.load(sinks_ptr + head, mask=is_query, other=0.0).to(tl.float32) * LOG2E
+                l_i, acc = add_sink(sink, m_i, l_i, acc)
+        # A token may see no key of a split that other tokens of its chunk see.
+        acc /= tl.where(l_i == 0, 1.0, l_i)[:, None]
+        row = token.to(tl.int64) * (KV_HEADS * GROUP) + head
+        place = row[:, None] * VALUE_DIM + offs_dv[None, :]
+        mask = is_query[:, None] & (offs_dv < VALUE_DIM)[None, :]
+        if partial < 0:
+            first_ptr = out_ptr + start.to(tl.int64) * (KV_HEADS * GROUP * VALUE_DIM)
+            tl.store(first_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=mask)
         else:
-            first_row = part.to(tl.int64) * (kv_heads * group)
-            tl.store(parts_ptr + first_row * value_dim + place, mixed, mask=mask)
-            tl.store(lses_ptr + first_row + row, tl.where(total == 0, float("-inf"), top + tl.log2(total)), mask=real)
+            first_row = partial.to(tl.int64) * (KV_HEADS * GROUP)
+            tl.store(partial_out_ptr + first_row * VALUE_DIM + place, acc, mask=mask)
+            tl.store(lse_ptr + first_row + row, tl.where(l_i == 0, float("-inf"), m_i + tl.log2(l_i)), mask=is_query)
 
 
-def height(single: bool, group: int) -> int:
-    """Rows of a unit: the heads of a group for one token or up to MAX_DECODE, and no less than a product of matrices has."""
+def block_m(single: bool, group: int) -> int:
+    """BLOCK_M: the heads of a group for one token or for MAX_DECODE tokens, and at least the 16 rows that `tl.dot` needs."""
     return max(16, int(triton.next_power_of_2(group if single else MAX_DECODE * group)))
 
 
-def warps(height: int, value_dim: int) -> int:
-    """As many as hold the results of a unit in half of their registers."""
-    return 4 if height * value_dim <= 8192 else 8
+def num_warps(block_m: int, value_dim: int) -> int:
+    """As many warps as hold acc in half of their registers."""
+    return 4 if block_m * value_dim <= 8192 else 8
 
 
 def paged_decode(
@@ -159,7 +159,7 @@ def paged_decode(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    step: Step,
+    metadata: AttentionMetadata,
     scoring: Scoring,
     *,
     work: torch.Tensor,
@@ -168,16 +168,16 @@ def paged_decode(
 ) -> None:
     """Attends from query [T, heads, D] to keys [blocks, kv_heads, block_size, D] and values [.., Dv], all contiguous along the last axis.
 
-    `work` int32 is what the core's `decode_work` made, of which `splits` is an upper bound of the splits (so that a graph can be kept
-    for several steps) and `queries` of the tokens in a chunk. Tokens of one split are written to `out` [T, heads, Dv], contiguous; of
-    others parts [n, heads, Dv] and the logarithms of their sums lses [n, heads], fp32, are left for `paged_combine`. Others' rows are
-    not touched.
+    `work` int32 comes from the core's `decode_work`. `splits` bounds the number of splits in it, so that a captured graph fits several
+    steps; `queries` bounds the tokens of a chunk. Tokens with one split are written to `out` [T, heads, Dv], contiguous. Other tokens
+    leave partial outputs parts [n, heads, Dv] and log-sum-exps lses [n, heads], fp32, for `paged_combine`. Other rows of `out` are not
+    touched.
     """
     kv_heads, block_size, dim = keys.shape[1:]
     group = query.shape[1] // kv_heads
     factor, cap = score_factors(scoring)
     single = queries == 1
-    rows = height(single, group)
+    rows = block_m(single, group)
     grid = (min(splits * kv_heads, PROGRAMS_PER_SM * multiprocessors(query.device)),)
     _paged_decode_kernel[grid](
         out,
@@ -188,25 +188,25 @@ def paged_decode(
         values,
         scoring.sinks,
         *(scoring.scales or (None, None)),
-        *step,
+        *metadata,
         work,
         factor,
         cap,
-        step.tables.stride(0),
+        metadata.block_tables.stride(0),
         query.stride(0),
         query.stride(1),
         *keys.stride()[:3],
         *values.stride()[:3],
-        kv_heads=kv_heads,
-        group=group,
-        dim=dim,
-        value_dim=values.shape[-1],
-        block_size=block_size,
-        window=scoring.window or 0,
-        capped=bool(scoring.softcap),
-        single=single,
-        height=rows,
-        tile=tile_keys(keys),
-        num_warps=warps(rows, values.shape[-1]),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=dim,
+        VALUE_DIM=values.shape[-1],
+        BLOCK_SIZE=block_size,
+        WINDOW=scoring.window or 0,
+        SOFTCAP=bool(scoring.softcap),
+        SINGLE_TOKEN=single,
+        BLOCK_M=rows,
+        BLOCK_N=block_n(keys),
+        num_warps=num_warps(rows, values.shape[-1]),
         num_stages=3,
     )

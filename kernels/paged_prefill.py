@@ -1,6 +1,6 @@
-"""Attention of longer chunks over a paged cache: bound by the products themselves (FlashAttention-2, over blocks).
+"""Paged attention for prompts: FlashAttention-2 over KV blocks. Bound by the matrix products.
 
-The reference in torch is `chairlift.layers.attention`'s.
+The reference in torch is `chairlift.layers.attention`.
 """
 
 # Triton has no types: mypy checks the launchers alone.
@@ -12,46 +12,56 @@ import torch
 import triton
 import triton.language as tl
 
-from chairlift.kernels.paged_tile import LOG2E, Scoring, Step, add_sink, add_tile, load_tile, score_factors, score_tile, tile_keys
+from chairlift.kernels.paged_tile import (
+    LOG2E,
+    AttentionMetadata,
+    Scoring,
+    add_sink,
+    block_n,
+    load_kv_tile,
+    qk_tile,
+    score_factors,
+    softmax_update,
+)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _paged_prefill_kernel(
     out_ptr,
-    query_ptr,
-    keys_ptr,
-    values_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
     sinks_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    tables_ptr,
-    rows_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    block_tables_ptr,
+    slots_ptr,
     query_starts_ptr,
     context_lens_ptr,
     work_ptr,
-    factor,
+    qk_scale,
     cap,
     table_stride,
-    query_token_stride,
-    query_head_stride,
-    key_block_stride: tl.constexpr,
-    key_head_stride: tl.constexpr,
-    key_cell_stride: tl.constexpr,
-    value_block_stride: tl.constexpr,
-    value_head_stride: tl.constexpr,
-    value_cell_stride: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    dim: tl.constexpr,
-    value_dim: tl.constexpr,
-    block_size: tl.constexpr,
-    window: tl.constexpr,
-    capped: tl.constexpr,
-    tokens: tl.constexpr,
-    height: tl.constexpr,
-    tile: tl.constexpr,
+    q_token_stride,
+    q_head_stride,
+    k_block_stride: tl.constexpr,
+    k_head_stride: tl.constexpr,
+    k_token_stride: tl.constexpr,
+    v_block_stride: tl.constexpr,
+    v_head_stride: tl.constexpr,
+    v_token_stride: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    # A program has a KV head and a piece of a chunk; its rows are (token, head of the group).
+    # A program has a KV head and some tokens of a chunk; its BLOCK_M rows are (token, head of the group).
     kv_head = tl.program_id(0)
     if tl.program_id(1) >= tl.load(work_ptr):
         return
@@ -59,80 +69,80 @@ def _paged_prefill_kernel(
     sequence = tl.load(tile_ptr)
     first = tl.load(tile_ptr + 1)
     start = tl.load(query_starts_ptr + sequence)
-    context = tl.load(context_lens_ptr + sequence)
-    count = tl.load(query_starts_ptr + sequence + 1) - start
-    dims = tl.arange(0, triton.next_power_of_2(dim))
-    value_dims = tl.arange(0, triton.next_power_of_2(value_dim))
-    token = tl.arange(0, height) // group
-    head = kv_head * group + tl.arange(0, height) % group
-    real = (token < tokens) & (first + token < count)
+    context_len = tl.load(context_lens_ptr + sequence)
+    query_len = tl.load(query_starts_ptr + sequence + 1) - start
+    offs_d = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    offs_dv = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
+    token = tl.arange(0, BLOCK_M) // GROUP
+    head = kv_head * GROUP + tl.arange(0, BLOCK_M) % GROUP
+    is_query = (token < CHUNK_TOKENS) & (first + token < query_len)
     row = (start + first + token).to(tl.int64)
-    query_at = row * query_token_stride + head.to(tl.int64) * query_head_stride
-    query = tl.load(query_ptr + query_at[:, None] + dims[None, :], mask=real[:, None] & (dims < dim)[None, :], other=0.0)
-    if key_scales_ptr is not None:
-        factor = factor * tl.load(key_scales_ptr + kv_head)
-    top = tl.full((height,), float("-inf"), tl.float32)
-    total = tl.zeros((height,), tl.float32)
-    mixed = tl.zeros((height, value_dims.shape[0]), tl.float32)
-    # Every query of the piece sees the keys from `begin` to `whole`, of those up to `end` some see some.
-    position = context - count + first
-    end = tl.minimum(position + tokens, context)
-    if window > 0:
-        begin = tl.maximum(position - window + 1, 0) // tile * tile
+    q_offsets = row * q_token_stride + head.to(tl.int64) * q_head_stride
+    q = tl.load(q_ptr + q_offsets[:, None] + offs_d[None, :], mask=is_query[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    if k_scales_ptr is not None:
+        qk_scale = qk_scale * tl.load(k_scales_ptr + kv_head)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, offs_dv.shape[0]), tl.float32)
+    # All queries see all keys from `begin` to `whole`. From `whole` to `end` the tiles are masked.
+    position = context_len - query_len + first
+    end = tl.minimum(position + CHUNK_TOKENS, context_len)
+    if WINDOW > 0:
+        begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         whole = begin
     else:
         begin = 0
-        whole = (position + 1) // tile * tile
-    cells = tl.arange(0, tile)
-    keys_ptr += kv_head * key_head_stride
-    values_ptr += kv_head * value_head_stride
-    table_ptr = tables_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
-    # The next tile's blocks are looked up while this one's keys are on their way: see `paged_decode`.
-    blocks = tl.load(table_ptr + (begin + cells) // block_size, mask=begin + cells < end, other=0)
-    for at in range(begin, whole, tile):
-        next_key = at + tile + cells
-        next_blocks = tl.load(table_ptr + next_key // block_size, mask=next_key < end, other=0)
-        cell = (at + cells) % block_size
-        keys = load_tile(keys_ptr, blocks, cell, None, key_block_stride, key_cell_stride, dim, False)
-        values = load_tile(values_ptr, blocks, cell, None, value_block_stride, value_cell_stride, value_dim, False)
-        scores = score_tile(query, keys, factor, cap, capped)
-        top, total, mixed = add_tile(scores, values.to(query.dtype), top, total, mixed)
+        whole = (position + 1) // BLOCK_N * BLOCK_N
+    offs_n = tl.arange(0, BLOCK_N)
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
+    block_table_ptr = block_tables_ptr + tl.load(slots_ptr + sequence).to(tl.int64) * table_stride
+    # The block table is read one tile ahead: see `paged_decode`.
+    blocks = tl.load(block_table_ptr + (begin + offs_n) // BLOCK_SIZE, mask=begin + offs_n < end, other=0)
+    for start_n in range(begin, whole, BLOCK_N):
+        next_key = start_n + BLOCK_N + offs_n
+        next_blocks = tl.load(block_table_ptr + next_key // BLOCK_SIZE, mask=next_key < end, other=0)
+        cell = (start_n + offs_n) % BLOCK_SIZE
+        k = load_kv_tile(k_ptr, blocks, cell, None, k_block_stride, k_token_stride, HEAD_DIM, False)
+        v = load_kv_tile(v_ptr, blocks, cell, None, v_block_stride, v_token_stride, VALUE_DIM, False)
+        qk = qk_tile(q, k, qk_scale, cap, SOFTCAP)
+        m_i, l_i, acc = softmax_update(qk, v.to(q.dtype), m_i, l_i, acc)
         blocks = next_blocks
-    for at in range(whole, end, tile):
-        next_key = at + tile + cells
-        next_blocks = tl.load(table_ptr + next_key // block_size, mask=next_key < end, other=0)
-        key = at + cells
-        seen = key < end
-        keys = load_tile(keys_ptr, blocks, key % block_size, seen, key_block_stride, key_cell_stride, dim, True)
-        values = load_tile(values_ptr, blocks, key % block_size, seen, value_block_stride, value_cell_stride, value_dim, True)
-        scores = score_tile(query, keys, factor, cap, capped)
+    for start_n in range(whole, end, BLOCK_N):
+        next_key = start_n + BLOCK_N + offs_n
+        next_blocks = tl.load(block_table_ptr + next_key // BLOCK_SIZE, mask=next_key < end, other=0)
+        key = start_n + offs_n
+        in_range = key < end
+        k = load_kv_tile(k_ptr, blocks, key % BLOCK_SIZE, in_range, k_block_stride, k_token_stride, HEAD_DIM, True)
+        v = load_kv_tile(v_ptr, blocks, key % BLOCK_SIZE, in_range, v_block_stride, v_token_stride, VALUE_DIM, True)
+        qk = qk_tile(q, k, qk_scale, cap, SOFTCAP)
         visible = key[None, :] <= (position + token)[:, None]
-        if window > 0:
-            visible = visible & (key[None, :] > (position + token - window)[:, None])
-        top, total, mixed = add_tile(tl.where(visible, scores, float("-inf")), values.to(query.dtype), top, total, mixed)
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > (position + token - WINDOW)[:, None])
+        m_i, l_i, acc = softmax_update(tl.where(visible, qk, float("-inf")), v.to(q.dtype), m_i, l_i, acc)
         blocks = next_blocks
-    if value_scales_ptr is not None:
-        mixed *= tl.load(value_scales_ptr + kv_head)
+    if v_scales_ptr is not None:
+        acc *= tl.load(v_scales_ptr + kv_head)
     if sinks_ptr is not None:
-        total, mixed = add_sink(tl.load(sinks_ptr + head).to(tl.float32) * LOG2E, top, total, mixed)
-    mixed /= tl.where(total == 0, 1.0, total)[:, None]
-    out_at = (row * (kv_heads * group) + head)[:, None] * value_dim + value_dims[None, :]
-    tl.store(out_ptr + out_at, mixed.to(out_ptr.dtype.element_ty), mask=real[:, None] & (value_dims < value_dim)[None, :])
+        l_i, acc = add_sink(tl.load(sinks_ptr + head).to(tl.float32) * LOG2E, m_i, l_i, acc)
+    acc /= tl.where(l_i == 0, 1.0, l_i)[:, None]
+    out_at = (row * (KV_HEADS * GROUP) + head)[:, None] * VALUE_DIM + offs_dv[None, :]
+    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=is_query[:, None] & (offs_dv < VALUE_DIM)[None, :])
 
 
-def height(group: int, value_dim: int) -> int:
-    """Rows of a program: as many as registers hold, and no less than the 64 from which on products are of the fast kind."""
+def block_m(group: int, value_dim: int) -> int:
+    """BLOCK_M: as many rows as registers hold, and at least the 64 that wgmma needs."""
     return max(128 if value_dim <= 256 else 64, int(triton.next_power_of_2(group)))
 
 
-def stages(value_dim: int) -> int:
-    """Tiles on their way at once, and the one computed with."""
+def num_stages(value_dim: int) -> int:
+    """Pipeline stages: the tiles being loaded, and the one being computed with."""
     return 3 if value_dim <= 256 else 2
 
 
 def tile_tokens(group: int, value_dim: int) -> int:
-    """Tokens of a piece, for `prefill_work`: all heads of a group go together."""
-    return height(group, value_dim) // group
+    """Tokens of a program, for `prefill_work`: all heads of a group are in the same tile."""
+    return block_m(group, value_dim) // group
 
 
 def paged_prefill(
@@ -140,16 +150,16 @@ def paged_prefill(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    step: Step,
+    metadata: AttentionMetadata,
     scoring: Scoring,
     *,
     work: torch.Tensor,
     tiles: int,
 ) -> None:
-    """Attends from the tokens of longer chunks, as `paged_decode` from those of others.
+    """Attends from the tokens of prompt chunks; shapes are those of `paged_decode`.
 
-    `work` int32 is what the core's `prefill_work` made for `tile_tokens`, and `tiles` an upper bound of the pieces in it. Others' rows
-    of `out` are not touched.
+    `work` int32 comes from the core's `prefill_work` for `tile_tokens`, and `tiles` bounds the number of tiles in it. Rows of `out`
+    that belong to decodes are not touched.
     """
     kv_heads, block_size, dim = keys.shape[1:]
     group, value_dim = query.shape[1] // kv_heads, values.shape[-1]
@@ -161,25 +171,25 @@ def paged_prefill(
         values,
         scoring.sinks,
         *(scoring.scales or (None, None)),
-        *step,
+        *metadata,
         work,
         factor,
         cap,
-        step.tables.stride(0),
+        metadata.block_tables.stride(0),
         query.stride(0),
         query.stride(1),
         *keys.stride()[:3],
         *values.stride()[:3],
-        kv_heads=kv_heads,
-        group=group,
-        dim=dim,
-        value_dim=value_dim,
-        block_size=block_size,
-        window=scoring.window or 0,
-        capped=bool(scoring.softcap),
-        tokens=tile_tokens(group, value_dim),
-        height=height(group, value_dim),
-        tile=tile_keys(keys),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=dim,
+        VALUE_DIM=value_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=scoring.window or 0,
+        SOFTCAP=bool(scoring.softcap),
+        CHUNK_TOKENS=tile_tokens(group, value_dim),
+        BLOCK_M=block_m(group, value_dim),
+        BLOCK_N=block_n(keys),
         num_warps=8,
-        num_stages=stages(value_dim),
+        num_stages=num_stages(value_dim),
     )

@@ -1,7 +1,8 @@
-"""What decode and prefill attention share: a tile of a cache's keys and values, and the softmax that goes on from tile to tile.
+"""What the decode and prefill attention kernels share: loads of KV tiles, scores, and the online softmax of FlashAttention.
 
-Scores are kept in base 2, which is what the hardware's exponential takes. The reference in torch is `chairlift.layers.attention`'s,
-which CPUs use.
+Names are FlashAttention's: a tile has BLOCK_M query rows and BLOCK_N keys; m_i is the running maximum of each row, l_i the running sum
+of exponentials, acc the unnormalised output. Scores are in base 2, which the hardware's exponential takes. The reference in torch is
+`chairlift.layers.attention`.
 """
 
 # Triton has no types: mypy checks the launchers alone.
@@ -20,69 +21,69 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_tile(
-    cells_ptr, blocks, cells, seen, block_stride: tl.constexpr, cell_stride: tl.constexpr, dim: tl.constexpr, masked: tl.constexpr
+def load_kv_tile(
+    base_ptr, blocks, offs_n, in_range, block_stride: tl.constexpr, token_stride: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Keys or values [tile, dim] of some cells of some blocks, zero where not `seen`.
+    """Loads keys or values [BLOCK_N, HEAD_DIM] of the tokens at `offs_n` in `blocks`; rows outside `in_range` are zero.
 
-    Strides are constants: of those that are no multiples of 16 the compiler could not tell that a load of 16 bytes is aligned.
+    Strides are compile-time constants so that the compiler can prove 16-byte alignment and emit wide loads.
     """
-    padded: tl.constexpr = triton.next_power_of_2(dim)
-    dims = tl.arange(0, padded)
-    at = cells_ptr + (blocks.to(tl.int64) * block_stride + cells * cell_stride)[:, None] + dims[None, :]
-    # What nobody wrote may be NaN, and zero times NaN is not zero.
-    if masked and padded != dim:
-        return tl.load(at, mask=seen[:, None] & (dims < dim)[None, :], other=0.0)
-    elif masked:
-        return tl.load(at, mask=seen[:, None], other=0.0)
-    elif padded != dim:
-        return tl.load(at, mask=(dims < dim)[None, :], other=0.0)
+    padded_dim: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    offs_d = tl.arange(0, padded_dim)
+    ptrs = base_ptr + (blocks.to(tl.int64) * block_stride + offs_n * token_stride)[:, None] + offs_d[None, :]
+    # Unwritten cache memory may hold NaN, and 0 * NaN is NaN.
+    if MASKED and padded_dim != HEAD_DIM:
+        return tl.load(ptrs, mask=in_range[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(ptrs, mask=in_range[:, None], other=0.0)
+    elif padded_dim != HEAD_DIM:
+        return tl.load(ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
     else:
-        return tl.load(at)
+        return tl.load(ptrs)
 
 
 @triton.jit
-def score_tile(query, keys, factor, cap, capped: tl.constexpr):
-    """Products of queries and keys, times `factor`; then, with a `cap` c, c * tanh."""
-    # fp32 is not to be rounded to tf32; halves do not ask.
-    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * factor
-    if capped:
-        # tanh(x) = 2 sigmoid(2x) - 1: the quotient of exponentials would overflow.
-        scores = cap * (2 * tl.sigmoid(scores) - 1)
-    return scores
+def qk_tile(q, k, qk_scale, cap, SOFTCAP: tl.constexpr):
+    """Scores q @ k^T * qk_scale; with a soft cap, cap * tanh of them."""
+    # "ieee" keeps fp32 inputs from being rounded to tf32.
+    qk = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * qk_scale
+    if SOFTCAP:
+        # tanh(x) = 2 sigmoid(2x) - 1: a quotient of exponentials would overflow.
+        qk = cap * (2 * tl.sigmoid(qk) - 1)
+    return qk
 
 
 @triton.jit
-def add_tile(scores, values, top, total, mixed):
-    """The largest score, the sum of weights and the weighted sum of values of each row, with another tile in them."""
-    # A row that sees nothing yet has minus infinity for its largest score, and no difference of two such is a number.
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    finite = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - finite[:, None])
-    kept = tl.exp2(top - finite)
-    mixed = mixed * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return new_top, total * kept + tl.sum(weights, 1), mixed
+def softmax_update(qk, v, m_i, l_i, acc):
+    """Online softmax: m_i, l_i and acc after one more tile of scores and values."""
+    # A row without a visible key has m = -inf, and -inf - -inf is NaN.
+    m_new = tl.maximum(m_i, tl.max(qk, 1))
+    finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(qk - finite[:, None])
+    alpha = tl.exp2(m_i - finite)
+    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return m_new, l_i * alpha + tl.sum(p, 1), acc
 
 
 @triton.jit
-def add_sink(sink, top, total, mixed):
-    """The sum of weights and the weighted sum of values with a key in them that every query sees, and that has no value."""
-    new_top = tl.maximum(top, sink)
-    kept = tl.exp2(top - new_top)
-    return total * kept + tl.exp2(sink - new_top), mixed * kept[:, None]
+def add_sink(sink, m_i, l_i, acc):
+    """l_i and acc after an attention sink: a key that every query sees and that has no value."""
+    m_new = tl.maximum(m_i, sink)
+    alpha = tl.exp2(m_i - m_new)
+    return l_i * alpha + tl.exp2(sink - m_new), acc * alpha[:, None]
 
 
-class Step(NamedTuple):
-    """What the kernels read of a step, int32: sequence i's blocks are in row rows[i] of `tables`; the rest as in the step buffers."""
+class AttentionMetadata(NamedTuple):
+    """Where a step's sequences lie, int32: sequence i has row slots[i] of `block_tables`; the rest is as in the step buffers."""
 
-    tables: torch.Tensor
-    rows: torch.Tensor
+    block_tables: torch.Tensor
+    slots: torch.Tensor
     query_starts: torch.Tensor
     context_lens: torch.Tensor
 
 
 class Scoring(NamedTuple):
-    """How a layer's scores are made: see `chairlift.layers.attention.paged_attention`."""
+    """A layer's attention options: see `chairlift.layers.attention.paged_attention`."""
 
     scale: float
     window: int | None = None
@@ -92,18 +93,18 @@ class Scoring(NamedTuple):
 
 
 def score_factors(scoring: Scoring) -> tuple[float, float]:
-    """What products are multiplied by before `score_tile` caps them, and the cap, in base 2."""
+    """The factor and the soft cap of `qk_tile`, in base 2."""
     cap = scoring.softcap
     return (2 * scoring.scale / cap, cap * LOG2E.value) if cap else (scoring.scale * LOG2E.value, 0.0)
 
 
-def tile_keys(keys: torch.Tensor) -> int:
-    """Keys in a tile: as many as leave room in shared memory for several tiles."""
+def block_n(keys: torch.Tensor) -> int:
+    """BLOCK_N, the keys of a tile: few enough that several tiles fit in shared memory."""
     row = triton.next_power_of_2(keys.shape[-1]) * keys.element_size()
     return int(min(max(16384 // row, 16), 64))
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many there are; one where kernels are interpreted."""
+    """Number of streaming multiprocessors; 1 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

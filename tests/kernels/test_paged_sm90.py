@@ -8,18 +8,18 @@ from sm90 import SHARED_MEMORY, compiled
 from triton import next_power_of_2
 
 from chairlift.kernels import paged_combine, paged_decode, paged_prefill
-from chairlift.kernels.paged_tile import tile_keys
+from chairlift.kernels.paged_tile import block_n
 
 POINTERS = {
-    "rows_ptr": "*i32",
+    "slots_ptr": "*i32",
     "query_starts_ptr": "*i32",
     "context_lens_ptr": "*i32",
-    "tables_ptr": "*i32:16",
-    "factor": "fp32",
+    "block_tables_ptr": "*i32:16",
+    "qk_scale": "fp32",
     "cap": "fp32",
     "table_stride": "i32",
-    "query_token_stride": "i32:16",
-    "query_head_stride": "i32:16",
+    "q_token_stride": "i32:16",
+    "q_head_stride": "i32:16",
 }
 """Of the arguments that all have: what lies anywhere in the step's buffers is taken to be aligned to a number of its own alone."""
 
@@ -48,41 +48,41 @@ def arguments(model: str) -> dict[str, object]:
     cache = torch.empty(0, dim, dtype=torch.float8_e4m3fn if more.get("fp8") else torch.bfloat16)
     return POINTERS | {
         "out_ptr": "*bf16:16",
-        "query_ptr": "*bf16:16",
-        "keys_ptr": kind,
-        "values_ptr": kind,
+        "q_ptr": "*bf16:16",
+        "k_ptr": kind,
+        "v_ptr": kind,
         "sinks_ptr": "*fp32:16" if more.get("sinks") else None,
-        "key_scales_ptr": "*fp32:16" if more.get("fp8") else None,
-        "value_scales_ptr": "*fp32:16" if more.get("fp8") else None,
-        "key_block_stride": kv_heads * size * cell,
-        "key_head_stride": size * dim,
-        "key_cell_stride": dim,
-        "value_block_stride": kv_heads * size * cell,
-        "value_head_stride": size * value_dim,
-        "value_cell_stride": value_dim,
-        "kv_heads": kv_heads,
-        "group": group,
-        "dim": dim,
-        "value_dim": value_dim,
-        "block_size": size,
-        "window": more.get("window", 0),
-        "capped": "softcap" in more,
-        "tile": tile_keys(cache),
+        "k_scales_ptr": "*fp32:16" if more.get("fp8") else None,
+        "v_scales_ptr": "*fp32:16" if more.get("fp8") else None,
+        "k_block_stride": kv_heads * size * cell,
+        "k_head_stride": size * dim,
+        "k_token_stride": dim,
+        "v_block_stride": kv_heads * size * cell,
+        "v_head_stride": size * value_dim,
+        "v_token_stride": value_dim,
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_SIZE": size,
+        "WINDOW": more.get("WINDOW", 0),
+        "SOFTCAP": "softcap" in more,
+        "BLOCK_N": block_n(cache),
     }
 
 
 def tile_bytes(given: dict[str, object]) -> int:
     """Shared memory that a tile of keys and values takes."""
-    width = sum(next_power_of_2(given[name]) for name in ("dim", "value_dim"))
-    return given["tile"] * width * (1 if "fp8" in given["keys_ptr"] else 2)
+    width = sum(next_power_of_2(given[name]) for name in ("HEAD_DIM", "VALUE_DIM"))
+    return given["BLOCK_N"] * width * (1 if "fp8" in given["k_ptr"] else 2)
 
 
 @pytest.mark.parametrize(("model", "single"), [*((model, True) for model in MODELS), *((model, False) for model in LARGE_GROUPS)])
 def test_decode_reads_wide_and_keeps_to_registers(model, single):
-    given = arguments(model) | {"parts_ptr": "*fp32:16", "lses_ptr": "*fp32:16", "work_ptr": "*i32:16", "single": single}
-    height = paged_decode.height(single, given["group"])
+    given = arguments(model) | {"partial_out_ptr": "*fp32:16", "lse_ptr": "*fp32:16", "work_ptr": "*i32:16", "SINGLE_TOKEN": single}
+    height = paged_decode.block_m(single, given["GROUP"])
     found = compiled(
-        paged_decode._paged_decode_kernel, given | {"height": height}, num_warps=paged_decode.warps(height, given["value_dim"])
+        paged_decode._paged_decode_kernel, given | {"BLOCK_M": height}, num_warps=paged_decode.num_warps(height, given["VALUE_DIM"])
     )
     assert found.spilled == 0
     # Two tiles or more, since one is read while the other is computed with.
@@ -94,9 +94,9 @@ def test_decode_reads_wide_and_keeps_to_registers(model, single):
 @pytest.mark.parametrize("model", MODELS)
 def test_prefill_multiplies_fast_and_keeps_to_registers(model):
     given = arguments(model)
-    shape = given["group"], given["value_dim"]
-    given |= {"work_ptr": "*i32:16", "tokens": paged_prefill.tile_tokens(*shape), "height": paged_prefill.height(*shape)}
-    found = compiled(paged_prefill._paged_prefill_kernel, given, num_warps=8, num_stages=paged_prefill.stages(shape[1]))
+    shape = given["GROUP"], given["VALUE_DIM"]
+    given |= {"work_ptr": "*i32:16", "CHUNK_TOKENS": paged_prefill.tile_tokens(*shape), "BLOCK_M": paged_prefill.block_m(*shape)}
+    found = compiled(paged_prefill._paged_prefill_kernel, given, num_warps=8, num_stages=paged_prefill.num_stages(shape[1]))
     # Results of 512 dimensions fill the registers of all warps that one product may have.
     assert found.spilled <= (64 if shape[1] > 256 else 0)
     assert found.wgmma > 0
@@ -105,7 +105,9 @@ def test_prefill_multiplies_fast_and_keeps_to_registers(model):
 
 
 def test_combine_reads_wide():
-    given = {"out_ptr": "*bf16:16", "parts_ptr": "*fp32:16", "lses_ptr": "*fp32:16", "sinks_ptr": None, "work_ptr": "*i32:16"}
-    found = compiled(paged_combine._paged_combine_kernel, given | {"heads": 32, "dim": 128, "held": paged_combine.PARTS}, num_warps=4)
+    given = {"out_ptr": "*bf16:16", "partial_out_ptr": "*fp32:16", "lse_ptr": "*fp32:16", "sinks_ptr": None, "work_ptr": "*i32:16"}
+    found = compiled(
+        paged_combine._paged_combine_kernel, given | {"HEADS": 32, "HEAD_DIM": 128, "BLOCK_N": paged_combine.BLOCK_N}, num_warps=4
+    )
     assert found.spilled == 0
     assert found.loads[16]

@@ -140,20 +140,20 @@ class DevicePlan:
         from chairlift.kernels.paged_combine import paged_combine
         from chairlift.kernels.paged_decode import paged_decode
         from chairlift.kernels.paged_prefill import paged_prefill, tile_tokens
-        from chairlift.kernels.paged_tile import Scoring, Step
+        from chairlift.kernels.paged_tile import AttentionMetadata, Scoring
 
         out = query.new_empty(*query.shape[:2], values.shape[-1])
-        step = Step(self.tables, self.rows, self.query_starts, self.context_lens)
+        metadata = AttentionMetadata(self.tables, self.rows, self.query_starts, self.context_lens)
         scoring = Scoring(scale, window, softcap, sinks, scales)
         splits, tiles = self.decodes[window], self._tiles(tile_tokens(query.shape[1] // keys.shape[1], values.shape[-1]))
         if splits.units:
             parts, lses = self._parts(splits.parts, query.shape[1], values.shape[-1])
             shape = {"splits": splits.units, "queries": splits.longest}
-            paged_decode(out, parts, lses, query, keys, values, step, scoring, work=splits.list, **shape)
+            paged_decode(out, parts, lses, query, keys, values, metadata, scoring, work=splits.list, **shape)
         if splits.merges:
             paged_combine(out, parts, lses, work=splits.list, merges=splits.merges, sinks=sinks)
         if tiles.units:
-            paged_prefill(out, query, keys, values, step, scoring, work=tiles.list, tiles=tiles.units)
+            paged_prefill(out, query, keys, values, metadata, scoring, work=tiles.list, tiles=tiles.units)
         return out
 
     def _tiles(self, tokens: int) -> Work:
