@@ -135,8 +135,8 @@ class EngineConfig:
     )
     scheduling_policy: str = _flag(
         "fcfs",
-        "who goes first: the first to come, the lowest priority number, the tenant served least, the least slack, "
-        "the least left to do, the longest cached prefix",
+        "which waiting request goes first: the first to arrive (later ones pass it while it does not fit into the KV cache), the lowest "
+        "priority number, the tenant served least, the least slack, the least left to do, the longest cached prefix",
         choices=("fcfs", "priority", "fair", "deadline", "shortest", "prefix"),
         group="scheduler",
     )

@@ -39,7 +39,7 @@ _TITLES = {
 }
 
 _NEXT = {
-    "fcfs": "who came first",
+    "fcfs": "who came first, if it fits",
     "priority": "who is of the most urgent class",
     "fair": "whose tenant was served least",
     "deadline": "who has the least slack",

@@ -17,6 +17,8 @@ const LOOK_AHEAD: usize = 64;
 const MOST_PASSED: u32 = 256;
 /// Blocks by which a running sequence is thought to grow while others come and go.
 const GROWTH: usize = 8;
+/// Blocks beyond its tokens that a protected sequence is admitted with.
+const RESERVE: u32 = 8;
 /// One that did not fit is measured anew every so many plans: its prefix may be in the cache by then.
 const MEASURED_FOR: u64 = 64;
 
@@ -241,8 +243,9 @@ impl Scheduler {
         let room = self.pool.free().saturating_sub(self.headroom(self.running.len()));
         let seq = &mut self.seqs[id];
         let measured = !(self.looks + seq.ticket).is_multiple_of(MEASURED_FOR);
+        let non_preemptible = self.non_preemptible.is_some();
         // A token still on its way was sampled before the sequence lost its blocks.
-        if seq.pending > 0 || (measured && seq.needs_free > room) {
+        if seq.pending > 0 || (measured && seq.needs_free > room) || (seq.is_last_chance() && non_preemptible) {
             return Err(Cause::WaitBlocks);
         }
         let taken = if seq.saved > 0 { self.swap_in(id, room, plan) } else { self.take_blocks(id, room, plan) };
@@ -292,6 +295,9 @@ impl Scheduler {
         self.tenants.usage(seq.tenant).running += 1;
         self.classes.usage(seq.class).running += 1;
         *self.running_classes.entry(seq.priority).or_default() += 1;
+        if seq.is_protected() {
+            self.non_preemptible.get_or_insert(id);
+        }
         self.running.push(id);
         self.admitted += 1;
         let state = seq.running_state();
@@ -313,9 +319,8 @@ impl Scheduler {
         if *count == 0 {
             self.running_classes.remove(&seq.priority);
         }
-        if self.elder == Some(id) {
-            self.elder = None;
-        }
+        self.elder = self.elder.filter(|&elder| elder != id);
+        self.non_preemptible = self.non_preemptible.filter(|&first| first != id);
     }
 
     /// Books how many blocks a sequence holds from now on.
@@ -408,7 +413,8 @@ impl Scheduler {
     /// The blocks that a sequence gets when it is admitted.
     pub(crate) fn blocks_at_admission(&self, id: SeqId) -> usize {
         let seq = &self.seqs[id];
-        let len = if seq.pinned() { seq.limit - 1 } else { seq.tokens.len() as u32 };
+        let reserve = if seq.is_protected() { RESERVE * self.config.block_size } else { 0 };
+        let len = (seq.tokens.len() as u32).saturating_add(reserve).min(seq.limit - 1);
         len.div_ceil(self.config.block_size) as usize
     }
 

@@ -3,7 +3,7 @@
 use crate::Scheduler;
 use crate::config::Batching;
 use crate::ledger::State;
-use crate::sequence::{MOST_PREEMPTIONS, NO_ROW};
+use crate::sequence::{MAX_PREEMPTIONS, NO_ROW};
 
 impl Scheduler {
     /// Panics unless every invariant holds. For tests and for idle moments.
@@ -15,13 +15,15 @@ impl Scheduler {
         for (id, seq) in &self.seqs {
             assert!(seq.tokens.len() as u32 <= seq.limit, "longer than it may get");
             assert!(seq.computed <= seq.expected_len() + seq.draft.len() as u32, "computed more than there is");
-            assert!(seq.preemptions <= MOST_PREEMPTIONS, "preempted too often");
+            assert!(seq.preemptions <= MAX_PREEMPTIONS, "preempted too often");
             let blocks = seq.table.ids().len() as u32;
             assert!(seq.computed <= blocks * self.config.block_size, "computed tokens without a block");
             if self.committed == self.counters.steps {
                 assert_eq!((seq.pending, seq.drafting), (0, false), "nothing is in flight");
             }
             if seq.row != NO_ROW {
+                assert!(!(seq.stalled && seq.decoding), "a sequence that decodes got no token");
+                assert!(!seq.is_last_chance() || self.non_preemptible == Some(id), "two sequences that nobody may preempt");
                 assert!(self.running.contains(&id), "a row without a running sequence");
                 assert_eq!((seq.saved, seq.host.len()), (0, 0), "runs, and waits in host memory");
                 rows.push(seq.row);

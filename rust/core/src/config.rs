@@ -32,7 +32,7 @@ pub struct Config {
     pub block_size: u32,
     /// Tokens in a step.
     pub max_tokens: u32,
-    /// Sequences in a step, and rows of the step buffers.
+    /// Sequences in a step, and rows of the step buffers; at most `max_tokens`.
     pub max_seqs: u32,
     /// Longest prompt plus output.
     pub max_model_len: u32,
@@ -101,6 +101,10 @@ impl Config {
         at_least("max_tokens", self.max_tokens, 1)?;
         at_least("max_seqs", self.max_seqs, 1)?;
         at_least("max_model_len", self.max_model_len, 1)?;
+        // Every sequence that decodes gets its token in each step.
+        if self.max_seqs > self.max_tokens {
+            return Err(ConfigError::TooManySeqs { max_seqs: self.max_seqs, max_tokens: self.max_tokens });
+        }
         if let Batching::Static { size } | Batching::Dynamic { size, .. } = self.batching {
             at_least("batch_size", size, 1)?;
         }

@@ -58,6 +58,14 @@ pub enum ConfigError {
         /// What it must be.
         least: u32,
     },
+    /// A step has fewer tokens than sequences that decode.
+    #[error("max_seqs ({max_seqs}) must be at most max_tokens ({max_tokens}): each sequence that decodes takes a token of every step")]
+    TooManySeqs {
+        /// `Config::max_seqs`.
+        max_seqs: u32,
+        /// `Config::max_tokens`.
+        max_tokens: u32,
+    },
     /// A limit does not fit the 32-bit step buffers.
     #[error("{name} must be at most {most}, got {value}")]
     TooLarge {

@@ -41,16 +41,12 @@ impl Scheduler {
 
     /// Blocks that decodes need in this step, and the first sequence for which there is none.
     fn need(&self) -> (usize, Option<SeqId>) {
-        let (free, mut need, mut tokens, mut needy) = (self.pool.free(), 0, 0, None);
+        let (free, mut need, mut needy) = (self.pool.free(), 0, None);
         for &id in &self.running {
             let Some(seq) = self.seqs.get(id).filter(|seq| seq.row != NO_ROW) else { continue };
             let expected = seq.expected_len();
             if expected == seq.limit || seq.drafting || seq.computed + 1 != expected {
                 continue;
-            }
-            tokens += 1;
-            if tokens > self.config.max_tokens {
-                break;
             }
             if seq.computed as usize == seq.table.ids().len() * self.config.block_size as usize {
                 need += 1;
@@ -67,7 +63,7 @@ impl Scheduler {
     }
 
     /// Who of the eligible loses its blocks first: by policy, then who loses
-    /// least, then who came last. Pinned sequences never do.
+    /// least, then who came last. Protected ones come after all others.
     fn victim(&self, eligible: impl Fn(&Sequence) -> bool) -> Option<SeqId> {
         let first = self.losable(eligible).max_by_key(|(_, seq)| {
             let rank = match self.config.policy {
@@ -76,7 +72,7 @@ impl Scheduler {
                 Policy::Shortest => self.work_left(seq) as i64,
                 Policy::Fcfs | Policy::Prefix => 0,
             };
-            (rank, Reverse(seq.computed), seq.ticket)
+            (!seq.is_protected(), rank, Reverse(seq.computed), seq.ticket)
         });
         first.map(|(id, _)| id)
     }
@@ -84,7 +80,7 @@ impl Scheduler {
     /// The eligible ones of those that can lose their blocks.
     fn losable(&self, eligible: impl Fn(&Sequence) -> bool) -> impl Iterator<Item = (SeqId, &Sequence)> {
         let running = self.running.iter().filter_map(|&id| self.seqs.get(id).map(|seq| (id, seq)));
-        running.filter(move |(_, seq)| seq.row != NO_ROW && !seq.pinned() && eligible(seq))
+        running.filter(move |&(id, seq)| seq.row != NO_ROW && self.non_preemptible != Some(id) && eligible(seq))
     }
 
     /// Preempts less urgent sequences for the first of the queue, which need
@@ -100,7 +96,8 @@ impl Scheduler {
         while promised < MOST_URGENT {
             let Some(id) = self.queue.next(&mut walk) else { break };
             let first = &self.seqs[id];
-            if first.pending > 0 || self.refused == Some((id, self.admitted)) {
+            if first.pending > 0 || (first.is_last_chance() && self.non_preemptible.is_some()) || self.refused == Some((id, self.admitted))
+            {
                 break;
             }
             let (priority, tag, work) = (first.priority, first.tag, self.work_left(first));
@@ -110,6 +107,7 @@ impl Scheduler {
             let wanted = if first.needs_free > 0 { first.needs_free } else { self.blocks_at_admission(id) };
             let (seats, weight, tenant) = (self.tenants.peek(first.tenant).running, first.weight, first.tenant);
             let less_urgent = |this: &Self, seq: &Sequence| match this.config.policy {
+                _ if seq.is_protected() => false,
                 Policy::Shortest => worth_preempting(this.work_left(seq), this.cost(seq), work),
                 // The least served takes a place of one that was served more and, for its weight, has more than twice its rows even then.
                 Policy::Fair if this.queue.shares.counter(seq.tenant) <= this.queue.shares.counter(tenant) => false,

@@ -12,6 +12,8 @@ use crate::stats::Stall;
 const LEAST_PREFILL: u32 = 16;
 /// The part of the target that is aimed at: a prompt's next piece is always a little dearer than those the model has seen.
 const AIM: f64 = 0.9;
+/// The part of a step's prompt tokens, as a divisor, that the oldest prompt that has begun is sure of.
+const GUARANTEE: u32 = 4;
 /// Tokens of prompts in a step with a target, before it is known what they take.
 const CAUTIOUS_PREFILL: u32 = 64;
 
@@ -31,17 +33,16 @@ impl Scheduler {
             if expected == seq.limit || seq.drafting {
                 continue;
             }
-            if seq.computed < seq.quick_until && *budget > 0 {
+            if seq.computed < seq.quick_until {
                 *budget -= 1;
                 quick += 1;
                 context += u64::from(seq.computed) + 1;
                 plan.chunks.push(quick_chunk(seq, id));
             } else if seq.computed + 1 < expected {
                 self.partial.push(id);
-            } else if *budget == 0 {
-                self.put_off(id);
             } else {
-                self.plan_decode(id, plan, budget, &mut spare);
+                let later = self.running.len() - at - 1;
+                self.plan_decode(id, plan, budget, &mut spare, later as u32);
             }
         }
         self.running.truncate(kept);
@@ -64,9 +65,10 @@ impl Scheduler {
     /// Divides the tokens that decodes left among prompts that have begun and
     /// sequences that wait.
     ///
-    /// Where the policy knows urgency, it decides. Else those that wait may
-    /// have half, so that a long prompt does not close the door behind itself,
-    /// and of those that have begun the one that is nearest to its end goes first.
+    /// Where the policy knows urgency, it decides. Else waiting requests may
+    /// have half, so that a long prompt does not keep others out. Of the
+    /// prompts that have begun, the oldest is sure of a quarter of the step, and
+    /// the one nearest to its end comes first.
     pub(crate) fn plan_prefills(&mut self, plan: &mut StepPlan, budget: &mut u32, promised: u32) {
         self.open_batch();
         // Who has begun and waited as long is older than whoever would come in.
@@ -77,17 +79,18 @@ impl Scheduler {
         if self.has_urgency() {
             partial.sort_unstable_by_key(|&id| (!self.is_overdue(id), self.elder != Some(id), self.seqs[id].key));
             self.partial = partial;
-            self.plan_partial(plan, budget, barred.is_none());
+            self.plan_partial(plan, budget, 0, barred.is_none());
             self.plan_waiting(plan, budget, promised, barred);
         } else {
             partial.sort_unstable_by_key(|&id| (!self.is_overdue(id), left(id), self.seqs[id].ticket));
             let wanted = partial.iter().map(|&id| left(id)).fold(0, u32::saturating_add);
             self.partial = partial;
             let kept = budget.div_ceil(2).min(wanted);
+            let guaranteed = budget.div_ceil(GUARANTEE);
             let mut rest = *budget - kept;
             self.plan_waiting(plan, &mut rest, promised, barred);
             *budget = rest + kept;
-            self.plan_partial(plan, budget, false);
+            self.plan_partial(plan, budget, guaranteed, false);
         }
     }
 
@@ -102,9 +105,13 @@ impl Scheduler {
         self.config.policy.has_classes() || self.config.policy == Policy::Shortest
     }
 
-    /// Goes on with the prompts that have begun; more `urgent` ones that wait
-    /// are admitted before, but not before the elder, nor before one that was put off for too long.
-    fn plan_partial(&mut self, plan: &mut StepPlan, budget: &mut u32, urgent: bool) {
+    /// Continues the prompts that have begun. The oldest gets at least
+    /// `guaranteed` tokens, or all that it needs. With `urgent`, more urgent
+    /// waiting requests are admitted before, but not before the aged one that
+    /// runs, nor before one that was put off for too long.
+    fn plan_partial(&mut self, plan: &mut StepPlan, budget: &mut u32, guaranteed: u32, urgent: bool) {
+        let oldest = self.partial.iter().copied().min_by_key(|&id| self.seqs[id].ticket).filter(|_| guaranteed > 0);
+        let mut reserved = oldest.map_or(0, |id| guaranteed.min(self.seqs[id].expected_len() - self.seqs[id].computed));
         for at in 0..self.partial.len() {
             let id = self.partial[at];
             if urgent && !self.is_overdue(id) && self.elder != Some(id) && plan.preempted.is_empty() {
@@ -116,11 +123,16 @@ impl Scheduler {
                     }
                 }
             }
-            if *budget == 0 {
+            if oldest == Some(id) {
+                reserved = 0;
+            }
+            let mut available = budget.saturating_sub(reserved);
+            if available == 0 {
                 self.put_off(id);
             } else {
                 let table_from = self.seqs[id].table.ids().len() as u32;
-                self.plan_piece(id, table_from, plan, budget);
+                self.plan_piece(id, table_from, plan, &mut available);
+                *budget = available + reserved;
             }
         }
     }
@@ -148,14 +160,15 @@ impl Scheduler {
     }
 
     /// Plans a sequence's last token, which may need a block or complete one,
-    /// and its drafted ones, which are worth spare tokens and blocks, but nobody's eviction.
-    fn plan_decode(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32, spare: &mut usize) {
+    /// and its drafted ones, which are worth spare tokens and blocks, but nobody's eviction, and not the tokens of the
+    /// `later` sequences that are still to be planned.
+    fn plan_decode(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32, spare: &mut usize, later: u32) {
         self.go_on(id);
         let seq = &mut self.seqs[id];
         let block_size = self.config.block_size;
         let table_from = seq.table.ids().len();
         let blocks = |tokens: u32| (tokens.div_ceil(block_size) as usize).max(table_from);
-        let drafted = (seq.draft.len() as u32).min(*budget - 1);
+        let drafted = (seq.draft.len() as u32).min((*budget - 1).saturating_sub(later));
         let mut end = seq.computed + 1;
         let extra = blocks(end + drafted) - blocks(end);
         if drafted > 0 && extra <= *spare {

@@ -66,6 +66,8 @@ pub struct Scheduler {
     pub(crate) boarding: u32,
     /// The one that runs because it had waited too long.
     pub(crate) elder: Option<SeqId>,
+    /// The sequence that nobody preempts, so that one always ends.
+    pub(crate) non_preemptible: Option<SeqId>,
     /// Who was refused a running one's place, and how many had been admitted then.
     pub(crate) refused: Option<(SeqId, u64)>,
     pub(crate) admitted: u64,
@@ -118,6 +120,7 @@ impl Scheduler {
             mean_output: 0.0,
             boarding: 0,
             elder: None,
+            non_preemptible: None,
             refused: None,
             admitted: 0,
             looks: 0,

@@ -8,8 +8,10 @@ use std::sync::Arc;
 
 /// The row of a sequence that waits.
 pub(crate) const NO_ROW: u32 = u32::MAX;
-/// How often a request can lose its blocks.
-pub(crate) const MOST_PREEMPTIONS: u32 = 2;
+/// Preemptions after which a request is protected: none of its policy takes its slot, and it is the last to lose its blocks.
+pub(crate) const PROTECTED_AFTER: u32 = 2;
+/// Preemptions of one request, at most.
+pub(crate) const MAX_PREEMPTIONS: u32 = 8;
 /// Stands for "no stop token", which is none of a vocabulary's.
 const NO_TOKEN: Token = Token::MAX;
 
@@ -192,10 +194,14 @@ impl Sequence {
         self.tokens.len() as u32 + self.pending
     }
 
-    /// Whether it was preempted so often that it must not be again: then it
-    /// gets all the blocks that it can ever need at once.
-    pub(crate) fn pinned(&self) -> bool {
-        self.preemptions >= MOST_PREEMPTIONS
+    /// Whether it was preempted so often that only a lack of blocks can preempt it again.
+    pub(crate) fn is_protected(&self) -> bool {
+        self.preemptions >= PROTECTED_AFTER
+    }
+
+    /// Whether it must not be preempted again: it runs only as the one that nobody preempts.
+    pub(crate) fn is_last_chance(&self) -> bool {
+        self.preemptions >= MAX_PREEMPTIONS
     }
 
     /// What it is in while it runs.

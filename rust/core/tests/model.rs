@@ -55,6 +55,7 @@ proptest! {
         max_queued_reqs in prop_oneof![3 => Just(u32::MAX), 1 => 0..10u32],
     ) {
         let (num_blocks, block_size, max_tokens, max_seqs) = sizes;
+        let max_seqs = max_seqs.min(max_tokens);
         let (host_blocks, swap_ns_per_block) = host;
         let config = Config {
             num_blocks, block_size, max_tokens, max_seqs, max_model_len: 44, prefix_caching, watermark, policy, batching,
@@ -70,5 +71,26 @@ proptest! {
         if journal {
             world.replay();
         }
+    }
+
+    /// Long outputs in a small cache, so that requests are preempted as often as they can be. `drain` fails if they never end.
+    #[test]
+    fn requests_that_need_most_of_the_cache_all_end(
+        requests in prop::collection::vec((1..6usize, 12..36u32, -1..2i32), 4..16),
+        block_size in 1..3u32, spare in 0..12u32, max_seqs in 3..8u32, policy in policy(), lag in 0..3usize, ageing in 0..60u64,
+        host_blocks in prop_oneof![2 => Just(0u32), 1 => 1..40u32],
+    ) {
+        let config = Config {
+            num_blocks: 40u32.div_ceil(block_size) + spare, block_size, max_tokens: 24, max_seqs, max_model_len: 44, policy, ageing, host_blocks,
+            ..Config::default()
+        };
+        let mut world = World::new(config, true);
+        for (at, (prompt, new, priority)) in requests.into_iter().enumerate() {
+            let prompt = (0..prompt as u32).map(|i| (i + at as u32) % VOCABULARY).collect();
+            world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0 });
+            world.apply(Op::Step { lag, poison: None, lost: None });
+        }
+        world.drain();
+        world.replay();
     }
 }

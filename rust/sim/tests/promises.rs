@@ -3,7 +3,7 @@
 //! The machine reads its weights in 20 ms, whatever it does with them; a prompt
 //! token takes 0.05 ms more, a decoding sequence 0.2 ms.
 
-use chairlift_core::{Config, Ledger, Policy, Request, Time, Token};
+use chairlift_core::{Config, Ledger, Policy, Request, STOP, Time, Token};
 use chairlift_sim::{Job, Machine, Report, StepTime, percentile, simulate};
 
 const MS: Time = 1000;
@@ -53,7 +53,7 @@ fn run(config: Config, jobs: &[Job]) -> Report {
     assert_eq!(report.ended.len() + report.refused.len(), jobs.len(), "every request ends");
     for ledger in &report.ended {
         assert_eq!(ledger.causes.iter().sum::<Time>(), ledger.ended - ledger.arrived);
-        assert!(ledger.preemptions <= 2);
+        assert!(ledger.preemptions <= 8, "preempted more often than promised");
     }
     report
 }
@@ -237,4 +237,53 @@ fn a_batch_that_waits_for_its_last_wastes_most_of_the_machine() {
     let fixed = time(chairlift_core::Batching::Static { size: 32 });
     println!("continuous {continuous} µs, static {fixed}");
     assert!(fixed > 2 * continuous);
+}
+
+#[test]
+fn open_ended_requests_take_no_longer_than_ones_with_an_exact_limit() {
+    let mut most_preemptions = 0;
+    let mut time = |limit: u32, blocks: u32, watermark: u32| {
+        let mut dice = Dice(3);
+        let open_ended = |tag: u64| {
+            let mut job = job(tag * 50 * MS, tag, dice.between(50, 150), dice.between(300, 400));
+            (job.request.max_new_tokens, job.request.stop) = (limit.max(job.len), vec![STOP]);
+            job
+        };
+        let config = Config { num_blocks: blocks + 1, watermark, max_tokens: 512, max_seqs: 64, max_model_len: 8192, ..config() };
+        let report = run(config, &(0..600).map(open_ended).collect::<Vec<_>>());
+        let (preemptions, batch) = (report.stats.unwrap().counters.preemptions_recompute, report.chunks / report.steps);
+        most_preemptions = report.ended.iter().map(|ledger| ledger.preemptions).fold(most_preemptions, u32::max);
+        println!(
+            "{blocks} blocks, {watermark} free, max_tokens {limit}: {} µs, {preemptions} preemptions, mean batch {batch}",
+            report.ended_at
+        );
+        report.ended_at
+    };
+    for (blocks, watermark) in [(600, 30), (600, 0), (300, 0), (150, 7)] {
+        let exact = time(0, blocks, watermark);
+        for limit in [2000, 8000].into_iter().filter(|limit| limit + 150 < 16 * blocks) {
+            assert!(10 * time(limit, blocks, watermark) <= 11 * exact, "with max_tokens {limit} on {blocks} blocks");
+        }
+    }
+    assert_eq!(most_preemptions, 8, "some were preempted as often as they may be");
+}
+
+#[test]
+fn a_long_prompt_among_short_ones_takes_a_bounded_multiple_of_its_time_alone() {
+    let config = Config { num_blocks: 20_001, max_tokens: 128, max_seqs: 64, watermark: 1000, ..config() };
+    let long = job(2 * SECOND, 0, 4000, 1);
+    let alone = run(config, std::slice::from_ref(&long)).ttft(|_| true)[0];
+    for policy in [Policy::Fcfs, Policy::Fair, Policy::Prefix] {
+        for load in [70, 90, 100, 120] {
+            // A step of 128 tokens, 8 of which are decodes, takes 28 ms.
+            let every = 28 * MS * 300 * 100 / (120 * load);
+            let shorts: Vec<Job> = (0..300 * SECOND / every).map(|i| job(i * every, i + 1, 300, 8)).collect();
+            let without = percentile(&run(Config { policy, ..config }, &shorts).ttft(|_| true), 50);
+            let report = run(Config { policy, ..config }, &sorted([shorts, vec![long.clone()]].concat()));
+            let with = report.ttft(|ledger| ledger.tag == 0)[0];
+            let short = percentile(&report.ttft(|ledger| ledger.tag != 0), 50);
+            println!("{} load {load}: long TTFT {with} µs, {alone} alone; shorts p50 {short}, {without} without it", policy.name());
+            assert!(with <= 5 * alone, "{with} against {alone} alone at load {load}");
+        }
+    }
 }

@@ -28,11 +28,12 @@ fuzz_target!(|bytes: &[u8]| {
 });
 
 fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
+    let max_tokens = bytes.int_in_range(1..=24)?;
     let config = Config {
         num_blocks: bytes.int_in_range(6..=40)?,
         block_size: bytes.int_in_range(1..=6)?,
-        max_tokens: bytes.int_in_range(1..=24)?,
-        max_seqs: bytes.int_in_range(1..=6)?,
+        max_tokens,
+        max_seqs: bytes.int_in_range(1..=max_tokens.min(6))?,
         max_model_len: 44,
         prefix_caching: bytes.ratio(9, 10)?,
         watermark: bytes.int_in_range(0..=4)?,

@@ -1,7 +1,14 @@
 //! Who may wait, and who of those that wait is looked at.
 
 use crate::lab::{Cost, Lab, ask, plenty, stem};
-use chairlift_core::{Cause, Config, Policy, Rejected, Request};
+use chairlift_core::{Cause, Config, ConfigError, Policy, Rejected, Request, Scheduler};
+
+#[test]
+fn a_step_has_a_token_for_every_sequence() {
+    let config = |max_seqs| Config { max_tokens: 4, max_seqs, ..plenty(Policy::Fcfs) };
+    assert!(Scheduler::new(config(4)).is_ok());
+    assert_eq!(Scheduler::new(config(5)).err(), Some(ConfigError::TooManySeqs { max_seqs: 5, max_tokens: 4 }));
+}
 
 /// Twenty blocks of 16 tokens, of which request 1 holds ten for long.
 fn half_full(config: Config) -> Lab {

@@ -41,7 +41,7 @@ fn a_long_prompt_does_not_close_the_door_behind_itself() {
 
 #[test]
 fn decodes_come_before_prompts() {
-    let mut lab = Lab::new(Config { max_tokens: 4, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { max_tokens: 4, max_seqs: 4, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 2, 5));
     lab.add(ask(2, 2, 5));
     lab.step();

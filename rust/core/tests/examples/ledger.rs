@@ -60,7 +60,7 @@ fn steps_that_others_share_are_told_apart() {
 #[test]
 fn the_limit_that_binds_is_named() {
     // Tokens: the first step has none left; half of the next is for those that wait.
-    let mut lab = Lab::new(Config { max_tokens: 10, ..plenty(Policy::Fcfs) });
+    let mut lab = Lab::new(Config { max_tokens: 10, max_seqs: 10, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 100, 1));
     lab.add(ask(2, 10, 1));
     lab.step();

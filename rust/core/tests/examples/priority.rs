@@ -116,10 +116,9 @@ fn equals_are_never_preempted() {
 }
 
 #[test]
-fn after_two_preemptions_a_request_is_pinned_with_all_its_blocks() {
+fn after_two_preemptions_no_urgent_request_takes_the_slot_and_it_has_blocks_to_grow_by() {
     let mut lab = Lab::new(with_rows(1));
-    // 16 + 160 tokens, of which the last needs no block: 175 in 11.
-    lab.add(patient(1, 16, 160));
+    lab.add(patient(1, 16, 300));
     lab.steps(2);
     for tag in [2, 3] {
         assert_eq!(lab.scheduler.stats().held_slots, 2 * 16);
@@ -128,7 +127,8 @@ fn after_two_preemptions_a_request_is_pinned_with_all_its_blocks() {
         assert_eq!((step.preempted, step.seated), (vec![1], vec![tag]));
         assert_eq!(lab.step().seated, [1]);
     }
-    assert_eq!(lab.scheduler.stats().held_slots, 11 * 16);
+    // Its 20 tokens and 8 blocks more.
+    assert_eq!(lab.scheduler.stats().held_slots, 10 * 16);
     lab.add(urgent(4, 10, 1));
     let step = lab.step();
     assert_eq!((step.preempted, step.chunks), (vec![], vec![(1, 1)]));
