@@ -20,7 +20,8 @@ ROW |= {"output_tokens": 13, "blocks": 33, "age_us": 1_500_000, "request": "cmpl
 STATE = {
     "model": "org/model",
     "ready": True,
-    "draining": False,
+    "state": "ready",
+    "restarts": 0,
     "stuck": None,
     "load": {"rows": 0.5, "kv_cache": 0.25, "saturation": 0.95},
     "stats": {"running": 1, "rows": 2, "waiting": 3, "swapped": 1, "waiting_by_cause": {"wait_blocks": 1, "swapped": 2}},
@@ -91,7 +92,16 @@ def test_a_picture_is_as_large_as_the_terminal(width, height, rows):
 
 
 def test_top_of_a_server_that_has_seen_nothing(monkeypatch, capsys):
-    nothing = {**STATE, "ready": False, "stats": {}, "samples": [], "latency": {"window": None}, "rows": [], "cells": ""}
+    nothing = {
+        **STATE,
+        "ready": False,
+        "state": "starting",
+        "stats": {},
+        "samples": [],
+        "latency": {"window": None},
+        "rows": [],
+        "cells": "",
+    }
     with answering({"/dashboard/data": (200, nothing)}) as (url, keys):
         assert main.main(["top", "--once", "--url", url]) == 0
     assert keys == [None]

@@ -15,6 +15,7 @@ from fake_engine import CRASHING, DYING, ENDLESS, EOS, FAILING, FULL, HANGING, L
 
 from chairlift.engine import client
 from chairlift.engine.client import AsyncEngine
+from chairlift.engine.protocol import Add
 from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, ModelNotFound, QueueFull, RequestFailed
 from chairlift.outputs import Ledger
 from chairlift.sampling import SamplingParams
@@ -547,6 +548,56 @@ def test_what_stops_the_engines_start_arrives_as_it_was():
     with pytest.raises(InvalidRequest, match="an unlucky seed"):
         asyncio.run(engine.start())
     assert not engine.alive
+
+
+def test_what_stops_the_engines_start_is_raised_and_not_logged_as_well(caplog):
+    with pytest.raises(InvalidRequest, match="an unlucky seed"):
+        asyncio.run(AsyncEngine(seed=13).start())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_an_engine_has_ended_when_its_socket_has_whatever_became_of_its_process(monkeypatch):
+    """Its exit status may come much later: nobody is to send requests to it until then."""
+    waiting, told = threading.Event(), threading.Event()
+
+    def wait(process, timeout=None):
+        waiting.set()
+        told.wait(20)
+
+    async def test(engine):
+        ends = []
+        engine.on_end = lambda: ends.append((engine.ready, engine.alive, bool(engine._streams)))
+        hanging = asyncio.create_task(collect(engine, [1000], max_tokens=ENDLESS))
+        await until(lambda: engine._streams)
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess.Popen, "wait", wait)
+            try:
+                engine._kill()
+                await until(waiting.is_set)
+                assert (engine.ready, engine.alive) == (False, False)
+                assert ends == [(False, False, True)]
+                with pytest.raises(EngineDead):
+                    await collect(engine, [1000])
+            finally:
+                told.set()
+        with pytest.raises(EngineDead):
+            await hanging
+        await engine.ended()
+        assert len(ends) == 1
+
+    run(test)
+
+
+def test_a_request_that_is_submitted_again_keeps_its_time_of_arrival():
+    async def test(engine):
+        sent = []
+        write = engine._write
+        engine._write = lambda frame: (sent.append(frame), write(frame))
+        async for _ in engine.generate([1000], SamplingParams(max_tokens=1), arrived=5):
+            pass
+        assert [frame.arrived for frame in sent if isinstance(frame, Add)] == [5]
+
+    run(test)
 
 
 def test_a_child_that_never_speaks_is_named(monkeypatch):

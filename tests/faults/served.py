@@ -31,12 +31,17 @@ class Served:
 
     def state(self) -> dict[str, Any]:
         """What must be as before when nobody is there any more."""
-        told = self._admin.get("/state").json()
+        told = self.told()
         self.http.get("/live")  # so that both clients' connections are open at each look: idle ones are closed
         return {name: told[name] for name in ("running", "waiting", "used_tokens", "door")} | {
             "blocks": told["total_blocks"] - told["free_blocks"],
             "sockets": self.sockets(),
         }
+
+    def told(self) -> dict[str, Any]:
+        """What the operator's socket tells: the engine's counters, which are missing while there is none, and who was let in."""
+        told: dict[str, Any] = self._admin.get("/state").json()
+        return told
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], None]]:
@@ -128,3 +133,13 @@ def request(port: int, path: str, body: dict[str, object]) -> bytes:
     text = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
     return head.encode() + text
+
+
+def bare(told: Any) -> Any:
+    """An answer without what differs from one time to the next: names, times, and what was found in the cache."""
+    if isinstance(told, list):
+        return [bare(one) for one in told]
+    if isinstance(told, dict):
+        own = ("id", "created", "created_at", "completed_at", "item_id", "usage")
+        return {name: bare(value) for name, value in told.items() if name not in own}
+    return told

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from poison import Poison, poisoned
-from served import Served, served, until
+from served import Served, bare, served, until
 
 AT_ONCE = 8
 
@@ -23,16 +23,6 @@ HEALTHY: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/messages", {"messages": CONVERSATION[1:], "system": "Be brief.", "max_tokens": 30}),
     ("/v1/responses", {"input": CONVERSATION, "max_output_tokens": 30}),
 )
-
-
-def bare(told: Any) -> Any:
-    """An answer without what differs from one time to the next: names, times, and what was found in the cache."""
-    if isinstance(told, list):
-        return [bare(one) for one in told]
-    if isinstance(told, dict):
-        own = ("id", "created", "created_at", "completed_at", "item_id", "usage")
-        return {name: bare(value) for name, value in told.items() if name not in own}
-    return told
 
 
 def ask(server: Served, which: int, stream: bool) -> Any:

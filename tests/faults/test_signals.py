@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import Served, served, until
+from served import Served, bare, served, until
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 LOAD: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -20,6 +20,10 @@ LOAD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/messages", {"messages": MESSAGES}),
     ("/v1/responses", {"input": "Hello"}),
 )
+PROMPTS = 6
+"""How many prompts these have together."""
+LONGEST = {"/v1/responses": "max_output_tokens"}
+"""What the field is called that says how long an answer may be, where it is not `max_tokens`."""
 TOKENS = 2000
 ROWS = ("--max-num-seqs", "32")
 """Enough for the load below to run all at a time."""
@@ -36,7 +40,7 @@ def load(server: Served) -> Iterator[tuple[Asked, Callable[[], None]]]:
         asked = []
         for path, body in LOAD:
             for stream in (False, True):
-                longest = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": TOKENS}
+                longest = {LONGEST.get(path, "max_tokens"): TOKENS}
                 asked.append((path, stream, threads.submit(server.http.post, path, json={**body, **longest, "stream": stream})))
         until(lambda: server.state()["door"] == {"open": len(asked), "waiting": 0})
         yield asked, release
@@ -47,24 +51,36 @@ def last(stream: str) -> Any:
     return json.loads([line for line in stream.splitlines() if line.startswith("data: {")][-1][len("data: ") :])
 
 
+def first_tokens(server: Served) -> int:
+    """How many prompts have got the first token of their answer."""
+    text = server.http.get("/metrics").text
+    return sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith("chairlift_time_to_first_token_seconds_count"))
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with served(*ROWS, paced=True) as one:
         yield one
 
 
-def test_an_engine_that_is_killed_is_replaced_and_all_are_told(server):
+def test_an_engine_that_is_killed_is_replaced_and_only_streams_that_have_begun_are_lost(server):
     golden, engine = server.answer(), server.engine()
-    with load(server) as (asked, _):
+    whole = [server.http.post(path, json={**body, LONGEST.get(path, "max_tokens"): TOKENS}).json() for path, body in LOAD]
+    begun = first_tokens(server)
+    with load(server) as (asked, release):
+        until(lambda: first_tokens(server) == begun + 2 * PROMPTS)
         os.kill(engine, signal.SIGKILL)
+        until(lambda: server.status("/ready") == 503)
+        release()
         answers = [(path, stream, answer.result()) for path, stream, answer in asked]
     for path, stream, answer in answers:
-        told = last(answer.text) if stream else answer.json()
-        error = told["response"]["error"] if "response" in told else told["error"]
-        assert error["code"] == ("server_error" if "response" in told else "engine_dead"), path
-        assert answer.status_code == (200 if stream else 503)
-        assert "[DONE]" not in answer.text
-    until(lambda: server.status("/ready") == 200)
+        assert answer.status_code == 200, answer.text
+        if stream:
+            told = last(answer.text)
+            error = told["response"]["error"] if "response" in told else told["error"]
+            assert error["code"] == ("server_error" if "response" in told else "engine_dead"), path
+            assert "[DONE]" not in answer.text
+    assert [bare(answer.json()) for _, stream, answer in answers if not stream] == [bare(one) for one in whole]
     assert server.engine() != engine
     assert server.status("/health") == 200
     assert server.answer() == golden

@@ -59,7 +59,8 @@ class FakeEngine:
     """What the server uses of AsyncEngine.
 
     Words in a prompt steer it: "slow" takes 10 ms a token, "boom" fails after two tokens as the engine would,
-    "die" ends it, "bug" fails as it never should, "split" gives an increment without text, as half a character does,
+    "die" ends it, "dies2" does so after two tokens, "once2" only if nothing has ended it before,
+    "bug" fails as it never should, "split" gives an increment without text, as half a character does,
     "full" finds a full queue, "late" misses its deadline (that for the first token if it has one, else after two tokens),
     "held" waits until it is `released`, "paused" does so after two tokens. What follows "SAY:" is the answer, three
     characters at a time. Each further one of n answers begins one word later.
@@ -70,9 +71,10 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.facts = {"max_model_len": 2048, "vocab_size": 256, "determinism": "batch-invariant"}
         self.alive = self.ready = True
+        self.on_end: Callable[[], None] | None = None
         self.end_with = EngineDead
         self.stuck: tuple[str, float] | None = None
-        self.started = self.left_early = self.finished = 0
+        self.started = self.left_early = self.finished = self.deaths = 0
         self.seen: list[SamplingParams] = []
         self.scheduled: list[Scheduling] = []
         self.named: list[str] = []
@@ -122,9 +124,18 @@ class FakeEngine:
     def _stop(self) -> None:
         self.alive = self.ready = False
         self.end.set()
+        if self.on_end is not None and self.end_with is EngineDead:
+            self.on_end()
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams, scheduling: Scheduling, *, request_id: str, on_start: Callable[[], None]
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        scheduling: Scheduling,
+        *,
+        request_id: str,
+        on_start: Callable[[], None],
+        arrived: int,
     ) -> AsyncIterator[RequestOutput]:
         self.started += 1
         self.seen.append(params)
@@ -143,7 +154,8 @@ class FakeEngine:
                 await asyncio.sleep(0.01 if "slow" in text else 0)
                 while "paused" in text and i >= 2 and self.alive and not self.released:
                     await asyncio.sleep(0.01)
-                if "die" in text.split():
+                if "die" in text.split() or f"dies{i}" in text or (f"once{i}" in text and not self.deaths):
+                    self.deaths += 1
                     self._stop()
                 if not self.alive:
                     raise self.end_with("the engine has stopped")
@@ -231,6 +243,8 @@ def _word(prompt: str, i: int) -> str:
 def serving(engine: FakeEngine, api_key: str | None = None, **settings: Any) -> Iterator[tuple[str, Service]]:
     """A server on a free loopback port, in a thread, with `settings` of ServerConfig: yields its address and its service."""
     service = Service(engine, MODEL, Metrics(MODEL, engine.stats, lambda: engine.facts))
+    service.lifecycle.ready()
+    engine.on_end = service.lifecycle.engine_ended
     config = ServerConfig(api_key=api_key, **settings)
     server = uvicorn.Server(
         uvicorn.Config(

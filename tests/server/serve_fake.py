@@ -27,15 +27,26 @@ class Startable(FakeEngine):
         self.alive = self.ready = False
         self.loads = loads
         self.starts = 0
+        self.may_start = False
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, setattr, self, "may_start", True)
 
     async def start(self) -> None:
         self.starts += 1
         while self.loads == "never":
             await asyncio.sleep(1)
+        while self.loads == "waiting" and self.starts > 1 and not self.may_start:
+            await asyncio.sleep(0.01)
+        if self.loads == "failing" and self.starts > 1 and not self.may_start:
+            raise ModelNotFound("there is no such model any more")
         if self.loads == "badly" or (self.loads == "limping" and self.starts == 2):
             raise ModelNotFound("there is no such model")
         self.alive = self.ready = True
         self.end.clear()
+
+    async def ended(self) -> None:
+        await super().ended()
+        if self.loads == "broken":
+            raise RuntimeError("a bug in the server")
 
 
 def _fakes():
@@ -50,7 +61,11 @@ def _fakes():
 
 
 def _engine(loads: str):
-    """`well`, `never`, `badly`, or `limping`, which means badly at the second time; or one in a process that is quickly found stuck."""
+    """How it loads: `well`, `never`, `badly`, or `limping`, which means badly at the second time.
+
+    `waiting` and `failing` ones load once, and again after SIGUSR2: until then it takes for ever, or fails. Nobody notices the end of
+    a `broken` one. Others have a process of their own, and are quickly found stuck.
+    """
     if loads not in ("process", "killed"):
         return Startable(loads)
     from chairlift.engine import pulse

@@ -13,6 +13,7 @@ def test_the_operator_needs_no_key(tmp_path):
     engine, drained = FakeEngine(), []
     engine.counters = {"running": 3}
     service = Service(engine, MODEL, Metrics(MODEL, engine.stats, lambda: engine.facts))
+    service.lifecycle.ready()
     path = tmp_path / "admin"
 
     async def ask():
@@ -24,7 +25,12 @@ def test_the_operator_needs_no_key(tmp_path):
             ):
                 assert (await client.get("/health")).json() == {"status": "healthy"}
                 assert b"chairlift_num_requests_running" in (await client.get("/metrics")).content
-                assert (await client.get("/state")).json() == {"running": 3, "door": {"open": 0, "waiting": 0}}
+                assert (await client.get("/state")).json() == {
+                    "running": 3,
+                    "door": {"open": 0, "waiting": 0},
+                    "state": "ready",
+                    "restarts": 0,
+                }
                 unknown = await client.get("/v1/requests/x/explain")
                 assert unknown.json()["error"]["code"] == "request_not_found"
                 assert (await client.get("/drain")).status_code == 405

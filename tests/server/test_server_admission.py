@@ -9,6 +9,7 @@ from fake_async_engine import MODEL, FakeEngine, serving, wait_until
 from chairlift.server.service.admission import Admission
 from chairlift.server.service.errors import ApiError
 from chairlift.server.service.keys import Tenant
+from chairlift.server.service.lifecycle import Lifecycle
 
 COMPLETIONS = "/v1/completions"
 HELD = {"prompt": "held", "max_tokens": 2}
@@ -25,6 +26,13 @@ def engine():
 @pytest.fixture(autouse=True)
 def _headers_at_once(monkeypatch):
     monkeypatch.setattr("chairlift.server.service.sse.PATIENCE", 0.05)
+
+
+def lifecycle():
+    """That of a server which is ready."""
+    started = Lifecycle()
+    started.ready()
+    return started
 
 
 def counted(service):
@@ -136,7 +144,7 @@ def test_a_place_is_given_back_once_whatever_happens(engine, stream):
 
 
 def test_a_tenant_has_limits_of_its_own():
-    admission = Admission(3, dict)
+    admission = Admission(3, dict, lifecycle())
     alice, bob = Tenant("alice", max_queued=1, max_requests=2), Tenant("bob")
     first, second, third = (admission.place(alice) for _ in range(3))
     first.take()
@@ -180,7 +188,7 @@ def refusal(place):
     ],
 )
 def test_when_to_come_back_is_what_the_engine_predicts(stats, seconds):
-    admission = Admission(4, lambda: stats)
+    admission = Admission(4, lambda: stats, lifecycle())
     for _ in range(4):
         admission.place(Tenant()).take()
     with pytest.raises(ApiError) as caught:
@@ -189,9 +197,10 @@ def test_when_to_come_back_is_what_the_engine_predicts(stats, seconds):
 
 
 def test_when_a_tenant_may_come_back_is_how_long_its_requests_take(monkeypatch):
+    ready = lifecycle()
     clock = iter([0.0, 12.0, 20.0, 20.0]).__next__
     monkeypatch.setattr("chairlift.server.service.admission.time.monotonic", clock)
-    admission = Admission(None, dict)
+    admission = Admission(None, dict, ready)
     alice = Tenant("alice", max_requests=2)
     first, second, third, fourth = (admission.place(alice) for _ in range(4))
     first.take()

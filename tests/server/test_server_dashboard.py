@@ -207,7 +207,7 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
 
 def test_the_page_says_when_the_server_is_gone_and_when_it_is_back(browser, quick):
     engine = busy()
-    with serving(engine) as (base, _):
+    with serving(engine) as (base, service):
         page = browser.new_page()
         page.goto(f"{base}/dashboard")
         page.get_by_text("live", exact=True).wait_for()
@@ -218,5 +218,6 @@ def test_the_page_says_when_the_server_is_gone_and_when_it_is_back(browser, quic
         engine.stuck = ("run", 12.0)
         page.get_by_text("the engine has been stuck for 12.0 s at stage run").wait_for()
         engine.stuck, engine.ready = None, False
-        page.get_by_text("the model is loading").wait_for()
+        service.lifecycle.engine_ended()
+        page.get_by_text("the engine is being started again").wait_for()
         page.close()

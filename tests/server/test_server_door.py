@@ -154,21 +154,23 @@ def probes(http):
 
 def test_probes_follow_the_engine(http, server, engine):
     assert probes(http) == [200, 200, 200, 200]
-    server[1].draining = True
+    engine._stop()
+    assert probes(http) == [200, 503, 503, 503]
+    engine.alive = True
+    assert probes(http) == [200, 503, 503, 503]
+    engine.ready = True
+    server[1].lifecycle.ready()
+    assert probes(http) == [200, 200, 200, 200]
+    server[1].lifecycle.drain()
     assert probes(http) == [200, 503, 200, 200]
-    server[1].draining = False
-    engine.ready = False
-    assert probes(http) == [200, 503, 503, 503]
-    engine.alive = False
-    assert probes(http) == [200, 503, 503, 503]
 
 
-@pytest.mark.parametrize(
-    ("alive", "ready", "draining", "code"), [(1, 0, 0, "not_ready"), (0, 0, 0, "engine_dead"), (1, 1, 1, "shutting_down")]
-)
-def test_requests_that_cannot_be_served_now_may_come_back(http, server, engine, alive, ready, draining, code):
-    engine.alive, engine.ready, server[1].draining = bool(alive), bool(ready), bool(draining)
-    for path in ("/v1/completions", "/v1/chat/completions"):
+@pytest.mark.parametrize(("event", "code"), [(None, "not_ready"), ("start_failed", "engine_dead"), ("drain", "shutting_down")])
+def test_requests_that_cannot_be_served_now_may_come_back(http, server, event, code):
+    server[1].lifecycle.__init__()
+    if event is not None:
+        getattr(server[1].lifecycle, event)()
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
         response = http.post(path, json={"prompt": "a", "messages": []})
         assert response.status_code == 503
         assert response.json()["error"]["code"] == code
@@ -180,6 +182,6 @@ def test_an_engine_that_dies_ends_its_requests_with_an_error(base, engine):
     with httpx.stream("POST", f"{base}/v1/completions", json=request) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
-        engine.alive = False
+        engine._stop()
         *_, last, _ = lines
     assert '"code":"engine_dead"' in last

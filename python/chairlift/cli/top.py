@@ -61,15 +61,7 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
     """One picture of the server's state, as `GET /dashboard/data` has it, as high as the console."""
     stats, load = state["stats"], state["load"]
     newest = state["samples"][-1] if state["samples"] else {}
-    word = (
-        "the engine is stuck"
-        if state["stuck"]
-        else "shutting down"
-        if state["draining"]
-        else "live"
-        if state["ready"]
-        else "the model is loading"
-    )
+    word = "the engine is stuck" if state["stuck"] else _SERVER_STATES[state["state"]]
     rates = "   ".join(f"{newest.get(name, 0.0):,.0f} {unit}" for name, unit in _RATES)
     waiting = stats.get("waiting", 0) + stats.get("swapped", 0)
     parts: list[RenderableType] = [
@@ -96,6 +88,13 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
     return Group(*parts)
 
 
+_SERVER_STATES = {
+    "starting": "the model is loading",
+    "ready": "live",
+    "restarting": "the engine is being started again",
+    "failed": "the engine could not be started again: the server goes on trying",
+    "draining": "shutting down",
+}
 _RATES = (("generation", "tokens/s generated"), ("prompt", "of prompts"), ("steps", "steps/s"))
 
 

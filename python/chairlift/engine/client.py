@@ -72,6 +72,8 @@ class AsyncEngine:
         self.config = dataclasses.replace(config or EngineConfig(), **settings)
         self.facts = {}
         self._stats: dict[str, Any] = {}
+        self.on_end: Callable[[], None] | None = None
+        """Called as soon as an engine that was ready is known to have ended by itself, before its requests hear of that."""
         self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences are numbered on from its tag
         self._remembered: dict[str, range] = {}
         self._questions = itertools.count(1)
@@ -171,15 +173,17 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         on_start: Callable[[], None] | None = None,
+        arrived: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Runs one request; yields what is new of its answers, by `index`, and `finish_reason` with the last of each.
 
         Where only the `n` best are kept, they come whole at the end. Leaving the iterator early aborts the request: at once when it
         is closed or cancelled, so wrap it in `contextlib.aclosing` where the loop may end before the request does. `request_id` is for
-        `explain`; `on_start` is called once, when the engine begins the first answer. Raises InvalidRequest or QueueFull before
-        anything, and RequestFailed, OutOfMemory, DeadlineMissed or EngineDead at any time.
+        `explain`; `on_start` is called once, when the engine begins the first answer. Deadlines count from `arrived`, in microseconds
+        of the monotonic clock, if that is not now. Raises InvalidRequest or QueueFull before anything, and RequestFailed, OutOfMemory,
+        DeadlineMissed or EngineDead at any time.
         """
-        arrived = time.monotonic_ns() // 1000
+        arrived = time.monotonic_ns() // 1000 if arrived is None else arrived
         self._check_alive()
         prompt_token_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
         params, scheduling = params or SamplingParams(), scheduling or Scheduling()
@@ -349,13 +353,17 @@ class AsyncEngine:
         process = self._process
         if process is None:  # closed on purpose
             return
+        self._death = EngineDead("the engine's process has ended")  # from now on, whatever it takes to learn of what
+        if self._started and self.on_end is not None:
+            self.on_end()
         if death is None:
             # The socket closes a little before the process is gone.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(process.wait, 1.0)
             death = EngineDead(f"the engine's process ended unexpectedly ({_exit_words(process.returncode)})")
         process.kill()
-        log.error("engine dead: %s", death)
+        if self._started:  # else `start` raises it
+            log.error("engine dead: %s", death)
         self._fail(death)
 
     def _fail(self, death: ChairliftError) -> None:

@@ -52,10 +52,11 @@ class Admin:
 
 
 async def _state(request: Request) -> Response:
-    """The engine's newest counters, and how many requests the door let in."""
+    """The engine's newest counters, how many requests the door let in, and what the server does with them."""
     service = service_of(request)
     door = {"open": service.admission.open, "waiting": service.admission.waiting}
-    return Json({**service.engine.stats(), "door": door})
+    lifecycle = service.lifecycle
+    return Json({**service.engine.stats(), "door": door, "state": lifecycle.state.value, "restarts": lifecycle.restarts})
 
 
 @contextlib.asynccontextmanager

@@ -19,6 +19,7 @@ from chairlift.server.app import PROBES, build
 from chairlift.server.door.http import Http, HttpServer
 from chairlift.server.door.port import address
 from chairlift.server.service.keys import Keys
+from chairlift.server.service.lifecycle import Lifecycle
 from chairlift.server.service.service import Service
 from chairlift.server.telemetry import status
 from chairlift.server.telemetry.metrics import Metrics
@@ -59,9 +60,17 @@ class Life:
     def __init__(self, engine: AsyncEngine, model: str, config: ServerConfig, keys: Keys) -> None:
         self._config = config
         self._engine = engine
-        metrics = Metrics(model, engine.stats, lambda: engine.facts, alias=config.metrics_alias == "vllm")
+        self._lifecycle = Lifecycle()
+        engine.on_end = self._lifecycle.engine_ended
+        metrics = Metrics(
+            model,
+            engine.stats,
+            lambda: engine.facts,
+            restarts=lambda: self._lifecycle.restarts,
+            alias=config.metrics_alias == "vllm",
+        )
         traces = None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint, model)
-        self._service = Service(engine, model, metrics, config.tool_call_parser, traces)
+        self._service = Service(engine, model, metrics, config.tool_call_parser, traces, self._lifecycle)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it has to tell of, this class tells
         logging.getLogger("uvicorn.access").addFilter(_unprobed)
         logging.getLogger("asyncio").addFilter(_unbroken)
@@ -85,7 +94,7 @@ class Life:
 
     def admin(self) -> Admin:
         """The application for the operator's own socket."""
-        return Admin(self._service, self._leave.set)
+        return Admin(self._service, lambda: self._stop("asked to on the admin socket"))
 
     async def run(self, starting: asyncio.Task[None], listener: socket.socket) -> int:
         """Serves on `listener` until a signal; `starting` is the engine's start. Returns the exit status.
@@ -95,19 +104,24 @@ class Life:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signal)
+            loop.add_signal_handler(number, self._stop, number.name)
         http = asyncio.create_task(self._http.serve(sockets=[listener]))
         reporting = asyncio.create_task(status.report(self._engine.stats))
         tending = starting
+        broken = False
         try:
             await _first(starting, self._leave.wait())
             if starting.done():
                 starting.result()
+                self._take_requests()
                 logger.info("listening on %s", address(listener, tls=self._config.ssl_certfile is not None))
                 tending = asyncio.create_task(self._keep_alive())
                 await _first(http, tending, self._leave.wait())
-                if tending.done():
-                    tending.result()
+                self._lifecycle.drain()
+                if broken := not self._leave.is_set():
+                    ended = tending if tending.done() else http
+                    logger.critical("shutting down: a task of the server ended", exc_info=ended.exception())
+                tending.cancel()
                 await self._drain()
         finally:
             # The engine first: what is still open ends with an error that says so, and only then the connections.
@@ -117,15 +131,22 @@ class Life:
             self._http.should_exit = True
             self._http.force_exit = self._now.is_set()
             reporting.cancel()
-            await http
+            await asyncio.gather(http, return_exceptions=True)
             if self._service.traces is not None:
                 await self._service.traces.close()
-        return 1 if self._now.is_set() else 0
+        return 1 if self._now.is_set() or broken else 0
 
-    def _signal(self) -> None:
+    def _stop(self, reason: str) -> None:
+        """Begins the server's end, or ends it now if it had begun."""
+        logger.info("shutting down%s: %s", " now" if self._leave.is_set() else "", reason)
         if self._leave.is_set():
             self._now.set()
         self._leave.set()
+
+    def _take_requests(self) -> None:
+        """Says that the engine is ready, unless it has ended again since it said so."""
+        if self._engine.ready:
+            self._lifecycle.ready()
 
     async def _keep_alive(self) -> None:
         """Starts the engine again whenever it has ended, for ever."""
@@ -138,19 +159,23 @@ class Life:
             pause = pause_after(failures)
             failures += 1
             logger.error("the engine has ended: starting it again %s", f"in {pause} s" if pause else "now")
+            self._lifecycle.starting(pause)
             await self._engine.close()
             await asyncio.sleep(pause)
             try:
                 await self._engine.start()
             except Exception as error:
+                self._lifecycle.start_failed()
                 logger.error("the engine could not be started: %s: %s", type(error).__name__, error)
+            else:
+                logger.info("the engine is ready again: %d requests were held for it", self._lifecycle.held)
+                self._take_requests()
 
     async def _drain(self) -> None:
-        """Takes nothing new, and waits until what is open has ended, or as long as it may, or a second signal."""
-        self._service.draining = True
+        """Waits until what is open has ended, or as long as it may, or a second signal."""
         limit = self._config.shutdown_timeout
         if self._service.open:
-            logger.info("shutting down: %d open requests get %g s to finish; a second signal ends them now", self._service.open, limit)
+            logger.info("%d open requests get %g s to finish; a second signal ends them now", self._service.open, limit)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 await _first(self._now.wait(), self._empty())

@@ -25,7 +25,7 @@ async def chat_completions(request: Request) -> Response:
     """Answers one chat request, as a stream or whole."""
     wanted, ignored = ChatRequest.read(await read_json(request))
     kind = "chat.completion.chunk" if wanted.stream else "chat.completion"
-    turn = await Turn.begin(request, wanted, ignored, kind=kind, prefix="chatcmpl-")
+    turn = await Turn.begin(request, wanted, ignored, kind=kind, prefix="chatcmpl-", stream=bool(wanted.stream))
     shape = _Shape(wanted, turn, service_of(request).engine.tokenizer)
     if wanted.stream:
         return EventStream(shape.events(), turn.headers)

@@ -36,7 +36,15 @@ async def completions(request: Request) -> Response:
     request_id = wanted.request_id or request.state.id
     check_scored(prompts, params)
     generation = Generation(
-        service, prompts, params, scheduling, kind="text_completion", prefix="cmpl-", request_id=request_id, default=DEFAULT_MAX_TOKENS
+        service,
+        prompts,
+        params,
+        scheduling,
+        kind="text_completion",
+        prefix="cmpl-",
+        request_id=request_id,
+        stream=bool(wanted.stream),
+        default=DEFAULT_MAX_TOKENS,
     )
     choices = _Choices(service, generation, wanted, params, given, prompts)
     headers = ignored_header(ignored)

@@ -25,7 +25,7 @@ async def messages(request: Request) -> Response:
     wanted, ignored = MessagesRequest.read(await read_json(request))
     chat = wanted.chat()
     try:
-        turn = await Turn.begin(request, chat, ignored, kind="message", prefix="msg_")
+        turn = await Turn.begin(request, chat, ignored, kind="message", prefix="msg_", stream=bool(wanted.stream))
     except InvalidRequest as error:
         raise renamed(error, RENAMED) from None
     answer = _Answer(wanted, turn)
@@ -37,7 +37,7 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has, with what the chat template adds."""
     service = service_of(request)
-    service.admit()
+    service.lifecycle.check_admission()
     wanted, ignored = CountRequest.read(await read_json(request, queued=False))
     service.check_model(wanted.model)
     tokens = await prompt_of(service, wanted.chat())

@@ -27,7 +27,7 @@ async def responses(request: Request) -> Response:
     wanted, ignored = ResponsesRequest.read(await read_json(request))
     chat = wanted.chat()
     try:
-        turn = await Turn.begin(request, chat, ignored, kind="response", prefix="resp_")
+        turn = await Turn.begin(request, chat, ignored, kind="response", prefix="resp_", stream=bool(wanted.stream))
     except InvalidRequest as error:
         raise renamed(error, RENAMED) from None
     answer = _Answer(wanted, chat.tier().get("service_tier", "default"), turn, service_of(request).engine.tokenizer)

@@ -48,7 +48,7 @@ class DetokenizeRequest(Fields):
 async def tokenize(request: Request) -> Response:
     """The tokens of a text or a conversation, and how many they are."""
     service = service_of(request)
-    service.admit()
+    service.lifecycle.check_admission()
     wanted, ignored = TokenizeRequest.read(await read_json(request, queued=False))
     service.check_model(wanted.model)
     if (wanted.prompt is None) == (wanted.messages is None):
@@ -71,7 +71,7 @@ def _counted(service: Service, tokens: list[int], spell: bool, headers: dict[str
 async def detokenize(request: Request) -> Response:
     """The text of tokens, control tokens too."""
     service = service_of(request)
-    service.admit()
+    service.lifecycle.check_admission()
     wanted, ignored = DetokenizeRequest.read(await read_json(request, queued=False))
     service.check_model(wanted.model)
     vocabulary = service.engine.facts["vocab_size"]
@@ -84,7 +84,7 @@ async def detokenize(request: Request) -> Response:
 async def tokenizer_info(request: Request) -> Response:
     """The control tokens and the chat template, for clients that render conversations themselves."""
     service = service_of(request)
-    service.admit()
+    service.lifecycle.check_admission()
     tokenizer = service.engine.tokenizer
     return Json(
         {

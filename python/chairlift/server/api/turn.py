@@ -86,7 +86,7 @@ class Turn:
         self._answers = answers
 
     @classmethod
-    async def begin(cls, request: Request, wanted: ChatRequest, ignored: list[str], *, kind: str, prefix: str) -> Self:
+    async def begin(cls, request: Request, wanted: ChatRequest, ignored: list[str], *, kind: str, prefix: str, stream: bool) -> Self:
         """Checks everything and makes the prompt; `kind` is the answers' object and `prefix` begins their id.
 
         `ignored` are names of fields without effect. Raises InvalidRequest or ApiError; the engine has not been asked yet.
@@ -105,7 +105,7 @@ class Turn:
                 params = replace(params, structured_output=_form(service, reading, params.structured_output))
             check_scored([prompt], params)
             name = wanted.request_id or request.state.id
-            generation = Generation(service, [prompt], params, scheduling, kind=kind, prefix=prefix, request_id=name)
+            generation = Generation(service, [prompt], params, scheduling, kind=kind, prefix=prefix, request_id=name, stream=stream)
         except InvalidRequest as error:
             if error.param == "prompt":  # as the engine calls what came as messages
                 error.param = "messages"

@@ -23,10 +23,10 @@ async def read_json(request: Request, *, queued: bool = True) -> dict[str, Any]:
     """The body as an object; raises ApiError 400, 408, 413 or 415, and Starlette's ClientDisconnect.
 
     A request that will wait for the engine (`queued`) must find the server taking requests, and takes its place in the queue
-    before anything is done with its body: raises ApiError 429 or 503, and EngineDead, too.
+    before anything is done with its body: raises ApiError 429 or 503, too.
     """
     if queued:
-        service_of(request).admit()
+        service_of(request).lifecycle.check_admission()
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         # A web page may send text/plain anywhere without asking; JSON it may not.

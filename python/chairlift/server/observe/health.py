@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from chairlift.server.service.answer import Json
 from chairlift.server.service.errors import unavailable
+from chairlift.server.service.lifecycle import State
 from chairlift.server.service.service import service_of
 
 
@@ -18,7 +19,8 @@ async def live(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """200 if a request sent now would be served, else 503 with the reason."""
     service = service_of(request)
-    service.admit()
+    if service.lifecycle.state is not State.READY:
+        raise service.lifecycle.refusal()
     if stuck := service.engine.stuck:
         raise unavailable(_words(*stuck), "engine_stuck", 5)
     return Json({"status": "ready"})

@@ -65,7 +65,8 @@ class Watch:
             "version": chairlift.__version__,
             "time": time.time(),
             "ready": engine.ready,
-            "draining": self._service.draining,
+            "state": self._service.lifecycle.state.value,
+            "restarts": self._service.lifecycle.restarts,
             "stuck": engine.stuck,
             "facts": {name: fact for name, fact in engine.facts.items() if isinstance(fact, int)},
             "load": {"rows": load.rows(stats), "kv_cache": load.kv_cache(stats), "swap": load.swap(stats)}

@@ -11,6 +11,7 @@ from typing import Any
 
 from chairlift.server.service.errors import ApiError, unavailable
 from chairlift.server.service.keys import Tenant
+from chairlift.server.service.lifecycle import Lifecycle
 
 _SMOOTHING = 0.1
 """What one request weighs in the mean time that requests stay."""
@@ -28,9 +29,10 @@ class Admission:
     Everything happens in one event loop without waiting, so that no burst gets in more than the limit.
     """
 
-    def __init__(self, max_queued: int | None, stats: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, max_queued: int | None, stats: Callable[[], Mapping[str, Any]], lifecycle: Lifecycle) -> None:
         """`max_queued` requests may wait, any number if it is None; `stats` gives the engine's newest counters."""
         self._max_queued = max_queued
+        self._lifecycle = lifecycle
         self._stats = stats
         self._all = _Count()
         self._tenants: dict[str, _Count] = {}
@@ -64,10 +66,10 @@ class Admission:
             raise unavailable(message, "queue_full", _whole(self._wait()))
 
     def _wait(self) -> float:
-        """Seconds that a request would wait now: the engine's prediction, and what was accepted since it came."""
+        """Seconds that a request would wait now: until the engine is there, its prediction, and what was accepted since that came."""
         stats = self._stats()
         since = (self._all.waiting + 1) / (stats.get("waiting", 0) + 1)
-        return float(stats.get("predicted_wait_us", 0) / 1e6 * max(1.0, since))
+        return float(stats.get("predicted_wait_us", 0) / 1e6 * max(1.0, since)) + self._lifecycle.ready_in
 
     def _count(self, tenant: Tenant, waiting: int, open: int = 0) -> None:
         own = self._tenants.setdefault(tenant.name, _Count())

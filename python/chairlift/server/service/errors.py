@@ -37,9 +37,12 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
         usage: Usage | None = None,
+        taken: bool = False,
     ) -> None:
+        """`taken` if the request had been let in: then it was not turned away, but failed."""
         super().__init__(message)
         self.status = status
+        self._taken = taken
         self.envelope: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code}}
         if usage is not None:
             self.envelope["usage"] = usage.json()
@@ -48,6 +51,8 @@ class ApiError(Exception):
     @property
     def reason(self) -> str | None:
         """Why a request was turned away, as the metrics count it; None if it was not, but failed."""
+        if self._taken:
+            return None
         known = _CODES.get(self.envelope["error"]["code"]) or _STATUSES.get(self.status)
         return known or ("invalid" if 400 <= self.status < 500 else None)
 
@@ -83,9 +88,9 @@ def shaped(error: ApiError, path: str) -> ApiError:
 _NO_ROUTE = "no such route: GET /openapi.json has them all; OpenAI's clients want a base URL that ends with /v1, Anthropic's one without"
 
 
-def unavailable(message: str, code: str, retry_after: int) -> ApiError:
-    """503: the server cannot serve now; the client may come back after `retry_after` seconds."""
-    return ApiError(503, message, type="server_error", code=code, headers={"retry-after": str(retry_after)})
+def unavailable(message: str, code: str, retry_after: int, *, taken: bool = False) -> ApiError:
+    """503: the server cannot serve now; the client may come back after `retry_after` seconds. See `ApiError` for `taken`."""
+    return ApiError(503, message, type="server_error", code=code, headers={"retry-after": str(retry_after)}, taken=taken)
 
 
 def api_error(error: Exception) -> ApiError:

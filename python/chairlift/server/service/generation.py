@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -10,14 +11,16 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from chairlift.errors import DeadlineMissed, QueueFull
+from chairlift.errors import DeadlineMissed, EngineDead, QueueFull
 from chairlift.outputs import RequestOutput, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.server.service.admission import CURRENT
 from chairlift.server.service.service import Service, engine_ids
+from chairlift.server.service.submission import Submission
 from chairlift.server.service.usage import Usage
 from chairlift.server.telemetry.about import ABOUT
+from chairlift.server.telemetry.latencies import Latencies
 from chairlift.server.telemetry.timings import timings
 
 _AHEAD = 64
@@ -40,10 +43,15 @@ class Generation:
         kind: str,
         prefix: str,
         request_id: str,
+        stream: bool,
         default: int | None = None,
     ) -> None:
-        """Raises InvalidRequest for a prompt that cannot be served; `default` bounds the length where the request does not."""
+        """Raises InvalidRequest for a prompt that cannot be served; `default` bounds the length where the request does not.
+
+        Unless it is to `stream`, `outputs` yields nothing of a prompt before all of its answer is there.
+        """
         self._service = service
+        self._stream = stream
         self._work = [(prompt, self._fit(prompt, params, default)) for prompt in prompts]
         self._n = params.n
         self._scheduling = scheduling
@@ -114,30 +122,28 @@ class Generation:
         metrics, usage = self._service.metrics, self.usage
         prompt, params = self._work[index]
         latencies = metrics.latencies(self._scheduling.tenant, self._scheduling.priority)
-        latest: dict[int, float] = {}
+        tokens = _TokenTimes(latencies, self._arrived)
         lengths: dict[int, int] = {}
         cached: int | None = None
         generated = 0
         going = params.n
         reason = "abort"
         metrics.asked(params)
+        submission = Submission(
+            self._service,
+            prompt,
+            params,
+            self._scheduling,
+            request_id=self._ids[index],
+            arrived=self._arrived,
+            whole=not self._stream,
+        )
         try:
-            engine = self._service.engine
-            started = self._place.started
-            async with aclosing(
-                engine.generate(prompt, params, self._scheduling, request_id=self._ids[index], on_start=started)
-            ) as outputs:
+            async with aclosing(submission.outputs(self._place.started, tokens.observe, tokens.forget)) as outputs:
                 async for output in outputs:
-                    if output.token_ids:
-                        now = time.monotonic()
-                        if not latest:
-                            latencies.first_token.observe(now - self._arrived)
-                        elif output.index in latest:
-                            latencies.between_tokens.observe(now - latest[output.index])
-                        latest[output.index] = now
-                        lengths[output.index] = lengths.get(output.index, 0) + len(output.token_ids)
-                        generated += len(output.token_ids)
-                        usage.completion += len(output.token_ids)
+                    lengths[output.index] = lengths.get(output.index, 0) + len(output.token_ids)
+                    generated += len(output.token_ids)
+                    usage.completion += len(output.token_ids)
                     if output.finish_reason:
                         # Siblings find what the first of them computed: the least is what was there before.
                         least = output.cached_tokens if cached is None else min(cached, output.cached_tokens)
@@ -149,8 +155,9 @@ class Generation:
                         going -= 1
                     yield output
             if params.ranked:  # those that were not the best took tokens too
-                drawn = sum(ledger.output_tokens for ledger in await engine.explain(self._ids[index]))
-                usage.completion += max(0, drawn - generated)
+                with contextlib.suppress(EngineDead):  # the answer is there: an engine that has ended since takes nothing from it
+                    drawn = sum(ledger.output_tokens for ledger in await self._service.engine.explain(self._ids[index]))
+                    usage.completion += max(0, drawn - generated)
         except QueueFull:
             going = 0  # it never came in: the engine counts it
             raise
@@ -167,3 +174,30 @@ class Generation:
                 metrics.ended(reason, time.monotonic() - self._arrived, latencies)
             if self._service.traces is not None:
                 self._service.traces.follow(self._service.engine, self._ids[index], self._about)
+
+
+class _TokenTimes:
+    """The latencies of one prompt's tokens, observed as they come."""
+
+    def __init__(self, latencies: Latencies, arrived: float) -> None:
+        self._latencies = latencies
+        self._arrived = arrived
+        self._begun = False
+        self._latest: dict[int, float] = {}
+        """When each answer's newest token came, by its index."""
+
+    def observe(self, output: RequestOutput) -> None:
+        """Takes what came just now."""
+        if not output.token_ids:
+            return
+        now = time.monotonic()
+        if not self._begun:
+            self._begun = True
+            self._latencies.first_token.observe(now - self._arrived)
+        elif output.index in self._latest:
+            self._latencies.between_tokens.observe(now - self._latest[output.index])
+        self._latest[output.index] = now
+
+    def forget(self) -> None:
+        """Called when the answers begin anew: what lies between is not the time between two tokens."""
+        self._latest.clear()

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from chairlift.errors import EngineDead, InvalidRequest
+from chairlift.errors import InvalidRequest
 from chairlift.server.service.admission import Admission
-from chairlift.server.service.errors import ApiError, brief, unavailable
+from chairlift.server.service.errors import ApiError, brief
+from chairlift.server.service.lifecycle import Lifecycle
 from chairlift.server.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ class Service:
     """How the model writes tool calls: the name of a syntax, or `auto` for what its chat template says."""
     traces: Traces | None = None
     """Where they go, if anywhere."""
-    draining: bool = False
-    """Set at shutdown: what is running may finish, nothing new is taken."""
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    """Whether requests are taken, held or refused."""
     created: int = field(default_factory=lambda: int(time.time()))
     open: int = 0
     """Requests being answered."""
@@ -51,16 +52,7 @@ class Service:
 
     def __post_init__(self) -> None:
         """Nobody waits yet."""
-        self.admission = Admission(self.engine.config.max_num_queued_reqs, self.engine.stats)
-
-    def admit(self) -> None:
-        """Raises ApiError 503 unless new requests are taken."""
-        if self.draining:
-            raise unavailable("the server is shutting down", "shutting_down", 5)
-        if not self.engine.alive:
-            raise EngineDead
-        if not self.engine.ready:
-            raise unavailable("the model is still loading", "not_ready", 2)
+        self.admission = Admission(self.engine.config.max_num_queued_reqs, self.engine.stats, self.lifecycle)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for a model that is not served; None means the one that is."""
@@ -102,8 +94,10 @@ class Service:
     async def explain(self, tenant: str, name: str) -> tuple[str, list[Ledger]]:
         """The id of a request's answer, and what became of its sequences; none of them if it is not known, or not any more.
 
-        `tenant` is who asks: others may have called requests of theirs the same.
+        `tenant` is who asks: others may have called requests of theirs the same. Raises ApiError 503 while there is no engine.
         """
+        if not self.lifecycle.has_engine:
+            raise self.lifecycle.refusal()
         answer_id = name if name in self._prompts else self._named.get((tenant, name), name)
         ids = engine_ids(answer_id, self._prompts.get(answer_id, 0))
         return answer_id, [ledger for one in ids for ledger in await self.engine.explain(one)]

@@ -121,7 +121,7 @@ class EngineMetrics(Collector):
     """Turns the engine's newest counters into samples at each scrape.
 
     An engine that was started again counts from 0: its counters are added to those of the one before. `rejected` counts, by reason,
-    the requests that never reached the engine.
+    the requests that never reached the engine; `restarts` says how many engines have ended by themselves.
     """
 
     def __init__(
@@ -130,11 +130,13 @@ class EngineMetrics(Collector):
         stats: Callable[[], Mapping[str, Any]],
         facts: Callable[[], Mapping[str, Any]],
         rejected: Mapping[str, int],
+        restarts: Callable[[], int],
     ) -> None:
         self._labels = labels
         self._stats = stats
         self._facts = facts
         self._rejected = rejected
+        self._restarts = restarts
         self._newest: dict[str, float] = {}
         self._before: dict[str, float] = defaultdict(float)
         self._shares = {"tenants": _Shares("tenant", "tenant", _tenants), "classes": _Shares("class", "priority", _classes)}
@@ -160,6 +162,8 @@ class EngineMetrics(Collector):
         yield _gauge("num_requests_waiting_by_reason", "Requests waiting for a place, by what they lack.", common, waiting, "reason")
         for name, key, help in _COUNTERS:
             yield _counter(name, help, common, {None: self._count(key)})
+        restarts = {None: float(self._restarts())}
+        yield _counter("engine_restarts", "Times that the engine ended by itself, and another one was started.", common, restarts)
         kinds = {kind: self._count(f"preemptions_{kind}") for kind in ("recompute", "swap")}
         yield _counter("num_preemptions_by_kind", "Preemptions, by what becomes of the KV blocks.", common, kinds, "kind")
         rejected = {reason: float(self._rejected[reason]) for reason in REJECTIONS}

@@ -40,7 +40,8 @@ _VLLM = frozenset(
 class Metrics:
     """Every metric of one server; times are in seconds.
 
-    `stats` and `facts` give the engine's newest word; with `alias` the metrics that vLLM has are shown under its names too.
+    `stats` and `facts` give the engine's newest word, and `restarts` how many engines have ended by themselves; with `alias` the
+    metrics that vLLM has are shown under its names too.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class Metrics:
         stats: Callable[[], Mapping[str, Any]],
         facts: Callable[[], Mapping[str, Any]] = dict,
         *,
+        restarts: Callable[[], int] = lambda: 0,
         alias: bool = False,
     ) -> None:
         labels = {"model_name": model, "engine": "0"}
         self.registry = CollectorRegistry()
         self._alias = alias
         self._rejected = dict.fromkeys(REJECTIONS, 0)
-        self.registry.register(EngineMetrics(labels, stats, facts, self._rejected))
+        self.registry.register(EngineMetrics(labels, stats, facts, self._rejected, restarts))
 
         self._latencies = AllLatencies(labels)
         self.registry.register(self._latencies)

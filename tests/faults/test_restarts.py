@@ -1,0 +1,95 @@
+"""Plain clients of OpenAI's library, with its default settings, while the engine is killed again and again."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import openai
+import pytest
+from served import Served, served, until
+
+MODEL = "smollm2-135m-instruct"
+CLIENTS = 12
+KILLS = 3
+TOKENS = 40
+ROWS = 4
+"""Requests that run at a time: the others wait."""
+WHOLE = 6
+"""Clients that do not stream. They come first, so that no stream has begun when the engine is killed."""
+
+
+def ask(server: Served, client: int) -> str:
+    """What one client gets: the even ones chat, and those from `WHOLE` on stream."""
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any") as library:
+        shared = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        stream = client >= WHOLE
+        if client % 2:
+            told = library.completions.create(prompt=f"client {client}", stream=stream, **shared)
+            return "".join(part.choices[0].text for part in (told if stream else [told]))
+        told = library.chat.completions.create(messages=[{"role": "user", "content": f"client {client}"}], stream=stream, **shared)
+        if not stream:
+            return str(told.choices[0].message.content)
+        return "".join(part.choices[0].delta.content or "" for part in told)
+
+
+def metric(server: Served, start: str) -> float:
+    """The sum of the metrics whose lines start so."""
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"chairlift_{start}"))
+
+
+def come(server: Served, threads: ThreadPoolExecutor, clients: range) -> list[Future[str]]:
+    """Has the clients ask, one after the other."""
+    asked = []
+    before = server.told()["door"]["open"]
+    for client in clients:
+        asked.append(threads.submit(ask, server, client))
+        until(lambda: server.told()["door"]["open"] == before + len(asked))
+    return asked
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served("--max-num-seqs", str(ROWS), paced=True) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def expected(server: Served) -> list[str]:
+    """What the clients get from an engine that nobody kills."""
+    return [ask(server, client) for client in range(CLIENTS)]
+
+
+def test_default_clients_lose_nothing_over_three_kills(server, expected):
+    served_before, restarts = metric(server, "request_success_total"), metric(server, "engine_restarts_total")
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        for _ in range(KILLS):
+            with server.held() as release:
+                asked = come(server, threads, range(WHOLE + 1))
+                until(lambda: server.told().get("running") == ROWS)
+                os.kill(server.engine(), signal.SIGKILL)
+                until(lambda: server.status("/ready") == 503)
+                assert server.status("/live") == 200
+                asked += come(server, threads, range(WHOLE + 1, CLIENTS))  # while there is no engine
+                until(lambda: server.status("/ready") == 200)
+                release()
+                assert [one.result() for one in asked] == expected
+    until(lambda: server.told()["door"] == {"open": 0, "waiting": 0})
+    assert metric(server, "engine_restarts_total") == restarts + KILLS
+    assert metric(server, "request_success_total") == served_before + KILLS * CLIENTS  # each of them counts once
+    assert metric(server, "admission_rejections_total") == 0
+
+
+def test_clients_whose_engine_is_killed_three_times_ask_again(server, expected):
+    """The server gives such requests up, and says when to come back."""
+    with ThreadPoolExecutor(CLIENTS) as threads, server.held() as release:
+        asked = come(server, threads, range(ROWS))
+        for _ in range(KILLS):
+            until(lambda: server.told().get("running") == ROWS)
+            os.kill(server.engine(), signal.SIGKILL)
+            until(lambda: server.status("/ready") == 503)
+            until(lambda: server.status("/ready") == 200)
+        release()
+        assert [one.result() for one in asked] == expected[:ROWS]
+    assert server.log().count("was in work each time that the engine ended") == ROWS
