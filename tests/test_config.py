@@ -65,6 +65,7 @@ def test_a_port_that_is_none(port):
 def test_the_environment_has_them_all_in_their_own_words():
     found = from_environment(
         EngineConfig,
+        EngineConfig.__dataclass_fields__,
         {
             "CHAIRLIFT_SCHEDULING_POLICY": "fair",
             "CHAIRLIFT_TENANT_WEIGHTS": "alice=2, bob=1,a=b=3",

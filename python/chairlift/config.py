@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -81,6 +81,12 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     tokenizer: str | None = _flag(None, "directory or file of the tokenizer, when it is not beside the weights", group="model")
     revision: str | None = _flag(None, "branch, tag or commit, for a model of the hub", group="model")
+    cache_dir: str | None = _flag(
+        None,
+        "directory for fetched and converted models (default: ~/.cache/chairlift, and the hub's own cache for models of the hub)",
+        metavar="DIR",
+        group="model",
+    )
     load_format: str = _flag(
         "auto",
         "where weights come from; 'dummy' makes random ones from the config alone, 'none' has no model: arbitrary tokens, at once",
@@ -331,12 +337,12 @@ class ServerConfig:
             raise ValueError("--ssl-keyfile needs --ssl-certfile")
 
 
-def from_environment(cls: type, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Reads the fields of `cls` that `CHAIRLIFT_...` variables set; ValueError names the variable."""
+def from_environment(cls: type, names: Collection[str], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Reads those fields of `cls` among `names` that `CHAIRLIFT_...` variables set; ValueError names the variable."""
     found: dict[str, Any] = {}
     for item in fields(cls):
         text = environ.get(ENV_PREFIX + item.name.upper())
-        if text is None:
+        if text is None or item.name not in names:
             continue
         try:
             found[item.name] = parse_value(item.metadata, item.type, text)

@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -9,24 +10,24 @@ from huggingface_hub import constants, errors
 from chairlift.checkpoint import locate as module
 from chairlift.checkpoint.locate import cache_dir, locate
 from chairlift.config import DEFAULT_MODEL
-from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.errors import ChairliftError, ModelNotFound, UnsupportedModel
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache."""
-    monkeypatch.setenv("CHAIRLIFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CHAIRLIFT_CACHE", "XDG_CACHE_HOME"):
+    for name in ("CHAIRLIFT_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "chairlift"
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     assert cache_dir() == Path("/x/chairlift")
-    monkeypatch.setenv("CHAIRLIFT_CACHE", "~/c")
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", "~/c")
     assert cache_dir() == tmp_path / "c"
 
 
@@ -158,6 +159,40 @@ def test_what_the_hub_refuses(monkeypatch: pytest.MonkeyPatch, error: Exception,
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(ModelNotFound, match=reason):
         locate("org/model", "v9", progress=False)
+
+
+def test_a_cache_directory_is_for_all_models(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), path)
+    models = tmp_path / "elsewhere"
+    assert locate(str(path), directory=str(models), progress=False).parent == models / "models"
+    asked: list[object] = []
+
+    def snapshot(name: str, cache_dir: object, **settings: object) -> str:
+        asked.append(cache_dir)
+        return str(tmp_path / "hub")
+
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    locate("org/model", directory=str(models), progress=False)
+    locate("org/model", progress=False)
+    monkeypatch.delenv("CHAIRLIFT_CACHE_DIR")
+    locate("org/model", progress=False)
+    assert asked == [models / "hub", tmp_path / "cache" / "hub", None]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    models, path = tmp_path / "elsewhere", tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), path)
+    monkeypatch.setattr("chairlift.checkpoint.gguf._write_weights", full)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    for model, place in (str(path), models / "models"), ("org/model", models / "hub"):
+        with pytest.raises(ChairliftError, match=f"not enough disk space to write to {place} .* name another directory with --cache-dir"):
+            locate(model, directory=str(models), progress=False)
 
 
 def test_offline_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ HEAVY = {"torch", "transformers", "starlette", "uvicorn", "pydantic", "numpy", "
 
 def chairlift_command(*arguments, stdin="", **environ):
     """Runs the command line in a process of its own."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("CHAIRLIFT_") or name == "CHAIRLIFT_CACHE"}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("CHAIRLIFT_") or name == "CHAIRLIFT_CACHE_DIR"}
     command = [sys.executable, "-m", "chairlift.cli.main", *arguments]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, env=clean | environ, timeout=100, check=False)
 
@@ -107,6 +108,33 @@ def test_flags_win_over_variables_and_variables_over_defaults(monkeypatch):
     given = vars(main._parser().parse_args(["serve", "from/argument", "--enable-prefix-caching", "--max-num-batched-tokens", "1K"]))
     engine = flags.read(EngineConfig, given)
     assert (engine.model, engine.enable_prefix_caching, engine.max_num_batched_tokens) == ("from/argument", True, 1024)
+
+
+OF_A_SERVER = {"PORT": "abc", "API_KEY": "", "DEVICE": "cuda", "MODEL": "./no/such"}
+"""Variables that would change what the commands below do, or end them, if they acted there."""
+OF_VARIANTS = {"BATCHING": "dynamic", "STATIC_BATCH_SIZE": "8", "SCHEDULING_POLICY": "priority"}
+"""Those of settings for which `compare` has flags of another meaning."""
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"), [(["compare"], OF_A_SERVER | OF_VARIANTS), (["simulate", "--trace", "TRACE"], OF_A_SERVER)]
+)
+def test_variables_act_only_where_their_command_has_the_flag(command, variables, capsys, monkeypatch, tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,64,64\n0.1,64,64\n")
+    command = [str(trace) if part == "TRACE" else part for part in command]
+
+    def figures():
+        assert main.main([*command, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        return {name: value for name, value in document.items() if name != "wall_s"}
+
+    plain = figures()
+    for name, value in variables.items():
+        monkeypatch.setenv(f"CHAIRLIFT_{name}", value)
+    assert figures() == plain
+    monkeypatch.setenv("CHAIRLIFT_MAX_NUM_SEQS", "1")
+    assert figures() != plain
 
 
 @pytest.mark.parametrize("key", ["", " ", "secret "])

@@ -205,7 +205,7 @@ def fake(monkeypatch):
     from chairlift.engine import client, llm
 
     for module in (client, llm):
-        monkeypatch.setattr(module, "locate", lambda model, revision=None: Path("/models") / model)
+        monkeypatch.setattr(module, "locate", lambda model, *_: Path("/models") / model)
         monkeypatch.setattr(module, "Tokenizer", FakeTokenizer)
     monkeypatch.setattr(client.AsyncEngine, "_command", ("-m", "fake_engine"))
 

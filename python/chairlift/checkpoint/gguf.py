@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from chairlift.checkpoint.cache import writing_to
 from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
 from chairlift.checkpoint.gguf_tokenizer import turn_end_ids, write_tokenizer
-from chairlift.errors import ChairliftError, UnsupportedModel
+from chairlift.errors import UnsupportedModel
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """The `general.architecture` values that can be read; Mistral and SmolLM2 files say `llama`."""
@@ -62,26 +63,29 @@ def convert(path: Path, out: Path) -> None:
         raise UnsupportedModel("reading GGUF files needs one more package: pip install 'chairlift[gguf]'") from None
     file = GGUFFile(path, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
     config = model_config(file)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        write_tokenizer(file, partial)
-        _write_json(partial / "config.json", config)
-        generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
-        _write_json(partial / "generation_config.json", generation | {"eos_token_id": turn_end_ids(file)})
-        entries = list(_matched(file, config))
-        _write_weights(file, config, entries, partial / "model.safetensors")
-        _write_blocks(file, config, entries, partial / BLOCKS_FILE)
-        partial.chmod(0o755)
+    with writing_to(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
-            partial.rename(out)
-        except OSError:
-            if not out.is_dir():
-                raise
-    except OSError as error:
-        raise ChairliftError(f"could not write the converted model to {out}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            _write(file, config, partial)
+            try:
+                partial.rename(out)
+            except OSError:
+                if not out.is_dir():
+                    raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(file: GGUFFile, config: dict[str, Any], out: Path) -> None:
+    write_tokenizer(file, out)
+    _write_json(out / "config.json", config)
+    generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
+    _write_json(out / "generation_config.json", generation | {"eos_token_id": turn_end_ids(file)})
+    entries = list(_matched(file, config))
+    _write_weights(file, config, entries, out / "model.safetensors")
+    _write_blocks(file, config, entries, out / BLOCKS_FILE)
+    out.chmod(0o755)
 
 
 def model_config(file: GGUFFile) -> dict[str, Any]:

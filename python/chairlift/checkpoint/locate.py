@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from chairlift.checkpoint.cache import cache_dir
+from chairlift.checkpoint.cache import FULL, cache_dir, hub_dir, writing_to
 from chairlift.checkpoint.gguf import convert
 from chairlift.checkpoint.pull import MEMBER, pull_default
 from chairlift.config import DEFAULT_MODEL
@@ -27,36 +27,38 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _HUB_TIMEOUT = 10
 
 
-def locate(model: str, revision: str | None = None, progress: bool = True) -> Path:
+def locate(model: str, revision: str | None = None, directory: str | None = None, progress: bool = True) -> Path:
     """The local directory of a model, fetched or converted first if need be.
 
     `model` is DEFAULT_MODEL, a directory with a config.json (or nothing but one .gguf file), a .gguf file, or a name
-    `organisation/model` of the Hugging Face hub, of which `revision` is a branch, tag or commit. `progress` shows on
-    stderr what takes long. Raises ModelNotFound, naming the ways out, or UnsupportedModel.
+    `organisation/model` of the Hugging Face hub, of which `revision` is a branch, tag or commit. Models are kept in `directory`, or
+    where `cache_dir` says, and those of the hub in the hub's own cache. `progress` shows on stderr what takes long. Raises
+    ModelNotFound, naming the ways out, UnsupportedModel, or ChairliftError for a disk that is full.
     """
+    cache = cache_dir(directory)
     path = Path(os.path.expanduser(model))
     if model == DEFAULT_MODEL and not path.is_dir():
-        return _converted(lambda: pull_default(progress), f"default-{Path(MEMBER).stem}", str(_LAYOUT), progress)
+        return _converted(lambda: pull_default(cache, progress), cache, f"default-{Path(MEMBER).stem}", str(_LAYOUT), progress)
     if path.is_dir():
-        return _directory(path, progress)
+        return _directory(path, cache, progress)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelNotFound(f"{path} is a file but not a .gguf one; name a .gguf file, or the directory that holds config.json")
-        return _gguf(path, progress)
+        return _gguf(path, cache, progress)
     if _HUB_NAME.fullmatch(model) and not model.startswith("."):
-        return _from_hub(model, revision, progress)
+        return _directory(_from_hub(model, revision, hub_dir(directory)), cache, progress)
     raise ModelNotFound(
         f"there is no model {model!r} here; name a directory with config.json and *.safetensors, a .gguf file, "
         f"a model of the Hugging Face hub (organisation/model), or {DEFAULT_MODEL}"
     )
 
 
-def _directory(path: Path, progress: bool) -> Path:
+def _directory(path: Path, cache: Path, progress: bool) -> Path:
     if (path / "config.json").is_file():
         return path.absolute()
     found = sorted(path.glob("*.gguf"))
     if len(found) == 1:
-        return _gguf(found[0], progress)
+        return _gguf(found[0], cache, progress)
     hint = (
         f"it holds {len(found)} .gguf files: name one of them"
         if found
@@ -65,7 +67,7 @@ def _directory(path: Path, progress: bool) -> Path:
     raise ModelNotFound(f"{path} has no config.json; {hint}")
 
 
-def _gguf(path: Path, progress: bool) -> Path:
+def _gguf(path: Path, cache: Path, progress: bool) -> Path:
     """The converted form of a file, which is made again when the file or a tokenizer.json beside it has changed."""
     path = path.resolve()
     identity = hashlib.sha256(f"{_LAYOUT}".encode())
@@ -74,12 +76,12 @@ def _gguf(path: Path, progress: bool) -> Path:
             facts = file.stat()
             identity.update(f"\0{file}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
     place = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    return _converted(lambda: path, f"{path.stem}-{place}", identity.hexdigest()[:8], progress)
+    return _converted(lambda: path, cache, f"{path.stem}-{place}", identity.hexdigest()[:8], progress)
 
 
-def _converted(source: Callable[[], Path], name: str, version: str, progress: bool) -> Path:
+def _converted(source: Callable[[], Path], cache: Path, name: str, version: str, progress: bool) -> Path:
     """The converted form of the file `source`, made if it is missing; then other versions of it, half a gigabyte each, are dropped."""
-    out = cache_dir() / "models" / f"{name}-{version}"
+    out = cache / "models" / f"{name}-{version}"
     if not out.is_dir():
         path = source()
         with _announced(f"Converting {path.name}", progress):
@@ -105,15 +107,17 @@ def _announced(text: str, progress: bool) -> Iterator[None]:
         yield
 
 
-def _from_hub(name: str, revision: str | None, progress: bool) -> Path:
-    """The hub's snapshot of a model; $HF_HUB_OFFLINE, $HF_TOKEN and the hub's own cache are honoured, and it shows its own bars."""
+def _from_hub(name: str, revision: str | None, directory: Path | None) -> Path:
+    """The hub's snapshot of a model, in `directory` or the hub's own cache; $HF_HUB_OFFLINE and $HF_TOKEN are honoured."""
     ways_out = "name a local directory or .gguf file instead, or fetch it where the hub can be reached and copy it here"
     try:
-        from huggingface_hub import errors, snapshot_download
+        from huggingface_hub import constants, errors, snapshot_download
     except ImportError:
         raise ModelNotFound(f"fetching {name} needs the package huggingface_hub; {ways_out}") from None
     try:
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=list(_HUB_FILES), etag_timeout=_HUB_TIMEOUT))
+        return Path(
+            snapshot_download(name, revision=revision, cache_dir=directory, allow_patterns=list(_HUB_FILES), etag_timeout=_HUB_TIMEOUT)
+        )
     except errors.GatedRepoError:
         raise ModelNotFound(f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN, or {ways_out}") from None
     except errors.RevisionNotFoundError:
@@ -123,6 +127,8 @@ def _from_hub(name: str, revision: str | None, progress: bool) -> Path:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise ModelNotFound(f"{name} is not in the local cache and the Hugging Face hub cannot be reached; {ways_out}") from None
     except Exception as error:  # what the hub's HTTP stack raises differs between its versions
+        if isinstance(error, OSError) and error.errno in FULL:
+            with writing_to(directory or Path(constants.HF_HUB_CACHE)):
+                raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotFound(f"could not fetch {name} from the Hugging Face hub ({reason}); {ways_out}") from None
-    return _directory(path, progress)

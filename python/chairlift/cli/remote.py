@@ -10,6 +10,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
+from chairlift.cli import flags
 from chairlift.errors import ChairliftError
 
 URL = "http://127.0.0.1:8000"
@@ -20,6 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say which server, and with which key."""
     parser.add_argument("--url", default=URL, metavar="URL", help=f"where the server listens (default: {URL})")
     parser.add_argument("--api-key", metavar="KEY", help="the server's API key, if it wants one [CHAIRLIFT_API_KEY]")
+    flags.heed(parser, "api_key")
 
 
 def ask(url: str, path: str, api_key: str | None) -> Any:

@@ -40,7 +40,7 @@ from chairlift.engine.protocol import (
 from chairlift.engine.pulse import Pulse
 from chairlift.engine.request import deliver, spelled, validate
 from chairlift.engine.stream import Stream
-from chairlift.engine.table import log_decisions
+from chairlift.engine.table import log_decisions, warn_of_short_context
 from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead
 from chairlift.outputs import Ledger, RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
@@ -116,7 +116,7 @@ class AsyncEngine:
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=sock)
             self._reading = asyncio.create_task(self._read())
-            directory = await asyncio.to_thread(locate, self.config.model, self.config.revision)
+            directory = await asyncio.to_thread(locate, self.config.model, self.config.revision, self.config.cache_dir)
             self._write(Config(dataclasses.asdict(dataclasses.replace(self.config, model=str(directory), journal=self._next_journal()))))
             tokenizer = asyncio.to_thread(Tokenizer, directory, self.config.tokenizer)
             self.tokenizer, _ = await asyncio.gather(tokenizer, self._is_ready)
@@ -388,6 +388,7 @@ class AsyncEngine:
         parts = {"process": round(total, 2) - sum(parts.values()), **parts}
         log.info("phase process %.2f s", parts["process"])
         log_decisions(self.facts["model"], self.facts["decisions"])
+        warn_of_short_context(self.config, self.facts)
         log.info("ready in %.2f s: %s", total, " + ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items()))
 
 

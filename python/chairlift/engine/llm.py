@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.engine.request import Request, deliver, joined, spelled, validate
-from chairlift.engine.table import log_decisions
+from chairlift.engine.table import log_decisions, warn_of_short_context
 from chairlift.errors import EngineDead, InvalidRequest
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
@@ -49,11 +49,12 @@ class LLM:
         from chairlift.engine.loop import Engine  # here, for it brings torch: `from chairlift import LLM` stays quick
 
         self.config = EngineConfig(model=model, **settings)
-        directory = locate(model, self.config.revision)
+        directory = locate(model, self.config.revision, self.config.cache_dir)
         self.tokenizer = Tokenizer(directory, self.config.tokenizer)
         self._engine = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
         self.facts: dict[str, Any] = {**self._engine.facts, "model": model}
         log_decisions(model, self.facts["decisions"])
+        warn_of_short_context(self.config, self.facts)
         self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences are numbered on from its tag
         self._turn = threading.Lock()
 

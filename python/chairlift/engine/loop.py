@@ -98,7 +98,7 @@ class Engine:
     def __init__(self, config: EngineConfig, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> None:
         self.config = config
         self._journal = None if config.journal is None else Journal(config.journal)
-        directory = locate(config.model, config.revision)
+        directory = locate(config.model, config.revision, config.cache_dir)
         eos = eos_token_ids(directory, config.tokenizer)
         self._runner = _runner(config, directory, eos, on_phase)
         runner = self._runner

@@ -1,11 +1,17 @@
-"""The table that is logged at the start: what was decided, and why."""
+"""What is logged at the start: a table of what was decided, and why, and a warning of a context that is too short for most uses."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from chairlift.config import EngineConfig
 
 log = logging.getLogger("chairlift")
+
+SHORT_CONTEXT = 512
+"""Tokens. A chat template and a short conversation hardly fit into fewer."""
 
 
 def log_decisions(model: str, decisions: Sequence[Sequence[str]]) -> None:
@@ -14,3 +20,17 @@ def log_decisions(model: str, decisions: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for what, value, reason in rows:
         log.info("%s", f"{what:{widths[0]}}  {value:{widths[1]}}  {reason}".rstrip())
+
+
+def warn_of_short_context(config: EngineConfig, facts: Mapping[str, Any]) -> None:
+    """Logs a warning if the KV cache, rather than the model or --max-model-len, limits the context to fewer than SHORT_CONTEXT tokens."""
+    context = facts["max_model_len"]
+    if context >= SHORT_CONTEXT or context != facts["num_kv_blocks"] * facts["block_size"] or config.max_model_len is not None:
+        return
+    if config.num_kv_blocks is not None:
+        remedy = f"raise --num-kv-blocks, which is {config.num_kv_blocks}"
+    elif config.kv_cache_memory_bytes is not None:
+        remedy = f"raise --kv-cache-memory-bytes, which is {config.kv_cache_memory_bytes}"
+    else:
+        remedy = "free some memory, or choose a smaller model"
+    log.warning("the KV cache holds only %d tokens, so a prompt and its answer may have no more: %s", context, remedy)
