@@ -1,8 +1,12 @@
 """Drives vLLM's own V1 scheduler and ours through the same steps in one process; writes benches/results/scheduler_vllm.md.
 
-Needs no GPU and nothing compiled of vLLM. Either vLLM is installed, or its wheel lies unpacked and what it imports was put beside it,
-as HOW_TO says: `python benches/peer_vllm.py --vllm UNPACKED_WHEEL --deps WHAT_IT_IMPORTS`. Takes about a minute. Use an interpreter
-built with optimizations, as distributions' are and pyenv's are not: the peer is all Python.
+Needs no GPU and nothing compiled of vLLM. The environment that `serving.py setup --steps vllm` makes will do:
+
+    PYTHONPATH=python PEERS/vllm/bin/python benches/peer_vllm.py
+
+Otherwise vLLM's wheel lies unpacked and what it imports was put beside it, as HOW_TO says:
+`python benches/peer_vllm.py --vllm UNPACKED_WHEEL --deps WHAT_IT_IMPORTS`. Takes about two minutes, and wants the machine for itself. Use
+an interpreter built with optimizations: the peer is all Python.
 """
 
 from __future__ import annotations
@@ -24,11 +28,15 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from peers.machine import Busy
+from peers.results import DISTURBED
 from scheduler import BLOCK_SIZE, CONTEXT, MAX_MODEL_LEN, MAX_TOKENS, ROOT, SIZES, machine
 
 from chairlift import _core
 
 STEPS, TURN = 256, 8
+ROUNDS = 3
+"""Times that every case is measured, other cases in between: a machine that others share changes its speed."""
 PROMPT, OUTPUT = 512, 128
 LONG, LONG_PROMPTS = 32_768, 30
 STOP = 50_000
@@ -279,17 +287,40 @@ def mixed(running: int) -> Case:
 def engines(case: Case) -> tuple[Engine, Engine]:
     """Both, set up alike; what exists by then is out of the garbage collector's way, as in vLLM's own EngineCore."""
     both = Ours(case), Theirs(case)
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
     return both
 
 
-def cells(ours: Sequence[float], theirs: Sequence[float], ratios: Sequence[float]) -> str:
-    """Their and our microseconds, the ratio of the medians, and the middle eight tenths of the ratios turn by turn."""
-    middle = statistics.median(theirs), statistics.median(ours)
+@dataclass(frozen=True)
+class Samples:
+    """Microseconds of one case in one round, and their ratios turn by turn (of prompts, one by one)."""
+
+    ours: Sequence[float]
+    theirs: Sequence[float]
+    ratios: Sequence[float]
+
+    def ratio(self) -> float:
+        """Of the medians."""
+        return statistics.median(self.theirs) / statistics.median(self.ours)
+
+
+def line(name: str, rounds: Sequence[Samples]) -> str:
+    """Their and our microseconds over all rounds, the ratio of the medians, each round's, and the middle eight tenths of the ratios."""
+    ours, theirs, ratios = (list(chain.from_iterable(getattr(one, field) for one in rounds)) for field in ("ours", "theirs", "ratios"))
     low, *_, high = statistics.quantiles(ratios, n=10, method="inclusive")
-    spread = f"{middle[0] / middle[1]:.0f} | {low:.0f} to {high:.0f}"
-    return f"{middle[0]:.0f} | {p99(theirs):.0f} | {middle[1]:.1f} | {p99(ours):.1f} | {spread}"
+    cells = [
+        name,
+        f"{statistics.median(theirs):.0f}",
+        f"{p99(theirs):.0f}",
+        f"{statistics.median(ours):.1f}",
+        f"{p99(ours):.1f}",
+        f"{Samples(ours, theirs, ratios).ratio():.0f}",
+        " / ".join(f"{one.ratio():.0f}" for one in rounds),
+        f"{low:.0f} to {high:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def p99(times: Sequence[float]) -> float:
@@ -309,8 +340,8 @@ def turn(engine: Engine, arrivals: list[list[tuple[Prompt, int]]]) -> tuple[list
     return times, sizes
 
 
-def step_row(case: Case) -> str:
-    """A line of the table: both schedulers through one case, turn by turn, each step of theirs of our step's size."""
+def measure_steps(case: Case) -> Samples:
+    """Both schedulers through one case, turn by turn, each step of theirs of our step's size."""
     both = engines(case)
     times: tuple[list[list[float]], ...] = ([], [])
     for at in range(0, len(case.arrivals), TURN):
@@ -323,7 +354,7 @@ def step_row(case: Case) -> str:
     assert [engine.preemptions() for engine in both] == [0, 0]
     ratios = [statistics.median(theirs) / statistics.median(ours) for ours, theirs in zip(*times, strict=True)]
     ours, theirs = (list(chain.from_iterable(taken)) for taken in times)
-    return f"| {case.name} | {cells(ours, theirs, ratios)} |"
+    return Samples(ours, theirs, ratios)
 
 
 def through_prompt(engine: Engine, prompt: Any) -> tuple[float, float, list[int]]:
@@ -338,8 +369,8 @@ def through_prompt(engine: Engine, prompt: Any) -> tuple[float, float, list[int]
         sizes.append(tokens)
 
 
-def prompt_rows() -> list[str]:
-    """Lines of the table: a long prompt added, computed to its token, and once more out of the prefix cache."""
+def measure_prompts() -> dict[str, Samples]:
+    """A long prompt added, computed to its token, and once more out of the prefix cache."""
     both = engines(Case("", 1, 2 * LONG // BLOCK_SIZE, [], LONG + MAX_MODEL_LEN))
     samples: tuple[list[tuple[float, ...]], ...] = ([], [])
     for prompt in prompts([LONG] * LONG_PROMPTS, 2):
@@ -351,11 +382,21 @@ def prompt_rows() -> list[str]:
             assert (chunks, rest) == ([MAX_TOKENS] * (LONG // MAX_TOKENS), [BLOCK_SIZE if engine is both[1] else 1])
             taken.append((added, cold, warm))
     names = ("added", f"added, and {LONG // MAX_TOKENS} steps to its token", "added, found in the prefix cache, and 1 step")
-    lines = []
+    found = {}
     for name, ours, theirs in zip(names, *(zip(*taken, strict=True) for taken in samples), strict=True):
         ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
-        lines.append(f"| {LONG} tokens {name} | {cells(ours, theirs, ratios)} |")
-    return lines
+        found[f"{LONG} tokens {name}"] = Samples(ours, theirs, ratios)
+    return found
+
+
+def measure() -> dict[str, list[Samples]]:
+    """Every case in every round, by name."""
+    found: dict[str, list[Samples]] = {}
+    for _ in range(ROUNDS):
+        cases = [make(running) for make in (decode, mixed) for running in SIZES]
+        for name, samples in ({case.name: measure_steps(case) for case in cases} | measure_prompts()).items():
+            found.setdefault(name, []).append(samples)
+    return found
 
 
 def main() -> None:
@@ -364,25 +405,29 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="a folder that holds the package vllm")
     parser.add_argument("--deps", type=Path, help="a folder that holds what vLLM imports and is not installed")
     version = import_vllm(parser.parse_args())
-    rows = [step_row(make(running)) for make in (decode, mixed) for running in SIZES] + prompt_rows()
+    before = Busy.now(session=-1)  # everything but this process is others
+    rows = [line(name, rounds) for name, rounds in measure().items()]
+    others = Busy.now(session=-1).shares(before)["others"]
     lines = [
         "# A scheduling decision beside vLLM's",
         "",
         f"{time.strftime('%Y-%m-%d')}, {machine()}; vLLM {version}. Microseconds,",
         f"in one process and one interpreter. The two take turns of {TURN} steps, so that what else the machine does meets both;",
-        f"{STEPS} steps a case, {LONG_PROMPTS} long prompts. Blocks of {BLOCK_SIZE}, {MAX_TOKENS} tokens a step at most, prefix cache on.",
+        f"{ROUNDS} rounds of all cases, {STEPS} steps a case and {LONG_PROMPTS} long prompts in each.",
+        f"Blocks of {BLOCK_SIZE}, {MAX_TOKENS} tokens a step at most, prefix cache on.",
         "Each step but the table's last is checked to be of one size on both sides, in tokens and sequences; nothing is preempted.",
         "The last column is of the ratios turn by turn (of the prompts, one by one): a busy machine slows vLLM more than ours, a quiet",
-        "one is nearer its lower end.",
+        f"one is nearer its lower end. Others took {others:.1%} of the CPU{': too much, measure again' if others > DISTURBED else ''}.",
         "",
-        "| case | vLLM p50 | vLLM p99 | ours p50 | ours p99 | ratio of p50 | 10 to 90 % |",
-        "|---|---|---|---|---|---|---|",
+        "| case | vLLM p50 | vLLM p99 | ours p50 | ours p99 | ratio of p50 | each round | 10 to 90 % |",
+        "|---|---|---|---|---|---|---|---|",
         *rows,
         "",
         "Counted for vLLM: `schedule` and `update_from_output` of its synchronous V1 scheduler, statistics off; not the making of the",
         "`ModelRunnerOutput`, nor the worker's own preparation of the step's arrays. Counted for ours: `plan`, which fills those arrays,",
         "`commit`, and reading the outputs, all called from Python. Garbage collection is on; what exists before the first step is frozen,",
-        "as vLLM's engine does it. No model runs in between.",
+        "as vLLM's engine does it. No model runs in between. This is CPU time, and no latency that a client sees: vLLM's default, async",
+        "scheduling, hides most of its part behind the device's step where that is longer.",
         "",
         f"`decode`: contexts of {CONTEXT} tokens at the start. `{PROMPT} in / {OUTPUT} out`: a request arrives as another ends, and its",
         "prompt is computed beside the decodes. The cache is a fifth larger than what runs, so that blocks are evicted all the time;",

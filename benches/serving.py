@@ -1,10 +1,13 @@
 """Compares engines that serve a small model on a CPU, end to end on this machine; writes benches/results/serving.md.
 
-    python benches/serving.py setup                  sets the peers up below benches/.peers: 10 GB, and half an hour on two cores
-    python benches/serving.py run                    measures them, and can be interrupted and run again; says first how long it takes
-    python benches/serving.py report                 writes the tables and plots of what was measured
+    python benches/serving.py setup     sets the peers up: 20 GB, and half an hour on two cores
+    python benches/serving.py table     makes the committed table: measures its rows, and reports them
+    python benches/serving.py run       measures what --peers, --rates and --repeats name
+    python benches/serving.py report    writes the tables and plots of what was measured
 
-Nothing else should run on the machine. A run beside which others took more than 3 % of the CPU is done once more, and marked.
+Measuring says first how long it takes, and can be interrupted and run again. The peers and the raw results are below benches/.peers,
+or where the environment variable PEERS_HOME says. Nothing else should run on the machine: a run beside which others took more than
+3 % of the CPU is done once more, and marked.
 """
 
 from __future__ import annotations
@@ -27,15 +30,36 @@ from peers.workload import REQUESTS, Request, fingerprint, workload
 ROOT = Path(__file__).parent.parent
 PAUSE = 1.0
 """Seconds between a run and the next, for what the peer still cleans up."""
-WARM_UP = 8
+WARM_UP = 16
+"""Requests, of prompts that are not measured, before the first run of a peer: some compile a kernel for each size of a step."""
+MODES = ["offline", "0.5", "1", "2", "4", "8"]
+
+TABLE = {
+    "chairlift": ["offline", "2"],
+    "vllm_bf16": ["offline", "2"],
+    "chairlift_int8": ["offline", "2"],
+    "openvino_bf16": ["offline", "2"],
+    "chairlift_in_process": ["offline"],
+    "llama_f16_32": ["offline", "2"],
+    "openvino_f32": ["offline"],
+    "vllm_f32": ["offline", "2"],
+    "chairlift_int8_in_process": ["offline"],
+    "openvino_int8_bf16": ["offline"],
+    "llama_q4_1": ["offline"],
+    "openvino_int8_f32": ["offline"],
+    "llama_q8_0": ["offline"],
+    "vllm_bf16_in_process": ["offline"],
+}
+"""The rows of the committed table. Ours are apart from each other, so that a slow minute of the machine meets others too."""
+TABLE_REPEATS = 2
 
 
-def plan(args: argparse.Namespace, done: set[Any], name: str) -> Iterator[tuple[int, str, list[str]]]:
-    """Repeats, peers in turn within each, and the modes of a peer that are still to do."""
-    for repeat in range(args.repeats):
-        for peer in args.peers:
-            modes = [mode for mode in args.rates if mode == "offline" or PEERS[peer].online]
-            if todo := [mode for mode in modes if (name, peer, mode, repeat) not in done]:
+def plan(wanted: dict[str, list[str]], repeats: int, done: set[results.Key], now: results.Setting) -> Iterator[tuple[int, str, list[str]]]:
+    """Repeats, peers in turn within each, every other time backwards, and the modes of a peer that are still to do."""
+    for repeat in range(repeats):
+        for peer in wanted if repeat % 2 == 0 else reversed(wanted):
+            modes = [mode for mode in wanted[peer] if mode == "offline" or PEERS[peer].online]
+            if todo := [mode for mode in modes if (now, peer, mode, repeat) not in done]:
                 yield repeat, peer, todo
 
 
@@ -59,23 +83,23 @@ def measure(run: Run, session: int, requests: list[Request], mode: str) -> dict[
     return {"shares": shares, "failed": sum(bool(a.error) for a in answers), "answers": [a.record() for a in answers]}
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures what is still to be measured."""
+def run(args: argparse.Namespace, wanted: dict[str, list[str]], repeats: int) -> None:
+    """Measures the wanted modes of each peer, those that are still to be measured at this commit and on this machine."""
     requests = workload(install.HF / "tokenizer.json", args.requests)
-    name = fingerprint(requests)
-    done = {results.key(record) for record in results.read(args.raw) if "error" not in record}
-    todo = list(plan(args, done, name))
-    total = sum(PEERS[peer].start + 3 + sum(seconds(PEERS[peer], mode, requests) for mode in modes) for _, peer, modes in todo)
-    print(f"{sum(len(modes) for _, _, modes in todo)} runs, about {total / 60:.0f} minutes; {len(done)} runs are in {args.raw}", flush=True)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    facts = {"workload": name, "machine": describe(), "commit": commit, "peaks": peaks() if todo else {}}
+    facts = {"workload": fingerprint(requests), "machine": describe(), "commit": commit, "versions": install.versions()}
+    done = {results.key(record) for record in results.read(args.raw) if "error" not in record}
+    todo = list(plan(wanted, repeats, done, results.setting(facts)))
+    total = sum(PEERS[peer].start + 3 + sum(seconds(PEERS[peer], mode, requests) for mode in modes) for _, peer, modes in todo)
+    print(f"{sum(len(modes) for _, _, modes in todo)} runs, about {total / 60:.0f} minutes", flush=True)
+    facts["peaks"] = peaks() if todo else {}
     began = time.perf_counter()
     for i, (repeat, peer, modes) in enumerate(todo):
         spent = (time.perf_counter() - began) / 60
         print(f"[{i + 1}/{len(todo)}, {spent:.1f} min] {peer}, repeat {repeat + 1}", flush=True)
         try:
             with PEERS[peer].running() as (ask, session, start):
-                ask([Request(r.prompt[::-1], 8, 0.0) for r in requests[:WARM_UP]], None)  # other prompts, and not counted
+                ask([Request(r.prompt[::-1], 16, 0.0) for r in requests[:WARM_UP]], None)
                 for mode in modes:
                     part = given(PEERS[peer], mode, requests)
                     for _ in range(1 + args.retries):
@@ -98,9 +122,10 @@ def line(record: dict[str, Any], slo: Slo) -> str:
     shares = record["shares"]
     if not found:
         return f"all {record['failed']} failed: {record['answers'][0]['error'][:200]}"
+    itl = "" if record["mode"] == "offline" else f", ITL p99 {found['itl_p99'] * 1e3:.0f} ms"  # not every engine tells it offline
     return (
         f"{found['tokens_s']:.1f} tokens/s, TTFT p50/p99 {found['ttft_p50']:.2f}/{found['ttft_p99']:.2f} s, "
-        f"TPOT p50 {found['tpot_p50'] * 1e3:.0f} ms, ITL p99 {found['itl_p99'] * 1e3:.0f} ms; {record['failed']} failed; "
+        f"TPOT p50 {found['tpot_p50'] * 1e3:.0f} ms{itl}; {record['failed']} failed; "
         f"CPU: peer {shares['peer']:.0%}, client {shares['client']:.1%}, others {shares['others']:.1%}"
     )
 
@@ -108,16 +133,14 @@ def line(record: dict[str, Any], slo: Slo) -> str:
 def arguments(given: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("setup", "run", "report"))
+    parser.add_argument("command", choices=("setup", "table", "run", "report"))
     parser.add_argument("--peers", type=lambda text: text.split(","), default=list(PEERS), help="some of " + ", ".join(PEERS))
-    parser.add_argument(
-        "--rates", type=lambda text: text.split(","), default=["offline", "0.5", "1", "2", "4", "8"], help="offline, or requests a second"
-    )
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rates", type=lambda text: text.split(","), default=MODES, help="offline, or requests a second")
+    parser.add_argument("--repeats", type=int, default=TABLE_REPEATS)
     parser.add_argument("--requests", type=int, default=REQUESTS, help="the first of them, to try things out")
     parser.add_argument("--retries", type=int, default=1, help="how often a disturbed run is done again")
     parser.add_argument(
-        "--steps", type=lambda text: text.split(","), default=[], help="for setup: llama, transformers, models, vllm, plots"
+        "--steps", type=lambda text: text.split(","), default=[], help="for setup: llama, transformers, models, vllm, openvino, plots"
     )
     parser.add_argument("--raw", type=Path, default=install.HOME / "serving.jsonl", help="every run, as JSON lines")
     parser.add_argument("--out", type=Path, default=ROOT / "benches/results/serving.md")
@@ -137,12 +160,14 @@ def main() -> None:
         signal.signal(number, signal.default_int_handler)
     if args.command == "setup":
         install.setup(args.steps)
-    elif args.command == "run":
+        return
+    if args.command in ("run", "table"):
+        wanted = TABLE if args.command == "table" else dict.fromkeys(args.peers, args.rates)
         try:
-            run(args)
+            run(args, wanted, args.repeats)
         except KeyboardInterrupt:
             sys.exit("interrupted; the same command goes on from here")
-    else:
+    if args.command in ("report", "table"):
         requests = workload(install.HF / "tokenizer.json", args.requests)
         sys.stdout.write(report.write(results.read(args.raw), requests, args.out, args.slo))
 

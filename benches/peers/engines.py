@@ -16,22 +16,25 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
 from peers.client import Answer, drive
-from peers.install import HF, HOME, gguf, llama_bin, python
+from peers.install import HF, HOME, gguf, llama_bin, openvino_model, python
 from peers.workload import Request
 
 THREADS = os.cpu_count() or 1
 BATCH = 16
-"""Seats of a static batch, and of llama.cpp's server where the name does not say otherwise."""
+"""Size of a static batch, and slots of llama.cpp's server where the name does not say otherwise."""
 LONGEST = 1024
-"""Context of a seat: the longest prompt and answer are 768 together."""
+"""Context of a sequence: the longest prompt and answer are 768 together."""
+OPENVINO_STEP_TOKENS = 256
+"""Tokens of OpenVINO's steps at most: the quickest of 256, 512 and 1,024 here."""
 LIMIT = 900.0
 """Seconds that a run may take."""
 
+Arithmetic = Literal["fp32", "16 bit", "8 bit"]
 Run = Callable[[list[Request], float | None], list[Answer]]
 """Answers requests, all sent at once or at a rate a second."""
 
@@ -42,6 +45,9 @@ class Peer:
 
     command: list[str]
     weights: str
+    """The form that they are kept in."""
+    arithmetic: Arithmetic
+    """The smallest type that its linear layers multiply in."""
     extra: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
     start: float = 5.0
@@ -49,7 +55,7 @@ class Peer:
     speed: float = 100.0
     """Output tokens a second offline, for the estimate."""
     serves: bool = True
-    """Whether it is a server; else it is told what to do on its standard input."""
+    """Whether it is a server; else it runs in process, and is driven as `orders.py` says."""
     online: bool = True
     """Whether it can take requests as they arrive."""
     some: int | None = None
@@ -60,7 +66,7 @@ class Peer:
         """Starts it; yields what runs requests, its session, and how long it took to be ready. All of it ends at the end."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        command = [part.format(port=port) for part in self.command]
+        command = [part.replace("{port}", str(port)) for part in self.command]
         HOME.mkdir(exist_ok=True)
         began = time.perf_counter()
         with (HOME / "last.log").open("wb") as log:
@@ -78,7 +84,7 @@ class Peer:
                 run: Run = lambda requests, rate: asyncio.run(drive(port, requests, rate, self.extra, LIMIT))  # noqa: E731
             else:
                 _expect(process, "ready")
-                run = lambda requests, rate: _told(process, requests, rate)  # noqa: E731
+                run = lambda requests, rate: _order(process, requests, rate)  # noqa: E731
             yield run, process.pid, time.perf_counter() - began
         finally:
             _end(process)
@@ -117,7 +123,7 @@ def _expect(process: subprocess.Popen[bytes], word: str | None = None) -> str:
     return line
 
 
-def _told(process: subprocess.Popen[bytes], requests: list[Request], rate: float | None) -> list[Answer]:
+def _order(process: subprocess.Popen[bytes], requests: list[Request], rate: float | None) -> list[Answer]:
     assert process.stdin is not None
     due = [0.0 if rate is None else request.arrival / rate for request in requests]
     order = {"prompts": [r.prompt for r in requests], "outputs": [r.output for r in requests], "arrivals": due}
@@ -147,18 +153,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _llama(kind: str, seats: int = BATCH, speed: float = 100.0) -> Peer:
+def _llama(kind: str, arithmetic: Arithmetic, seqs: int = BATCH, speed: float = 100.0) -> Peer:
     # Its prompt caches are off: no prompt comes twice, but looking for one costs something.
     flags = ["--cache-ram", "0", "--no-cache-prompt", "--slot-prompt-similarity", "0", "--no-ui", "--log-disable"]
-    size = ["--parallel", str(seats), "--ctx-size", str(seats * LONGEST), "--threads", str(THREADS), "--threads-batch", str(THREADS)]
+    size = ["--parallel", str(seqs), "--ctx-size", str(seqs * LONGEST), "--threads", str(THREADS), "--threads-batch", str(THREADS)]
     command = [str(llama_bin("llama-server")), "--model", str(gguf(kind)), "--host", "127.0.0.1", "--port", "{port}", *size, *flags]
-    return Peer(command, kind, start=3, speed=speed)
+    return Peer(command, kind, arithmetic, start=3, speed=speed)
 
 
-def _vllm() -> Peer:
-    flags = ["--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", str(LONGEST)]
-    # `vllm serve` does not find its own metadata under this name; left alone it keeps a core for itself and uses one thread.
-    environ = {
+def _vllm_environ() -> dict[str, str]:
+    # Left alone it keeps a core for itself and uses one thread.
+    return {
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{THREADS - 1}",
@@ -167,8 +172,22 @@ def _vllm() -> Peer:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def _vllm(dtype: str, speed: float) -> Peer:
+    flags = ["--dtype", dtype, "--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", str(LONGEST)]
+    # `vllm serve` does not find its own metadata under the name vllm-cpu.
     module = [str(python("vllm")), "-m", "vllm.entrypoints.openai.api_server", "--model", str(HF), "--served-model-name", "model"]
-    return Peer([*module, "--host", "127.0.0.1", "--port", "{port}", *flags], "fp32", {}, environ, start=45, speed=125)
+    command = [*module, "--host", "127.0.0.1", "--port", "{port}", *flags]
+    return Peer(command, dtype, _VLLM_ARITHMETIC[dtype], {}, _vllm_environ(), start=45, speed=speed)
+
+
+def _vllm_in_process(dtype: str, speed: float) -> Peer:
+    command = [str(python("vllm")), _script("vllm"), str(HF), dtype, str(LONGEST)]
+    return Peer(command, dtype, _VLLM_ARITHMETIC[dtype], {}, _vllm_environ(), start=40, speed=speed, serves=False, online=False)
+
+
+_VLLM_ARITHMETIC: dict[str, Arithmetic] = {"float32": "fp32", "bfloat16": "16 bit"}
 
 
 def _preloads(name: str) -> list[Path]:
@@ -177,26 +196,42 @@ def _preloads(name: str) -> list[Path]:
     return [place / name for place in places if (place / name).exists()][:1]
 
 
+def _script(engine: str) -> str:
+    return str(Path(__file__).with_name(f"{engine}_engine.py"))
+
+
+def _openvino(weights: str, hint: str, arithmetic: Arithmetic, speed: float) -> Peer:
+    command = [str(python("openvino")), _script("openvino"), str(openvino_model(weights)), hint, str(THREADS), str(OPENVINO_STEP_TOKENS)]
+    return Peer(command, f"{weights}, {hint} hint", arithmetic, start=5, speed=speed, serves=False)
+
+
 def _transformers(mode: str, **facts: Any) -> Peer:
-    script = Path(__file__).with_name("transformers_engine.py")
-    seats = 64 if mode == "continuous" else BATCH
+    seqs = 64 if mode == "continuous" else BATCH
     environ = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    return Peer(
-        [str(python("transformers")), str(script), str(HF), mode, str(seats), str(THREADS)], "fp32", {}, environ, 10, serves=False, **facts
-    )
+    command = [str(python("transformers")), _script("transformers"), str(HF), mode, str(seqs), str(THREADS)]
+    return Peer(command, "fp32", "fp32", {}, environ, 10, serves=False, **facts)
 
 
-def _chairlift(weights: str, flags: list[str], batching: str = "continuous", model: str = "Q4_1", speed: float = 150.0) -> Peer:
+def _chairlift(weights: str, arithmetic: Arithmetic, flags: list[str], batching: str = "continuous", speed: float = 150.0) -> Peer:
     modes = {
         "continuous": [],
         "static": ["--batching", "static", "--static-batch-size", str(BATCH)],
         "dynamic": ["--batching", "dynamic", "--static-batch-size", str(BATCH), "--batch-timeout-ms", "100"],
     }
     code = "import sys; from chairlift.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    serve = [sys.executable, "-c", code, "serve", str(gguf(model)), "--served-model-name", "model", "--port", "{port}"]
-    path = os.pathsep.join(filter(None, [str(HOME.parent.parent / "python"), os.environ.get("PYTHONPATH", "")]))
+    serve = [sys.executable, "-c", code, "serve", str(gguf("Q4_1")), "--served-model-name", "model", "--port", "{port}"]
     common = ["--no-enable-prefix-caching", "--log-level", "warning"]
-    return Peer([*serve, *common, *modes[batching], *flags], weights, {}, {"PYTHONPATH": path}, start=5, speed=speed)
+    return Peer([*serve, *common, *modes[batching], *flags], weights, arithmetic, {}, _chairlift_environ(), start=5, speed=speed)
+
+
+def _chairlift_in_process(weights: str, arithmetic: Arithmetic, settings: dict[str, Any], speed: float) -> Peer:
+    command = [sys.executable, _script("chairlift"), str(gguf("Q4_1")), json.dumps(settings)]
+    return Peer(command, weights, arithmetic, {}, _chairlift_environ(), start=5, speed=speed, serves=False, online=False)
+
+
+def _chairlift_environ() -> dict[str, str]:
+    source = Path(__file__).parent.parent.parent / "python"
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH", "")]))}
 
 
 F32 = ["--dtype", "float32", "--quantization", "none"]
@@ -204,24 +239,34 @@ F16 = ["--dtype", "float16", "--quantization", "none"]
 INT8 = ["--quantization", "int8"]
 
 PEERS: dict[str, Peer] = {
+    "chairlift": _chairlift("Q4_1", "fp32", [], speed=250),
+    "chairlift_int8": _chairlift("Q4_1", "8 bit", INT8, speed=400),
+    "vllm_f32": _vllm("float32", 150),
+    "vllm_bf16": _vllm("bfloat16", 200),
+    "llama_q4_1": _llama("Q4_1", "8 bit", speed=83),
+    "llama_q8_0": _llama("Q8_0", "8 bit", speed=118),
+    "llama_f16": _llama("F16", "16 bit", speed=120),
+    "llama_f16_32": _llama("F16", "16 bit", 32, speed=120),
+    "llama_bf16": _llama("BF16", "16 bit", speed=120),
+    "llama_f32": _llama("F32", "fp32", speed=90),
+    "chairlift_in_process": _chairlift_in_process("Q4_1", "fp32", {}, 250),
+    "chairlift_int8_in_process": _chairlift_in_process("Q4_1", "8 bit", {"quantization": "int8"}, 400),
+    "openvino_f32": _openvino("fp16", "f32", "fp32", 250),
+    "openvino_bf16": _openvino("fp16", "bf16", "16 bit", 300),
+    "openvino_int8_f32": _openvino("int8", "f32", "8 bit", 300),
+    "openvino_int8_bf16": _openvino("int8", "bf16", "8 bit", 300),
+    "vllm_f32_in_process": _vllm_in_process("float32", 150),
+    "vllm_bf16_in_process": _vllm_in_process("bfloat16", 200),
     "transformers_one_by_one": _transformers("one_by_one", speed=17, online=False, some=12),
     "transformers_static16": _transformers("static", speed=26, online=False),
     "transformers_continuous": _transformers("continuous", speed=35),
-    "llama_q4_1": _llama("Q4_1", speed=73),
-    "llama_q8_0": _llama("Q8_0", speed=90),
-    "llama_f16": _llama("F16", speed=120),
-    "llama_f16_32": _llama("F16", 32, speed=120),
-    "llama_f32": _llama("F32", speed=90),
-    "vllm": _vllm(),
-    "chairlift": _chairlift("auto", []),
-    "chairlift_f32": _chairlift("fp32", F32),
-    "chairlift_f32_static": _chairlift("fp32", F32, "static", speed=80),
-    "chairlift_f32_dynamic": _chairlift("fp32", F32, "dynamic", speed=80),
-    "chairlift_f16": _chairlift("f16", F16),
-    "chairlift_f16_static": _chairlift("f16", F16, "static", speed=80),
-    "chairlift_f16_dynamic": _chairlift("f16", F16, "dynamic", speed=80),
-    "chairlift_int8": _chairlift("int8", INT8, speed=200),
-    "chairlift_int8_static": _chairlift("int8", INT8, "static", speed=110),
-    "chairlift_int8_dynamic": _chairlift("int8", INT8, "dynamic", speed=110),
+    "chairlift_f32": _chairlift("fp32", "fp32", F32),
+    "chairlift_f32_static": _chairlift("fp32", "fp32", F32, "static", speed=80),
+    "chairlift_f32_dynamic": _chairlift("fp32", "fp32", F32, "dynamic", speed=80),
+    "chairlift_f16": _chairlift("f16", "fp32", F16),
+    "chairlift_f16_static": _chairlift("f16", "fp32", F16, "static", speed=80),
+    "chairlift_f16_dynamic": _chairlift("f16", "fp32", F16, "dynamic", speed=80),
+    "chairlift_int8_static": _chairlift("Q4_1", "8 bit", INT8, "static", speed=110),
+    "chairlift_int8_dynamic": _chairlift("Q4_1", "8 bit", INT8, "dynamic", speed=110),
 }
-"""Every peer by its name. `chairlift` is `chairlift serve` with nothing chosen."""
+"""Every peer by its name. `chairlift` is `chairlift serve` with nothing chosen; its answers are those of fp32."""

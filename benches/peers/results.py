@@ -35,14 +35,30 @@ def append(path: Path, record: Record) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def key(record: Record) -> tuple[str, str, str, int]:
-    """What a run was: of which workload, peer and mode, and the how manieth."""
-    return record["workload"], record["peer"], record["mode"], record["repeat"]
+Setting = tuple[str, str, str]
+Key = tuple[Setting, str, str, int]
+
+
+def setting(record: Record) -> Setting:
+    """What must be equal for two runs to stand in one table: workload, commit and machine, all but its kernel's patches."""
+    machine = record["machine"]
+    return record["workload"], record["commit"], f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+
+
+def key(record: Record) -> Key:
+    """What a run was: its setting, peer and mode, and the number of its repeat."""
+    return setting(record), record["peer"], record["mode"], record["repeat"]
+
+
+def latest(records: list[Record], workload: str) -> list[Record]:
+    """Those of a workload that were made at the commit, and on the machine, of the last of them."""
+    mine = [record for record in records if record["workload"] == workload]
+    return [record for record in mine if setting(record) == setting(mine[-1])]
 
 
 def chosen(records: Iterable[Record]) -> list[Record]:
     """One run for each key: the one that was disturbed least, of those without failures where there are any."""
-    best: dict[tuple[str, str, str, int], Record] = {}
+    best: dict[Key, Record] = {}
     for record in records:
         if "error" in record:
             continue

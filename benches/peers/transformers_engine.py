@@ -1,23 +1,21 @@
-"""Runs transformers in its own virtual environment, told what to do line by line: it has no server that takes token ids.
+"""Runs transformers in its own virtual environment: it has no server that takes token ids.
 
     python transformers_engine.py MODEL one_by_one|static|continuous BATCH THREADS
 
-Reads lines of JSON, `{"prompts", "outputs", "arrivals"}`, and answers each with `{"times", "tokens"}`, a list a request. It is spared
-the HTTP that the servers pay for.
+It is spared the HTTP that the servers pay for: see `orders.py`.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from orders import Order, Reply, serve
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
-
-Lists = list[list[Any]]
 
 
 class Clock(StoppingCriteria):
@@ -31,7 +29,7 @@ class Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def batches(model: Any, order: dict[str, Any], size: int) -> tuple[Lists, Lists]:
+def batches(model: Any, order: Order, size: int) -> Reply:
     """`generate` on `size` requests after `size` requests: prompts padded on the left, all until the longest answer ends."""
     began, times, tokens = time.perf_counter(), [], []
     for start in range(0, len(order["prompts"]), size):
@@ -49,7 +47,7 @@ def batches(model: Any, order: dict[str, Any], size: int) -> tuple[Lists, Lists]
     return times, tokens
 
 
-def continuous(manager: Any, order: dict[str, Any]) -> tuple[Lists, Lists]:
+def continuous(manager: Any, order: Order) -> Reply:
     """Adds each request as it arrives; the manager notes when each token was there."""
     began, count = time.perf_counter(), len(order["prompts"])
 
@@ -72,30 +70,21 @@ def continuous(manager: Any, order: dict[str, Any]) -> tuple[Lists, Lists]:
     return times, [list(done[i].generated_tokens) for i in range(count)]
 
 
-def main() -> None:
-    """Serves orders until standard input ends."""
-    path, mode, size, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+def load(path: str, mode: str, size: int, threads: int) -> Callable[[Order], Reply]:
+    """The model in fp32, and what runs orders through it."""
     torch.set_num_threads(threads)
-    replies, sys.stdout = sys.stdout, sys.stderr  # whatever else prints must not end up between the replies
-    attention = "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
-    manager = None
-    if mode == "continuous":
-        config = GenerationConfig(max_new_tokens=512, do_sample=False, eos_token_id=-1, pad_token_id=2)
-        # The defaults take 60 % of the memory and 8192 tokens a step, and are slower: a step's mask and KV grow with its tokens.
-        tuned = ContinuousBatchingConfig(
-            page_size=32, num_blocks=64 * 24, max_batch_tokens=256, max_requests_per_batch=size, allow_block_sharing=False
-        )
-        manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=tuned)
-        manager.start()
-    print("ready", file=replies, flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        times, tokens = continuous(manager, order) if manager is not None else batches(model, order, 1 if mode == "one_by_one" else size)
-        print(json.dumps({"times": times, "tokens": tokens}), file=replies, flush=True)
-    if manager is not None:
-        manager.stop(block=True)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    if mode != "continuous":
+        return lambda order: batches(model, order, 1 if mode == "one_by_one" else size)
+    config = GenerationConfig(max_new_tokens=512, do_sample=False, eos_token_id=-1, pad_token_id=2)
+    # The defaults take 60 % of the memory and 8192 tokens a step, and are slower: a step's mask and KV grow with its tokens.
+    tuned = ContinuousBatchingConfig(
+        page_size=32, num_blocks=64 * 24, max_batch_tokens=256, max_requests_per_batch=size, allow_block_sharing=False
+    )
+    manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=tuned)
+    manager.start()
+    return lambda order: continuous(manager, order)
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda: load(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
