@@ -10,6 +10,7 @@ SOURCE = Path(__file__).parent.parent / "python" / "chairlift"
 LEAVES = {"config", "errors", "sampling", "scheduling", "outputs"}
 MAY_IMPORT = {
     "": {"engine", "sim", *LEAVES},
+    "__main__": {"cli"},
     "cli": {"server", "engine", "checkpoint", "tokenizer", "bench", "sim", *LEAVES, ""},
     "bench": {"errors"},
     "sim": {"engine", "bench", "models", "checkpoint", "_core", *LEAVES},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -239,6 +240,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: dict[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
     try:
         command = import_module(f"chairlift.cli.{given['command']}")
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `__main__` left it: from here on KeyboardInterrupt is caught
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         status: int = command.run(given, engine, server, began)
         sys.stdout.flush()
         return status

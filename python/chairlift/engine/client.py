@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -293,10 +294,15 @@ class AsyncEngine:
         # The child finds modules where this process does, and not in its working directory.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         command = [sys.executable, "-P", *self._command, str(theirs.fileno()), self.config.load_format]
-        with theirs:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}
-            )
+        # Ctrl-C in a terminal reaches the child too, which has no handler before its imports are done: it inherits the blocked signal.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._death = None
         return ours
 
