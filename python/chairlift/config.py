@@ -142,13 +142,14 @@ class EngineConfig:
     scheduling_policy: str = _flag(
         "fcfs",
         "which waiting request goes first: the first to arrive (later ones pass it while it does not fit into the KV cache), the lowest "
-        "priority number, the tenant served least, the least slack, the least left to do, the longest cached prefix",
-        choices=("fcfs", "priority", "fair", "deadline", "shortest", "prefix"),
+        "priority number, the tenant served least, the least slack, the least left to do, the longest cached prefix, the tenant served "
+        "least without preemption",
+        choices=("fcfs", "priority", "fair", "deadline", "shortest", "prefix", "vtc"),
         group="scheduler",
     )
     tenant_weights: Mapping[str, int] | None = _flag(
         None,
-        "shares of tenants under the policy 'fair', like alice=2,bob=1; 1 for the others",
+        "shares of tenants under the policies 'fair' and 'vtc', like alice=2,bob=1; 1 for the others",
         _weights,
         metavar="SHARES",
         group="scheduler",

@@ -40,7 +40,7 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 LONGEST, SCRIPTS = 48, 25
-POLICIES = ("fcfs", "priority", "fair", "deadline", "shortest", "prefix")
+POLICIES = ("fcfs", "priority", "fair", "deadline", "shortest", "prefix", "vtc")
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ def test_answers_are_the_same_swapped_recomputed_and_undisturbed(make, monkeypat
     assert stats["recomputed_tokens"] <= recomputing.stats()["recomputed_tokens"]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline", "shortest", "prefix"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline", "shortest", "prefix", "vtc"])
 def test_a_policy_changes_the_order_and_not_the_answers(make, policy):
     engine = make(num_kv_blocks=24, max_model_len=100, scheduling_policy=policy, tenant_weights={"a": 3})
     run = Run(engine)

@@ -44,6 +44,7 @@ _NEXT = {
     "fair": "whose tenant was served least",
     "deadline": "who has the least slack",
     "shortest": "who has the least left to do",
+    "vtc": "whose tenant was served least",
     "prefix": "whose prompt is cached furthest",
 }
 """Who is next in line, by policy."""

@@ -88,11 +88,11 @@ impl Scheduler {
         seq.tenant = number;
         (seq.class, _) = self.classes.enter(&seq.priority);
         seq.group = match self.config.policy {
-            Policy::Fair => seq.tenant,
+            policy if policy.has_tenants() => seq.tenant,
             policy if policy.has_classes() => seq.class,
             _ => 0,
         };
-        if new && self.config.policy == Policy::Fair {
+        if new && self.config.policy.has_tenants() {
             self.queue.shares.introduce(number);
         }
         self.clocks.admit_group(seq.group);
@@ -136,7 +136,7 @@ impl Scheduler {
             Policy::Deadline => self.due(seq),
             Policy::Shortest => self.work_left(seq),
             Policy::Prefix => u64::from(u32::MAX - (seq.tokens.len() as u32 - seq.uncached)),
-            Policy::Fcfs | Policy::Priority | Policy::Fair => 0,
+            Policy::Fcfs | Policy::Priority | Policy::Fair | Policy::Vtc => 0,
         };
         let key = self.config.policy.key(seq.priority, seq.tenant, rank, seq.ticket);
         let seq = &mut self.seqs[id];
@@ -199,7 +199,7 @@ impl Scheduler {
                         break;
                     }
                     // Service changes whose turn it is.
-                    if self.config.policy == Policy::Fair {
+                    if self.config.policy.has_tenants() {
                         walk = Walk::default();
                     }
                 }
@@ -280,7 +280,7 @@ impl Scheduler {
                 self.counters.prefix_queries += len;
                 self.counters.prefix_hits += u64::from(seq.computed);
             }
-            if self.config.policy == Policy::Fair {
+            if self.config.policy.has_tenants() {
                 self.queue.shares.charge(seq.tenant, PROMPT_TOKEN * (len - u64::from(seq.computed)), seq.weight);
             }
         } else {

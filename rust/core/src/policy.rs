@@ -20,6 +20,8 @@ pub enum Policy {
     Shortest,
     /// Longest cached prefix first (as in `SGLang`: Zheng et al., `NeurIPS`'24).
     Prefix,
+    /// As fair, without preemption for fairness, as the paper has it.
+    Vtc,
 }
 
 /// A place in the queue: smaller is served earlier.
@@ -33,13 +35,14 @@ pub(crate) struct Key {
 
 impl Policy {
     /// Every policy, by the name that flags and journals use.
-    pub const NAMES: [(&'static str, Self); 6] = [
+    pub const NAMES: [(&'static str, Self); 7] = [
         ("fcfs", Self::Fcfs),
         ("priority", Self::Priority),
         ("fair", Self::Fair),
         ("deadline", Self::Deadline),
         ("shortest", Self::Shortest),
         ("prefix", Self::Prefix),
+        ("vtc", Self::Vtc),
     ];
 
     /// The policy of that name.
@@ -57,9 +60,14 @@ impl Policy {
         matches!(self, Self::Priority | Self::Deadline)
     }
 
+    /// Whether tenants take turns by the service that each has had.
+    pub(crate) fn has_tenants(self) -> bool {
+        matches!(self, Self::Fair | Self::Vtc)
+    }
+
     /// Whether it can leave a request waiting for ever, so that the oldest must be let through from time to time.
     pub(crate) fn starves(self) -> bool {
-        !matches!(self, Self::Fcfs | Self::Fair)
+        self != Self::Fcfs && !self.has_tenants()
     }
 
     /// Where a sequence stands; `rank` is what the policy measures: the latest time to start (deadline), microseconds of work
@@ -68,7 +76,7 @@ impl Policy {
         match self {
             Self::Fcfs => Key { group: 0, rank: 0, ticket },
             Self::Priority => Key { group: priority.into(), rank: 0, ticket },
-            Self::Fair => Key { group: tenant.into(), rank: 0, ticket },
+            Self::Fair | Self::Vtc => Key { group: tenant.into(), rank: 0, ticket },
             Self::Deadline => Key { group: priority.into(), rank, ticket },
             Self::Shortest | Self::Prefix => Key { group: 0, rank, ticket },
         }

@@ -70,7 +70,7 @@ impl Scheduler {
                 Policy::Priority | Policy::Deadline => i64::from(seq.priority),
                 Policy::Fair => self.queue.shares.counter(seq.tenant) as i64,
                 Policy::Shortest => self.work_left(seq) as i64,
-                Policy::Fcfs | Policy::Prefix => 0,
+                Policy::Fcfs | Policy::Prefix | Policy::Vtc => 0,
             };
             (!seq.is_protected(), rank, Reverse(seq.computed), seq.ticket)
         });
@@ -87,7 +87,12 @@ impl Scheduler {
     /// rows or blocks; returns how many of these have them now. `need` blocks are spoken for.
     fn make_way(&mut self, plan: &mut StepPlan, mut need: usize) -> u32 {
         let by_class = self.config.policy.has_classes();
-        if matches!(self.config.policy, Policy::Fcfs | Policy::Prefix) || self.config.batching != Batching::Continuous {
+        let may_preempt = match self.config.policy {
+            Policy::Fcfs | Policy::Prefix | Policy::Vtc => false,
+            Policy::Fair => self.preemption_budget.allows(),
+            Policy::Priority | Policy::Deadline | Policy::Shortest => true,
+        };
+        if !may_preempt || self.config.batching != Batching::Continuous {
             return 0;
         }
         let (mut promised, mut blocks, mut walk) = (0, 0, Walk::default());
@@ -133,6 +138,9 @@ impl Scheduler {
             while self.room_beside(promised, blocks, need, (0, 0)) < Some(wanted) {
                 let Some(victim) = self.victim(|seq| less_urgent(self, seq)) else { return promised };
                 left = left.min(self.seqs[victim].priority);
+                if self.config.policy == Policy::Fair {
+                    self.preemption_budget.spend(self.cost(&self.seqs[victim]));
+                }
                 self.preempt(victim, tag, plan);
             }
             promised += 1;

@@ -39,7 +39,7 @@ impl Queue {
         if self.policy != Policy::Fcfs {
             self.by_age.insert(key.ticket, id);
         }
-        if self.policy == Policy::Fair {
+        if self.policy.has_tenants() {
             let tenant = key.group as u32;
             if returns { self.shares.wait(tenant) } else { self.shares.arrive(tenant) }
         }
@@ -51,7 +51,7 @@ impl Queue {
         if self.policy != Policy::Fcfs {
             self.by_age.remove(&key.ticket);
         }
-        if self.policy == Policy::Fair {
+        if self.policy.has_tenants() {
             self.shares.leave(key.group as u32);
         }
     }
@@ -68,7 +68,7 @@ impl Queue {
 
     /// The next one of a walk in the order of the policy.
     pub(crate) fn next(&mut self, walk: &mut Walk) -> Option<SeqId> {
-        let (key, id) = if self.policy == Policy::Fair { self.next_of_tenants(walk)? } else { self.after(walk.last)? };
+        let (key, id) = if self.policy.has_tenants() { self.next_of_tenants(walk)? } else { self.after(walk.last)? };
         walk.last = Some(key);
         Some(id)
     }

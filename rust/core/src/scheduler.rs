@@ -6,12 +6,11 @@ use crate::group::{Groups, Usage};
 use crate::host::HostPool;
 use crate::journal::Journal;
 use crate::ledger::{Cause, Clocks, Ledger, State};
-use crate::policy::Policy;
 use crate::prefix::Hopes;
 use crate::queue::Queue;
 use crate::request::{FinishReason, SeqId, Ticket, Time, Token};
 use crate::sequence::{NO_ROW, Sequence};
-use crate::share::OUTPUT_TOKEN;
+use crate::share::{OUTPUT_TOKEN, PreemptionBudget};
 use crate::snapshot::Watch;
 use crate::stats::{Counters, Stall};
 use crate::{BlockId, BlockPool, Chunk, Config, ConfigError, StepModel};
@@ -68,6 +67,7 @@ pub struct Scheduler {
     pub(crate) elder: Option<SeqId>,
     /// The sequence that nobody preempts, so that one always ends.
     pub(crate) non_preemptible: Option<SeqId>,
+    pub(crate) preemption_budget: PreemptionBudget,
     /// Who was refused a running one's place, and how many had been admitted then.
     pub(crate) refused: Option<(SeqId, u64)>,
     pub(crate) admitted: u64,
@@ -121,6 +121,7 @@ impl Scheduler {
             boarding: 0,
             elder: None,
             non_preemptible: None,
+            preemption_budget: PreemptionBudget::default(),
             refused: None,
             admitted: 0,
             looks: 0,
@@ -170,7 +171,7 @@ impl Scheduler {
     }
 
     /// Ends every request that missed its deadline, and, under
-    /// [`Policy::Deadline`], every one that cannot make it any more; adds their
+    /// [`Policy::Deadline`](crate::Policy::Deadline), every one that cannot make it any more; adds their
     /// ledgers to `ended`. To be called before each plan.
     pub fn expire(&mut self, now: Time, ended: &mut Vec<Ledger>) {
         if self.deadlines.first_key_value().is_none_or(|(&(at, _), _)| at > now) {
@@ -223,6 +224,7 @@ impl Scheduler {
                 seq.account.enter(State::Waiting, &self.clocks, seq.group, Cause::WaitOrder);
             }
         }
+        self.preemption_budget.grow(self.clocks.now());
         self.follow_hopes();
         let mut plan = self.spare.pop().unwrap_or_default().reuse(self.counters.steps, self.clocks.now());
         plan.swap_out.append(&mut self.swaps_due);
@@ -312,7 +314,7 @@ impl Scheduler {
 
     /// What a sequence waits for when it is not its group's turn.
     pub(crate) fn others(&self) -> Cause {
-        if self.config.policy == Policy::Fair { Cause::WaitShare } else { Cause::WaitOrder }
+        if self.config.policy.has_tenants() { Cause::WaitShare } else { Cause::WaitOrder }
     }
 
     /// Books a sequence's time so far, and begins another state.
@@ -344,7 +346,7 @@ impl Scheduler {
         }
         let given = (outputs.tokens.len() - before) as u64 - u64::from(finish == Some(FinishReason::Error));
         self.counters.generated_tokens += given;
-        if self.config.policy == Policy::Fair {
+        if self.config.policy.has_tenants() {
             self.queue.shares.charge(seq.tenant, OUTPUT_TOKEN * given, seq.weight);
         }
         let mut forks = false;

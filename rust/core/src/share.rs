@@ -5,6 +5,7 @@
 //! served of those who wait goes first; one who comes back to an empty queue is
 //! lifted to the others, so that idleness saves nothing up.
 
+use crate::request::Time;
 use std::collections::BTreeSet;
 use std::ops::Bound::{Excluded, Unbounded};
 
@@ -20,6 +21,40 @@ struct Share {
     waiting: u32,
     /// The counter that the backlog lists; the counter itself may have grown since.
     listed: u64,
+}
+
+/// Of the time that passes, the part that preemption for fairness may cost, as a divisor.
+const BUDGET: Time = 50;
+/// The longest time that is saved up for it, in microseconds.
+const MAX_BUDGET: i64 = 1_000_000;
+
+/// What preemption for fairness may still cost: a fiftieth of the time that
+/// passes, and what the last one cost more.
+#[derive(Debug, Default)]
+pub(crate) struct PreemptionBudget {
+    /// Microseconds that may be spent; below zero after one that cost more.
+    left: i64,
+    /// When it grew last.
+    at: Time,
+}
+
+impl PreemptionBudget {
+    /// Lets it grow up to `now`.
+    pub(crate) fn grow(&mut self, now: Time) {
+        let part = (now - self.at) / BUDGET;
+        self.left = self.left.saturating_add(part as i64).min(MAX_BUDGET);
+        self.at += part * BUDGET;
+    }
+
+    /// Whether somebody may be preempted.
+    pub(crate) fn allows(&self) -> bool {
+        self.left >= 0
+    }
+
+    /// Notes that preempting somebody costs so many microseconds.
+    pub(crate) fn spend(&mut self, cost: Time) {
+        self.left = self.left.saturating_sub_unsigned(cost);
+    }
 }
 
 /// The counters of all tenants, by number.

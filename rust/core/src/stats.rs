@@ -2,7 +2,6 @@
 
 use crate::Scheduler;
 use crate::ledger::{CAUSES, Cause};
-use crate::policy::Policy;
 
 /// Why no step was planned although there are requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,7 +148,7 @@ impl Scheduler {
             return by_cause;
         };
         let in_turn = match self.config.policy {
-            Policy::Fair => self.tenants.peek(group).waiting as usize,
+            policy if policy.has_tenants() => self.tenants.peek(group).waiting as usize,
             policy if policy.has_classes() => self.classes.peek(group).waiting as usize,
             _ => waiting,
         };

@@ -287,3 +287,38 @@ fn a_long_prompt_among_short_ones_takes_a_bounded_multiple_of_its_time_alone() {
         }
     }
 }
+
+#[test]
+fn preemption_for_fairness_costs_little_and_vtc_does_none() {
+    // 27 tenants whose requests come at rates of 1, 1/2, 1/3 and so on, more than the machine can serve; a prompt of 1,000
+    // tokens takes 200 ms, so that losing one is dear.
+    let mut dice = Dice(11);
+    let rates: f64 = (1..=27).map(|tenant| 1.0 / f64::from(tenant)).sum();
+    let jobs = stream(&mut dice, 0, 600 * SECOND, 900 * MS, |dice, time, tag| {
+        let mut left = dice.roll() * rates;
+        let tenant = (1..27).find(|&tenant| {
+            left -= 1.0 / f64::from(tenant);
+            left < 0.0
+        });
+        let mut job = job(time, tag, dice.between(100, 2000), dice.between(50, 400));
+        job.request.tenant = tenant.unwrap_or(27).to_string().into();
+        job
+    });
+    let machine = Machine { step: StepTime::linear([28_000.0, 200.0, 0.0, 1.0, 0.1]), ..machine() };
+    let run = |policy: Policy| {
+        let config = Config { policy, num_blocks: 1101, watermark: 55, max_tokens: 512, max_seqs: 64, ..config() };
+        let report = simulate(config, jobs.iter().cloned(), &machine).expect("a sound config");
+        let counters = report.stats.unwrap().counters;
+        let (preemptions, again, ttft) = (counters.preemptions_recompute, counters.recomputed_tokens, report.ttft(|_| true));
+        println!(
+            "{}: {} µs, {preemptions} preemptions, {again} tokens again, p50 TTFT {}",
+            policy.name(),
+            report.ended_at,
+            percentile(&ttft, 50)
+        );
+        report.ended_at
+    };
+    let [fcfs, vtc, fair] = [Policy::Fcfs, Policy::Vtc, Policy::Fair].map(run);
+    assert!(100 * vtc <= 101 * fcfs, "{vtc} against {fcfs}");
+    assert!(100 * fair <= 103 * vtc, "{fair} against {vtc}");
+}
