@@ -71,8 +71,11 @@ def _summary(records: list[Record]) -> list[str]:
     """Our rows beside the best peers."""
     runs = results.of(records, mode="offline")
     found = {peer: results.medians(results.of(runs, peer=peer), Slo()) for peer in results.order(runs, lambda record: record["peer"])}
-    lines = summary.table({peer: values["tokens_s"] for peer, values in found.items() if values and PEERS[peer].some is None})
-    return ["", "## Beside the best peer", "", "All requests at once. Below 1 the peer is quicker.", "", *lines] if lines else []
+    speeds = {peer: values["tokens_s"] for peer, values in found.items() if values and PEERS[peer].some is None}
+    lines = summary.table(speeds)
+    said = ["All requests at once, each engine in the best of its settings that were measured, by what its linear layers multiply in:"]
+    ratios = ["", "Ours to the quickest peer that is asked the same way; below 1 the peer is quicker:", "", *lines]
+    return ["", "## Beside the best peers", "", *said, "", *summary.grid(speeds), *ratios] if lines else []
 
 
 def _offline(records: list[Record], requests: list[Request]) -> list[str]:

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
-from peers.engines import PEERS, Peer
+from peers.engines import PEERS, Arithmetic, Peer
+
+ENGINES = {
+    "chairlift": "Chairlift",
+    "vllm": "vLLM",
+    "openvino": "OpenVINO GenAI",
+    "llama": "llama.cpp",
+    "transformers": "transformers",
+}
+"""Their names by what those of their peers begin with."""
 
 OURS = {
     "chairlift": "through HTTP",
@@ -61,3 +71,25 @@ def table(speeds: Mapping[str, float]) -> list[str]:
             for line in lines
         ),
     ]
+
+
+def grid(speeds: Mapping[str, float], peers: Mapping[str, Peer] = PEERS) -> list[str]:
+    """Each engine in its best setting of each arithmetic, through HTTP / in process, as Markdown."""
+    kinds = get_args(Arithmetic)
+
+    def cell(engine: str, arithmetic: str) -> str:
+        found = [
+            max((s for name, s in speeds.items() if _is(name, engine, arithmetic, serves, peers)), default=None) for serves in (True, False)
+        ]
+        return " / ".join("-" if speed is None else f"{speed:.0f}" for speed in found) if any(found) else ""
+
+    rows = [(name, [cell(engine, kind) for kind in kinds]) for engine, name in ENGINES.items()]
+    return [
+        f"| output tokens/s, HTTP / in process | {' | '.join(kinds)} |",
+        "|---|" + "---|" * len(kinds),
+        *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows if any(cells)),
+    ]
+
+
+def _is(name: str, engine: str, arithmetic: str, serves: bool, peers: Mapping[str, Peer]) -> bool:
+    return name.split("_")[0] == engine and (peers[name].arithmetic, peers[name].serves) == (arithmetic, serves)

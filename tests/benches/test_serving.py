@@ -70,6 +70,17 @@ def test_a_row_without_any_peer_is_not_compared() -> None:
     assert table({"chairlift": 250.0}) == []
 
 
+def test_the_grid_has_each_engine_in_its_best_setting() -> None:
+    from peers.summary import grid
+
+    speeds = {"chairlift": 250.0, "chairlift_in_process": 280.0, "llama_q4_1": 83.0, "llama_q8_0": 118.0, "openvino_bf16": 513.0}
+    assert grid(speeds)[2:] == [
+        "| Chairlift | 250 / 280 |  |  |",
+        "| OpenVINO GenAI |  | - / 513 |  |",
+        "| llama.cpp |  |  | 118 / - |",
+    ]
+
+
 def test_what_a_call_took_is_counted_to_its_end() -> None:
     from peers.orders import spans
 
