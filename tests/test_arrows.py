@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "tokenizer": {"chat_template", *LEAVES},
     "chat_template": {"errors"},
     "checkpoint": LEAVES,
-    "config": set(),
+    "config": {"errors"},
     "errors": set(),
     "checks": {"errors"},
     "sampling": {"checks", "errors"},

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any
+
+from chairlift.errors import InvalidSetting
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The model that `serve`, `generate`, `chat` and `LLM()` use when none is named."""
@@ -226,6 +230,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Raises ValueError, naming the flag, for a setting that can't work."""
         for item in fields(self):
+            _check_type(item, getattr(self, item.name))
             choices = item.metadata.get("choices")
             if choices and getattr(self, item.name) not in choices:
                 raise ValueError(f"--{item.name.replace('_', '-')}: expected one of {', '.join(choices)}, got {getattr(self, item.name)!r}")
@@ -336,6 +341,48 @@ class ServerConfig:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-keyfile needs --ssl-certfile")
+
+
+def engine_config(name: str, settings: Mapping[str, Any], config: EngineConfig | None = None) -> EngineConfig:
+    """`config`, or the defaults, with these settings, as a caller of `name` in Python gave them.
+
+    Raises TypeError for a setting that doesn't exist, and InvalidSetting, which calls it by its name in Python, for a value.
+    """
+    known = [item.name for item in fields(EngineConfig)]
+    for unknown in settings.keys() - set(known):
+        near = get_close_matches(unknown, known, 1)
+        raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}" + (f": did you mean {near[0]}?" if near else ""))
+    try:
+        given = {**settings, "model": os.fspath(settings["model"])} if "model" in settings else settings
+    except TypeError:
+        raise InvalidSetting(f"model must be a name or a path, got {settings['model']!r:.50}") from None
+    try:
+        return replace(config or EngineConfig(), **given)
+    except ValueError as error:
+        raise InvalidSetting(re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))) from None
+
+
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "str": (str, "text"),
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "True or False"),
+    "Mapping": (Mapping, "a dict of whole numbers"),
+}
+"""What the annotation of a setting allows, and how that is called."""
+
+
+def _check_type(item: Field[Any], value: object) -> None:
+    """Raises ValueError if a value given in Python is not of the field's type."""
+    annotation = str(item.type)
+    if value is None and annotation.endswith("| None"):
+        return
+    kind, words = _KINDS[annotation.partition(" ")[0].partition("[")[0]]
+    right = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
+    if right and isinstance(value, Mapping):
+        right = all(isinstance(name, str) and isinstance(weight, int) for name, weight in value.items())
+    if not right:
+        raise ValueError(f"--{item.name.replace('_', '-')}: expected {words}, got {value!r:.100}")
 
 
 def from_environment(cls: type, names: Collection[str], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

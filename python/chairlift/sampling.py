@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from chairlift.checks import integer, number, text
 from chairlift.errors import InvalidRequest
@@ -32,6 +33,35 @@ class StructuredOutput(NamedTuple):
     text: str = ""
     param: str = "structured_outputs"
     """The field of the request that it comes from, for what is said of it."""
+
+
+def structured(given: Any) -> StructuredOutput:
+    """A `StructuredOutput` of what a caller gave: one, vLLM's {"regex": ...}, or a JSON schema as a dict or a pydantic model.
+
+    Schemas and choices in it may be Python values, which become JSON. Raises InvalidRequest for anything else.
+    """
+    value = given
+    if hasattr(value, "model_json_schema"):
+        value = ("json", value)
+    elif isinstance(value, Mapping):
+        [*keys] = value
+        value = (keys[0], value[keys[0]]) if len(keys) == 1 and keys[0] in STRUCTURES else ("json", value)
+    if not isinstance(value, tuple) or not 1 <= len(value) <= 3:
+        raise InvalidRequest(
+            f"structured_output must be a StructuredOutput, a JSON schema as a dict, or a dict of one of {', '.join(STRUCTURES)}, "
+            f"got {given!r:.100}",
+            param="structured_outputs",
+        )
+    structure = StructuredOutput(*value)
+    form: Any = structure.text.model_json_schema() if hasattr(structure.text, "model_json_schema") else structure.text
+    if structure.kind == "json_object":
+        form = ""
+    elif (structure.kind == "json" and isinstance(form, Mapping)) or (structure.kind == "choice" and isinstance(form, list | tuple)):
+        try:
+            form = json.dumps(form, ensure_ascii=False)
+        except TypeError as error:
+            raise InvalidRequest(f"structured_output is not JSON: {error}", param=structure.param) from None
+    return structure._replace(text=form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +110,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         number("temperature", self.temperature, 0.0, 100.0)
+        if self.top_k == -1:  # both are in use for "off"
+            self._set("top_k", 0)
         integer("top_k", self.top_k, 0, 2**31 - 1)
         number("top_p", self.top_p, 0.0, 1.0, above=True)
         number("min_p", self.min_p, 0.0, 1.0)
@@ -97,7 +129,12 @@ class SamplingParams:
         integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})", param="min_tokens")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r:.100}", param=name)
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise InvalidRequest(f"logit_bias must be a dict of numbers by token id, got {self.logit_bias!r:.100}", param="logit_bias")
             self._set("logit_bias", dict(self.logit_bias))
             _at_most("logit_bias", len(self.logit_bias), MAX_BIASED)
             for token, bias in self.logit_bias.items():
@@ -109,7 +146,7 @@ class SamplingParams:
                 raise InvalidRequest("allowed_token_ids is empty: nothing could be drawn", param="allowed_token_ids")
         self._set("bad_words", _words("bad_words", self.bad_words))
         if self.structured_output is not None:
-            structure = StructuredOutput(*self.structured_output)
+            structure = structured(self.structured_output)
             if structure.kind not in STRUCTURES:
                 raise InvalidRequest(
                     f"structured_output must be one of {', '.join(STRUCTURES)}, got {structure.kind!r:.100}", param="structured_outputs"
@@ -154,8 +191,15 @@ def _at_most(name: str, count: int, most: int) -> None:
         raise InvalidRequest(f"{name} has {count} entries, at most {most} are allowed", param=name)
 
 
+def _listed(name: str, value: object) -> tuple[Any, ...]:
+    """The values of a list, of which None is an empty one."""
+    if value is not None and not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} must be a list, got {value!r:.100}", param=name)
+    return () if value is None else tuple(value)
+
+
 def _strings(name: str, value: str | tuple[str, ...], most: int) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(value)
+    strings = (value,) if isinstance(value, str) else _listed(name, value)
     _at_most(name, len(strings), most)
     for one in strings:
         if not isinstance(one, str) or not 0 < len(one) <= MAX_STOP_LENGTH:
@@ -165,7 +209,7 @@ def _strings(name: str, value: str | tuple[str, ...], most: int) -> tuple[str, .
 
 
 def _words(name: str, value: str | tuple[str | tuple[int, ...], ...]) -> tuple[str | tuple[int, ...], ...]:
-    words = (value,) if isinstance(value, str) else tuple(value)
+    words = (value,) if isinstance(value, str) else _listed(name, value)
     # A text becomes two lists of ids, at most: with and without a space before it.
     _at_most(name, len(words) - sum(not isinstance(word, str) for word in words) // 2, MAX_BAD_WORDS)
     found: list[str | tuple[int, ...]] = []
@@ -180,7 +224,7 @@ def _words(name: str, value: str | tuple[str | tuple[int, ...], ...]) -> tuple[s
 
 
 def _tokens(name: str, value: tuple[int, ...], most: int) -> tuple[int, ...]:
-    tokens = tuple(value)
+    tokens = _listed(name, value)
     _at_most(name, len(tokens), most)
     for token in tokens:
         integer(name, token, 0, 2**31 - 1)

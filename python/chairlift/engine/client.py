@@ -18,8 +18,9 @@ from typing import Any, ClassVar, Self
 
 from chairlift import errors
 from chairlift.checkpoint.locate import locate
-from chairlift.config import EngineConfig
+from chairlift.config import EngineConfig, engine_config
 from chairlift.engine import protocol
+from chairlift.engine.prompt import Prompt, text_or_ids
 from chairlift.engine.protocol import (
     Abort,
     Add,
@@ -42,7 +43,7 @@ from chairlift.engine.pulse import Pulse
 from chairlift.engine.request import deliver, spelled, validate
 from chairlift.engine.stream import Stream
 from chairlift.engine.table import log_decisions, warn_of_short_context
-from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead
+from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest
 from chairlift.outputs import Ledger, RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
 from chairlift.scheduling import Scheduling
@@ -70,7 +71,7 @@ class AsyncEngine:
     _command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
 
     def __init__(self, config: EngineConfig | None = None, **settings: Any) -> None:
-        self.config = dataclasses.replace(config or EngineConfig(), **settings)
+        self.config = engine_config("AsyncEngine", settings, config)
         self.facts = {}
         self._stats: dict[str, Any] = {}
         self.on_end: Callable[[], None] | None = None
@@ -168,7 +169,7 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         scheduling: Scheduling | None = None,
         *,
@@ -186,8 +187,12 @@ class AsyncEngine:
         """
         arrived = time.monotonic_ns() // 1000 if arrived is None else arrived
         self._check_alive()
-        prompt_token_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        given = text_or_ids(prompt)
+        prompt_token_ids = await self.encode(given) if isinstance(given, str) else given
         params, scheduling = params or SamplingParams(), scheduling or Scheduling()
+        for name, one, kind in (("params", params, SamplingParams), ("scheduling", scheduling, Scheduling)):
+            if not isinstance(one, kind):
+                raise InvalidRequest(f"{name} must be {kind.__name__}, got {one!r:.50}", param=name)
         if params.bad_words:
             params = await asyncio.to_thread(spelled, params, self.tokenizer)
         params = self.validate(prompt_token_ids, params)

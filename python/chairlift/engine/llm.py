@@ -6,16 +6,18 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from chairlift.checkpoint.locate import locate
-from chairlift.config import DEFAULT_MODEL, EngineConfig
+from chairlift.config import DEFAULT_MODEL, engine_config
+from chairlift.engine.prompt import Prompt, listed, text_or_ids
 from chairlift.engine.request import Request, deliver, joined, spelled, validate
 from chairlift.engine.table import log_decisions, warn_of_short_context
 from chairlift.errors import EngineDead, InvalidRequest
@@ -35,20 +37,21 @@ LONG_WORK = 1.0
 LONGEST_SLEEP = 0.1
 """Seconds after which an engine that waits for its time looks whether it was interrupted."""
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
 class LLM:
     """A model in this process: no child, no server, no `__main__` guard.
 
-    `settings` are the fields of `EngineConfig`. Raises ModelNotFound or UnsupportedModel, or ValueError for a setting.
+    `settings` are the fields of `EngineConfig`. Raises ModelNotFound or UnsupportedModel, InvalidSetting for a value, or TypeError for
+    an unknown name.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: Any) -> None:
         from chairlift.engine.loop import Engine  # here, for it brings torch: `from chairlift import LLM` stays quick
 
-        self.config = EngineConfig(model=model, **settings)
+        self.config = engine_config("LLM", {"model": model, **settings})
+        model = self.config.model
         directory = locate(model, self.config.revision, self.config.cache_dir)
         self.tokenizer = Tokenizer(directory, self.config.tokenizer)
         self._engine = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
@@ -60,22 +63,22 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         scheduling: Scheduling | Sequence[Scheduling] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Completes each prompt (text or token ids); returns whole outputs in the order of the prompts, `n` for each.
+        """Completes each prompt (see `Prompt`); returns whole outputs in the order of the prompts, `n` for each.
 
         `params` and `scheduling` are one for all, or one each. `progress` shows a bar, or does not; by default it appears on a
         terminal when the work takes over a second. Raises InvalidRequest, naming the prompt's index, or QueueFull, before anything
         is run. A request that fails on the way has `finish_reason` "error", one that misses its deadline "deadline", and neither
         disturbs the others.
         """
-        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        each = _one_each("params", params or SamplingParams(), len(many))
-        treated = _one_each("scheduling", scheduling or Scheduling(), len(many))
+        many = listed(prompts)
+        each = _one_each("params", SamplingParams, params, len(many))
+        treated = _one_each("scheduling", Scheduling, scheduling, len(many))
         requests = []
         for index, (prompt, one) in enumerate(zip(many, each, strict=True)):
             with _naming(index):
@@ -92,7 +95,7 @@ class LLM:
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several, through the model's chat template; else as `generate`."""
-        conversations = [messages] if _is_conversation(messages) else list(messages)
+        conversations: list[Any] = list(messages) if isinstance(messages, list | tuple) and not _is_conversation(messages) else [messages]
         prompts = []
         for index, conversation in enumerate(conversations):
             with _naming(index):
@@ -102,9 +105,8 @@ class LLM:
         return self.generate(prompts, params, scheduling=scheduling, progress=progress)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        if not isinstance(prompt, Sequence):
-            raise InvalidRequest(f"a prompt is text or a list of token ids, got {prompt!r:.50}", param="prompt")
-        prompt_token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        given = text_or_ids(prompt)
+        prompt_token_ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         params = validate(prompt_token_ids, spelled(params, self.tokenizer), self.facts)
         return Request(self.tokenizer, next(self._tags), prompt_token_ids, params)
 
@@ -241,16 +243,16 @@ def _naming(index: int) -> Iterator[None]:
 T = TypeVar("T", SamplingParams, Scheduling)
 
 
-def _one_each(name: str, given: T | Sequence[T], count: int) -> list[T]:
-    """What was given for each of `count` prompts, or for all of them."""
-    each = list(given) if isinstance(given, Sequence) else [given] * count
+def _one_each(name: str, kind: type[T], given: T | Sequence[T] | None, count: int) -> list[T]:
+    """What was given for each of `count` prompts, or for all of them; the default where nothing was."""
+    each: list[Any] = list(given) if isinstance(given, list | tuple) else [kind() if given is None else given] * count
+    for one in each:
+        if not isinstance(one, kind):
+            hint = f": write {kind.__name__}(**{name})" if isinstance(one, Mapping) else ""
+            raise InvalidRequest(f"{name} must be {kind.__name__}, got {one!r:.50}{hint}", param=name)
     if len(each) != count:
         raise InvalidRequest(f"{count} prompts and {len(each)} {name}: give one for all, or one each", param=name)
     return each
-
-
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
 def _is_conversation(messages: object) -> TypeGuard[Sequence[Message]]:

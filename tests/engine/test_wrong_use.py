@@ -1,0 +1,162 @@
+"""What callers in Python may type: it works, or a typed error says in Python's words what to write instead."""
+
+import asyncio
+import json
+
+import fake_engine
+import numpy as np
+import pydantic
+import pytest
+
+from chairlift import LLM, AsyncEngine, EngineConfig, SamplingParams, StructuredOutput
+from chairlift.errors import InvalidRequest, InvalidSetting
+
+PARAMS = SamplingParams(max_tokens=1)
+SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}
+
+
+class City(pydantic.BaseModel):
+    name: str
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    fake_engine.fake(monkeypatch)
+    monkeypatch.setattr("chairlift.engine.loop.Engine", fake_engine.FakeEngine)
+    return LLM()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ids"),
+    [
+        ({"prompt_token_ids": [5, 6]}, [[5, 6]]),
+        ({"prompt": "ab"}, [[97, 98]]),
+        ([{"prompt_token_ids": (5, 6)}, {"prompt": "b"}, "c", [8]], [[5, 6], [98], [99], [8]]),
+        (("a", "b"), [[97], [98]]),
+        ((text for text in "ab"), [[97], [98]]),
+        (np.array([5, 6]), [[5, 6]]),
+        ([np.array([5, 6]), [np.int64(7)]], [[5, 6], [7]]),
+        ([], []),
+    ],
+)
+def test_prompts_of_every_form(llm, prompts, ids):
+    assert [output.prompt_token_ids for output in llm.generate(prompts, PARAMS)] == ids
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda llm: llm.generate(None), "prompts must be text, a list of token ids, .* got None"),
+        (lambda llm: llm.generate(5), "prompts must be text, a list of token ids, .* got 5"),
+        (lambda llm: llm.generate(["a", None]), "prompt 1: a prompt is text, .* got None"),
+        (lambda llm: llm.generate(b"a"), "prompt 0: a prompt is text, .* got b'a'"),
+        (lambda llm: llm.generate({"text": "a"}), "prompt 0: a prompt is text, .* {\"prompt\": text} .* got {'text'"),
+        (lambda llm: llm.generate("a", {"max_tokens": 1}), r"params must be SamplingParams, got \{.*: write SamplingParams\(\*\*params\)"),
+        (lambda llm: llm.generate(["a"], [{"max_tokens": 1}]), "params must be SamplingParams, got"),
+        (lambda llm: llm.generate("a", "greedy"), "params must be SamplingParams, got 'greedy'"),
+        (
+            lambda llm: llm.generate("a", scheduling={"priority": 1}),
+            r"scheduling must be Scheduling, .* write Scheduling\(\*\*scheduling\)",
+        ),
+        (lambda llm: llm.chat(None), "a conversation is a list of messages"),
+        (lambda llm: llm.chat("hello"), "a conversation is a list of messages"),
+        (lambda llm: llm.chat(["hello"]), "a conversation is a list of messages"),
+    ],
+)
+def test_wrong_calls_are_invalid_requests(llm, call, says):
+    with pytest.raises(InvalidRequest, match=says):
+        call(llm)
+    assert not llm._engine.running
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (({"prompt": None},), "a prompt is text"),
+        (("a", {"max_tokens": 1}), "params must be SamplingParams"),
+        (("a", PARAMS, {"priority": 1}), "scheduling must be Scheduling"),
+    ],
+)
+def test_the_asynchronous_engine_says_the_same(monkeypatch, arguments, says):
+    fake_engine.fake(monkeypatch)
+
+    async def main():
+        async with asyncio.timeout(60), AsyncEngine() as engine:
+            outputs = [output async for output in engine.generate({"prompt_token_ids": [5]}, PARAMS)]
+            assert outputs[0].prompt_token_ids == [5]
+            with pytest.raises(InvalidRequest, match=says):
+                await anext(engine.generate(*arguments))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stop": 5}, "stop must be a list, got 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
+        ({"bad_words": 5}, "bad_words must be a list, got 5"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids must be a list, got 5"),
+        ({"logit_bias": [1]}, "logit_bias must be a dict of numbers by token id"),
+        ({"ignore_eos": "yes"}, "ignore_eos must be True or False"),
+        ({"temperature": "0"}, "temperature must be a number"),
+        ({"structured_output": "json"}, "structured_output must be a StructuredOutput, a JSON schema as a dict"),
+        ({"structured_output": {"json": {"a": object()}}}, "structured_output is not JSON"),
+    ],
+)
+def test_wrong_sampling_params(fields, says):
+    with pytest.raises(InvalidRequest, match=says):
+        SamplingParams(**fields)
+
+
+def test_sampling_params_as_in_vllm():
+    params = SamplingParams(stop=None, stop_token_ids=None, bad_words=None, top_k=-1)
+    assert params == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "form"),
+    [
+        (SCHEMA, "json", SCHEMA),
+        ({"json": SCHEMA}, "json", SCHEMA),
+        (StructuredOutput("json", SCHEMA), "json", SCHEMA),
+        (("json", json.dumps(SCHEMA)), "json", SCHEMA),
+        (City, "json", City.model_json_schema()),
+        ({"json": City}, "json", City.model_json_schema()),
+        ({"choice": ["a", "b"]}, "choice", ["a", "b"]),
+        (StructuredOutput("choice", ["a", "b"]), "choice", ["a", "b"]),
+    ],
+)
+def test_schemas_and_choices_as_python_values(given, kind, form):
+    structure = SamplingParams(structured_output=given).structured_output
+    assert (structure.kind, json.loads(structure.text)) == (kind, form)
+
+
+@pytest.mark.parametrize(("given", "told"), [({"regex": "a+"}, ("regex", "a+")), ({"json_object": True}, ("json_object", ""))])
+def test_other_structures(given, told):
+    assert SamplingParams(structured_output=given).structured_output[:2] == told
+
+
+@pytest.mark.parametrize("engine", [LLM, AsyncEngine])
+@pytest.mark.parametrize(
+    ("settings", "kind", "says"),
+    [
+        ({"max_num_seq": 4}, TypeError, r"got an unexpected keyword argument 'max_num_seq': did you mean max_num_seqs\?"),
+        ({"zzz": 4}, TypeError, "got an unexpected keyword argument 'zzz'$"),
+        ({"model": None}, InvalidSetting, "model must be a name or a path, got None"),
+        ({"max_num_seqs": "4"}, InvalidSetting, "^max_num_seqs: expected a whole number, got '4'"),
+        ({"max_num_seqs": True}, InvalidSetting, "^max_num_seqs: expected a whole number, got True"),
+        ({"swap_space": 4.0}, InvalidSetting, "^swap_space: expected a whole number"),
+        ({"enforce_eager": "yes"}, InvalidSetting, "^enforce_eager: expected True or False"),
+        ({"tenant_weights": {"a": "x"}}, InvalidSetting, "^tenant_weights: expected a dict of whole numbers"),
+        ({"load_format": "dumy"}, InvalidSetting, "^load_format: expected one of auto, dummy, none, got 'dumy'"),
+        ({"max_num_seqs": 0}, InvalidSetting, "^max_num_seqs must be at least 1"),
+    ],
+)
+def test_wrong_settings(engine, settings, kind, says):
+    with pytest.raises(kind, match=says):
+        engine(**settings)
+
+
+def test_a_model_may_be_a_path(tmp_path):
+    assert AsyncEngine(model=tmp_path).config == EngineConfig(model=str(tmp_path))
