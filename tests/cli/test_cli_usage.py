@@ -110,7 +110,7 @@ def test_flags_win_over_variables_and_variables_over_defaults(monkeypatch):
     assert (engine.model, engine.enable_prefix_caching, engine.max_num_batched_tokens) == ("from/argument", True, 1024)
 
 
-OF_A_SERVER = {"PORT": "abc", "API_KEY": "", "DEVICE": "cuda", "MODEL": "./no/such"}
+OF_A_SERVER = {"PORT": "abc", "API_KEY": "", "DEVICE": "cuda"}
 """Variables that would change what the commands below do, or end them, if they acted there."""
 OF_VARIANTS = {"BATCHING": "dynamic", "STATIC_BATCH_SIZE": "8", "SCHEDULING_POLICY": "priority"}
 """Those of settings for which `compare` has flags of another meaning."""

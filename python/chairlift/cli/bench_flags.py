@@ -244,7 +244,10 @@ def _add_offline(parser: argparse.ArgumentParser, input_len: int) -> None:
     parser.add_argument("--input-len", type=_tokens, default=input_len, metavar="N", help=f"words of a prompt (default: {input_len})")
     parser.add_argument("--output-len", type=_tokens, default=128, metavar="N", help="tokens of an answer (default: 128)")
     parser.add_argument("--output-json", type=values.output, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--model", metavar="MODEL", help="a directory, a .gguf file, or a hub name (default: the default model)")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a directory, a .gguf file, or a hub name (default: the default model) [CHAIRLIFT_MODEL]"
+    )
+    flags.heed(parser, "model")
     flags.add(parser, EngineConfig)
 
 

@@ -37,7 +37,10 @@ def add(command: Callable[[str, str, str], argparse.ArgumentParser]) -> None:
     parser.add_argument("--run", action="store_true", help="run them on the engine in this process, one variant after the other")
     parser.add_argument("--trace", metavar="FILE", help="requests of a trace (default: made-up ones)")
     _add_requests(parser)
-    parser.add_argument("--model", metavar="MODEL", help=f"a known model, or any whose files are here (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "--model", metavar="MODEL", help=f"a known model, or any whose files are here (default: {DEFAULT_MODEL}) [CHAIRLIFT_MODEL]"
+    )
+    flags.heed(parser, "model")
     parser.add_argument("--device", dest="machine", metavar="NAME", help="simulate a known machine, or a measured one (default: cpu)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, times in seconds")
     parser.add_argument("-o", "--output", type=_drawn, metavar="FILE", help="draw it: an .svg")

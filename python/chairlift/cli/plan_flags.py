@@ -31,7 +31,10 @@ _milliseconds = values.number(0.001, 1e9)
 def add(command: Callable[[str, str, str], argparse.ArgumentParser]) -> None:
     """Adds the command; `command` makes one of a name, what it does, and its examples."""
     parser = command("plan", "say how many users fit on a machine, what limits that, and which settings to use", EXAMPLES)
-    parser.add_argument("--model", metavar="MODEL", help=f"a known model, or any whose files are here (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "--model", metavar="MODEL", help=f"a known model, or any whose files are here (default: {DEFAULT_MODEL}) [CHAIRLIFT_MODEL]"
+    )
+    flags.heed(parser, "model")
     parser.add_argument(
         "--device", dest="machine", metavar="NAME", help="a known machine, or a measured one (default: this one, measured for a minute)"
     )

@@ -60,7 +60,10 @@ def add(command: Callable[[str, str, str], argparse.ArgumentParser]) -> None:
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", required=True, metavar="FILE", help="requests: when they came, and how long they and their answers were")
-    parser.add_argument("--model", metavar="MODEL", help=f"a known model, or any whose files are here (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "--model", metavar="MODEL", help=f"a known model, or any whose files are here (default: {DEFAULT_MODEL}) [CHAIRLIFT_MODEL]"
+    )
+    flags.heed(parser, "model")
     parser.add_argument("--device", dest="machine", default="cpu", metavar="NAME", help="a known machine, or a measured one (default: cpu)")
     parser.add_argument(
         "--rate-scale", type=values.number(1e-6, 1e6), default=1.0, metavar="X", help="requests come X times as fast (default: 1)"
@@ -85,8 +88,11 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", metavar="MODEL", help=f"a directory, a .gguf file, or a hub name (default: {DEFAULT_MODEL}; of a journal: not known)"
+        "--model",
+        metavar="MODEL",
+        help=f"a directory, a .gguf file, or a hub name (default: {DEFAULT_MODEL}; of a journal: not known) [CHAIRLIFT_MODEL]",
     )
+    flags.heed(parser, "model")
     parser.add_argument(
         "-o", "--output", type=values.output, default="profile.json", metavar="FILE", help="where to write it (default: profile.json)"
     )
