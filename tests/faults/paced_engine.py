@@ -1,6 +1,7 @@
 """An engine without a model whose steps take `STEP_SECONDS` while the file named by `GATE` exists, and no time once it is gone.
 
-Run as a script, this is `chairlift` with such an engine; `python -m paced_engine FD FORMAT` runs the engine's own process.
+Run as a script, this is `chairlift` with such an engine and with patience for clients that a busy machine slows down;
+`python -m paced_engine FD FORMAT` runs the engine's own process.
 """
 
 import os
@@ -38,7 +39,9 @@ def serve() -> int:
     """Runs the command line with the paced engine."""
     from chairlift.cli.main import main
     from chairlift.engine.client import AsyncEngine
+    from chairlift.server.door import body, http
 
+    body.MAX_SECONDS = http.HEADERS_SECONDS = http.STALL_SECONDS = 1000  # type: ignore[misc]
     AsyncEngine._command = ("-m", "paced_engine")
     return main()
 

@@ -45,7 +45,7 @@ class Served:
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], None]]:
-        """Keeps long requests from ending until the block ends, or until what it yields is called. For `served(paced=True)`."""
+        """Keeps long requests from ending until the block ends, or until what it yields is called."""
         self._gate.touch()
         try:
             yield partial(self._gate.unlink, missing_ok=True)
@@ -90,14 +90,13 @@ class Served:
 
 
 @contextmanager
-def served(*flags: str, paced: bool = False) -> Iterator[Served]:
-    """Serves without a model until it is left; `paced`: with an engine that can hold back its requests."""
+def served(*flags: str) -> Iterator[Served]:
+    """Serves without a model until it is left."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        program = [paced_engine.__file__] if paced else ["-m", "chairlift.cli.main"]
-        command = [sys.executable, *program, "serve", "--load-format", "none", "--port", str(port)]
+        command = [sys.executable, paced_engine.__file__, "serve", "--load-format", "none", "--port", str(port)]
         command += ["--admin-socket", str(directory / "admin"), "--log-level", "warning", *flags]
         with (directory / "log").open("wb") as log:
             process = subprocess.Popen(command, stderr=log, env=os.environ | {paced_engine.GATE: str(directory / "gate")})

@@ -59,7 +59,7 @@ def first_tokens(server: Served) -> int:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(*ROWS, paced=True) as one:
+    with served(*ROWS) as one:
         yield one
 
 
@@ -104,7 +104,7 @@ def test_an_engine_that_is_stopped_is_unhealthy_and_goes_on_where_it_was(server)
 
 
 def test_sigterm_loses_no_request():
-    with served(*ROWS, "--shutdown-timeout", "1000", paced=True) as server:
+    with served(*ROWS, "--shutdown-timeout", "1000") as server:
         with load(server) as (asked, release):
             server.process.send_signal(signal.SIGTERM)
             until(lambda: server.status("/ready") == 503)
@@ -125,7 +125,7 @@ def test_sigterm_loses_no_request():
 
 
 def test_a_second_sigterm_ends_the_server_now():
-    with served(*ROWS, "--shutdown-timeout", "1000", paced=True) as server:
+    with served(*ROWS, "--shutdown-timeout", "1000") as server:
         engine = server.engine()
         with load(server) as (asked, _):
             server.process.send_signal(signal.SIGTERM)
