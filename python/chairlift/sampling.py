@@ -46,7 +46,7 @@ def structured(given: Any) -> StructuredOutput:
     elif isinstance(value, Mapping):
         [*keys] = value
         value = (keys[0], value[keys[0]]) if len(keys) == 1 and keys[0] in STRUCTURES else ("json", value)
-    if not isinstance(value, tuple) or not 1 <= len(value) <= 3:
+    if not isinstance(value, tuple | list) or not 1 <= len(value) <= 3:
         raise InvalidRequest(
             f"structured_output must be a StructuredOutput, a JSON schema as a dict, or a dict of one of {', '.join(STRUCTURES)}, "
             f"got {given!r:.100}",

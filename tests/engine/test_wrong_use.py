@@ -121,6 +121,7 @@ def test_sampling_params_as_in_vllm():
         ({"json": SCHEMA}, "json", SCHEMA),
         (StructuredOutput("json", SCHEMA), "json", SCHEMA),
         (("json", json.dumps(SCHEMA)), "json", SCHEMA),
+        (["json", json.dumps(SCHEMA), "response_format"], "json", SCHEMA),  # as it comes out of msgpack
         (City, "json", City.model_json_schema()),
         ({"json": City}, "json", City.model_json_schema()),
         ({"choice": ["a", "b"]}, "choice", ["a", "b"]),
