@@ -20,6 +20,16 @@ test: $(VENV)/.developing ## set everything up and pass every test
 	cargo test --workspace
 	$(BIN)/python -m pytest $(ARGS)
 
+.PHONY: loom
+loom: ## model-check the CPU kernels' thread pool with loom
+	RUSTFLAGS="--cfg loom" cargo test --target-dir target/loom -p chairlift-cpu --lib loom_tests
+
+.PHONY: miri
+miri: ## run the CPU kernels' shared memory and KV cache tests under Miri (needs a nightly toolchain)
+	@cargo +nightly miri --version >/dev/null 2>&1 || { \
+	  echo "make miri needs a nightly toolchain with Miri: rustup toolchain install nightly --component miri" >&2; exit 1; }
+	cargo +nightly miri test -p chairlift-cpu --lib -- aligned unsafe_slice cache
+
 .PHONY: check
 check: $(VENV)/.developing ## formatting, lints and types of both languages
 	cargo fmt --all --check

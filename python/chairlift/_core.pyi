@@ -372,6 +372,7 @@ class Decoder:
         """Runs a step over the cache, without the GIL, and keeps the hidden states of its tokens.
 
         Arrays are those of `chairlift.runner.buffers.StepBuffers`, but for block_tables: a row for each sequence of the step.
+        Raises ValueError for a step that threads could not share: two tokens with one slot, sequences that overlap, unknown tokens.
         """
 
     def logits(self, at: NDArray[np.int32], out: NDArray[np.float32]) -> None:

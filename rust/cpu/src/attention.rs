@@ -4,9 +4,10 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::null;
 
+use crate::aligned::AlignedVec;
 use crate::cache::{Cell, KvForm, Pages, Parts};
-use crate::lines::{Lines, Shared};
 use crate::simd::{Isa, Kernel, Simd, exp};
+use crate::unsafe_slice::UnsafeSlice;
 
 #[cfg(test)]
 mod tests;
@@ -103,15 +104,15 @@ impl<'a> Plan<'a> {
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     /// \[rows\]\[head dim\], over the root of the head dim.
-    query: Lines<f32>,
+    query: AlignedVec<f32>,
     /// \[rows\]\[head dim, padded\]: values weighted by the powers of e.
-    sums: Lines<f32>,
+    sums: AlignedVec<f32>,
     /// \[rows\]\[lanes\]: the powers of e, summed by position modulo lanes.
-    weights: Lines<f32>,
+    weights: AlignedVec<f32>,
     /// \[rows\]: the largest score so far, of which the powers of e are relative.
-    largest: Lines<f32>,
+    largest: AlignedVec<f32>,
     /// \[head dim\]\[TILE\]: keys in whatever form, where blocks do not hold whole registers of them.
-    keys: Lines<i32>,
+    keys: AlignedVec<i32>,
 }
 
 /// One layer's attention: scaled dot products, softmax, weighted values.
@@ -126,7 +127,7 @@ pub(crate) struct Attention<'a> {
     pub(crate) query: &'a [f32],
     pub(crate) stride: usize,
     /// \[tokens\]\[heads\]\[head dim\].
-    pub(crate) out: Shared<'a, f32>,
+    pub(crate) out: UnsafeSlice<'a, f32>,
 }
 
 impl Attention<'_> {

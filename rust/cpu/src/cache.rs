@@ -6,9 +6,10 @@ use std::ptr::slice_from_raw_parts_mut;
 
 use thiserror::Error;
 
+use crate::aligned::Pod;
 use crate::half;
-use crate::lines::{Plain, Shared};
 use crate::simd::Simd;
+use crate::unsafe_slice::UnsafeSlice;
 
 #[cfg(test)]
 mod tests;
@@ -110,7 +111,7 @@ impl KvCache {
 
     /// A view that threads may write to.
     pub(crate) fn pages(&mut self) -> Pages<'_> {
-        Pages { cells: Shared::new(&mut self.device), shape: self.shape, form: self.form, page: Page::new(self.shape, self.form) }
+        Pages { cells: UnsafeSlice::new(&mut self.device), shape: self.shape, form: self.form, page: Page::new(self.shape, self.form) }
     }
 
     /// Where a block's pages of one layer lie.
@@ -152,7 +153,7 @@ impl Page {
 /// A cache that a team of threads writes and reads together.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pages<'a> {
-    cells: Shared<'a, u8>,
+    cells: UnsafeSlice<'a, u8>,
     pub(crate) shape: KvShape,
     pub(crate) form: KvForm,
     page: Page,
@@ -255,7 +256,7 @@ impl Pages<'_> {
 }
 
 /// A number as it is stored.
-pub(crate) trait Cell: Plain {
+pub(crate) trait Cell: Pod {
     /// Whether there are scales.
     const SCALED: bool;
 

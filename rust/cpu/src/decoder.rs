@@ -1,15 +1,17 @@
-//! A decoder of the Llama family: a step's forward pass, all of it on one team of threads.
+//! A decoder of the Llama family: a step's forward pass, all of it on one thread pool.
 
 use std::sync::{Mutex, PoisonError};
 
+use crate::aligned::AlignedVec;
 use crate::attention::{self, Attention, Plan, Sequences};
-use crate::cache::KvCache;
-use crate::linear::{Linear, Rows, Scratch, Then};
-use crate::lines::{Lines, Shared};
+use crate::cache::{KvCache, KvShape};
+use crate::linear::{Epilogue, Linear, Rows, Scratch};
 use crate::norm::RmsNorm;
-use crate::pool::Pool;
+use crate::pool::ThreadPool;
 use crate::rope::{Rotate, turns};
 use crate::simd::Isa;
+use crate::step::{SlotSet, Step, StepError};
+use crate::unsafe_slice::UnsafeSlice;
 use crate::weights::{Matrix, Merge};
 
 /// The sizes of a decoder.
@@ -25,7 +27,7 @@ pub struct Shape {
     pub kv_heads: usize,
     /// Numbers of a head.
     pub head_dim: usize,
-    /// What keeps the norms from dividing by zero.
+    /// `rms_norm_eps`.
     pub eps: f32,
     /// Radians per position of each pair of a head's numbers.
     pub frequencies: Vec<f32>,
@@ -40,50 +42,37 @@ pub struct Layer {
     pub qkv: Linear,
     /// Of the norms of each head's queries, and keys, if there are such.
     pub qk_norm: Option<[Vec<f32>; 2]>,
-    /// What attention found.
+    /// `o_proj`.
     pub output: Linear,
     /// Of the norm before the gated network.
     pub post_norm: Vec<f32>,
     /// A gated matrix.
     pub gate_up: Linear,
-    /// What was let through.
+    /// `down_proj`.
     pub down: Linear,
     /// Tokens that a token sees, itself included; all if none is said.
     pub window: Option<usize>,
-}
-
-/// One forward pass: tokens of some sequences. What the arrays hold is told in Python's `StepBuffers`.
-#[derive(Clone, Copy, Debug)]
-#[allow(missing_docs)]
-pub struct Step<'a> {
-    pub input_ids: &'a [i32],
-    pub positions: &'a [i32],
-    pub slots: &'a [i32],
-    pub query_starts: &'a [i32],
-    pub context_lens: &'a [i32],
-    pub block_tables: &'a [i32],
-    /// Blocks that a sequence has room for in `block_tables`.
-    pub max_blocks: usize,
 }
 
 /// A decoder, and what it computes in.
 #[derive(Debug)]
 pub struct Decoder {
     isa: Isa,
-    pool: Pool,
+    pool: ThreadPool,
     shape: Shape,
     layers: Vec<Layer>,
     norm: Vec<f32>,
     /// Where tokens' first hidden states are read, if not in the head.
     embedding: Option<Matrix>,
     head: Linear,
+    slots: SlotSet,
     /// Tokens of the last step.
     tokens: usize,
-    hidden: Lines<f32>,
-    qkv: Lines<f32>,
-    attended: Lines<f32>,
-    inner: Lines<f32>,
-    turns: Lines<f32>,
+    hidden: AlignedVec<f32>,
+    qkv: AlignedVec<f32>,
+    attended: AlignedVec<f32>,
+    inner: AlignedVec<f32>,
+    turns: AlignedVec<f32>,
     rows: Rows,
     scratch: Vec<Mutex<Spare>>,
 }
@@ -99,7 +88,7 @@ struct Spare {
 /// Weights that do not fit each other.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what} do not fit the decoder's shape")]
-pub struct Misshapen {
+pub struct ShapeError {
     /// Which.
     pub what: &'static str,
 }
@@ -108,16 +97,16 @@ impl Decoder {
     /// A decoder of these weights; `embedding` where it is not the head's matrix.
     pub fn new(
         isa: Isa,
-        pool: Pool,
+        pool: ThreadPool,
         shape: Shape,
         layers: Vec<Layer>,
         norm: Vec<f32>,
         embedding: Option<Matrix>,
         head: Linear,
-    ) -> Result<Self, Misshapen> {
+    ) -> Result<Self, ShapeError> {
         let Shape { hidden, inner, heads, kv_heads, head_dim, .. } = shape;
         let (queries, kv) = (heads * head_dim, kv_heads * head_dim);
-        let check = |fits: bool, what: &'static str| if fits { Ok(()) } else { Err(Misshapen { what }) };
+        let check = |fits: bool, what: &'static str| if fits { Ok(()) } else { Err(ShapeError { what }) };
         check(kv_heads > 0 && heads.is_multiple_of(kv_heads) && head_dim == 2 * shape.frequencies.len(), "heads")?;
         for layer in &layers {
             check(layer.input_norm.len() == hidden && layer.post_norm.len() == hidden, "norms")?;
@@ -133,7 +122,7 @@ impl Decoder {
             check(matrix.is(vocabulary, hidden, Merge::Stacked), "embeddings")?;
         }
         let scratch = (0..pool.size()).map(|_| Mutex::default()).collect();
-        let empty = Lines::default;
+        let empty = AlignedVec::default;
         Ok(Self {
             isa,
             pool,
@@ -142,6 +131,7 @@ impl Decoder {
             norm,
             embedding,
             head,
+            slots: SlotSet::default(),
             tokens: 0,
             hidden: empty(),
             qkv: empty(),
@@ -155,8 +145,10 @@ impl Decoder {
 
     /// Runs a step, and keeps the hidden states of its tokens.
     ///
-    /// No two tokens have the same slot. Panics if the step's arrays do not fit each other, the model or the cache.
-    pub fn forward(&mut self, step: &Step<'_>, cache: &mut KvCache) {
+    /// Refuses, with nothing changed, a step whose arrays do not fit each other, the model or the cache: threads rely on it that no two
+    /// tokens have one slot or one place. Panics for a block table that names blocks which the cache does not have.
+    pub fn forward(&mut self, step: &Step<'_>, cache: &mut KvCache) -> Result<(), StepError> {
+        self.check(step, cache.shape())?;
         let Self { isa, pool, shape, layers, embedding, head, rows, scratch, .. } = self;
         let (isa, tokens) = (*isa, step.input_ids.len());
         self.tokens = tokens;
@@ -181,7 +173,7 @@ impl Decoder {
         pool.run(|worker| {
             let mut spare = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);
             let Spare { linear, attention, head } = &mut *spare;
-            worker.each(tokens, |t| {
+            worker.parallel_for(tokens, |t| {
                 // SAFETY: as said above.
                 let (state, turn) = unsafe { (states.write(t * hidden, hidden), turned.write(t * head_dim, head_dim)) };
                 table.read_row(step.input_ids[t] as usize, state);
@@ -194,8 +186,8 @@ impl Decoder {
                     isa.run(RmsNorm { x, weight, eps, out });
                 };
                 packed.pack(worker, isa, &layer.qkv, linear, |t, out| normed(&layer.input_norm, t, out));
-                packed.multiply(worker, isa, &layer.qkv, qkv, wide, Then::Store, linear);
-                worker.each(tokens, |t| {
+                packed.multiply(worker, isa, &layer.qkv, qkv, wide, Epilogue::Store, linear);
+                worker.parallel_for(tokens, |t| {
                     // SAFETY: as said above; a step has one token a slot.
                     unsafe {
                         let row = qkv.write(t * wide, wide);
@@ -214,18 +206,34 @@ impl Decoder {
                 let query = unsafe { qkv.read(0, tokens * wide) };
                 let seen = Attention { plan: &plan, pages, layer: index, window: layer.window, query, stride: wide, out: attended };
                 // SAFETY: as said above.
-                worker.each(plan.len(), |task| unsafe { seen.attend(isa, task, attention) });
+                worker.parallel_for(plan.len(), |task| unsafe { seen.attend(isa, task, attention) });
                 // SAFETY: as said above.
                 packed
                     .pack(worker, isa, &layer.output, linear, |t, out| out.copy_from_slice(unsafe { attended.read(t * queries, queries) }));
-                packed.multiply(worker, isa, &layer.output, states, hidden, Then::Add, linear);
+                packed.multiply(worker, isa, &layer.output, states, hidden, Epilogue::Add, linear);
                 packed.pack(worker, isa, &layer.gate_up, linear, |t, out| normed(&layer.post_norm, t, out));
-                packed.multiply(worker, isa, &layer.gate_up, inners, inner, Then::Gate, linear);
+                packed.multiply(worker, isa, &layer.gate_up, inners, inner, Epilogue::Gate, linear);
                 // SAFETY: as said above.
                 packed.pack(worker, isa, &layer.down, linear, |t, out| out.copy_from_slice(unsafe { inners.read(t * inner, inner) }));
-                packed.multiply(worker, isa, &layer.down, states, hidden, Then::Add, linear);
+                packed.multiply(worker, isa, &layer.down, states, hidden, Epilogue::Add, linear);
             }
         });
+        Ok(())
+    }
+
+    /// Checks a step against the model and the cache.
+    fn check(&mut self, step: &Step<'_>, cache: KvShape) -> Result<(), StepError> {
+        let sizes = [
+            ("layers", cache.layers, self.layers.len()),
+            ("KV heads", cache.kv_heads, self.shape.kv_heads),
+            ("numbers a head", cache.head_dim, self.shape.head_dim),
+        ];
+        for (what, found, expected) in sizes {
+            if found != expected {
+                return Err(StepError::Cache { what, found, expected });
+            }
+        }
+        step.check(self.head.matrix.outs, cache, &mut self.slots)
     }
 
     /// What the last step's hidden states say of the tokens after those at places `at`: [`at`][vocabulary] into `out`.
@@ -235,14 +243,14 @@ impl Decoder {
         let vocabulary = head.matrix.outs;
         assert!(out.len() >= at.len() * vocabulary && at.iter().all(|&t| (t as usize) < self.tokens), "places of the last step");
         rows.reserve(isa, at.len(), hidden);
-        let (states, packed, out) = (&self.hidden, rows.packed(isa, at.len()), Shared::new(out));
+        let (states, packed, out) = (&self.hidden, rows.packed(isa, at.len()), UnsafeSlice::new(out));
         pool.run(|worker| {
             let linear = &mut scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner).linear;
             packed.pack(worker, isa, head, linear, |i, row| {
                 let x = &states[at[i] as usize * hidden..][..hidden];
                 isa.run(RmsNorm { x, weight: norm, eps, out: row });
             });
-            packed.multiply(worker, isa, head, out, vocabulary, Then::Store, linear);
+            packed.multiply(worker, isa, head, out, vocabulary, Epilogue::Store, linear);
         });
     }
 }

@@ -5,23 +5,25 @@
 //! shape of the weights. So a request's result is the same, bit for bit,
 //! whoever shares its step, however its prompt was cut, and on how many threads.
 
+mod aligned;
 mod attention;
 pub mod cache;
 mod decoder;
 pub mod half;
 mod linear;
-mod lines;
 mod norm;
 mod pool;
 mod quant;
 mod rope;
 pub mod sample;
 mod simd;
+mod step;
+mod unsafe_slice;
 mod weights;
 
-pub use decoder::{Decoder, Layer, Misshapen, Shape, Step};
+pub use decoder::{Decoder, Layer, Shape, ShapeError};
 pub use linear::Linear;
-pub use lines::Window;
-pub use pool::{Pool, Worker};
+pub use pool::{ThreadPool, Worker};
 pub use simd::Isa;
+pub use step::{Step, StepError};
 pub use weights::{Form, Matrix, Merge, Numbers, PackError};

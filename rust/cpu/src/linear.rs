@@ -8,10 +8,11 @@
 
 use std::ops::Range;
 
-use crate::lines::{Lines, Shared};
+use crate::aligned::AlignedVec;
 use crate::pool::Worker;
 use crate::quant::{self, BLOCK, QuantRows};
 use crate::simd::{Isa, Kernel, Simd, exp};
+use crate::unsafe_slice::UnsafeSlice;
 use crate::weights::{Element, Matrix, Panels, Store};
 
 /// Inputs that are summed before the next panel's turn: a panel's part of so many stays in the second cache with the rows'.
@@ -74,7 +75,7 @@ impl Tiling {
 /// Rows of activations as tiles want them: [inputs][rows of the tile], tile after tile; or as 8-bit blocks.
 #[derive(Debug, Default)]
 pub(crate) struct Rows {
-    floats: Lines<f32>,
+    floats: AlignedVec<f32>,
     quant: QuantRows,
 }
 
@@ -82,13 +83,13 @@ pub(crate) struct Rows {
 #[derive(Clone, Copy)]
 pub(crate) struct Packed<'a> {
     tiling: Tiling,
-    floats: Shared<'a, f32>,
+    floats: UnsafeSlice<'a, f32>,
     quant: quant::SharedRows<'a>,
 }
 
 /// What becomes of the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Then {
+pub(crate) enum Epilogue {
     /// They are the result.
     Store,
     /// They are added to what is there.
@@ -101,8 +102,8 @@ pub(crate) enum Then {
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     row: Vec<f32>,
-    expanded: Lines<f32>,
-    sums: Lines<f32>,
+    expanded: AlignedVec<f32>,
+    sums: AlignedVec<f32>,
 }
 
 impl Rows {
@@ -131,7 +132,7 @@ impl Packed<'_> {
         let ins = layer.matrix.ins;
         scratch.row.resize(ins, 0.0);
         let row = &mut scratch.row;
-        worker.each(self.tiling.tiles(), |tile| {
+        worker.parallel_for(self.tiling.tiles(), |tile| {
             let range = self.tiling.range(tile);
             let height = range.len();
             for m in range.clone() {
@@ -150,16 +151,16 @@ impl Packed<'_> {
         });
     }
 
-    /// Multiplies the packed rows by the layer's weights, adds its bias, and does `then` with the results: row m goes to `out[m * stride..]`. A phase of the team.
+    /// Multiplies the packed rows by the layer's weights, adds its bias, and applies `epilogue` to the results: row m goes to `out[m * stride..]`. A phase of the team.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn multiply(
         self,
         worker: &mut Worker<'_>,
         isa: Isa,
         layer: &Linear,
-        out: Shared<'_, f32>,
+        out: UnsafeSlice<'_, f32>,
         stride: usize,
-        then: Then,
+        epilogue: Epilogue,
         scratch: &mut Scratch,
     ) {
         let Linear { matrix, bias } = layer;
@@ -168,7 +169,7 @@ impl Packed<'_> {
         let groups = self.tiling.tiles().div_ceil(group);
         let strip = (panels * groups / (4 * worker.size())).clamp(1, STRIP);
         let strips = panels.div_ceil(strip);
-        worker.each(strips * groups, |piece| {
+        worker.parallel_for(strips * groups, |piece| {
             let first = piece % strips * strip;
             let part = first..(first + strip).min(panels);
             let first = piece / strips * group;
@@ -197,7 +198,7 @@ impl Packed<'_> {
                     }
                 }
             }
-            let columns = if then == Then::Gate { width / 2 } else { width };
+            let columns = if epilogue == Epilogue::Gate { width / 2 } else { width };
             for (i, panel) in part.enumerate() {
                 let bias = bias.as_ref().map(|bias| &bias[panel * width..(panel + 1) * width]);
                 let count = columns.min(matrix.outs - panel * columns);
@@ -205,7 +206,7 @@ impl Packed<'_> {
                     let sums = &mut scratch.sums[(i * rows.len() + m - rows.start) * width..][..width];
                     // SAFETY: the columns of a panel are one piece's, in each row.
                     let out = unsafe { out.write(m * stride + panel * columns, count) };
-                    isa.run(Finish { sums, bias, out, then });
+                    isa.run(Finish { sums, bias, out, epilogue });
                 }
             }
         });
@@ -414,7 +415,7 @@ struct Finish<'a> {
     sums: &'a mut [f32],
     bias: Option<&'a [f32]>,
     out: &'a mut [f32],
-    then: Then,
+    epilogue: Epilogue,
 }
 
 impl Kernel for Finish<'_> {
@@ -427,10 +428,10 @@ impl Kernel for Finish<'_> {
                 *sum += b;
             }
         }
-        match self.then {
-            Then::Store => self.out.copy_from_slice(&self.sums[..self.out.len()]),
-            Then::Add => self.out.iter_mut().zip(self.sums).for_each(|(x, sum)| *x += *sum),
-            Then::Gate => {
+        match self.epilogue {
+            Epilogue::Store => self.out.copy_from_slice(&self.sums[..self.out.len()]),
+            Epilogue::Add => self.out.iter_mut().zip(self.sums).for_each(|(x, sum)| *x += *sum),
+            Epilogue::Gate => {
                 let half = self.sums.len() / 2;
                 assert!(half.is_multiple_of(S::LANES));
                 let (gates, ups) = self.sums.split_at_mut(half);

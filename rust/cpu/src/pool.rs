@@ -1,47 +1,59 @@
-//! Threads that do one thing together, in phases.
+//! A thread pool that runs one function on all its threads, in phases with a barrier after each.
 
 use std::any::Any;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
-use std::thread::JoinHandle;
-use std::{hint, thread};
 
-/// How often a thread looks whether a phase has ended before it lets others have the core.
+#[cfg(loom)]
+use loom::{
+    hint,
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    sync::{Arc, Condvar, Mutex},
+    thread,
+};
+#[cfg(not(loom))]
+use std::{
+    hint,
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    sync::{Arc, Condvar, Mutex},
+    thread,
+};
+
+/// How often a thread polls the barrier before it yields its core.
 ///
-/// Some tens of microseconds: phases end nearly together, unless a thread lost its core to somebody else.
-const SPINS: u32 = 2_000;
+/// Some tens of microseconds: phases end nearly together, unless the system took a thread's core away.
+const SPINS: u32 = if cfg!(loom) { 0 } else { 2_000 };
 
-/// Threads that sleep until there is work, and then work as a team.
+/// Threads that sleep until [`ThreadPool::run`] has work for all of them.
 #[derive(Debug)]
-pub struct Pool {
-    team: Arc<Team>,
-    threads: Vec<JoinHandle<()>>,
+pub struct ThreadPool {
+    state: Arc<State>,
+    threads: Vec<thread::JoinHandle<()>>,
 }
 
 /// What all threads share.
 #[derive(Debug)]
-struct Team {
+struct State {
     size: usize,
     call: Mutex<Call>,
     called: Condvar,
     returned: Condvar,
-    /// The next piece of the phase.
-    ticket: Apart<AtomicUsize>,
+    /// The next index of the phase's loop.
+    next: CachePadded<AtomicUsize>,
     /// Threads that have come to the end of the phase.
-    arrived: Apart<AtomicUsize>,
+    arrived: CachePadded<AtomicUsize>,
     /// Phases that have ended.
-    phases: Apart<AtomicUsize>,
+    phases: CachePadded<AtomicUsize>,
     /// A thread panicked: nobody may wait for it.
     broken: AtomicBool,
 }
 
-/// On a cache line of its own (processors fetch them in pairs), so that those who wait do not slow down those who work.
+/// A value on a cache line of its own (processors fetch them in pairs), so that waiting threads do not slow down working ones.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct Apart<T>(T);
+struct CachePadded<T>(T);
 
-/// What a thread panics with that others wait for in vain.
+/// The panic of a thread that waits for one that panicked.
 struct Abandoned;
 
 /// What the threads are to do now.
@@ -60,60 +72,61 @@ impl std::fmt::Debug for Call {
     }
 }
 
-/// A function of the thread that called [`Pool::run`], which stays there until all have returned from it.
+/// A function of the thread that called [`ThreadPool::run`], which stays there until all have returned from it.
 #[derive(Clone, Copy)]
 struct Work(*const (dyn Fn(&mut Worker<'_>) + Sync));
 
-// SAFETY: the function is `Sync`, and lives as long as anybody may call it (see `Pool::run`).
+// SAFETY: the function is `Sync`, and lives as long as anybody may call it (see `ThreadPool::run`).
 unsafe impl Send for Work {}
 
 /// One thread's part in a call.
 #[derive(Debug)]
 pub struct Worker<'a> {
-    team: &'a Team,
+    state: &'a State,
     index: usize,
     phase: usize,
 }
 
-impl Pool {
-    /// Starts `threads - 1` threads: the one that calls `run` is one of the team.
-    pub fn new(threads: usize) -> Self {
-        let team = Arc::new(Team {
+impl ThreadPool {
+    /// Starts `threads - 1` threads: the one that calls `run` is the first. If one cannot be started, those before it end.
+    pub fn new(threads: usize) -> io::Result<Self> {
+        Self::start(threads, |index, state| thread::Builder::new().name(format!("chairlift-cpu-{index}")).spawn(move || state.serve(index)))
+    }
+
+    /// Starts the threads by `spawn`, which gets each one's index.
+    fn start(threads: usize, spawn: impl Fn(usize, Arc<State>) -> io::Result<thread::JoinHandle<()>>) -> io::Result<Self> {
+        let state = Arc::new(State {
             size: threads.max(1),
             call: Mutex::default(),
             called: Condvar::new(),
             returned: Condvar::new(),
-            ticket: Apart::default(),
-            arrived: Apart::default(),
-            phases: Apart::default(),
+            next: CachePadded::default(),
+            arrived: CachePadded::default(),
+            phases: CachePadded::default(),
             broken: AtomicBool::new(false),
         });
-        let threads = (1..team.size)
-            .map(|index| {
-                let team = Arc::clone(&team);
-                thread::Builder::new()
-                    .name(format!("chairlift-cpu-{index}"))
-                    .spawn(move || team.serve(index))
-                    .expect("a thread can be started")
-            })
-            .collect();
-        Self { team, threads }
+        // Dropped on the way out, the pool ends the threads that it has.
+        let mut pool = Self { state, threads: Vec::new() };
+        for index in 1..pool.state.size {
+            pool.threads.push(spawn(index, Arc::clone(&pool.state))?);
+        }
+        Ok(pool)
     }
 
     /// How many threads there are, the caller's included.
     pub fn size(&self) -> usize {
-        self.team.size
+        self.state.size
     }
 
     /// Lets every thread call `work` once, and returns when all have. What one panics with, this panics with.
     pub fn run(&mut self, work: impl Fn(&mut Worker<'_>) + Sync) {
         let work: &(dyn Fn(&mut Worker<'_>) + Sync) = &work;
-        let team = &*self.team;
+        let state = &*self.state;
         // The lock below shows this to the threads.
-        team.ticket.0.store(0, Ordering::Relaxed);
-        team.arrived.0.store(0, Ordering::Relaxed);
-        team.phases.0.store(0, Ordering::Relaxed);
-        team.broken.store(false, Ordering::Relaxed);
+        state.next.0.store(0, Ordering::Relaxed);
+        state.arrived.0.store(0, Ordering::Relaxed);
+        state.phases.0.store(0, Ordering::Relaxed);
+        state.broken.store(false, Ordering::Relaxed);
         // SAFETY: only the lifetime is forgotten, and this function does not return before `working` is 0. No cast: those may not
         // change lifetimes in days to come.
         #[allow(clippy::transmute_ptr_to_ptr)]
@@ -121,16 +134,16 @@ impl Pool {
             std::mem::transmute::<*const (dyn Fn(&mut Worker<'_>) + Sync), *const (dyn Fn(&mut Worker<'_>) + Sync + 'static)>(work)
         });
         {
-            let mut call = team.call.lock().expect("nobody panics with the lock");
+            let mut call = state.call.lock().expect("nobody panics with the lock");
             call.work = Some(forgotten);
             call.number += 1;
-            call.working = team.size - 1;
+            call.working = state.size - 1;
         }
-        team.called.notify_all();
-        team.call(work, 0);
-        let mut call = team.call.lock().expect("nobody panics with the lock");
+        state.called.notify_all();
+        state.call(work, 0);
+        let mut call = state.call.lock().expect("nobody panics with the lock");
         while call.working > 0 {
-            call = team.returned.wait(call).expect("nobody panics with the lock");
+            call = state.returned.wait(call).expect("nobody panics with the lock");
         }
         call.work = None;
         let panic = call.panic.take();
@@ -141,10 +154,10 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for ThreadPool {
     fn drop(&mut self) {
-        self.team.call.lock().expect("nobody panics with the lock").over = true;
-        self.team.called.notify_all();
+        self.state.call.lock().expect("nobody panics with the lock").over = true;
+        self.state.called.notify_all();
         for thread in self.threads.drain(..) {
             // What a thread panicked with was told by `run`.
             let _ = thread.join();
@@ -152,8 +165,8 @@ impl Drop for Pool {
     }
 }
 
-impl Team {
-    /// A thread's life: wait for a call, work, say so.
+impl State {
+    /// A thread's loop: waits for a call, runs it, reports its end.
     fn serve(&self, index: usize) {
         let mut seen = 0;
         loop {
@@ -181,7 +194,7 @@ impl Team {
     /// One thread's part. What it panics with is kept for the caller if it is the first; only then do others hear of it, so that
     /// theirs are later.
     fn call(&self, work: &(dyn Fn(&mut Worker<'_>) + Sync), index: usize) {
-        let mut worker = Worker { team: self, index, phase: 0 };
+        let mut worker = Worker { state: self, index, phase: 0 };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(&mut worker))) {
             self.call.lock().expect("nobody panics with the lock").panic.get_or_insert(panic);
             self.broken.store(true, Ordering::Release);
@@ -197,38 +210,38 @@ impl Worker<'_> {
 
     /// How many threads there are.
     pub fn size(&self) -> usize {
-        self.team.size
+        self.state.size
     }
 
-    /// Calls `piece` with the numbers below `count`, each on one thread of the team, whoever is free; then waits for the others.
+    /// Calls `body` with each index below `count`, on whichever thread is free, and waits until all threads have finished.
     ///
-    /// All threads of the team must come by with the same `count`. What was written in one phase is seen in the next.
-    pub fn each(&mut self, count: usize, mut piece: impl FnMut(usize)) {
+    /// Every thread must call it with the same `count`. Writes of one phase are visible in the next.
+    pub fn parallel_for(&mut self, count: usize, mut body: impl FnMut(usize)) {
         loop {
-            let next = self.team.ticket.0.fetch_add(1, Ordering::Relaxed);
+            let next = self.state.next.0.fetch_add(1, Ordering::Relaxed);
             if next >= count {
                 break;
             }
-            piece(next);
+            body(next);
         }
         self.wait();
     }
 
     /// Waits until all threads have come here.
     fn wait(&mut self) {
-        let team = self.team;
+        let state = self.state;
         self.phase += 1;
         // What each thread did is released by its addition, acquired by the last one's, and released with the phase's end to
-        // those who see it. In between all have drawn their last ticket and none the next phase's first: a time to reset it.
-        if team.arrived.0.fetch_add(1, Ordering::AcqRel) + 1 == team.size {
-            team.arrived.0.store(0, Ordering::Relaxed);
-            team.ticket.0.store(0, Ordering::Relaxed);
-            team.phases.0.store(self.phase, Ordering::Release);
+        // those who see it. In between all have taken their last index and none the next phase's first, so the counter can be reset.
+        if state.arrived.0.fetch_add(1, Ordering::AcqRel) + 1 == state.size {
+            state.arrived.0.store(0, Ordering::Relaxed);
+            state.next.0.store(0, Ordering::Relaxed);
+            state.phases.0.store(self.phase, Ordering::Release);
             return;
         }
         let mut spins = 0;
-        while team.phases.0.load(Ordering::Acquire) < self.phase {
-            if team.broken.load(Ordering::Acquire) {
+        while state.phases.0.load(Ordering::Acquire) < self.phase {
+            if state.broken.load(Ordering::Acquire) {
                 resume_unwind(Box::new(Abandoned));
             }
             if spins < SPINS {
@@ -241,20 +254,20 @@ impl Worker<'_> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
     #[test]
     fn every_piece_is_done_once_and_phases_do_not_overlap() {
         for threads in [1, 2, 3, 7] {
-            let mut pool = Pool::new(threads);
+            let mut pool = ThreadPool::new(threads).expect("threads");
             for round in 0..50 {
                 let counts = [1, 0, 5, 64, 3];
                 let done: Vec<Vec<AtomicUsize>> = counts.iter().map(|&n| (0..n).map(|_| AtomicUsize::new(0)).collect()).collect();
                 pool.run(|worker| {
                     for (phase, pieces) in done.iter().enumerate() {
-                        worker.each(pieces.len(), |i| {
+                        worker.parallel_for(pieces.len(), |i| {
                             pieces[i].fetch_add(1, Ordering::Relaxed);
                             let before = &done[..phase];
                             assert!(before.iter().flatten().all(|n| n.load(Ordering::Relaxed) == 1), "round {round}");
@@ -268,23 +281,23 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
-        let mut pool = Pool::new(4);
+        let mut pool = ThreadPool::new(4).expect("threads");
         for round in 0..400 {
             let guilty = round % 4;
             let result = catch_unwind(AssertUnwindSafe(|| {
                 pool.run(|worker| {
-                    worker.each(10, |_| ());
+                    worker.parallel_for(10, |_| ());
                     // Without a word to the standard error, which others read.
                     if worker.index() == guilty {
                         resume_unwind(Box::new(round));
                     }
-                    worker.each(10, |_| ());
+                    worker.parallel_for(10, |_| ());
                 });
             }));
             assert_eq!(*result.expect_err("it panicked").downcast::<usize>().expect("the one who began"), round);
             let count = AtomicUsize::new(0);
             pool.run(|worker| {
-                worker.each(100, |_| {
+                worker.parallel_for(100, |_| {
                     count.fetch_add(1, Ordering::Relaxed);
                 });
             });
@@ -294,12 +307,12 @@ mod tests {
 
     #[test]
     fn a_piece_that_panics_leaves_nobody_waiting() {
-        let mut pool = Pool::new(3);
+        let mut pool = ThreadPool::new(3).expect("threads");
         for round in 0..100 {
             let result = catch_unwind(AssertUnwindSafe(|| {
                 pool.run(|worker| {
                     for phase in 0..4 {
-                        worker.each(7, |i| {
+                        worker.parallel_for(7, |i| {
                             if (phase, i) == (round % 4, round % 7) {
                                 resume_unwind(Box::new("this piece"));
                             }
@@ -309,5 +322,84 @@ mod tests {
             }));
             assert_eq!(*result.expect_err("it panicked").downcast::<&str>().expect("with words"), "this piece");
         }
+    }
+
+    #[test]
+    fn a_pool_that_cannot_start_all_threads_ends_those_it_started() {
+        for failing in 1..4 {
+            let kept = Mutex::new(None);
+            let error = ThreadPool::start(4, |index, state| {
+                *kept.lock().expect("one thread") = Some(Arc::downgrade(&state));
+                if index == failing {
+                    return Err(io::Error::other("no more threads"));
+                }
+                thread::Builder::new().spawn(move || state.serve(index))
+            });
+            assert_eq!(error.expect_err("one failed").to_string(), "no more threads");
+            // Each running thread would hold the state.
+            assert!(kept.into_inner().expect("one thread").expect("spawned").upgrade().is_none(), "thread {failing} failed");
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use loom::cell::UnsafeCell;
+
+    use super::*;
+
+    /// Numbers that loom watches for races; each index is written by one thread of a phase.
+    struct Cells(Vec<UnsafeCell<usize>>);
+    // SAFETY: loom reports accesses that race.
+    unsafe impl Sync for Cells {}
+
+    impl Cells {
+        fn new(count: usize) -> Self {
+            Self((0..count).map(|_| UnsafeCell::new(0)).collect())
+        }
+        fn set(&self, index: usize, value: usize) {
+            // SAFETY: as above.
+            self.0[index].with_mut(|cell| unsafe { *cell = value });
+        }
+        fn get(&self, index: usize) -> usize {
+            // SAFETY: as above.
+            self.0[index].with(|cell| unsafe { *cell })
+        }
+    }
+
+    fn model(check: impl Fn() + Sync + Send + 'static) {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = builder.preemption_bound.or(Some(2));
+        builder.check(check);
+    }
+
+    #[test]
+    fn phases_see_what_the_phases_before_wrote() {
+        model(|| {
+            let mut pool = ThreadPool::new(2).expect("threads");
+            let (first, second) = (Cells::new(2), Cells::new(2));
+            pool.run(|worker| {
+                worker.parallel_for(2, |i| first.set(i, i + 1));
+                worker.parallel_for(2, |i| second.set(i, first.get(0) + first.get(1)));
+            });
+            assert_eq!((second.get(0), second.get(1)), (3, 3));
+        });
+    }
+
+    #[test]
+    fn calls_follow_each_other_and_the_pool_ends() {
+        model(|| {
+            let mut pool = ThreadPool::new(2).expect("threads");
+            let cells = Cells::new(1);
+            for value in 1..3 {
+                pool.run(|worker| worker.parallel_for(1, |i| cells.set(i, cells.get(i) + value)));
+            }
+            assert_eq!(cells.get(0), 3);
+        });
+    }
+
+    #[test]
+    fn a_pool_that_is_never_used_ends() {
+        model(|| drop(ThreadPool::new(3).expect("threads")));
     }
 }

@@ -1,9 +1,9 @@
 //! A linear layer's weights, packed in panels: columns that a tile computes
 //! side by side lie side by side.
 
+use crate::aligned::{AlignedVec, Pod};
 use crate::half;
-use crate::lines::{Lines, Plain};
-use crate::pool::Pool;
+use crate::pool::ThreadPool;
 use crate::quant::{BLOCK, Bits, BlockType, QuantWeights, Source};
 use crate::simd::{Isa, Simd};
 
@@ -96,7 +96,7 @@ pub enum PackError {
 }
 
 /// A number that weights are kept in.
-pub(crate) trait Element: Plain {
+pub(crate) trait Element: Pod {
     /// Reads a register of them as fp32.
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F;
     /// The nearest to `x`.
@@ -116,9 +116,9 @@ pub(crate) struct F16(u16);
 pub(crate) struct Bf16(u16);
 
 // SAFETY: a u16 by another name.
-unsafe impl Plain for F16 {}
+unsafe impl Pod for F16 {}
 // SAFETY: as above.
-unsafe impl Plain for Bf16 {}
+unsafe impl Pod for Bf16 {}
 
 impl Element for f32 {
     #[inline(always)]
@@ -171,24 +171,24 @@ impl Element for Bf16 {
 /// Panels of one kind of number: [panels][ins][panel width].
 #[derive(Debug)]
 pub(crate) struct Panels<E> {
-    pub(crate) numbers: Lines<E>,
+    pub(crate) numbers: AlignedVec<E>,
     pub(crate) ins: usize,
     pub(crate) width: usize,
 }
 
 impl<E: Element> Panels<E> {
     fn pack<'a>(
-        pool: &mut Pool,
+        pool: &mut ThreadPool,
         width: usize,
         ins: usize,
         columns: usize,
         row: impl Fn(usize) -> Option<(Numbers<'a>, usize)> + Sync,
     ) -> Self {
-        let mut numbers = Lines::zeros(columns.next_multiple_of(width) * ins);
+        let mut numbers = AlignedVec::zeros(columns.next_multiple_of(width) * ins);
         let shared = numbers.shared();
         pool.run(|worker| {
             let mut buffer = vec![0.0; ins];
-            worker.each(columns.div_ceil(width), |panel| {
+            worker.parallel_for(columns.div_ceil(width), |panel| {
                 // SAFETY: each panel is one piece's.
                 let out: &mut [E] = unsafe { shared.write(panel * width * ins, width * ins) };
                 for column in 0..width {
@@ -240,7 +240,7 @@ pub(crate) enum Store {
 impl Matrix {
     /// Packs sources of `ins` columns each, given with their numbers of rows.
     pub fn pack(
-        pool: &mut Pool,
+        pool: &mut ThreadPool,
         isa: Isa,
         parts: &[(usize, Numbers<'_>)],
         ins: usize,

@@ -1,7 +1,7 @@
 //! The whole decoder: against plain arithmetic, and bit for bit against itself in other company.
 
 use chairlift_cpu::cache::{KvCache, KvForm, KvShape};
-use chairlift_cpu::{Decoder, Form, Isa, Layer, Linear, Matrix, Merge, Numbers, Pool, Shape, Step};
+use chairlift_cpu::{Decoder, Form, Isa, Layer, Linear, Matrix, Merge, Numbers, Shape, Step, StepError, ThreadPool};
 
 const HIDDEN: usize = 48;
 const INNER: usize = 72;
@@ -60,7 +60,7 @@ impl Weights {
     }
 
     fn decoder(&self, isa: Isa, form: Form, threads: usize, window: Option<usize>) -> Decoder {
-        let mut pool = Pool::new(1);
+        let mut pool = ThreadPool::new(1).expect("threads");
         let mut linear = |parts: &[&[f32]], ins: usize, merge: Merge, bias: Option<&[f32]>| {
             let parts: Vec<_> = parts.iter().map(|part| (part.len() / ins, Numbers::F32(part))).collect();
             Linear::new(Matrix::pack(&mut pool, isa, &parts, ins, merge, form).expect("it fits"), isa, bias)
@@ -84,7 +84,8 @@ impl Weights {
         let head = linear(&[&self.embedding], HIDDEN, Merge::Stacked, None);
         let frequencies = self.frequencies.clone();
         let shape = Shape { hidden: HIDDEN, inner: INNER, heads: HEADS, kv_heads: KV_HEADS, head_dim: HEAD, eps: EPS, frequencies };
-        Decoder::new(isa, Pool::new(threads), shape, layers, self.norms[2 * LAYERS].clone(), None, head).expect("all fits")
+        Decoder::new(isa, ThreadPool::new(threads).expect("threads"), shape, layers, self.norms[2 * LAYERS].clone(), None, head)
+            .expect("all fits")
     }
 
     /// Logits after each token of a sequence, in f64 and without a cache.
@@ -138,7 +139,7 @@ fn run(decoder: &mut Decoder, form: KvForm, sequences: &[&[i32]], cuts: &[usize]
     let shape = KvShape { layers: LAYERS, blocks, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
     let mut cache = KvCache::new(shape, form, 0).expect("there is memory");
     let mut logits = vec![Vec::new(); sequences.len()];
-    // Apart from those of others, and not in order.
+    // CachePadded from those of others, and not in order.
     let block = |s: usize, i: usize| (1 + s * MAX_BLOCKS + (i * 7 + s) % MAX_BLOCKS) as i32;
     for cut in cuts.iter().cycle() {
         let (mut input_ids, mut positions, mut slots, mut who) = (vec![], vec![], vec![], vec![]);
@@ -169,7 +170,7 @@ fn run(decoder: &mut Decoder, form: KvForm, sequences: &[&[i32]], cuts: &[usize]
             block_tables: &block_tables,
             max_blocks: MAX_BLOCKS,
         };
-        decoder.forward(&step, &mut cache);
+        decoder.forward(&step, &mut cache).expect("a sound step");
         let at: Vec<i32> = (0..input_ids.len() as i32).collect();
         let mut out = vec![0.0; at.len() * VOCABULARY];
         decoder.logits(&at, &mut out);
@@ -229,16 +230,56 @@ fn a_sequence_is_computed_bit_for_bit_the_same_in_any_company_and_any_pieces() {
 }
 
 #[test]
-fn a_step_that_makes_no_sense_panics_and_the_next_one_runs() {
+fn a_step_that_threads_could_not_share_is_refused_and_the_next_one_runs() {
     let weights = Weights::new();
     let sequence = tokens(5, 7);
     let mut decoder = weights.decoder(Isa::best(), Form::F32, 3, None);
     let expected = run(&mut decoder, KvForm::F32, &[&sequence], &[64]);
+    let shape = KvShape { layers: LAYERS, blocks: 8, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
+    let mut cache = KvCache::new(shape, KvForm::F32, 0).expect("there is memory");
+    let step = Step {
+        input_ids: &[1, 2, 3],
+        positions: &[0, 1, 0],
+        slots: &[4, 5, 8],
+        query_starts: &[0, 2, 3],
+        context_lens: &[2, 1],
+        block_tables: &[1, 0, 2, 0],
+        max_blocks: 2,
+    };
+    assert_eq!(decoder.forward(&step, &mut cache), Ok(()));
+    let twice = Step { slots: &[4, 5, 4], ..step };
+    assert_eq!(decoder.forward(&twice, &mut cache), Err(StepError::DuplicateSlot(4)));
+    let overlapping = Step { query_starts: &[0, 3, 2], context_lens: &[3, 2], ..step };
+    assert_eq!(decoder.forward(&overlapping, &mut cache), Err(StepError::QueryStart { at: 2, start: 2, tokens: 3 }));
     for wrong in [-1, VOCABULARY as i32, i32::MAX] {
-        let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&mut decoder, KvForm::F32, &[&[1, wrong, 2]], &[64])));
-        assert!(failed.is_err(), "{wrong}");
-        assert!(run(&mut decoder, KvForm::F32, &[&sequence], &[64]) == expected);
+        let unknown = Step { input_ids: &[1, wrong, 3], ..step };
+        assert_eq!(decoder.forward(&unknown, &mut cache), Err(StepError::Token { at: 1, id: wrong, vocabulary: VOCABULARY }));
     }
+    let mut other = KvCache::new(KvShape { head_dim: HEAD / 2, ..shape }, KvForm::F32, 0).expect("there is memory");
+    let error = StepError::Cache { what: "numbers a head", found: HEAD / 2, expected: HEAD };
+    assert_eq!(decoder.forward(&step, &mut other), Err(error));
+    assert!(run(&mut decoder, KvForm::F32, &[&sequence], &[64]) == expected);
+}
+
+#[test]
+fn a_block_table_without_such_blocks_panics_and_the_next_step_runs() {
+    let weights = Weights::new();
+    let sequence = tokens(5, 7);
+    let mut decoder = weights.decoder(Isa::best(), Form::F32, 3, None);
+    let expected = run(&mut decoder, KvForm::F32, &[&sequence], &[64]);
+    let shape = KvShape { layers: LAYERS, blocks: 2, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
+    let mut cache = KvCache::new(shape, KvForm::F32, 0).expect("there is memory");
+    let step = Step {
+        input_ids: &[1],
+        positions: &[0],
+        slots: &[4],
+        query_starts: &[0, 1],
+        context_lens: &[1],
+        block_tables: &[2],
+        max_blocks: 1,
+    };
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| decoder.forward(&step, &mut cache))).is_err());
+    assert!(run(&mut decoder, KvForm::F32, &[&sequence], &[64]) == expected);
 }
 
 #[test]
@@ -246,12 +287,13 @@ fn weights_that_do_not_fit_each_other_are_refused() {
     let isa = Isa::best();
     let wide = |outs: usize, ins: usize| {
         let numbers = vec![0.0; outs * ins];
-        let matrix = Matrix::pack(&mut Pool::new(1), isa, &[(outs, Numbers::F32(&numbers))], ins, Merge::Stacked, Form::F32);
+        let matrix =
+            Matrix::pack(&mut ThreadPool::new(1).expect("threads"), isa, &[(outs, Numbers::F32(&numbers))], ins, Merge::Stacked, Form::F32);
         Linear::new(matrix.expect("it fits"), isa, None)
     };
     let made = |norm: usize, head: Linear| {
         let shape = Shape { hidden: 8, inner: 8, heads: 2, kv_heads: 1, head_dim: 4, eps: EPS, frequencies: vec![1.0, 0.1] };
-        Decoder::new(isa, Pool::new(1), shape, Vec::new(), vec![1.0; norm], None, head).is_ok()
+        Decoder::new(isa, ThreadPool::new(1).expect("threads"), shape, Vec::new(), vec![1.0; norm], None, head).is_ok()
     };
     assert!(made(8, wide(10, 8)));
     assert!(!made(7, wide(10, 8)));

@@ -6,9 +6,10 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use chairlift_cpu as cpu;
-use cpu::{Form, Isa, Merge, Numbers, Pool};
+use cpu::{Form, Isa, Merge, Numbers, ThreadPool};
+use numpy::{PyArray2, PyArrayMethods};
 use pyo3::buffer::{Element, PyBuffer};
-use pyo3::exceptions::{PyMemoryError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 /// The instruction set that the kernels use here.
@@ -44,10 +45,11 @@ impl Linear {
         let linear = py.detach(|| {
             let isa = Isa::best();
             let parts: Vec<_> = parts.iter().map(|part| (part.rows, part.numbers())).collect();
-            let matrix = cpu::Matrix::pack(&mut Pool::new(threads), isa, &parts, ins, merge, form)?;
-            Ok(cpu::Linear::new(matrix, isa, bias.as_deref()))
+            let mut pool = started(threads)?;
+            let matrix = cpu::Matrix::pack(&mut pool, isa, &parts, ins, merge, form);
+            matrix.map(|matrix| cpu::Linear::new(matrix, isa, bias.as_deref())).map_err(|error| PyValueError::new_err(error.to_string()))
         });
-        linear.map(|linear| Self(Mutex::new(Some(linear)))).map_err(|error: cpu::PackError| PyValueError::new_err(error.to_string()))
+        linear.map(|linear| Self(Mutex::new(Some(linear))))
     }
 }
 
@@ -174,7 +176,7 @@ impl Decoder {
         let layers = layers.ok_or_else(|| PyValueError::new_err("these layers belong to a model already"))?;
         let embedding = embedding.map(Linear::take).transpose()?.map(cpu::Linear::into_matrix);
         let (norm, head) = (norm.to_vec(py)?, head.take()?);
-        let decoder = cpu::Decoder::new(Isa::best(), Pool::new(threads), shape, layers, norm, embedding, head);
+        let decoder = cpu::Decoder::new(Isa::best(), started(threads)?, shape, layers, norm, embedding, head);
         decoder.map(|decoder| Self(Mutex::new(decoder))).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
@@ -209,18 +211,18 @@ impl Decoder {
                 block_tables: &block_tables,
                 max_blocks,
             };
-            lock(&self.0).forward(&step, &mut lock(&cache.0));
-        });
-        Ok(())
+            lock(&self.0).forward(&step, &mut lock(&cache.0)).map_err(|error| PyValueError::new_err(error.to_string()))
+        })
     }
 
     /// Writes what the last step says of the tokens after those at places `at` to `out` [at, vocabulary].
-    fn logits(&self, py: Python<'_>, at: PyBuffer<i32>, out: PyBuffer<f32>) -> PyResult<()> {
+    ///
+    /// Numpy's borrow flags keep other Rust code from `out` meanwhile.
+    fn logits(&self, py: Python<'_>, at: PyBuffer<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
         let at = at.to_vec(py)?;
-        #[expect(deprecated, reason = "sound here: never empty, and the array is the model's own, whose thread waits for this call")]
-        let cells = out.as_mut_slice(py).ok_or_else(|| PyValueError::new_err("logits need a writable, C-contiguous float32 array"))?;
-        let mut window = cpu::Window::new(cells);
-        py.detach(|| lock(&self.0).logits(&at, &mut window));
+        let mut out = out.try_readwrite().map_err(|error| PyValueError::new_err(format!("logits cannot be written: {error}")))?;
+        let out = out.as_slice_mut().map_err(|_| PyValueError::new_err("logits need a C-contiguous float32 array"))?;
+        py.detach(|| lock(&self.0).logits(&at, out));
         Ok(())
     }
 }
@@ -268,6 +270,12 @@ fn kv_form_of(name: &str) -> PyResult<cpu::cache::KvForm> {
         "int8" => Ok(cpu::cache::KvForm::Int8),
         _ => Err(PyValueError::new_err(format!("KV cannot be kept as {name:?}"))),
     }
+}
+
+/// A pool of so many threads.
+fn started(threads: usize) -> PyResult<ThreadPool> {
+    ThreadPool::new(threads)
+        .map_err(|error| PyRuntimeError::new_err(format!("{threads} threads cannot be started ({error}): lower --threads")))
 }
 
 /// A step that panicked left nothing half done that the next one reads.

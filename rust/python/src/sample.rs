@@ -3,6 +3,7 @@
 use chairlift_cpu as cpu;
 use cpu::Isa;
 use cpu::sample::Draw;
+use numpy::{PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -15,16 +16,16 @@ const NONE: i32 = -1;
 #[pyfunction]
 #[pyo3(signature = (logits, temperature, top_k, top_p, min_p, uniforms, *, threads))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)]
-pub(crate) fn choose(
-    py: Python<'_>,
-    logits: PyBuffer<f32>,
+pub(crate) fn choose<'py>(
+    py: Python<'py>,
+    logits: PyReadonlyArray2<'py, f32>,
     temperature: PyBuffer<f64>,
     top_k: PyBuffer<i64>,
     top_p: PyBuffer<f64>,
     min_p: PyBuffer<f64>,
     uniforms: PyBuffer<f64>,
     threads: usize,
-) -> PyResult<Bound<'_, PyBytes>> {
+) -> PyResult<Bound<'py, PyBytes>> {
     let rows = rows(&logits)?;
     let (temperature, top_k, top_p) = (temperature.to_vec(py)?, top_k.to_vec(py)?, top_p.to_vec(py)?);
     let (min_p, uniforms) = (min_p.to_vec(py)?, uniforms.to_vec(py)?);
@@ -40,8 +41,8 @@ pub(crate) fn choose(
             uniform: uniforms[i],
         })
         .collect();
-    let window = window(py, &logits)?;
-    let tokens = py.detach(move || cpu::sample::choose(Isa::best(), &window, &draws, threads));
+    let logits = numbers(&logits)?;
+    let tokens = py.detach(|| cpu::sample::choose(Isa::best(), logits, &draws, threads));
     let numbers = tokens.into_iter().map(|token| token.map_or(NONE, |token| token as i32));
     Ok(PyBytes::new(py, &numbers.flat_map(i32::to_le_bytes).collect::<Vec<_>>()))
 }
@@ -50,13 +51,13 @@ pub(crate) fn choose(
 #[pyfunction]
 #[pyo3(signature = (logits, tokens, count, *, threads))]
 #[allow(clippy::needless_pass_by_value)]
-pub(crate) fn score(
-    py: Python<'_>,
-    logits: PyBuffer<f32>,
+pub(crate) fn score<'py>(
+    py: Python<'py>,
+    logits: PyReadonlyArray2<'py, f32>,
     tokens: PyBuffer<i64>,
     count: usize,
     threads: usize,
-) -> PyResult<Bound<'_, PyBytes>> {
+) -> PyResult<Bound<'py, PyBytes>> {
     let (rows, vocabulary) = (rows(&logits)?, logits.shape()[1]);
     let tokens: Vec<u32> = tokens.to_vec(py)?.into_iter().map(|token| u32::try_from(token).unwrap_or(u32::MAX)).collect();
     if tokens.len() != rows || tokens.iter().any(|token| *token as usize >= vocabulary) {
@@ -65,8 +66,8 @@ pub(crate) fn score(
     if count > vocabulary {
         return Err(PyValueError::new_err(format!("{count} likeliest of {vocabulary} tokens were asked for")));
     }
-    let window = window(py, &logits)?;
-    let scores = py.detach(move || cpu::sample::score(Isa::best(), &window, &tokens, count, threads));
+    let logits = numbers(&logits)?;
+    let scores = py.detach(|| cpu::sample::score(Isa::best(), logits, &tokens, count, threads));
     let bytes = scores.iter().flat_map(|score| {
         let likeliest = score.likeliest.iter();
         let own = [score.token, score.logprob.to_bits(), score.rank];
@@ -76,22 +77,14 @@ pub(crate) fn score(
 }
 
 /// How many rows there are of logits.
-fn rows(logits: &PyBuffer<f32>) -> PyResult<usize> {
-    match logits.shape() {
-        &[rows, vocabulary] if rows == 0 || vocabulary > 0 => Ok(rows),
-        shape => Err(PyValueError::new_err(format!("logits must be [rows, vocabulary], not {shape:?}"))),
+fn rows(logits: &PyReadonlyArray2<'_, f32>) -> PyResult<usize> {
+    match *logits.shape() {
+        [rows, vocabulary] if rows == 0 || vocabulary > 0 => Ok(rows),
+        ref shape => Err(PyValueError::new_err(format!("logits must be [rows, vocabulary], not {shape:?}"))),
     }
 }
 
-/// An array as memory that may be read without Python's lock.
-#[expect(
-    deprecated,
-    reason = "sound here: an array of none is not looked at, and the engine's thread, which waits, is the only one to have it"
-)]
-fn window<'a>(py: Python<'a>, logits: &'a PyBuffer<f32>) -> PyResult<cpu::Window<'a, f32>> {
-    if logits.item_count() == 0 {
-        return Ok(cpu::Window::new(&[]));
-    }
-    let cells = logits.as_mut_slice(py).ok_or_else(|| PyValueError::new_err("logits must be a writable, C-contiguous float32 array"))?;
-    Ok(cpu::Window::new(cells))
+/// The numbers of C-contiguous logits. Numpy's borrow flags keep other Rust code from writing to them meanwhile.
+fn numbers<'a>(logits: &'a PyReadonlyArray2<'_, f32>) -> PyResult<&'a [f32]> {
+    logits.as_slice().map_err(|_| PyValueError::new_err("logits must be a C-contiguous float32 array"))
 }

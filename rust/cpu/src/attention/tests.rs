@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::cache::{KvCache, KvShape};
 use crate::half;
-use crate::pool::Pool;
+use crate::pool::ThreadPool;
 
 /// The second of the layers is the one that is tested.
 const LAYER: usize = 1;
@@ -89,7 +89,7 @@ impl Case {
         };
         let nothing = vec![f32::NAN; kv_width];
         (0..shape.blocks * size).for_each(|slot| write(slot, &nothing, &nothing));
-        let mut pool = Pool::new(threads);
+        let mut pool = ThreadPool::new(threads).expect("threads");
         let mut done = vec![0; count];
         let mut outputs: Vec<Vec<f32>> = self.contexts.iter().map(|tokens| vec![f32::NAN; tokens * width]).collect();
         while done != self.contexts {
@@ -111,12 +111,12 @@ impl Case {
             let sequences = Sequences { query_starts: &starts, context_lens: &lens, rows: &tables, block_tables: &blocks, max_blocks };
             let plan = Plan::new(sequences, heads, self.kv_heads);
             let mut out = vec![f32::NAN; query.len() / stride * width];
-            let shared = Shared::new(&mut out);
+            let shared = UnsafeSlice::new(&mut out);
             let attention = Attention { plan: &plan, pages, layer: LAYER, window: self.window, query: &query, stride, out: shared };
             pool.run(|worker| {
                 let mut scratch = Scratch::default();
                 // SAFETY: each task is done by one thread, and all tokens were written.
-                worker.each(plan.len(), |task| unsafe { attention.attend(isa, task, &mut scratch) });
+                worker.parallel_for(plan.len(), |task| unsafe { attention.attend(isa, task, &mut scratch) });
             });
             for (&i, step) in members.iter().zip(starts.windows(2)) {
                 let (end, step) = (done[i] + (step[1] - step[0]) as usize, step[0] as usize..step[1] as usize);

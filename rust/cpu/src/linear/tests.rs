@@ -1,5 +1,5 @@
 use super::*;
-use crate::pool::Pool;
+use crate::pool::ThreadPool;
 use crate::weights::{Form, Merge, Numbers};
 
 /// Numbers between -1 and 1 that bf16 can hold.
@@ -24,17 +24,17 @@ fn blocks(weights: &[f32]) -> (Vec<u8>, Vec<f32>) {
     (bytes, meant)
 }
 
-fn multiply(isa: Isa, threads: usize, layer: &Linear, x: &[f32], start: f32, then: Then) -> Vec<f32> {
+fn multiply(isa: Isa, threads: usize, layer: &Linear, x: &[f32], start: f32, epilogue: Epilogue) -> Vec<f32> {
     let (ins, outs) = (layer.matrix.ins, layer.matrix.outs);
     let count = x.len() / ins;
     let mut rows = Rows::default();
     rows.reserve(isa, count, ins);
     let mut out = vec![start; count * outs];
-    let (packed, shared) = (rows.packed(isa, count), Shared::new(&mut out));
-    Pool::new(threads).run(|worker| {
+    let (packed, shared) = (rows.packed(isa, count), UnsafeSlice::new(&mut out));
+    ThreadPool::new(threads).expect("threads").run(|worker| {
         let mut scratch = Scratch::default();
         packed.pack(worker, isa, layer, &mut scratch, |m, to| to.copy_from_slice(&x[m * ins..(m + 1) * ins]));
-        packed.multiply(worker, isa, layer, shared, outs, then, &mut scratch);
+        packed.multiply(worker, isa, layer, shared, outs, epilogue, &mut scratch);
     });
     out
 }
@@ -53,9 +53,10 @@ fn products_are_right_and_rows_do_not_depend_on_each_other() {
                 }
                 let (source, weights) =
                     if form == Form::Blocks { (Numbers::Blocks(8, &bytes), &meant) } else { (Numbers::F32(&weights), &weights) };
-                let matrix = Matrix::pack(&mut Pool::new(2), isa, &[(outs, source)], ins, Merge::Stacked, form).expect("it fits");
+                let matrix = Matrix::pack(&mut ThreadPool::new(2).expect("threads"), isa, &[(outs, source)], ins, Merge::Stacked, form)
+                    .expect("it fits");
                 let layer = Linear::new(matrix, isa, Some(&bias));
-                let all = multiply(isa, 3, &layer, &x, 1.0, Then::Add);
+                let all = multiply(isa, 3, &layer, &x, 1.0, Epilogue::Add);
                 for (m, row) in all.chunks_exact(outs).enumerate() {
                     for (n, &found) in row.iter().enumerate() {
                         let product: f64 = (0..ins).map(|k| f64::from(x[m * ins + k]) * f64::from(weights[n * ins + k])).sum();
@@ -70,7 +71,7 @@ fn products_are_right_and_rows_do_not_depend_on_each_other() {
                 }
                 for count in (1..=16).chain([27, 28, 29, 43, 100, 129]) {
                     for threads in [1, 2] {
-                        let some = multiply(isa, threads, &layer, &x[..count * ins], 1.0, Then::Add);
+                        let some = multiply(isa, threads, &layer, &x[..count * ins], 1.0, Epilogue::Add);
                         assert!(some == all[..count * outs], "{isa:?} {form:?} {outs}x{ins}: {count} rows on {threads} threads");
                     }
                 }
@@ -86,8 +87,9 @@ fn blocks_kept_as_they_are_give_what_their_numbers_give_to_the_last_bit() {
     let x = numbers(3, 40 * ins);
     for isa in Isa::available() {
         let [kept, plain] = [(Numbers::Blocks(8, &bytes), Form::Blocks), (Numbers::F32(&meant), Form::F32)].map(|(source, form)| {
-            let matrix = Matrix::pack(&mut Pool::new(1), isa, &[(outs, source)], ins, Merge::Stacked, form).expect("it fits");
-            multiply(isa, 1, &Linear::new(matrix, isa, None), &x, 0.0, Then::Store)
+            let matrix = Matrix::pack(&mut ThreadPool::new(1).expect("threads"), isa, &[(outs, source)], ins, Merge::Stacked, form)
+                .expect("it fits");
+            multiply(isa, 1, &Linear::new(matrix, isa, None), &x, 0.0, Epilogue::Store)
         });
         assert!(kept == plain, "{isa:?}");
     }
@@ -96,13 +98,14 @@ fn blocks_kept_as_they_are_give_what_their_numbers_give_to_the_last_bit() {
 #[test]
 fn half_precision_is_refused_where_a_weight_is_too_large_for_it() {
     let weights = [1.0, 2.0, 70_000.0, 3.0];
-    let packed = Matrix::pack(&mut Pool::new(1), Isa::best(), &[(2, Numbers::F32(&weights))], 2, Merge::Stacked, Form::F16);
+    let packed =
+        Matrix::pack(&mut ThreadPool::new(1).expect("threads"), Isa::best(), &[(2, Numbers::F32(&weights))], 2, Merge::Stacked, Form::F16);
     assert_eq!(packed.err(), Some(crate::weights::PackError::Overflow(70_000.0)));
 }
 
 #[test]
 fn sources_that_do_not_fit_are_refused() {
-    let mut pool = Pool::new(1);
+    let mut pool = ThreadPool::new(1).expect("threads");
     let mut pack = |parts: &[(usize, Numbers<'_>)], ins: usize, form: Form| {
         Matrix::pack(&mut pool, Isa::best(), parts, ins, Merge::Stacked, form).err()
     };

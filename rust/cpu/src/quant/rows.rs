@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use super::BLOCK;
-use crate::lines::{Lines, Plain, Shared};
+use crate::aligned::{AlignedVec, Pod};
 use crate::simd::{Int8, Isa, Kernel};
+use crate::unsafe_slice::UnsafeSlice;
 
 /// Below this, a block's largest number is as good as zero: its inverse would come near infinity.
 const TINY: f32 = 1e-30;
@@ -23,21 +24,21 @@ pub(super) struct Block {
 }
 
 // SAFETY: numbers of 1 and 4 bytes, 44 bytes without padding; all patterns of bits are some.
-unsafe impl Plain for Block {}
+unsafe impl Pod for Block {}
 
 /// Activations of a step: tile after tile, in each [blocks][rows of the tile].
 #[derive(Debug, Default)]
 pub(crate) struct QuantRows {
-    blocks: Lines<Block>,
+    blocks: AlignedVec<Block>,
     /// The codes once more as 16 bits, where they are multiplied so.
-    wide: Lines<i16>,
+    wide: AlignedVec<i16>,
 }
 
 /// Rows that a team packs, and then multiplies.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SharedRows<'a> {
-    blocks: Shared<'a, Block>,
-    wide: Shared<'a, i16>,
+    blocks: UnsafeSlice<'a, Block>,
+    wide: UnsafeSlice<'a, i16>,
 }
 
 impl QuantRows {

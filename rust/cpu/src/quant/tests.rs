@@ -1,7 +1,7 @@
 use super::*;
+use crate::aligned::AlignedVec;
 use crate::half;
-use crate::lines::Lines;
-use crate::pool::Pool;
+use crate::pool::ThreadPool;
 use crate::simd::Isa;
 
 /// Numbers that look random (Knuth's constants).
@@ -76,7 +76,7 @@ fn product(isa: Isa, weights: &QuantWeights, columns: usize, rows: &[Vec<f32>]) 
     let width = isa.panel();
     let mut results = vec![Vec::new(); rows.len()];
     for panel in 0..columns.div_ceil(width) {
-        let mut out = Lines::zeros(rows.len() * width);
+        let mut out = AlignedVec::zeros(rows.len() * width);
         // What was there must not matter.
         out.fill(f32::NAN);
         // SAFETY: as above.
@@ -89,11 +89,13 @@ fn product(isa: Isa, weights: &QuantWeights, columns: usize, rows: &[Vec<f32>]) 
 }
 
 fn packed_blocks(isa: Isa, bits: Bits, kind: BlockType, ins: usize, rows: &[Vec<u8>]) -> QuantWeights {
-    QuantWeights::pack(&mut Pool::new(2), isa, bits, rows.len(), ins, |column, _| Source::Blocks(kind, &rows[column]))
+    QuantWeights::pack(&mut ThreadPool::new(2).expect("threads"), isa, bits, rows.len(), ins, |column, _| {
+        Source::Blocks(kind, &rows[column])
+    })
 }
 
 fn packed_floats(isa: Isa, rows: &[Vec<f32>]) -> QuantWeights {
-    QuantWeights::pack(&mut Pool::new(2), isa, Bits::Eight, rows.len(), rows[0].len(), |column, row| {
+    QuantWeights::pack(&mut ThreadPool::new(2).expect("threads"), isa, Bits::Eight, rows.len(), rows[0].len(), |column, row| {
         row.copy_from_slice(&rows[column]);
         Source::Floats
     })
@@ -268,7 +270,7 @@ fn columns_may_be_left_out() {
         let mut random = Random(23);
         let rows = [random.row(40), random.row(40)];
         let weights = random.row(40);
-        let packed = QuantWeights::pack(&mut Pool::new(1), isa, Bits::Eight, 6, 40, |column, row| {
+        let packed = QuantWeights::pack(&mut ThreadPool::new(1).expect("threads"), isa, Bits::Eight, 6, 40, |column, row| {
             row.copy_from_slice(&weights);
             if column % 2 == 0 { Source::Floats } else { Source::Padding }
         });

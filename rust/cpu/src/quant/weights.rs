@@ -1,9 +1,9 @@
 //! Weights in blocks of integers, packed in panels.
 
 use super::BLOCK;
+use crate::aligned::AlignedVec;
 use crate::half;
-use crate::lines::Lines;
-use crate::pool::Pool;
+use crate::pool::ThreadPool;
 use crate::simd::{Int8, Isa, Kernel};
 
 /// 1.5 * 2^23: a small number added to it is rounded to the nearest integer, and that is in the sum's last bits.
@@ -90,7 +90,7 @@ struct Block {
 /// instruction set wants. Two 4-bit ones share a byte, as in ggml: [4][column][4], with the block's second half in the upper bits.
 #[derive(Debug)]
 pub(crate) struct QuantWeights {
-    bytes: Lines<u8>,
+    bytes: AlignedVec<u8>,
     bits: Bits,
     isa: Isa,
     ins: usize,
@@ -102,7 +102,7 @@ impl QuantWeights {
     /// `source` is asked for each column, and gets a buffer for `ins` numbers. With 8 bits, 4-bit blocks of type `Q4_0` are kept
     /// exactly, and ones of type `Q4_1` rounded. With 4 bits all sources must be blocks of 4 bits.
     pub(crate) fn pack<'a>(
-        pool: &mut Pool,
+        pool: &mut ThreadPool,
         isa: Isa,
         bits: Bits,
         columns: usize,
@@ -113,12 +113,12 @@ impl QuantWeights {
         let blocks = ins.div_ceil(BLOCK);
         let size = blocks * block_bytes(width, bits);
         let panels = columns.div_ceil(width);
-        let mut bytes = Lines::zeros(panels * size);
+        let mut bytes = AlignedVec::zeros(panels * size);
         let shared = bytes.shared();
         let layout = Layout::of(isa);
         pool.run(|worker| {
             let mut row = vec![0.0; blocks * BLOCK];
-            worker.each(panels, |panel| {
+            worker.parallel_for(panels, |panel| {
                 // SAFETY: each panel is one piece's.
                 let out = unsafe { shared.write(panel * size, size) };
                 for column in panel * width..columns.min((panel + 1) * width) {

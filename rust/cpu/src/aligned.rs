@@ -1,0 +1,139 @@
+//! A vector whose memory starts at a cache line.
+
+use std::alloc::{self, Layout};
+use std::marker::PhantomData;
+
+use crate::unsafe_slice::UnsafeSlice;
+
+/// 64 bytes, aligned.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// A number type for which every bit pattern is a valid value.
+///
+/// # Safety
+///
+/// Every bit pattern is a value of the type, and the type has no padding bytes.
+pub(crate) unsafe trait Pod: Copy + Send + Sync + 'static {}
+
+// SAFETY: all patterns of bits are numbers.
+unsafe impl Pod for f32 {}
+// SAFETY: as above.
+unsafe impl Pod for i8 {}
+// SAFETY: as above.
+unsafe impl Pod for u8 {}
+// SAFETY: as above.
+unsafe impl Pod for u16 {}
+// SAFETY: as above.
+unsafe impl Pod for i16 {}
+// SAFETY: as above.
+unsafe impl Pod for i32 {}
+
+/// A vector of fixed length whose memory starts at a cache line; all zeros at first.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct AlignedVec<T> {
+    memory: Box<[Line]>,
+    len: usize,
+    kind: PhantomData<T>,
+}
+
+impl<T: Pod> AlignedVec<T> {
+    /// `len` zeros.
+    pub(crate) fn zeros(len: usize) -> Self {
+        let bytes = Layout::array::<T>(len).expect("less than all memory").size();
+        let count = bytes.div_ceil(size_of::<Line>());
+        let layout = Layout::array::<Line>(count).expect("less than all memory");
+        let memory = if count == 0 {
+            Box::default()
+        } else {
+            // SAFETY: the layout is that of `count` lines, not of none, and zeros are a line.
+            unsafe {
+                let start = alloc::alloc_zeroed(layout).cast::<Line>();
+                if start.is_null() {
+                    alloc::handle_alloc_error(layout);
+                }
+                Box::from_raw(std::ptr::slice_from_raw_parts_mut(start, count))
+            }
+        };
+        Self { memory, len, kind: PhantomData }
+    }
+
+    /// Grows to at least `len` numbers. Growing replaces the contents by zeros.
+    pub(crate) fn reserve(&mut self, len: usize) {
+        if self.len < len {
+            *self = Self::zeros(len);
+        }
+    }
+
+    /// A view that several threads may write to.
+    pub(crate) fn shared(&mut self) -> UnsafeSlice<'_, T> {
+        UnsafeSlice::new(self)
+    }
+}
+
+impl<T: Pod> std::ops::Deref for AlignedVec<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: the lines hold `len` numbers, any bytes are some, and a line's alignment is more than theirs.
+        unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast(), self.len) }
+    }
+}
+
+impl<T: Pod> std::ops::DerefMut for AlignedVec<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above, and `self` is borrowed alone.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.as_mut_ptr().cast(), self.len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check<T: Pod + PartialEq + std::fmt::Debug + From<u8>>() {
+        for len in [0, 1, 15, 16, 17, 63, 64, 65, 1000] {
+            let mut lines = AlignedVec::<T>::zeros(len);
+            assert_eq!(lines.len(), len);
+            assert_eq!(lines.as_ptr() as usize % 64, 0);
+            assert!(lines.iter().all(|&x| x == T::from(0)));
+            for (i, x) in lines.iter_mut().enumerate() {
+                *x = T::from(i as u8);
+            }
+            let copy = lines.clone();
+            lines.fill(T::from(1));
+            assert!(copy.iter().enumerate().all(|(i, &x)| x == T::from(i as u8)));
+            assert_eq!(copy.as_ptr() as usize % 64, 0);
+        }
+    }
+
+    #[test]
+    fn zeros_begin_at_a_line_and_are_all_there() {
+        check::<f32>();
+        check::<i32>();
+        check::<u16>();
+        check::<u8>();
+    }
+
+    #[test]
+    fn room_is_made_and_kept() {
+        let mut lines = AlignedVec::<f32>::default();
+        assert!(lines.is_empty());
+        lines.reserve(20);
+        assert_eq!(*lines, [0.0; 20]);
+        lines[7] = 1.0;
+        lines.reserve(20);
+        lines.reserve(3);
+        assert_eq!((lines.len(), lines[7]), (20, 1.0));
+        lines.reserve(21);
+        assert_eq!(*lines, [0.0; 21]);
+    }
+
+    #[test]
+    #[should_panic(expected = "less than all memory")]
+    fn more_than_all_memory_is_refused() {
+        // As many bytes as wrap around to a few.
+        let _ = AlignedVec::<f32>::zeros(usize::MAX / 4 + 2);
+    }
+}

@@ -1,0 +1,238 @@
+//! The input of one forward pass, and the checks that make it safe to run on several threads.
+
+use crate::cache::KvShape;
+
+/// One forward pass: the tokens of some sequences. Python's `StepBuffers` documents the arrays.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct Step<'a> {
+    pub input_ids: &'a [i32],
+    pub positions: &'a [i32],
+    pub slots: &'a [i32],
+    pub query_starts: &'a [i32],
+    pub context_lens: &'a [i32],
+    pub block_tables: &'a [i32],
+    /// Width of a row of `block_tables`.
+    pub max_blocks: usize,
+}
+
+/// Why a step cannot be run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StepError {
+    /// An array is shorter or longer than the others ask for.
+    #[error("{what} has {found} entries where the step needs {expected}")]
+    Length {
+        /// The array.
+        what: &'static str,
+        /// Its length.
+        found: usize,
+        /// The length that the other arrays imply.
+        expected: usize,
+    },
+    /// The model has no such token.
+    #[error("token {at} of the step is {id}, and the vocabulary has {vocabulary} tokens")]
+    Token {
+        /// Its place in the step.
+        at: usize,
+        /// Its id.
+        id: i32,
+        /// How many ids there are.
+        vocabulary: usize,
+    },
+    /// A slot outside the cache.
+    #[error("token {at} of the step has slot {slot}, and the cache has {slots} slots")]
+    Slot {
+        /// The token's place in the step.
+        at: usize,
+        /// Its slot.
+        slot: i32,
+        /// How many slots the cache has.
+        slots: usize,
+    },
+    /// Two tokens would write their keys and values to one slot.
+    #[error("two tokens of the step have slot {0}")]
+    DuplicateSlot(usize),
+    /// `query_starts` must ascend from 0 to the number of tokens, so that no token belongs to two sequences or to none.
+    #[error("query_starts must ascend from 0 to {tokens}, and entry {at} is {start}")]
+    QueryStart {
+        /// The entry's index.
+        at: usize,
+        /// The entry.
+        start: i32,
+        /// Tokens in the step.
+        tokens: usize,
+    },
+    /// A sequence's context is shorter than its tokens in the step, or longer than its row of the block table.
+    #[error("sequence {sequence} has a context of {context} tokens: it has {queries} in the step, and room for {room}")]
+    Context {
+        /// The sequence's index.
+        sequence: usize,
+        /// Its entry in `context_lens`.
+        context: i32,
+        /// Its tokens in the step.
+        queries: usize,
+        /// Tokens that a row of the block table has room for.
+        room: usize,
+    },
+    /// The cache was made for another model.
+    #[error("the KV cache has {found} {what}, and the model has {expected}")]
+    Cache {
+        /// What differs.
+        what: &'static str,
+        /// The cache's number.
+        found: usize,
+        /// The model's number.
+        expected: usize,
+    },
+}
+
+/// One bit for each slot of the cache, all clear between two steps.
+#[derive(Debug, Default)]
+pub(crate) struct SlotSet(Vec<u64>);
+
+impl SlotSet {
+    /// Checks that all slots exist and differ. Takes time proportional to the number of slots given.
+    fn check(&mut self, slots: &[i32], count: usize) -> Result<(), StepError> {
+        self.0.resize(count.div_ceil(64), 0);
+        let mut result = Ok(());
+        let mut marked = 0;
+        for (at, &slot) in slots.iter().enumerate() {
+            let Some(index) = usize::try_from(slot).ok().filter(|&index| index < count) else {
+                result = Err(StepError::Slot { at, slot, slots: count });
+                break;
+            };
+            let (word, bit) = (&mut self.0[index / 64], 1 << (index % 64));
+            if *word & bit != 0 {
+                result = Err(StepError::DuplicateSlot(index));
+                break;
+            }
+            *word |= bit;
+            marked += 1;
+        }
+        for &slot in &slots[..marked] {
+            self.0[slot as usize / 64] = 0;
+        }
+        result
+    }
+}
+
+impl Step<'_> {
+    /// Checks all that threads rely on when they write to the cache and to the step's buffers. Takes time proportional to the numbers
+    /// of tokens and sequences.
+    pub(crate) fn check(&self, vocabulary: usize, cache: KvShape, slots: &mut SlotSet) -> Result<(), StepError> {
+        let (tokens, sequences) = (self.input_ids.len(), self.context_lens.len());
+        let lengths = [
+            ("positions", self.positions.len(), tokens),
+            ("slots", self.slots.len(), tokens),
+            ("query_starts", self.query_starts.len(), sequences + 1),
+            ("block_tables", self.block_tables.len(), sequences * self.max_blocks),
+        ];
+        for (what, found, expected) in lengths {
+            if found != expected {
+                return Err(StepError::Length { what, found, expected });
+            }
+        }
+        for (at, &id) in self.input_ids.iter().enumerate() {
+            if usize::try_from(id).is_ok_and(|id| id < vocabulary) {
+                continue;
+            }
+            return Err(StepError::Token { at, id, vocabulary });
+        }
+        self.check_sequences(self.max_blocks * cache.block_size)?;
+        slots.check(self.slots, cache.blocks * cache.block_size)
+    }
+
+    /// Checks that each token belongs to one sequence, and that each sequence's context has `room`.
+    fn check_sequences(&self, room: usize) -> Result<(), StepError> {
+        let tokens = self.input_ids.len();
+        let mut end = 0;
+        for (at, &start) in self.query_starts.iter().enumerate() {
+            let last = at == self.context_lens.len();
+            let next = usize::try_from(start).unwrap_or(usize::MAX);
+            if next < end || next > tokens || (at == 0 && next != 0) || (last && next != tokens) {
+                return Err(StepError::QueryStart { at, start, tokens });
+            }
+            if at > 0 {
+                let (sequence, queries) = (at - 1, next - end);
+                let context = self.context_lens[sequence];
+                if usize::try_from(context).is_ok_and(|context| context >= queries && context <= room) {
+                    end = next;
+                    continue;
+                }
+                return Err(StepError::Context { sequence, context, queries, room });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CACHE: KvShape = KvShape { layers: 1, blocks: 40, kv_heads: 1, block_size: 4, head_dim: 2 };
+    const STEP: Step<'_> = Step {
+        input_ids: &[5, 6, 7],
+        positions: &[0, 1, 4],
+        slots: &[4, 5, 159],
+        query_starts: &[0, 2, 3],
+        context_lens: &[2, 5],
+        block_tables: &[1, 0, 2, 39],
+        max_blocks: 2,
+    };
+
+    fn check(step: Step<'_>) -> Result<(), StepError> {
+        let mut slots = SlotSet::default();
+        let result = step.check(10, CACHE, &mut slots);
+        assert!(slots.0.iter().all(|&word| word == 0), "the set must be empty for the next step");
+        result
+    }
+
+    #[test]
+    fn a_sound_step_passes_again_and_again() {
+        let mut slots = SlotSet::default();
+        for _ in 0..3 {
+            assert_eq!(STEP.check(10, CACHE, &mut slots), Ok(()));
+        }
+        let empty = Step { input_ids: &[], positions: &[], slots: &[], query_starts: &[0], context_lens: &[], block_tables: &[], ..STEP };
+        assert_eq!(check(empty), Ok(()));
+    }
+
+    #[test]
+    fn tokens_that_would_write_to_one_slot_are_refused() {
+        assert_eq!(check(Step { slots: &[4, 159, 4], ..STEP }), Err(StepError::DuplicateSlot(4)));
+        assert_eq!(check(Step { slots: &[4, 5, 160], ..STEP }), Err(StepError::Slot { at: 2, slot: 160, slots: 160 }));
+        assert_eq!(check(Step { slots: &[-1, 5, 6], ..STEP }), Err(StepError::Slot { at: 0, slot: -1, slots: 160 }));
+    }
+
+    #[test]
+    fn sequences_that_overlap_or_leave_tokens_out_are_refused() {
+        let error = |at: usize, start: i32| Err(StepError::QueryStart { at, start, tokens: 3 });
+        let with = |starts: &[i32]| check(Step { query_starts: starts, context_lens: &[3, 5], ..STEP });
+        assert_eq!(with(&[0, 3, 2]), error(2, 2));
+        assert_eq!(with(&[1, 2, 3]), error(0, 1));
+        assert_eq!(with(&[0, 2, 2]), error(2, 2));
+        assert_eq!(with(&[0, 2, 4]), error(2, 4));
+        assert_eq!(with(&[0, -1, 3]), error(1, -1));
+        assert_eq!(with(&[0, i32::MAX, 3]), error(1, i32::MAX));
+    }
+
+    #[test]
+    fn contexts_that_do_not_hold_their_tokens_are_refused() {
+        let with = |lens: &[i32]| check(Step { context_lens: lens, ..STEP });
+        assert_eq!(with(&[1, 5]), Err(StepError::Context { sequence: 0, context: 1, queries: 2, room: 8 }));
+        assert_eq!(with(&[2, 9]), Err(StepError::Context { sequence: 1, context: 9, queries: 1, room: 8 }));
+        assert_eq!(with(&[2, -5]), Err(StepError::Context { sequence: 1, context: -5, queries: 1, room: 8 }));
+    }
+
+    #[test]
+    fn arrays_of_other_lengths_and_unknown_tokens_are_refused() {
+        let length = |what: &'static str, found: usize, expected: usize| Err(StepError::Length { what, found, expected });
+        assert_eq!(check(Step { positions: &[0], ..STEP }), length("positions", 1, 3));
+        assert_eq!(check(Step { slots: &[4, 5, 6, 7], ..STEP }), length("slots", 4, 3));
+        assert_eq!(check(Step { query_starts: &[0, 3], ..STEP }), length("query_starts", 2, 3));
+        assert_eq!(check(Step { block_tables: &[1, 0, 2], ..STEP }), length("block_tables", 3, 4));
+        assert_eq!(check(Step { input_ids: &[5, 10, 7], ..STEP }), Err(StepError::Token { at: 1, id: 10, vocabulary: 10 }));
+        assert_eq!(check(Step { input_ids: &[5, 6, -7], ..STEP }), Err(StepError::Token { at: 2, id: -7, vocabulary: 10 }));
+    }
+}
