@@ -21,6 +21,8 @@ const GROWTH: usize = 8;
 const RESERVE: u32 = 8;
 /// One that did not fit is measured anew every so many plans: its prefix may be in the cache by then.
 const MEASURED_FOR: u64 = 64;
+/// Tokens that an output is thought to have, if it may, before any has ended.
+const UNKNOWN_OUTPUT: f64 = 256.0;
 
 impl Scheduler {
     /// Puts a request into the queue, or says why it cannot run, or cannot wait.
@@ -70,16 +72,35 @@ impl Scheduler {
     }
 
     /// Microseconds that a request arriving now would wait, as far as can be told.
+    ///
+    /// Prompts take the tokens of steps one after the other. Rows get free as the outputs in them end, and those that wait take them in turn,
+    /// each for a usual output. O(rows).
     pub(crate) fn predicted_wait(&self) -> Time {
         let ahead = self.queue.len() + self.parked;
         if (ahead == 0 && !self.free_rows.is_empty()) || !self.model.knows() {
             return 0;
         }
-        // Prompts take the tokens of steps one after the other, outputs rows for as long as they are.
-        let rows = f64::from(self.config.max_seqs);
-        let outputs = self.mean_output.max(1.0) * self.model.mean_step() * (ahead as f64 + 0.5) / rows;
+        let rows = self.config.max_seqs as usize;
+        let mut left: Vec<f64> = self.seated().map(|seq| self.expected_output_left(seq)).collect();
+        let running = left.len().max(1) as f64;
+        let usual = if self.mean_output > 0.0 { self.mean_output } else { left.iter().sum::<f64>() / running };
+        left.resize(rows, 0.0);
+        let (_, next, _) = left.select_nth_unstable_by(ahead % rows, f64::total_cmp);
+        let outputs = (*next + usual * (ahead / rows) as f64) * self.model.mean_step();
         let each = self.queued_tokens as f64 / f64::from(self.queued_reqs.max(1));
         (self.model.prefill(0.0, each) * f64::from(self.queued_reqs) + outputs) as Time
+    }
+
+    /// Tokens that a running sequence should still generate: what its caller predicted, or what outputs have had of late. One that has had
+    /// more than that is taken for a new one.
+    fn expected_output_left(&self, seq: &Sequence) -> f64 {
+        let most = f64::from(seq.predicted_left());
+        if seq.predicted.is_some() {
+            return most;
+        }
+        let usual = if self.mean_output > 0.0 { self.mean_output } else { UNKNOWN_OUTPUT };
+        let left = usual - f64::from(seq.output_tokens());
+        most.min(if left > 0.0 { left } else { usual })
     }
 
     /// Enters a sequence under its tenant and class.

@@ -88,6 +88,35 @@ fn a_refused_request_hears_how_long_those_before_it_will_take() {
 }
 
 #[test]
+fn the_predicted_wait_knows_how_far_those_that_run_have_come() {
+    let mut lab = Lab::taught(Config { max_seqs: 2, ..plenty(Policy::Fcfs) }, Cost(1000, 0, 0));
+    for tag in 1..=200 {
+        lab.add(ask(tag, 10, 20));
+        lab.step_until_ended(tag);
+    }
+    let wait = |lab: &Lab| lab.scheduler.stats().predicted_wait;
+    (301..=302).for_each(|tag| lab.add(ask(tag, 10, 500)));
+    for _ in 0..5 {
+        lab.step();
+    }
+    // Outputs have twenty tokens, and these two have five: the next one waits for one of them, and the third for one more.
+    assert!((14_000..=17_000).contains(&wait(&lab)), "{}", wait(&lab));
+    (303..=304).for_each(|tag| lab.add(ask(tag, 10, 500)));
+    assert!((33_000..=38_000).contains(&wait(&lab)), "{}", wait(&lab));
+}
+
+#[test]
+fn before_any_output_has_ended_it_is_taken_to_be_as_long_as_it_may() {
+    let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Fcfs) });
+    lab.add(ask(1, 10, 120));
+    for _ in 0..100 {
+        lab.step();
+    }
+    let wait = lab.scheduler.stats().predicted_wait;
+    assert!((18_000..=22_000).contains(&wait), "{wait}");
+}
+
+#[test]
 fn a_request_that_could_never_run_is_refused_with_what_would_fit() {
     let mut lab = Lab::new(Config { num_blocks: 11, max_model_len: 1000, ..plenty(Policy::Fcfs) });
     // Ten blocks hold 160 tokens, and the last token needs none.
