@@ -1,7 +1,9 @@
 """The binding: what crosses between Python and the Rust scheduler, and what is refused."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,9 +178,16 @@ def test_short_buffers_and_spent_plans_are_refused() -> None:
         core.commit(plan, ids(4), 0)
 
 
-def test_stub_matches_the_module() -> None:
+def test_stub_matches_the_module(tmp_path: Path) -> None:
+    # In a package that has nothing else: mypy would check all of ours, and torch, before it comes to the stub.
+    package = tmp_path / "chairlift"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for file in Path(_core.__file__), Path(_core.__file__).with_name("_core.pyi"):
+        (package / file.name).symlink_to(file)
     command = [sys.executable, "-m", "mypy.stubtest", "chairlift._core", "--ignore-disjoint-bases"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MYPYPATH": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

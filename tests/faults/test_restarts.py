@@ -51,7 +51,7 @@ def come(server: Served, threads: ThreadPoolExecutor, clients: range) -> list[Fu
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served("--max-num-seqs", str(ROWS), paced=True) as one:
+    with served("--max-num-seqs", str(ROWS)) as one:
         yield one
 
 
