@@ -83,6 +83,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
             "tag": 71,
             "finish": "stop",
             "arrived": 1000,
+            "submitted": 1000,
             "started": 2000,
             "first_token": 3000,
             "ended": 3000,
@@ -98,6 +99,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
             "priority": 0,
             "limit": None,
             "preempted_by": [],
+            "preempted_for": {},
             "causes": {"wait_step": 1000, "prefill_shared": 1000},
         }
     ]

@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "PREEMPTION_REASONS",
+    "TIMELINE_STATES",
     "Decoder",
     "DecoderLayer",
     "EmptyPrompt",
@@ -35,6 +37,12 @@ __all__ = [
 ]
 
 __version__: str
+
+TIMELINE_STATES: tuple[str, ...]
+"""Names of the states that a request's time is divided into."""
+
+PREEMPTION_REASONS: tuple[str, ...]
+"""Names of the reasons for which a running sequence loses its blocks."""
 
 class Rejected(ValueError):
     """A request that was turned away."""
@@ -164,6 +172,8 @@ class Scheduler:
         """Queues a request and returns its sequence's handle; raises a `Rejected` if it can never run or the queue is full."""
     def fork(self, seq: int, tag: int, now: int) -> int:
         """Adds a sibling with the same prompt, which will share its blocks; KeyError if the sequence has ended."""
+    def prepared(self, seq: int, spent: Sequence[tuple[str, int]]) -> None:
+        """Books states that the request was in before it was added, with their microseconds; ValueError for an unknown state."""
     def abort(self, seq: int, now: int) -> bool:
         """Ends a request in whatever state it is; False if it has ended already."""
     def stop(self, seq: int, now: int) -> bool:
@@ -235,12 +245,12 @@ def simulate(
     `Scheduler`, but for journal. A step takes what a curve through points (tokens, microseconds) says, and microseconds for each sequence
     that decodes, token of context, and pair of a prompt's tokens. `routing` is round-robin, least-loaded or prefix-aware.
 
-    A report has ended (int64 [N, 31]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended, tokens
+    A report has ended (int64 [N, 34]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended, tokens
     of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, and time by
     each of `causes`), refused (tags), steps, chunks (of sequences in steps), ended_at, stats, gaps and step_times (int64 [n, 2]:
-    microseconds and how often), timeline (int64 [n, 6]: time, sequences in the step and its tokens, running, waiting, blocks held), and
-    sums over time (microseconds with a step, sequences in it times microseconds, blocks held then times microseconds, and the most
-    sequences in a step and blocks held). Raises ValueError.
+    microseconds and how often), timeline (int64 [n, 7]: time, sequences in the step and its tokens, running, waiting,
+    blocks held, saturation in thousandths), and sums over time (microseconds with a step, sequences in it times microseconds, blocks
+    held then times microseconds, and the most sequences in a step and blocks held). Raises ValueError.
     """
 
 def step_times(journal: bytes) -> bytes:

@@ -27,7 +27,7 @@ _NUMBERS = (
 )
 """The numbers of a request, as `_core.simulate` gives them; its times by cause come after them."""
 
-_SAMPLE = ("time", "batch", "tokens", "running", "waiting", "blocks")
+_SAMPLE = ("time", "batch", "tokens", "running", "waiting", "blocks", "saturation")
 STOP, LENGTH, ERROR, DEADLINE, ABORT = 1, 2, 3, 4, 5
 """Finishes of requests, as numbers."""
 
@@ -40,9 +40,9 @@ class Result:
     `requests` and `timeline` are structured arrays: `result.requests["ended"]`. A request has tag (its place in the workload), finish
     (`STOP`, `LENGTH`, `ERROR`, `DEADLINE`, `ABORT`), arrived, started and first_token (-1: never), ended, prompt_tokens, cached_tokens,
     output_tokens, computed_tokens, recomputed_tokens, preemptions, swaps, block_us, longest_gap, and its time by each cause of
-    docs/scheduling.md. The timeline has time, batch (sequences in the step), tokens, running, waiting, and blocks in use: samples, for
-    plots; the figures are of all steps. With several replicas, `replicas` has one result for each, and this one has all requests and the
-    first's timeline. `recorded`: this is what really happened, and who was refused is not known.
+    docs/scheduling.md. The timeline has time, batch (sequences in the step), tokens, running, waiting, blocks in use, and saturation in
+    thousandths: samples, for plots; the figures are of all steps. With several replicas, `replicas` has one result for each, and this
+    one has all requests and the first's timeline. `recorded`: this is what really happened, and who was refused is not known.
     """
 
     def __init__(self, reports: Sequence[Mapping[str, Any]], config: Mapping[str, Any], wall: float, *, recorded: bool = False) -> None:
@@ -169,6 +169,7 @@ def _sum(many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name, value in summed.items():
         if isinstance(value, int):
             summed[name] = sum(one[name] for one in many)
+    summed["saturation"] = sum(one["saturation"] for one in many) / len(many)
     return summed
 
 

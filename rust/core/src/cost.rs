@@ -111,6 +111,13 @@ impl StepModel {
         dot(&self.weights, &features(load))
     }
 
+    /// How much of a step of `load` counts as used if it was full to `fullness`, 0 to 1:
+    /// what its tokens cost, and that part of what a step costs whatever is in it.
+    pub fn share(&self, load: &Load, fullness: f64) -> f64 {
+        let (whole, fixed) = (self.step(load), self.weights[0] * SCALE[0]);
+        if whole > 0.0 { (whole - fixed * (1.0 - fullness)) / whole } else { fullness }
+    }
+
     /// Microseconds that steps took of late.
     pub fn mean_step(&self) -> f64 {
         self.mean
@@ -193,6 +200,15 @@ mod tests {
         let before = model.step(&load(7));
         model.observe(&load(7), 10_000_000);
         assert!(model.step(&load(7)) < 1.5 * before);
+    }
+
+    #[test]
+    fn an_empty_seat_saves_its_part_of_a_step_s_fixed_cost() {
+        let model = StepModel::new(1000.0, 10.0, 100.0, 0.0, 0.0);
+        let load = Load { decode_seqs: 10, ..Load::default() };
+        assert!((model.share(&load, 0.5) - 0.75).abs() < 1e-9);
+        assert!((model.share(&load, 1.0) - 1.0).abs() < 1e-9);
+        assert!((StepModel::default().share(&load, 0.25) - 0.25).abs() < 1e-9, "nothing is known yet");
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! What became of one request, and who ran while it waited.
 
 use crate::Scheduler;
-use crate::ledger::Ledger;
-use crate::request::Time;
+use crate::ledger::{Cause, Ledger};
+use crate::request::{SeqId, Time};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -16,11 +16,23 @@ impl Scheduler {
         ended.or_else(|| self.seqs.values().find(|seq| seq.tag == tag).map(|seq| self.ledger(seq, None)))
     }
 
+    /// Books what a request was in before it was added, and for how many microseconds; none is as good as unknown.
+    /// Its account begins that much earlier. Not recorded in the journal.
+    pub fn prepared(&mut self, id: SeqId, spent: &[(Cause, Time)]) {
+        if let Some(seq) = self.seqs.get_mut(id) {
+            for &(cause, time) in spent {
+                // Nothing happened before the clock's zero.
+                let time = time.min(seq.arrived - seq.account.prepared());
+                seq.account.prepare(cause, time);
+            }
+        }
+    }
+
     /// Whose requests had begun and not ended while this one waited for its
     /// first step, as far as they are remembered: microseconds summed over
     /// sequences, the most first.
     pub fn ahead(&self, of: &Ledger) -> Vec<(Arc<str>, Time)> {
-        let (from, to) = (of.arrived, of.arrived + of.queued());
+        let (from, to) = (of.submitted, of.submitted + of.queued());
         let mut times: BTreeMap<&Arc<str>, Time> = BTreeMap::new();
         let mut add = |tag: u64, tenant, started: Option<Time>, ended: Time| {
             let time = ended.min(to).saturating_sub(started.unwrap_or(to).max(from));

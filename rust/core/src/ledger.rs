@@ -42,10 +42,16 @@ pub enum Cause {
     Swapped,
     /// What it had lost was computed again.
     Recompute,
+    /// Its bytes were on their way to the server.
+    Receive,
+    /// It was parsed, its template applied, its text made into tokens.
+    Tokenize,
+    /// The grammar of its structured output was compiled.
+    Grammar,
 }
 
 /// Causes there are.
-pub(crate) const CAUSES: usize = 16;
+pub(crate) const CAUSES: usize = 19;
 /// Those that can bind a whole group of waiting sequences: the first of them.
 const LIMITS: usize = 4;
 
@@ -68,12 +74,38 @@ impl Cause {
         (Self::Preempted, "preempted"),
         (Self::Swapped, "swapped"),
         (Self::Recompute, "recompute"),
+        (Self::Receive, "receive"),
+        (Self::Tokenize, "tokenize"),
+        (Self::Grammar, "grammar"),
     ];
 
     /// The cause's name.
     pub fn name(self) -> &'static str {
         Self::NAMES[self as usize].1
     }
+}
+
+/// Why a running sequence lost its blocks and row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum PreemptionReason {
+    /// The KV cache had no free block for the next token of a running sequence.
+    Blocks,
+    /// A request of a more urgent class waited (priority and deadline policies).
+    Priority,
+    /// A request of a tenant that had been served less waited (fair policy).
+    Fairness,
+    /// A request with much less work left waited (shortest policy).
+    Shortest,
+}
+
+/// Reasons there are.
+pub(crate) const PREEMPTION_REASONS: usize = 4;
+
+impl PreemptionReason {
+    /// Every reason, by the name that reports use, in order.
+    pub const NAMES: [(Self, &'static str); PREEMPTION_REASONS] =
+        [(Self::Blocks, "kv_blocks"), (Self::Priority, "priority"), (Self::Fairness, "fairness"), (Self::Shortest, "shortest")];
 }
 
 /// A request's account: disjoint intervals that sum to its life, and what it used.
@@ -83,8 +115,10 @@ pub struct Ledger {
     pub tag: u64,
     /// How it ended; `None` while it lives.
     pub finish: Option<FinishReason>,
-    /// When it was added.
+    /// When its first byte was read, as far as the caller said what was done with it before it was added.
     pub arrived: Time,
+    /// When it was added, which begins its time in the queue.
+    pub submitted: Time,
     /// When its first chunk was planned.
     pub started: Option<Time>,
     /// When its first token was committed.
@@ -109,6 +143,8 @@ pub struct Ledger {
     pub swaps: u32,
     /// Who needed the room, by tag; the first few.
     pub preempted_by: Vec<u64>,
+    /// How often it lost its blocks, by [`PreemptionReason`].
+    pub preempted_for: [u32; PREEMPTION_REASONS],
     /// Blocks of the KV cache times microseconds that it held them, shared ones counted for each holder.
     pub block_us: u64,
     /// Whose request.
@@ -125,9 +161,9 @@ impl Ledger {
         (self.causes[longest as usize] > 0).then_some(longest)
     }
 
-    /// Microseconds from its arrival to its first chunk, or to the account if there was none.
+    /// Microseconds from its addition to its first chunk, or to the account if there was none.
     pub fn queued(&self) -> Time {
-        self.started.unwrap_or(self.ended) - self.arrived
+        self.started.unwrap_or(self.ended) - self.submitted
     }
 }
 
@@ -212,6 +248,9 @@ pub(crate) struct Account {
     causes: [Time; CAUSES],
     pub(crate) swaps: u32,
     pub(crate) preempted_by: Vec<u64>,
+    pub(crate) preempted_for: [u32; PREEMPTION_REASONS],
+    /// Time before it was added.
+    prepared: Time,
     pub(crate) computed_tokens: u64,
     pub(crate) recomputed_tokens: u64,
     block_us: u64,
@@ -226,6 +265,17 @@ impl Account {
     /// Opens the account of a request that came at `arrived`.
     pub(crate) fn open(arrived: Time, state: State) -> Self {
         Self { state, since: arrived, ..Self::default() }
+    }
+
+    /// Books time that was spent on the request before it was added.
+    pub(crate) fn prepare(&mut self, cause: Cause, time: Time) {
+        self.causes[cause as usize] += time;
+        self.prepared += time;
+    }
+
+    /// All of that time.
+    pub(crate) fn prepared(&self) -> Time {
+        self.prepared
     }
 
     pub(crate) fn state(&self) -> State {

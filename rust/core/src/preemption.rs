@@ -2,7 +2,7 @@
 
 use crate::batch::StepPlan;
 use crate::config::Batching;
-use crate::ledger::{Cause, State};
+use crate::ledger::{Cause, PreemptionReason, State};
 use crate::policy::{Policy, worth_preempting};
 use crate::queue::Walk;
 use crate::request::{SeqId, Time};
@@ -31,7 +31,7 @@ impl Scheduler {
             while let Some(needy) = self.needy() {
                 let victim = self.victim(|_| true).expect("who needs a block can lose its own");
                 let for_tag = self.seqs[needy].tag;
-                self.preempt(victim, for_tag, plan);
+                self.preempt(victim, for_tag, PreemptionReason::Blocks, plan);
             }
         }
         let need = if self.pool.free() < self.running.len() { self.need().0 } else { self.running.len() };
@@ -95,6 +95,11 @@ impl Scheduler {
         if !may_preempt || self.config.batching != Batching::Continuous {
             return 0;
         }
+        let reason = match self.config.policy {
+            Policy::Fair => PreemptionReason::Fairness,
+            Policy::Shortest => PreemptionReason::Shortest,
+            _ => PreemptionReason::Priority,
+        };
         let (mut promised, mut blocks, mut walk) = (0, 0, Walk::default());
         // The most urgent class that somebody had to leave: its own kind does not come in.
         let mut left = i32::MAX;
@@ -141,7 +146,7 @@ impl Scheduler {
                 if self.config.policy == Policy::Fair {
                     self.preemption_budget.spend(self.cost(&self.seqs[victim]));
                 }
-                self.preempt(victim, tag, plan);
+                self.preempt(victim, tag, reason, plan);
             }
             promised += 1;
             blocks += wanted;
@@ -166,7 +171,7 @@ impl Scheduler {
     /// Takes blocks and row from a running sequence and queues it at its old
     /// place. A token on its way still arrives. Names that rest on steps not
     /// yet committed go: nobody would take them back if those steps fail.
-    fn preempt(&mut self, id: SeqId, for_tag: u64, plan: &mut StepPlan) {
+    fn preempt(&mut self, id: SeqId, for_tag: u64, reason: PreemptionReason, plan: &mut StepPlan) {
         let swap = self.is_worth_swapping(&self.seqs[id]);
         let seq = &mut self.seqs[id];
         self.pool.forget(&seq.table, self.committed);
@@ -191,6 +196,8 @@ impl Scheduler {
         (seq.decoding, seq.chain) = (false, Chain::root(&seq.salt));
         seq.draft.clear();
         seq.preemptions += 1;
+        seq.account.preempted_for[reason as usize] += 1;
+        self.counters.preemptions_by_reason[reason as usize] += 1;
         if seq.tag != for_tag {
             seq.account.blame(for_tag);
         }

@@ -9,6 +9,7 @@ use crate::ledger::{Cause, Clocks, Ledger, State};
 use crate::prefix::Hopes;
 use crate::queue::Queue;
 use crate::request::{FinishReason, SeqId, Ticket, Time, Token};
+use crate::saturation::Saturation;
 use crate::sequence::{NO_ROW, Sequence};
 use crate::share::{OUTPUT_TOKEN, PreemptionBudget};
 use crate::snapshot::Watch;
@@ -79,6 +80,9 @@ pub struct Scheduler {
     pub(crate) next_ticket: Ticket,
     pub(crate) committed: u64,
     last_commit: Time,
+    /// Whether there was more to do after the last commit: the next step began then.
+    goes_on: bool,
+    pub(crate) saturation: Saturation,
     pub(crate) counters: Counters,
     pub(crate) finished: VecDeque<Ledger>,
     pub(crate) journal: Option<Box<Journal>>,
@@ -131,6 +135,8 @@ impl Scheduler {
             next_ticket: 0,
             committed: 0,
             last_commit: 0,
+            goes_on: false,
+            saturation: Saturation::default(),
             counters: Counters::default(),
             finished: VecDeque::new(),
             journal: None,
@@ -237,6 +243,8 @@ impl Scheduler {
         if plan.chunks.is_empty() {
             self.record(|journal, _| journal.plan(now, None));
             self.name_stall();
+            self.note_backlog();
+            self.goes_on &= self.committed < self.counters.steps;
             // Whoever lost its blocks for want of room still needs their copies.
             self.swaps_due.append(&mut plan.swap_out);
             self.spare.push(plan);
@@ -245,6 +253,7 @@ impl Scheduler {
         self.record(|journal, _| journal.plan(now, Some(&plan)));
         self.note_step(&plan);
         self.stall = None;
+        self.note_backlog();
         self.counters.steps += 1;
         self.predicted_step = self.model.step(&plan.load) as u64;
         Some(plan)
@@ -270,6 +279,8 @@ impl Scheduler {
         self.clocks.tick(now);
         self.committed += 1;
         self.model.observe(&plan.load, self.clocks.now() - plan.planned.max(self.last_commit));
+        let began = if self.goes_on { self.last_commit } else { plan.planned.max(self.last_commit) };
+        self.note_use(&plan.load, began);
         self.last_commit = self.clocks.now();
         outputs.tokens.clear();
         outputs.ended.clear();
@@ -284,6 +295,7 @@ impl Scheduler {
         if self.committed == self.counters.steps {
             self.clocks.step(0, false);
         }
+        self.goes_on = !self.seqs.is_empty();
         self.record(|journal, _| journal.commit(now, &outputs.tokens));
         self.spare.push(plan);
     }
@@ -466,7 +478,8 @@ impl Scheduler {
         Ledger {
             tag: seq.tag,
             finish,
-            arrived: seq.arrived,
+            arrived: seq.arrived - seq.account.prepared(),
+            submitted: seq.arrived,
             started: seq.started,
             first_token: seq.first_token,
             ended: self.clocks.now(),
@@ -479,6 +492,7 @@ impl Scheduler {
             preemptions: seq.preemptions,
             swaps: seq.account.swaps,
             preempted_by: seq.account.preempted_by.clone(),
+            preempted_for: seq.account.preempted_for,
             block_us,
             tenant: Arc::clone(self.tenants.name(seq.tenant)),
             priority: seq.priority,

@@ -1,7 +1,7 @@
 //! What an operator wants to know: counters since the start, and what is true now.
 
 use crate::Scheduler;
-use crate::ledger::{CAUSES, Cause};
+use crate::ledger::{CAUSES, Cause, PREEMPTION_REASONS};
 
 /// Why no step was planned although there are requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +43,8 @@ pub struct Counters {
     pub preemptions_recompute: u64,
     /// Times that it lost its blocks, with a copy in host memory.
     pub preemptions_swap: u64,
+    /// Preemptions of both kinds, by [`PreemptionReason`](crate::PreemptionReason).
+    pub preemptions_by_reason: [u64; PREEMPTION_REASONS],
     /// Blocks copied to host memory.
     pub swapped_blocks: u64,
     /// Requests that missed their deadline.
@@ -86,6 +88,8 @@ pub struct Stats {
     pub predicted_wait: u64,
     /// Microseconds that the last planned step should take.
     pub predicted_step: u64,
+    /// Work that arrived in the last ten seconds over work that could be served in them, in thousandths.
+    pub saturation: u32,
 }
 
 /// How full it is.
@@ -132,6 +136,7 @@ impl Scheduler {
             waiting_by_cause: self.waiting_by_cause(),
             predicted_wait: self.predicted_wait(),
             predicted_step: self.predicted_step,
+            saturation: self.saturation(self.clocks.now()),
         }
     }
 

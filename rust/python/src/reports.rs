@@ -33,6 +33,7 @@ pub(crate) fn ledger<'py>(py: Python<'py>, ledger: &core::Ledger) -> PyResult<Bo
     dict.set_item("tag", ledger.tag)?;
     dict.set_item("finish", ledger.finish.map(finish_word))?;
     dict.set_item("arrived", ledger.arrived)?;
+    dict.set_item("submitted", ledger.submitted)?;
     dict.set_item("started", ledger.started)?;
     dict.set_item("first_token", ledger.first_token)?;
     dict.set_item("ended", ledger.finish.map(|_| ledger.ended))?;
@@ -48,6 +49,14 @@ pub(crate) fn ledger<'py>(py: Python<'py>, ledger: &core::Ledger) -> PyResult<Bo
     dict.set_item("priority", ledger.priority)?;
     dict.set_item("limit", ledger.limit().map(core::Cause::name))?;
     dict.set_item("preempted_by", &ledger.preempted_by)?;
+    let reasons = PyDict::new(py);
+    for (reason, name) in core::PreemptionReason::NAMES {
+        let times = ledger.preempted_for[reason as usize];
+        if times > 0 {
+            reasons.set_item(name, times)?;
+        }
+    }
+    dict.set_item("preempted_for", reasons)?;
     let causes = PyDict::new(py);
     for (cause, name) in core::Cause::NAMES {
         let time = ledger.causes[cause as usize];
@@ -108,6 +117,10 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
     for (name, value) in counted {
         dict.set_item(name, value)?;
     }
+    for (reason, name) in core::PreemptionReason::NAMES {
+        dict.set_item(format!("preemptions_for_{name}"), counters.preemptions_by_reason[reason as usize])?;
+    }
+    dict.set_item("saturation", f64::from(stats.saturation) / 1000.0)?;
     dict.set_item("stall", stats.stall.map(core::Stall::name))?;
     let waiting = PyDict::new(py);
     for (cause, name) in core::Cause::NAMES {

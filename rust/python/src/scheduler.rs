@@ -155,6 +155,15 @@ impl Scheduler {
         sibling.map(core::SeqId::to_bits).ok_or_else(|| PyKeyError::new_err("that sequence has ended"))
     }
 
+    #[allow(clippy::needless_pass_by_value)] // what Python hands over
+    fn prepared(&self, seq: u64, spent: Vec<(String, core::Time)>) -> PyResult<()> {
+        let cause = |name: &str| core::Cause::NAMES.iter().find(|(_, known)| *known == name).map(|&(cause, _)| cause);
+        let spent = spent.iter().map(|(name, time)| cause(name).map(|cause| (cause, *time))).collect::<Option<Vec<_>>>();
+        let spent = spent.ok_or_else(|| PyValueError::new_err("no such state: TIMELINE_STATES has them all"))?;
+        self.lock()?.core.prepared(core::SeqId::from_bits(seq), &spent);
+        Ok(())
+    }
+
     fn abort(&self, seq: u64, now: core::Time) -> PyResult<bool> {
         Ok(self.lock()?.core.abort(core::SeqId::from_bits(seq), now))
     }

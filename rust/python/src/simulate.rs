@@ -153,8 +153,8 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
         dict.set_item(name, packed(py, histogram.buckets().map(|(time, count)| [time as i64, count as i64])))?;
     }
     let samples = report.timeline.samples().iter().map(|sample| {
-        let sim::Sample { time, batch, tokens, running, waiting, blocks } = *sample;
-        [time as i64, batch as i64, tokens as i64, running as i64, waiting as i64, blocks as i64]
+        let sim::Sample { time, batch, tokens, running, waiting, blocks, saturation } = *sample;
+        [time as i64, batch as i64, tokens as i64, running as i64, waiting as i64, blocks as i64, saturation.into()]
     });
     dict.set_item("timeline", packed(py, samples))?;
     Ok(dict)

@@ -67,6 +67,7 @@ fn since(begins: Time, ledger: &Ledger) -> Ledger {
     let shift = |time: Time| time - begins;
     Ledger {
         arrived: shift(ledger.arrived),
+        submitted: shift(ledger.submitted),
         started: ledger.started.map(shift),
         first_token: ledger.first_token.map(shift),
         ended: shift(ledger.ended),

@@ -17,6 +17,8 @@ pub struct Sample {
     pub waiting: usize,
     /// Blocks of the KV cache that sequences hold.
     pub blocks: usize,
+    /// Work that arrived in the last ten seconds over work that could be served in them, in thousandths.
+    pub saturation: u32,
 }
 
 impl Sample {
@@ -24,7 +26,8 @@ impl Sample {
     pub(crate) fn of(time: Time, scheduler: &Scheduler, step: Option<&StepPlan>) -> Self {
         let Occupancy { running, waiting, blocks } = scheduler.occupancy();
         let (batch, tokens) = step.map_or((0, 0), |plan| (plan.chunks.len(), plan.load.prefill_tokens + plan.load.decode_seqs));
-        Self { time, batch, tokens: tokens as usize, running, waiting, blocks }
+        let saturation = scheduler.saturation(time);
+        Self { time, batch, tokens: tokens as usize, running, waiting, blocks, saturation }
     }
 }
 

@@ -322,3 +322,44 @@ fn preemption_for_fairness_costs_little_and_vtc_does_none() {
     assert!(100 * vtc <= 101 * fcfs, "{vtc} against {fcfs}");
     assert!(100 * fair <= 103 * vtc, "{fair} against {vtc}");
 }
+
+/// Saturation in thousandths at `time`, the most that waited ten seconds before it, and the fewest in the last two.
+fn seen_at(report: &Report, time: Time) -> (u32, usize, usize) {
+    let samples = report.timeline.samples();
+    let upto = |time: Time| samples.partition_point(|sample| sample.time <= time);
+    let most = |from: Time, to: Time| samples[upto(from)..upto(to)].iter().map(|sample| sample.waiting).max().unwrap_or(0);
+    let least = |from: Time, to: Time| samples[upto(from)..upto(to)].iter().map(|sample| sample.waiting).min().unwrap_or(0);
+    (samples[upto(time) - 1].saturation, most(time - 10 * SECOND, time - 9 * SECOND), least(time - 2 * SECOND, time))
+}
+
+#[test]
+fn saturation_is_what_is_asked_over_what_can_be_served_on_a_ramp_of_load() {
+    // Prompts that fill the steps' tokens, outputs that fill the rows, and both in a KV cache that is full first.
+    let kinds = [("prompts", 2000, 5, 2001), ("outputs", 100, 200, 2001), ("blocks", 900, 100, 601)];
+    for (name, prompt, output, num_blocks) in kinds {
+        let config = Config { num_blocks, watermark: 0, max_model_len: 4000, ..config() };
+        let all: Vec<Job> = (0..400).map(|tag| job(0, tag, prompt, output)).collect();
+        let each = run(config, &all).ended_at / 400;
+        let (mut dice, mut jobs, levels) = (Dice(11), Vec::new(), [3, 5, 7, 9, 12, 16]);
+        let stretch = 60 * SECOND;
+        for (level, at) in levels.into_iter().zip(0..) {
+            let part =
+                stream(&mut dice, at << 32, stretch, each * 10 / level, |_, time, tag| job(time + at * stretch, tag, prompt, output));
+            jobs.extend(part);
+        }
+        let report = run(config, &jobs);
+        for at in 0..levels.len() as Time {
+            let (from, to) = (at * stretch + 20 * SECOND, (at + 1) * stretch);
+            let asked = jobs.iter().filter(|job| (from..to).contains(&job.time)).count() as u64 * each * 1000 / (to - from);
+            let seen: Vec<_> = (from / SECOND..to / SECOND).map(|second| seen_at(&report, second * SECOND)).collect();
+            let mean = seen.iter().map(|one| u64::from(one.0)).sum::<u64>() / seen.len() as u64;
+            println!("{name}: {asked} ‰ asked, saturation {mean} ‰");
+            for (saturation, before, now) in seen {
+                // Samples are thinned, so a queue that was empty for a moment may look as if it grew by one.
+                assert!(now <= before + 1 || saturation >= 1000, "{name} at {asked} ‰: {saturation} while {before} became {now}");
+            }
+            assert!(mean.abs_diff(asked) <= 200, "{name}: {mean} for {asked}");
+            assert!(asked < 1100 || mean >= 1000, "{name}: {mean} for {asked}");
+        }
+    }
+}

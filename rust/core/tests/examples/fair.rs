@@ -186,6 +186,7 @@ fn a_tenant_with_nothing_takes_rows_of_one_that_has_more_than_twice_as_many_even
     let of = |tags: fn(&Step) -> &Vec<u64>| steps.iter().flat_map(|step| tags(step).clone()).collect::<Vec<_>>();
     assert_eq!((of(|step| &step.preempted), of(|step| &step.seated)), (vec![2], vec![102]));
     assert_eq!(lab.explain(1).preempted_by, [101]);
+    assert_eq!(lab.explain(1).preempted_for, [0, 0, 1, 0], "for fairness");
 }
 
 #[test]

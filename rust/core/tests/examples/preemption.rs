@@ -1,7 +1,7 @@
 //! When blocks run out: whose are taken, and whether their KV is copied or computed again.
 
 use crate::lab::{Cost, Lab, Step, ask, plenty};
-use chairlift_core::{Cause, Config, Policy};
+use chairlift_core::{Cause, Config, Policy, PreemptionReason};
 
 /// Eight blocks: two requests have 3 and 4 for 48 and 64 tokens; the one left over goes to the first that needs a fourth,
 /// and then the second needs a fifth.
@@ -53,6 +53,7 @@ fn who_needed_the_room_is_named() {
     assert_eq!(lab.step().preempted, [2]);
     lab.finish();
     assert_eq!(lab.ended[&2].preempted_by, [1]);
+    assert_eq!(lab.ended[&2].preempted_for[PreemptionReason::Blocks as usize], 1);
     // It lost its place after a millisecond and came back when the first had its twenty tokens.
     assert_eq!(lab.ended[&2].causes[Cause::Preempted as usize], 19_000);
 }

@@ -44,6 +44,8 @@ fn an_urgent_request_takes_the_row_of_the_less_urgent_one_that_loses_least() {
     assert_eq!(step.chunks, [(1, 1), (2, 5)]);
     let ledger = lab.explain(2);
     assert_eq!((ledger.preemptions, ledger.preempted_by.as_slice()), (1, &[3][..]));
+    assert_eq!(ledger.preempted_for, [0, 1, 0, 0], "for its class, not for want of blocks");
+    assert_eq!(lab.scheduler.stats().counters.preemptions_by_reason, [0, 1, 0, 0]);
     assert_eq!(ledger.causes[Cause::Preempted as usize], 2000);
     assert_eq!(ledger.recomputed_tokens, 20 - 16);
 }
