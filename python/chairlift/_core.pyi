@@ -245,7 +245,7 @@ def simulate(
     `Scheduler`, but for journal. A step takes what a curve through points (tokens, microseconds) says, and microseconds for each sequence
     that decodes, token of context, and pair of a prompt's tokens. `routing` is round-robin, least-loaded or prefix-aware.
 
-    A report has ended (int64 [N, 34]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended, tokens
+    A report has ended (int64 [N, 35]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended, tokens
     of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, and time by
     each of `causes`), refused (tags), steps, chunks (of sequences in steps), ended_at, stats, gaps and step_times (int64 [n, 2]:
     microseconds and how often), timeline (int64 [n, 7]: time, sequences in the step and its tokens, running, waiting,

@@ -10,10 +10,12 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When things happened to one request, in seconds from its arrival at the engine; None if they did not."""
+    """When things happened to one request, in seconds from its arrival: the first byte of it that a server read; None if they did not."""
 
     queued: float
-    """Until its first chunk was planned."""
+    """How long it was in the engine's queue, which begins when it is received, tokenized and its grammar compiled."""
+    started: float
+    """When its first chunk was planned, or its end if none was."""
     first_token: float | None
     total: float
 
@@ -22,16 +24,16 @@ class Timing:
         if other is None:
             return self
         firsts = [first for first in (self.first_token, other.first_token) if first is not None]
-        return Timing(min(self.queued, other.queued), min(firsts, default=None), max(self.total, other.total))
+        queued, started = min(self.queued, other.queued), min(self.started, other.started)
+        return Timing(queued, started, min(firsts, default=None), max(self.total, other.total))
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """What became of one sequence's time in the engine; times are seconds on the machine's monotonic clock.
 
-    `causes` says what it waited for and worked on, in seconds that sum to its life: `wait_step` (the next one to begin), `wait_rows`,
-    `wait_tokens`, `wait_blocks`, `wait_order`, `wait_share`, `wait_batch`, `wait_sibling`, `prefill`, `prefill_shared`, `decode`,
-    `decode_shared`, `stalled`, `preempted`, `swapped`, `recompute`. Those that took no time are left out.
+    `causes` says what it waited for and worked on, in seconds that sum to its life: `chairlift.timeline.STATES` has them. Those that
+    took no time are left out.
     """
 
     tag: int
@@ -39,6 +41,9 @@ class Ledger:
     finish: str | None
     """`stop`, `length`, `error`, `deadline` or `abort`; None while it lives."""
     arrived: float
+    """When its first byte was read."""
+    submitted: float
+    """When it came into the engine's queue: received, tokenized, its grammar compiled."""
     started: float | None
     first_token: float | None
     ended: float | None
@@ -57,6 +62,8 @@ class Ledger:
     limit: str | None
     """The limit that it waited for longest, if any."""
     preempted_by: tuple[int, ...]
+    preempted_for: dict[str, int]
+    """How often it lost its blocks for each reason: `kv_blocks`, `priority`, `fairness`, `shortest`."""
     causes: dict[str, float]
     ahead: dict[str, float] = field(default_factory=dict)
     """Tenants whose requests ran while this one waited for its first step, with their seconds: only from `explain`."""
@@ -65,7 +72,7 @@ class Ledger:
     def read(cls, ledger: Mapping[str, Any]) -> Self:
         """Makes one of the core's, whose times are microseconds."""
         plain = dict(ledger)
-        for name in ("arrived", "started", "first_token", "ended"):
+        for name in ("arrived", "submitted", "started", "first_token", "ended"):
             plain[name] = None if plain[name] is None else plain[name] / 1e6
         plain["block_seconds"] = plain.pop("block_us") / 1e6
         plain["preempted_by"] = tuple(plain["preempted_by"])
@@ -115,6 +122,8 @@ class RequestOutput:
     preemptions: int = 0
     timing: Timing | None = None
     """Set with `finish_reason`."""
+    queued: float | None = None
+    """Seconds that it was in the engine's queue; set once the engine has begun it."""
     index: int = 0
     """Which of the request's `n` answers it belongs to."""
     ledger: Ledger | None = None

@@ -70,9 +70,9 @@ def test_top_prints_one_picture_where_nobody_could_see_it_move(monkeypatch, caps
     assert [line.split(" ", 2)[2] for line in lines[2:5]] == [
         "50% 1 of 2 run, 4 wait",
         "25% 12% free, 25% cached, 12% shared, 50% held alone",
-        "95% the fullest of rows, KV and predicted wait",
+        "95% work that arrived, of what could be served in 10 s",
     ]
-    assert "first token 250.0 ms 1.50 s - swapped 2 lost its blocks to host memory" in lines
+    assert "first token 250 ms 1.5 s - swapped 2 lost its blocks to host memory" in lines
     assert [line for line in lines if line.startswith(("2 ", "7 "))] == [
         "2 cmpl-abc alice decode 500/500 13 33 1.50 s",
         "7 #257 alice prefill 20/500 13 33 1.50 s",
@@ -173,3 +173,18 @@ def test_something_else_that_listens_there_is_not_taken_for_a_server(capsys):
     with answering({"/dashboard/data": (200, b"<html>hello</html>")}) as (url, _):
         assert main.main(["top", "--once", "--url", url]) == 1
     assert "no chairlift server at" in capsys.readouterr().err
+
+
+def test_states_of_another_version_are_shown_by_their_names(capsys):
+    sequence = {"tag": 1, "causes": {"wait_rows": 0.5, "wait_for_godot": 0.25}}
+    explain.show({"summary": "Waited.", "sequences": [sequence]}, Console())
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "250.0 ms wait_for_godot a state that this version does not know" in shown
+    state = STATE | {"stats": STATE["stats"] | {"waiting_by_cause": {"wait_for_godot": 3}}}
+    Console(width=120).print(top.frame(state, Console(width=120)))
+    assert "wait_for_godot" in capsys.readouterr().out
+
+
+def test_a_refusal_has_no_sequences(capsys):
+    explain.show({"summary": "Refused with status 503 (queue_full): full", "sequences": []}, Console())
+    assert capsys.readouterr().out == "Refused with status 503 (queue_full): full\n"

@@ -41,6 +41,7 @@ def ledger(tag, finish="length", **changes):
         "tag": tag,
         "finish": finish,
         "arrived": 1_000_000,
+        "submitted": 1_000_000,
         "started": 1_500_000,
         "first_token": 2_000_000,
         "ended": 4_000_000,
@@ -56,6 +57,7 @@ def ledger(tag, finish="length", **changes):
         "priority": 0,
         "limit": "blocks",
         "preempted_by": [9],
+        "preempted_for": {"kv_blocks": 1},
         "causes": {"wait_blocks": 500_000, "prefill": 500_000, "decode": 2_000_000},
     }
     return account | changes
@@ -108,7 +110,7 @@ class FakeEngine:
     def compile(self, params):
         return None
 
-    def add(self, tag, prompt, params, scheduling, arrived=None, grammar=None):
+    def add(self, tag, prompt, params, scheduling, submitted=None, grammar=None, spent=None):
         if prompt[0] == REFUSED:
             raise InvalidRequest("it can never fit: needs 12 blocks of 10", param="prompt", code="never_fits")
         if prompt[0] == BROKEN:

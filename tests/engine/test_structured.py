@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -10,9 +11,11 @@ import pytest
 
 from chairlift import LLM
 from chairlift.engine import process
-from chairlift.engine.protocol import Abort, Add, Rejected, pack_fields, pack_tokens
+from chairlift.engine.compiling import Compiling
+from chairlift.engine.protocol import Abort, Add, Explain, Rejected, pack_fields, pack_tokens
 from chairlift.errors import InvalidRequest
 from chairlift.grammar.grammars import Grammar, Matcher
+from chairlift.outputs import Ledger
 from chairlift.sampling import SamplingParams, StructuredOutput
 
 PROMPT = [ord(letter) for letter in "Say it in JSON"]
@@ -196,17 +199,23 @@ class _Engine:
     def __init__(self):
         self.compiling = {}
         self.added = []
+        self.submitted = {}
+        self.spent = {}
         self.aborted = []
+
+    def explain(self, tag):
+        return None
 
     def compile(self, params):
         if params.structured_output is None:
             return None
         return self.compiling.setdefault(params.structured_output.text, Future())
 
-    def add(self, tag, prompt, params, scheduling, arrived, grammar):
+    def add(self, tag, prompt, params, scheduling, submitted, grammar, spent):
         if grammar is not None:
             grammar.result(0)
         self.added.append(tag)
+        self.submitted[tag], self.spent[tag] = submitted, spent
 
     def abort(self, tag, *, stopped):
         self.aborted.append(tag)
@@ -224,7 +233,8 @@ class _Parent:
 
 
 def test_a_request_waits_for_its_grammar_beside_the_others():
-    engine, parent, inbox, compiling = _Engine(), _Parent(), SimpleQueue(), set()
+    engine, parent, inbox, compiling = _Engine(), _Parent(), SimpleQueue(), Compiling()
+    sent = time.monotonic_ns() // 1000
 
     def drain(*frames):
         for frame in frames:
@@ -233,10 +243,18 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
 
     def request(tag, text=None):
         params = SamplingParams() if text is None else bounded("regex", text)
-        return Add(tag, pack_tokens(PROMPT), pack_fields(params))
+        return Add(tag, pack_tokens(PROMPT), pack_fields(params), submitted=sent, spent={"receive": 250_000})
 
     drain(request(1, "slow"), request(2), request(3, "wrong"), request(4, "slow"), request(5, "left"))
     assert engine.added == [2]
+    time.sleep(0.02)
+    drain(Explain(7, [1, 2, 99]))
+    [ledger] = parent.told.pop().ledgers
+    told = Ledger.read(ledger)
+    assert (told.tag, told.finish, told.prompt_tokens, told.causes["receive"]) == (1, None, len(PROMPT), 0.25)
+    assert told.causes["grammar"] >= 0.02
+    assert told.arrived == pytest.approx(sent / 1e6 - 0.25)
+    assert sum(told.causes.values()) == pytest.approx(told.submitted - told.arrived, abs=1e-6)
     drain(Abort([4]), Abort([5]))
     engine.compiling["wrong"].set_exception(InvalidRequest("no good", param="regex"))
     for text in ("slow", "left"):
@@ -244,4 +262,8 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
     drain(request(6, "slow"))
     assert engine.added == [2, 1, 6] or engine.added == [2, 6, 1]
     assert parent.told == [Rejected(3, "InvalidRequest", "no good", "regex", None)]
-    assert not compiling
+    assert [compiling.explain(tag) for tag in range(1, 7)] == [None] * 6
+    # The time of the compilation is the grammar's, and what was before it is kept.
+    spent = engine.spent[1]
+    assert (spent["receive"], spent["grammar"] >= 20_000) == (250_000, True)
+    assert engine.submitted[1] - sum(spent.values()) == sent - 250_000

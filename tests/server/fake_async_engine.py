@@ -78,6 +78,7 @@ class FakeEngine:
         self.seen: list[SamplingParams] = []
         self.scheduled: list[Scheduling] = []
         self.named: list[str] = []
+        self.spent: list[dict[str, float]] = []
         self.ledgers: dict[str, list[Ledger]] = {}
         self.released = False
         self.counters: dict[str, object] = {}
@@ -135,12 +136,13 @@ class FakeEngine:
         *,
         request_id: str,
         on_start: Callable[[], None],
-        arrived: int,
+        spent: dict[str, float],
     ) -> AsyncIterator[RequestOutput]:
         self.started += 1
         self.seen.append(params)
         self.scheduled.append(scheduling)
         self.named.append(request_id)
+        self.spent.append(spent)
         text = bytes(prompt).decode()
         said = text.partition("SAY:")[2]
         done = False
@@ -170,10 +172,10 @@ class FakeEngine:
                 done = reason is not None
                 for index in range(params.n):
                     if i == 1 and "split" in text:
-                        yield RequestOutput("", [1], prompt, index=index)
+                        yield RequestOutput("", [1], prompt, index=index, queued=0.001)
                         continue
                     word = said[3 * i : 3 * i + 3] if said else _word(text, i + index)
-                    output = RequestOutput(word, [1], prompt, reason, index=index)
+                    output = RequestOutput(word, [1], prompt, reason, index=index, queued=0.001)
                     if params.logprobs is not None:
                         output.logprobs = [scored(1, params.logprobs)]
                         output.text_offsets = [sum(len(_word(text, j + index)) for j in range(i))]
@@ -182,7 +184,7 @@ class FakeEngine:
                     if done:
                         # A sibling finds the whole prompt computed.
                         output.cached_tokens = len(prompt) if index else 3
-                        output.timing = Timing(0.001, 0.002, 0.003)
+                        output.timing = Timing(0.001, 0.001, 0.002, 0.003)
                     yield output
                 if done:
                     break
@@ -208,6 +210,7 @@ def ledger(**changes: object) -> Ledger:
             tag=1,
             finish="length",
             arrived=100.0,
+            submitted=100.0,
             started=101.5,
             first_token=101.75,
             ended=102.0,
@@ -223,6 +226,7 @@ def ledger(**changes: object) -> Ledger:
             priority=0,
             limit=None,
             preempted_by=(),
+            preempted_for={},
             causes={"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25},
         ),
         **changes,

@@ -46,7 +46,7 @@ def test_what_there_is_is_told_with_the_names_of_requests(quick):
         assert state["waiting"] == [{**WAIT, "request": "cmpl-def"}]
         assert base64.b64decode(state["cells"]) == CELLS
         assert state["stats"]["waiting_by_cause"] == {"wait_blocks": 1}
-        assert (state["load"]["rows"], state["load"]["kv_cache"], state["load"]["saturation"]) == (0.25, 0.375, 0.375)
+        assert (state["load"]["rows"], state["load"]["kv_cache"], state["load"]["saturation"]) == (0.25, 0.375, 0.0)
         assert {"tenants", "classes"}.isdisjoint(state["stats"])
         step = state["steps"][-1]
         assert (step["rows"], step["tokens"], step["waiting"], step["seated"]) == (" dp-", 7, 1, [[2, 129]])

@@ -4,6 +4,7 @@ from fake_async_engine import FakeEngine, ledger, serving
 
 from chairlift.server.observe.sentence import paragraph, sentence
 from chairlift.server.service import service
+from chairlift.server.service.refusals import REMEMBERED, Refusal, Refusals
 
 
 def ask(http, **changes):
@@ -90,8 +91,10 @@ SENTENCES = [
             "preemptions": 1,
             "swaps": 1,
             "preempted_by": (17,),
+            "preempted_for": {"kv_blocks": 1},
         },
-        "2.31 s: 1.80 s waiting for KV blocks, 0.21 s prefill (0.05 s shared), 0.30 s decode; preempted once (swapped), for request 17",
+        "2.31 s: 1.80 s waiting for KV blocks, 0.21 s prefill (0.05 s shared), 0.30 s decode; preempted once for want of KV blocks "
+        "(swapped), for request 17",
     ),
     (
         {"causes": {"decode": 0.0042, "decode_shared": 0.0003}, "preemptions": 2, "preempted_by": (3, 4)},
@@ -129,10 +132,12 @@ PARAGRAPHS = [
                 "preemptions": 1,
                 "swaps": 1,
                 "preempted_by": (17,),
+                "preempted_for": {"fairness": 1},
                 "cached_tokens": 2,
             }
         ],
-        "Waited 412 ms: 300 ms for KV blocks, 112 ms behind tenant x; preempted once by tenant y (swapped). "
+        "Waited 412 ms: 300 ms for KV blocks, 112 ms behind tenant x; preempted once by tenant y for a tenant that was served less "
+        "(swapped). "
         "Computed for 350 ms: 300 ms its output (3 tokens), 50 ms its prompt (5 tokens, 2 of them cached). Ended after 762 ms (length).",
     ),
     (
@@ -168,3 +173,27 @@ def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_wa
     assert alice.json()["sequences"][0]["ahead"] == {"another": 3.5, "alice": 1.0}
     assert "bob" not in alice.text
     assert "carol" not in alice.text
+
+
+def test_a_refused_request_is_told_so_and_why(engine):
+    """By the id that its client got in the answer's header, or had sent."""
+    with serving(engine) as (base, _), httpx.Client(base_url=base) as client:
+        full = client.post("/v1/completions", json={"prompt": "full", "max_tokens": 2}, headers={"x-request-id": "mine"})
+        wrong = client.post("/v1/completions", json={"prompt": "a", "max_tokens": -1})
+        assert (full.status_code, wrong.status_code) == (503, 400)
+        told = client.get("/v1/requests/mine/explain").json()
+        assert told["refused"] == {"status": 503, "code": "queue_full", "message": "4 requests are waiting, as many as may"}
+        assert told["summary"] == "Refused with status 503 (queue_full): 4 requests are waiting, as many as may"
+        assert (told["id"], told["sequences"]) == ("mine", [])
+        told = client.get(f"/v1/requests/{wrong.headers['x-request-id']}/explain").json()
+        assert told["refused"] == {"status": 400, "code": None, "message": wrong.json()["error"]["message"]}
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers={"x-request-id": "mine"})
+        assert "refused" not in client.get("/v1/requests/mine/explain").json(), "the id's newest request was taken"
+
+
+def test_refusals_are_forgotten_in_time_and_a_tenants_are_its_own():
+    kept = Refusals()
+    for number in range(REMEMBERED + 1):
+        kept.add("alice", str(number), Refusal(503, {"message": "full"}))
+    assert kept.find("alice", "0") is kept.find("", "0") is kept.find("bob", "1") is None
+    assert kept.find("alice", "1") is kept.find("", "1") is not None

@@ -1,5 +1,7 @@
 import shutil
+import socket
 import subprocess
+import time
 
 import httpx
 import pytest
@@ -56,8 +58,8 @@ def test_requests_are_timed_and_counted(http):
     assert seen["time_to_first_token_seconds_count"] == 3
     assert seen["inter_token_latency_seconds_count"] == 4 + 4 + 1
     assert seen["e2e_request_latency_seconds_count"] == 3
-    assert seen["request_queue_time_seconds_count"] == 2
-    assert seen["request_queue_time_seconds_sum"] == 0.002
+    assert seen["request_queue_time_seconds_count"] == 3, "with the first tokens, though one of the requests fails after"
+    assert seen["request_queue_time_seconds_sum"] == pytest.approx(0.003)
     text = http.get("/metrics").text
     for reason, count in {"length": 2, "error": 1, "stop": 0, "abort": 0}.items():
         assert f'chairlift_request_success_total{{engine="0",finished_reason="{reason}",model_name="org/fake-model"}} {count}.0' in text
@@ -66,7 +68,13 @@ def test_requests_are_timed_and_counted(http):
 def test_what_the_scheduler_counts_is_shown(http, engine):
     engine.counters = {"running": 3, "rows": 4, "swapped": 2, "used_tokens": 60, "held_slots": 80, "host_blocks": 10, "free_host_blocks": 4}
     engine.counters |= {"computed_tokens": 90, "recomputed_tokens": 5, "swapped_blocks": 7, "rejected_queue_full": 6}
-    engine.counters |= {"preemptions_recompute": 1, "preemptions_swap": 2, "predicted_wait_us": 2_500_000, "predicted_step_us": 1500}
+    engine.counters |= {
+        "preemptions_for_priority": 3,
+        "preemptions_recompute": 1,
+        "preemptions_swap": 2,
+        "predicted_wait_us": 2_500_000,
+        "predicted_step_us": 1500,
+    }
     engine.counters |= {"waiting_by_cause": {"wait_blocks": 4, "wait_order": 1, "preempted": 2}}
     seen = scrape(http)
     expected = {"num_requests_swapped": 2, "row_usage_perc": 0.75, "kv_cache_fragmentation_perc": 0.25, "swap_usage_perc": 0.6}
@@ -74,6 +82,7 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
     expected |= {"predicted_wait_seconds": 2.5, "predicted_step_seconds": 0.0015}
     assert {name: seen[name] for name in expected} == pytest.approx(expected)
     assert by(http, "num_preemptions_by_kind_total", "kind") == {"recompute": 1, "swap": 2}
+    assert by(http, "num_preemptions_by_reason_total", "reason") == {"kv_blocks": 0, "priority": 3, "fairness": 0, "shortest": 0}
     assert by(http, "admission_rejections_total", "reason") == {**dict.fromkeys(REJECTIONS, 0), "queue_full": 6}
     waiting = {
         "blocks": 4,
@@ -212,7 +221,7 @@ def test_what_answers_took_and_asked_is_shown(http):
     expected |= {"request_params_n": (1, 2), "request_params_max_tokens": (1, 5), "request_max_num_generation_tokens": (1, 5)}
     expected |= {"request_inference_time_seconds": (2, 0.004), "request_prefill_time_seconds": (2, 0.002)}
     expected |= {"request_decode_time_seconds": (2, 0.002), "request_time_per_output_token_seconds": (2, 0.0005)}
-    expected |= {"request_num_preemptions": (2, 0), "request_queue_time_seconds": (2, 0.002)}
+    expected |= {"request_num_preemptions": (2, 0), "request_queue_time_seconds": (1, 0.001)}
     assert {name: (seen[f"{name}_count"], seen[f"{name}_sum"]) for name in expected} == {
         name: pytest.approx(pair) for name, pair in expected.items()
     }
@@ -261,12 +270,11 @@ def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
     ("stats", "full"),
     [
         ({}, 0),
-        ({"running": 1, "rows": 4, "total_blocks": 10, "free_blocks": 5, "predicted_wait_us": 2_000_000}, 0.5),
-        ({"running": 3, "rows": 4, "total_blocks": 10, "free_blocks": 5}, 0.75),
-        ({"running": 1, "rows": 4, "total_blocks": 10, "free_blocks": 10, "predicted_wait_us": 60_000_000}, 1),
+        ({"running": 4, "rows": 4, "total_blocks": 10, "free_blocks": 0, "saturation": 0.25}, 0.25),
+        ({"running": 1, "rows": 4, "saturation": 1.5}, 1.5),
     ],
 )
-def test_saturation_is_the_fullest_of_its_parts(stats, full):
+def test_saturation_is_the_engines(stats, full):
     assert by(Metrics("m", lambda: stats).text().decode(), "saturation", "engine") == {"0": full}
 
 
@@ -306,11 +314,15 @@ def test_promtool_has_nothing_to_complain_of(http, engine):
 
 def test_the_status_line_tells_of_swapping_and_preemption_with_a_remedy():
     before = {"running": 1, "preemptions": 4}
-    now = {"running": 1, "swapped": 2, "preemptions": 7, "total_blocks": 8, "free_blocks": 8}
+    now = {"running": 1, "swapped": 2, "preemptions": 7, "preemptions_for_kv_blocks": 3, "total_blocks": 8, "free_blocks": 8}
     assert status.line(before, now, 10) == (
         "running 1, waiting 0, swapped 2, KV cache 0.0%, prefix hits 0.0%, prompt 0.0 tokens/s, generation 0.0 tokens/s, "
-        "preemptions 3 (the KV cache is too small: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
+        "preemptions 3 (3 because the KV cache is too small: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
     )
+    policy = {"running": 1, "preemptions": 7, "preemptions_for_priority": 2, "preemptions_for_fairness": 1}
+    told = status.line(before, policy, 10)
+    assert told is not None
+    assert told.endswith("preemptions 3 (2 for requests of higher priority, 1 for tenants that were served less)")
     assert status.line({}, {"swapped": 1}, 10) is not None
 
 
@@ -325,3 +337,32 @@ def test_the_status_line_tells_rates_and_is_silent_when_idle():
     assert status.line(busy, busy, 10) is not None  # something runs, though nothing moves
     again = {"prompt_tokens": 20, "generated_tokens": 10, "running": 1}  # an engine that was started again
     assert "prompt 2.0 tokens/s, generation 1.0 tokens/s" in status.line(busy, again, 10)
+
+
+@pytest.mark.parametrize("body", ["in one piece", "in two pieces"])
+def test_a_requests_clocks_start_at_its_first_byte(engine, body):
+    content = b'{"prompt": "abc", "max_tokens": 2}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    message = head % len(content) + content
+    cut = 10 if body == "in one piece" else len(message) - 5
+    with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
+        url = httpx.URL(base)
+        with socket.create_connection((url.host, url.port)) as sock:
+            took = []
+            for _ in range(2):  # the second on a connection that has been idle, which is not the request's time
+                began = time.monotonic()
+                sock.sendall(message[:cut])
+                time.sleep(0.2)
+                sock.sendall(message[cut:])
+                answer = b""
+                while b'"usage"' not in answer:
+                    answer += (part := sock.recv(65536))
+                    assert part, answer
+                took.append(time.monotonic() - began)
+                time.sleep(0.4)
+        seen = scrape(http)
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert seen[f"{name}_sum"] >= 0.4, name
+    for spent, whole in zip(engine.spent, took, strict=True):
+        assert spent.keys() == {"receive", "tokenize"}
+        assert 0.2 <= spent["receive"] <= sum(spent.values()) <= whole

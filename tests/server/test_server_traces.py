@@ -15,7 +15,8 @@ from fake_async_engine import MODEL, FakeEngine, ledger, serving, wait_until
 from chairlift.errors import EngineDead, InvalidSetting
 from chairlift.server.telemetry import traces
 from chairlift.server.telemetry.about import About
-from chairlift.server.telemetry.traces import CAUSES, Traces
+from chairlift.server.telemetry.traces import Traces
+from chairlift.timeline import STATES
 
 received = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs pip install 'chairlift[otel]'")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -74,7 +75,7 @@ def sent(*ledgers, about=None):
 def test_a_ledger_is_a_span_with_a_child_for_each_cause_end_to_end():
     now = time.monotonic()
     causes = {"decode": 0.25, "wait_blocks": 1.5, "swapped": 0.5, "prefill": 0.25}
-    times = {"arrived": now - 2.5, "started": now - 1, "first_token": now - 0.75, "ended": now}
+    times = {"arrived": now - 2.5, "submitted": now - 2.5, "started": now - 1, "first_token": now - 0.75, "ended": now}
     spans = sent(ledger(causes=causes, tenant="alice", priority=-3, preemptions=1, swaps=1, **times), about=About("mine"))
     *children, span = sorted(spans, key=lambda one: (one.name == "llm_request", one.start_time_unix_nano))
     assert [child.name for child in children] == ["wait_blocks", "prefill", "swapped", "decode"]
@@ -98,8 +99,8 @@ def test_a_ledger_is_a_span_with_a_child_for_each_cause_end_to_end():
 
 
 def test_every_cause_has_its_place():
-    spans = sent(ledger(causes=dict.fromkeys(CAUSES, 0.01)))
-    assert sorted(span.name for span in spans) == sorted([*CAUSES, "llm_request"])
+    spans = sent(ledger(causes=dict.fromkeys(STATES, 0.01)))
+    assert sorted(span.name for span in spans) == sorted([*STATES, "llm_request"])
 
 
 def test_a_request_that_never_ran_and_one_that_goes_on():

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chairlift.cli.causes import CAUSES
 from chairlift.cli.remote import ask
 from chairlift.config import EngineConfig, ServerConfig
+from chairlift.timeline import STATES, described
 
 
 def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
@@ -26,12 +26,14 @@ def show(explanation: Mapping[str, Any], console: Console) -> None:
     """Prints the paragraph, and for each sequence its bar and what the bar's parts mean; no colours and no bars without a terminal."""
     console.print(Text(explanation["summary"]), soft_wrap=not console.is_terminal)
     sequences = explanation["sequences"]
-    longest = max(sum(sequence["causes"].values()) for sequence in sequences) or 1.0
+    longest = max((sum(sequence["causes"].values()) for sequence in sequences), default=0.0) or 1.0
     for sequence in sequences:
         console.print()
         if len(sequences) > 1:
             console.print(f"sequence {sequence['tag']}", style="bold")
-        parts = [(cause, *CAUSES[cause], sequence["causes"][cause]) for cause in CAUSES if sequence["causes"].get(cause)]
+        causes = sequence["causes"]
+        ordered = [*(name for name in STATES if name in causes), *(name for name in causes if name not in STATES)]
+        parts = [(name, described(name).meaning, described(name).colour, causes[name]) for name in ordered if causes[name]]
         if console.is_terminal:
             console.print(bar([(colour, seconds) for _, _, colour, seconds in parts], longest, console.width))
         legend = Table.grid(padding=(0, 2))

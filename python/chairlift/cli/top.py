@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from chairlift.cli.causes import CAUSES
 from chairlift.cli.remote import ask
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.errors import ChairliftError
+from chairlift.timeline import described
 
 SECONDS = 0.5
 """Between two looks."""
@@ -78,7 +78,7 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
         Text(),
         _meter("rows", load["rows"], f"{stats.get('running', 0)} of {stats.get('rows', 0)} run, {waiting} wait", console),
         _meter("KV", load["kv_cache"], _blocks(state), console),
-        _meter("full", load["saturation"], "the fullest of rows, KV and predicted wait", console),
+        _meter("full", load["saturation"], "work that arrived, of what could be served in 10 s", console),
         Text(),
         _beside(_latency(state["latency"]), _causes(stats), console),
         Text(),
@@ -143,7 +143,7 @@ def _latency(latency: Mapping[str, Any]) -> Table:
     table = _table(f"latency, {since}", "p50 ", "p90 ", "p99 ")
     for key, name in _LATENCIES.items():
         seen = latency.get(key, {})
-        table.add_row(name, *(_seconds(seen.get(point)) for point in ("p50", "p90", "p99")))
+        table.add_row(name, *(_rounded(seen.get(point)) for point in ("p50", "p90", "p99")))
     return table
 
 
@@ -151,8 +151,8 @@ def _causes(stats: Mapping[str, Any]) -> Table:
     table = _table("who waits", "requests ", "why")
     causes = stats.get("waiting_by_cause", {})
     for cause, count in sorted(causes.items(), key=lambda item: -item[1]):
-        meaning, colour = CAUSES[cause]
-        table.add_row(Text(cause, style=colour), str(count), Text(meaning, style="dim"))
+        state = described(cause)
+        table.add_row(Text(cause, style=state.colour), str(count), Text(state.meaning, style="dim"))
     if not causes:
         table.add_row("nobody", "", "")
     return table
@@ -164,7 +164,7 @@ def _rows(rows: Sequence[Mapping[str, Any]], room: int, console: Console) -> Tab
     table = _table("row ", "request", "tenant", "does", "prompt ", "output ", "blocks ", "age ")
     for row in sorted(rows, key=lambda row: int(row["row"]))[:room]:
         prompt = f"{min(row['computed_tokens'], row['prompt_tokens']):,}/{row['prompt_tokens']:,}"
-        does = Text(row["state"], style=_STATES[row["state"]])
+        does = Text(row["state"], style=_STATES.get(row["state"], ""))
         numbers = (f"{row['output_tokens']:,}", f"{row['blocks']:,}", _seconds(row["age_us"] / 1e6))
         name = row["request"] or f"#{row['tag']}"
         name = name if len(name) <= longest else name[: longest - 1] + "…"
@@ -172,6 +172,14 @@ def _rows(rows: Sequence[Mapping[str, Any]], room: int, console: Console) -> Tab
     if len(rows) > room:
         table.add_row("", f"and {len(rows) - room} more")
     return table
+
+
+def _rounded(seconds: float | None) -> str:
+    """To two digits: percentiles are known to within 5 %."""
+    if seconds is None:
+        return "-"
+    value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
+    return f"{float(f'{value:.2g}'):g} {unit}"
 
 
 def _seconds(seconds: float | None) -> str:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from chairlift import errors
@@ -175,17 +175,18 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         on_start: Callable[[], None] | None = None,
-        arrived: int | None = None,
+        spent: Mapping[str, float] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Runs one request; yields what is new of its answers, by `index`, and `finish_reason` with the last of each.
 
         Where only the `n` best are kept, they come whole at the end. Leaving the iterator early aborts the request: at once when it
         is closed or cancelled, so wrap it in `contextlib.aclosing` where the loop may end before the request does. `request_id` is for
-        `explain`; `on_start` is called once, when the engine begins the first answer. Deadlines count from `arrived`, in microseconds
-        of the monotonic clock, if that is not now. Raises InvalidRequest or QueueFull before anything, and RequestFailed, OutOfMemory,
-        DeadlineMissed or EngineDead at any time.
+        `explain`; `on_start` is called once, when the engine begins the first answer; `spent` has the states of the request's timeline
+        before this call, with their seconds: its times and deadlines count from there. Raises InvalidRequest or QueueFull before
+        anything, and RequestFailed, OutOfMemory, DeadlineMissed or EngineDead at any time.
         """
-        arrived = time.monotonic_ns() // 1000 if arrived is None else arrived
+        called = time.monotonic_ns() // 1000
+        before = {state: int(seconds * 1e6) for state, seconds in (spent or {}).items()}
         self._check_alive()
         given = text_or_ids(prompt)
         prompt_token_ids = await self.encode(given) if isinstance(given, str) else given
@@ -196,7 +197,7 @@ class AsyncEngine:
         if params.bad_words:
             params = await asyncio.to_thread(spelled, params, self.tokenizer)
         params = self.validate(prompt_token_ids, params)
-        stream = Stream(self.tokenizer, next(self._tags), prompt_token_ids, params)
+        stream = Stream(self.tokenizer, next(self._tags), prompt_token_ids, params, (called - sum(before.values())) / 1e6)
         stream.on_start = on_start
         self._check_alive()
         if request_id is not None:
@@ -205,7 +206,9 @@ class AsyncEngine:
         missed = False
         try:
             packed = protocol.pack_fields(params), protocol.pack_fields(scheduling)
-            self._write(Add(stream.tags.start, protocol.pack_tokens(prompt_token_ids), *packed, arrived))
+            submitted = time.monotonic_ns() // 1000
+            before["tokenize"] = before.get("tokenize", 0) + submitted - called
+            self._write(Add(stream.tags.start, protocol.pack_tokens(prompt_token_ids), *packed, submitted, before))
             with contextlib.suppress(ConnectionError):  # the stream hears of it, in better words
                 await self._writer.drain()
             while not stream.over:

@@ -165,12 +165,14 @@ class Engine:
         prompt: Sequence[int] | np.ndarray,
         params: SamplingParams,
         scheduling: Scheduling | None = None,
-        arrived: int | None = None,
+        submitted: int | None = None,
         grammar: Future[Grammar] | None = None,
+        spent: Mapping[str, int] | None = None,
     ) -> None:
         """Queues a request, whose sequences take `tag` and the numbers after it, all unique among unfinished ones.
 
-        `arrived`, in microseconds of the monotonic clock, is when it came, if not just now: its account and deadlines begin there.
+        `submitted`, in microseconds of the monotonic clock, is when it came into the queue, if not just now. `spent` has the states that
+        it was in before, with their microseconds: its timeline and its deadlines begin that much earlier.
         `grammar` is what `compile` gave; one that is not there yet is waited for. Raises InvalidRequest if the request can never run, and
         QueueFull if it can't wait; then none of its sequences is left.
         """
@@ -184,15 +186,18 @@ class Engine:
             raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
         if isinstance(self._runner, NoModel) and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise InvalidRequest("without a model (--load-format none) there are no log-probabilities: leave them out", param="logprobs")
-        now = min(_now(), arrived or sys.maxsize)
+        now, spent = min(_now(), submitted or sys.maxsize), spent or {}
         told = None if params.prompt_logprobs is None else PromptLogprobs(tag, tokens, params.prompt_logprobs)
         bounds = self._grammar(params, grammar or self.compile(params))
         matcher = None if bounds is None else bounds.matcher
         try:
-            self._live[tag] = _Seat(self._first(tag, tokens, params, scheduling, now), params, self._seed(tag, 0, params), told, matcher)
+            first = self._first(tag, tokens, params, scheduling, now, now - sum(spent.values()))
+            self._live[tag] = _Seat(first, params, self._seed(tag, 0, params), told, matcher)
             for index, sibling in enumerate(tags[1:], 1):
                 seq = self._scheduler.fork(self._live[tag].seq, sibling, now)
                 self._live[sibling] = _Seat(seq, params, self._seed(sibling, index, params), told, matcher)
+            for one in tags:
+                self._scheduler.prepared(self._live[one].seq, list(spent.items()))
         except BaseException as error:
             for added in tags:
                 self.abort(added)
@@ -300,12 +305,12 @@ class Engine:
             param = params.structured_output.param
             raise InvalidRequest(f"{param} cannot be used: {error}", param=param, code=error.code) from None
 
-    def _first(self, tag: int, tokens: np.ndarray, params: SamplingParams, scheduling: Scheduling, now: int) -> int:
-        """Gives the core a request's first sequence."""
+    def _first(self, tag: int, tokens: np.ndarray, params: SamplingParams, scheduling: Scheduling, now: int, arrived: int) -> int:
+        """Gives the core a request's first sequence, whose deadlines count from `arrived`."""
         max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self._runner.max_model_len - tokens.size)
 
         def until(milliseconds: float | None) -> int | None:
-            return None if milliseconds is None else now + _microseconds(milliseconds)
+            return None if milliseconds is None else arrived + _microseconds(milliseconds)
 
         return self._scheduler.add(
             tag,

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import EngineConfig
+from chairlift.engine.compiling import Compiling
 from chairlift.engine.protocol import (
     Abort,
     Add,
@@ -53,6 +54,8 @@ LONGEST_UNSAID_WAIT = 0.005
 """Seconds of waiting for the model's directory that are not worth a line in the log."""
 STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0
 """How often the parent hears of the counters, and of those for each tenant and class, while the engine works."""
+COOLING_SECONDS = 1.0
+"""How often it hears of them after that, until the last ten seconds were quiet."""
 
 
 class EngineLike(Protocol):
@@ -71,8 +74,9 @@ class EngineLike(Protocol):
         prompt: Sequence[int],
         params: SamplingParams,
         scheduling: Scheduling,
-        arrived: int | None,
+        submitted: int | None,
         grammar: Future[Grammar] | None,
+        spent: Mapping[str, int],
     ) -> None:
         """Takes a request; raises InvalidRequest or QueueFull."""
 
@@ -103,10 +107,11 @@ class EngineLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """In the inbox: a request whose grammar is there, or known to be none."""
+    """In the inbox: a request's grammar is there, or known to be none, since `ended` (microseconds of the monotonic clock)."""
 
-    request: Add
+    tag: int
     grammar: Future[Grammar]
+    ended: int
 
 
 Inbox = SimpleQueue[Frame | BadFrame | _Compiled]
@@ -189,7 +194,7 @@ def _run(parent: _Parent, inbox: Inbox, make: EngineMaker) -> None:
         # The warm-up is two steps. A prompt's first may have more tokens, but not as many times as the watchdog has patience.
         Watchdog(engine, partial(parent.tell, patience=LOOK), first=phases.get("warm-up", 0.0) / 2).start()
         counters = _Counters(engine)
-        compiling: set[int] = set()  # tags of requests that wait for their grammars
+        compiling = Compiling()
         while True:
             step = engine.step()
             engine.stage = "send", time.monotonic()
@@ -201,7 +206,7 @@ def _run(parent: _Parent, inbox: Inbox, make: EngineMaker) -> None:
                 news = counters.news(idle=False)
                 arrays = step.tags, step.tokens, step.finishes, step.logprobs
                 parent.tell(Step(*arrays, step.started, step.ended, news, step.details, step.prompts, step.starved))
-            if not _drain(parent, engine, inbox, compiling, idle=step is None):
+            if not _drain(parent, engine, inbox, compiling, idle=step is None, cooling=counters.cooling):
                 return
     finally:
         engine.close()
@@ -213,6 +218,8 @@ class _Counters:
     def __init__(self, engine: EngineLike) -> None:
         self._engine = engine
         self._stats_due = self._usage_due = 0.0
+        self.cooling = False
+        """Whether an idle engine's counters change with time: what it did counts less and less."""
 
     def news(self, *, idle: bool) -> dict[str, Any]:
         """What is to be told now; empty for nothing."""
@@ -221,15 +228,21 @@ class _Counters:
         if idle or now >= self._stats_due:
             self._stats_due = now + STATS_SECONDS
             news |= self._engine.stats()
+            self.cooling = news.get("saturation", 0) > 0
         if idle or now >= self._usage_due:
             self._usage_due = now + USAGE_SECONDS
             news |= self._engine.usage()
         return news
 
 
-def _drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: set[int], *, idle: bool) -> bool:
-    """Carries out every frame that has come, if `idle` after waiting for one or for the engine's time; False when told to stop."""
+def _drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: Compiling, *, idle: bool, cooling: bool = False) -> bool:
+    """Carries out every frame that has come, if `idle` after waiting for one or for the engine's time; False when told to stop.
+
+    While `cooling` the wait is short, so that the parent hears of counters that change with time.
+    """
     block, timeout = idle, engine.wakes_in() if idle else None
+    if idle and cooling:
+        timeout = COOLING_SECONDS if timeout is None else min(timeout, COOLING_SECONDS)
     engine.stage = IDLE if idle else "intake", time.monotonic()
     while True:
         try:
@@ -242,16 +255,17 @@ def _drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: set[int
         match frame:
             case Add():
                 _add(parent, engine, frame, inbox, compiling)
-            case _Compiled(request, grammar):
-                if request.tag in compiling:  # else its caller has left
-                    compiling.remove(request.tag)
+            case _Compiled(tag, grammar, ended):
+                if (request := compiling.end(tag, ended)) is not None:
                     _add(parent, engine, request, inbox, compiling, grammar)
             case Abort(tags, stopped):
-                compiling.difference_update(tags)
+                compiling.abort(tags)
                 for tag in tags:
                     engine.abort(tag, stopped=stopped)
             case Explain(ask, tags):
-                parent.tell(Explained(ask, [ledger for tag in tags if (ledger := engine.explain(tag)) is not None]))
+                parent.tell(
+                    Explained(ask, [ledger for tag in tags if (ledger := engine.explain(tag) or compiling.explain(tag)) is not None])
+                )
             case Look(ask):
                 parent.tell(Seen(ask, engine.look()))
             case Stop():
@@ -263,17 +277,17 @@ def _drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: set[int
 
 
 def _add(
-    parent: _Parent, engine: EngineLike, frame: Add, inbox: Inbox, compiling: set[int], grammar: Future[Grammar] | None = None
+    parent: _Parent, engine: EngineLike, frame: Add, inbox: Inbox, compiling: Compiling, grammar: Future[Grammar] | None = None
 ) -> None:
     """Gives the engine a request, or puts it among `compiling` until its grammar is there and it comes in again."""
     try:
         params, scheduling = SamplingParams(**frame.params), Scheduling(**frame.scheduling)
         grammar = grammar or engine.compile(params)
         if grammar is not None and not grammar.done():
-            compiling.add(frame.tag)
-            grammar.add_done_callback(lambda grammar: inbox.put(_Compiled(frame, grammar)))
+            compiling.begin(frame)
+            grammar.add_done_callback(lambda grammar: inbox.put(_Compiled(frame.tag, grammar, time.monotonic_ns() // 1000)))
             return
-        engine.add(frame.tag, memoryview(frame.prompt).cast("i"), params, scheduling, frame.arrived, grammar)
+        engine.add(frame.tag, memoryview(frame.prompt).cast("i"), params, scheduling, frame.submitted, grammar, frame.spent)
     except InvalidRequest as error:
         parent.tell(Rejected(frame.tag, "InvalidRequest", str(error), error.param, error.code))
     except QueueFull as error:

@@ -46,14 +46,16 @@ class Add:
     """To the engine: a request, whose sequences get `tag` and the numbers after it.
 
     `prompt` holds int32 little-endian token ids, `params` and `scheduling` the fields of `SamplingParams` and `Scheduling`.
-    `arrived` is when it came, in microseconds of the monotonic clock: a step may be under way for long before the engine hears of it.
+    `spent` says in which states it was before it was sent, and for how many microseconds. `submitted` is when it was sent, in
+    microseconds of the monotonic clock: a step may be under way for long before the engine hears of it.
     """
 
     tag: int
     prompt: bytes
     params: dict[str, Any]
     scheduling: dict[str, Any] = field(default_factory=dict)
-    arrived: int | None = None
+    submitted: int | None = None
+    spent: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ class Choice:
         index: int,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        arrived: float,
         prompt_logprobs: list[TokenLogprobs | None] | None = None,
     ) -> None:
         """`prompt_logprobs` will be there for every token of the prompt when the first of the answer comes."""
@@ -95,9 +96,10 @@ class Choice:
         self._details: list[bytes] = []
         self._logprob = 0.0
         self._finish = 0
-        self._created = time.monotonic()
+        self._arrived = arrived
         self._first: float | None = None
-        self._queued = 0.0
+        self._started: float | None = None
+        self._queued: float | None = None
         self._cached_tokens = 0
         self._ledger: Ledger | None = None
 
@@ -120,6 +122,8 @@ class Choice:
     def start(self, cached_tokens: int, queued: int) -> None:
         """Takes what the engine found when it admitted the sequence: tokens in the cache, and microseconds it had waited."""
         self._cached_tokens, self._queued = cached_tokens, queued / 1e6
+        if self._started is None:
+            self._started = time.monotonic()
 
     def settle(self, ledger: Mapping[str, Any]) -> bool:
         """Takes the engine's account of the sequence when it ended; True if that is the only word of its end."""
@@ -154,7 +158,7 @@ class Choice:
             stop_reason = tokens[-1]
         self.num_tokens += len(tokens)
         self._logprob += sum(logprobs[: len(tokens)])
-        output = RequestOutput(text, tokens, self._prompt_token_ids, reason, stop_reason, index=self.index)
+        output = RequestOutput(text, tokens, self._prompt_token_ids, reason, stop_reason, index=self.index, queued=self._queued)
         if self._num_logprobs is not None:
             output.logprobs = TokenLogprobs.read(b"".join(details[: len(tokens)]), self._num_logprobs)
             output.text_offsets = offsets + [self._text.length] * (len(tokens) - len(offsets))
@@ -185,23 +189,30 @@ class Choice:
             output.preemptions = ledger.preemptions
             started = ledger.ended if ledger.started is None else ledger.started
             first_token = None if ledger.first_token is None else ledger.first_token - ledger.arrived
-            output.timing = Timing(started - ledger.arrived, first_token, ledger.ended - ledger.arrived)
+            times = started - ledger.arrived, first_token, ledger.ended - ledger.arrived
+            output.timing = Timing(started - ledger.submitted, *times)
         else:
             # A stop string was found before the engine's own end: the clock on this side has to do.
-            first_token = None if self._first is None else self._first - self._created
-            output.timing = Timing(self._queued, first_token, time.monotonic() - self._created)
+            now = time.monotonic()
+            started = now if self._started is None else self._started
+            first_token = None if self._first is None else self._first - self._arrived
+            output.timing = Timing(self._queued or 0.0, started - self._arrived, first_token, now - self._arrived)
 
 
 class Request:
     """What a caller asked for, in flight: as many answers as are drawn, tagged `tag` and the numbers after it."""
 
-    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams, arrived: float | None = None
+    ) -> None:
+        """`arrived` is when its first byte was read, on the monotonic clock, if not just now."""
+        arrived = time.monotonic() if arrived is None else arrived
         self.tags = range(tag, tag + params.num_sequences)
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         """Those of the prompt's tokens as far as they have come, for all answers."""
-        shared = prompt_token_ids, params, self.prompt_logprobs
+        shared = prompt_token_ids, params, arrived, self.prompt_logprobs
         self.choices = [Choice(tokenizer, index, *shared) for index in range(params.num_sequences)]
         self.on_start: Callable[[], None] | None = None
         """Called once, when the engine begins the first answer."""

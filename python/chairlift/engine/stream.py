@@ -21,8 +21,8 @@ class Stream(Request):
     Each token of each request wakes somebody here: a future does that at a third of what an asyncio.Event costs.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        super().__init__(tokenizer, tag, prompt_token_ids, params)
+    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams, arrived: float) -> None:
+        super().__init__(tokenizer, tag, prompt_token_ids, params, arrived)
         self._news = False
         self._waiter: asyncio.Future[None] | None = None
         self._error: ChairliftError | None = None

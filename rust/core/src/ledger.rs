@@ -48,10 +48,12 @@ pub enum Cause {
     Tokenize,
     /// The grammar of its structured output was compiled.
     Grammar,
+    /// There was no engine, or one that ended before it had answered.
+    Restart,
 }
 
 /// Causes there are.
-pub(crate) const CAUSES: usize = 19;
+pub(crate) const CAUSES: usize = 20;
 /// Those that can bind a whole group of waiting sequences: the first of them.
 const LIMITS: usize = 4;
 
@@ -77,6 +79,7 @@ impl Cause {
         (Self::Receive, "receive"),
         (Self::Tokenize, "tokenize"),
         (Self::Grammar, "grammar"),
+        (Self::Restart, "restart"),
     ];
 
     /// The cause's name.

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from chairlift.server.service.admission import CURRENT
 from chairlift.server.service.errors import ApiError
 from chairlift.server.service.service import service_of
+from chairlift.server.telemetry import about
 
 MAX_BODY = 2 << 20
 """Bytes; a context of 256 k tokens fits as text and as a list of ids."""
@@ -34,6 +35,7 @@ async def read_json(request: Request, *, queued: bool = True) -> dict[str, Any]:
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "compressed bodies are not read; send plain JSON", code="unsupported_media_type")
     raw = await _read(request)
+    about.received()
     if queued:
         CURRENT.get().take()
     try:

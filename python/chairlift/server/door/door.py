@@ -65,7 +65,7 @@ class Door:
             return
         headers: _Headers = scope["headers"]
         request_id = _request_id(headers)
-        about.begin(request_id.decode(), headers)
+        about.begin(request_id.decode(), headers, scope.get("state", {}).get(about.FIRST_BYTE))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

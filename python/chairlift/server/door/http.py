@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chairlift.server.service.errors import ApiError
+from chairlift.server.telemetry.about import FIRST_BYTE
 
 HEADER_BYTES = 64 << 10
 """How large a request's headers may be together."""
@@ -81,12 +83,21 @@ class Http(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes what came, and expects the rest if it is a part of headers, or of a body that nobody reads."""
+        before = self.conn.their_state
+        if before in (h11.IDLE, h11.DONE) and not self.conn.trailing_data[0]:
+            self._begin_request()
         super().data_received(data)
         theirs, ours = self.conn.their_state, self.conn.our_state
         ahead = len(self.conn.trailing_data[0]) if theirs in (h11.IDLE, h11.DONE) else 0
+        if before is h11.SEND_BODY and theirs is h11.DONE and ahead:
+            self._begin_request()  # behind the end of this one's body
         self._expect((theirs is h11.IDLE and ahead > 0) or (theirs is h11.SEND_BODY and ours is h11.DONE))
         if theirs is h11.DONE and ahead < MOST_AHEAD:
             self.flow.resume_reading()  # uvicorn stops at the next request, and would not see that the client leaves
+
+    def _begin_request(self) -> None:
+        """Notes when the first byte of the next request was read: uvicorn copies this into the request's scope."""
+        self.app_state = {**self.app_state, FIRST_BYTE: time.monotonic()}
 
     def pause_writing(self) -> None:
         """Called when the client does not read what it gets."""

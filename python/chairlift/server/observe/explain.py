@@ -18,10 +18,15 @@ ANOTHER = "another"
 
 
 async def explain(request: Request) -> Response:
-    """The ledgers of a request's sequences, by the id of its answer or of its X-Request-Id; a tenant finds only its own."""
+    """The ledgers of a request's sequences, by the id of its answer or of its X-Request-Id, or why it was refused.
+
+    A tenant finds only its own.
+    """
     name: str = request.path_params["name"]
     service = service_of(request)
     tenant: str = request.state.tenant
+    if (refusal := service.refusals.find(tenant, name)) is not None:
+        return Json(refusal.explanation(name))
     answer_id, found = await service.explain(tenant, name)
     ledgers = [_seen_by(tenant, ledger) for ledger in found if tenant in ("", ledger.tenant)]
     if not ledgers:

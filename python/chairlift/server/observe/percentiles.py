@@ -12,9 +12,10 @@ SHOWN = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def percentiles(before: Buckets, now: Buckets) -> dict[str, float | None]:
-    """The `count` of observations between two looks, and `p50`, `p90`, `p99` of them, interpolated within their buckets.
+    """The `count` of observations between two looks, and `p50`, `p90`, `p99`: the upper bounds of the buckets that they lie in.
 
-    Where there were none they are None; one beyond the last finite bound is told as that bound.
+    Each is one of the observations (nearest rank), rounded up to its bucket's bound; nothing is interpolated. Where there were no
+    observations they are None; one beyond the last finite bound is told as that bound.
     """
     grown = {bound: count - before.get(bound, 0.0) for bound, count in now.items()}
     count = max(grown.values(), default=0.0)
@@ -22,11 +23,10 @@ def percentiles(before: Buckets, now: Buckets) -> dict[str, float | None]:
 
 
 def _quantile(grown: Buckets, rank: float) -> float:
-    low = below = 0.0
+    finite = 0.0
     for bound, count in sorted(grown.items()):
+        if not math.isinf(bound):
+            finite = bound
         if count >= rank:
-            if math.isinf(bound):
-                return low
-            return low + (bound - low) * (rank - below) / (count - below) if count > below else bound
-        low, below = bound, count
-    return low
+            break
+    return finite

@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from chairlift.outputs import Ledger
 
 _WAITS = {
+    "receive": "receiving its bytes",
+    "tokenize": "tokenizing",
+    "grammar": "compiling its grammar",
+    "restart": "waiting for the engine to start again",
     "wait_rows": "waiting for a place in the batch",
     "wait_tokens": "waiting for room in a step",
     "wait_blocks": "waiting for KV blocks",
@@ -21,6 +25,10 @@ _WAITS = {
     "recompute": "computing again what was lost",
 }
 _FOR = {
+    "receive": "for its bytes to come",
+    "tokenize": "for tokenization",
+    "grammar": "for its grammar to be compiled",
+    "restart": "for the engine to start again",
     "wait_rows": "for a place in the batch",
     "wait_tokens": "for room in a step",
     "wait_blocks": "for KV blocks",
@@ -33,6 +41,13 @@ _FOR = {
     "swapped": "in the host's memory",
     "stalled": "for room in a step after it had begun",
 }
+_PREEMPTED_FOR = {
+    "kv_blocks": "for want of KV blocks",
+    "priority": "for a higher priority",
+    "fairness": "for a tenant that was served less",
+    "shortest": "for less work",
+}
+"""Why a running sequence lost its blocks."""
 _WORK = {"prefill": "its prompt", "recompute": "what was lost", "decode": "its output"}
 _ENDS = {"error": "; it failed", "deadline": "; it missed its deadline", "abort": "; its client left"}
 
@@ -111,7 +126,7 @@ def _preempted_by(ledger: Ledger, tenants: Tenants) -> str:
     if not ledger.preemptions:
         return ""
     others = dict.fromkeys(f"tenant {tenants[tag]}" if tenants.get(tag) else f"request {tag}" for tag in ledger.preempted_by)
-    return f"; preempted {_times(ledger)}{' by ' + ' and '.join(others) if others else ''} ({_kept(ledger)})"
+    return f"; preempted {_times(ledger)}{' by ' + ' and '.join(others) if others else ''}{_why(ledger)} ({_kept(ledger)})"
 
 
 def _preemptions(ledger: Ledger, tenants: Tenants) -> str:
@@ -120,7 +135,12 @@ def _preemptions(ledger: Ledger, tenants: Tenants) -> str:
     by = [f"{tag} of tenant {tenants[tag]}" if tenants.get(tag) else str(tag) for tag in ledger.preempted_by]
     # Where it went for want of a block of its own, nobody is named.
     others = f", for request{'s' * (len(by) > 1)} {' and '.join(by)}" if by else ""
-    return f"; preempted {_times(ledger)} ({_kept(ledger)}){others}"
+    return f"; preempted {_times(ledger)}{_why(ledger)} ({_kept(ledger)}){others}"
+
+
+def _why(ledger: Ledger) -> str:
+    words = [_PREEMPTED_FOR.get(reason, reason) for reason in ledger.preempted_for]
+    return f" {' and '.join(words)}" if words else ""
 
 
 def _times(ledger: Ledger) -> str:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, OutOfMemory, QueueFull, RequestFailed
+from chairlift.server.service.refusals import Refusal
 from chairlift.server.service.usage import Usage
 
 _brief = reprlib.Repr()
@@ -132,6 +133,9 @@ async def respond(request: Request, error: Exception) -> Response:
     # Probes are told no without being turned away, and a full queue of the engine's the engine counts.
     if request.method == "POST" and refusal.reason is not None and not isinstance(error, QueueFull):
         request.app.state.service.metrics.rejected(refusal.reason)
+    if request.method == "POST" and refusal.reason is not None and "id" in request.scope.get("state", {}):
+        refused = Refusal(refusal.status, refusal.envelope["error"])
+        request.app.state.service.refusals.add(request.state.tenant, request.state.id, refused)
     return shaped(refusal, request.url.path).response()
 
 

@@ -11,15 +11,17 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from chairlift.errors import DeadlineMissed, EngineDead, QueueFull
+from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull
 from chairlift.outputs import RequestOutput, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.server.service.admission import CURRENT
+from chairlift.server.service.errors import api_error
+from chairlift.server.service.refusals import Refusal
 from chairlift.server.service.service import Service, engine_ids
 from chairlift.server.service.submission import Submission
 from chairlift.server.service.usage import Usage
-from chairlift.server.telemetry.about import ABOUT
+from chairlift.server.telemetry.about import ABOUT, About
 from chairlift.server.telemetry.latencies import Latencies
 from chairlift.server.telemetry.timings import timings
 
@@ -55,8 +57,9 @@ class Generation:
         self._work = [(prompt, self._fit(prompt, params, default)) for prompt in prompts]
         self._n = params.n
         self._scheduling = scheduling
-        self._arrived = time.monotonic()
-        self._about = ABOUT.get()
+        self._about = ABOUT.get() or About(request_id)
+        self._arrived = self._about.arrived
+        self._request_id = request_id
         self._place = CURRENT.get()
         self._place.widen(len(prompts))
         answer_id = f"{prefix}{uuid.uuid4().hex}"
@@ -135,7 +138,7 @@ class Generation:
             params,
             self._scheduling,
             request_id=self._ids[index],
-            arrived=self._arrived,
+            about=self._about,
             whole=not self._stream,
         )
         try:
@@ -158,8 +161,11 @@ class Generation:
                 with contextlib.suppress(EngineDead):  # the answer is there: an engine that has ended since takes nothing from it
                     drawn = sum(ledger.output_tokens for ledger in await self._service.engine.explain(self._ids[index]))
                     usage.completion += max(0, drawn - generated)
-        except QueueFull:
-            going = 0  # it never came in: the engine counts it
+        except (QueueFull, InvalidRequest) as error:
+            if isinstance(error, QueueFull):
+                going = 0  # it never came in: the engine counts it
+            reason, refused = "error", api_error(error)
+            self._service.refusals.add(self._scheduling.tenant, self._request_id, Refusal(refused.status, refused.envelope["error"]))
             raise
         except DeadlineMissed as missed:
             reason = "deadline"
@@ -193,7 +199,9 @@ class _TokenTimes:
         now = time.monotonic()
         if not self._begun:
             self._begun = True
+            # Both at once, so that their percentiles are of the same requests.
             self._latencies.first_token.observe(now - self._arrived)
+            self._latencies.queued.observe(output.queued or 0.0)
         elif output.index in self._latest:
             self._latencies.between_tokens.observe(now - self._latest[output.index])
         self._latest[output.index] = now

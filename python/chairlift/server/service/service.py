@@ -16,6 +16,7 @@ from chairlift.errors import InvalidRequest
 from chairlift.server.service.admission import Admission
 from chairlift.server.service.errors import ApiError, brief
 from chairlift.server.service.lifecycle import Lifecycle
+from chairlift.server.service.refusals import Refusals
 from chairlift.server.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Service:
     """Requests being answered."""
     admission: Admission = field(init=False)
     """Who waits."""
+    refusals: Refusals = field(default_factory=Refusals)
+    """Requests that were turned away."""
     _prompts: dict[str, int] = field(default_factory=dict)
     """How many each request has, by its answer's id."""
     _named: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -78,6 +81,7 @@ class Service:
     def remember(self, tenant: str, request_id: str, answer_id: str, prompts: int) -> None:
         """Lets `explain` find a tenant's request by the id of its answer and by the one that came in its header."""
         self._prompts[answer_id] = prompts
+        self.refusals.forget(tenant, request_id)
         if len(self._prompts) > REMEMBERED:
             del self._prompts[next(iter(self._prompts))]
         for reader in {tenant, ""}:

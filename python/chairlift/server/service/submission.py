@@ -14,6 +14,7 @@ from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.server.service.lifecycle import State
 from chairlift.server.service.service import Service
+from chairlift.server.telemetry.about import About
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +39,19 @@ class Submission:
         scheduling: Scheduling,
         *,
         request_id: str,
-        arrived: float,
+        about: About,
         whole: bool,
     ) -> None:
-        """`arrived`, on the monotonic clock, is where deadlines count from; `whole` if nobody can use a part of the answer."""
+        """Deadlines count from the arrival of the request that it is `about`; `whole` if nobody can use a part of the answer."""
         self._service = service
         self._prompt = prompt
         self._params = params
         self._scheduling = scheduling
         self._request_id = request_id
-        self._arrived = arrived
+        self._about = about
+        self._prepared = about.spent()
+        self._ready = time.monotonic()
+        self._held = False
         self._whole = whole
         self._lost = 0
         """Engines that ended while they had the request."""
@@ -101,8 +105,14 @@ class Submission:
             self._scheduling,
             request_id=self._request_id,
             on_start=on_start,
-            arrived=int(self._arrived * 1e6),
+            spent=self._spent(),
         )
+
+    def _spent(self) -> dict[str, float]:
+        """The states of the request's timeline until now, with their seconds."""
+        if self._held or self._lost:
+            return self._prepared | {"restart": time.monotonic() - self._ready}
+        return self._about.spent()
 
     async def _hold(self) -> None:
         """Waits for an engine; raises DeadlineMissed, or ApiError 503 where none comes in time."""
@@ -110,7 +120,8 @@ class Submission:
         if lifecycle.has_engine:
             return
         limits = [limit for limit in (self._scheduling.deadline_ms, self._scheduling.ttft_deadline_ms) if limit is not None]
-        deadline = self._arrived + min(limits) / 1e3 if limits else None
+        self._held = True
+        deadline = self._about.arrived + min(limits) / 1e3 if limits else None
         if await lifecycle.hold(None if deadline is None else max(0.0, deadline - time.monotonic())):
             return
         if deadline is not None and time.monotonic() >= deadline:

@@ -11,8 +11,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from chairlift.server.telemetry import load
+from chairlift.timeline import WAITING
 
-_CAUSES = ("rows", "tokens", "blocks", "order", "share", "batch", "step", "sibling", "preempted", "swapped")
+_REASONS = tuple(state.removeprefix("wait_") for state in WAITING)
+"""Why a request waits, as labels."""
 
 MOST_TENANTS = 100
 """Tenants that have a label of their own; the rest are summed as `other`."""
@@ -31,6 +33,9 @@ MOST_LABELS = 10_000
 
 REJECTIONS = ("queue_full", "tenant_limit", "draining", "not_ready", "invalid", "unauthorized", "too_large")
 """Why a request is turned away, as labels."""
+
+PREEMPTIONS = ("kv_blocks", "priority", "fairness", "shortest")
+"""Why a running request gives up its blocks, as labels; the core's names (`_core.PREEMPTION_REASONS`)."""
 
 _COUNTERS = (
     ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache."),
@@ -152,12 +157,16 @@ class EngineMetrics(Collector):
             ("kv_cache_usage_perc", load.kv_cache(stats), "Share of KV blocks that requests hold, 0 to 1."),
             ("kv_cache_fragmentation_perc", load.fragmentation(stats), "Share of held KV slots without a token, 0 to 1."),
             ("swap_usage_perc", load.swap(stats), "Share of the host's KV blocks in use, 0 to 1."),
-            ("saturation", load.saturation(stats), "The fullest of rows, KV blocks and predicted wait (10 s is full), 0 to 1."),
+            (
+                "saturation",
+                load.saturation(stats),
+                "Work that arrived in the last 10 s over work that could be served; 1 and more when the queue grows.",
+            ),
             ("predicted_wait_seconds", stats.get("predicted_wait_us", 0) / 1e6, "How long a request that came now would wait."),
             ("predicted_step_seconds", stats.get("predicted_step_us", 0) / 1e6, "How long the newest step was expected to take."),
         ):
             yield _gauge(name, help, common, {None: value})
-        waiting = dict.fromkeys(_CAUSES, 0)
+        waiting = dict.fromkeys(_REASONS, 0)
         waiting |= {cause.removeprefix("wait_"): count for cause, count in stats.get("waiting_by_cause", {}).items()}
         yield _gauge("num_requests_waiting_by_reason", "Requests waiting for a place, by what they lack.", common, waiting, "reason")
         for name, key, help in _COUNTERS:
@@ -166,6 +175,8 @@ class EngineMetrics(Collector):
         yield _counter("engine_restarts", "Times that the engine ended by itself, and another one was started.", common, restarts)
         kinds = {kind: self._count(f"preemptions_{kind}") for kind in ("recompute", "swap")}
         yield _counter("num_preemptions_by_kind", "Preemptions, by what becomes of the KV blocks.", common, kinds, "kind")
+        reasons = {reason: self._count(f"preemptions_for_{reason}") for reason in PREEMPTIONS}
+        yield _counter("num_preemptions_by_reason", "Preemptions, by why they were made.", common, reasons, "reason")
         rejected = {reason: float(self._rejected[reason]) for reason in REJECTIONS}
         rejected["queue_full"] += self._count("rejected_queue_full")
         yield _counter("admission_rejections", "Requests turned away, by the server or at the engine's queue.", common, rejected, "reason")

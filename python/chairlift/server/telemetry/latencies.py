@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, pairwise
 
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
@@ -19,18 +20,35 @@ _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2)
 LATENCY = (*_SHORT, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 """Upper bounds in seconds of what may take long."""
 
+FINENESS = 1.05
+"""How much larger the upper bound of a bucket is than the lower one, at most: each of the above is divided so for the dashboard."""
+
 MOST_TENANTS = 32
 """Tenants whose latencies are told apart, the first to come; the others are `other`."""
 
 
+@cache
+def _divided(bounds: tuple[float, ...]) -> tuple[float, ...]:
+    """The bounds, and so many between them that two neighbours differ by `FINENESS` at most."""
+    fine = [bounds[0]]
+    for low, high in pairwise(bounds):
+        parts = math.ceil(math.log(high / low) / math.log(FINENESS))
+        fine += [low * (high / low) ** (part / parts) for part in range(1, parts)] + [high]
+    return tuple(fine)
+
+
 class Histogram:
-    """Observations counted by bucket; prometheus_client's does the same for every thread, at ten times the price."""
+    """Observations counted by bucket; prometheus_client's does the same for every thread, at ten times the price.
 
-    __slots__ = ("bounds", "counts", "sum")
+    `shown` are the upper bounds that Prometheus gets, `bounds` those and finer ones.
+    """
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
+    __slots__ = ("bounds", "counts", "shown", "sum")
+
+    def __init__(self, shown: tuple[float, ...]) -> None:
+        self.shown = shown
+        self.bounds = _divided(shown)
+        self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
 
     def observe(self, seconds: float) -> None:
@@ -84,7 +102,7 @@ class AllLatencies(Collector):
         return self._kept.setdefault((label, tier(priority)), Latencies())
 
     def buckets(self, stem: str) -> dict[float, float]:
-        """How many observations there were up to each upper bound, for all requests."""
+        """How many observations there were up to each upper bound, the finer ones too, for all requests."""
         choose, _ = _FAMILIES[stem]
         return dict(_sum(map(choose, self._kept.values()))[0])
 
@@ -106,10 +124,11 @@ def _family(
     """One metric; `parts` by the value of the last label, if there are more labels than `common` values."""
     family = HistogramMetricFamily(f"chairlift_{name}", help, labels=labels)
     for own, latencies in parts.items():
-        buckets, total = _sum(map(choose, latencies))
-        family.add_metric(
-            [*common, own][: len(labels)], [("+Inf" if math.isinf(bound) else str(float(bound)), count) for bound, count in buckets], total
-        )
+        histograms = [choose(one) for one in latencies]
+        buckets, total = _sum(histograms)
+        shown = {*histograms[0].shown, math.inf}
+        counts = [("+Inf" if math.isinf(bound) else str(float(bound)), count) for bound, count in buckets if bound in shown]
+        family.add_metric([*common, own][: len(labels)], counts, total)
     return family
 
 

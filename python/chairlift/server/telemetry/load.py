@@ -1,12 +1,9 @@
-"""The engine's counters read: how full it is, as shares from 0 to 1, and what has grown."""
+"""The engine's counters read: how full it is, as shares, and what has grown."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-FULL_WAIT = 10.0
-"""Seconds of predicted wait that count as full: the time after which a request that was passed over goes first."""
 
 Stats = Mapping[str, Any]
 
@@ -32,9 +29,9 @@ def swap(stats: Stats) -> float:
 
 
 def saturation(stats: Stats) -> float:
-    """The fullest of rows, KV blocks, and the predicted wait against `FULL_WAIT`: at 1 one request more has to wait, or to wait long."""
-    wait: float = stats.get("predicted_wait_us", 0) / 1e6
-    return max(rows(stats), kv_cache(stats), min(1.0, wait / FULL_WAIT))
+    """Work that arrived in the last ten seconds over work that could be served: 1 and more when the queue grows."""
+    share: float = stats.get("saturation", 0.0)
+    return share
 
 
 def grown(before: Stats, now: Stats, key: str) -> float:

@@ -94,10 +94,9 @@ class Metrics:
         timing = output.timing
         if timing is None:
             return
-        latencies.queued.observe(timing.queued)
-        self._inference.observe(timing.total - timing.queued)
+        self._inference.observe(timing.total - timing.started)
         if timing.first_token is not None:
-            self._prefill.observe(timing.first_token - timing.queued)
+            self._prefill.observe(timing.first_token - timing.started)
             self._decode.observe(timing.total - timing.first_token)
             if tokens > 1:
                 latencies.per_token.observe((timing.total - timing.first_token) / (tokens - 1))

@@ -15,6 +15,14 @@ logger = logging.getLogger(__name__)
 
 INTERVAL = 10.0
 
+_PREEMPTED_FOR = {
+    "kv_blocks": "because the KV cache is too small: raise --kv-cache-memory-bytes or lower --max-num-seqs",
+    "priority": "for requests of higher priority",
+    "fairness": "for tenants that were served less",
+    "shortest": "for requests with less work left",
+}
+"""What the log says of each reason for a preemption."""
+
 
 def line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> str | None:
     """Tells what happened between two readings of the engine's counters, `seconds` apart; None if nothing did."""
@@ -31,7 +39,9 @@ def line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> s
     told += f"KV cache {used:.1%}, prefix hits {hits:.1%}, "
     told += f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s"
     if preempted := grown(before, now, "preemptions"):
-        told += f", preemptions {preempted:.0f} (the KV cache is too small: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
+        reasons = {reason: grown(before, now, f"preemptions_for_{reason}") for reason in _PREEMPTED_FOR}
+        why = ", ".join(f"{times:.0f} {_PREEMPTED_FOR[reason]}" for reason, times in reasons.items() if times)
+        told += f", preemptions {preempted:.0f}" + (f" ({why})" if why else "")
     return told
 
 

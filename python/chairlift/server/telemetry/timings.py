@@ -12,7 +12,7 @@ def timings(timing: Timing, tokens: int) -> dict[str, float | None]:
     `tokens_per_second` counts all tokens over the time since the answer left the queue.
     """
     generation = None if timing.first_token is None else timing.total - timing.first_token
-    worked = timing.total - timing.queued
+    worked = timing.total - timing.started
     return {
         "time_to_first_token_ms": _ms(timing.first_token),
         "generation_time_ms": _ms(generation),

@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 from chairlift.errors import ChairliftError, InvalidSetting
 from chairlift.outputs import Ledger
 from chairlift.server.telemetry.about import About
+from chairlift.timeline import STATES
 
 if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine
 
 logger = logging.getLogger(__name__)
-
-CAUSES: tuple[str, ...] = ("wait_step", "wait_rows", "wait_tokens", "wait_blocks", "wait_batch", "wait_order", "wait_share", "wait_sibling")
-CAUSES += ("prefill", "prefill_shared", "stalled", "preempted", "swapped", "recompute", "decode", "decode_shared")
-"""The order in which a span's children are laid."""
 
 PATIENCE = 3.0
 """Seconds that sending may take: the server's end waits for it."""
@@ -86,7 +83,7 @@ class Traces:
             span.add_event("first_token", timestamp=wall(ledger.first_token))
         inside = set_span_in_context(span, context)
         at = ledger.arrived
-        for cause in CAUSES:
+        for cause in STATES:
             if seconds := ledger.causes.get(cause, 0.0):
                 child = self._tracer.start_span(cause, inside, attributes={"chairlift.seconds": seconds}, start_time=wall(at))
                 at += seconds
@@ -95,8 +92,10 @@ class Traces:
 
     def _attributes(self, ledger: Ledger, engine_id: str, about: About | None) -> dict[str, Any]:
         """What is told of a sequence: OpenTelemetry's names for generative AI where there are some, then ours."""
-        times = {"time_in_queue": ledger.started, "time_to_first_token": ledger.first_token, "e2e": ledger.ended}
+        times = {"time_to_first_token": ledger.first_token, "e2e": ledger.ended}
         named = {f"gen_ai.latency.{name}": at - ledger.arrived for name, at in times.items() if at is not None}
+        if ledger.started is not None:
+            named["gen_ai.latency.time_in_queue"] = ledger.started - ledger.submitted
         ours = ("tenant", "priority", "cached_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps", "block_seconds")
         return {
             "gen_ai.request.model": self._model,

@@ -1,0 +1,63 @@
+"""Requests whose grammars are being compiled: on their way from the socket to the scheduler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from chairlift.engine.protocol import Add
+
+
+class Compiling:
+    """The requests that wait for their grammars, by tag, and since when; times are microseconds of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, tuple[Add, int]] = {}
+
+    def begin(self, request: Add) -> None:
+        """Notes that the compilation of a request's grammar has begun."""
+        self._requests[request.tag] = request, _now()
+
+    def end(self, tag: int, ended: int) -> Add | None:
+        """The request, as it is submitted now that its grammar has been there since `ended`; None if its caller has left."""
+        request, began = self._requests.pop(tag, (None, 0))
+        return request and replace(request, submitted=ended, spent=_spent(request, began, ended))
+
+    def abort(self, tags: Iterable[int]) -> None:
+        """Forgets requests, unknown ones too."""
+        for tag in tags:
+            self._requests.pop(tag, None)
+
+    def explain(self, tag: int) -> dict[str, Any] | None:
+        """The ledger of a request that waits for its grammar, up to now, in the core's form; None for any other."""
+        if tag not in self._requests:
+            return None
+        (request, began), now = self._requests[tag], _now()
+        spent = _spent(request, began, now)
+        counts = ("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps", "block_us")
+        return {
+            "tag": tag,
+            "finish": None,
+            "arrived": now - sum(spent.values()),
+            "submitted": now,
+            **dict.fromkeys(("started", "first_token", "ended", "limit")),
+            "prompt_tokens": len(request.prompt) // 4,
+            **dict.fromkeys(counts, 0),
+            "tenant": request.scheduling.get("tenant", ""),
+            "priority": request.scheduling.get("priority", 0),
+            "preempted_by": [],
+            "preempted_for": {},
+            "causes": {state: time for state, time in spent.items() if time},
+        }
+
+
+def _spent(request: Add, began: int, until: int) -> dict[str, int]:
+    """The request's states until its grammar was compiled: before `began` the engine was in a step."""
+    submitted = began if request.submitted is None else request.submitted
+    return {**request.spent, "wait_step": began - submitted, "grammar": until - began}
+
+
+def _now() -> int:
+    return time.monotonic_ns() // 1000
