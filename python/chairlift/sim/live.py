@@ -56,7 +56,7 @@ def _served(
             params = SamplingParams(max_tokens=outputs[sent], ignore_eos=True)
             treated = Scheduling(tenant=workload.tenants[tenants[sent]][0])
             with suppress(InvalidRequest, QueueFull):  # counted at the end
-                engine.add(sent, prompts[sent], params, treated, arrived=began + due[sent])
+                engine.add(sent, prompts[sent], params, treated, submitted=began + due[sent])
             sent += 1
         report = engine.step() if engine.has_work else None
         if report is not None:
