@@ -45,6 +45,9 @@ def answering(answers):
             keys.append(self.headers.get("authorization"))
             status, body = answers.get(self.path, (404, {"error": {"message": f"nothing is known of {self.path}"}}))
             self.send_response(status)
+            if status == 302:
+                self.send_header("location", body)
+                body = b""
             self.end_headers()
             self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
 
@@ -143,7 +146,10 @@ def test_every_part_of_a_bar_is_seen_and_none_goes_beyond_the_whole():
     ("answer", "told"),
     [
         ((404, {"error": {"message": "no request 'x' is known"}}), "chairlift: no request 'x' is known\n"),
-        ((401, {"error": {"message": "No API key"}}), "chairlift: the server wants a key: give it with --api-key or CHAIRLIFT_API_KEY\n"),
+        (
+            (401, {"error": {"message": "No API key"}}),
+            "chairlift: the server wants a key: give it with --api-key or CHAIRLIFT_CLIENT_API_KEY\n",
+        ),
         ((502, b"<html>a proxy</html>"), "chairlift: the server answers 502\n"),
     ],
 )
@@ -188,3 +194,61 @@ def test_states_of_another_version_are_shown_by_their_names(capsys):
 def test_a_refusal_has_no_sequences(capsys):
     explain.show({"summary": "Refused with status 503 (queue_full): full", "sequences": []}, Console())
     assert capsys.readouterr().out == "Refused with status 503 (queue_full): full\n"
+
+
+COMMANDS = [["top", "--once", "--url"], ["explain", "x", "--url"], ["bench", "serve", "--num-prompts", "1", "--model", "m", "--base-url"]]
+LIST = "alice=K1,bob=K2"
+ASKED = {"/dashboard/data": (401, {}), "/v1/requests/x/explain": (401, {}), "/v1/models": (401, {})}
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    monkeypatch.delenv("CHAIRLIFT_API_KEY", raising=False)
+    monkeypatch.delenv("CHAIRLIFT_CLIENT_API_KEY", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("server_keys", [LIST, "K1"])
+def test_clients_do_not_send_the_keys_of_a_server(command, server_keys, environ):
+    environ.setenv("CHAIRLIFT_API_KEY", server_keys)
+    with answering(ASKED) as (url, keys):
+        assert main.main([*command, url]) == 1
+    assert keys
+    assert set(keys) == {None}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_clients_send_the_key_of_their_variable_or_flag(command, environ):
+    environ.setenv("CHAIRLIFT_CLIENT_API_KEY", "K3")
+    with answering(ASKED) as (url, keys):
+        main.main([*command, url])
+        assert set(keys) == {"Bearer K3"}
+        keys.clear()
+        main.main([*command, url, "--api-key", "K4="])
+        assert set(keys) == {"Bearer K4="}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("key", [LIST, "alice=K1", "K1,K2"])
+@pytest.mark.parametrize("source", ["--api-key", "CHAIRLIFT_CLIENT_API_KEY"])
+def test_a_client_refuses_a_list_of_keys(command, key, source, environ, capsys):
+    with answering(ASKED) as (url, keys):
+        if source == "--api-key":
+            command = [*command, url, source, key]
+        else:
+            environ.setenv(source, key)
+            command = [*command, url]
+        assert main.main(command) == 1
+    assert keys == []
+    told = capsys.readouterr().err
+    assert told.startswith(f"chairlift: {source} is a list of tenants' keys")
+    assert told.count("\n") == 1
+    assert "K1" not in told
+
+
+def test_a_redirect_to_another_server_does_not_get_the_key(environ):
+    path = "/v1/requests/x/explain"
+    with answering({path: (200, EXPLANATION)}) as (other, theirs), answering({path: (302, other + path)}) as (url, ours):
+        assert main.main(["explain", "x", "--url", url, "--api-key", "K1"]) == 0
+    assert (ours, theirs) == (["Bearer K1"], [None])

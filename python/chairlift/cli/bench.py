@@ -20,6 +20,7 @@ from chairlift.bench.figures import Figures, Goodput
 from chairlift.bench.measure import measure, wait_for, wait_until_ready
 from chairlift.bench.record import Record, Run
 from chairlift.bench.workload import Job
+from chairlift.cli.remote import client_key
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.errors import ChairliftError, InvalidSetting
 
@@ -36,7 +37,7 @@ def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, be
 
         return bench_offline.run(given, engine)
     _check(given)
-    target, longest = _target(given, server.api_key)
+    target, longest = _target(given, client_key(given))
     requests = Requests(given, longest)
     if given["bench"] == "sweep":
         from chairlift.cli import bench_sweep

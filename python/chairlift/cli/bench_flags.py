@@ -7,7 +7,7 @@ import json
 from functools import partial
 from typing import Any
 
-from chairlift.cli import flags, values
+from chairlift.cli import flags, remote, values
 from chairlift.config import EngineConfig
 
 _count = values.whole(1, 10**8)
@@ -118,8 +118,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--endpoint", metavar="PATH", help="the route (default: /v1/completions, or /v1/chat/completions for openai-chat)")
     group.add_argument("--model", metavar="NAME", help="the model's name (default: the first that the server lists)")
     group.add_argument("--served-model-name", metavar="NAME", help="the same, where --model names something else")
-    group.add_argument("--api-key", metavar="KEY", help="the server's API key, if it wants one [CHAIRLIFT_API_KEY]")
-    flags.heed(parser, "api_key")
+    remote.add_api_key(group)
     group.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="headers of each request")
     group.add_argument("--insecure", action="store_true", help="trust any certificate")
     group.add_argument(

@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chairlift.cli.remote import ask
+from chairlift.cli.remote import ask, client_key
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.timeline import STATES, described
 
 
 def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
     """Prints one request's explanation: coloured in a terminal, plain text elsewhere."""
-    explanation = ask(given["url"], f"/v1/requests/{quote(given['id'])}/explain", server.api_key)
+    explanation = ask(given["url"], f"/v1/requests/{quote(given['id'])}/explain", client_key(given))
     show(explanation, Console(highlight=False))
     return 0
 

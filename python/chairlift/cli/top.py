@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from chairlift.cli.remote import ask
+from chairlift.cli.remote import ask, client_key
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.errors import ChairliftError
 from chairlift.timeline import described
@@ -33,12 +33,13 @@ _STATES = {"decode": "green", "prefill": "blue", "recompute": "magenta", "stalle
 
 def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
     """Shows the server until Ctrl-C, or once where nobody could see it move."""
+    key = client_key(given)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
 
     def look() -> Mapping[str, Any]:
-        state: Mapping[str, Any] = ask(given["url"], "/dashboard/data", server.api_key)
+        state: Mapping[str, Any] = ask(given["url"], "/dashboard/data", key)
         return state
 
     state = look()

@@ -75,6 +75,11 @@ def read_keys(text: str | None, file: str | None = None) -> Keys:
     return Keys(found.items())
 
 
+def is_key_list(text: str) -> bool:
+    """Whether `--api-key` would read several keys, or a key with a tenant's name, in this."""
+    return "," in text or _NAMED_KEY.fullmatch(text) is not None
+
+
 def _enter(found: dict[str, Tenant], where: str, key: str, tenant: Tenant) -> None:
     """Adds a key; no message may show one."""
     if not key or key != key.strip() or not key.isprintable():
