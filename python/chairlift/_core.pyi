@@ -151,8 +151,11 @@ class Scheduler:
         host_blocks: int = 0,
         swap_ns_per_block: int = 0,
         journal: bool = False,
+        hash_key: int = 0,
     ) -> Scheduler:
-        """Raises ValueError for limits that run nothing, and for a policy or batching that there is not."""
+        """`hash_key` of 128 bits is secret, where clients choose tokens. Raises ValueError for limits that run nothing, and for a policy
+        or batching that there is not.
+        """
     def add(
         self,
         tag: int,

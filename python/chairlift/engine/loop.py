@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import sys
 import time
 from collections import deque
@@ -121,6 +122,7 @@ class Engine:
             host_blocks=runner.host_blocks,
             swap_ns_per_block=runner.swap_ns_per_block,
             journal=config.journal is not None,
+            hash_key=secrets.randbits(128),
         )
         self._buffers = [_core.StepBuffers(**buffers.arrays()) for buffers in runner.buffers]
         self._turn = 0  # which of the buffers the next step goes through

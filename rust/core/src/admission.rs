@@ -8,7 +8,7 @@ use crate::queue::Walk;
 use crate::request::{Request, SeqId, Time};
 use crate::sequence::{NO_ROW, Sequence};
 use crate::share::PROMPT_TOKEN;
-use crate::{Chain, Rejected, Scheduler};
+use crate::{Rejected, Scheduler};
 use std::sync::Arc;
 
 /// How many that do not fit are looked at, at most, for one that does.
@@ -30,7 +30,8 @@ impl Scheduler {
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
         self.clocks.tick(now);
         let tenant = Arc::clone(&request.tenant);
-        let seq = Sequence::new(request, self.next_ticket, self.config.max_model_len, now)?;
+        let chain = self.pool.root(&request.salt);
+        let seq = Sequence::new(request, chain, self.next_ticket, self.config.max_model_len, now)?;
         // The last token's KV is never needed.
         let (needed, have) = ((seq.limit - 1).div_ceil(self.config.block_size), self.config.usable_blocks());
         if needed > have {
@@ -57,7 +58,8 @@ impl Scheduler {
         let tenant = Arc::clone(self.tenants.name(seq.tenant));
         let waits = !seq.decoding && seq.first_token.is_none();
         let request = seq.sibling(tag, Arc::clone(&tenant));
-        let mut seq = Sequence::new(request, self.next_ticket, self.config.max_model_len, now).expect("its parent was sound");
+        let chain = self.pool.root(&request.salt);
+        let mut seq = Sequence::new(request, chain, self.next_ticket, self.config.max_model_len, now).expect("its parent was sound");
         seq.parent = Some(parent);
         let id = self.insert(seq, &tenant, if waits { State::Sibling } else { State::Fresh });
         self.record(|journal, seqs| journal.fork(seqs[parent].ticket, &seqs[id], now));
@@ -144,7 +146,7 @@ impl Scheduler {
         self.returning += usize::from(seq.started.is_some());
         self.swapped += usize::from(seq.saved > 0);
         if matches!(self.config.policy, Policy::Deadline | Policy::Shortest | Policy::Prefix) && self.config.prefix_caching {
-            seq.chain = Chain::root(&seq.salt);
+            seq.chain = self.pool.root(&seq.salt);
             self.look_up(id);
         }
         self.place(id, returns);
@@ -165,7 +167,7 @@ impl Scheduler {
         self.queue.push(key, id, returns);
         if self.config.policy == Policy::Prefix {
             let (from, size) = (seq.chain.len() * self.config.block_size as usize, self.config.block_size as usize);
-            seq.hope = seq.tokens.get(from..from + size).map(|block| seq.chain.next(block));
+            seq.hope = seq.tokens.get(from..from + size).map(|block| self.pool.next_name(&seq.chain, block));
             if let Some(name) = seq.hope {
                 self.hopes.add(name, seq.ticket, id);
             }
@@ -419,7 +421,7 @@ impl Scheduler {
             self.pool.find(&seq.salt, &seq.tokens, &mut self.found)
         } else {
             self.found.extend(parent.iter().flat_map(|parent| &parent.table.ids()[..whole]));
-            Chain::root(&seq.salt)
+            self.pool.root(&seq.salt)
         };
         let partly = !(len - 1).is_multiple_of(self.config.block_size as usize);
         let tail = parent.filter(|_| partly && self.found.len() == whole).map(|parent| parent.table.ids()[whole]);

@@ -1,6 +1,6 @@
 //! Physical KV blocks: who holds each one, what it is named, which are free.
 
-use crate::{BlockHash, Snapshot, Token};
+use crate::{BlockHash, BlockHasher, Snapshot, Token};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
@@ -43,20 +43,10 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// The chain of a sequence that has no named block yet.
-    pub fn root(salt: &Arc<[u8]>) -> Self {
-        Self { salt: Arc::clone(salt), hash: BlockHash::root(salt), content: ROOT, len: 0 }
-    }
-
     /// Blocks named so far.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len
-    }
-
-    /// The name that the next block will have if it holds `tokens`.
-    pub fn next(&self, tokens: &[Token]) -> BlockHash {
-        self.hash.child(tokens)
     }
 
     /// Whether both stand for the same tokens, and as many.
@@ -104,6 +94,7 @@ pub struct BlockPool {
     blocks: Vec<Block>,
     /// `[blocks, block_size]`: the tokens of named blocks.
     tokens: Vec<Token>,
+    hasher: BlockHasher,
     named: FxHashMap<BlockHash, BlockId>,
     unnamed: Vec<BlockId>,
     oldest: u32,
@@ -113,13 +104,14 @@ pub struct BlockPool {
 }
 
 impl BlockPool {
-    /// A pool of `count` blocks of `block_size` tokens, block 0 set aside.
-    pub fn new(count: u32, block_size: usize) -> Self {
+    /// A pool of `count` blocks of `block_size` tokens, block 0 set aside, with names by `hasher`.
+    pub fn new(count: u32, block_size: usize, hasher: BlockHasher) -> Self {
         let block = |_| Block { holders: 0, prev: NIL, next: NIL, name: None };
         Self {
             block_size,
             blocks: (0..count).map(block).collect(),
             tokens: vec![0; count as usize * block_size],
+            hasher,
             named: FxHashMap::with_capacity_and_hasher(count as usize, rustc_hash::FxBuildHasher),
             unnamed: (1..count).rev().map(BlockId).collect(),
             oldest: NIL,
@@ -127,6 +119,21 @@ impl BlockPool {
             free_named: 0,
             next_content: ROOT + 1,
         }
+    }
+
+    /// What makes the names.
+    pub(crate) fn hasher(&self) -> &BlockHasher {
+        &self.hasher
+    }
+
+    /// The chain of a sequence with this salt that has no named block yet.
+    pub fn root(&self, salt: &Arc<[u8]>) -> Chain {
+        Chain { salt: Arc::clone(salt), hash: self.hasher.root(salt), content: ROOT, len: 0 }
+    }
+
+    /// The name that the block after `chain` will have if it holds `tokens`.
+    pub fn next_name(&self, chain: &Chain, tokens: &[Token]) -> BlockHash {
+        self.hasher.child(chain.hash, tokens)
     }
 
     /// Blocks that nobody holds.
@@ -153,13 +160,13 @@ impl BlockPool {
     /// the start, and returns the end of their chain. Each candidate's tokens,
     /// parent and salt are compared: a name alone proves nothing.
     pub fn find(&self, salt: &Arc<[u8]>, tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
-        self.find_on(Chain::root(salt), tokens, found)
+        self.find_on(self.root(salt), tokens, found)
     }
 
     /// As [`find`](Self::find), from a chain on that was found before: `tokens` are those after it.
     pub fn find_on(&self, mut chain: Chain, tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
         for tokens in tokens.chunks_exact(self.block_size) {
-            let hash = chain.hash.child(tokens);
+            let hash = self.next_name(&chain, tokens);
             let Some(&id) = self.named.get(&hash) else { break };
             let Some(content) = self.content_if(id, &chain, tokens) else { break };
             found.push(id);
@@ -234,7 +241,7 @@ impl BlockPool {
     pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, tokens: &[Token], step: u64) -> BlockHash {
         debug_assert_eq!(tokens.len(), self.block_size);
         let id = table.0[chain.len];
-        let hash = chain.hash.child(tokens);
+        let hash = self.next_name(chain, tokens);
         let other = self.named.get(&hash).copied();
         let content = if let Some(content) = other.and_then(|other| self.content_if(other, chain, tokens)) {
             content
@@ -387,7 +394,7 @@ mod tests {
 
     /// A table holding `tokens` in full blocks, sealed under `name`.
     fn cache(pool: &mut BlockPool, name: &str, tokens: &[Token]) -> BlockTable {
-        let (mut table, mut chain) = (BlockTable::default(), Chain::root(&salt(name)));
+        let (mut table, mut chain) = (BlockTable::default(), pool.root(&salt(name)));
         assert!(pool.grow(&mut table, tokens.len() / pool.block_size));
         for tokens in tokens.chunks_exact(pool.block_size) {
             pool.seal(&table, &mut chain, tokens, 0);
@@ -403,7 +410,7 @@ mod tests {
 
     #[test]
     fn blocks_without_a_name_go_first_then_the_least_recently_freed_tail() {
-        let mut pool = BlockPool::new(8, 2);
+        let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
         let mut first = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 1, 2
         let mut second = cache(&mut pool, "", &[5, 6, 7, 8]); // blocks 3, 4
         pool.release(&mut second);
@@ -419,7 +426,7 @@ mod tests {
 
     #[test]
     fn a_block_is_found_only_with_its_tokens_its_past_and_its_salt() {
-        let mut pool = BlockPool::new(8, 2);
+        let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
         let mut table = cache(&mut pool, "a", &[1, 2, 3, 4]);
         assert_eq!(hits(&pool, "a", &[1, 2, 3, 4, 5]), [1, 2]);
         assert_eq!(hits(&pool, "a", &[1, 2, 3, 5]), [1]);
@@ -430,11 +437,11 @@ mod tests {
 
     #[test]
     fn equal_names_with_other_content_are_not_shared() {
-        let mut pool = BlockPool::new(8, 2);
+        let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
         let mut table = cache(&mut pool, "a", &[1, 2]);
         // A collision by hand: the block's name now also stands for other tokens, and for another salt.
         for (salt_text, tokens) in [("a", [9, 9]), ("b", [1, 2])] {
-            let hash = BlockHash::root(salt_text.as_bytes()).child(&tokens);
+            let hash = pool.next_name(&pool.root(&salt(salt_text)), &tokens);
             pool.named.insert(hash, BlockId(1));
             assert!(hits(&pool, salt_text, &tokens).is_empty());
             pool.named.remove(&hash);
@@ -444,7 +451,7 @@ mod tests {
 
     #[test]
     fn the_second_of_two_equal_blocks_stays_unnamed_and_chains_to_the_first() {
-        let mut pool = BlockPool::new(8, 2);
+        let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
         let mut first = cache(&mut pool, "", &[1, 2]); // block 1
         let mut second = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 2, 3: the first of them a double
         assert_eq!(hits(&pool, "", &[1, 2, 3, 4]), [1, 3]);
@@ -456,7 +463,7 @@ mod tests {
 
     #[test]
     fn a_name_whose_parent_is_forgotten_passes_to_the_next_block_of_that_content() {
-        let mut pool = BlockPool::new(8, 2);
+        let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
         let mut first = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 1, 2
         let head = BlockTable(vec![first.0[0]]);
         pool.forget(&head, 0);
@@ -472,7 +479,7 @@ mod tests {
 
     #[test]
     fn an_allocation_that_fails_touches_nothing() {
-        let mut pool = BlockPool::new(4, 2);
+        let mut pool = BlockPool::new(4, 2, BlockHasher::new(0));
         let mut table = cache(&mut pool, "", &[1, 2]);
         let mut other = BlockTable::default();
         assert!(!pool.grow(&mut other, 3));
@@ -483,7 +490,7 @@ mod tests {
 
     #[test]
     fn unsharing_keeps_the_shared_block_for_its_other_holder() {
-        let mut pool = BlockPool::new(8, 2);
+        let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
         let mut first = cache(&mut pool, "", &[1, 2]);
         let mut second = BlockTable::default();
         pool.share(&mut second, BlockId(1));

@@ -2,8 +2,7 @@
 
 use crate::ledger::Ledger;
 use crate::request::Time;
-use rustc_hash::FxHashMap;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 
 /// What the requests of a tenant or of a class used, and how many there are.
@@ -59,7 +58,8 @@ struct Group<K> {
 /// was idle for long is given to another, or a stream of made-up names would fill the memory.
 #[derive(Debug)]
 pub(crate) struct Groups<K> {
-    numbers: FxHashMap<K, u32>,
+    /// Keyed at random, since clients choose names.
+    numbers: HashMap<K, u32>,
     list: Vec<Group<K>>,
     /// Groups that had no request at some time, longest ago first.
     idle: VecDeque<u32>,
@@ -67,7 +67,7 @@ pub(crate) struct Groups<K> {
 
 impl<K: Clone + Eq + Hash> Groups<K> {
     pub(crate) fn new() -> Self {
-        Self { numbers: FxHashMap::default(), list: Vec::new(), idle: VecDeque::new() }
+        Self { numbers: HashMap::new(), list: Vec::new(), idle: VecDeque::new() }
     }
 
     /// The group's number, for one request more; and whether the number is new to that name.

@@ -1,8 +1,10 @@
 //! The name of a full block: its tokens and everything before them.
 
 use crate::Token;
+use siphasher::sip::SipHasher13;
+use std::hash::Hasher;
 
-/// A cheap 64-bit name, chained from the first block on.
+/// A 64-bit name, chained from the first block on.
 ///
 /// It only finds a candidate: tokens and ancestry are compared before a block
 /// is shared (see [`BlockPool::find`](crate::BlockPool::find)), so a collision
@@ -10,50 +12,79 @@ use crate::Token;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockHash(u64);
 
-// Odd constants from the digits of pi.
-const KEYS: [u64; 3] = [0x243F_6A88_85A3_08D3, 0x1319_8A2E_0370_7345, 0xA409_3822_299F_31D1];
-
-/// The mixing of wyhash: a product, its halves folded together.
-pub(crate) fn fold(a: u64, b: u64) -> u64 {
-    let wide = u128::from(a) * u128::from(b);
-    (wide as u64) ^ (wide >> 64) as u64
-}
-
 impl BlockHash {
-    /// The parent of a first block; `salt` separates callers who must not share.
-    pub fn root(salt: &[u8]) -> Self {
-        Self(salt.iter().fold(KEYS[0], |hash, &byte| fold(hash ^ u64::from(byte), KEYS[1])))
-    }
-
     /// The name as a plain number.
     pub fn to_bits(self) -> u64 {
         self.0
     }
+}
 
-    /// The name of the block that holds `tokens` after the block named `self`.
-    #[must_use]
-    pub fn child(self, tokens: &[Token]) -> Self {
-        let mut hash = fold(self.0 ^ KEYS[0], KEYS[1]);
+/// Makes block names with SipHash-1-3 and a key.
+///
+/// Clients choose tokens and salts. Without the key they cannot make names
+/// that collide, which would evict other callers' blocks and slow lookups.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockHasher(SipHasher13);
+
+impl BlockHasher {
+    /// Names under `key`. Names of different keys have nothing to do with each other.
+    pub fn new(key: u128) -> Self {
+        Self(SipHasher13::new_with_keys(key as u64, (key >> 64) as u64))
+    }
+
+    /// The parent of a first block; `salt` separates callers who must not share.
+    pub fn root(&self, salt: &[u8]) -> BlockHash {
+        let mut hasher = self.0;
+        hasher.write(salt);
+        BlockHash(hasher.finish())
+    }
+
+    /// The name of the block that holds `tokens` after the block named `parent`.
+    pub fn child(&self, parent: BlockHash, tokens: &[Token]) -> BlockHash {
+        let mut hasher = self.0;
+        hasher.write_u64(parent.0);
         for pair in tokens.chunks(2) {
-            let word = u64::from(pair[0]) | u64::from(*pair.last().unwrap_or(&0)) << 32;
-            hash = fold(hash ^ word, KEYS[2]);
+            hasher.write_u64(u64::from(pair[0]) | u64::from(*pair.last().unwrap_or(&0)) << 32);
         }
-        Self(hash)
+        BlockHash(hasher.finish())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::BlockHash;
+    use super::BlockHasher;
     use std::collections::HashSet;
 
     #[test]
-    fn names_depend_on_every_token_on_the_order_and_on_what_came_before() {
-        let root = BlockHash::root(b"");
+    fn names_depend_on_every_token_on_the_order_on_what_came_before_and_on_the_key() {
+        let hasher = BlockHasher::new(1);
+        let root = hasher.root(b"");
         let blocks: Vec<Vec<u32>> = (0..4096u32).map(|n| (0..6).map(|i| n >> (2 * i) & 3).collect()).collect();
-        let mut seen: HashSet<_> = blocks.iter().map(|tokens| root.child(tokens)).collect();
-        seen.extend(blocks.iter().map(|tokens| root.child(&[1]).child(tokens)));
-        seen.extend(blocks.iter().map(|tokens| BlockHash::root(b"salt").child(tokens)));
-        assert_eq!(seen.len(), 3 * blocks.len());
+        let mut seen: HashSet<_> = blocks.iter().map(|tokens| hasher.child(root, tokens)).collect();
+        seen.extend(blocks.iter().map(|tokens| hasher.child(hasher.child(root, &[1]), tokens)));
+        seen.extend(blocks.iter().map(|tokens| hasher.child(hasher.root(b"salt"), tokens)));
+        for other in [0, 2, 1 << 64] {
+            let other = BlockHasher::new(other);
+            seen.extend(blocks.iter().map(|tokens| other.child(other.root(b""), tokens)));
+        }
+        assert_eq!(seen.len(), 6 * blocks.len());
+    }
+
+    /// The hash that this one replaced multiplied the state, xored with a pair of tokens, by a public number: a pair equal to the state
+    /// led to zero, whatever came before, and so any number of blocks got one name.
+    #[test]
+    fn tokens_cannot_be_chosen_to_give_equal_names() {
+        let fold = |a: u64, b: u64| {
+            let wide = u128::from(a) * u128::from(b);
+            (wide as u64) ^ (wide >> 64) as u64
+        };
+        let block = |first: u64| {
+            let state = fold(first, 0xA409_3822_299F_31D1);
+            [first as u32, (first >> 32) as u32, state as u32, (state >> 32) as u32]
+        };
+        let hasher = BlockHasher::new(1);
+        let root = hasher.root(b"");
+        let names: HashSet<_> = (1..=64).map(|first| hasher.child(root, &block(first))).collect();
+        assert_eq!(names.len(), 64);
     }
 }

@@ -2,17 +2,17 @@
 //! decide all of it again, and no token among it.
 //!
 //! Tokens only matter to the scheduler in so far as full blocks of them are
-//! equal: the journal has the blocks' names instead, and [`Script`] makes up
-//! tokens that are equal where the names are.
+//! equal: the journal has the blocks' names instead, hashed under the
+//! scheduler's key, and [`Script`] makes up tokens that are equal where the
+//! names are.
 
 use crate::batch::Output;
 use crate::batch::StepPlan;
 use crate::config::{Batching, Config};
-use crate::hash::fold;
 use crate::policy::Policy;
 use crate::request::{FinishReason, Request, SeqId, Ticket, Time, Token};
 use crate::sequence::Sequence;
-use crate::{BlockHash, Scheduler};
+use crate::{BlockHash, BlockHasher, Scheduler};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 use thiserror::Error;
@@ -48,6 +48,7 @@ pub(crate) struct Journal {
     now: Time,
     hash: u64,
     block_size: usize,
+    hasher: BlockHasher,
 }
 
 /// A number of 7 bits a byte, low ones first.
@@ -64,7 +65,7 @@ fn signed(value: i32) -> u64 {
 }
 
 impl Journal {
-    fn new(config: &Config) -> Self {
+    fn new(config: &Config, hasher: BlockHasher) -> Self {
         let mut bytes = MAGIC.to_vec();
         let (kind, size, timeout) = match config.batching {
             Batching::Continuous => (0, 0, 0),
@@ -93,7 +94,7 @@ impl Journal {
         ] {
             put(&mut bytes, value);
         }
-        Self { bytes, now: 0, hash: digest_seed(), block_size: config.block_size as usize }
+        Self { bytes, now: 0, hash: digest_seed(), block_size: config.block_size as usize, hasher }
     }
 
     fn begin(&mut self, kind: u8, now: Time) {
@@ -120,9 +121,9 @@ impl Journal {
             put(&mut self.bytes, value);
         }
         self.bytes.extend_from_slice(tenant.as_bytes());
-        let mut name = BlockHash::root(&seq.salt);
+        let mut name = self.hasher.root(&seq.salt);
         for block in seq.tokens.chunks_exact(self.block_size) {
-            name = name.child(block);
+            name = self.hasher.child(name, block);
             self.bytes.extend_from_slice(&name.to_bits().to_le_bytes());
         }
     }
@@ -175,6 +176,12 @@ impl Journal {
     }
 }
 
+/// The mixing of wyhash: a product, its halves folded together.
+fn fold(a: u64, b: u64) -> u64 {
+    let wide = u128::from(a) * u128::from(b);
+    (wide as u64) ^ (wide >> 64) as u64
+}
+
 /// The hash of no decision.
 pub(crate) fn digest_seed() -> u64 {
     SEED
@@ -217,7 +224,7 @@ impl Scheduler {
     /// Begins a journal, before the first request comes.
     pub fn start_journal(&mut self) {
         assert_eq!(self.next_ticket, 0, "a journal has all from the first request on");
-        self.journal = Some(Box::new(Journal::new(&self.config)));
+        self.journal = Some(Box::new(Journal::new(&self.config, *self.pool.hasher())));
     }
 
     /// Appends to `bytes` what was recorded since the last call.

@@ -43,7 +43,7 @@ pub use config::{Batching, Config};
 pub use cost::{Load, StepModel};
 pub use error::{ConfigError, Rejected};
 pub use group::Usage;
-pub use hash::BlockHash;
+pub use hash::{BlockHash, BlockHasher};
 pub use journal::{Arrival, BadJournal, Call, STOP, Script};
 pub use ledger::{Cause, Ledger, PreemptionReason};
 pub use policy::Policy;

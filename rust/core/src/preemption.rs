@@ -7,7 +7,7 @@ use crate::policy::{Policy, worth_preempting};
 use crate::queue::Walk;
 use crate::request::{SeqId, Time};
 use crate::sequence::{NO_ROW, Sequence};
-use crate::{BlockId, Chain, Scheduler};
+use crate::{BlockId, Scheduler};
 use std::cmp::Reverse;
 
 /// Waiting sequences for whom others are preempted in one step, at most.
@@ -193,7 +193,7 @@ impl Scheduler {
         self.pool.release(&mut seq.table);
         seq.account.computed_tokens += u64::from(seq.computed - seq.computed_from);
         (seq.computed, seq.computed_from, seq.seal_at) = (0, 0, u32::MAX);
-        (seq.decoding, seq.chain) = (false, Chain::root(&seq.salt));
+        (seq.decoding, seq.chain) = (false, self.pool.root(&seq.salt));
         seq.draft.clear();
         seq.preemptions += 1;
         seq.account.preempted_for[reason as usize] += 1;

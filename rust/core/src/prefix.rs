@@ -94,7 +94,7 @@ impl Scheduler {
             other.chain.equals(&seq.chain) && other.computed < other.tokens.len() as u32 && other.tokens.get(block.clone()) == Some(wanted)
         });
         if is_on_its_way && let Some(journal) = &mut self.journal {
-            journal.name(seq, seq.chain.len() as u32, seq.chain.next(wanted));
+            journal.name(seq, seq.chain.len() as u32, self.pool.next_name(&seq.chain, wanted));
         }
         is_on_its_way
     }

@@ -14,7 +14,7 @@ use crate::sequence::{NO_ROW, Sequence};
 use crate::share::{OUTPUT_TOKEN, PreemptionBudget};
 use crate::snapshot::Watch;
 use crate::stats::{Counters, Stall};
-use crate::{BlockId, BlockPool, Chunk, Config, ConfigError, StepModel};
+use crate::{BlockHasher, BlockId, BlockPool, Chunk, Config, ConfigError, StepModel};
 use slotmap::SlotMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -95,13 +95,19 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// A scheduler with nothing to do.
+    /// A scheduler with nothing to do. Anybody can find tokens whose block names collide: where clients choose them, use
+    /// [`keyed`](Self::keyed).
     pub fn new(config: Config) -> Result<Self, ConfigError> {
+        Self::keyed(config, 0)
+    }
+
+    /// The same with a secret `key` for block names. Decisions do not depend on it.
+    pub fn keyed(config: Config, key: u128) -> Result<Self, ConfigError> {
         config.check()?;
         let mut clocks = Clocks::default();
         clocks.admit_group(0);
         Ok(Self {
-            pool: BlockPool::new(config.num_blocks, config.block_size as usize),
+            pool: BlockPool::new(config.num_blocks, config.block_size as usize, BlockHasher::new(key)),
             host: HostPool::new(config.host_blocks),
             seqs: SlotMap::with_key(),
             queue: Queue::new(config.policy),

@@ -103,7 +103,7 @@ pub(crate) struct Sequence {
 
 impl Sequence {
     /// Checks a request on its own; what the pool can hold is the scheduler's business.
-    pub(crate) fn new(request: Request, ticket: Ticket, max_model_len: u32, now: Time) -> Result<Self, Rejected> {
+    pub(crate) fn new(request: Request, chain: Chain, ticket: Ticket, max_model_len: u32, now: Time) -> Result<Self, Rejected> {
         let (prompt, new) = (request.prompt.len() as u64, u64::from(request.max_new_tokens));
         if prompt == 0 {
             return Err(Rejected::EmptyPrompt);
@@ -141,7 +141,7 @@ impl Sequence {
             weight: request.weight.max(1),
             table: BlockTable::default(),
             draft: Vec::new(),
-            chain: Chain::root(&request.salt),
+            chain,
             salt: request.salt,
             ticket,
             prompt_len: prompt as u32,

@@ -68,7 +68,7 @@ impl Scheduler {
     #[new]
     #[pyo3(signature = (*, num_blocks, block_size, max_tokens, max_seqs, max_model_len, prefix_caching = true, watermark = 0,
         policy = "fcfs", batching = "continuous", batch_size = None, batch_timeout = 0, max_queued_reqs = None,
-        max_queued_tokens = None, ageing = 10_000_000, target_itl = None, host_blocks = 0, swap_ns_per_block = 0, journal = false))]
+        max_queued_tokens = None, ageing = 10_000_000, target_itl = None, host_blocks = 0, swap_ns_per_block = 0, journal = false, hash_key = 0))]
     #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools)] // the settings, by name
     fn new(
         num_blocks: u32,
@@ -89,6 +89,7 @@ impl Scheduler {
         host_blocks: u32,
         swap_ns_per_block: u32,
         journal: bool,
+        hash_key: u128,
     ) -> PyResult<Self> {
         let config = core::Config {
             num_blocks,
@@ -107,7 +108,7 @@ impl Scheduler {
             host_blocks,
             swap_ns_per_block,
         };
-        let mut core = core::Scheduler::new(config).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let mut core = core::Scheduler::keyed(config, hash_key).map_err(|error| PyValueError::new_err(error.to_string()))?;
         if journal {
             core.start_journal();
         }
