@@ -283,7 +283,9 @@ class ServerConfig:
 
     host: str = _flag("127.0.0.1", "address to listen on", group="server")
     port: int = _flag(8000, "port to listen on; 0 picks a free one", int, group="server")
-    served_model_name: str | None = _flag(None, "name that clients use for the model (default: as given)", group="server")
+    served_model_name: str | None = _flag(
+        None, "name that clients use for the model (default: as given, of a path the last part)", group="server"
+    )
     uds: str | None = _flag(None, "listen on this Unix socket instead of a port", metavar="PATH", group="server")
     api_key: str | None = _flag(
         None,
@@ -292,6 +294,7 @@ class ServerConfig:
         group="server",
         secret=True,
     )
+    public_metrics: bool = _flag(False, "serve /metrics without an API key: all figures, those of every tenant", group="server")
     api_key_file: str | None = _flag(
         None,
         "keys out of sight of 'ps', and limits: TOML with a table [NAME] a tenant, of key (or keys), weight, max_queued, max_requests",
@@ -315,6 +318,7 @@ class ServerConfig:
         metavar="PATH",
         group="server",
     )
+    max_body_size: int = _flag(2 << 20, "longest body of a request, in bytes; longer ones are refused", _size, group="server")
     shutdown_timeout: float = _flag(30.0, "seconds that requests in flight get to finish after SIGTERM", float, group="server")
     log_level: str = _flag("info", "how much to log", choices=("debug", "info", "warning", "error"), group="server")
     log_format: str = _flag("text", "how a line of the log is written", choices=("text", "json"), group="server")
@@ -336,6 +340,8 @@ class ServerConfig:
         # An unset variable in a script would otherwise make a server that looks guarded and is not.
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ValueError("--api-key must not be empty, nor begin or end with a space")
+        if self.max_body_size < 1:
+            raise ValueError(f"--max-body-size must be at least 1, got {self.max_body_size}")
         # The system would take it modulo 65536, without a word.
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")

@@ -8,7 +8,7 @@ from gguf_files import gguf_of, tiny_model
 from huggingface_hub import constants, errors
 
 from chairlift.checkpoint import locate as module
-from chairlift.checkpoint.locate import cache_dir, locate
+from chairlift.checkpoint.locate import cache_dir, locate, public_name
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ChairliftError, ModelNotFound, UnsupportedModel
 
@@ -200,3 +200,20 @@ def test_offline_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelNotFound, match="is not in the local cache and the Hugging Face hub cannot be reached"):
         locate("org/model", progress=False)
+
+
+def test_clients_see_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a local model they see the last part of its path; other names are no paths."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    snapshot = Path("hub/models--org--name/snapshots/0a1b2c")
+    for directory in (Path("models/tiny"), snapshot):
+        directory.mkdir(parents=True)
+    Path("models/tiny-Q4_0.gguf").touch()
+    for model in ("models/tiny", "models/tiny/", "./models/tiny", "~/models/tiny", str(tmp_path / "models/tiny"), "models/../models/tiny"):
+        assert public_name(model) == "tiny"
+    assert public_name("models/tiny-Q4_0.gguf") == "tiny-Q4_0"
+    assert public_name(str(snapshot)) == "org/name"
+    for model in ("org/name", DEFAULT_MODEL, "models/nothing"):
+        assert public_name(model) == model
+    assert public_name("/") == "/"

@@ -111,8 +111,7 @@ def test_a_prompt_can_be_scored_alone(http, stream):
         "echo": True,
         "logprobs": 0,
         "n": 2,
-        "stream": stream,
-        "stream_options": {"include_usage": True},
+        **({"stream": True, "stream_options": {"include_usage": True}} if stream else {}),
     }
     response = http.post("/v1/completions", json=asked)
     if stream:
@@ -165,8 +164,9 @@ def test_the_end_of_a_prompt_can_do(http):
     assert body["usage"]["prompt_tokens"] == 10
 
 
-@pytest.mark.parametrize("options", [{"metrics": True}, {"stream_options": {"include_metrics": True}}])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stream", "options"), [(False, {"metrics": True}), (True, {"metrics": True}), (True, {"stream_options": {"include_metrics": True}})]
+)
 def test_timings_come_at_the_end_if_asked_for(http, options, stream):
     response = http.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 3, "n": 2, "stream": stream, **options})
     told = events(response)[-2] if stream else response.json()

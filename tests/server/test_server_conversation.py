@@ -55,7 +55,7 @@ WRONG = [
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
     ({"add_generation_prompt": 1}, "add_generation_prompt"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"tools": [TOOL, TOOL]}, "tools"),
     ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name"),

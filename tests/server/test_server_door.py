@@ -1,4 +1,5 @@
 import httpx
+import openai
 import pytest
 from fake_async_engine import MODEL, FakeEngine, serving
 
@@ -17,8 +18,8 @@ BAD_KEYS = [b"", b"Bearer nope", b"Bearer " + KEY.encode()[:-1], b"Bearer \xe9\x
 
 
 @pytest.mark.parametrize("given", BAD_KEYS, ids=lambda value: f"{value!r:.24}")
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/health", "/version", "/V1/models", "/nothing"])
-def test_without_the_key_every_route_is_closed(locked, path, given):
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/version", "/", "/metrics/", "/V1/models", "/nothing", "/health/x"])
+def test_without_the_key_every_other_route_is_closed(locked, path, given):
     response = locked.get(path, headers=[(b"authorization", given), (b"x-forwarded-for", b"127.0.0.1")])
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "invalid_api_key"
@@ -27,7 +28,23 @@ def test_without_the_key_every_route_is_closed(locked, path, given):
 
 def test_the_key_opens(locked):
     assert locked.get("/v1/models", headers=[(b"authorization", b"Bearer " + KEY.encode())]).status_code == 200
-    assert locked.get("/live").status_code == 200
+
+
+@pytest.mark.parametrize("given", [None, *BAD_KEYS], ids=lambda value: f"{value!r:.24}")
+@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/ping", "/ready/"])
+def test_probes_need_no_key(locked, path, given):
+    assert locked.get(path, headers=[] if given is None else [(b"authorization", given)]).status_code == 200
+
+
+def test_metrics_without_a_key_by_flag():
+    with serving(FakeEngine(), KEY, public_metrics=True) as (base, _), httpx.Client(base_url=base) as client:
+        assert "chairlift_" in client.get("/metrics").text
+        assert client.get("/metrics/").status_code == 200
+        assert [client.get(path).status_code for path in ("/v1/models", "/dashboard/data", "/version")] == [401] * 3
+    # Without keys the flag opens nothing: a web page of somebody else's is still kept out.
+    with serving(FakeEngine(), public_metrics=True) as (base, _):
+        assert httpx.get(f"{base}/metrics", headers={"host": "evil.example"}).status_code == 403
+        assert httpx.get(f"{base}/metrics").status_code == 200
 
 
 def test_a_wrong_key_is_told_from_none(locked):
@@ -90,7 +107,7 @@ def test_no_web_page_of_others_reaches_a_server_without_a_key(http, locked, head
         assert answer.json()["error"]["code"] in ("foreign_host", "foreign_origin")
     # A key is proof enough.
     assert locked.get("/v1/models", headers=headers | {"x-api-key": KEY.encode()}).status_code == 200
-    assert http.get("/live", headers=headers).status_code == 200
+    assert [http.get(path, headers=headers).status_code for path in ("/live", "/ready", "/health")] == [200] * 3
 
 
 def test_a_server_for_the_network_answers_to_any_name():
@@ -142,6 +159,44 @@ def test_models(client, http):
     assert model.owned_by == "chairlift"
     assert client.models.retrieve(MODEL) == model
     assert http.get(f"/v1/models/{MODEL}").status_code == 200
+
+
+def test_the_root_says_what_this_is(http):
+    told = http.get("/").json()
+    assert (told["name"], told["version"], told["model"]) == ("chairlift", chairlift.__version__, MODEL)
+    assert {"models", "openapi", "health", "ready", "metrics"} <= told["links"].keys()
+    assert [http.get(link).status_code for link in told["links"].values()] == [200] * len(told["links"])
+
+
+@pytest.mark.parametrize("slashes", ["/", "///", "%2F"])
+def test_slashes_at_the_end_of_a_path_do_not_matter(http, slashes):
+    for path in ("/v1/models", f"/v1/models/{MODEL}", "/live", "/metrics", "/openapi.json", ""):
+        assert http.get(path + slashes).status_code == 200
+    body = {"prompt": "a", "max_tokens": 1}
+    assert http.post("/v1/completions" + slashes, json=body).status_code == 200
+    assert http.post("/v1/messages" + slashes, json={}).json()["type"] == "error"
+
+
+def test_slashes_at_the_end_of_the_base_url_of_a_client(base):
+    with openai.OpenAI(base_url=f"{base}/v1/", api_key="any", max_retries=0) as client:
+        assert client.models.list().data[0].id == MODEL
+
+
+def test_what_does_not_exist_is_named(http):
+    def told(method, path):
+        answer = http.request(method, path)
+        return answer.status_code, answer.json()["error"]["message"]
+
+    status, message = told("POST", "/v1/complet")
+    assert status == 404
+    assert message.startswith("POST /v1/complet: no such route. GET /openapi.json lists all routes.")
+    status, message = told("GET", "/v1/completions")
+    assert (status, message) == (405, "GET /v1/completions: this route takes POST")
+    status, message = told("GET", "/%0a<b>" + "x" * 5000 + "?api_key=sk-1")
+    assert status == 404
+    assert "\n" not in message
+    assert len(message) < 300
+    assert "sk-1" not in message
 
 
 def test_version(http):

@@ -138,6 +138,148 @@ def test_who_reads_slowly_but_reads_is_not_cut():
     assert transport.aborted
 
 
+def answered(base, request):
+    """The status line and the body of the answer to a request, whose connection then ends."""
+    with connected(base) as sock:
+        sock.sendall(request)
+        head, _, body = rest(sock).partition(b"\r\n\r\n")
+    return head.partition(b"\r\n")[0].decode(), body
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost/v1/models", "localhost", "200 OK"),
+        ("HTTP://127.0.0.1:8000/v1/models?a=b", "localhost", "200 OK"),
+        ("https://localhost/v1/models/", "localhost", "200 OK"),
+        ("http://localhost", "localhost", "200 OK"),
+        ("http://localhost?a", "localhost", "200 OK"),
+        # The target's host counts, whatever the header says.
+        ("http://localhost/v1/models", "evil.example", "200 OK"),
+        ("http://evil.example/v1/models", "localhost", "403 Forbidden"),
+        ("http://localhost@evil.example/v1/models", "localhost", "404 Not Found"),
+        ("http:///v1/models", "localhost", "404 Not Found"),
+        ("ftp://localhost/v1/models", "localhost", "404 Not Found"),
+        ("http://localhost/v1/model", "localhost", "404 Not Found"),
+        ("v1/models", "localhost", "404 Not Found"),
+        ("*", "localhost", "404 Not Found"),
+    ],
+)
+def test_a_target_may_have_absolute_form(base, target, host, status):
+    line, body = answered(base, f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
+    assert line == f"HTTP/1.1 {status}"
+    assert json.loads(body)
+
+
+def test_a_post_in_absolute_form(base):
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    head = b"POST http://localhost/v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    line, answer = answered(base, head + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    assert (line, json.loads(answer)["choices"][0]["text"]) == ("HTTP/1.1 200 OK", "a ")
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("1.1", 200), ("1.0", 200), ("1.2", 200), ("9.9", 505), ("2.0", 505), ("0.9", 505), ("3.0", 505), ("11.1", 400), ("x", 400)],
+)
+def test_versions_of_http(base, version, status):
+    line, body = answered(base, f"GET /live HTTP/{version}\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+    assert line.split()[:2] == ["HTTP/1.1", str(status)]
+    if status == 505:
+        assert json.loads(body)["error"]["code"] == "http_version_not_supported"
+
+
+LARGE = 8 << 20
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@contextlib.contextmanager
+def sending(base, head, body):
+    """A connection on which the whole request was sent before anything was read; what it is like to wait for nobody."""
+    with connected(base) as sock:
+        sock.sendall(head)
+        for at in range(0, len(body), 1 << 16):
+            sock.sendall(body[at : at + (1 << 16)])
+        yield sock
+
+
+def chunked(body):
+    return b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("form", ["length", "chunked", "no end"])
+def test_413_reaches_a_client_that_is_still_sending(base, server, form):
+    body = b" " * LARGE
+    head = HEAD + (
+        b"content-length: %d\r\n\r\n" % (LARGE * (2 if form == "no end" else 1))
+        if form != "chunked"
+        else b"transfer-encoding: chunked\r\n\r\n"
+    )
+    with sending(base, head, chunked(body) if form == "chunked" else body) as sock:
+        got = b""
+        while piece := sock.recv(65536):  # no reset
+            got += piece
+    assert got.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in got.lower()
+    error = json.loads(got.partition(b"\r\n\r\n")[2])["error"]
+    assert error["code"] == "request_too_large"
+    wait_until(lambda: server[1].open == server[1].admission.open == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
+def test_401_reaches_a_client_that_is_still_sending(path):
+    with serving(FakeEngine(), "sk-1") as (base, _):
+        head = HEAD.replace(b"/v1/completions", path.encode()) + b"content-length: %d\r\n\r\n" % LARGE
+        with sending(base, head, b" " * LARGE) as sock:
+            got = b""
+            while piece := sock.recv(65536):
+                got += piece
+    assert got.startswith(b"HTTP/1.1 401 ")
+
+
+def test_400_reaches_a_client_that_is_still_sending(base):
+    with sending(base, b"no http\r\n\r\n", b"x" * LARGE) as sock:
+        got = b""
+        while piece := sock.recv(65536):
+            got += piece
+    assert got.startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_client_that_does_not_stop_sending_is_cut(monkeypatch, base):
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.3)
+    with connected(base) as sock, contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        sock.sendall(HEAD + b"content-length: 1000000000000\r\n\r\n")
+        while True:  # it would go on for ever, or until the send times out
+            sock.sendall(b" " * 65536)
+
+
+def test_a_server_that_ends_does_not_wait_for_a_client_that_is_still_sending():
+    with serving(FakeEngine()) as (base, _):
+        sock = connected(base)
+        sock.sendall(HEAD + b"content-length: 1000000000\r\n\r\n")
+        assert sock.recv(12) == b"HTTP/1.1 413"
+    with sock:
+        rest(sock)
+
+
+def test_the_limit_of_a_body_is_a_flag():
+    with serving(FakeEngine(), max_body_size=100) as (base, _), httpx.Client(base_url=base) as http:
+
+        def ask(length):
+            body = json.dumps({"prompt": "a", "max_tokens": 1, "user": ""})
+            padded = body.replace('""', '"' + "x" * (length - len(body)) + '"')
+            assert len(padded) == length
+            return http.post("/v1/completions", content=padded, headers={"content-type": "application/json"})
+
+        assert [ask(length).status_code for length in (100, 101)] == [200, 413]
+        assert "100 bytes" in ask(101).json()["error"]["message"]
+        pieces = http.post("/v1/completions", content=iter([b" " * 60] * 2), headers={"content-type": "application/json"})
+        assert pieces.status_code == 413
+    with serving(FakeEngine(), max_body_size=16 << 20) as (base, _):
+        body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * (3 << 20)})
+        assert httpx.post(f"{base}/v1/completions", content=body, headers={"content-type": "application/json"}).status_code == 200
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     if not shutil.which("openssl"):

@@ -7,7 +7,7 @@ from fake_async_engine import FakeEngine, serving
 
 from chairlift.cli import main
 from chairlift.server.telemetry.about import ABOUT, About
-from chairlift.server.telemetry.logs import JsonFormatter
+from chairlift.server.telemetry.logs import JsonFormatter, redact_query
 
 
 @pytest.fixture
@@ -52,6 +52,27 @@ def test_a_refused_request_has_its_id_in_the_log_too(lines):
     assert [(line["request_id"], line["status"]) for line in lines if line["logger"] == "uvicorn.access"] == [("stranger", 401)]
 
 
+QUERIES = {
+    "/v1/models": "/v1/models",
+    "/v1/models?api_key=sk-1": "/v1/models?api_key=[redacted]",
+    "/v1/models?key=sk-1&step=3&token=a=b": "/v1/models?key=[redacted]&step=[redacted]&token=[redacted]",
+    "/v1/models?sk-1": "/v1/models?[redacted]",
+    "/v1/models?sk-1=": "/v1/models?[redacted]",
+    "/v1/models?a=1?api_key=sk-1": "/v1/models?a=[redacted]",
+    "/v1/models?": "/v1/models?",
+}
+
+
+@pytest.mark.parametrize(("path", "logged"), QUERIES.items())
+def test_the_access_log_hides_what_stands_in_a_query(path, logged):
+    record = logging.LogRecord(
+        "uvicorn.access", logging.INFO, "x.py", 1, '%s - "%s %s HTTP/%s" %d', ("127.0.0.1:1", "GET", path, "1.1", 200), None
+    )
+    assert redact_query(record)
+    assert record.getMessage() == f'127.0.0.1:1 - "GET {logged} HTTP/1.1" 200'
+    assert json.loads(JsonFormatter().format(record))["path"] == logged
+
+
 def test_a_line_is_one_line_of_plain_facts():
     record = logging.LogRecord("chairlift", logging.WARNING, "x.py", 1, "two\nlines of %s", ("ä",), None)
     text = JsonFormatter().format(record)
@@ -69,6 +90,6 @@ def test_the_flag_makes_the_whole_log_json(monkeypatch, capsys):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setenv("CHAIRLIFT_LOG_FORMAT", "json")
-    assert main.main(["top", "--url", "http://127.0.0.1:1"]) == 1
+    assert main.main(["serve", "--port", "0", "--api-key-file", "/nothing"]) == 1
     logging.getLogger("somebody").error("hello")
     assert json.loads(capsys.readouterr().err.splitlines()[-1])["message"] == "hello"

@@ -243,7 +243,6 @@ def test_requests_that_no_client_library_would_send(base, http, rest, status):
 
 def test_other_routes_and_methods(http):
     assert refused(http.get("/v1/nothing"), 404)["code"] == "not_found"
-    refused(http.post("/v1/completions/", json=ONE), 404)
     refused(http.get("/v1/models/..%2f..%2fetc%2fpasswd"), 404)
     put = http.put(COMPLETIONS, json=ONE)
     assert refused(put, 405)["code"] == "method_not_allowed"
@@ -254,8 +253,71 @@ def test_other_routes_and_methods(http):
 def test_unknown_fields_are_told_not_refused(http):
     response = http.post(COMPLETIONS, json={**ONE, "zzz": 1, "evil\r\nx-evil: 1": 2, "user": "u", "metadata": {"a": "b"}})
     assert response.status_code == 200
-    assert response.headers["x-chairlift-ignored"] == "zzz"
+    assert response.headers["x-chairlift-ignored"] == "zzz, evil%0D%0Ax-evil%3A%201"
     assert "x-evil" not in response.headers
+
+
+ONE_TURN = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+BODIES_BY_ROUTE = {
+    "/v1/completions": ONE,
+    "/v1/chat/completions": ONE_TURN,
+    "/v1/messages": ONE_TURN,
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES_BY_ROUTE)
+def test_every_route_names_the_fields_that_it_does_not_know(http, path, stream):
+    body = BODIES_BY_ROUTE[path] | {"max_token": 5, "größe": 1, "a b": None, "": 2, "x" * 100: 3, "stream": stream}
+    response = http.post(path, json=body)
+    assert response.status_code == 200
+    assert response.headers["x-chairlift-ignored"] == f"max_token, gr%C3%B6%C3%9Fe, a%20b, %00, {'x' * 64}"
+
+
+def test_fields_of_options_that_nobody_knows_are_named_with_their_place(http):
+    options = {"include_usage": True, "include_usages": True}
+    response = http.post(COMPLETIONS, json={**ONE, "stream": True, "stream_options": options, "text": {"a": 1}})
+    assert response.headers["x-chairlift-ignored"] == "text, stream_options.include_usages"
+    response = http.post("/v1/responses", json={"input": "a", "text": {"formats": {}}})
+    assert response.headers["x-chairlift-ignored"] == "text.formats"
+
+
+def test_many_unknown_fields_are_counted(http):
+    response = http.post(COMPLETIONS, json={**ONE, **{f"f{i}": i for i in range(70)}})
+    names = response.headers["x-chairlift-ignored"].split(", ")
+    assert names == [*(f"f{i}" for i in range(64)), "and 6 more"]
+
+
+@pytest.mark.parametrize("stream", [None, False])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+def test_stream_options_without_a_stream(http, path, stream):
+    body = BODIES_BY_ROUTE[path] | {"stream": stream}
+    error = refused(http.post(path, json=body | {"stream_options": {"include_usage": True}}))
+    assert error["param"] == "stream_options"
+    assert error["message"].startswith("stream_options needs stream")
+    assert http.post(path, json=body | {"stream_options": None}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ("/v1/responses", {"top_logprobs": 21}, "top_logprobs"),
+        ("/v1/completions", {"logprobs": 21}, "logprobs"),
+        ("/v1/chat/completions", {"max_tokens": None, "max_completion_tokens": -1}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"max_tokens": -1}, "max_tokens"),
+        ("/v1/responses", {"max_output_tokens": -1}, "max_output_tokens"),
+        ("/v1/messages", {"max_tokens": -1}, "max_tokens"),
+    ],
+)
+def test_an_error_names_the_field_as_the_client_sent_it(http, path, fields, param):
+    answer = http.post(path, json=BODIES_BY_ROUTE[path] | fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param} must be ")
 
 
 def test_a_stream_beside_all_this_is_unharmed(http, base, engine):

@@ -17,7 +17,7 @@ from chairlift.checkpoint.pull import MEMBER, pull_default
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
 
-__all__ = ["cache_dir", "locate"]
+__all__ = ["cache_dir", "locate", "public_name"]
 
 _LAYOUT = 3
 """Part of the name of a converted model: counts up when `convert` writes something else than before."""
@@ -51,6 +51,16 @@ def locate(model: str, revision: str | None = None, directory: str | None = None
         f"there is no model {model!r} here; name a directory with config.json and *.safetensors, a .gguf file, "
         f"a model of the Hugging Face hub (organisation/model), or {DEFAULT_MODEL}"
     )
+
+
+def public_name(model: str) -> str:
+    """The name under which clients see a model: of a local path the last part alone, without .gguf; else what `model` is."""
+    path = Path(os.path.abspath(os.path.expanduser(model)))
+    if not path.exists():
+        return model
+    if path.parent.name == "snapshots" and (hub := path.parent.parent.name).startswith("models--"):
+        return hub.removeprefix("models--").replace("--", "/")  # a directory of the Hugging Face hub's cache
+    return path.name.removesuffix(".gguf") or model
 
 
 def _directory(path: Path, cache: Path, progress: bool) -> Path:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+from chairlift.checkpoint.locate import public_name
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.client import AsyncEngine
 from chairlift.server.door.port import check_certificate, is_loopback, open_path, open_port
@@ -48,7 +49,7 @@ async def _serve(
     life = await asyncio.to_thread(import_module, "chairlift.server.life")
     from chairlift.server.admin import serving  # imported by now
 
-    served = life.Life(engine, server.served_model_name or config.model, server, keys)
+    served = life.Life(engine, server.served_model_name or public_name(config.model), server, keys)
     async with nullcontext() if admin is None else serving(admin, served.admin()):
         status: int = await served.run(starting, listener)
     # A thread can't be ended, and asyncio and Python wait for all of them: one may fetch a model for another hour.

@@ -19,7 +19,7 @@ from chairlift.server.api.models import model, models
 from chairlift.server.api.openapi import openapi
 from chairlift.server.api.responses import responses
 from chairlift.server.api.tokenize import detokenize, tokenize, tokenizer_info
-from chairlift.server.door.door import Door, Rules
+from chairlift.server.door.door import PROBE_PATHS, Door, Rules
 from chairlift.server.door.port import is_loopback
 from chairlift.server.observe.dashboard import dashboard, data
 from chairlift.server.observe.explain import explain
@@ -43,9 +43,12 @@ def build(service: Service, config: ServerConfig, keys: Keys) -> ASGIApp:
     app.router.redirect_slashes = False  # a redirect would lose the body
     app.state.service = service
     app.state.watch = Watch(service)
+    app.state.max_body_size = config.max_body_size
     origins = config.cors_allow_origins or ()
     guards_host = not keys and config.uds is None and is_loopback(config.host)
-    door = Door(app, service, Rules(keys, config.host if guards_host else None, origins))
+    # Without keys the check of the Host header guards /metrics.
+    open_paths = PROBE_PATHS | ({"/metrics"} if config.public_metrics and keys else set())
+    door = Door(app, service, Rules(keys, config.host if guards_host else None, origins, open_paths))
     if not origins:
         return door
     # Outside the door: browsers ask for leave without a key.
@@ -56,6 +59,7 @@ def build(service: Service, config: ServerConfig, keys: Keys) -> ASGIApp:
 def routes() -> list[Route]:
     """Every path that there is, the admin socket's apart."""
     return [
+        Route("/", index),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
@@ -78,6 +82,16 @@ def routes() -> list[Route]:
         Route("/dashboard", dashboard),
         Route("/dashboard/data", data),
     ]
+
+
+async def index(request: Request) -> Response:
+    """What this server is, and where its parts are."""
+    links = {name: f"/{path}" for name, path in _LINKS.items()}
+    return Json({"name": "chairlift", "version": chairlift.__version__, "model": service_of(request).model, "links": links})
+
+
+_LINKS = {"models": "v1/models", "openapi": "openapi.json", "live": "live", "ready": "ready", "health": "health"}
+_LINKS |= {"metrics": "metrics", "dashboard": "dashboard"}
 
 
 async def version(request: Request) -> Response:

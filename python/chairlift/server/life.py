@@ -22,6 +22,7 @@ from chairlift.server.service.keys import Keys
 from chairlift.server.service.lifecycle import Lifecycle
 from chairlift.server.service.service import Service
 from chairlift.server.telemetry import status
+from chairlift.server.telemetry.logs import redact_query
 from chairlift.server.telemetry.metrics import Metrics
 from chairlift.server.telemetry.traces import Traces
 
@@ -73,6 +74,7 @@ class Life:
         self._service = Service(engine, model, metrics, config.tool_call_parser, traces, self._lifecycle)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it has to tell of, this class tells
         logging.getLogger("uvicorn.access").addFilter(_unprobed)
+        logging.getLogger("uvicorn.access").addFilter(redact_query)
         logging.getLogger("asyncio").addFilter(_unbroken)
         self._http = HttpServer(
             uvicorn.Config(

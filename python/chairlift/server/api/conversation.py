@@ -255,7 +255,13 @@ class ChatRequest(GenerationRequest):
             )
         if self.best_of not in (None, 1):
             raise InvalidRequest("best_of is for /v1/completions: leave it out, or ask for n answers", param="best_of")
-        return super().params()
+        try:
+            return super().params()
+        except InvalidRequest as error:
+            names = {"logprobs": "top_logprobs"}
+            if self.max_completion_tokens is not None:
+                names["max_tokens"] = "max_completion_tokens"
+            raise renamed(error, names) from None
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:

@@ -38,6 +38,7 @@ _POST: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
 """Routes that take a body: path, summary, request, the answer's schema, and whether that can be a stream."""
 
 _GET = (
+    ("/", "What this server is, and where its parts are", "Index"),
     ("/v1/models", "What is served", "Models"),
     ("/v1/models/{model}", "What is served, by name", "Model"),
     ("/v1/requests/{id}/explain", "Where a request's time went", "Explanation"),
@@ -182,6 +183,7 @@ _ANSWERS: dict[str, Any] = {
     "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
     "Explanation": _object({"id": _STRING, "object": {"const": "request.explanation"}, "sequences": _list(_OBJECT)}),
     "TokenizerInfo": _object({"vocab_size": _INTEGER, "chat_template": _or_null("string")}),
+    "Index": _object({"name": _STRING, "version": _STRING, "model": _STRING, "links": _OBJECT}),
     "Version": _object({"version": _STRING}),
     "Status": _object({"status": _STRING}),
 }

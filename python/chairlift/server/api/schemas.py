@@ -86,7 +86,11 @@ class Fields(BaseModel):
         except ValidationError as error:
             raise _invalid(error) from None
         known = cls.model_fields.keys() | refused.keys() | cls.idle
-        return request, [name for name in body if name not in known]
+        ignored = [name for name in body if name not in known]
+        for name in cls.model_fields:
+            if isinstance(options := getattr(request, name), BaseModel):
+                ignored += [f"{name}.{inner}" for inner in body[name] if inner not in type(options).model_fields]
+        return request, ignored
 
 
 class Tuning(Fields, Formats):
@@ -162,6 +166,8 @@ class GenerationRequest(Tuning):
 
     def params(self) -> SamplingParams:
         """The request's way of sampling; raises InvalidRequest."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: send true for it, or leave out stream_options", param="stream_options")
         given: dict[str, Any] = {"max_tokens": self.limit()}
         given |= self._given("temperature", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
         given |= self._given("ignore_eos", "min_tokens", "n", "best_of", "prompt_logprobs")

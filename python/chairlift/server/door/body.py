@@ -13,9 +13,6 @@ from chairlift.server.service.errors import ApiError
 from chairlift.server.service.service import service_of
 from chairlift.server.telemetry import about
 
-MAX_BODY = 2 << 20
-"""Bytes; a context of 256 k tokens fits as text and as a list of ids."""
-
 MAX_SECONDS = 20
 """How long a body may take to arrive."""
 
@@ -48,22 +45,24 @@ async def read_json(request: Request, *, queued: bool = True) -> dict[str, Any]:
 
 
 async def _read(request: Request) -> bytes:
+    limit: int = request.app.state.max_body_size
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > MAX_BODY:
-        raise _too_large()
+    if length.isdecimal() and int(length) > limit:
+        raise _too_large(limit)
     body = bytearray()
     try:
         async with asyncio.timeout(MAX_SECONDS):
             async for piece in request.stream():
                 body += piece
-                if len(body) > MAX_BODY:
-                    raise _too_large()
+                if len(body) > limit:
+                    raise _too_large(limit)
     except TimeoutError:
         message = f"the body did not arrive within {MAX_SECONDS} seconds"
         raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
     return bytes(body)
 
 
-def _too_large() -> ApiError:
+def _too_large(limit: int) -> ApiError:
     # The rest of the body is not read, so the connection cannot serve another request.
-    return ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="request_too_large", headers={"connection": "close"})
+    message = f"the body is larger than {limit} bytes, the limit that the server's --max-body-size sets"
+    return ApiError(413, message, code="request_too_large", headers={"connection": "close"})

@@ -25,8 +25,8 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 _Headers = list[tuple[bytes, bytes]]
 
-OPEN_PATHS = frozenset({"/live"})
-"""Paths that need no key: whether the process lives is no secret."""
+PROBE_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
+"""Paths that never need a key: orchestrators and load balancers ask there, and the answers hold no secret."""
 
 PAGES = frozenset({"/dashboard", "/dashboard/data"})
 """Paths where a browser may send the key as a password. Only there: it sends that with other sites' requests as well."""
@@ -44,6 +44,8 @@ class Rules:
     """What the server is bound to if it must mind the Host header: a web page can give its own name this machine's address."""
     origins: Collection[str] = ()
     """Web pages that may use it; "*" is any."""
+    open_paths: Collection[str] = PROBE_PATHS
+    """Paths that need no key."""
 
 
 class Door:
@@ -63,6 +65,7 @@ class Door:
         """Lets a request in, or answers it here."""
         if scope["type"] != "http":
             return
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers: _Headers = scope["headers"]
         request_id = _request_id(headers)
         about.begin(request_id.decode(), headers, scope.get("state", {}).get(about.FIRST_BYTE))
@@ -101,7 +104,7 @@ class Door:
         if _given(headers, b"content-length") and _given(headers, b"transfer-encoding"):
             # Two ideas of where the body ends: what follows may be a request that somebody smuggles in.
             raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other")
-        if path in OPEN_PATHS:
+        if path in self._rules.open_paths:
             return Tenant()
         if self._rules.host is not None:
             self._check_page(self._rules.host, headers)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
+from urllib.parse import quote
 
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
-_HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MOST_NAMED = 16
+_LONGEST_NAME = 64
+_MOST_NAMED = 64
 
 
 class Json(JSONResponse):
@@ -29,6 +29,8 @@ def written(content: Any) -> bytes:
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:
-    """The header that lists the fields of a request that had no effect; names that would not be safe in one are left out."""
-    safe = [name for name in names if _HEADER_SAFE.fullmatch(name)]
-    return {"x-chairlift-ignored": ", ".join(safe[:_MOST_NAMED])} if safe else {}
+    """The header that lists the fields of a request that had no effect, percent-encoded, cut and counted where they are too many."""
+    shown = [quote(name[:_LONGEST_NAME], safe="") or "%00" for name in names[:_MOST_NAMED]]
+    if len(names) > _MOST_NAMED:
+        shown.append(f"and {len(names) - _MOST_NAMED} more")
+    return {"x-chairlift-ignored": ", ".join(shown)} if shown else {}

@@ -86,7 +86,7 @@ def shaped(error: ApiError, path: str) -> ApiError:
     return MessagesError(error) if path.startswith("/v1/messages") else error
 
 
-_NO_ROUTE = "no such route: GET /openapi.json has them all; OpenAI's clients want a base URL that ends with /v1, Anthropic's one without"
+_ROUTES = "GET /openapi.json lists all routes. The base URL ends with /v1 for OpenAI's clients, and without it for Anthropic's"
 
 
 def unavailable(message: str, code: str, retry_after: int, *, taken: bool = False) -> ApiError:
@@ -94,8 +94,11 @@ def unavailable(message: str, code: str, retry_after: int, *, taken: bool = Fals
     return ApiError(503, message, type="server_error", code=code, headers={"retry-after": str(retry_after)}, taken=taken)
 
 
-def api_error(error: Exception) -> ApiError:
-    """Says `error` to a client; what was not raised on purpose is told as an internal error, without its text."""
+def api_error(error: Exception, asked: str = "the request") -> ApiError:
+    """Says `error` to a client; what was not raised on purpose is told as an internal error, without its text.
+
+    `asked` is the method and path, for a route that does not exist.
+    """
     match error:
         case ApiError():
             return error
@@ -118,10 +121,10 @@ def api_error(error: Exception) -> ApiError:
         case RequestFailed():
             return ApiError(500, str(error), type="server_error", code="request_failed")
         case HTTPException(status_code=404):
-            return ApiError(404, _NO_ROUTE, code="not_found")
+            return ApiError(404, f"{asked}: no such route. {_ROUTES}", code="not_found")
         case HTTPException(status_code=405):
             allowed = (error.headers or {}).get("Allow", "another method")
-            return ApiError(405, f"this route takes {allowed}", code="method_not_allowed", headers=error.headers)
+            return ApiError(405, f"{asked}: this route takes {allowed}", code="method_not_allowed", headers=error.headers)
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=error.headers)
     return ApiError(500, "internal error; the server's log has the details", type="server_error", code="internal_error")
@@ -129,7 +132,7 @@ def api_error(error: Exception) -> ApiError:
 
 async def respond(request: Request, error: Exception) -> Response:
     """Starlette's exception handler for all of the above."""
-    refusal = api_error(error)
+    refusal = api_error(error, brief(f"{request.method} {request.url.path}")[1:-1])
     # Probes are told no without being turned away, and a full queue of the engine's the engine counts.
     if request.method == "POST" and refusal.reason is not None and not isinstance(error, QueueFull):
         request.app.state.service.metrics.rejected(refusal.reason)

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from datetime import UTC, datetime
 
 from chairlift.server.telemetry.about import ABOUT
 
 _ACCESS = ("client", "method", "path", "http_version", "status")
 """What a record of uvicorn's access log has as its arguments."""
+
+
+_QUERY_VALUE = re.compile(r"(?<=[?&])([A-Za-z_]{1,32}=)?[^&]+")
+
+
+def redact_query(record: logging.LogRecord) -> bool:
+    """A filter of uvicorn's access log that hides the values of a URL's query: a client may have put its API key there."""
+    if isinstance(record.args, tuple) and len(record.args) == len(_ACCESS):
+        client, method, path, *rest = record.args
+        redacted = _QUERY_VALUE.sub(lambda found: f"{found[1] or ''}[redacted]", str(path))
+        record.args = (client, method, redacted, *rest)
+    return True
 
 
 class JsonFormatter(logging.Formatter):
