@@ -531,7 +531,7 @@ def test_it_is_not_ready_before_the_tokenizer_is(monkeypatch):
 def test_no_model_leaves_no_process(monkeypatch):
     engines = []
 
-    def missing(model, revision=None):
+    def missing(model, revision=None, cache_dir=None):
         engines.append(engine._process)
         raise ModelNotFound("there is no such model")
 
