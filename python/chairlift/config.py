@@ -185,7 +185,8 @@ class EngineConfig:
     )
     target_itl_ms: float | None = _flag(
         None,
-        "aimed time between two tokens of a request: prompts are computed in smaller chunks for it",
+        "aimed time between two tokens of a request: prompts are computed in smaller chunks for it; default: 3 times the time of a step "
+        "without prompts, while one prompt is in progress and none waits",
         float,
         metavar="MS",
         group="scheduler",

@@ -52,7 +52,8 @@ pub struct Config {
     /// Microseconds that a request may be passed over: by others of its
     /// policy, or, where it does not fit, by those behind it that do.
     pub ageing: Time,
-    /// What a step should take at most, in microseconds, where it is prompts that would make it longer; 0 for any time.
+    /// What a step should take at most, in microseconds, where it is prompts that would make it longer; 0 for three times
+    /// what its decodes take alone, while no more than one prompt is in progress.
     pub target_itl: Time,
     /// Blocks of the host pool; 0 if preempted sequences are always computed again.
     pub host_blocks: u32,

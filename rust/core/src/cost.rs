@@ -27,6 +27,8 @@ const UNKNOWN: f64 = 1e10;
 /// The part of a step's time that is noise, and the noise of an empty one in microseconds.
 const NOISE: f64 = 0.1;
 const LEAST_NOISE: f64 = 2.0;
+/// Prompt tokens of a step whose time is to be bounded, before it is known what they take.
+pub(crate) const FIRST_PREFILL: u32 = 64;
 /// Steps after which the model's word counts.
 const ENOUGH: u32 = 8;
 
@@ -41,6 +43,8 @@ pub struct StepModel {
     weights: Vector,
     covariance: [Vector; COEFFICIENTS],
     seen: u32,
+    /// Prompt tokens in the largest of them.
+    largest_prefill: u32,
     /// A running mean of what steps took.
     mean: f64,
 }
@@ -49,7 +53,7 @@ impl Default for StepModel {
     fn default() -> Self {
         let mut covariance = [[0.0; COEFFICIENTS]; COEFFICIENTS];
         (0..COEFFICIENTS).for_each(|i| covariance[i][i] = UNKNOWN);
-        Self { weights: [0.0; COEFFICIENTS], covariance, seen: 0, mean: 0.0 }
+        Self { weights: [0.0; COEFFICIENTS], covariance, seen: 0, largest_prefill: 0, mean: 0.0 }
     }
 }
 
@@ -68,7 +72,13 @@ impl StepModel {
     /// token, of a decoding sequence, of a token of context, of a pair of a prompt's tokens.
     pub fn new(fixed: f64, prefill_token: f64, decode_seq: f64, context_token: f64, prefill_pair: f64) -> Self {
         let raw = [fixed, prefill_token, decode_seq, context_token, prefill_pair];
-        Self { weights: std::array::from_fn(|i| raw[i] / SCALE[i]), seen: ENOUGH, mean: fixed, ..Self::default() }
+        Self {
+            weights: std::array::from_fn(|i| raw[i] / SCALE[i]),
+            seen: ENOUGH,
+            largest_prefill: u32::MAX,
+            mean: fixed,
+            ..Self::default()
+        }
     }
 
     /// Its coefficients in microseconds, in the order of [`new`](Self::new).
@@ -99,6 +109,7 @@ impl StepModel {
         let usual = if self.knows() { took.min(4.0 * self.mean) } else { took };
         self.mean += (usual - self.mean) / f64::from(self.seen.min(31) + 1);
         self.seen = self.seen.saturating_add(1);
+        self.largest_prefill = self.largest_prefill.max(load.prefill_tokens);
     }
 
     /// Whether enough was seen to say anything.
@@ -133,11 +144,14 @@ impl StepModel {
         self.weights[1] * SCALE[1] + self.weights[4] * SCALE[4] * context
     }
 
-    /// Tokens of prompts that fit beside `load` in a step of `target` microseconds, with `context` tokens before them.
-    pub fn prefill_room(&self, load: &Load, target: f64, context: u32) -> u32 {
+    /// Tokens of prompts that fit beside `load` in a step of `target` microseconds, with `context` tokens before them; those
+    /// that take `least` microseconds in any case. At most twice as many as in any step so far: beyond that a machine may
+    /// no longer follow the line.
+    pub fn prefill_room(&self, load: &Load, target: f64, least: f64, context: u32) -> u32 {
         let each = self.prefill_token(context.into());
-        let room = (target - self.step(load)).max(0.0);
-        if each > 0.0 { (room / each) as u32 } else { u32::MAX }
+        let room = (target - self.step(load)).max(least);
+        let fits = if each > 0.0 { (room / each) as u32 } else { u32::MAX };
+        fits.min(self.largest_prefill.max(FIRST_PREFILL / 2).saturating_mul(2))
     }
 }
 
@@ -215,8 +229,9 @@ mod tests {
     fn room_is_what_the_target_leaves() {
         let model = StepModel::new(1000.0, 10.0, 100.0, 0.0, 0.01);
         let load = Load { decode_seqs: 10, ..Load::default() };
-        assert_eq!(model.prefill_room(&load, 5000.0, 0), 300);
-        assert_eq!(model.prefill_room(&load, 5000.0, 1000), 150);
-        assert_eq!(model.prefill_room(&load, 100.0, 0), 0);
+        assert_eq!(model.prefill_room(&load, 5000.0, 0.0, 0), 300);
+        assert_eq!(model.prefill_room(&load, 5000.0, 0.0, 1000), 150);
+        assert_eq!(model.prefill_room(&load, 100.0, 0.0, 0), 0);
+        assert_eq!(model.prefill_room(&load, 100.0, 500.0, 0), 50);
     }
 }

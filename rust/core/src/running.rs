@@ -2,20 +2,21 @@
 
 use crate::Scheduler;
 use crate::batch::{Chunk, StepPlan, WHOLE_TABLE};
+use crate::cost::FIRST_PREFILL;
 use crate::ledger::State;
 use crate::policy::Policy;
 use crate::request::SeqId;
 use crate::sequence::{NO_ROW, Sequence};
 use crate::stats::Stall;
 
-/// Tokens of prompts that a step computes whatever its target, so that they come to an end.
-const LEAST_PREFILL: u32 = 16;
+/// What prompts may take however long the decodes take, as a part of the target or, if that is longer, of the step.
+const MIN_PREFILL: f64 = 0.15;
+/// Without a target: how much longer than its decodes alone a step with one prompt may take.
+const DEFAULT_SLOWDOWN: f64 = 3.0;
 /// The part of the target that is aimed at: a prompt's next piece is always a little dearer than those the model has seen.
 const AIM: f64 = 0.9;
 /// The part of a step's prompt tokens, as a divisor, that the oldest prompt that has begun is sure of.
 const GUARANTEE: u32 = 4;
-/// Tokens of prompts in a step with a target, before it is known what they take.
-const CAUTIOUS_PREFILL: u32 = 64;
 
 impl Scheduler {
     /// Gives each sequence that decodes its next token, and drops those that
@@ -51,15 +52,26 @@ impl Scheduler {
         self.counters.computed_tokens += u64::from(plan.load.decode_seqs);
     }
 
-    /// Leaves prompts as many tokens as the target allows.
-    pub(crate) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32) {
-        if self.config.target_itl > 0 {
-            // Whose turn it will be is not known yet: the longest of those begun is the dearest.
-            let context = self.partial.iter().map(|&id| self.seqs[id].computed).max().unwrap_or(0);
-            let target = AIM * self.config.target_itl as f64;
-            let room = if self.model.knows() { self.model.prefill_room(&plan.load, target, context) } else { CAUTIOUS_PREFILL };
-            *budget = (*budget).min(room.max(LEAST_PREFILL));
+    /// Leaves prompts as many tokens as the target allows: the configured one,
+    /// or, without one, three times what the decodes take alone. The latter
+    /// costs throughput, so it holds only beside decodes, for one prompt, and
+    /// without a `backlog`: requests that already waited in the plan before.
+    pub(crate) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32, backlog: bool) {
+        let configured = self.config.target_itl > 0;
+        let busy = backlog || self.partial.len() > 1;
+        if !configured && (plan.load.decode_seqs == 0 || busy || !self.model.knows()) {
+            return;
         }
+        if !self.model.knows() {
+            *budget = (*budget).min(FIRST_PREFILL);
+            return;
+        }
+        let alone = self.model.step(&plan.load);
+        let target = if configured { self.config.target_itl as f64 } else { DEFAULT_SLOWDOWN * alone };
+        // Whose turn it will be is not known yet: the longest of those begun is the dearest.
+        let context = self.partial.iter().map(|&id| self.seqs[id].computed).max().unwrap_or(0);
+        let room = self.model.prefill_room(&plan.load, AIM * target, MIN_PREFILL * target.max(alone), context);
+        *budget = (*budget).min(room.max(1));
     }
 
     /// Divides the tokens that decodes left among prompts that have begun and

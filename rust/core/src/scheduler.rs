@@ -231,6 +231,7 @@ impl Scheduler {
     pub fn plan(&mut self, now: Time) -> Option<StepPlan> {
         self.clocks.tick(now);
         self.looks += 1;
+        let backlog = self.queue.len() > self.fresh.len();
         for id in self.fresh.drain(..) {
             if let Some(seq) = self.seqs.get_mut(id).filter(|seq| seq.account.state() == State::Fresh) {
                 seq.account.enter(State::Waiting, &self.clocks, seq.group, Cause::WaitOrder);
@@ -243,7 +244,7 @@ impl Scheduler {
         let way = self.make_room(&mut plan);
         let mut budget = self.config.max_tokens;
         self.plan_decodes(&mut plan, &mut budget, way.spare);
-        self.bound_prefill(&plan, &mut budget);
+        self.bound_prefill(&plan, &mut budget, backlog);
         self.plan_prefills(&mut plan, &mut budget, way.promised);
         self.clocks.step(plan.chunks.len(), plan.load.prefill_tokens > 0);
         if plan.chunks.is_empty() {

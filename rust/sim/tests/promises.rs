@@ -363,3 +363,54 @@ fn saturation_is_what_is_asked_over_what_can_be_served_on_a_ramp_of_load() {
         }
     }
 }
+
+/// Machines whose prompt tokens cost differently: little, much, and, on a roofline, nothing up to a point.
+fn machines() -> [(&'static str, Machine); 3] {
+    let of = |step| Machine { step, swap_ns_per_block: 0 };
+    let roofline = StepTime::new(vec![(0.0, 28_000.0), (140.0, 28_000.0), (1140.0, 228_000.0)], 0.0, 1.0, 0.1);
+    [
+        ("cheap", machine()),
+        ("dear", of(StepTime::linear([10_000.0, 500.0, 1000.0, 2.0, 0.2]))),
+        ("roofline", of(roofline.expect("a curve"))),
+    ]
+}
+
+/// Times between tokens, sorted: of streams alone, and of the same streams beside prompts of 4,000 tokens that come one after
+/// the other, in steps of up to 512 tokens.
+fn beside_long_prompts(machine: &Machine, streams: u64, target_itl: impl Fn(Time) -> Time) -> (Vec<Time>, Vec<Time>) {
+    let streams = (0..streams).map(|tag| job(tag * MS, tag, 1, 1500));
+    let gaps = |report: Report| {
+        let each = report.gaps.buckets().flat_map(|(gap, count)| std::iter::repeat_n(gap, count as usize));
+        each.collect::<Vec<_>>()
+    };
+    let config = Config { max_tokens: 512, ..config() };
+    let alone = gaps(simulate(config, streams.clone(), machine).expect("a sound config"));
+    let prompts = (0..4).map(|i| job((3 + 10 * i) * SECOND, 1000 + i, 4000, 1));
+    let config = Config { target_itl: target_itl(percentile(&alone, 50)), ..config };
+    let jobs = sorted(streams.chain(prompts).collect());
+    (alone, gaps(simulate(config, jobs, machine).expect("a sound config")))
+}
+
+#[test]
+fn beside_one_long_prompt_streams_are_at_most_three_times_as_slow_as_alone() {
+    for (name, machine) in machines() {
+        for streams in [4, 16] {
+            let (alone, beside) = beside_long_prompts(&machine, streams, |_| 0);
+            let (slowest, beside) = (percentile(&alone, 99), percentile(&beside, 99));
+            println!("{name}, {streams} streams: p99 between tokens {slowest} µs alone, {beside} beside prompts");
+            assert!(beside <= 3 * slowest, "{beside} against {slowest} alone");
+        }
+    }
+}
+
+#[test]
+fn p99_of_the_time_between_tokens_is_at_most_a_tenth_above_the_target() {
+    for (name, machine) in machines() {
+        for (streams, times) in [(4, 2), (4, 3), (16, 2), (16, 3)] {
+            let (alone, beside) = beside_long_prompts(&machine, streams, |alone| times * alone);
+            let (target, p99) = (times * percentile(&alone, 50), percentile(&beside, 99));
+            println!("{name}, {streams} streams: p99 {p99} µs between tokens, target {target}");
+            assert!(10 * p99 <= 11 * target, "{p99} for {target}");
+        }
+    }
+}

@@ -209,10 +209,12 @@ fn prompts_are_cut_to_what_the_target_leaves() {
 }
 
 #[test]
-fn a_target_too_low_for_anything_leaves_sixteen_tokens_of_prompts() {
+fn a_target_too_low_for_anything_leaves_prompts_a_part_of_the_step() {
     let mut lab = Lab::taught(Config { target_itl: 100, ..plenty(Policy::Fcfs) }, Cost(1000, 10, 100));
     lab.add(ask(1, 100, 1));
-    assert_eq!(lab.step().chunks, [(1, 16)]);
+    // 0.15 of the 1000 us that a step takes without them.
+    let chunks = lab.step().chunks;
+    assert!(chunks.len() == 1 && (14..=16).contains(&chunks[0].1), "{chunks:?}");
     // Nothing is known of a new machine: 64, to begin with.
     let mut lab = Lab::new(Config { target_itl: 100, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 100, 1));
