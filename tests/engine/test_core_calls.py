@@ -57,6 +57,9 @@ class FakeCore:
         self.live[10 * tag] = tag
         return 10 * tag
 
+    def prepared(self, seq, spent):
+        pass
+
     def fork(self, seq, tag, now):
         if not self.room:
             raise Full("1 request waits, and no more may", 1_500_000)
@@ -143,7 +146,7 @@ def make(monkeypatch):
     monkeypatch.setattr(loop, "_runner", FakeRunner)
     monkeypatch.setattr(loop, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
     monkeypatch.setattr(loop, "tokenizer_file", lambda directory, tokenizer: directory)
-    monkeypatch.setattr(loop, "locate", lambda model, revision: model)
+    monkeypatch.setattr(loop, "locate", lambda model, *_: model)
     monkeypatch.setattr(loop, "_now", lambda: NOW)
 
     def engine(**settings):
@@ -169,7 +172,8 @@ def plan(seated=(), ending=(), swap_out=(), swap_in=()):
     )
 
 
-def test_settings_reach_the_core_in_its_units(make):
+def test_settings_reach_the_core_in_its_units(make, monkeypatch):
+    monkeypatch.setattr(loop.secrets, "randbits", lambda bits: bits)
     settings = make(
         scheduling_policy="fair",
         batching="dynamic",
@@ -198,6 +202,7 @@ def test_settings_reach_the_core_in_its_units(make):
         "host_blocks": 7,
         "swap_ns_per_block": 900,
         "journal": False,
+        "hash_key": 128,
     }
 
 
