@@ -1,7 +1,7 @@
 """Compares engines that serve a small model on a CPU, end to end on this machine; writes benches/results/serving.md.
 
     python benches/serving.py setup     sets the peers up: 20 GB, and half an hour on two cores
-    python benches/serving.py table     makes the committed table: measures its rows, and reports them
+    python benches/serving.py table     makes the committed table: measures its rows in about 25 minutes, and reports them
     python benches/serving.py run       measures what --peers, --rates and --repeats name
     python benches/serving.py report    writes the tables and plots of what was measured
 
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,32 @@ TABLE = {
     "chairlift_in_process": ["offline"],
     "llama_f16_32": ["offline", "2"],
     "openvino_f32": ["offline"],
-    "vllm_f32": ["offline", "2"],
+    "vllm_f32": ["offline"],
     "chairlift_int8_in_process": ["offline"],
     "openvino_int8_bf16": ["offline"],
     "llama_q4_1": ["offline"],
-    "openvino_int8_f32": ["offline"],
     "llama_q8_0": ["offline"],
     "vllm_bf16_in_process": ["offline"],
 }
 """The rows of the committed table. Ours are apart from each other, so that a slow minute of the machine meets others too."""
-TABLE_REPEATS = 2
+REPEATS = 2
 
 
-def plan(wanted: dict[str, list[str]], repeats: int, done: set[results.Key], now: results.Setting) -> Iterator[tuple[int, str, list[str]]]:
+@dataclass(frozen=True)
+class Wanted:
+    """The modes of each peer that are to be measured, and how often."""
+
+    modes: dict[str, list[str]]
+    repeats: int
+    online_repeats: int
+
+
+def plan(wanted: Wanted, done: set[results.Key], now: results.Setting) -> Iterator[tuple[int, str, list[str]]]:
     """Repeats, peers in turn within each, every other time backwards, and the modes of a peer that are still to do."""
-    for repeat in range(repeats):
-        for peer in wanted if repeat % 2 == 0 else reversed(wanted):
-            modes = [mode for mode in wanted[peer] if mode == "offline" or PEERS[peer].online]
+    for repeat in range(max(wanted.repeats, wanted.online_repeats)):
+        for peer in wanted.modes if repeat % 2 == 0 else reversed(wanted.modes):
+            offline, online = repeat < wanted.repeats, repeat < wanted.online_repeats and PEERS[peer].online
+            modes = [mode for mode in wanted.modes[peer] if (offline if mode == "offline" else online)]
             if todo := [mode for mode in modes if (now, peer, mode, repeat) not in done]:
                 yield repeat, peer, todo
 
@@ -83,13 +93,13 @@ def measure(run: Run, session: int, requests: list[Request], mode: str) -> dict[
     return {"shares": shares, "failed": sum(bool(a.error) for a in answers), "answers": [a.record() for a in answers]}
 
 
-def run(args: argparse.Namespace, wanted: dict[str, list[str]], repeats: int) -> None:
+def run(args: argparse.Namespace, wanted: Wanted) -> None:
     """Measures the wanted modes of each peer, those that are still to be measured at this commit and on this machine."""
     requests = workload(install.HF / "tokenizer.json", args.requests)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     facts = {"workload": fingerprint(requests), "machine": describe(), "commit": commit, "versions": install.versions()}
     done = {results.key(record) for record in results.read(args.raw) if "error" not in record}
-    todo = list(plan(wanted, repeats, done, results.setting(facts)))
+    todo = list(plan(wanted, done, results.setting(facts)))
     total = sum(PEERS[peer].start + 3 + sum(seconds(PEERS[peer], mode, requests) for mode in modes) for _, peer, modes in todo)
     print(f"{sum(len(modes) for _, _, modes in todo)} runs, about {total / 60:.0f} minutes", flush=True)
     facts["peaks"] = peaks() if todo else {}
@@ -136,7 +146,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("command", choices=("setup", "table", "run", "report"))
     parser.add_argument("--peers", type=lambda text: text.split(","), default=list(PEERS), help="some of " + ", ".join(PEERS))
     parser.add_argument("--rates", type=lambda text: text.split(","), default=MODES, help="offline, or requests a second")
-    parser.add_argument("--repeats", type=int, default=TABLE_REPEATS)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--requests", type=int, default=REQUESTS, help="the first of them, to try things out")
     parser.add_argument("--retries", type=int, default=1, help="how often a disturbed run is done again")
     parser.add_argument(
@@ -162,9 +172,9 @@ def main() -> None:
         install.setup(args.steps)
         return
     if args.command in ("run", "table"):
-        wanted = TABLE if args.command == "table" else dict.fromkeys(args.peers, args.rates)
+        chosen = Wanted(dict.fromkeys(args.peers, args.rates), args.repeats, args.repeats)
         try:
-            run(args, wanted, args.repeats)
+            run(args, Wanted(TABLE, REPEATS, 1) if args.command == "table" else chosen)
         except KeyboardInterrupt:
             sys.exit("interrupted; the same command goes on from here")
     if args.command in ("report", "table"):

@@ -115,8 +115,10 @@ def test_every_row_of_the_committed_table_is_a_peer() -> None:
     import serving
 
     assert set(serving.TABLE) <= set(serving.PEERS)
-    planned = list(serving.plan(serving.TABLE, 2, set(), ("w", "c1", "m1")))
+    wanted = serving.Wanted(serving.TABLE, 2, 1)
+    planned = list(serving.plan(wanted, set(), ("w", "c1", "m1")))
     assert [peer for repeat, peer, _ in planned if repeat == 1] == list(reversed(serving.TABLE))
+    assert {mode for repeat, _, modes in planned for mode in modes if repeat == 1} == {"offline"}
     done = {(("w", "c1", "m1"), peer, mode, repeat) for repeat, peer, modes in planned for mode in modes}
-    assert list(serving.plan(serving.TABLE, 2, done, ("w", "c1", "m1"))) == []
-    assert list(serving.plan(serving.TABLE, 2, done, ("w", "c2", "m1"))) == planned
+    assert list(serving.plan(wanted, done, ("w", "c1", "m1"))) == []
+    assert list(serving.plan(wanted, done, ("w", "c2", "m1"))) == planned
