@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any
 
 from chairlift.errors import InvalidSetting
@@ -372,7 +373,7 @@ def engine_config(name: str, settings: Mapping[str, Any], config: EngineConfig |
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "str": (str, "text"),
     "int": (int, "a whole number"),
-    "float": ((int, float), "a number"),
+    "float": (Real, "a number"),
     "bool": (bool, "True or False"),
     "Mapping": (Mapping, "a dict of whole numbers"),
 }
