@@ -2,6 +2,7 @@
 
 use crate::Scheduler;
 use crate::request::Time;
+use crate::sequence::Sequence;
 use crate::stats::Stall;
 
 /// Microseconds that one bucket covers, and how many of them are one window.
@@ -100,9 +101,13 @@ impl Scheduler {
         self.saturation.permille(now.max(self.clocks.now()))
     }
 
-    /// Notes the queue that a plan left behind; requests that wait for their batch to fill are no backlog.
+    /// Notes the queue that a plan left behind, with what is left of the prompts that have begun and got no tokens:
+    /// one that is half computed counts as half a request. Requests that wait for their batch to fill are no backlog.
     pub(crate) fn note_backlog(&mut self) {
-        let waiting = if self.stall == Some(Stall::Batch) { 0 } else { self.queue.len() as u64 };
+        let stalled = self.partial.iter().filter_map(|&id| self.seqs.get(id)).filter(|seq| seq.stalled);
+        let left = |seq: &Sequence| 1.0 - f64::from(seq.computed) / f64::from(seq.expected_len());
+        let stalled = stalled.map(left).sum::<f64>().ceil() as usize;
+        let waiting = if self.stall == Some(Stall::Batch) { 0 } else { (self.queue.len() + stalled) as u64 };
         self.saturation.planned(waiting, self.next_ticket, self.clocks.now());
     }
 
