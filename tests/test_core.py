@@ -237,6 +237,42 @@ def test_what_was_recorded_decides_the_same_again_and_can_be_lived_otherwise() -
     assert _core.replay(journal[:-3])["truncated"]
     with pytest.raises(ValueError, match="no journal"):
         _core.replay(b"something else")
+    with pytest.raises(ValueError, match="a journal of version 1, and only version 2 can be read here"):
+        _core.replay(b"chairlift-journal-1\n" + journal[20:])
+
+
+def test_a_journal_with_a_request_that_the_scheduler_refuses_is_damaged() -> None:
+    core = _core.Scheduler(num_blocks=100, block_size=BLOCK, max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=MAX_LEN, journal=True)
+    with pytest.raises(_core.NoNewTokens):
+        core.add(5, ids(1), 0, [], 0)
+    empty = core.journal()
+    core.add(5, ids(1), 1, [], 0)
+    assert _core.replay(empty)["calls"] == 0
+    # Whoever writes such a record all the same has no right checksum, and is told where.
+    record = core.journal()
+    with pytest.raises(ValueError, match=f"damaged at byte {len(empty)}"):
+        _core.what_if(empty + record[:-6] + bytes([record[-6] ^ 1]) + record[-5:], {})
+
+
+def test_settings_are_refused_by_the_table_that_lists_them() -> None:
+    table = {setting.pop("name"): setting for setting in _core.settings()}
+    limits: dict[str, Any] = {"num_blocks": 33, "block_size": 4, "max_tokens": 16, "max_seqs": 4, "max_model_len": 64}
+    assert table.keys() >= limits.keys()
+    assert table["max_queued_reqs"] == {
+        "doc": "Requests that may wait.",
+        "default": None,
+        "least": 0,
+        "most": 2**32 - 2,
+        "optional": True,
+    }
+    assert table["reservation"]["names"] == ["watermark", "max-tokens", "peak"]
+    _core.Scheduler(**limits | {name: setting["default"] for name, setting in table.items() if name not in limits})
+    with pytest.raises(ValueError, match=r"^max_seqs must be a whole number from 1 to 4294967295, got 0$"):
+        _core.Scheduler(**limits | {"max_seqs": 0})
+    with pytest.raises(ValueError, match=r"^policy must be one of fcfs, priority, fair, deadline, shortest, prefix, vtc, got best$"):
+        _core.Scheduler(**limits, policy="best")
+    with pytest.raises(ValueError, match='no setting "color": there are num_blocks, '):
+        _core.Scheduler(**limits | {"color": 1})
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
@@ -253,5 +289,5 @@ def test_a_policy_that_there_is_not_is_named() -> None:
     limits = {"num_blocks": 33, "block_size": BLOCK, "max_tokens": MAX_TOKENS, "max_seqs": MAX_SEQS, "max_model_len": MAX_LEN}
     with pytest.raises(ValueError, match="fcfs, priority, fair, deadline, shortest, prefix"):
         _core.Scheduler(**limits, policy="random")
-    with pytest.raises(ValueError, match="continuous, static and dynamic"):
+    with pytest.raises(ValueError, match="batching must be one of continuous, static, dynamic, got bus"):
         _core.Scheduler(**limits, batching="bus")

@@ -31,6 +31,7 @@ __all__ = [
     "prefill_work",
     "replay",
     "score",
+    "settings",
     "simulate",
     "step_times",
     "what_if",
@@ -130,31 +131,11 @@ class Outputs:
 class Scheduler:
     """Chooses each step's tokens and the KV blocks they live in."""
 
-    def __new__(
-        cls,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_tokens: int,
-        max_seqs: int,
-        max_model_len: int,
-        prefix_caching: bool = True,
-        watermark: int = 0,
-        policy: str = "fcfs",
-        batching: str = "continuous",
-        batch_size: int | None = None,
-        batch_timeout: int = 0,
-        max_queued_reqs: int | None = None,
-        max_queued_tokens: int | None = None,
-        ageing: int = 10_000_000,
-        target_itl: int | None = None,
-        host_blocks: int = 0,
-        swap_ns_per_block: int = 0,
-        journal: bool = False,
-        hash_key: int = 0,
-    ) -> Scheduler:
-        """`hash_key` of 128 bits is secret, where clients choose tokens. Raises ValueError for limits that run nothing, and for a policy
-        or batching that there is not.
+    def __new__(cls, *, journal: bool = False, hash_key: int = 0, **settings: Any) -> Scheduler:
+        """Takes `settings` by the names of the function `settings`, and its defaults for the others; `journal`: calls are recorded.
+
+        `hash_key` of 128 bits is secret, where clients choose tokens. Raises ValueError for limits that run nothing, and for a value that
+        a setting does not take.
         """
     def add(
         self,
@@ -199,7 +180,7 @@ class Scheduler:
     def snapshot(self, now: int, most_waiting: int, most_cells: int) -> dict[str, Any]:
         """Who has which row, who waits for what, what each KV block is, and the steps since the last look.
 
-        `cells` are little-endian uint16: 0 free, 1 cached, 2 shared, 3 + row of its one holder; `blocks_per_cell` to each. A step's
+        `cells` are little-endian uint32: 0 free, 1 cached, 2 shared, 3 + row of its one holder; `blocks_per_cell` to each. A step's
         `rows` has one character a row: d decodes, p computes its prompt, r computes again, - has no token in it, and a space is free.
         Steps are noted for three seconds after a look. Rows, waiting and steps are dicts; times are microseconds.
         """
@@ -214,6 +195,9 @@ class Scheduler:
     def check(self) -> None:
         """Panics unless every invariant holds."""
 
+def settings() -> list[dict[str, Any]]:
+    """The table of a scheduler's settings: dicts with name, doc and default, and with least, most and optional, or with names."""
+
 def replay(journal: bytes) -> dict[str, Any]:
     """Makes every recorded call again.
 
@@ -222,8 +206,8 @@ def replay(journal: bytes) -> dict[str, Any]:
     requests in the time that was recorded, as of `simulate`, with times from the first call. Raises ValueError for what is no journal.
     """
 
-def what_if(journal: bytes, settings: dict[str, Any]) -> dict[str, Any]:
-    """Lives the recorded requests again in virtual time, under the recorded settings changed by `settings`.
+def what_if(journal: bytes, changes: dict[str, Any]) -> dict[str, Any]:
+    """Lives the recorded requests again in virtual time, under the recorded settings but for `changes`.
 
     These are the arguments of `Scheduler`, but for block_size and journal. Steps take what the journal's took. Times count
     from the first call. Returns config and report, as `simulate` gives it. Raises ValueError.
@@ -252,8 +236,10 @@ def simulate(
     of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, and time by
     each of `causes`), refused (tags), steps, chunks (of sequences in steps), ended_at, stats, gaps and step_times (int64 [n, 2]:
     microseconds and how often), timeline (int64 [n, 7]: time, sequences in the step and its tokens, running, waiting,
-    blocks held, saturation in thousandths), and sums over time (microseconds with a step, sequences in it times microseconds, blocks
-    held then times microseconds, and the most sequences in a step and blocks held). Raises ValueError.
+    blocks held, saturation in thousandths), tenant (int64 [N]: whose request, its place in `tenants`), service (what each tenant was given
+    in each window of `service_window` microseconds: 1 for a prompt token computed, 2 for an output token; empty in a replay), and
+    sums over time (microseconds with a step, sequences in it times microseconds, blocks held then times microseconds, and the most
+    sequences in a step and blocks held). Raises ValueError.
     """
 
 def step_times(journal: bytes) -> bytes:
@@ -380,11 +366,12 @@ class Decoder:
         slots: NDArray[np.int32],
         query_starts: NDArray[np.int32],
         context_lens: NDArray[np.int32],
+        rows: NDArray[np.int32],
         block_tables: NDArray[np.int32],
     ) -> None:
         """Runs a step over the cache, without the GIL, and keeps the hidden states of its tokens.
 
-        Arrays are those of `chairlift.runner.buffers.StepBuffers`, but for block_tables: a row for each sequence of the step.
+        Arrays are those of `chairlift.runner.buffers.StepBuffers`. `block_tables` is read in place: leave it alone until the call returns.
         Raises ValueError for a step that threads could not share: two tokens with one slot, sequences that overlap, unknown tokens.
         """
 

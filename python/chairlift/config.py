@@ -228,6 +228,14 @@ class EngineConfig:
         metavar="X",
         group="cache",
     )
+    kv_reservation: str = _flag(
+        "watermark",
+        "which KV blocks must be free for a request to be admitted: 'watermark' keeps --watermark free and preempts when that runs out; "
+        "'max-tokens' reserves blocks for all that it may generate, and preempts nobody; 'peak' reserves for the estimated peak of all "
+        "running requests",
+        choices=("watermark", "max-tokens", "peak"),
+        group="cache",
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the flag, for a setting that can't work."""

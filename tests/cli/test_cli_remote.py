@@ -29,7 +29,7 @@ STATE = {
     "latency": {"window": 60.0, "ttft": {"count": 3, "p50": 0.25, "p90": 1.5, "p99": None}},
     "rows": [{**ROW, "row": 7, "tag": 257, "request": None, "state": "prefill", "computed_tokens": 20}, ROW],
     "waiting": [],
-    "cells": base64.b64encode(struct.pack("<8H", 0, 1, 1, 2, 3, 5, 5, 9)).decode(),
+    "cells": base64.b64encode(struct.pack("<8I", 0, 1, 1, 2, 3, 5, 5, 9)).decode(),
 }
 SEQUENCE = {"tag": 129, "causes": {"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25}}
 EXPLANATION = {"id": "cmpl-abc", "summary": "Waited 1.50 s: 1.50 s for KV blocks.", "sequences": [SEQUENCE]}

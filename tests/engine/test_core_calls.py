@@ -1,14 +1,15 @@
 """The engine between a core and a runner that only take notes: what is asked of them, in which order, and what is made of it."""
 
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from chairlift import SamplingParams, Scheduling
+from chairlift import SamplingParams, Scheduling, _core
 from chairlift.config import EngineConfig
-from chairlift.engine import loop
+from chairlift.engine import loop, scheduler_settings
 from chairlift.errors import InvalidRequest, InvalidSetting, QueueFull
 from chairlift.runner.buffers import Sampled
 
@@ -191,6 +192,7 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         "max_model_len": 50,
         "prefix_caching": True,
         "watermark": 10,
+        "reservation": "watermark",
         "policy": "fair",
         "batching": "dynamic",
         "batch_size": 8,
@@ -419,3 +421,20 @@ def test_a_full_disk_ends_the_journal_and_not_the_work(make, caplog):
         "the journal ends here, it cannot be written: [Errno 28] No space left on device"
     ]
     assert core.recorded == b""
+
+
+def test_every_setting_of_the_core_comes_from_a_flag_and_goes_back_to_it():
+    table = {setting["name"]: setting for setting in _core.settings()}
+    flags = {field.name: field.metadata for field in fields(EngineConfig)}
+    config = EngineConfig(
+        batching="dynamic", static_batch_size=3, batch_timeout_ms=1.5, target_itl_ms=0.25, kv_reservation="peak", watermark=0.1
+    )
+    sizes = {"num_kv_blocks": 101, "max_num_batched_tokens": 20, "max_num_seqs": 8, "max_model_len": 50, "block_size": 16}
+    settings = scheduler_settings.of_config(config, **sizes, host_blocks=5, swap_ns_per_block=6)
+    assert settings.keys() == table.keys()
+    again = scheduler_settings.to_flags(settings)
+    assert scheduler_settings.of_flags(again) | {"block_size": 16} == settings
+    assert (again["watermark"], again["static_batch_size"], again["queue_ageing_ms"]) == (pytest.approx(0.1), 3, 10_000)
+    # Names that flags and the core both list are the same ones.
+    for name, flag in (("policy", "scheduling_policy"), ("batching", "batching"), ("reservation", "kv_reservation")):
+        assert list(flags[flag]["choices"]) == table[name]["names"]

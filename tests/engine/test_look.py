@@ -38,7 +38,7 @@ def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(e
     [waiting] = seen["waiting"]
     assert (waiting["tag"], waiting["cause"], waiting["tenant"], waiting["output_tokens"]) == (3, "wait_rows", "c", 0)
     assert waiting["waited_us"] > 0
-    cells = struct.unpack("<20H", seen["cells"])
+    cells = struct.unpack("<20I", seen["cells"])
     assert (seen["blocks_per_cell"], cells.count(first["row"] + 3), cells.count(0)) == (1, 2, 20 - 2 - rows[2]["blocks"])
     assert [(step["step"], step["rows"][first["row"]]) for step in seen["steps"]] == [(0, "p"), (1, "d")]
     assert seen["steps"][0]["seated"][0] == (first["row"], 1)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from traces import CONV, mooncake, workload
+from traces import ARENA, CONV, mooncake, workload
 
 import chairlift
 from chairlift.bench.traces import TraceRequest
 from chairlift.cli import main, simulate_flags
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, InvalidTrace, ModelNotFound
+from chairlift.sim import table
 from chairlift.sim.devices import DEVICES, Profile, device, kv_bytes
 from chairlift.sim.result import DEADLINE
 from chairlift.sim.run import basis, machine, run, simulate
@@ -57,6 +58,44 @@ def test_every_request_ends_and_its_account_adds_up() -> None:
     assert (by_tag["output_tokens"] == trace.column("output")).all()
     assert (by_tag["arrived"] == trace.column("arrival_us")).all()
     assert result.stats["generated_tokens"] == trace.column("output").sum()
+
+
+def test_what_each_tenant_was_given_adds_up_and_is_told_over_time(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = workload(ARENA).first(400)
+    result = simulate(trace, model="Llama-3.1-8B", device="L4", replicas=2, max_num_seqs=8, scheduling_policy="fair")
+    told, (window, service) = result.tenant_figures(), result.service()
+    names = [name for name, _ in trace.tenants]
+    for number, name in enumerate(names):
+        own = trace.column("tenant") == number
+        if own.any():
+            given = int(
+                trace.column("prompt")[own].sum() - result.requests["cached_tokens"][result.tenant == result.tenants.index(name)].sum()
+            )
+            given += 2 * int(trace.column("output")[own].sum())
+            assert (told[name]["requests"], told[name]["service"]) == (own.sum(), given)
+            assert service[name].sum() == given, "every window together"
+    assert sum(one["requests"] or 0 for one in told.values()) == 400
+    # Nobody was given anything before their first arrival, nor after the end.
+    for name, values in service.items():
+        arrived = trace.column("arrival_us")[trace.column("tenant") == names.index(name)].min() / 1e6
+        assert np.flatnonzero(values)[0] >= arrived // window
+        assert len(values) <= result.requests["ended"].max() / 1e6 // window + 1
+    document = result.document()
+    assert document["tenants"].keys() == document["service"]["tenants"].keys() == told.keys()
+    assert main.main(["simulate", "--trace", str(ARENA), "--model", "Llama-3.1-8B", "--device", "L4", "--num-requests", "50"]) == 0
+    assert "tenant" in capsys.readouterr().out
+    assert table.tenants(simulate(workload(CONV).first(20), model="Llama-3.1-8B", device="L4")) == [], "there is only one"
+
+
+def test_a_reservation_for_max_tokens_preempts_nobody() -> None:
+    trace = workload(CONV).first(300).faster(20)
+    limits = {"model": "Llama-3.1-8B", "device": "L4", "num_kv_blocks": 1500, "max_num_seqs": 64, "watermark": 0.0}
+    preempted = {
+        reservation: simulate(trace, kv_reservation=reservation, **limits).stats["preemptions"]
+        for reservation in ("watermark", "max-tokens", "peak")
+    }
+    assert preempted["max-tokens"] == 0
+    assert preempted["watermark"] > 4 * preempted["peak"]
 
 
 def test_the_same_comes_out_to_the_bit_in_another_process_too() -> None:
@@ -125,7 +164,7 @@ def test_sizes_follow_the_machines_memory() -> None:
     for small in ({"block_size": 10**9}, {"kv_cache_memory_bytes": 10}, {"num_kv_blocks": 1}):
         with pytest.raises(InvalidSetting, match=r"a KV cache needs two blocks, and [01] of "):
             machine("Llama-3.1-8B", "H100", EngineConfig(**small))
-    with pytest.raises(InvalidSetting, match="num_blocks 4,294,967,296 is more than 2,147,483,647"):
+    with pytest.raises(InvalidSetting, match="num_blocks must be a whole number from 2 to 4294967295, got 4294967296"):
         simulate([TraceRequest(0, 1, 1)], model="Llama-3.1-8B", device="H100", num_kv_blocks=2**32)
     halved = machine("Llama-3.1-8B", "H100", EngineConfig(kv_cache_dtype="fp8"))[0]
     assert halved["num_blocks"] == pytest.approx(2 * settings["num_blocks"], rel=0.001)

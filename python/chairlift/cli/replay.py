@@ -10,6 +10,7 @@ from typing import Any
 
 from chairlift.cli import changes
 from chairlift.config import EngineConfig, ServerConfig
+from chairlift.engine.scheduler_settings import to_flags
 from chairlift.errors import InvalidSetting
 from chairlift.sim import table
 from chairlift.sim.replay import Recording, Replay
@@ -72,19 +73,19 @@ def _verdict(file: str, replay: Replay) -> list[str]:
     result = replay.result
     lines = [f"{file}: {result.figures()['requests']:,} requests, {result.steps:,} steps in {result.span:,.3f} s"]
     if replay.truncated:
-        lines.append("The last record is cut off, as after a crash: everything before it was replayed.")
+        lines.append("The file is cut off, as after a crash: everything up to its last whole step was replayed.")
     if replay.differs_at is None:
         lines.append(f"Every decision came out the same: hash {replay.hash}.")
     else:
         lines.append(
-            f"The decisions differ, first at plan {replay.differs_at + 1:,}: another version of chairlift recorded this, or the file "
-            "was changed. The numbers are the replay's."
+            f"The decisions differ, first at plan {replay.differs_at + 1:,}: another version of chairlift recorded "
+            "this. The numbers are the replay's."
         )
     return lines
 
 
 def _changed(config: Mapping[str, Any], asked: Mapping[str, Sequence[Any]]) -> str:
-    before = changes.recorded(config)
+    before = to_flags(config)
     shown = {name: ", ".join(map(changes.shown, values)) for name, values in asked.items()}
     return "Changed: " + "; ".join(f"{name} {changes.shown(before[name])} → {values}" for name, values in shown.items())
 

@@ -50,6 +50,7 @@ def _told(result: Result, basis: str) -> str:
         [
             table.text(table.cells({"": result})[1:]),
             "",
+            *([table.text(tenants), ""] if (tenants := table.tenants(result)) else []),
             f"Where a request's time went, on average: {table.causes(result)}",
             f"{result.span:,.0f} s simulated in {result.wall:.2f} s ({result.span / result.wall:,.0f} times real time), "
             f"{result.decisions / result.wall / 1e6:.1f} million decisions a second.",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from chairlift.cli import changes, flags, values
+from chairlift.cli import flags, values
 from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from chairlift.engine import scheduler_settings
 
 EXAMPLES = """\
 examples:
@@ -37,7 +38,7 @@ examples:
 """
 
 FLAGS = (
-    *changes.FLAGS,
+    *scheduler_settings.FLAGS,
     "tenant_weights",
     "block_size",
     "kv_cache_memory_bytes",

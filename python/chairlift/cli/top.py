@@ -117,7 +117,7 @@ def _meter(name: str, share: float, told: str, console: Console) -> Text:
 def _blocks(state: Mapping[str, Any]) -> str:
     """What the KV blocks are, in words."""
     cells = base64.b64decode(state["cells"])
-    kinds = Counter(min(cell, 3) for (cell,) in struct.iter_unpack("<H", cells))
+    kinds = Counter(min(cell, 3) for (cell,) in struct.iter_unpack("<I", cells))
     names = ("free", "cached", "shared", "held alone")
     total = sum(kinds.values())
     return ", ".join(f"{kinds[kind] / total:.0%} {name}" for kind, name in enumerate(names)) if total else ""

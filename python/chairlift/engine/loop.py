@@ -19,6 +19,7 @@ import numpy as np
 from chairlift import _core
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
+from chairlift.engine import scheduler_settings
 from chairlift.engine.journal import Journal
 from chairlift.engine.pieces import Pieces, Sizes
 from chairlift.errors import InvalidRequest, OutOfMemory, QueueFull
@@ -103,27 +104,17 @@ class Engine:
         eos = eos_token_ids(directory, config.tokenizer)
         self._runner = _runner(config, directory, eos, on_phase)
         runner = self._runner
-        self._scheduler = _core.Scheduler(
-            num_blocks=runner.num_kv_blocks,
+        settings = scheduler_settings.of_config(
+            config,
+            num_kv_blocks=runner.num_kv_blocks,
             block_size=config.block_size,
-            max_tokens=runner.max_num_batched_tokens,
-            max_seqs=runner.max_num_seqs,
+            max_num_batched_tokens=runner.max_num_batched_tokens,
+            max_num_seqs=runner.max_num_seqs,
             max_model_len=runner.max_model_len,
-            prefix_caching=config.enable_prefix_caching,
-            watermark=int(config.watermark * (runner.num_kv_blocks - 1)),
-            policy=config.scheduling_policy,
-            batching=config.batching,
-            batch_size=config.static_batch_size,
-            batch_timeout=_microseconds(config.batch_timeout_ms or 0),
-            max_queued_reqs=config.max_num_queued_reqs,
-            max_queued_tokens=config.max_num_queued_tokens,
-            ageing=_microseconds(config.queue_ageing_ms),
-            target_itl=None if config.target_itl_ms is None else _microseconds(config.target_itl_ms),
             host_blocks=runner.host_blocks,
             swap_ns_per_block=runner.swap_ns_per_block,
-            journal=config.journal is not None,
-            hash_key=secrets.randbits(128),
         )
+        self._scheduler = _core.Scheduler(**settings, journal=config.journal is not None, hash_key=secrets.randbits(128))
         self._buffers = [_core.StepBuffers(**buffers.arrays()) for buffers in runner.buffers]
         self._turn = 0  # which of the buffers the next step goes through
         self._plans: deque[_core.StepPlan] = deque()  # those that are not committed, the oldest first

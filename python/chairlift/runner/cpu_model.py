@@ -77,7 +77,8 @@ class CpuModel:
             slots=buffers.slots[:num_tokens],
             query_starts=buffers.query_starts[: num_seqs + 1],
             context_lens=buffers.context_lens[:num_seqs],
-            block_tables=buffers.block_tables[buffers.rows[:num_seqs]],
+            rows=buffers.rows[:num_seqs],
+            block_tables=buffers.block_tables,
         )
 
     def logits(self, at: np.ndarray) -> torch.Tensor:

@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 class Replay:
     """A journal's calls, made again: what came of the requests, and whether every decision came out the same.
 
-    `differs_at` is the first plan, counted from 0 and with the empty ones, that did not. `truncated`: the last record is cut off,
+    `differs_at` is the first plan, counted from 0 and with the empty ones, that did not. `truncated`: the file is cut off,
     as after a crash. `step_model`: microseconds of an empty step, a prompt token, a decoding sequence, a token of context,
     a pair of tokens of a prompt.
     """
@@ -67,7 +67,7 @@ class Recording:
         return told, np.frombuffer(self._ask(self._unfit(), _core.step_times), np.int64).reshape(-1, 6)
 
     def _unfit(self) -> str:
-        return f"{self._path} cannot be replayed, only what --journal of this version of chairlift wrote can"
+        return f"{self._path} cannot be replayed"
 
     def _ask(self, unfit: str, function: Callable[..., Answer], *arguments: object) -> Answer:
         try:

@@ -48,6 +48,11 @@ class Result:
     def __init__(self, reports: Sequence[Mapping[str, Any]], config: Mapping[str, Any], wall: float, *, recorded: bool = False) -> None:
         first = reports[0]
         line = np.dtype([(name, "<i8") for name in (*_NUMBERS, *first["causes"])])
+        self.tenants: tuple[str, ...] = tuple(sorted({name for report in reports for name in report["tenants"]}))
+        """The tenants of the requests that ended, by name."""
+        self.tenant: NDArray[np.int64] = np.concatenate([_tenant_numbers(report, self.tenants) for report in reports])
+        """Whose each of `requests` is: its place in `tenants`."""
+        self._service = [(report["service_window"], report["service"]) for report in reports]
         self.config = dict(config)
         """The scheduler's settings, by the names of `_core.Scheduler`."""
         self.wall = wall
@@ -111,6 +116,38 @@ class Result:
         means = {name: float(self.requests[name].mean()) / 1e6 for name in self.cause_names}
         return {name: mean for name, mean in means.items() if mean > 0}
 
+    def tenant_figures(self) -> dict[str, dict[str, float | None]]:
+        """The numbers by which tenants are compared, for each tenant: `service` counts 1 a computed prompt token and 2 an output token."""
+        told = {}
+        for number, name in enumerate(self.tenants):
+            one = self.requests[self.tenant == number]
+            started = one[one["first_token"] >= 0]
+            done = one[np.isin(one["finish"], (STOP, LENGTH))]
+            told[name] = {
+                "requests": len(one),
+                "finished": len(done),
+                **_percentiles("ttft", (started["first_token"] - started["arrived"]) / 1e6, 50, 99),
+                **_percentiles("end_to_end", (done["ended"] - done["arrived"]) / 1e6, 50, 99),
+                "output_tokens": int(one["output_tokens"].sum()),
+                "service": int((one["prompt_tokens"] - one["cached_tokens"])[one["started"] >= 0].sum() + 2 * one["output_tokens"].sum()),
+                "preemptions": int(one["preemptions"].sum()),
+            }
+        return told
+
+    def service(self) -> tuple[float, dict[str, NDArray[np.int64]]]:
+        """Seconds of a window of time, and the service that each tenant was given in each; none is known of a replay."""
+        # Windows are a second, doubled as often as a long run needs: those of replicas differ by powers of two.
+        widest = max(window for window, _ in self._service)
+        given: dict[str, NDArray[np.int64]] = {}
+        for window, tenants in self._service:
+            for name, values in tenants.items():
+                each = widest // window
+                sums = np.add.reduceat(np.asarray(values, np.int64), np.arange(0, len(values), each))
+                before = given.get(name, np.zeros(0, np.int64))
+                size = max(len(before), len(sums))
+                given[name] = np.pad(before, (0, size - len(before))) + np.pad(sums, (0, size - len(sums)))
+        return widest / 1e6, given
+
     def figures(self) -> dict[str, float | None]:
         """The numbers by which runs are compared: names that end in `_s` are seconds; None for what is not known.
 
@@ -153,14 +190,24 @@ class Result:
         }
 
     def document(self) -> dict[str, Any]:
-        """The numbers as plain data, with the settings, and the machine over time."""
+        """The numbers as plain data, with the settings, the tenants, and the machine over time."""
+        window, service = self.service()
         return {
             "config": self.config,
             "figures": self.figures(),
             "causes_mean_s": self.causes(),
             "stats": self.stats,
             "timeline": {name: self.timeline[name].tolist() for name in _SAMPLE},
+            "tenants": self.tenant_figures(),
+            "service": {"window_s": window, "tenants": {name: values.tolist() for name, values in service.items()}},
         }
+
+
+def _tenant_numbers(report: Mapping[str, Any], tenants: Sequence[str]) -> NDArray[np.int64]:
+    """Whose each request of a report is, by place in `tenants`."""
+    places = np.array([tenants.index(name) for name in report["tenants"]] or [0], np.int64)
+    numbers: NDArray[np.int64] = places[np.frombuffer(report["tenant"], np.int64)]
+    return numbers
 
 
 def _sum(many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from chairlift import _core
 from chairlift.bench.traces import TraceRequest, read
 from chairlift.config import EngineConfig
+from chairlift.engine import scheduler_settings
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import ModelShape
 from chairlift.sim.devices import Device, Profile, device, kv_bytes
@@ -72,10 +73,7 @@ def run(workload: Workload, settings: dict[str, Any], step_time: StepTime, *, re
     columns, names, tenants = workload.requests, workload.names, list(workload.tenants)
     try:
         reports = _core.simulate(columns, names, workload.name_block, tenants, settings, steps, replicas=replicas, routing=routing)
-    except OverflowError:
-        large = ", ".join(f"{name} {value:,}" for name, value in settings.items() if isinstance(value, int) and value >= 2**31)
-        raise InvalidSetting(f"this cannot be simulated: {large or 'a setting'} is more than {2**31 - 1:,}") from None
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
     return Result(reports, settings, time.perf_counter() - began)
 
@@ -91,7 +89,17 @@ def machine(
         blocks = config.num_kv_blocks or sizes["num_kv_blocks"]
         longest, seats = config.max_model_len or sizes["max_model_len"], config.max_num_seqs or sizes["max_num_seqs"]
         tokens = config.max_num_batched_tokens or max(seats, sizes["max_num_batched_tokens"])
-        return _settings(config, blocks, sizes["block_size"], longest, seats, tokens, 0, 0), step_time or known.step
+        settings = scheduler_settings.of_config(
+            config,
+            num_kv_blocks=blocks,
+            block_size=sizes["block_size"],
+            max_num_batched_tokens=tokens,
+            max_num_seqs=seats,
+            max_model_len=longest,
+            host_blocks=0,
+            swap_ns_per_block=0,
+        )
+        return settings, step_time or known.step
     return _on_device(shape(model or config.model), known, config, step_time)
 
 
@@ -154,35 +162,17 @@ def _on_device(model: ModelShape, on: Device, config: EngineConfig, step_time: S
     longest = config.max_model_len or min(model.max_position_embeddings, (blocks - 1) * config.block_size)
     seats = config.max_num_seqs or min(on.seats, config.max_num_batched_tokens or on.seats)
     tokens = config.max_num_batched_tokens or max(on.step_tokens, seats)
-    settings = _settings(
-        config, blocks, config.block_size, longest, seats, tokens, int(config.swap_space // block), round(block / on.link * 1e9)
+    settings = scheduler_settings.of_config(
+        config,
+        num_kv_blocks=blocks,
+        block_size=config.block_size,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=seats,
+        max_model_len=longest,
+        host_blocks=int(config.swap_space // block),
+        swap_ns_per_block=round(block / on.link * 1e9),
     )
     return settings, step_time or on.step_time(model, dtype=dtype, kv=kv)
-
-
-def _settings(
-    config: EngineConfig, blocks: int, block_size: int, longest: int, seats: int, tokens: int, host_blocks: int, swap_ns: int
-) -> dict[str, Any]:
-    """The settings of `_core.Scheduler`, as `engine.loop` makes them."""
-    return {
-        "num_blocks": blocks,
-        "block_size": block_size,
-        "max_tokens": tokens,
-        "max_seqs": seats,
-        "max_model_len": longest,
-        "prefix_caching": config.enable_prefix_caching,
-        "watermark": int(config.watermark * (blocks - 1)),
-        "policy": config.scheduling_policy,
-        "batching": config.batching,
-        "batch_size": config.static_batch_size or seats,
-        "batch_timeout": int((config.batch_timeout_ms or 0) * 1000),
-        "max_queued_reqs": config.max_num_queued_reqs,
-        "max_queued_tokens": config.max_num_queued_tokens,
-        "ageing": int(config.queue_ageing_ms * 1000),
-        "target_itl": None if config.target_itl_ms is None else int(config.target_itl_ms * 1000),
-        "host_blocks": host_blocks,
-        "swap_ns_per_block": swap_ns,
-    }
 
 
 def _lines(trace: str | Path | Sequence[TraceRequest]) -> Sequence[TraceRequest]:

@@ -68,6 +68,23 @@ def cells(results: Mapping[str, Result], base: str | None = None) -> list[list[s
     return lines
 
 
+def tenants(result: Result, most: int = 20) -> list[list[str]]:
+    """A line of labels, and one for each tenant, those with the most service first; nothing where there is only one tenant."""
+    figures = result.tenant_figures()
+    if len(figures) < 2:
+        return []
+    columns = (("requests", "requests", "count"), ("finished", "finished", "count"), ("service", "service", "count"))
+    times = (("TTFT p50", "ttft_p50_s", "time"), ("p99", "ttft_p99_s", "time"), ("to end p50", "end_to_end_p50_s", "time"))
+    shown = sorted(figures, key=lambda name: (-(figures[name]["service"] or 0), name))[:most]
+    lines = [["tenant", *(label for label, _, _ in (*columns, *times))]]
+    for name in shown:
+        one = figures[name]
+        lines.append([name or "(none)", *(_cell(one[key], kind, one[key] or 0) for _, key, kind in (*columns, *times))])
+    if len(figures) > most:
+        lines.append([f"and {len(figures) - most:,} more", *[""] * 6])
+    return lines
+
+
 def text(lines: Sequence[Sequence[str]]) -> str:
     """Lines of cells with their columns aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

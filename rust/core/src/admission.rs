@@ -8,7 +8,7 @@ use crate::queue::Walk;
 use crate::request::{Request, SeqId, Time};
 use crate::sequence::{NO_ROW, Sequence};
 use crate::share::PROMPT_TOKEN;
-use crate::{Rejected, Scheduler};
+use crate::{Chain, Rejected, Scheduler};
 use std::sync::Arc;
 
 /// How many that do not fit are looked at, at most, for one that does.
@@ -30,8 +30,7 @@ impl Scheduler {
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
         self.clocks.tick(now);
         let tenant = Arc::clone(&request.tenant);
-        let chain = self.pool.root(&request.salt);
-        let seq = Sequence::new(request, chain, self.next_ticket, self.config.max_model_len, now)?;
+        let seq = Sequence::new(request, self.next_ticket, self.config.max_model_len, now)?;
         // The last token's KV is never needed.
         let (needed, have) = ((seq.limit - 1).div_ceil(self.config.block_size), self.config.usable_blocks());
         if needed > have {
@@ -42,7 +41,6 @@ impl Scheduler {
         self.queued_reqs += 1;
         self.queued_tokens += u64::from(seq.prompt_len);
         let id = self.insert(seq, &tenant, State::Fresh);
-        self.record(|journal, seqs| journal.add(&seqs[id], &tenant, now));
         self.enqueue(id, false);
         self.fresh.push(id);
         Ok(id)
@@ -58,11 +56,9 @@ impl Scheduler {
         let tenant = Arc::clone(self.tenants.name(seq.tenant));
         let waits = !seq.decoding && seq.first_token.is_none();
         let request = seq.sibling(tag, Arc::clone(&tenant));
-        let chain = self.pool.root(&request.salt);
-        let mut seq = Sequence::new(request, chain, self.next_ticket, self.config.max_model_len, now).expect("its parent was sound");
+        let mut seq = Sequence::new(request, self.next_ticket, self.config.max_model_len, now).expect("its parent was sound");
         seq.parent = Some(parent);
         let id = self.insert(seq, &tenant, if waits { State::Sibling } else { State::Fresh });
-        self.record(|journal, seqs| journal.fork(seqs[parent].ticket, &seqs[id], now));
         if waits {
             self.parked += 1;
             self.seqs[parent].forks.push(id);
@@ -145,9 +141,12 @@ impl Scheduler {
         self.classes.usage(seq.class).waiting += 1;
         self.returning += usize::from(seq.started.is_some());
         self.swapped += usize::from(seq.saved > 0);
-        if matches!(self.config.policy, Policy::Deadline | Policy::Shortest | Policy::Prefix) && self.config.prefix_caching {
-            seq.chain = self.pool.root(&seq.salt);
-            self.look_up(id);
+        if self.config.prefix_caching {
+            self.pool.name_blocks(&seq.salt, &seq.tokens, &mut seq.names);
+            if matches!(self.config.policy, Policy::Deadline | Policy::Shortest | Policy::Prefix) {
+                seq.chain = Chain::root(&seq.salt);
+                self.look_up(id);
+            }
         }
         self.place(id, returns);
     }
@@ -166,11 +165,8 @@ impl Scheduler {
         seq.key = key;
         self.queue.push(key, id, returns);
         if self.config.policy == Policy::Prefix {
-            let (from, size) = (seq.chain.len() * self.config.block_size as usize, self.config.block_size as usize);
-            seq.hope = seq.tokens.get(from..from + size).map(|block| self.pool.next_name(&seq.chain, block));
-            if let Some(name) = seq.hope {
-                self.hopes.add(name, seq.ticket, id);
-            }
+            let next = seq.chain.len();
+            self.await_block(id, next);
         }
     }
 
@@ -178,9 +174,7 @@ impl Scheduler {
     pub(crate) fn dequeue(&mut self, id: SeqId) {
         let seq = &mut self.seqs[id];
         self.queue.remove(seq.key);
-        if let Some(name) = seq.hope.take() {
-            self.hopes.remove(name, seq.ticket);
-        }
+        self.awaited.leave(seq);
         self.tenants.usage(seq.tenant).waiting -= 1;
         self.classes.usage(seq.class).waiting -= 1;
         self.returning -= usize::from(seq.started.is_some());
@@ -263,7 +257,7 @@ impl Scheduler {
         if self.config.batching != Batching::Continuous && self.boarding == 0 && self.seqs[id].started.is_none() {
             return Err(Cause::WaitBatch);
         }
-        let room = self.pool.free().saturating_sub(self.headroom(self.running.len()));
+        let room = self.pool.free().saturating_sub(self.held_back(id));
         let seq = &mut self.seqs[id];
         let measured = !(self.looks + seq.ticket).is_multiple_of(MEASURED_FOR);
         let non_preemptible = self.non_preemptible.is_some();
@@ -293,6 +287,9 @@ impl Scheduler {
         // Room for all it will sample, so that decoding does not allocate.
         seq.tokens.reserve_exact(seq.limit as usize - seq.tokens.len());
         seq.table.reserve(seq.limit.div_ceil(self.config.block_size) as usize);
+        if self.config.prefix_caching {
+            seq.names.reserve_exact((seq.limit / self.config.block_size) as usize - seq.names.len());
+        }
         let len = u64::from(seq.prompt_len);
         if seq.started.is_none() {
             seq.started = Some(self.clocks.now());
@@ -322,6 +319,7 @@ impl Scheduler {
             self.non_preemptible.get_or_insert(id);
         }
         self.running.push(id);
+        self.reserved.invalidate();
         self.admitted += 1;
         let state = seq.running_state();
         self.enter(id, state);
@@ -333,6 +331,11 @@ impl Scheduler {
         let seq = &mut self.seqs[id];
         self.free_rows.push(seq.row);
         (seq.row, seq.quick_until, seq.stalled) = (NO_ROW, 0, false);
+        if self.config.policy == Policy::Prefix {
+            // Who waited for what it was to compute waits in vain.
+            seq.names.iter().for_each(|&name| self.awaited.ready(name));
+        }
+        self.reserved.invalidate();
         // There is more room now than when somebody was refused.
         self.refused = None;
         self.tenants.usage(seq.tenant).running -= 1;
@@ -356,8 +359,13 @@ impl Scheduler {
     fn take_blocks(&mut self, id: SeqId, room: usize, plan: &mut StepPlan) -> Result<(), Cause> {
         let block_size = self.config.block_size as usize;
         let len = self.seqs[id].tokens.len();
+        if self.is_being_computed(id) {
+            return Err(Cause::WaitOrder);
+        }
+        let known = self.seqs[id].chain.len();
         let tail = self.find_blocks(id, len, plan.step);
-        if self.config.policy == Policy::Prefix && self.config.prefix_caching && self.is_on_its_way(id) {
+        // Some of what was found before may have left the cache.
+        if self.seqs[id].chain.len() < known && self.is_being_computed(id) {
             return Err(Cause::WaitOrder);
         }
         // The last token always runs, or there would be nothing to sample
@@ -368,7 +376,7 @@ impl Scheduler {
         let seq = &mut self.seqs[id];
         if copy && rewritten.is_some_and(|last| !self.pool.complete_before(last, plan.step)) {
             self.found.clear();
-            seq.chain = self.pool.find(&seq.salt, &seq.tokens[..len - 1], &mut self.found);
+            seq.chain = self.pool.find(&seq.salt, &seq.names[..(len - 1) / block_size], &seq.tokens, &mut self.found);
             (rewritten, copy) = (None, false);
         }
         let blocks = self.share_found(id, room, usize::from(copy))?;
@@ -412,24 +420,26 @@ impl Scheduler {
     /// whose parent has all of its prompt also gets the block that the last but
     /// one token of the prompt lies in, for copying.
     fn find_blocks(&mut self, id: SeqId, len: usize, step: u64) -> Option<crate::BlockId> {
+        if self.config.prefix_caching {
+            // Tokens may have come while it waited.
+            let seq = &mut self.seqs[id];
+            self.pool.name_blocks(&seq.salt, &seq.tokens, &mut seq.names);
+        }
         let seq = &self.seqs[id];
         let whole = (len - 1) / self.config.block_size as usize;
         self.found.clear();
         let parent = seq.parent.and_then(|parent| self.seqs.get(parent));
         let parent = parent.filter(|parent| parent.decoding && parent.row != NO_ROW && seq.started.is_none());
         let chain = if self.config.prefix_caching {
-            self.pool.find(&seq.salt, &seq.tokens, &mut self.found)
+            self.pool.find(&seq.salt, &seq.names, &seq.tokens, &mut self.found)
         } else {
             self.found.extend(parent.iter().flat_map(|parent| &parent.table.ids()[..whole]));
-            self.pool.root(&seq.salt)
+            Chain::root(&seq.salt)
         };
         let partly = !(len - 1).is_multiple_of(self.config.block_size as usize);
         let tail = parent.filter(|_| partly && self.found.len() == whole).map(|parent| parent.table.ids()[whole]);
         let tail = tail.filter(|&tail| self.pool.settled_before(tail, step));
         self.seqs[id].chain = chain;
-        if self.config.prefix_caching {
-            self.record_found(id, 0);
-        }
         tail
     }
 

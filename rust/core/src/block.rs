@@ -33,25 +33,24 @@ impl Drop for BlockTable {
     }
 }
 
-/// How far the full blocks of a sequence are named: the end of their chain.
+/// How far the full blocks of a sequence are in the cache: the end of their chain.
 #[derive(Clone, Debug)]
 pub struct Chain {
     salt: Arc<[u8]>,
-    hash: BlockHash,
     content: Content,
     len: usize,
 }
 
 impl Chain {
-    /// Blocks named so far.
+    /// The chain of a sequence that has no named block yet.
+    pub fn root(salt: &Arc<[u8]>) -> Self {
+        Self { salt: Arc::clone(salt), content: ROOT, len: 0 }
+    }
+
+    /// Blocks so far.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len
-    }
-
-    /// Whether both stand for the same tokens, and as many.
-    pub fn equals(&self, other: &Self) -> bool {
-        self.len == other.len && self.content == other.content && (self.len > 0 || self.salt == other.salt)
     }
 }
 
@@ -101,6 +100,8 @@ pub struct BlockPool {
     newest: u32,
     free_named: usize,
     next_content: Content,
+    /// Names computed, and names looked up.
+    lookups: u64,
 }
 
 impl BlockPool {
@@ -118,6 +119,7 @@ impl BlockPool {
             newest: NIL,
             free_named: 0,
             next_content: ROOT + 1,
+            lookups: 0,
         }
     }
 
@@ -126,14 +128,23 @@ impl BlockPool {
         &self.hasher
     }
 
-    /// The chain of a sequence with this salt that has no named block yet.
-    pub fn root(&self, salt: &Arc<[u8]>) -> Chain {
-        Chain { salt: Arc::clone(salt), hash: self.hasher.root(salt), content: ROOT, len: 0 }
+    /// Names computed and names looked up so far: the pool's work, whatever the machine.
+    pub fn lookups(&self) -> u64 {
+        self.lookups
     }
 
-    /// The name that the block after `chain` will have if it holds `tokens`.
-    pub fn next_name(&self, chain: &Chain, tokens: &[Token]) -> BlockHash {
-        self.hasher.child(chain.hash, tokens)
+    /// Adds to `names` those of the full blocks of `tokens` that it lacks.
+    pub fn name_blocks(&mut self, salt: &[u8], tokens: &[Token], names: &mut Vec<BlockHash>) {
+        for block in tokens.chunks_exact(self.block_size).skip(names.len()) {
+            self.name_block(salt, block, names);
+        }
+    }
+
+    /// Adds to `names` that of the block after those it has.
+    pub fn name_block(&mut self, salt: &[u8], block: &[Token], names: &mut Vec<BlockHash>) {
+        let parent = names.last().copied().unwrap_or_else(|| self.hasher.root(salt));
+        names.push(self.hasher.child(parent, block));
+        self.lookups += 1;
     }
 
     /// Blocks that nobody holds.
@@ -147,7 +158,7 @@ impl BlockPool {
     }
 
     /// What each block is to a [`Snapshot`]: free, cached, shared or held; the scratch block left out.
-    pub(crate) fn kinds(&self) -> impl Iterator<Item = u16> + '_ {
+    pub(crate) fn kinds(&self) -> impl Iterator<Item = u32> + '_ {
         self.blocks[1..].iter().map(|block| match (block.holders, &block.name) {
             (0, None) => Snapshot::FREE,
             (0, Some(_)) => Snapshot::CACHED,
@@ -157,22 +168,48 @@ impl BlockPool {
     }
 
     /// Pushes the longest run of cached blocks whose content is `tokens` from
-    /// the start, and returns the end of their chain. Each candidate's tokens,
-    /// parent and salt are compared: a name alone proves nothing.
-    pub fn find(&self, salt: &Arc<[u8]>, tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
-        self.find_on(self.root(salt), tokens, found)
+    /// the start, and returns the end of their chain. `names` are those of the
+    /// blocks that may be found, by [`name_blocks`](Self::name_blocks). Each
+    /// candidate's tokens, parent and salt are compared: a name alone proves nothing.
+    pub fn find(&mut self, salt: &Arc<[u8]>, names: &[BlockHash], tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
+        self.find_on(Chain::root(salt), names, tokens, found)
     }
 
-    /// As [`find`](Self::find), from a chain on that was found before: `tokens` are those after it.
-    pub fn find_on(&self, mut chain: Chain, tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
-        for tokens in tokens.chunks_exact(self.block_size) {
-            let hash = self.next_name(&chain, tokens);
-            let Some(&id) = self.named.get(&hash) else { break };
+    /// As [`find`](Self::find), but only for the blocks after a chain that was found before.
+    pub fn find_on(&mut self, mut chain: Chain, names: &[BlockHash], tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
+        let blocks = names.iter().zip(tokens.chunks_exact(self.block_size)).skip(chain.len);
+        for (name, tokens) in blocks {
+            self.lookups += 1;
+            let Some(&id) = self.named.get(name) else { break };
             let Some(content) = self.content_if(id, &chain, tokens) else { break };
             found.push(id);
-            chain.advance(hash, content);
+            chain.advance(content);
         }
         chain
+    }
+
+    /// About how far the cache has the blocks of `names`, of which it has the first `from`: looks in steps that double, and
+    /// compares no content. Good enough to order requests, and not to share blocks.
+    pub fn estimate(&mut self, salt: &Arc<[u8]>, names: &[BlockHash], from: usize) -> Chain {
+        let (mut low, mut step) = (from, 1);
+        while low + step <= names.len() && self.is_named(names[low + step - 1]) {
+            low += step;
+            step *= 2;
+        }
+        let mut high = names.len().min(low + step - 1);
+        while low < high {
+            let middle = low.midpoint(high);
+            (low, high) = if self.is_named(names[middle]) { (middle + 1, high) } else { (low, middle) };
+        }
+        let last = low.checked_sub(1).and_then(|last| self.named.get(&names[last]));
+        let content = last.and_then(|id| self.blocks[id.0 as usize].name.as_ref()).map_or(ROOT, |name| name.content);
+        Chain { salt: Arc::clone(salt), content, len: low }
+    }
+
+    /// Whether the cache has a block of that name.
+    pub fn is_named(&mut self, name: BlockHash) -> bool {
+        self.lookups += 1;
+        self.named.contains_key(&name)
     }
 
     /// Adds a found block to `table`.
@@ -209,11 +246,6 @@ impl BlockPool {
         (shared, fresh)
     }
 
-    /// A block's name, if it has one.
-    pub fn name(&self, id: BlockId) -> Option<BlockHash> {
-        self.blocks[id.0 as usize].name.as_ref().map(|name| name.hash)
-    }
-
     /// Whether a named block is complete before `step` begins.
     pub fn complete_before(&self, id: BlockId, step: u64) -> bool {
         self.blocks[id.0 as usize].name.as_ref().is_some_and(|name| name.step < step)
@@ -232,16 +264,14 @@ impl BlockPool {
         }
     }
 
-    /// Names the next full block of `table`, which holds `tokens` once `step`
-    /// has run, so that later sequences may find it. If the same content is
+    /// Gives the next full block of `table`, which holds `tokens` once `step`
+    /// has run, its name, so that later sequences may find it. If the same content is
     /// cached already, the block stays unnamed, and the chain goes on from the
     /// other's content. A block of the same name that `find` would not take
     /// here (its parent's name is gone, or the names collide) gives it up.
-    /// Returns the name.
-    pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, tokens: &[Token], step: u64) -> BlockHash {
+    pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, hash: BlockHash, tokens: &[Token], step: u64) {
         debug_assert_eq!(tokens.len(), self.block_size);
         let id = table.0[chain.len];
-        let hash = self.next_name(chain, tokens);
         let other = self.named.get(&hash).copied();
         let content = if let Some(content) = other.and_then(|other| self.content_if(other, chain, tokens)) {
             content
@@ -257,8 +287,7 @@ impl BlockPool {
             self.named.insert(hash, id);
             content
         };
-        chain.advance(hash, content);
-        hash
+        chain.advance(content);
     }
 
     /// Takes the names from those of `table`'s blocks that `since` or a later
@@ -379,8 +408,8 @@ impl BlockPool {
 }
 
 impl Chain {
-    fn advance(&mut self, hash: BlockHash, content: Content) {
-        (self.hash, self.content, self.len) = (hash, content, self.len + 1);
+    fn advance(&mut self, content: Content) {
+        (self.content, self.len) = (content, self.len + 1);
     }
 }
 
@@ -394,17 +423,20 @@ mod tests {
 
     /// A table holding `tokens` in full blocks, sealed under `name`.
     fn cache(pool: &mut BlockPool, name: &str, tokens: &[Token]) -> BlockTable {
-        let (mut table, mut chain) = (BlockTable::default(), pool.root(&salt(name)));
+        let (mut table, mut chain) = (BlockTable::default(), Chain::root(&salt(name)));
         assert!(pool.grow(&mut table, tokens.len() / pool.block_size));
-        for tokens in tokens.chunks_exact(pool.block_size) {
-            pool.seal(&table, &mut chain, tokens, 0);
+        let mut names = Vec::new();
+        pool.name_blocks(name.as_bytes(), tokens, &mut names);
+        for (tokens, name) in tokens.chunks_exact(pool.block_size).zip(names) {
+            pool.seal(&table, &mut chain, name, tokens, 0);
         }
         table
     }
 
-    fn hits(pool: &BlockPool, name: &str, tokens: &[Token]) -> Vec<u32> {
-        let mut found = Vec::new();
-        pool.find(&salt(name), tokens, &mut found);
+    fn hits(pool: &mut BlockPool, name: &str, tokens: &[Token]) -> Vec<u32> {
+        let (mut found, mut names) = (Vec::new(), Vec::new());
+        pool.name_blocks(name.as_bytes(), tokens, &mut names);
+        pool.find(&salt(name), &names, tokens, &mut found);
         found.into_iter().map(|id| id.0).collect()
     }
 
@@ -419,7 +451,7 @@ mod tests {
         assert!(pool.grow(&mut table, 7));
         let order: Vec<u32> = table.ids().iter().map(|id| id.0).collect();
         assert_eq!(order, [5, 6, 7, 4, 3, 2, 1]);
-        assert!(hits(&pool, "", &[1, 2]).is_empty(), "a taken block lost its name");
+        assert!(hits(&mut pool, "", &[1, 2]).is_empty(), "a taken block lost its name");
         pool.release(&mut table);
         pool.check(std::iter::empty());
     }
@@ -428,10 +460,10 @@ mod tests {
     fn a_block_is_found_only_with_its_tokens_its_past_and_its_salt() {
         let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
         let mut table = cache(&mut pool, "a", &[1, 2, 3, 4]);
-        assert_eq!(hits(&pool, "a", &[1, 2, 3, 4, 5]), [1, 2]);
-        assert_eq!(hits(&pool, "a", &[1, 2, 3, 5]), [1]);
-        assert!(hits(&pool, "a", &[3, 4]).is_empty());
-        assert!(hits(&pool, "b", &[1, 2, 3, 4]).is_empty());
+        assert_eq!(hits(&mut pool, "a", &[1, 2, 3, 4, 5]), [1, 2]);
+        assert_eq!(hits(&mut pool, "a", &[1, 2, 3, 5]), [1]);
+        assert!(hits(&mut pool, "a", &[3, 4]).is_empty());
+        assert!(hits(&mut pool, "b", &[1, 2, 3, 4]).is_empty());
         pool.release(&mut table);
     }
 
@@ -441,9 +473,9 @@ mod tests {
         let mut table = cache(&mut pool, "a", &[1, 2]);
         // A collision by hand: the block's name now also stands for other tokens, and for another salt.
         for (salt_text, tokens) in [("a", [9, 9]), ("b", [1, 2])] {
-            let hash = pool.next_name(&pool.root(&salt(salt_text)), &tokens);
+            let hash = pool.hasher.child(pool.hasher.root(salt_text.as_bytes()), &tokens);
             pool.named.insert(hash, BlockId(1));
-            assert!(hits(&pool, salt_text, &tokens).is_empty());
+            assert!(hits(&mut pool, salt_text, &tokens).is_empty());
             pool.named.remove(&hash);
         }
         pool.release(&mut table);
@@ -454,7 +486,7 @@ mod tests {
         let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
         let mut first = cache(&mut pool, "", &[1, 2]); // block 1
         let mut second = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 2, 3: the first of them a double
-        assert_eq!(hits(&pool, "", &[1, 2, 3, 4]), [1, 3]);
+        assert_eq!(hits(&mut pool, "", &[1, 2, 3, 4]), [1, 3]);
         pool.release(&mut second);
         assert_eq!(pool.unnamed.last(), Some(&BlockId(2)));
         pool.release(&mut first);
@@ -469,9 +501,9 @@ mod tests {
         pool.forget(&head, 0);
         std::mem::forget(head);
         pool.release(&mut first);
-        assert!(hits(&pool, "", &[1, 2, 3, 4]).is_empty(), "block 2 is an orphan");
+        assert!(hits(&mut pool, "", &[1, 2, 3, 4]).is_empty(), "block 2 is an orphan");
         let mut second = cache(&mut pool, "", &[1, 2, 3, 4]);
-        assert_eq!(hits(&pool, "", &[1, 2, 3, 4]).len(), 2);
+        assert_eq!(hits(&mut pool, "", &[1, 2, 3, 4]).len(), 2);
         pool.check(std::iter::once(&second));
         pool.release(&mut second);
         pool.check(std::iter::empty());
@@ -485,7 +517,7 @@ mod tests {
         assert!(!pool.grow(&mut other, 3));
         assert_eq!((pool.free(), other.ids().len()), (2, 0));
         pool.release(&mut table);
-        assert_eq!(hits(&pool, "", &[1, 2]), [1]);
+        assert_eq!(hits(&mut pool, "", &[1, 2]), [1]);
     }
 
     #[test]

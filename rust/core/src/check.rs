@@ -3,6 +3,7 @@
 use crate::Scheduler;
 use crate::config::Batching;
 use crate::ledger::State;
+use crate::reservation::Reservation;
 use crate::sequence::{MAX_PREEMPTIONS, NO_ROW};
 
 impl Scheduler {
@@ -59,6 +60,9 @@ impl Scheduler {
         for groups in [self.tenants.iter().map(|(_, usage)| *usage).collect::<Vec<_>>(), self.classes.iter().map(|(_, u)| *u).collect()] {
             let (waits, runs) = groups.iter().fold((0, 0), |(waits, runs), usage| (waits + usage.waiting, runs + usage.running));
             assert_eq!((waits as usize, runs as usize), (self.queue.len(), running), "usage of groups");
+        }
+        if self.config.reservation == Reservation::MaxTokens {
+            assert!(self.outstanding() <= self.pool.free(), "blocks that were reserved are gone");
         }
         if self.config.batching == Batching::Continuous {
             assert_eq!(self.boarding, 0);

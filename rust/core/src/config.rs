@@ -1,7 +1,8 @@
 //! The limits a scheduler works within, and the order in which it serves.
 
 use crate::request::Time;
-use crate::{ConfigError, Policy};
+use crate::settings::{SETTINGS, SettingKind, Value};
+use crate::{ConfigError, Policy, Reservation};
 
 /// When waiting sequences may join those that run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,6 +42,8 @@ pub struct Config {
     /// Blocks that stay free when a sequence is admitted beside others, so
     /// that the running ones can grow instead of preempting each other.
     pub watermark: u32,
+    /// What must be free for a sequence to be admitted: the watermark counts only if nothing else is reserved.
+    pub reservation: Reservation,
     /// The order in which waiting sequences are served.
     pub policy: Policy,
     /// When they may join.
@@ -71,6 +74,7 @@ impl Default for Config {
             max_model_len: 8192,
             prefix_caching: true,
             watermark: 0,
+            reservation: Reservation::Watermark,
             policy: Policy::Fcfs,
             batching: Batching::Continuous,
             max_queued_reqs: u32::MAX,
@@ -95,28 +99,25 @@ impl Config {
     }
 
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        let at_least =
-            |name, value: u32, least: u32| if value < least { Err(ConfigError::TooSmall { name, value, least }) } else { Ok(()) };
-        at_least("num_blocks", self.num_blocks, 2)?;
-        at_least("block_size", self.block_size, 1)?;
-        at_least("max_tokens", self.max_tokens, 1)?;
-        at_least("max_seqs", self.max_seqs, 1)?;
-        at_least("max_model_len", self.max_model_len, 1)?;
+        for setting in &SETTINGS {
+            if let (SettingKind::Int { least, most, .. }, Value::Int(value)) = (setting.kind, setting.get(self)) {
+                let name = setting.name;
+                if value < least {
+                    return Err(ConfigError::TooSmall { name, value, least });
+                }
+                if value > most {
+                    return Err(ConfigError::TooLarge { name, value, most });
+                }
+            }
+        }
         // Every sequence that decodes gets its token in each step.
         if self.max_seqs > self.max_tokens {
             return Err(ConfigError::TooManySeqs { max_seqs: self.max_seqs, max_tokens: self.max_tokens });
         }
-        if let Batching::Static { size } | Batching::Dynamic { size, .. } = self.batching {
-            at_least("batch_size", size, 1)?;
-        }
-        // Cache slots and buffer entries are 32-bit signed on the model's side.
-        let slots = u64::from(self.num_blocks) * u64::from(self.block_size);
-        for (name, value) in
-            [("num_blocks * block_size", slots), ("max_model_len", self.max_model_len.into()), ("max_tokens", self.max_tokens.into())]
-        {
-            if value > i32::MAX as u64 {
-                return Err(ConfigError::TooLarge { name, value, most: i32::MAX as u64 });
-            }
+        // Cache slots are 32-bit signed on the model's side.
+        let (slots, most) = (u64::from(self.num_blocks) * u64::from(self.block_size), i32::MAX as u64);
+        if slots > most {
+            return Err(ConfigError::TooLarge { name: "num_blocks * block_size", value: slots, most });
         }
         Ok(())
     }

@@ -54,9 +54,9 @@ pub enum ConfigError {
         /// The field.
         name: &'static str,
         /// Its value.
-        value: u32,
+        value: u64,
         /// What it must be.
-        least: u32,
+        least: u64,
     },
     /// A step has fewer tokens than sequences that decode.
     #[error("max_seqs ({max_seqs}) must be at most max_tokens ({max_tokens}): each sequence that decodes takes a token of every step")]

@@ -17,7 +17,7 @@ impl Scheduler {
     }
 
     /// Books what a request was in before it was added, and for how many microseconds; none is as good as unknown.
-    /// Its account begins that much earlier. Not recorded in the journal.
+    /// Its account begins that much earlier.
     pub fn prepared(&mut self, id: SeqId, spent: &[(Cause, Time)]) {
         if let Some(seq) = self.seqs.get_mut(id) {
             for &(cause, time) in spent {

@@ -7,7 +7,7 @@ use crate::policy::{Policy, worth_preempting};
 use crate::queue::Walk;
 use crate::request::{SeqId, Time};
 use crate::sequence::{NO_ROW, Sequence};
-use crate::{BlockId, Scheduler};
+use crate::{BlockId, Chain, Reservation, Scheduler};
 use std::cmp::Reverse;
 
 /// Waiting sequences for whom others are preempted in one step, at most.
@@ -92,7 +92,8 @@ impl Scheduler {
             Policy::Fair => self.preemption_budget.allows(),
             Policy::Priority | Policy::Deadline | Policy::Shortest => true,
         };
-        if !may_preempt || self.config.batching != Batching::Continuous {
+        let reserves = self.config.reservation != Reservation::Watermark;
+        if !may_preempt || reserves || self.config.batching != Batching::Continuous {
             return 0;
         }
         let reason = match self.config.policy {
@@ -193,7 +194,7 @@ impl Scheduler {
         self.pool.release(&mut seq.table);
         seq.account.computed_tokens += u64::from(seq.computed - seq.computed_from);
         (seq.computed, seq.computed_from, seq.seal_at) = (0, 0, u32::MAX);
-        (seq.decoding, seq.chain) = (false, self.pool.root(&seq.salt));
+        (seq.decoding, seq.chain) = (false, Chain::root(&seq.salt));
         seq.draft.clear();
         seq.preemptions += 1;
         seq.account.preempted_for[reason as usize] += 1;
@@ -213,8 +214,9 @@ impl Scheduler {
         let seq = &mut self.seqs[id];
         self.found.clear();
         if self.config.prefix_caching {
-            seq.chain = self.pool.find(&seq.salt, &seq.tokens[..seq.saved as usize], &mut self.found);
-            self.record_found(id, 0);
+            self.pool.name_blocks(&seq.salt, &seq.tokens, &mut seq.names);
+            let whole = seq.saved as usize / self.config.block_size as usize;
+            seq.chain = self.pool.find(&seq.salt, &seq.names[..whole], &seq.tokens, &mut self.found);
         }
         let blocks = self.share_found(id, room, 0)?;
         let seq = &mut self.seqs[id];

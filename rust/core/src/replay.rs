@@ -1,6 +1,7 @@
 //! The same calls again: a journal proves itself, or shows where it differs.
 
-use crate::journal::{Call, STOP, Script, digest, digest_seed};
+use crate::journal::{digest, digest_seed};
+use crate::parsed_journal::{Call, ParsedJournal, STOP, Sampled};
 use crate::request::Ticket;
 use crate::{ConfigError, Ledger, Load, Output, Outputs, Scheduler, SeqId, StepPlan, Time};
 use rustc_hash::FxHashMap;
@@ -38,7 +39,7 @@ pub struct Timing {
 
 /// What a recorded call did, made again.
 #[derive(Debug)]
-pub struct Moment<'a> {
+pub struct Event<'a> {
     /// When it was made.
     pub now: Time,
     /// The scheduler after it.
@@ -57,12 +58,12 @@ pub struct Moment<'a> {
 
 /// The requests of a replay that live.
 #[derive(Default)]
-struct Cast {
+struct LiveIds {
     ids: Vec<SeqId>,
     by_id: FxHashMap<SeqId, (Ticket, u64)>,
 }
 
-impl Script {
+impl ParsedJournal {
     /// Makes every recorded call again and compares every decision. Panics
     /// where the recorded scheduler would have.
     pub fn replay(&self) -> Result<Replayed, ConfigError> {
@@ -70,9 +71,9 @@ impl Script {
     }
 
     /// The same, and `see` looks on after each call.
-    pub fn replay_seen(&self, mut see: impl FnMut(Moment<'_>)) -> Result<Replayed, ConfigError> {
+    pub fn replay_seen(&self, mut see: impl FnMut(Event<'_>)) -> Result<Replayed, ConfigError> {
         let mut scheduler = Scheduler::new(self.config)?;
-        let mut cast = Cast::default();
+        let mut live = LiveIds::default();
         let mut in_flight: VecDeque<StepPlan> = VecDeque::new();
         let mut outputs = Outputs::default();
         let (mut hash, mut plans, mut differs_at, mut ended) = (digest_seed(), 0, None, Vec::new());
@@ -85,20 +86,20 @@ impl Script {
                 Call::Add(arrival) => {
                     let id = scheduler.add(self.request(arrival), now);
                     // A queue too full then is too full now; it was not recorded.
-                    cast.enter(id.unwrap_or_default(), arrival.ticket, arrival.request.tag);
+                    live.enter(id.unwrap_or_default(), arrival.ticket, arrival.request.tag);
                 }
                 Call::Fork { parent, tag } => {
-                    let ticket = cast.ids.len() as Ticket;
-                    let id = scheduler.fork(cast.ids[*parent as usize], *tag, now).unwrap_or_default();
+                    let ticket = live.ids.len() as Ticket;
+                    let id = scheduler.fork(live.ids[*parent as usize], *tag, now).unwrap_or_default();
                     if let Some(seq) = scheduler.seqs.get_mut(id) {
                         let tokens = seq.tokens.iter_mut().zip(0..);
                         tokens.for_each(|(token, position)| *token = self.token(ticket, position));
                     }
-                    cast.enter(id, ticket, *tag);
+                    live.enter(id, ticket, *tag);
                 }
                 Call::End { ticket, reason } => {
-                    let id = cast.ids[*ticket as usize];
-                    let tag = cast.by_id.get(&id).map(|&(_, tag)| tag);
+                    let id = live.ids[*ticket as usize];
+                    let tag = live.by_id.get(&id).map(|&(_, tag)| tag);
                     scheduler.end(id, *reason, now);
                     ended.extend(tag.and_then(|tag| scheduler.explain(tag)));
                 }
@@ -117,10 +118,15 @@ impl Script {
                     }
                     plans += 1;
                 }
-                Call::Commit(told) => {
+                Call::Draft { ticket, tokens, accepted } => {
+                    let id = live.ids[*ticket as usize];
+                    let len = scheduler.tokens(id).map_or(0, |(tokens, _)| tokens.len() as u32);
+                    scheduler.draft(id, &self.draft(*ticket, len, *tokens, *accepted));
+                }
+                Call::Commit(recorded) => {
                     // Only a journal that differs already can lack a plan here.
                     let Some(plan) = in_flight.pop_front() else { break };
-                    let sampled = self.sampled(&scheduler, &cast, &plan, told);
+                    let sampled = self.sampled(&scheduler, &live, &plan, recorded);
                     scheduler.commit(plan, &sampled, now, &mut outputs);
                     ended.append(&mut outputs.ended);
                     timings[committed].took = Some(now.saturating_sub(timings[committed].planned));
@@ -128,7 +134,7 @@ impl Script {
                     busy &= !scheduler.is_idle();
                 }
             }
-            see(Moment {
+            see(Event {
                 now,
                 scheduler: &scheduler,
                 in_flight: &in_flight,
@@ -141,21 +147,28 @@ impl Script {
         Ok(Replayed { steps: scheduler.stats().counters.steps, hash, differs_at, ended, timings, scheduler })
     }
 
-    /// Made-up tokens for a step's samples, with the stops and errors that were recorded.
-    fn sampled(&self, scheduler: &Scheduler, cast: &Cast, plan: &StepPlan, told: &[(u64, bool)]) -> Vec<i32> {
-        let sampled = plan.chunks.iter().filter(|chunk| chunk.samples).map(|chunk| {
-            let (Some(&(ticket, tag)), Some((tokens, _))) = (cast.by_id.get(&chunk.seq), scheduler.tokens(chunk.seq)) else { return 1 };
-            match told.iter().find(|(told, _)| *told == tag) {
-                Some((_, true)) => -1,
-                Some((_, false)) => STOP as i32,
-                None => self.token(ticket, tokens.len() as u32) as i32,
+    /// Made-up tokens for a step's samples, with the stops, errors and accepted drafts that were recorded.
+    fn sampled(&self, scheduler: &Scheduler, live: &LiveIds, plan: &StepPlan, recorded: &Sampled) -> Vec<i32> {
+        let mut sampled = Vec::new();
+        for chunk in plan.chunks.iter().filter(|chunk| chunk.samples) {
+            let positions = sampled.len()..sampled.len() + 1 + chunk.drafted as usize;
+            // Of one that has ended meanwhile nothing is read.
+            sampled.resize(positions.end, 1);
+            let (Some(&(ticket, tag)), Some((tokens, _))) = (live.by_id.get(&chunk.seq), scheduler.tokens(chunk.seq)) else { continue };
+            let given = recorded.drafted.iter().find(|(drafted, _)| *drafted == ticket).map_or(1, |&(_, given)| given.max(1));
+            for (at, place) in positions.clone().enumerate() {
+                sampled[place] = self.token(ticket, tokens.len() as u32 + at as u32) as i32;
             }
-        });
-        sampled.collect()
+            if let Some(&(_, failed)) = recorded.ended.iter().find(|(ended, _)| *ended == tag) {
+                let last = (positions.start + given as usize - 1).min(positions.end - 1);
+                sampled[last] = if failed { -1 } else { STOP as i32 };
+            }
+        }
+        sampled
     }
 }
 
-impl Cast {
+impl LiveIds {
     fn enter(&mut self, id: SeqId, ticket: Ticket, tag: u64) {
         debug_assert_eq!(self.ids.len() as Ticket, ticket);
         self.ids.push(id);

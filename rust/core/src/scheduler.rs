@@ -4,11 +4,11 @@ use crate::batch::StepPlan;
 use crate::batch::{Output, Outputs};
 use crate::group::{Groups, Usage};
 use crate::host::HostPool;
-use crate::journal::Journal;
 use crate::ledger::{Cause, Clocks, Ledger, State};
-use crate::prefix::Hopes;
+use crate::prefix::Awaited;
 use crate::queue::Queue;
 use crate::request::{FinishReason, SeqId, Ticket, Time, Token};
+use crate::reservation::Reserved;
 use crate::saturation::Saturation;
 use crate::sequence::{NO_ROW, Sequence};
 use crate::share::{OUTPUT_TOKEN, PreemptionBudget};
@@ -49,7 +49,8 @@ pub struct Scheduler {
     pub(crate) classes: Groups<i32>,
     pub(crate) clocks: Clocks,
     pub(crate) model: StepModel,
-    pub(crate) hopes: Hopes,
+    pub(crate) awaited: Awaited,
+    pub(crate) reserved: Reserved,
     /// Added since the last plan.
     pub(crate) fresh: Vec<SeqId>,
     /// Siblings that wait for their parents' prompts; they are in no queue.
@@ -85,7 +86,6 @@ pub struct Scheduler {
     pub(crate) saturation: Saturation,
     pub(crate) counters: Counters,
     pub(crate) finished: VecDeque<Ledger>,
-    pub(crate) journal: Option<Box<Journal>>,
     pub(crate) watch: Watch,
     /// Plans spent, and lists in use while a step is planned: kept for their memory.
     spare: Vec<StepPlan>,
@@ -120,7 +120,8 @@ impl Scheduler {
             classes: Groups::new(),
             clocks,
             model: StepModel::default(),
-            hopes: Hopes::default(),
+            awaited: Awaited::default(),
+            reserved: Reserved::default(),
             fresh: Vec::new(),
             parked: 0,
             returning: 0,
@@ -145,7 +146,6 @@ impl Scheduler {
             saturation: Saturation::default(),
             counters: Counters::default(),
             finished: VecDeque::new(),
-            journal: None,
             watch: Watch::default(),
             spare: Vec::new(),
             found: Vec::new(),
@@ -186,10 +186,9 @@ impl Scheduler {
     /// [`Policy::Deadline`](crate::Policy::Deadline), every one that cannot make it any more; adds their
     /// ledgers to `ended`. To be called before each plan.
     pub fn expire(&mut self, now: Time, ended: &mut Vec<Ledger>) {
-        if self.deadlines.first_key_value().is_none_or(|(&(at, _), _)| at > now) {
+        if !self.has_due(now) {
             return;
         }
-        self.record(|journal, _| journal.expire(now));
         self.clocks.tick(now);
         while let Some((&(at, ticket), &id)) = self.deadlines.first_key_value().filter(|((at, _), _)| *at <= now) {
             self.deadlines.remove(&(at, ticket));
@@ -207,7 +206,7 @@ impl Scheduler {
     /// Proposes the tokens after a sequence's last one, to be checked in its
     /// next step: commit keeps those that the model would have sampled itself.
     /// False, and nothing happens, unless the sequence is decoding with no
-    /// step in flight. Not recorded in the journal.
+    /// step in flight.
     pub fn draft(&mut self, id: SeqId, tokens: &[Token]) -> bool {
         let Some(seq) = self.seqs.get_mut(id) else { return false };
         let len = seq.tokens.len() as u32;
@@ -238,7 +237,8 @@ impl Scheduler {
             }
         }
         self.preemption_budget.grow(self.clocks.now());
-        self.follow_hopes();
+        self.reserved.invalidate();
+        self.follow_awaited();
         let mut plan = self.spare.pop().unwrap_or_default().reuse(self.counters.steps, self.clocks.now());
         plan.swap_out.append(&mut self.swaps_due);
         let way = self.make_room(&mut plan);
@@ -248,7 +248,6 @@ impl Scheduler {
         self.plan_prefills(&mut plan, &mut budget, way.promised);
         self.clocks.step(plan.chunks.len(), plan.load.prefill_tokens > 0);
         if plan.chunks.is_empty() {
-            self.record(|journal, _| journal.plan(now, None));
             self.name_stall();
             self.note_backlog();
             self.goes_on &= self.committed < self.counters.steps;
@@ -257,7 +256,6 @@ impl Scheduler {
             self.spare.push(plan);
             return None;
         }
-        self.record(|journal, _| journal.plan(now, Some(&plan)));
         self.note_step(&plan);
         self.stall = None;
         self.note_backlog();
@@ -303,7 +301,6 @@ impl Scheduler {
             self.clocks.step(0, false);
         }
         self.goes_on = !self.seqs.is_empty();
-        self.record(|journal, _| journal.commit(now, &outputs.tokens));
         self.spare.push(plan);
     }
 
@@ -343,11 +340,14 @@ impl Scheduler {
         seq.account.enter(state, &self.clocks, seq.group, others);
     }
 
-    /// Runs `write` if there is a journal.
-    pub(crate) fn record(&mut self, write: impl FnOnce(&mut Journal, &SlotMap<SeqId, Sequence>)) {
-        if let Some(journal) = &mut self.journal {
-            write(journal, &self.seqs);
-        }
+    /// Whether a deadline has come, so that [`expire`](Self::expire) has something to do.
+    pub(crate) fn has_due(&self, now: Time) -> bool {
+        self.deadlines.first_key_value().is_some_and(|(&(at, _), _)| at <= now)
+    }
+
+    /// The ticket and tag of a sequence that has not ended.
+    pub(crate) fn numbers(&self, id: SeqId) -> Option<(Ticket, u64)> {
+        self.seqs.get(id).map(|seq| (seq.ticket, seq.tag))
     }
 
     /// Appends what one chunk sampled, up to the first drafted token that the
@@ -411,12 +411,14 @@ impl Scheduler {
         let size = self.config.block_size;
         let known = seq.computed.min(seq.tokens.len() as u32);
         while seq.seal_at <= known {
-            let block = (seq.seal_at - size) as usize..seq.seal_at as usize;
-            let name = self.pool.seal(&seq.table, &mut seq.chain, &seq.tokens[block], step);
-            self.hopes.sealed(name);
-            if let Some(journal) = &mut self.journal {
-                journal.name(seq, seq.seal_at / size - 1, name);
+            let (from, to) = ((seq.seal_at - size) as usize, seq.seal_at as usize);
+            let block = seq.chain.len();
+            if seq.names.len() == block {
+                self.pool.name_block(&seq.salt, &seq.tokens[from..to], &mut seq.names);
             }
+            let name = seq.names[block];
+            self.pool.seal(&seq.table, &mut seq.chain, name, &seq.tokens[from..to], step);
+            self.awaited.ready(name);
             seq.seal_at += size;
         }
     }
@@ -426,7 +428,6 @@ impl Scheduler {
         if !self.seqs.contains_key(id) {
             return false;
         }
-        self.record(|journal, seqs| journal.end(seqs[id].ticket, reason, now));
         self.clocks.tick(now);
         self.leave_early(id, reason);
         true

@@ -58,6 +58,8 @@ pub(crate) struct Sequence {
     /// The group of the queue whose turn it must be.
     pub(crate) group: u32,
 
+    /// The names of its full blocks, as far as they were computed: none without a prefix cache.
+    pub(crate) names: Vec<BlockHash>,
     /// A guess at the tokens after the last one.
     pub(crate) draft: Vec<Token>,
     pub(crate) chain: Chain,
@@ -92,8 +94,10 @@ pub(crate) struct Sequence {
     /// When its deadlines are looked at next, if it has any.
     pub(crate) look_at: Option<Time>,
     pub(crate) predicted: Option<u32>,
-    /// The block that would make its cached prefix longer (prefix policy).
-    pub(crate) hope: Option<BlockHash>,
+    /// The number of the block with which its cached prefix would be longer (prefix policy).
+    pub(crate) awaited_block: Option<usize>,
+    /// Who computes the blocks up to that one.
+    pub(crate) awaited_from: Option<SeqId>,
     pub(crate) parent: Option<SeqId>,
     /// Siblings that wait for its prompt to be computed.
     pub(crate) forks: Vec<SeqId>,
@@ -103,7 +107,7 @@ pub(crate) struct Sequence {
 
 impl Sequence {
     /// Checks a request on its own; what the pool can hold is the scheduler's business.
-    pub(crate) fn new(request: Request, chain: Chain, ticket: Ticket, max_model_len: u32, now: Time) -> Result<Self, Rejected> {
+    pub(crate) fn new(request: Request, ticket: Ticket, max_model_len: u32, now: Time) -> Result<Self, Rejected> {
         let (prompt, new) = (request.prompt.len() as u64, u64::from(request.max_new_tokens));
         if prompt == 0 {
             return Err(Rejected::EmptyPrompt);
@@ -140,8 +144,9 @@ impl Sequence {
             group: 0,
             weight: request.weight.max(1),
             table: BlockTable::default(),
+            names: Vec::new(),
             draft: Vec::new(),
-            chain,
+            chain: Chain::root(&request.salt),
             salt: request.salt,
             ticket,
             prompt_len: prompt as u32,
@@ -163,7 +168,8 @@ impl Sequence {
             ttft_deadline: request.ttft_deadline.unwrap_or(Time::MAX),
             look_at: None,
             predicted: request.predicted_tokens,
-            hope: None,
+            awaited_block: None,
+            awaited_from: None,
             parent: None,
             forks: Vec::new(),
             account: Box::default(),

@@ -89,7 +89,7 @@ pub struct Snapshot {
     pub waiting: Vec<WaitSeen>,
     /// The KV blocks in their order: [`FREE`](Self::FREE), [`CACHED`](Self::CACHED), [`SHARED`](Self::SHARED), or
     /// [`HELD`](Self::HELD) plus the row of its one holder. A cell of several blocks shows what most of them are.
-    pub cells: Vec<u16>,
+    pub cells: Vec<u32>,
     /// Blocks to a cell.
     pub blocks_per_cell: usize,
     /// The steps planned since the last look, as long as that was not long ago, the oldest first.
@@ -98,13 +98,13 @@ pub struct Snapshot {
 
 impl Snapshot {
     /// Nobody holds it, and there is nothing in it.
-    pub const FREE: u16 = 0;
+    pub const FREE: u32 = 0;
     /// Nobody holds it, and a prompt may find it.
-    pub const CACHED: u16 = 1;
+    pub const CACHED: u32 = 1;
     /// Several sequences hold it.
-    pub const SHARED: u16 = 2;
+    pub const SHARED: u32 = 2;
     /// The sequence of row 0 holds it.
-    pub const HELD: u16 = 3;
+    pub const HELD: u32 = 3;
 }
 
 /// The steps since the last look.
@@ -204,13 +204,13 @@ impl Scheduler {
     }
 
     /// Who holds each block, the scratch block left out, and how many blocks there are to a cell.
-    fn cells(&self, most: usize) -> (Vec<u16>, usize) {
-        let mut blocks: Vec<u16> = self.pool.kinds().collect();
+    fn cells(&self, most: usize) -> (Vec<u32>, usize) {
+        let mut blocks: Vec<u32> = self.pool.kinds().collect();
         for seq in self.seated() {
             for id in seq.table.ids() {
                 let block = &mut blocks[id.0 as usize - 1];
                 if *block == Snapshot::HELD {
-                    *block += seq.row as u16;
+                    *block += seq.row;
                 }
             }
         }

@@ -111,6 +111,11 @@ impl Scheduler {
         Occupancy { running: self.seqs.len() - waiting, waiting, blocks }
     }
 
+    /// Block names computed and looked up so far: work that is the same on every machine.
+    pub fn block_lookups(&self) -> u64 {
+        self.pool.lookups()
+    }
+
     /// Counters, and what is true now. O(rows).
     pub fn stats(&self) -> Stats {
         let Occupancy { running, waiting, .. } = self.occupancy();

@@ -4,7 +4,7 @@
 
 mod world;
 
-use chairlift_core::{Batching, Config, Policy};
+use chairlift_core::{Batching, Config, Policy, Reservation};
 use proptest::prelude::*;
 use world::{Op, VOCABULARY, World};
 
@@ -48,7 +48,8 @@ proptest! {
     fn any_interleaving(
         ops in prop::collection::vec(op(), 1..150),
         sizes in (6..40u32, 1..6u32, 1..24u32, 1..6u32),
-        watermark in 0..4u32, prefix_caching in prop::bool::weighted(0.9),
+        journal in any::<bool>(), watermark in 0..4u32, prefix_caching in prop::bool::weighted(0.9),
+        reservation in prop::sample::select(Reservation::NAMES.map(|(_, reservation)| reservation).to_vec()),
         policy in policy(), batching in batching(),
         ageing in 0..60u64, target_itl in prop_oneof![2 => Just(0u64), 1 => 1..5u64],
         host in prop_oneof![1 => Just((0, 0)), 2 => (1..40u32, prop::sample::select(vec![0, 500, 1_000_000u32]))],
@@ -58,11 +59,9 @@ proptest! {
         let max_seqs = max_seqs.min(max_tokens);
         let (host_blocks, swap_ns_per_block) = host;
         let config = Config {
-            num_blocks, block_size, max_tokens, max_seqs, max_model_len: 44, prefix_caching, watermark, policy, batching,
+            num_blocks, block_size, max_tokens, max_seqs, max_model_len: 44, prefix_caching, watermark, reservation, policy, batching,
             max_queued_reqs, max_queued_tokens: u64::MAX, ageing, target_itl, host_blocks, swap_ns_per_block,
         };
-        // Drafts are not recorded.
-        let journal = !ops.iter().any(|op| matches!(op, Op::Draft { .. }));
         let mut world = World::new(config, journal);
         for op in ops {
             world.apply(op);

@@ -165,8 +165,7 @@ impl Decoder {
         let (inners, turned, packed) = (self.inner.shared(), self.turns.shared(), rows.packed(isa, tokens));
         let table = embedding.as_ref().unwrap_or(&head.matrix);
         let Step { query_starts, context_lens, block_tables, max_blocks, .. } = *step;
-        let each: Vec<i32> = (0..context_lens.len() as i32).collect();
-        let plan = Plan::new(Sequences { query_starts, context_lens, rows: &each, block_tables, max_blocks }, heads, kv_heads);
+        let plan = Plan::new(Sequences { query_starts, context_lens, rows: step.rows, block_tables, max_blocks }, heads, kv_heads);
         let pages = cache.pages();
         // SAFETY of all blocks below: a phase writes rows that no other piece of the same phase touches, and reads what phases
         // before it wrote.

@@ -11,6 +11,8 @@ pub struct Step<'a> {
     pub slots: &'a [i32],
     pub query_starts: &'a [i32],
     pub context_lens: &'a [i32],
+    /// The row of `block_tables` that each sequence has.
+    pub rows: &'a [i32],
     pub block_tables: &'a [i32],
     /// Width of a row of `block_tables`.
     pub max_blocks: usize,
@@ -74,6 +76,16 @@ pub enum StepError {
         /// Tokens that a row of the block table has room for.
         room: usize,
     },
+    /// A row that the block table does not have.
+    #[error("sequence {sequence} has row {row}, and the block table has {rows} rows")]
+    Row {
+        /// The sequence's index.
+        sequence: usize,
+        /// Its row.
+        row: i32,
+        /// How many rows there are.
+        rows: usize,
+    },
     /// The cache was made for another model.
     #[error("the KV cache has {found} {what}, and the model has {expected}")]
     Cache {
@@ -125,12 +137,19 @@ impl Step<'_> {
             ("positions", self.positions.len(), tokens),
             ("slots", self.slots.len(), tokens),
             ("query_starts", self.query_starts.len(), sequences + 1),
-            ("block_tables", self.block_tables.len(), sequences * self.max_blocks),
+            ("rows", self.rows.len(), sequences),
         ];
         for (what, found, expected) in lengths {
             if found != expected {
                 return Err(StepError::Length { what, found, expected });
             }
+        }
+        let rows = self.block_tables.len() / self.max_blocks.max(1);
+        for (sequence, &row) in self.rows.iter().enumerate() {
+            if usize::try_from(row).is_ok_and(|row| row < rows) {
+                continue;
+            }
+            return Err(StepError::Row { sequence, row, rows });
         }
         for (at, &id) in self.input_ids.iter().enumerate() {
             if usize::try_from(id).is_ok_and(|id| id < vocabulary) {
@@ -177,7 +196,8 @@ mod tests {
         slots: &[4, 5, 159],
         query_starts: &[0, 2, 3],
         context_lens: &[2, 5],
-        block_tables: &[1, 0, 2, 39],
+        rows: &[2, 0],
+        block_tables: &[2, 39, 9, 9, 1, 0],
         max_blocks: 2,
     };
 
@@ -194,7 +214,7 @@ mod tests {
         for _ in 0..3 {
             assert_eq!(STEP.check(10, CACHE, &mut slots), Ok(()));
         }
-        let empty = Step { input_ids: &[], positions: &[], slots: &[], query_starts: &[0], context_lens: &[], block_tables: &[], ..STEP };
+        let empty = Step { input_ids: &[], positions: &[], slots: &[], query_starts: &[0], context_lens: &[], rows: &[], ..STEP };
         assert_eq!(check(empty), Ok(()));
     }
 
@@ -231,7 +251,10 @@ mod tests {
         assert_eq!(check(Step { positions: &[0], ..STEP }), length("positions", 1, 3));
         assert_eq!(check(Step { slots: &[4, 5, 6, 7], ..STEP }), length("slots", 4, 3));
         assert_eq!(check(Step { query_starts: &[0, 3], ..STEP }), length("query_starts", 2, 3));
-        assert_eq!(check(Step { block_tables: &[1, 0, 2], ..STEP }), length("block_tables", 3, 4));
+        assert_eq!(check(Step { rows: &[1], ..STEP }), length("rows", 1, 2));
+        assert_eq!(check(Step { rows: &[1, 3], ..STEP }), Err(StepError::Row { sequence: 1, row: 3, rows: 3 }));
+        assert_eq!(check(Step { rows: &[-1, 0], ..STEP }), Err(StepError::Row { sequence: 0, row: -1, rows: 3 }));
+        assert_eq!(check(Step { block_tables: &[1, 0, 2], ..STEP }), Err(StepError::Row { sequence: 0, row: 2, rows: 1 }));
         assert_eq!(check(Step { input_ids: &[5, 10, 7], ..STEP }), Err(StepError::Token { at: 1, id: 10, vocabulary: 10 }));
         assert_eq!(check(Step { input_ids: &[5, 6, -7], ..STEP }), Err(StepError::Token { at: 2, id: -7, vocabulary: 10 }));
     }

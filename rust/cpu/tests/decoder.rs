@@ -143,7 +143,9 @@ fn run(decoder: &mut Decoder, form: KvForm, sequences: &[&[i32]], cuts: &[usize]
     let block = |s: usize, i: usize| (1 + s * MAX_BLOCKS + (i * 7 + s) % MAX_BLOCKS) as i32;
     for cut in cuts.iter().cycle() {
         let (mut input_ids, mut positions, mut slots, mut who) = (vec![], vec![], vec![], vec![]);
-        let (mut query_starts, mut context_lens, mut block_tables) = (vec![0], vec![], vec![]);
+        let (mut query_starts, mut context_lens, mut rows) = (vec![0], vec![], vec![]);
+        // Each sequence keeps its row, whoever else is in the step.
+        let block_tables: Vec<i32> = (0..sequences.len()).flat_map(|s| (0..MAX_BLOCKS).map(move |i| block(s, i))).collect();
         for (s, tokens) in sequences.iter().enumerate() {
             let done = logits[s].len() / VOCABULARY;
             let end = tokens.len().min(done + cut);
@@ -156,7 +158,7 @@ fn run(decoder: &mut Decoder, form: KvForm, sequences: &[&[i32]], cuts: &[usize]
             who.extend(std::iter::repeat_n(s, end - done));
             query_starts.push(input_ids.len() as i32);
             context_lens.push(end as i32);
-            block_tables.extend((0..MAX_BLOCKS).map(|i| block(s, i)));
+            rows.push(s as i32);
         }
         if input_ids.is_empty() {
             break;
@@ -167,6 +169,7 @@ fn run(decoder: &mut Decoder, form: KvForm, sequences: &[&[i32]], cuts: &[usize]
             slots: &slots,
             query_starts: &query_starts,
             context_lens: &context_lens,
+            rows: &rows,
             block_tables: &block_tables,
             max_blocks: MAX_BLOCKS,
         };
@@ -243,6 +246,7 @@ fn a_step_that_threads_could_not_share_is_refused_and_the_next_one_runs() {
         slots: &[4, 5, 8],
         query_starts: &[0, 2, 3],
         context_lens: &[2, 1],
+        rows: &[0, 1],
         block_tables: &[1, 0, 2, 0],
         max_blocks: 2,
     };
@@ -275,6 +279,7 @@ fn a_block_table_without_such_blocks_panics_and_the_next_step_runs() {
         slots: &[4],
         query_starts: &[0, 1],
         context_lens: &[1],
+        rows: &[0],
         block_tables: &[2],
         max_blocks: 1,
     };

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use chairlift_cpu as cpu;
 use cpu::{Form, Isa, Merge, Numbers, ThreadPool};
-use numpy::{PyArray2, PyArrayMethods};
+use numpy::{PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -181,7 +181,7 @@ impl Decoder {
     }
 
     /// Runs a step over the cache, and keeps the hidden states of its tokens.
-    #[pyo3(signature = (cache, *, input_ids, positions, slots, query_starts, context_lens, block_tables))]
+    #[pyo3(signature = (cache, *, input_ids, positions, slots, query_starts, context_lens, rows, block_tables))]
     #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
@@ -192,15 +192,17 @@ impl Decoder {
         slots: PyBuffer<i32>,
         query_starts: PyBuffer<i32>,
         context_lens: PyBuffer<i32>,
-        block_tables: PyBuffer<i32>,
+        rows: PyBuffer<i32>,
+        block_tables: &Bound<'_, PyArray2<i32>>,
     ) -> PyResult<()> {
-        let &[_, max_blocks] = block_tables.shape() else {
-            return Err(PyValueError::new_err("block_tables must be two-dimensional"));
-        };
-        let all = [input_ids, positions, slots, query_starts, context_lens, block_tables].map(|array| array.to_vec(py));
-        let [input_ids, positions, slots, query_starts, context_lens, block_tables] = all;
+        let max_blocks = block_tables.shape()[1];
+        let all = [input_ids, positions, slots, query_starts, context_lens, rows].map(|array| array.to_vec(py));
+        let [input_ids, positions, slots, query_starts, context_lens, rows] = all;
         let (input_ids, positions, slots) = (input_ids?, positions?, slots?);
-        let (query_starts, context_lens, block_tables) = (query_starts?, context_lens?, block_tables?);
+        let (query_starts, context_lens, rows) = (query_starts?, context_lens?, rows?);
+        // The largest of the arrays, and all but a little of it unread: it is not copied.
+        let tables = block_tables.try_readonly().map_err(|error| PyValueError::new_err(format!("block_tables cannot be read: {error}")))?;
+        let tables = tables.as_slice().map_err(|_| PyValueError::new_err("block_tables need a C-contiguous int32 array"))?;
         py.detach(|| {
             let step = cpu::Step {
                 input_ids: &input_ids,
@@ -208,7 +210,8 @@ impl Decoder {
                 slots: &slots,
                 query_starts: &query_starts,
                 context_lens: &context_lens,
-                block_tables: &block_tables,
+                rows: &rows,
+                block_tables: tables,
                 max_blocks,
             };
             lock(&self.0).forward(&step, &mut lock(&cache.0)).map_err(|error| PyValueError::new_err(error.to_string()))

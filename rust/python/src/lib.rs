@@ -9,6 +9,7 @@ mod replay;
 mod reports;
 mod sample;
 mod scheduler;
+mod settings;
 mod simulate;
 mod work;
 
@@ -28,6 +29,8 @@ mod _core {
     use crate::sample::{choose, score};
     #[pymodule_export]
     use crate::scheduler::{Outputs, Scheduler, StepPlan};
+    #[pymodule_export]
+    use crate::settings::settings;
     #[pymodule_export]
     use crate::simulate::{simulate, step_times};
     #[pymodule_export]

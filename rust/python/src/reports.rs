@@ -154,7 +154,7 @@ pub(crate) fn usage<'py>(py: Python<'py>, usage: &core::Usage) -> PyResult<Bound
     Ok(dict)
 }
 
-/// A look at everything: dicts for rows, waiting and steps, and the cells as little-endian u16.
+/// A look at everything: dicts for rows, waiting and steps, and the cells as little-endian u32.
 pub(crate) fn snapshot<'py>(py: Python<'py>, seen: &core::Snapshot) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     let rows = PyList::empty(py);

@@ -2,7 +2,7 @@
 
 use crate::buffers::StepBuffers;
 use crate::errors::rejected;
-use crate::reports;
+use crate::{reports, settings};
 use chairlift_core as core;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
@@ -47,7 +47,7 @@ pub(crate) struct Outputs {
 }
 
 struct Inner {
-    core: core::Scheduler,
+    core: core::Recorder,
     outputs: core::Outputs,
     sampled: Vec<i32>,
 }
@@ -66,52 +66,12 @@ impl Scheduler {
 #[pymethods]
 impl Scheduler {
     #[new]
-    #[pyo3(signature = (*, num_blocks, block_size, max_tokens, max_seqs, max_model_len, prefix_caching = true, watermark = 0,
-        policy = "fcfs", batching = "continuous", batch_size = None, batch_timeout = 0, max_queued_reqs = None,
-        max_queued_tokens = None, ageing = 10_000_000, target_itl = None, host_blocks = 0, swap_ns_per_block = 0, journal = false, hash_key = 0))]
-    #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools)] // the settings, by name
-    fn new(
-        num_blocks: u32,
-        block_size: u32,
-        max_tokens: u32,
-        max_seqs: u32,
-        max_model_len: u32,
-        prefix_caching: bool,
-        watermark: u32,
-        policy: &str,
-        batching: &str,
-        batch_size: Option<u32>,
-        batch_timeout: core::Time,
-        max_queued_reqs: Option<u32>,
-        max_queued_tokens: Option<u64>,
-        ageing: core::Time,
-        target_itl: Option<core::Time>,
-        host_blocks: u32,
-        swap_ns_per_block: u32,
-        journal: bool,
-        hash_key: u128,
-    ) -> PyResult<Self> {
-        let config = core::Config {
-            num_blocks,
-            block_size,
-            max_tokens,
-            max_seqs,
-            max_model_len,
-            prefix_caching,
-            watermark,
-            policy: policy_of(policy)?,
-            batching: batching_of(batching, batch_size.unwrap_or(max_seqs), batch_timeout)?,
-            max_queued_reqs: max_queued_reqs.unwrap_or(u32::MAX),
-            max_queued_tokens: max_queued_tokens.unwrap_or(u64::MAX),
-            ageing,
-            target_itl: target_itl.unwrap_or(0),
-            host_blocks,
-            swap_ns_per_block,
-        };
-        let mut core = core::Scheduler::keyed(config, hash_key).map_err(|error| PyValueError::new_err(error.to_string()))?;
-        if journal {
-            core.start_journal();
-        }
+    #[pyo3(signature = (*, journal = false, hash_key = 0, **settings))]
+    fn new(py: Python<'_>, journal: bool, hash_key: u128, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+        let given = settings.cloned().unwrap_or_else(|| PyDict::new(py));
+        let config = settings::changed(core::Config::default(), &given)?;
+        let core = core::Scheduler::keyed(config, hash_key).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let core = if journal { core::Recorder::on(core) } else { core::Recorder::off(core) };
         Ok(Self(Mutex::new(Inner { core, outputs: core::Outputs::default(), sampled: Vec::new() })))
     }
 
@@ -278,22 +238,6 @@ impl Scheduler {
     fn check(&self) -> PyResult<()> {
         self.lock()?.core.check();
         Ok(())
-    }
-}
-
-/// The policy of that name.
-pub(crate) fn policy_of(name: &str) -> PyResult<core::Policy> {
-    let names = || core::Policy::NAMES.map(|(name, _)| name).join(", ");
-    core::Policy::from_name(name).ok_or_else(|| PyValueError::new_err(format!("no policy {name:?}: there are {}", names())))
-}
-
-/// The way of batching of that name.
-pub(crate) fn batching_of(name: &str, size: u32, timeout: core::Time) -> PyResult<core::Batching> {
-    match name {
-        "continuous" => Ok(core::Batching::Continuous),
-        "static" => Ok(core::Batching::Static { size }),
-        "dynamic" => Ok(core::Batching::Dynamic { size, timeout }),
-        _ => Err(PyValueError::new_err(format!("no batching {name:?}: there are continuous, static and dynamic"))),
     }
 }
 

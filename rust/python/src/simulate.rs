@@ -1,7 +1,8 @@
 //! Simulations: a workload in flat arrays in, accounts in flat arrays out.
 
-use crate::replay::{changed, replayed};
+use crate::replay::replayed;
 use crate::reports;
+use crate::settings::changed;
 use chairlift_core as core;
 use chairlift_sim as sim;
 use pyo3::buffer::PyBuffer;
@@ -33,15 +34,15 @@ pub(crate) fn simulate<'py>(
     replicas: usize,
     routing: &str,
 ) -> PyResult<Bound<'py, PyList>> {
-    let asks = requests.to_vec(py)?.chunks_exact(COLUMNS).map(ask).collect::<Option<Vec<_>>>();
+    let specs = requests.to_vec(py)?.chunks_exact(COLUMNS).map(spec).collect::<Option<Vec<_>>>();
     let workload = sim::Workload {
-        asks: asks.ok_or_else(|| PyValueError::new_err("a number of a request is negative or too large"))?,
+        specs: specs.ok_or_else(|| PyValueError::new_err("a number of a request is negative or too large"))?,
         tenants: tenants.into_iter().map(|(name, weight)| (name.into(), weight)).collect(),
         names: names.to_vec(py)?.into_iter().map(|name| name as u64).collect(),
         name_block,
     };
-    let wanted: usize = workload.asks.iter().map(|ask| ask.names as usize).sum();
-    if wanted > workload.names.len() || workload.asks.iter().any(|ask| ask.tenant as usize >= workload.tenants.len()) {
+    let wanted: usize = workload.specs.iter().map(|spec| spec.names as usize).sum();
+    if wanted > workload.names.len() || workload.specs.iter().any(|spec| spec.tenant as usize >= workload.tenants.len()) {
         return Err(PyValueError::new_err("a request's names or tenant are missing"));
     }
     let config = changed(core::Config::default(), settings)?;
@@ -87,10 +88,10 @@ pub(crate) fn step_times<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound
     ))
 }
 
-fn ask(line: &[i64]) -> Option<sim::Ask> {
+fn spec(line: &[i64]) -> Option<sim::RequestSpec> {
     let small = |at: usize| u32::try_from(line[at]).ok();
     let after = |at: usize| u64::try_from(line[at]).ok();
-    Some(sim::Ask {
+    Some(sim::RequestSpec {
         time: line[0].try_into().ok()?,
         prompt: small(1)?,
         output: small(2)?,
@@ -157,5 +158,17 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
         [time as i64, batch as i64, tokens as i64, running as i64, waiting as i64, blocks as i64, saturation.into()]
     });
     dict.set_item("timeline", packed(py, samples))?;
+    let mut tenants: Vec<&str> = report.ended.iter().map(|ledger| &*ledger.tenant).collect();
+    tenants.sort_unstable();
+    tenants.dedup();
+    let number = |tenant: &str| tenants.binary_search(&tenant).map_or(-1, |number| number as i64);
+    dict.set_item("tenant", packed(py, report.ended.iter().map(|ledger| [number(&ledger.tenant)])))?;
+    dict.set_item("tenants", &tenants)?;
+    dict.set_item("service_window", report.service.window())?;
+    let service = PyDict::new(py);
+    for (tenant, windows) in report.service.tenants() {
+        service.set_item(&**tenant, windows)?;
+    }
+    dict.set_item("service", service)?;
     Ok(dict)
 }

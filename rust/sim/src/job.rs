@@ -19,12 +19,12 @@ pub struct Job {
     /// The tag of the request whose sibling it is: that one came before.
     pub sibling_of: Option<u64>,
     /// When its caller goes, if that is before its end.
-    pub gone: Option<Time>,
+    pub cancelled_at: Option<Time>,
 }
 
 /// A line of a [`Workload`].
 #[derive(Clone, Debug, Default)]
-pub struct Ask {
+pub struct RequestSpec {
     /// When it comes, in microseconds.
     pub time: Time,
     /// Tokens of its prompt.
@@ -51,7 +51,7 @@ pub struct Ask {
 #[derive(Clone, Debug, Default)]
 pub struct Workload {
     /// In the order of their times.
-    pub asks: Vec<Ask>,
+    pub specs: Vec<RequestSpec>,
     /// Names and weights.
     pub tenants: Vec<(Arc<str>, u32)>,
     /// The names of all prompts' blocks, one request's after another's: equal names, equal content up to the block's end.
@@ -66,35 +66,35 @@ impl Workload {
     /// a name is missing.
     pub fn jobs(&self) -> impl Iterator<Item = Job> + '_ {
         let mut names = self.names.as_slice();
-        self.asks.iter().zip(0..).map(move |(ask, tag)| {
-            let (own, rest) = names.split_at(ask.names as usize);
+        self.specs.iter().zip(0..).map(move |(spec, tag)| {
+            let (own, rest) = names.split_at(spec.names as usize);
             names = rest;
-            self.job(ask, tag, own)
+            self.job(spec, tag, own)
         })
     }
 
-    fn job(&self, ask: &Ask, tag: u64, names: &[u64]) -> Job {
-        let (tenant, weight) = &self.tenants[ask.tenant as usize];
-        let mut prompt = Vec::with_capacity(ask.prompt as usize);
+    fn job(&self, spec: &RequestSpec, tag: u64, names: &[u64]) -> Job {
+        let (tenant, weight) = &self.tenants[spec.tenant as usize];
+        let mut prompt = Vec::with_capacity(spec.prompt as usize);
         for &name in names {
-            let len = self.name_block.min(ask.prompt - prompt.len() as u32);
+            let len = self.name_block.min(spec.prompt - prompt.len() as u32);
             prompt.extend((0..u64::from(len)).map(|at| token(!name, at)));
         }
-        prompt.extend((prompt.len() as u64..u64::from(ask.prompt)).map(|at| token(tag, at)));
+        prompt.extend((prompt.len() as u64..u64::from(spec.prompt)).map(|at| token(tag, at)));
         let request = Request {
             tag,
             prompt,
-            max_new_tokens: ask.most,
+            max_new_tokens: spec.most,
             stop: vec![STOP],
-            priority: ask.priority,
+            priority: spec.priority,
             tenant: Arc::clone(tenant),
             weight: *weight,
-            deadline: ask.deadline.map(|after| ask.time + after),
-            ttft_deadline: ask.ttft_deadline.map(|after| ask.time + after),
-            predicted_tokens: ask.predicted,
+            deadline: spec.deadline.map(|after| spec.time + after),
+            ttft_deadline: spec.ttft_deadline.map(|after| spec.time + after),
+            predicted_tokens: spec.predicted,
             ..Request::default()
         };
-        Job { time: ask.time, request, len: ask.output, names: names.to_vec(), ..Job::default() }
+        Job { time: spec.time, request, len: spec.output, names: names.to_vec(), ..Job::default() }
     }
 }
 
@@ -110,9 +110,9 @@ mod tests {
 
     #[test]
     fn prompts_are_equal_as_far_as_their_names() {
-        let ask = |prompt, names| Ask { prompt, output: 1, most: 1, names, ..Ask::default() };
+        let spec = |prompt, names| RequestSpec { prompt, output: 1, most: 1, names, ..RequestSpec::default() };
         let workload = Workload {
-            asks: vec![ask(10, 3), ask(10, 3), ask(10, 2), ask(10, 0)],
+            specs: vec![spec(10, 3), spec(10, 3), spec(10, 2), spec(10, 0)],
             tenants: vec![("".into(), 1)],
             names: vec![1, 2, 3, 1, 2, 9, 1, 2],
             name_block: 4,

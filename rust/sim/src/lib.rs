@@ -7,15 +7,17 @@ mod recorded;
 mod replica;
 mod report;
 mod run;
+mod service;
 mod step_time;
 mod timeline;
 mod what_if;
 
 pub use histogram::Histogram;
-pub use job::{Ask, Job, Workload};
+pub use job::{Job, RequestSpec, Workload};
 pub use recorded::recorded;
 pub use report::{Report, percentile};
 pub use run::{Machine, Routing, simulate, simulate_fleet};
+pub use service::Service;
 pub use step_time::StepTime;
 pub use timeline::{Sample, Sums, Timeline};
 pub use what_if::jobs;

@@ -1,17 +1,17 @@
 //! A recorded day as it was, in the words of a simulation.
 
 use crate::{Report, Sample};
-use chairlift_core::{ConfigError, FinishReason, Ledger, Moment, Replayed, Script, Time};
+use chairlift_core::{ConfigError, Event, FinishReason, Ledger, ParsedJournal, Replayed, Time};
 use std::collections::{HashMap, VecDeque};
 
 /// The replay of a journal, and what came of its requests in the time that
 /// they really took. Times of the report count from the first call, as those of
 /// its [jobs](crate::jobs) do; who was refused is not in a journal. Steps of
 /// which one was planned while another ran are timed from the other's end.
-pub fn recorded(script: &Script) -> Result<(Replayed, Report), ConfigError> {
-    let begins = script.begins();
+pub fn recorded(journal: &ParsedJournal) -> Result<(Replayed, Report), ConfigError> {
+    let begins = journal.begins();
     let mut seen = Seen { report: Report::default(), begins, now: 0, tokens: HashMap::new(), due: VecDeque::new(), free: 0 };
-    let replayed = script.replay_seen(|moment| seen.look(&moment))?;
+    let replayed = journal.replay_seen(|event| seen.look(&event))?;
     seen.report.stats = Some(replayed.scheduler.stats());
     Ok((replayed, seen.report))
 }
@@ -30,22 +30,22 @@ struct Seen {
 }
 
 impl Seen {
-    fn look(&mut self, moment: &Moment<'_>) {
-        self.now = self.now.max(moment.now - self.begins);
+    fn look(&mut self, event: &Event<'_>) {
+        self.now = self.now.max(event.now - self.begins);
         let now = self.now;
         let report = &mut self.report;
-        if moment.planned {
-            let plan = moment.in_flight.back().expect("it was just planned");
+        if event.planned {
+            let plan = event.in_flight.back().expect("it was just planned");
             report.steps += 1;
             report.chunks += plan.chunks.len() as u64;
             self.due.push_back(now);
         }
-        if moment.committed {
+        if event.committed {
             let planned = self.due.pop_front().expect("what is committed was planned");
             report.step_times.add(now - self.free.max(planned));
             self.free = now;
         }
-        for output in moment.tokens.iter().filter(|output| output.finish != Some(FinishReason::Error)) {
+        for output in event.tokens.iter().filter(|output| output.finish != Some(FinishReason::Error)) {
             let gap = self.tokens.get(&output.tag).map(|(last, _)| now - last);
             if let Some(gap) = gap {
                 report.gaps.add(gap);
@@ -53,13 +53,13 @@ impl Seen {
             let (last, longest) = self.tokens.entry(output.tag).or_default();
             (*last, *longest) = (now, (*longest).max(gap.unwrap_or(0)));
         }
-        for ledger in moment.ended {
+        for ledger in event.ended {
             report.longest_gaps.push(self.tokens.remove(&ledger.tag).map_or(0, |(_, longest)| longest));
             let ledger = since(self.begins, ledger);
             report.ended_at = report.ended_at.max(ledger.ended);
             report.ended.push(ledger);
         }
-        report.timeline.add(Sample::of(now, moment.scheduler, moment.in_flight.front()));
+        report.timeline.add(Sample::of(now, event.scheduler, event.in_flight.front()));
     }
 }
 

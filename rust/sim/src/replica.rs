@@ -4,8 +4,9 @@ use crate::job::token;
 use crate::{Job, Machine, Report, Sample};
 use chairlift_core::{Config, ConfigError, Ledger, Outputs, STOP, Scheduler, SeqId, StepPlan, Time, Token};
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 
-/// What is going on with a job.
+/// A job that has not ended.
 struct Live {
     id: SeqId,
     len: u32,
@@ -13,6 +14,10 @@ struct Live {
     output: Vec<Token>,
     tag: u64,
     made: u32,
+    tenant: Arc<str>,
+    prompt: u32,
+    /// Whether it has a slot, or had one before a preemption.
+    started: bool,
     /// When its last token came, and the longest time between two.
     last: Time,
     longest: Time,
@@ -27,8 +32,8 @@ pub(crate) struct Replica<'a> {
     by_tag: HashMap<u64, usize>,
     /// Who runs, by row.
     rows: Vec<usize>,
-    /// Who goes when.
-    going: BTreeSet<(Time, u64)>,
+    /// Jobs whose callers leave, by when.
+    cancellations: BTreeSet<(Time, u64)>,
     report: Report,
     /// Lists in use while a step runs: kept for their memory.
     sampling: Vec<usize>,
@@ -46,7 +51,7 @@ impl<'a> Replica<'a> {
             vacant: Vec::new(),
             by_tag: HashMap::new(),
             rows: vec![0; config.max_seqs as usize],
-            going: BTreeSet::new(),
+            cancellations: BTreeSet::new(),
             report: Report::default(),
             sampling: Vec::new(),
             sampled: Vec::new(),
@@ -68,7 +73,7 @@ impl<'a> Replica<'a> {
                 continue;
             }
             self.look(None);
-            let events = [self.scheduler.wake_at(), self.going.first().map(|&(at, _)| at)];
+            let events = [self.scheduler.wake_at(), self.cancellations.first().map(|&(at, _)| at)];
             let next = events.into_iter().flatten().min().unwrap_or(until);
             self.now = self.now.max(next.min(until));
         }
@@ -79,8 +84,9 @@ impl<'a> Replica<'a> {
         if self.scheduler.is_idle() {
             self.now = self.now.max(job.time);
         }
-        let Job { time, request, len, output, sibling_of, gone, .. } = job;
+        let Job { time, request, len, output, sibling_of, cancelled_at, .. } = job;
         let (tag, most) = (request.tag, request.max_new_tokens);
+        let (tenant, prompt) = (Arc::clone(&request.tenant), request.prompt.len() as u32);
         let id = match sibling_of {
             Some(parent) => self.by_tag.get(&parent).and_then(|&at| self.scheduler.fork(self.live[at].as_ref()?.id, tag, time)),
             None => self.scheduler.add(request, time).ok(),
@@ -89,7 +95,7 @@ impl<'a> Replica<'a> {
             self.report.refused.push(tag);
             return;
         };
-        let live = Some(Live { id, len, most, output, tag, made: 0, last: 0, longest: 0 });
+        let live = Some(Live { id, len, most, output, tag, made: 0, tenant, prompt, started: false, last: 0, longest: 0 });
         let at = self.vacant.pop().unwrap_or(self.live.len());
         if at == self.live.len() {
             self.live.push(live);
@@ -97,7 +103,7 @@ impl<'a> Replica<'a> {
             self.live[at] = live;
         }
         self.by_tag.insert(tag, at);
-        self.going.extend(gone.map(|gone| (gone, tag)));
+        self.cancellations.extend(cancelled_at.map(|cancelled_at| (cancelled_at, tag)));
     }
 
     /// Lives on until all have ended.
@@ -109,8 +115,8 @@ impl<'a> Replica<'a> {
 
     /// Lets those go whose time has come, by their own will or for a deadline.
     fn go(&mut self) {
-        while let Some(&(at, tag)) = self.going.first().filter(|(at, _)| *at <= self.now) {
-            self.going.remove(&(at, tag));
+        while let Some(&(at, tag)) = self.cancellations.first().filter(|(at, _)| *at <= self.now) {
+            self.cancellations.remove(&(at, tag));
             if let Some(live) = self.by_tag.get(&tag).and_then(|&at| self.live[at].as_ref()) {
                 self.scheduler.abort(live.id, self.now);
                 let ledger = self.scheduler.explain(tag).expect("one of the last that ended");
@@ -126,7 +132,12 @@ impl<'a> Replica<'a> {
 
     fn run(&mut self, plan: StepPlan) {
         for seated in &plan.seated {
-            self.rows[seated.row as usize] = self.by_tag[&seated.tag];
+            let at = self.by_tag[&seated.tag];
+            self.rows[seated.row as usize] = at;
+            let live = self.live[at].as_mut().expect("it was just admitted");
+            if !std::mem::replace(&mut live.started, true) {
+                self.report.service.prompt(&live.tenant, self.now, live.prompt - seated.cached_tokens);
+            }
         }
         self.look(Some(&plan));
         let swaps = (plan.swap_out.len() + plan.swap_in.len()) as u64 * u64::from(self.machine.swap_ns_per_block) / 1000;
@@ -147,6 +158,7 @@ impl<'a> Replica<'a> {
                 self.report.gaps.add(gap);
             }
             live.last = self.now;
+            self.report.service.output(&live.tenant, self.now);
         }
         self.scheduler.commit(plan, &self.sampled, self.now, &mut self.outputs);
         for ledger in std::mem::take(&mut self.outputs.ended) {

@@ -1,6 +1,6 @@
 //! What came of a simulation.
 
-use crate::{Histogram, Timeline};
+use crate::{Histogram, Service, Timeline};
 use chairlift_core::{FinishReason, Ledger, Stats, Time};
 
 /// What came of a simulation.
@@ -26,6 +26,8 @@ pub struct Report {
     pub step_times: Histogram,
     /// How full the machine was.
     pub timeline: Timeline,
+    /// What each tenant was given over time.
+    pub service: Service,
 }
 
 impl Report {

@@ -53,7 +53,8 @@ pub fn simulate_fleet(
     routing: Routing,
 ) -> Result<Vec<Report>, ConfigError> {
     let mut fleet = (0..replicas.max(1)).map(|_| Replica::new(config, machine)).collect::<Result<Vec<_>, _>>()?;
-    let mut router = Router { routing, next: 0, sent: HashMap::new() };
+    // No more names than the engines' caches have blocks: what was sent before those is not cached any more.
+    let mut router = Router { routing, next: 0, sent: Recent::new(fleet.len() * config.usable_blocks() as usize) };
     for job in jobs {
         for replica in &mut fleet {
             replica.advance(job.time);
@@ -67,8 +68,31 @@ pub fn simulate_fleet(
 struct Router {
     routing: Routing,
     next: usize,
-    /// Who was sent a block last, by its name.
-    sent: HashMap<u64, usize>,
+    sent: Recent,
+}
+
+/// Which engine was sent a block last, by the block's name: the latest `limit` names at least, and twice as many at most.
+struct Recent {
+    limit: usize,
+    new: HashMap<u64, usize>,
+    old: HashMap<u64, usize>,
+}
+
+impl Recent {
+    fn new(limit: usize) -> Self {
+        Self { limit: limit.max(1), new: HashMap::new(), old: HashMap::new() }
+    }
+
+    fn get(&self, name: u64) -> Option<usize> {
+        self.new.get(&name).or_else(|| self.old.get(&name)).copied()
+    }
+
+    fn insert(&mut self, name: u64, engine: usize) {
+        if self.new.len() == self.limit && !self.new.contains_key(&name) {
+            self.old = std::mem::take(&mut self.new);
+        }
+        self.new.insert(name, engine);
+    }
 }
 
 impl Router {
@@ -82,12 +106,30 @@ impl Router {
             Routing::LeastLoaded => least(),
             Routing::PrefixAware => {
                 let least = least();
-                let known = job.names.iter().rposition(|name| self.sent.contains_key(name));
-                let holder = known.filter(|at| 2 * (at + 1) >= job.names.len()).map(|at| self.sent[&job.names[at]]);
+                let known = job.names.iter().enumerate().rev().find_map(|(at, &name)| Some((at, self.sent.get(name)?)));
+                let holder = known.filter(|(at, _)| 2 * (at + 1) >= job.names.len()).map(|(_, engine)| engine);
                 let to = holder.filter(|&at| fleet[at].load() <= fleet[least].load() + IMBALANCE).unwrap_or(least);
-                self.sent.extend(job.names.iter().map(|&name| (name, to)));
+                job.names.iter().for_each(|&name| self.sent.insert(name, to));
                 to
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_router_remembers_the_latest_names_and_no_more_than_twice_its_limit() {
+        let mut sent = Recent::new(100);
+        for name in 0..10_000 {
+            sent.insert(name, name as usize % 3);
+            assert!(sent.new.len() + sent.old.len() <= 200);
+            assert_eq!(sent.get(name.saturating_sub(99)), Some(name.saturating_sub(99) as usize % 3));
+        }
+        assert_eq!(sent.get(0), None);
+        sent.insert(9_990, 7);
+        assert_eq!(sent.get(9_990), Some(7), "the latest counts");
     }
 }

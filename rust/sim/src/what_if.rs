@@ -1,20 +1,20 @@
 //! A recorded day, to be lived again under other settings.
 
 use crate::Job;
-use chairlift_core::{Call, FinishReason, Ledger, Request, Script, Time};
+use chairlift_core::{Call, FinishReason, Ledger, ParsedJournal, Request, Time};
 use std::collections::HashMap;
 
 /// The requests of a journal, each with the output that it had, by the
-/// accounts of its [replay](Script::replay). One that its caller left goes
+/// accounts of its [replay](ParsedJournal::replay). One that its caller left goes
 /// after as long; one that missed its deadline would have generated what its
 /// caller predicted, or all it was allowed.
-pub fn jobs(script: &Script, ended: &[Ledger]) -> Vec<Job> {
+pub fn jobs(journal: &ParsedJournal, ended: &[Ledger]) -> Vec<Job> {
     let by_tag: HashMap<u64, &Ledger> = ended.iter().map(|ledger| (ledger.tag, ledger)).collect();
     let mut jobs: Vec<Job> = Vec::new();
-    let begins = script.begins();
-    for (time, call) in &script.calls {
+    let begins = journal.begins();
+    for (time, call) in &journal.calls {
         let (request, sibling_of) = match call {
-            Call::Add(arrival) => (script.request(arrival), None),
+            Call::Add(arrival) => (journal.request(arrival), None),
             Call::Fork { parent, tag } => {
                 // Requests and siblings are numbered in the order of their coming.
                 let parent = &jobs[*parent as usize].request;
@@ -40,8 +40,8 @@ pub fn jobs(script: &Script, ended: &[Ledger]) -> Vec<Job> {
         jobs.push(Job {
             time: time - begins,
             len,
-            output: (0..len).map(|i| script.token(ticket, prompt + i)).collect(),
-            gone: ledger.filter(|_| left).map(|ledger| ledger.ended - begins),
+            output: (0..len).map(|i| journal.token(ticket, prompt + i)).collect(),
+            cancelled_at: ledger.filter(|_| left).map(|ledger| ledger.ended - begins),
             request,
             sibling_of,
             ..Job::default()

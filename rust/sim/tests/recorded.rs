@@ -1,6 +1,6 @@
 //! A recorded day in the words of a simulation: with two steps under way, as on a GPU.
 
-use chairlift_core::{Config, FinishReason, Outputs, Request, Scheduler, Script, Time, Token};
+use chairlift_core::{Config, FinishReason, Outputs, ParsedJournal, Recorder, Request, Scheduler, Time, Token};
 use chairlift_sim::{Histogram, Sums, recorded};
 
 const BEGINS: Time = 10_000;
@@ -11,8 +11,8 @@ fn request(tag: u64, prompt: u32) -> Request {
 
 #[test]
 fn steps_are_timed_one_after_the_other_though_planned_ahead() {
-    let mut core = Scheduler::new(Config { num_blocks: 33, max_tokens: 64, max_seqs: 4, max_model_len: 128, ..Config::default() }).unwrap();
-    core.start_journal();
+    let core = Scheduler::new(Config { num_blocks: 33, max_tokens: 64, max_seqs: 4, max_model_len: 128, ..Config::default() }).unwrap();
+    let mut core = Recorder::on(core);
     let mut outputs = Outputs::default();
     let at = |time: Time| BEGINS + time;
     // The first alone from 0; the second's prompt in the step planned at 100, which begins when the first step ends, at 1000.
@@ -33,7 +33,7 @@ fn steps_are_timed_one_after_the_other_though_planned_ahead() {
     let mut journal = Vec::new();
     core.take_journal(&mut journal);
 
-    let (replayed, report) = recorded(&Script::read(&journal).unwrap()).unwrap();
+    let (replayed, report) = recorded(&ParsedJournal::read(&journal).unwrap()).unwrap();
     assert_eq!(replayed.differs_at, None);
     let of = |times: &[Time]| {
         let mut histogram = Histogram::default();

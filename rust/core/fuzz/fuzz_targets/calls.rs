@@ -2,7 +2,7 @@
 #![no_main]
 
 use arbitrary::{Result, Unstructured};
-use chairlift_core::{Batching, Config, Policy};
+use chairlift_core::{Batching, Config, Policy, Reservation};
 use libfuzzer_sys::fuzz_target;
 use world::{Op, VOCABULARY, World};
 
@@ -16,10 +16,7 @@ fuzz_target!(|bytes: &[u8]| {
     let mut world = World::new(config, journal);
     while !bytes.is_empty() {
         let Ok(op) = op(&mut bytes) else { break };
-        // Drafts are not recorded.
-        if !(journal && matches!(op, Op::Draft { .. })) {
-            world.apply(op);
-        }
+        world.apply(op);
     }
     world.drain();
     if journal {
@@ -37,6 +34,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
         max_model_len: 44,
         prefix_caching: bytes.ratio(9, 10)?,
         watermark: bytes.int_in_range(0..=4)?,
+        reservation: bytes.choose(&Reservation::NAMES)?.1,
         policy: bytes.choose(&Policy::NAMES)?.1,
         batching: match bytes.int_in_range(0..=5)? {
             4 => Batching::Static { size: bytes.int_in_range(1..=6)? },

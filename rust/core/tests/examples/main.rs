@@ -6,6 +6,7 @@ mod deadline;
 mod fair;
 mod fcfs;
 mod forks;
+mod journal;
 mod lab;
 mod ledger;
 mod preemption;

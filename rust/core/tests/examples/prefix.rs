@@ -3,6 +3,9 @@
 use crate::lab::{Lab, ask, plenty, stem};
 use chairlift_core::{Cause, Config, Policy, Request};
 
+/// Block names looked up by a plan in which nobody is admitted, at most: 2 log2 of the blocks for each sequence that is moved.
+const LOOKUPS: u64 = 16 * 64;
+
 #[test]
 fn who_has_least_left_to_compute_goes_first() {
     let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Prefix) });
@@ -96,4 +99,65 @@ fn without_a_cache_nobody_waits_for_what_another_computes() {
     lab.step();
     lab.add(stem(1, 2, 256, 300, 9));
     assert_eq!(lab.step().chunks, [(2, 50), (1, 50)]);
+}
+
+#[test]
+fn requests_that_await_a_long_shared_prefix_cost_a_plan_next_to_nothing() {
+    // 200 blocks under way, 16 a step; all but the first request wait for them or, where the policy does not care, for a slot.
+    for (_, policy) in Policy::NAMES {
+        let mut lab = Lab::new(Config { max_tokens: 256, max_seqs: 8, num_blocks: 8193, ..plenty(policy) });
+        lab.check_every = 100;
+        lab.add(stem(1, 1, 3200, 3200, 1));
+        lab.step();
+        for tag in 2..1002 {
+            lab.add(stem(1, tag, 3200, 3250, 1));
+        }
+        while lab.ended.len() < 1001 {
+            let before = lab.scheduler.block_lookups();
+            let step = lab.step();
+            let lookups = lab.scheduler.block_lookups() - before;
+            // Who is admitted is given 200 blocks one by one.
+            let most = LOOKUPS + 204 * step.seated.len() as u64;
+            assert!(lookups <= most, "{policy:?}: {lookups} lookups in a plan that admits {}", step.seated.len());
+        }
+        if policy == Policy::Prefix {
+            assert!((2..1002).all(|tag| lab.ended[&tag].cached_tokens == 3200), "all but the first find the prefix in the cache");
+        }
+    }
+}
+
+#[test]
+fn requests_that_do_not_fit_are_not_looked_up_in_every_plan() {
+    for (_, policy) in Policy::NAMES {
+        // 200 blocks that all share are cached and held; nobody else's 300 more fit while the first runs.
+        let mut lab = Lab::new(Config { num_blocks: 601, max_model_len: 10_000, ageing: 1 << 40, ..plenty(policy) });
+        lab.check_every = 100;
+        lab.add(stem(1, 1, 3200, 4800, 400));
+        (0..6).for_each(|_| drop(lab.step()));
+        for tag in 2..1002 {
+            lab.add(stem(1, tag, 3200, 8000, 1));
+        }
+        lab.step();
+        for _ in 0..16 {
+            let before = lab.scheduler.block_lookups();
+            let step = lab.step();
+            let lookups = lab.scheduler.block_lookups() - before;
+            assert_eq!(step.seated, []);
+            // One of 64 is measured anew in each plan.
+            assert!(lookups <= LOOKUPS + 202, "{policy:?}: {lookups} lookups");
+        }
+    }
+}
+
+#[test]
+fn a_request_that_awaits_a_prompt_is_admitted_when_that_prompt_is_aborted() {
+    let mut lab = Lab::new(Config { max_tokens: 64, ..plenty(Policy::Prefix) });
+    lab.add(stem(1, 1, 640, 640, 9));
+    lab.step();
+    lab.add(stem(1, 2, 640, 700, 9));
+    assert_eq!(lab.step().chunks, [(1, 64)]);
+    lab.abort(1);
+    // What was committed of the first prompt is in the cache.
+    assert_eq!(lab.step().chunks, [(2, 64)]);
+    assert_eq!(lab.explain(2).cached_tokens, 128);
 }

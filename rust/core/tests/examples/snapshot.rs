@@ -57,8 +57,8 @@ fn every_block_is_free_cached_shared_or_somebodys() {
     lab.add(stem(7, 3, 32, 40, 9));
     lab.step();
     let seen = look(&mut lab);
-    let count = |kind: u16| seen.cells.iter().filter(|&&cell| cell == kind).count();
-    let row = |tag: u64| Snapshot::HELD + seen.rows.iter().find(|row| row.tag == tag).expect("it runs").row as u16;
+    let count = |kind: u32| seen.cells.iter().filter(|&&cell| cell == kind).count();
+    let row = |tag: u64| Snapshot::HELD + seen.rows.iter().find(|row| row.tag == tag).expect("it runs").row;
     // Two blocks of the stem are held by both, each has a third of its own, and the first one's third had no name.
     assert_eq!((count(Snapshot::SHARED), count(row(2)), count(row(3))), (2, 1, 1));
     assert_eq!((count(Snapshot::CACHED), count(Snapshot::FREE), seen.blocks_per_cell), (0, 6, 1));

@@ -4,7 +4,8 @@
 //! calls come from.
 
 use chairlift_core::{
-    Config, FinishReason, Ledger, Outputs, Policy, Rejected, Request, Scheduler, Script, SeqId, StepBuffers, StepPlan, Token,
+    Config, FinishReason, Ledger, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Scheduler, SeqId, StepBuffers,
+    StepPlan, Token,
 };
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -87,7 +88,7 @@ struct Live {
 
 /// The scheduler, the model's cache, and the requests as a caller knows them.
 pub(crate) struct World {
-    scheduler: Scheduler,
+    scheduler: Recorder,
     cache: Vec<u32>,
     host: Vec<u32>,
     tables: Vec<i32>,
@@ -107,10 +108,8 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(config: Config, journal: bool) -> Self {
         let rows = config.max_seqs as usize;
-        let mut scheduler = Scheduler::new(config).unwrap();
-        if journal {
-            scheduler.start_journal();
-        }
+        let scheduler = Scheduler::new(config).unwrap();
+        let scheduler = if journal { Recorder::on(scheduler) } else { Recorder::off(scheduler) };
         Self {
             scheduler,
             ended: Vec::new(),
@@ -275,6 +274,9 @@ impl World {
         for seated in &plan.seated {
             self.row_tag[seated.row as usize] = seated.tag;
             self.row_salt[seated.row as usize] = self.live[&seated.tag].salt;
+        }
+        if config.reservation == Reservation::MaxTokens {
+            assert!(plan.preempted.is_empty(), "preempted though blocks were reserved");
         }
         self.check_order(&plan);
         let (mut ids, mut positions, mut slots) = (vec![0; max_tokens], vec![0; max_tokens], vec![0; max_tokens]);
@@ -446,8 +448,9 @@ impl World {
     pub(crate) fn replay(&mut self) {
         let mut journal = Vec::new();
         self.scheduler.take_journal(&mut journal);
-        let script = Script::read(&journal).expect("a sound journal");
-        let replayed = script.replay().expect("a sound config");
+        let journal = ParsedJournal::read(&journal).expect("a sound journal");
+        assert!(!journal.truncated);
+        let replayed = journal.replay().expect("a sound config");
         assert_eq!(replayed.differs_at, None);
         assert_eq!(replayed.steps, self.scheduler.stats().counters.steps);
         assert_eq!(replayed.ended.iter().map(|ledger| (ledger.tag, ledger.finish)).collect::<Vec<_>>(), self.ended);

@@ -1,0 +1,85 @@
+"""The engine's flags as settings of the scheduler, and back: the one place that knows which flag is which setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from chairlift.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """A flag, the setting that it becomes, and how their values correspond; both functions take a value and the number of KV blocks."""
+
+    flag: str
+    setting: str
+    encode: Callable[[Any, int], Any] = lambda value, blocks: value
+    decode: Callable[[Any, int], Any] = lambda value, blocks: value
+
+
+def _microseconds(milliseconds: float | Fraction | None, blocks: int) -> int | None:
+    return None if milliseconds is None else int(milliseconds * 1000)
+
+
+def _milliseconds(microseconds: int | None, blocks: int) -> Fraction | None:
+    # Fractions are exact: the same integers come out of them again.
+    return None if microseconds is None else Fraction(microseconds, 1000)
+
+
+_CONVERSIONS = (
+    _Conversion("max_num_seqs", "max_seqs"),
+    _Conversion("max_num_batched_tokens", "max_tokens"),
+    _Conversion("max_model_len", "max_model_len"),
+    _Conversion("num_kv_blocks", "num_blocks"),
+    _Conversion("enable_prefix_caching", "prefix_caching"),
+    _Conversion(
+        "watermark",
+        "watermark",
+        encode=lambda share, blocks: int(share * (blocks - 1)),
+        decode=lambda watermark, blocks: Fraction(watermark, blocks - 1),
+    ),
+    _Conversion("kv_reservation", "reservation"),
+    _Conversion("scheduling_policy", "policy"),
+    _Conversion("batching", "batching"),
+    _Conversion("static_batch_size", "batch_size"),
+    _Conversion(
+        "batch_timeout_ms",
+        "batch_timeout",
+        encode=lambda milliseconds, blocks: _microseconds(milliseconds or 0, blocks),
+        decode=lambda timeout, blocks: _milliseconds(timeout or None, blocks),
+    ),
+    _Conversion("max_num_queued_reqs", "max_queued_reqs"),
+    _Conversion("max_num_queued_tokens", "max_queued_tokens"),
+    _Conversion("queue_ageing_ms", "ageing", _microseconds, _milliseconds),
+    _Conversion("target_itl_ms", "target_itl", _microseconds, _milliseconds),
+)
+
+FLAGS = tuple(one.flag for one in _CONVERSIONS)
+"""The flags that are settings of the scheduler, and that a replay can change; `block_size` is one that it cannot."""
+
+HOST = ("host_blocks", "swap_ns_per_block")
+"""Settings that no flag has a value for: how many host blocks --swap-space holds, and nanoseconds to copy one."""
+
+
+def of_config(config: EngineConfig, **sizes: Any) -> dict[str, Any]:
+    """The settings of `_core.Scheduler` for an engine; `sizes` are the flags whose values depend on the machine, block_size and `HOST`."""
+    return of_flags({flag: getattr(config, flag) for flag in FLAGS} | sizes) | {"block_size": sizes["block_size"]}
+
+
+def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `_core.Scheduler`, block_size left out, for values of all `FLAGS` and `HOST`."""
+    blocks = flags["num_kv_blocks"]
+    return {one.setting: one.encode(flags[one.flag], blocks) for one in _CONVERSIONS} | {name: flags[name] for name in HOST}
+
+
+def to_flags(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `FLAGS` and `HOST` that give a scheduler these settings."""
+    blocks = settings["num_blocks"]
+    flags = {one.flag: one.decode(settings[one.setting], blocks) for one in _CONVERSIONS} | {name: settings[name] for name in HOST}
+    # Whether a size was given or is the default cannot be told; one that equals the default goes on following it.
+    if flags["static_batch_size"] == settings["max_seqs"]:
+        flags["static_batch_size"] = None
+    return flags

@@ -1,0 +1,341 @@
+//! A journal, read.
+//!
+//! Where the scheduler that recorded had tokens, this makes some up that are equal where the names of full blocks are.
+
+use crate::config::Config;
+use crate::journal::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
+use crate::request::{FinishReason, Request, Ticket, Time, Token};
+use rustc_hash::FxHashMap;
+use std::sync::Arc;
+
+/// The token that stands for a stop; none that is made up equals it.
+pub const STOP: Token = 0;
+/// Stands for a drafted token that was not accepted; none that is made up equals it.
+const REJECTED: Token = i32::MAX as Token;
+
+/// One call of the scheduler, as recorded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// A request.
+    Add(Arc<Arrival>),
+    /// A sibling of another request.
+    Fork {
+        /// The place of the request among all requests and siblings.
+        parent: Ticket,
+        /// The sibling's tag.
+        tag: u64,
+    },
+    /// The end of a request, by its caller.
+    End {
+        /// The request's place.
+        ticket: Ticket,
+        /// Whether the caller had what it asked for, left, or was left alone.
+        reason: FinishReason,
+    },
+    /// Deadlines were looked at.
+    Expire,
+    /// Tokens proposed for a sequence.
+    Draft {
+        /// The request's place.
+        ticket: Ticket,
+        /// How many.
+        tokens: u32,
+        /// How many of them the model would have sampled itself.
+        accepted: u32,
+    },
+    /// A plan; the hash of all decisions up to it.
+    Plan(u64),
+    /// The tokens of a step.
+    Commit(Sampled),
+}
+
+/// What a journal says of the tokens of a step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sampled {
+    /// Tags of the requests that ended otherwise than by length, and whether by an error.
+    pub ended: Vec<(u64, bool)>,
+    /// Requests with drafted tokens, and how many tokens each was given.
+    pub drafted: Vec<(Ticket, u32)>,
+}
+
+/// A recorded request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arrival {
+    /// When it came.
+    pub time: Time,
+    /// Its place among all requests and siblings.
+    pub ticket: Ticket,
+    /// Tokens of its prompt.
+    pub prompt_tokens: u32,
+    /// What it asked for, but for the prompt.
+    pub request: Request,
+}
+
+/// A journal, read.
+#[derive(Clone, Debug)]
+pub struct ParsedJournal {
+    /// The settings of the scheduler that was recorded.
+    pub config: Config,
+    /// Its calls with their times, in order.
+    pub calls: Vec<(Time, Call)>,
+    /// Names of full blocks, by request and number.
+    names: FxHashMap<(Ticket, u32), u64>,
+    /// Whose prompt a sibling has: the first of the family.
+    parents: FxHashMap<Ticket, Ticket>,
+    /// Whether the file ends within a frame, as after a crash: the calls are those before it.
+    pub truncated: bool,
+}
+
+/// How far reading has come.
+#[derive(Default)]
+struct Progress {
+    now: Time,
+    tickets: Ticket,
+    /// The calls with the drafts that are not committed yet.
+    drafts: FxHashMap<Ticket, usize>,
+}
+
+impl ParsedJournal {
+    /// Reads what [`Recorder::take_journal`](crate::Recorder::take_journal) gave, all of it or all but an end that is missing.
+    pub fn read(bytes: &[u8]) -> Result<Self, JournalError> {
+        let (mut frames, config) = Frames::open(bytes)?;
+        let names = FxHashMap::default();
+        let mut journal = Self { config, calls: Vec::new(), names, parents: FxHashMap::default(), truncated: false };
+        let mut progress = Progress::default();
+        loop {
+            match frames.next()? {
+                Frame::End => return Ok(journal),
+                Frame::CutOff => {
+                    journal.truncated = true;
+                    return Ok(journal);
+                }
+                Frame::Records(mut reader, at) => {
+                    while reader.has_more() {
+                        let from = at + reader.at();
+                        let kind = reader.byte().and_then(Kind::of).ok_or(JournalError::Damaged(from))?;
+                        if let Some(kind) = kind.reserved() {
+                            return Err(JournalError::Reserved { kind, at: from });
+                        }
+                        journal.read_record(kind, &mut reader, &mut progress).ok_or(JournalError::Damaged(from))?;
+                    }
+                }
+            }
+        }
+    }
+
+    fn read_record(&mut self, kind: Kind, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<()> {
+        if kind == Kind::Name {
+            let key = (reader.number()?, reader.small()?);
+            self.names.insert(key, reader.word()?);
+            return Some(());
+        }
+        if kind != Kind::Draft {
+            progress.now = progress.now.wrapping_add(reader.number()?);
+        }
+        let known = |ticket: &Ticket| *ticket < progress.tickets;
+        let call = match kind {
+            Kind::Add => {
+                let arrival = self.read_arrival(reader, progress)?;
+                Call::Add(Arc::new(arrival))
+            }
+            Kind::Fork => {
+                let (parent, tag) = (reader.number().filter(known)?, reader.number()?);
+                let first = self.parents.get(&parent).copied().unwrap_or(parent);
+                self.parents.insert(progress.tickets, first);
+                progress.tickets += 1;
+                Call::Fork { parent, tag }
+            }
+            Kind::End => {
+                let ticket = reader.number().filter(known)?;
+                Call::End { ticket, reason: *REASONS.get(reader.number()? as usize)? }
+            }
+            Kind::Expire => Call::Expire,
+            Kind::Draft => {
+                let (ticket, tokens) = (reader.number().filter(known)?, reader.small()?);
+                progress.drafts.insert(ticket, self.calls.len());
+                Call::Draft { ticket, tokens, accepted: 0 }
+            }
+            Kind::Plan => Call::Plan(reader.word()?),
+            Kind::Commit => Call::Commit(self.read_commit(reader, progress)?),
+            _ => return None,
+        };
+        self.calls.push((progress.now, call));
+        Some(())
+    }
+
+    fn read_arrival(&mut self, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<Arrival> {
+        let (time, ticket) = (progress.now, progress.tickets);
+        let (tag, prompt_tokens, max_new_tokens) = (reader.number()?, reader.small()?, reader.small()?);
+        let longest = u64::from(prompt_tokens) + u64::from(max_new_tokens);
+        if prompt_tokens == 0 || max_new_tokens == 0 || longest > self.config.max_model_len.into() {
+            return None; // the scheduler refuses such requests
+        }
+        let (priority, weight) = (reader.signed()?, reader.small()?);
+        let after = |value: u64| (value > 0).then(|| time.saturating_add(value - 1));
+        let (deadline, ttft_deadline) = (after(reader.number()?), after(reader.number()?));
+        let predicted_tokens = reader.small()?.checked_sub(1);
+        let tenant = reader.text()?.into();
+        for block in 0..prompt_tokens / self.config.block_size {
+            let name = reader.word()?;
+            self.names.insert((ticket, block), name);
+        }
+        progress.tickets += 1;
+        let request = Request {
+            tag,
+            max_new_tokens,
+            stop: vec![STOP],
+            priority,
+            tenant,
+            weight,
+            deadline,
+            ttft_deadline,
+            predicted_tokens,
+            ..Request::default()
+        };
+        Some(Arrival { time, ticket, prompt_tokens, request })
+    }
+
+    fn read_commit(&mut self, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<Sampled> {
+        let mut sampled = Sampled::default();
+        for _ in 0..reader.number()? {
+            sampled.ended.push((reader.number()?, reader.number()? == 1));
+        }
+        for _ in 0..reader.number()? {
+            let (ticket, given) = (reader.number()?, reader.small()?);
+            sampled.drafted.push((ticket, given));
+            // Which drafted tokens were right is known only now.
+            let draft = progress.drafts.remove(&ticket).and_then(|at| self.calls.get_mut(at));
+            if let Some((_, Call::Draft { accepted, .. })) = draft {
+                *accepted = given.saturating_sub(1);
+            }
+        }
+        Some(sampled)
+    }
+
+    /// The earliest time of a call; 0 if there are none.
+    pub fn begins(&self) -> Time {
+        self.calls.iter().map(|(time, _)| *time).min().unwrap_or(0)
+    }
+
+    /// A made-up token for a place in a sequence: equal to another's exactly
+    /// where full blocks of that name are.
+    pub fn token(&self, ticket: Ticket, position: u32) -> Token {
+        let size = self.config.block_size;
+        let own = self.names.get(&(ticket, position / size));
+        let name = own.or_else(|| self.names.get(&(*self.parents.get(&ticket)?, position / size)));
+        let of = match name {
+            Some(&name) => fold(name ^ u64::from(position % size), SEED),
+            None => fold(fold(ticket ^ SEED, SEED) ^ u64::from(position), SEED),
+        };
+        (of >> 34) as Token + 1
+    }
+
+    /// The request of an arrival, with made-up tokens.
+    pub fn request(&self, arrival: &Arrival) -> Request {
+        let prompt = (0..arrival.prompt_tokens).map(|position| self.token(arrival.ticket, position)).collect();
+        Request { prompt, ..arrival.request.clone() }
+    }
+
+    /// Drafted tokens from `position` on, of which the first `accepted` are those that the sequence will have.
+    pub(crate) fn draft(&self, ticket: Ticket, position: u32, tokens: u32, accepted: u32) -> Vec<Token> {
+        (0..tokens).map(|at| if at < accepted { self.token(ticket, position + at) } else { REJECTED }).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::BlockHasher;
+    use crate::journal::Writer;
+
+    /// Numbers that look random.
+    struct Dice(u64);
+
+    impl Dice {
+        fn roll(&mut self, sides: u64) -> u64 {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 33) % sides
+        }
+    }
+
+    /// A record of some kind, with numbers that may make no sense.
+    fn put_record(journal: &mut Writer, now: Time, dice: &mut Dice, known: &mut u64) {
+        match dice.roll(12) {
+            0..3 => {
+                let prompt = 1 + dice.roll(30);
+                *known += 1;
+                journal.call(Kind::Add, now).number(dice.roll(30)).number(prompt).number(1 + dice.roll(12));
+                journal.number(dice.roll(5)).number(dice.roll(3)).number(dice.roll(90)).number(dice.roll(90)).number(dice.roll(9));
+                journal.text(["", "a"][dice.roll(2) as usize]);
+                for _ in 0..prompt / 4 {
+                    journal.name(BlockHasher::new(0).root(&[dice.roll(3) as u8]));
+                }
+            }
+            3 if *known > 0 => {
+                journal.call(Kind::Fork, now).number(dice.roll(*known)).number(dice.roll(30));
+                *known += 1;
+            }
+            4 if *known > 0 => {
+                journal.call(Kind::End, now).number(dice.roll(*known)).number(dice.roll(3));
+            }
+            3..6 => {
+                journal.call(Kind::Expire, now);
+            }
+            6..9 => journal.plan(now, None),
+            9 | 10 => {
+                let (ended, drafted) = (dice.roll(3), dice.roll(3));
+                journal.call(Kind::Commit, now).number(ended);
+                for _ in 0..ended {
+                    journal.number(dice.roll(30)).number(dice.roll(2));
+                }
+                journal.number(drafted);
+                for _ in 0..drafted {
+                    journal.number(dice.roll(9)).number(dice.roll(5));
+                }
+            }
+            _ if *known > 0 => {
+                journal.note(Kind::Draft).number(dice.roll(*known)).number(dice.roll(6));
+            }
+            _ => {}
+        }
+        if dice.roll(400) == 0 {
+            journal.number(dice.roll(1 << 30)); // and something that is no record
+        }
+    }
+
+    #[test]
+    fn calls_that_make_no_sense_are_refused_or_replayed_and_never_a_panic() {
+        let (mut refused, mut steps) = (0, 0);
+        for seed in 0..2000 {
+            let mut dice = Dice(seed);
+            let config = Config { num_blocks: 20, block_size: 4, max_tokens: 16, max_seqs: 3, max_model_len: 44, ..Config::default() };
+            let (mut journal, mut bytes, mut now, mut known) = (Writer::new(&config), Vec::new(), 50, 0);
+            for _ in 0..dice.roll(100) {
+                now += dice.roll(40);
+                put_record(&mut journal, now - dice.roll(10), &mut dice, &mut known);
+            }
+            journal.take(&mut bytes);
+            match ParsedJournal::read(&bytes) {
+                Ok(journal) => steps += journal.replay().expect("a sound config").steps,
+                Err(error) => {
+                    assert!(matches!(error, JournalError::Damaged(_) | JournalError::Reserved { .. }), "{error}");
+                    refused += 1;
+                }
+            }
+        }
+        assert!(refused > 100 && steps > 1000, "{refused} refused, {steps} steps");
+    }
+
+    #[test]
+    fn a_reserved_record_is_refused_by_name() {
+        for (kind, name) in [(Kind::Append, "append"), (Kind::Credit, "credit from elsewhere"), (Kind::PoolSize, "pool size")] {
+            let (mut journal, mut bytes) = (Writer::new(&Config::default()), Vec::new());
+            journal.call(Kind::Expire, 5);
+            journal.note(kind).number(1).number(2);
+            journal.take(&mut bytes);
+            let error = ParsedJournal::read(&bytes).unwrap_err();
+            assert!(matches!(error, JournalError::Reserved { kind, .. } if kind == name), "{error}");
+            assert!(error.to_string().contains("cannot replay: "), "{error}");
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! A scheduler whose calls are recorded.
+
+use crate::batch::{Outputs, StepPlan};
+use crate::journal::{Kind, REASONS, Writer, zigzag};
+use crate::request::{FinishReason, Request, SeqId, Time, Token};
+use crate::{Cause, Chunk, Ledger, Rejected, Scheduler, Snapshot};
+use std::ops::Deref;
+
+/// Makes a scheduler's calls, and writes them into a journal if it was asked to.
+///
+/// The scheduler itself knows nothing of journals. Everything that only looks goes to it directly.
+#[derive(Debug)]
+pub struct Recorder {
+    scheduler: Scheduler,
+    journal: Option<Writer>,
+    /// Sequences of a step that may fill a block in it, and whether their tokens were drafted: kept for its memory.
+    filling: Vec<(SeqId, bool)>,
+}
+
+impl Deref for Recorder {
+    type Target = Scheduler;
+
+    fn deref(&self) -> &Scheduler {
+        &self.scheduler
+    }
+}
+
+impl Recorder {
+    /// Records nothing.
+    pub fn off(scheduler: Scheduler) -> Self {
+        Self { scheduler, journal: None, filling: Vec::new() }
+    }
+
+    /// Records every call. Panics if the scheduler was given a request before: a journal has all of them.
+    pub fn on(scheduler: Scheduler) -> Self {
+        assert_eq!(scheduler.next_ticket, 0, "a journal has all from the first request on");
+        let journal = Some(Writer::new(scheduler.config()));
+        Self { scheduler, journal, filling: Vec::new() }
+    }
+
+    /// Appends to `bytes` what was recorded since the last call.
+    pub fn take_journal(&mut self, bytes: &mut Vec<u8>) {
+        if let Some(journal) = &mut self.journal {
+            journal.take(bytes);
+        }
+    }
+
+    /// See [`Scheduler::add`].
+    pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
+        let id = self.scheduler.add(request, now)?;
+        if let Some(journal) = &mut self.journal {
+            let seq = &self.scheduler.seqs[id];
+            let after = |time: Time| if time == Time::MAX { 0 } else { time.saturating_sub(now) + 1 };
+            journal.call(Kind::Add, now).number(seq.tag);
+            journal.number(seq.prompt_len.into()).number((seq.limit - seq.prompt_len).into());
+            journal.number(zigzag(seq.priority)).number(seq.weight.into());
+            journal.number(after(seq.deadline)).number(after(seq.ttft_deadline));
+            journal.number(seq.predicted.map_or(0, |tokens| u64::from(tokens) + 1));
+            journal.text(self.scheduler.tenants.name(seq.tenant));
+            let hasher = self.scheduler.pool.hasher();
+            let mut name = hasher.root(&seq.salt);
+            for (at, block) in seq.tokens.chunks_exact(self.scheduler.config.block_size as usize).enumerate() {
+                name = seq.names.get(at).copied().unwrap_or_else(|| hasher.child(name, block));
+                journal.name(name);
+            }
+        }
+        Ok(id)
+    }
+
+    /// See [`Scheduler::fork`].
+    pub fn fork(&mut self, parent: SeqId, tag: u64, now: Time) -> Option<SeqId> {
+        let ticket = self.scheduler.seqs.get(parent)?.ticket;
+        let id = self.scheduler.fork(parent, tag, now)?;
+        if let Some(journal) = &mut self.journal {
+            journal.call(Kind::Fork, now).number(ticket).number(tag);
+        }
+        Some(id)
+    }
+
+    /// See [`Scheduler::abort`].
+    pub fn abort(&mut self, id: SeqId, now: Time) -> bool {
+        self.end(id, FinishReason::Abort, now)
+    }
+
+    /// See [`Scheduler::stop`].
+    pub fn stop(&mut self, id: SeqId, now: Time) -> bool {
+        self.end(id, FinishReason::Stop, now)
+    }
+
+    /// See [`Scheduler::fail`].
+    pub fn fail(&mut self, id: SeqId, now: Time) -> bool {
+        self.end(id, FinishReason::Error, now)
+    }
+
+    fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
+        let Some(seq) = self.scheduler.seqs.get(id) else { return false };
+        if let Some(journal) = &mut self.journal {
+            let code = REASONS.iter().position(|&known| known == reason).expect("a caller's reason");
+            journal.call(Kind::End, now).number(seq.ticket).number(code as u64);
+        }
+        self.scheduler.end(id, reason, now)
+    }
+
+    /// See [`Scheduler::expire`].
+    pub fn expire(&mut self, now: Time, ended: &mut Vec<Ledger>) {
+        if let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.has_due(now)) {
+            journal.call(Kind::Expire, now);
+        }
+        self.scheduler.expire(now, ended);
+    }
+
+    /// See [`Scheduler::draft`].
+    pub fn draft(&mut self, id: SeqId, tokens: &[Token]) -> bool {
+        let taken = self.scheduler.draft(id, tokens);
+        if let Some(journal) = self.journal.as_mut().filter(|_| taken) {
+            let seq = &self.scheduler.seqs[id];
+            journal.note(Kind::Draft).number(seq.ticket).number(seq.draft.len() as u64);
+        }
+        taken
+    }
+
+    /// See [`Scheduler::plan`].
+    pub fn plan(&mut self, now: Time) -> Option<StepPlan> {
+        let plan = self.scheduler.plan(now);
+        if let Some(journal) = &mut self.journal {
+            journal.plan(now, plan.as_ref());
+        }
+        plan
+    }
+
+    /// See [`Scheduler::commit`].
+    pub fn commit(&mut self, plan: StepPlan, sampled: &[i32], now: Time, outputs: &mut Outputs) {
+        let mut drafted = Vec::new();
+        if self.journal.is_some() {
+            let size = self.scheduler.config.block_size;
+            let mask = if size.is_power_of_two() { size - 1 } else { 0 };
+            // A division for each chunk would be felt.
+            let is_full = |tokens: u32| if mask > 0 { tokens & mask == 0 } else { tokens.is_multiple_of(size) };
+            // The sampled token comes after the chunk's last.
+            let fills = |chunk: &&Chunk| chunk.samples && (chunk.drafted > 0 || is_full(chunk.start + chunk.len + 1));
+            self.filling.clear();
+            self.filling.extend(plan.chunks.iter().filter(fills).map(|chunk| (chunk.seq, chunk.drafted > 0)));
+            // Whoever ends in the commit is gone after it.
+            drafted.extend(self.filling.iter().filter(|(_, drafted)| *drafted).filter_map(|&(id, _)| self.scheduler.numbers(id)));
+        }
+        self.scheduler.commit(plan, sampled, now, outputs);
+        self.record_commit(now, outputs, &drafted);
+        self.record_names(outputs);
+    }
+
+    /// Records who ended otherwise than by length, and how many tokens each drafted sequence got, by ticket and tag.
+    fn record_commit(&mut self, now: Time, outputs: &Outputs, drafted: &[(u64, u64)]) {
+        let Some(journal) = &mut self.journal else { return };
+        let ends = || outputs.ended.iter().filter(|ledger| matches!(ledger.finish, Some(FinishReason::Stop | FinishReason::Error)));
+        journal.call(Kind::Commit, now).number(ends().count() as u64);
+        for ledger in ends() {
+            journal.number(ledger.tag).number(u64::from(ledger.finish == Some(FinishReason::Error)));
+        }
+        journal.number(drafted.len() as u64);
+        for &(ticket, tag) in drafted {
+            let given = outputs.tokens.iter().filter(|output| output.tag == tag).count();
+            journal.number(ticket).number(given as u64);
+        }
+    }
+
+    /// Records the names of blocks that generated tokens have just filled: others may share them, now or after a preemption.
+    fn record_names(&mut self, outputs: &Outputs) {
+        let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config.prefix_caching) else { return };
+        for &(id, drafted) in &self.filling {
+            let Some(seq) = self.scheduler.seqs.get_mut(id) else { continue };
+            let size = self.scheduler.config.block_size as usize;
+            let given = if drafted { outputs.tokens.iter().filter(|output| output.tag == seq.tag).count() } else { 1 };
+            self.scheduler.pool.name_blocks(&seq.salt, &seq.tokens, &mut seq.names);
+            for block in (seq.tokens.len() - given) / size..seq.tokens.len() / size {
+                journal.note(Kind::Name).number(seq.ticket).number(block as u64).name(seq.names[block]);
+            }
+        }
+    }
+
+    /// See [`Scheduler::prepared`]. Not recorded: no decision depends on it.
+    pub fn prepared(&mut self, id: SeqId, spent: &[(Cause, Time)]) {
+        self.scheduler.prepared(id, spent);
+    }
+
+    /// See [`Scheduler::snapshot`].
+    pub fn snapshot(&mut self, now: Time, most_waiting: usize, most_cells: usize) -> Snapshot {
+        self.scheduler.snapshot(now, most_waiting, most_cells)
+    }
+}

@@ -1,0 +1,187 @@
+//! A journal replays bit for bit, and says what is wrong with one that cannot be.
+
+use chairlift_core::{
+    Batching, Call, Config, FinishReason, JournalError, Outputs, ParsedJournal, Policy, Recorder, Request, Scheduler, SeqId, Token,
+};
+
+fn config() -> Config {
+    Config { num_blocks: 65, block_size: 4, max_tokens: 32, max_seqs: 4, max_model_len: 128, watermark: 2, ..Config::default() }
+}
+
+fn request(tag: u64, prompt: u32, new: u32) -> Request {
+    let prompt = (0..prompt).map(|at| if at < 8 { at } else { tag as Token * 100 + at }).collect();
+    Request { tag, prompt, max_new_tokens: new, stop: vec![0], ..Request::default() }
+}
+
+/// A recorded scheduler whose journal is taken after each step, and what it sampled last.
+struct Day {
+    core: Recorder,
+    outputs: Outputs,
+    now: u64,
+    bytes: Vec<u8>,
+    /// Where the journal could end.
+    ends: Vec<usize>,
+}
+
+impl Day {
+    fn new(config: Config) -> Self {
+        let core = Recorder::on(Scheduler::new(config).unwrap());
+        Self { core, outputs: Outputs::default(), now: 100, bytes: Vec::new(), ends: Vec::new() }
+    }
+
+    fn add(&mut self, request: Request) -> SeqId {
+        self.core.add(request, self.now).expect("it fits")
+    }
+
+    /// Plans a step and commits these tokens for it.
+    fn step(&mut self, sampled: &[i32]) -> bool {
+        self.core.expire(self.now, &mut Vec::new());
+        let plan = self.core.plan(self.now);
+        self.now += 1000;
+        let planned = plan.is_some();
+        if let Some(plan) = plan {
+            self.core.commit(plan, sampled, self.now, &mut self.outputs);
+        }
+        self.core.take_journal(&mut self.bytes);
+        self.ends.push(self.bytes.len());
+        planned
+    }
+
+    fn finish(&mut self) {
+        while !self.core.is_idle() {
+            self.step(&[7; 64]);
+        }
+    }
+}
+
+/// A day with a bit of everything.
+fn day(config: Config) -> Day {
+    let mut day = Day::new(config);
+    let first = day.add(Request { tenant: "alice".into(), weight: 3, priority: -2, predicted_tokens: Some(9), ..request(1, 21, 30) });
+    day.core.fork(first, 2, day.now).unwrap();
+    day.add(Request { deadline: Some(20_000), tenant: "bob".into(), ..request(3, 40, 60) });
+    let aborted = day.add(request(4, 9, 20));
+    for _ in 0..5 {
+        day.step(&[5; 64]);
+    }
+    assert!(day.core.abort(aborted, day.now));
+    day.step(&[0; 64]);
+    let failed = day.add(request(5, 33, 9));
+    day.step(&[7; 64]);
+    assert!(day.core.fail(failed, day.now));
+    day.add(request(6, 12, 5));
+    day.step(&[-1; 64]);
+    day.add(request(7, 12, 5));
+    day.finish();
+    day
+}
+
+#[test]
+fn it_replays_under_every_policy_with_priorities_and_tenants() {
+    for (_, policy) in Policy::NAMES {
+        let config = Config { policy, host_blocks: 8, swap_ns_per_block: 100, ..config() };
+        let day = day(config);
+        let journal = ParsedJournal::read(&day.bytes).unwrap();
+        assert_eq!((journal.config, journal.truncated), (config, false));
+        let Some((_, Call::Add(arrival))) = journal.calls.first() else { panic!("{:?}", journal.calls.first()) };
+        let Request { tenant, weight, priority, predicted_tokens, .. } = &arrival.request;
+        assert_eq!((&**tenant, *weight, *priority, *predicted_tokens), ("alice", 3, -2, Some(9)));
+        let replayed = journal.replay().unwrap();
+        assert_eq!((replayed.differs_at, replayed.steps), (None, day.core.stats().counters.steps));
+        assert_eq!(replayed.scheduler.stats().counters, day.core.stats().counters);
+    }
+}
+
+#[test]
+fn it_has_every_setting() {
+    let batching = Batching::Dynamic { size: 3, timeout: 77 };
+    let config =
+        Config { batching, max_queued_reqs: 9, max_queued_tokens: 900, ageing: 5, target_itl: 6, prefix_caching: false, ..config() };
+    let mut bytes = Vec::new();
+    Recorder::on(Scheduler::new(config).unwrap()).take_journal(&mut bytes);
+    assert_eq!(ParsedJournal::read(&bytes).unwrap().config, config);
+    let text = String::from_utf8_lossy(&bytes);
+    assert!(text.starts_with("chairlift-journal-2\n") && text.contains("max_model_len") && text.contains("dynamic"), "{text}");
+}
+
+#[test]
+fn drafts_are_replayed_by_how_many_were_accepted() {
+    let mut day = Day::new(config());
+    let id = day.add(request(1, 10, 40));
+    day.step(&[50]);
+    // Of three drafted tokens two are right; then none; then all, and the second is a stop.
+    assert!(day.core.draft(id, &[51, 52, 99]));
+    day.step(&[51, 52, 53, 54]);
+    assert_eq!(day.core.tokens(id).unwrap().0[10..], [50, 51, 52, 53]);
+    assert!(day.core.draft(id, &[98]));
+    day.step(&[54, 55]);
+    // One that finds the same blocks, filled by what was accepted.
+    let tokens = day.core.tokens(id).unwrap().0.to_vec();
+    day.add(Request { prompt: tokens.clone(), ..request(2, 1, 1) });
+    assert!(day.core.draft(id, &[60, 0, 61]));
+    day.step(&[60, 0, 61, 62, 7]);
+    day.finish();
+    let ledger = day.core.explain(1).unwrap();
+    assert_eq!((ledger.finish, ledger.output_tokens), (Some(FinishReason::Stop), 7));
+    assert_eq!(day.core.explain(2).unwrap().cached_tokens, 12);
+    let journal = ParsedJournal::read(&day.bytes).unwrap();
+    let drafts = journal.calls.iter().filter_map(|(_, call)| match call {
+        &Call::Draft { tokens, accepted, .. } => Some((tokens, accepted)),
+        _ => None,
+    });
+    assert_eq!(drafts.collect::<Vec<_>>(), [(3, 2), (1, 0), (3, 1)]);
+    let replayed = journal.replay().unwrap();
+    assert_eq!(replayed.differs_at, None);
+    let ended: Vec<_> =
+        replayed.ended.iter().map(|ledger| (ledger.tag, ledger.finish, ledger.output_tokens, ledger.cached_tokens)).collect();
+    assert!(ended.contains(&(1, Some(FinishReason::Stop), 7, 0)) && ended.contains(&(2, Some(FinishReason::Length), 1, 12)), "{ended:?}");
+}
+
+#[test]
+fn what_is_cut_off_replays_up_to_there() {
+    let day = day(config());
+    for len in 0..day.bytes.len() {
+        match ParsedJournal::read(&day.bytes[..len]) {
+            Ok(journal) => {
+                let whole = day.ends.contains(&len) || journal.calls.is_empty() && !journal.truncated;
+                assert_eq!(journal.truncated, !whole, "{len}");
+                assert_eq!(journal.replay().unwrap().differs_at, None);
+            }
+            Err(error) => {
+                assert!(matches!(error, JournalError::NotAJournal | JournalError::NoSettings | JournalError::Version { .. }), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn any_byte_that_was_changed_is_found() {
+    let day = day(config());
+    for at in 0..day.bytes.len() {
+        for bit in 0..8 {
+            let mut bytes = day.bytes.clone();
+            bytes[at] ^= 1 << bit;
+            let read = ParsedJournal::read(&bytes);
+            assert!(read.as_ref().is_err() || read.as_ref().is_ok_and(|journal| journal.truncated), "byte {at} bit {bit}");
+        }
+    }
+}
+
+#[test]
+fn other_versions_and_other_files_are_refused_in_words() {
+    let told = |bytes: &[u8]| ParsedJournal::read(bytes).unwrap_err().to_string();
+    assert_eq!(told(b"something else"), "this is no journal");
+    assert_eq!(told(b""), "this is no journal");
+    let old = "this is a journal of version 1, and only version 2 can be read here: replay it with the chairlift that recorded it";
+    assert_eq!(told(b"chairlift-journal-1\n\x65\x10\x80\x02"), old);
+    assert_eq!(told(b"chairlift-journal-2\n\x65"), "the journal is cut off within its settings: nothing can be replayed");
+}
+
+#[test]
+fn the_first_decision_that_differs_is_named() {
+    let day = day(config());
+    let mut journal = ParsedJournal::read(&day.bytes).unwrap();
+    let plans: Vec<usize> = (0..journal.calls.len()).filter(|&at| matches!(journal.calls[at].1, Call::Plan(_))).collect();
+    journal.calls[plans[7]].1 = Call::Plan(1);
+    assert_eq!(journal.replay().unwrap().differs_at, Some(7));
+}

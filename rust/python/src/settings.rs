@@ -1,0 +1,74 @@
+//! The scheduler's settings, as Python has them: keyword arguments and dicts, by the core's table.
+
+use chairlift_core as core;
+use core::{SETTINGS, Setting, SettingError, SettingKind, Value};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+/// A configuration by the names of its settings.
+pub(crate) fn dict<'py>(py: Python<'py>, config: &core::Config) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for setting in &SETTINGS {
+        put(&dict, setting.name, setting.get(config))?;
+    }
+    Ok(dict)
+}
+
+/// `config` with what `settings` says instead.
+pub(crate) fn changed(config: core::Config, settings: &Bound<'_, PyDict>) -> PyResult<core::Config> {
+    let mut given = Vec::new();
+    for (name, value) in settings {
+        let name: String = name.extract()?;
+        let setting = Setting::named(&name).map_err(refused)?;
+        let value = value_of(setting.kind, &value).map_err(|_| refused(setting.invalid(&value)))?;
+        given.push((name, value));
+    }
+    config.with(&given).map_err(refused)
+}
+
+/// The table: dicts with name, doc, default, and least, most and optional, or names.
+#[pyfunction]
+pub(crate) fn settings(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
+    let list = PyList::empty(py);
+    for setting in &SETTINGS {
+        let dict = PyDict::new(py);
+        dict.set_item("name", setting.name)?;
+        dict.set_item("doc", setting.doc)?;
+        put(&dict, "default", setting.get(&core::Config::default()))?;
+        match setting.kind {
+            SettingKind::Int { least, most, optional } => {
+                dict.set_item("least", least)?;
+                dict.set_item("most", most)?;
+                dict.set_item("optional", optional)?;
+            }
+            SettingKind::Flag => {}
+            SettingKind::Name(names) => dict.set_item("names", names())?,
+        }
+        list.append(dict)?;
+    }
+    Ok(list)
+}
+
+fn value_of(kind: SettingKind, value: &Bound<'_, PyAny>) -> PyResult<Value> {
+    Ok(match kind {
+        _ if value.is_none() => Value::Unset,
+        SettingKind::Int { .. } => Value::Int(value.extract()?),
+        SettingKind::Flag => Value::Flag(value.extract()?),
+        SettingKind::Name(_) => Value::Name(value.extract()?),
+    })
+}
+
+fn put(dict: &Bound<'_, PyDict>, name: &str, value: Value) -> PyResult<()> {
+    match value {
+        Value::Unset => dict.set_item(name, dict.py().None()),
+        Value::Int(value) => dict.set_item(name, value),
+        Value::Flag(flag) => dict.set_item(name, flag),
+        Value::Name(value) => dict.set_item(name, value),
+    }
+}
+
+#[allow(clippy::needless_pass_by_value)] // what `map_err` hands over
+fn refused(error: SettingError) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}

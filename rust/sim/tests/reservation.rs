@@ -1,0 +1,90 @@
+//! What admission by reservation promises, in virtual time, on the machine of promises.rs.
+
+use chairlift_core::{Config, Policy, Request, Reservation, Time, Token};
+use chairlift_sim::{Job, Machine, Report, StepTime, simulate};
+
+/// Requests that all wait from the start, each allowed `most` times what it generates.
+fn jobs(most: u32) -> Vec<Job> {
+    let job = |tag: u32| {
+        let (prompt, output) = (100 + tag * 37 % 400, 50 + tag * 61 % 200);
+        let request = Request {
+            tag: tag.into(),
+            prompt: (0..prompt).map(|at| 1 + (tag * 7919 + at) % 1_000_003).collect::<Vec<Token>>(),
+            max_new_tokens: output * most,
+            stop: vec![0],
+            ..Request::default()
+        };
+        Job { request, len: output, ..Job::default() }
+    };
+    (0..600).map(job).collect()
+}
+
+fn run(reservation: Reservation, watermark: u32, jobs: Vec<Job>) -> Report {
+    // 32 requests of 450 tokens want 900 blocks.
+    let config =
+        Config { num_blocks: 721, max_tokens: 256, max_seqs: 32, max_model_len: 8192, watermark, reservation, ..Config::default() };
+    let machine = Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000 };
+    let report = simulate(config, jobs, &machine).expect("a sound config");
+    assert_eq!(report.completed(), 600);
+    report
+}
+
+/// Preemptions, tokens computed again, and when all had ended.
+fn told(name: &str, report: &Report) -> (u64, u64, Time) {
+    let counters = report.stats.expect("it ran").counters;
+    println!(
+        "{name}: {} preemptions, {} tokens computed again, {} µs",
+        counters.preemptions_recompute, counters.recomputed_tokens, report.ended_at
+    );
+    (counters.preemptions_recompute, counters.recomputed_tokens, report.ended_at)
+}
+
+#[test]
+fn nobody_is_preempted_where_max_tokens_are_reserved() {
+    for most in [1, 4] {
+        let (without, ..) = told("no watermark", &run(Reservation::Watermark, 0, jobs(most)));
+        assert!(without > 50, "memory is short: {without}");
+        let (preemptions, again, _) = told("max-tokens", &run(Reservation::MaxTokens, 0, jobs(most)));
+        assert_eq!((preemptions, again), (0, 0), "allowed {most} times what they generate");
+    }
+}
+
+#[test]
+fn the_estimated_peak_admits_more_and_little_is_computed_again_where_lengths_are_known() {
+    told("watermark 5 %", &run(Reservation::Watermark, 36, jobs(1)));
+    let (_, again, peak) = told("peak", &run(Reservation::Peak, 0, jobs(1)));
+    let (.., whole) = told("max-tokens", &run(Reservation::MaxTokens, 0, jobs(1)));
+    // A prompt that is being computed goes on longer than one that decodes, so this is no bound: 2 % of all tokens are allowed.
+    assert!(again * 50 <= 270_000, "{again}");
+    assert!(peak < whole, "those that end early make room for others: {peak} against {whole}");
+    // Where they are not known, predictions do as well.
+    let mut told_apart = jobs(4);
+    for job in &mut told_apart {
+        job.request.predicted_tokens = Some(job.len);
+    }
+    let (_, again, predicted) = told("peak, predicted", &run(Reservation::Peak, 0, told_apart));
+    assert!(again * 50 <= 270_000, "{again}");
+    assert!(predicted * 100 <= peak * 101, "{predicted} against {peak}");
+}
+
+#[test]
+fn a_reservation_holds_under_every_policy() {
+    for (_, policy) in Policy::NAMES {
+        let mut jobs = jobs(2);
+        for (job, at) in jobs.iter_mut().zip(0..) {
+            (job.request.priority, job.request.tenant) = (at % 3, format!("{}", at % 5).into());
+        }
+        let config = Config {
+            num_blocks: 721,
+            max_tokens: 256,
+            max_seqs: 32,
+            max_model_len: 8192,
+            reservation: Reservation::MaxTokens,
+            policy,
+            ..Config::default()
+        };
+        let machine = Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000 };
+        let counters = simulate(config, jobs, &machine).expect("a sound config").stats.expect("it ran").counters;
+        assert_eq!((counters.preemptions_recompute, counters.preemptions_swap), (0, 0), "{policy:?}");
+    }
+}
