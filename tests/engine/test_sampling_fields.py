@@ -227,7 +227,7 @@ def test_log_probabilities_end_where_the_tokens_do_and_say_where_they_begin(llm)
 
 
 def test_tokens_taken_together_end_at_the_stop_string_with_all_that_belongs_to_them(llm):
-    choice = Choice(llm.tokenizer, 0, [1], SamplingParams(stop=("b",), logprobs=0))
+    choice = Choice(llm.tokenizer, 0, [1], SamplingParams(stop=("b",), logprobs=0), arrived=0.0)
     for token in range(4):
         choice.feed(token, -1.0, 0, struct.pack("<ifi", token, -1.0, 1))
     output = choice.take()

@@ -195,7 +195,7 @@ def test_blocks_are_copied_once_for_all_pieces_of_a_step(make, lazy, overlaps, l
 
 
 def test_its_caller_is_told_to_try_again(byte_model):
-    stream = Stream(Tokenizer(byte_model), 7, [1, 2], SamplingParams(max_tokens=3))
+    stream = Stream(Tokenizer(byte_model), 7, [1, 2], SamplingParams(max_tokens=3), arrived=0.0)
     requests = {7: stream}
     assert deliver(StepReport(starved=[7]), requests) == [stream]
     assert not requests
