@@ -176,12 +176,13 @@ def openvino_model(weights: str) -> Path:
 
 def _models() -> None:
     """The default model's file as it is, the same weights as F32, F16, BF16 and Q8_0, and as safetensors."""
+    from chairlift.checkpoint.cache import cache_dir
     from chairlift.checkpoint.locate import locate
     from chairlift.checkpoint.pull import pull_default
 
     MODELS.mkdir(exist_ok=True)
     source = gguf("Q4_1")
-    shutil.copyfile(pull_default(), source)
+    shutil.copyfile(pull_default(cache_dir() / "models"), source)
     for kind in ("F32", "F16", "BF16", "Q8_0"):
         _run(llama_bin("llama-quantize"), "--allow-requantize", source, gguf(kind), kind)
     _run(python("transformers"), "-c", TO_HF, source, HF)

@@ -125,12 +125,13 @@ def test_the_range_is_as_wide_as_steps_may_be_off() -> None:
 def test_smaller_steps_are_chosen_for_the_time_between_tokens() -> None:
     # A step of 256 tokens takes 266 ms; the prompts of 1,000 tokens fill four. Steps of 64 keep 100 ms, those of 128 do not.
     step = StepTime(((0.0, 10_000.0), (1.0, 11_000.0)))
-    mix, targets = Mix(prompt_tokens=1000, output_tokens=20), Targets(ttft=4.0, itl=0.1)
-    found = plan(mix, targets, device=made_up(step, 0.05))
+    # A large target turns the default limit on steps off, which would keep 100 ms by itself most of the time.
+    mix, targets, config = Mix(prompt_tokens=1000, output_tokens=20), Targets(ttft=4.0, itl=0.1), EngineConfig(target_itl_ms=1e5)
+    found = plan(mix, targets, config=config, device=made_up(step, 0.05))
     assert found.settings["max_num_batched_tokens"] in (32, 64)
     assert found.most.rate > 2 * found.default.rate
     heard: list[float] = []
-    again = plan(mix, targets, device=made_up(step, 0.05), on_progress=heard.append)
+    again = plan(mix, targets, config=config, device=made_up(step, 0.05), on_progress=heard.append)
     assert again.document() == found.document(), "the same comes out again"
     assert heard == sorted(heard)
     assert 0 == heard[0] < heard[-1] <= 1
@@ -214,6 +215,7 @@ def profile(tmp_path: Path) -> str:
 
 def test_the_command_says_it_in_words_json_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--device", profile(tmp_path), "--input-len", "1000", "--output-len", "20", "--ttft-ms", "4000"]
+    asked += ["--target-itl-ms", "100000"]  # without the default limit on steps
     page = tmp_path / "plan.html"
     assert main.main([*asked, "--users-every", "60", "--report", str(page)]) == 0
     told = capsys.readouterr().out
