@@ -182,7 +182,7 @@ def _models() -> None:
 
     MODELS.mkdir(exist_ok=True)
     source = gguf("Q4_1")
-    shutil.copyfile(pull_default(cache_dir() / "models"), source)
+    shutil.copyfile(pull_default(cache_dir()), source)
     for kind in ("F32", "F16", "BF16", "Q8_0"):
         _run(llama_bin("llama-quantize"), "--allow-requantize", source, gguf(kind), kind)
     _run(python("transformers"), "-c", TO_HF, source, HF)
