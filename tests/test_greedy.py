@@ -23,11 +23,11 @@ def prompts(model_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
+def expected(hf_model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers' `generate` gives for each prompt alone, with the same weights in fp32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(hf_model_dir, dtype=torch.float32).eval()
     settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
     answers = []
     for prompt in prompts:

@@ -21,12 +21,12 @@ def ids(model_dir: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def reference(model_dir: Path, ids: list[int]) -> torch.Tensor:
+def reference(hf_model_dir: Path, ids: list[int]) -> torch.Tensor:
     """The logits of transformers in fp32, [tokens, vocabulary]."""
     from transformers import AutoModelForCausalLM
 
     with torch.inference_mode():
-        logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()(torch.tensor([ids])).logits[0]
+        logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(hf_model_dir, dtype=torch.float32).eval()(torch.tensor([ids])).logits[0]
     return logits
 
 

@@ -1,6 +1,7 @@
 """The Rust scheduler, as Python sees it; times are microseconds on one clock of the caller's."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -22,8 +23,10 @@ __all__ = [
     "Scheduler",
     "StepBuffers",
     "StepPlan",
+    "TensorFile",
     "TooLong",
     "__version__",
+    "block_types",
     "choose",
     "decode_work",
     "instruction_set",
@@ -296,13 +299,23 @@ def prefill_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32
 def instruction_set() -> str:
     """The instructions that the CPU's kernels use here: avx512, avx2, neon or portable."""
 
+def block_types() -> list[int]:
+    """ggml's numbers of the block types that `Linear` keeps as they are."""
+
+@final
+class TensorFile:
+    """An open file of weights, which is read as they are packed."""
+
+    def __new__(cls, path: Path) -> TensorFile:
+        """Opens the file. Raises OSError where that fails."""
+
 @final
 class Linear:
     """A linear layer's weights, packed for this processor."""
 
     def __new__(
         cls,
-        parts: Sequence[tuple[str, NDArray[Any]]],
+        tensors: Sequence[tuple[str, int, NDArray[np.uint8] | tuple[TensorFile, int], int]],
         ins: int,
         form: str,
         *,
@@ -310,11 +323,12 @@ class Linear:
         bias: NDArray[np.float32] | None = None,
         gated: bool = False,
     ) -> Linear:
-        """Packs matrices [outs, ins] that lie one under another or, `gated`, a gate and what it lets through.
+        """Packs matrices [rows, ins] that lie one under another or, `gated`, a gate and what it lets through.
 
-        Each comes with the kind of its numbers: float32, float16 or bfloat16 (these two as uint16), or a ggml type's number (its
-        blocks as uint8 [outs, bytes of a row]). They are kept as `form` says: float32, float16, bfloat16, blocks (as they are), or
-        int8, and multiplied in fp32 unless int8. Raises ValueError where that cannot be done.
+        Each comes as the kind of its numbers (float32, float16, bfloat16, or a ggml type's number), its rows, its bytes (or a file,
+        and the byte at which they start there), and the rows of a head whose rotary halves alternate in the source, else 0. They are
+        kept as `form` says, float32, float16, bfloat16, kept (each as it is), or int8, and multiplied in fp32 unless int8.
+        Raises ValueError where that cannot be done, or the file ends too early.
         """
 
 @final

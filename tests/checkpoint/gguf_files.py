@@ -6,8 +6,11 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from chairlift.checkpoint.cache import cache_dir
+from chairlift.checkpoint.gguf import LINK, GGUFTensors
 from chairlift.checkpoint.pull import pull_default
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -16,7 +19,14 @@ FLOATS = {"layer_norm_rms_epsilon", "freq_base", "factor"}
 
 
 def default_file() -> Path:
-    return pull_default(progress=False)
+    return pull_default(cache_dir(), progress=False)
+
+
+def write_safetensors(directory: Path) -> None:
+    """Writes the weights of a converted model as transformers reads them."""
+    tensors = GGUFTensors(directory / LINK)
+    weights = {name: np.ascontiguousarray(tensors.values(name)) for name in tensors.entries}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def byte_tokens() -> list[str]:
@@ -30,7 +40,7 @@ def tiny_model(kind: str, **settings: Any) -> PreTrainedModel:
     """A random model of two layers with a vocabulary of 320."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     defaults = {"vocab_size": 320, "max_position_embeddings": 128, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 256}
-    config = AutoConfig.for_model(kind, **sizes, **{"head_dim": 16, **defaults, "rms_norm_eps": 1e-5, **settings})
+    config = AutoConfig.for_model(kind, **{**sizes, "head_dim": 16, **defaults, "rms_norm_eps": 1e-5, **settings})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide a mistake
@@ -47,8 +57,12 @@ def gguf_of(
     tokenizer: str = "gpt-2",
     replaced: dict[str, Any] | None = None,
     frequencies: np.ndarray | None = None,
+    kinds: dict[str, gguf.GGMLQuantizationType] | None = None,
 ) -> None:
-    """Writes `model`, its matrices quantized; `replaced` metadata differ from what it says, and None is left out."""
+    """Writes `model`, its matrices quantized; `replaced` metadata differ from what it says, and None is left out.
+
+    `kinds` names the types of some matrices, by their Hugging Face names without `.weight`.
+    """
     config, kind = model.config, model.config.model_type
     rope = config.rope_parameters
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -81,12 +95,33 @@ def gguf_of(
         if kind == "llama" and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
             weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
-        used = quantization if weights.ndim == 2 else gguf.GGMLQuantizationType.F32
-        data = gguf.quantize(np.ascontiguousarray(weights), used)
+        used = (kinds or {}).get(stem, quantization) if weights.ndim == 2 else gguf.GGMLQuantizationType.F32
+        data = quantized(np.ascontiguousarray(weights), used)
         writer.add_tensor(f"{names.get_name(stem)}.{suffix}", data, raw_dtype=used)
     if frequencies is not None:
         writer.add_tensor("rope_freqs.weight", frequencies)
     _write(writer)
+
+
+def quantized(weights: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Weights in a type; those that the package can only read become random blocks of it."""
+    try:
+        return gguf.quantize(weights, kind)
+    except NotImplementedError:
+        return random_blocks(kind, *weights.shape)
+
+
+def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, ins: int, seed: int = 0) -> np.ndarray:
+    """Any codes and factors, [rows, bytes of a row]; the scales are small, of either sign, and finite."""
+    random = np.random.default_rng(seed)
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (rows * ins // elements, size), dtype=np.uint8)
+    scales = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82], "MXFP4": []}.get(kind.name, [0])
+    for at in scales + ([2] if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else []):
+        blocks[:, at : at + 2] = (random.standard_normal((len(blocks), 1)) * 0.001).astype(np.float16).view(np.uint8)
+    if kind.name == "MXFP4":
+        blocks[:, 0] = random.integers(110, 124, len(blocks))
+    return blocks.reshape(rows, -1)
 
 
 def byte_level_metadata(pre: str) -> dict[str, Any]:

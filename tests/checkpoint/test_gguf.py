@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import default_file, gguf_of, tiny_model
+from gguf_files import default_file, gguf_of, tiny_model, write_safetensors
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chairlift.checkpoint.gguf import BLOCKS_FILE, convert
+from chairlift.checkpoint.gguf import GGUFTensors, convert
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.errors import ChairliftError, UnsupportedModel
-from chairlift.models.config import ModelConfig
-from chairlift.runner.weights import SafetensorWeights
 from chairlift.tokenizer import Tokenizer
 
 BLOCKS = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
@@ -78,6 +77,7 @@ def test_a_model_comes_back_from_gguf_as_it_was(tmp_path: Path, kind: str, setti
     model = tiny_model(kind, **settings)
     gguf_of(model, tmp_path / "tiny.gguf")
     convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    write_safetensors(tmp_path / "out")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert type(back) is type(model)
     before, after = model.state_dict(), back.state_dict()
@@ -93,55 +93,9 @@ def test_kinds_of_quantization(tmp_path: Path, kind: str) -> None:
     quantization = gguf.GGMLQuantizationType[kind]
     model = tiny_model("qwen2")
     gguf_of(model, tmp_path / "tiny.gguf", quantization)
-    convert(tmp_path / "tiny.gguf", tmp_path / "out")
     weights = model.model.layers[1].mlp.up_proj.weight.detach().numpy()
     expected = gguf.dequantize(gguf.quantize(weights, quantization), quantization)
-    np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.mlp.up_proj.weight"], expected)
-
-
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
-@pytest.mark.parametrize("model", ["llama", "qwen2"])
-def test_blocks_are_kept_as_they_are(tmp_path: Path, kind: str, model: str) -> None:
-    """They stand for the very weights that are written in fp32, row by row, whatever the order of the rows in the file."""
-    quantization = gguf.GGMLQuantizationType[kind]
-    gguf_of(tiny_model(model), tmp_path / "tiny.gguf", quantization)
-    convert(tmp_path / "tiny.gguf", tmp_path / "out")
-    weights = SafetensorWeights(tmp_path / "out", torch.float32, torch.device("cpu"))
-    whole = load_file(tmp_path / "out" / "model.safetensors")
-    matrices = {name for name, value in whole.items() if value.ndim == 2}
-    assert {"lm_head.weight", "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"} < matrices
-    for name, value in whole.items():
-        kept = weights.blocks(name, len(value))
-        assert (kept is not None) == (name in matrices)
-        if kept:
-            number, blocks = kept
-            assert number == str(int(quantization))
-            assert blocks.shape[0] == value.shape[0]
-            np.testing.assert_array_equal(gguf.dequantize(blocks, quantization), value)
-    with pytest.raises(UnsupportedModel, match=r"blocks of .* rows where config.json asks for 3"):
-        weights.blocks("lm_head.weight", 3)
-    for name in whole.keys() - matrices:
-        weights.take(name, *whole[name].shape)
-    weights.finish(ModelConfig.load(tmp_path / "out"))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0
-
-
-@pytest.mark.parametrize("kind", ["F16", "Q5_1"])
-def test_blocks_of_other_kinds_are_not_kept(tmp_path: Path, kind: str) -> None:
-    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", gguf.GGMLQuantizationType[kind])
-    convert(tmp_path / "tiny.gguf", tmp_path / "out")
-    assert not (tmp_path / "out" / BLOCKS_FILE).exists()
-    weights = SafetensorWeights(tmp_path / "out", torch.float32, torch.device("cpu"))
-    assert weights.blocks("lm_head.weight", 1) is None
-
-
-def test_blocks_that_are_damaged_are_refused(tmp_path: Path) -> None:
-    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.Q8_0)
-    convert(tmp_path / "tiny.gguf", tmp_path / "out")
-    path = tmp_path / "out" / BLOCKS_FILE
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UnsupportedModel, match=r"model\.blocks cannot be read"):
-        SafetensorWeights(tmp_path / "out", torch.float32, torch.device("cpu"))
+    np.testing.assert_array_equal(GGUFTensors(tmp_path / "tiny.gguf").values("model.layers.1.mlp.up_proj.weight"), expected)
 
 
 def test_two_conversions_at_once_agree(tmp_path: Path) -> None:
@@ -248,6 +202,16 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
         convert(cut, tmp_path / "out")
     assert sorted(left.name for left in tmp_path.iterdir()) == ["cut.gguf", "tiny.gguf"]
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), path)
+    tensors = GGUFTensors(path)
+    last = max(tensors.entries, key=lambda name: tensors.entries[name].start)
+    os.truncate(path, tensors.entries[last].start + 1)
+    with pytest.raises(UnsupportedModel, match="became shorter while it was read"):
+        tensors.values(last)
 
 
 def test_flipped_bytes_do_no_harm(tmp_path: Path) -> None:

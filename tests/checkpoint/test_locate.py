@@ -34,7 +34,7 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_default_model_is_complete(model_dir: Path) -> None:
     names = {path.name for path in model_dir.iterdir()}
     config = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert names == {*config, "model.safetensors", "model.blocks"}
+    assert names == {*config, "model.gguf"}
     assert locate(DEFAULT_MODEL) == model_dir
 
 
@@ -52,9 +52,9 @@ def test_a_file_is_converted_once(tmp_path: Path, cache: Path, capsys: pytest.Ca
     path = tmp_path / "tiny.gguf"
     gguf_of(tiny_model("qwen2"), path)
     first = locate(str(path))
-    assert first.parent == cache / "models"
-    assert (first / "model.safetensors").is_file()
-    assert capsys.readouterr().err == "Converting tiny.gguf\n"
+    assert first.parent == cache / "gguf"
+    assert (first / "model.gguf").resolve() == path
+    assert capsys.readouterr().err == "Reading the tokenizer of tiny.gguf\n"
     assert locate(str(path)) == first
     assert capsys.readouterr().err == ""
 
@@ -79,7 +79,37 @@ def test_only_the_last_form_of_a_file_is_kept(tmp_path: Path, cache: Path) -> No
         locate(str(file), progress=False)
         os.utime(file, ns=(0, 0))
         kept.append(locate(str(file), progress=False))
-    assert sorted((cache / "models").iterdir()) == sorted(kept)
+    assert sorted((cache / "gguf").iterdir()) == sorted(kept)
+
+
+def test_nothing_of_the_weights_is_written(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), path)
+    found = locate(str(path), progress=False)
+    assert sum(file.lstat().st_size for file in found.iterdir()) < path.stat().st_size / 2
+    assert not list(found.glob("*.safetensors"))
+
+
+def test_copies_of_weights_that_earlier_versions_wrote_are_removed(tmp_path: Path, cache: Path) -> None:
+    old = cache / "models" / "other-0a1b2c3d-4e5f6071"
+    old.mkdir(parents=True)
+    (old / "model.safetensors").write_bytes(b"fp32")
+    (old / "model.blocks").write_bytes(b"blocks")
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), path)
+    assert locate(str(path), progress=False).is_dir()
+    assert [left.name for left in cache.iterdir()] == ["gguf"]
+
+
+def test_a_file_that_was_moved_away_and_back_is_linked_again(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), path)
+    found = locate(str(path), progress=False)
+    path.rename(tmp_path / "away")
+    with pytest.raises(ModelNotFound, match="there is no model"):
+        locate(str(path), progress=False)
+    (tmp_path / "away").rename(path)
+    assert locate(str(path), progress=False) == found
 
 
 def test_a_directory_with_one_gguf_file_stands_for_it(tmp_path: Path, cache: Path) -> None:
@@ -165,7 +195,7 @@ def test_a_cache_directory_is_for_all_models(tmp_path: Path, cache: Path, monkey
     path = tmp_path / "tiny.gguf"
     gguf_of(tiny_model("qwen2"), path)
     models = tmp_path / "elsewhere"
-    assert locate(str(path), directory=str(models), progress=False).parent == models / "models"
+    assert locate(str(path), directory=str(models), progress=False).parent == models / "gguf"
     asked: list[object] = []
 
     def snapshot(name: str, cache_dir: object, **settings: object) -> str:
@@ -188,9 +218,9 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     models, path = tmp_path / "elsewhere", tmp_path / "tiny.gguf"
     gguf_of(tiny_model("qwen2"), path)
-    monkeypatch.setattr("chairlift.checkpoint.gguf._write_weights", full)
+    monkeypatch.setattr("chairlift.checkpoint.gguf.write_tokenizer", full)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-    for model, place in (str(path), models / "models"), ("org/model", models / "hub"):
+    for model, place in (str(path), models / "gguf"), ("org/model", models / "hub"):
         with pytest.raises(ChairliftError, match=f"not enough disk space to write to {place} .* name another directory with --cache-dir"):
             locate(model, directory=str(models), progress=False)
 

@@ -1,4 +1,4 @@
-"""GGUF to the Hugging Face layout: config.json, tokenizer.json, model.safetensors and their companions."""
+"""GGUF to the Hugging Face layout: config.json, tokenizer.json, and the tensors under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +38,20 @@ _IGNORED = ("rope_freqs.weight", ".attn_rot_embd.weight")
 """Not weights: frequencies that follow from the configuration."""
 _CACHED_BYTES = 1 << 16
 
-BLOCKS_FILE = "model.blocks"
-"""Beside model.safetensors, and in the same format under a name that nobody takes for a model's: matrices as the GGUF file has them.
-
-They are uint8 [rows, bytes of a row], and the metadata tell of each which ggml type it is, as a number.
-"""
-_BLOCK_TYPES = (2, 3, 8)
-"""Those that are computed with as they are: Q4_0, Q4_1 and Q8_0."""
+LINK = "model.gguf"
+"""In the directory of a converted model: a symbolic link to the file, whose tensors are read from there."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def convert(path: Path, out: Path) -> None:
-    """Writes the model of a GGUF file to the new directory `out`, whole or not at all.
+    """Writes the model of a GGUF file, but for its weights, to the new directory `out`, whole or not at all.
 
-    Weights become fp32, with the values that the gguf package gives, under Hugging Face's names; matrices of some types are
-    kept as they are too, in a file of their own (see BLOCKS_FILE). A `tokenizer.json`
-    beside the file is taken instead of the file's own vocabulary. If another process made `out` meanwhile, its result
-    stays. Raises UnsupportedModel for a file that cannot be read, with the reason.
+    That is its configuration, its tokenizer, and a link to the file: weights are read from the file itself, see `GGUFTensors`. A
+    `tokenizer.json` beside the file is taken instead of the file's own vocabulary. If another process made `out` meanwhile, its
+    result stays. Raises UnsupportedModel for a file that cannot be read, with the reason.
     """
-    try:
-        from gguf.constants import GGML_QUANT_SIZES
-    except ImportError:
-        raise UnsupportedModel("reading GGUF files needs one more package: pip install 'chairlift[gguf]'") from None
-    file = GGUFFile(path, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
+    file = _opened(path)
     config = model_config(file)
     with writing_to(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -82,10 +72,47 @@ def _write(file: GGUFFile, config: dict[str, Any], out: Path) -> None:
     _write_json(out / "config.json", config)
     generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
     _write_json(out / "generation_config.json", generation | {"eos_token_id": turn_end_ids(file)})
-    entries = list(_matched(file, config))
-    _write_weights(file, config, entries, out / "model.safetensors")
-    _write_blocks(file, config, entries, out / BLOCKS_FILE)
+    for _ in _matched(file, config):
+        pass  # it has all tensors, and they are of the right shape
+    (out / LINK).symlink_to(file.path.absolute())
     out.chmod(0o755)
+
+
+class GGUFTensors:
+    """The tensors of a GGUF file under Hugging Face's names, in the order of rows that Hugging Face's models have."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the header. Raises UnsupportedModel for a file that is damaged, or holds no model that can be read."""
+        self.path = path
+        self.file = _opened(path)
+        self._config = model_config(self.file)
+        self.entries = dict(_matched(self.file, self._config))
+
+    def interleaved(self, name: str) -> int:
+        """Rows of a head where the halves of its rotary rows alternate in the file (see `_halves`), else 0."""
+        return self._config["head_dim"] if _is_rotary(self._config, name) else 0
+
+    def values(self, name: str) -> Array:
+        """The tensor's values in fp32, as the gguf package gives them."""
+        rows = _dequantize(self.file, self.entries[name])
+        return _halves(rows, rows.shape[0] // self._config["head_dim"]) if _is_rotary(self._config, name) else rows
+
+    def type_name(self, name: str) -> str:
+        """What ggml calls the tensor's type."""
+        from gguf.constants import GGMLQuantizationType
+
+        return GGMLQuantizationType(self.entries[name].kind).name
+
+
+def _opened(path: Path) -> GGUFFile:
+    try:
+        from gguf.constants import GGML_QUANT_SIZES
+    except ImportError:
+        raise UnsupportedModel("reading GGUF files needs one more package: pip install 'chairlift[gguf]'") from None
+    try:
+        return GGUFFile(path, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
+    except OSError as error:
+        raise UnsupportedModel(f"{path} cannot be read: {error}") from error
 
 
 def model_config(file: GGUFFile) -> dict[str, Any]:
@@ -217,44 +244,9 @@ def _matched(file: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, Tens
         raise UnsupportedModel(f"{file.path} lacks {len(expected)} tensors, {next(iter(expected))} among them")
 
 
-def _write_weights(file: GGUFFile, config: dict[str, Any], entries: list[tuple[str, TensorEntry]], out: Path) -> None:
-    """Writes all tensors in fp32."""
-    shapes = {name: entry.shape for name, entry in entries}
-    weights = (_ordered(config, name, _dequantize(file, entry)).astype("<f4", copy=False) for name, entry in entries)
-    _write_safetensors(out, "F32", 4, shapes, weights, {"format": "pt"})
-
-
-def _write_blocks(file: GGUFFile, config: dict[str, Any], entries: list[tuple[str, TensorEntry]], out: Path) -> None:
-    """Writes the matrices of some types as they are, if there are any. A row's blocks hold no part of another row."""
-    kept = [(name, entry) for name, entry in entries if entry.kind in _BLOCK_TYPES and len(entry.shape) == 2]
-    if kept:
-        shapes = {name: (entry.shape[0], entry.size // entry.shape[0]) for name, entry in kept}
-        blocks = (_ordered(config, name, file.data(entry).reshape(shapes[name])) for name, entry in kept)
-        _write_safetensors(out, "U8", 1, shapes, blocks, {name: str(entry.kind) for name, entry in kept})
-
-
-def _write_safetensors(
-    out: Path, dtype: str, size: int, shapes: Mapping[str, tuple[int, ...]], tensors: Iterator[Array], metadata: dict[str, str]
-) -> None:
-    """Writes a file tensor by tensor, so that no more than one is held in memory; an element takes `size` bytes."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + size * math.prod(shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with out.open("wb") as target:
-        target.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            target.write(np.ascontiguousarray(tensor).data)
-
-
-def _ordered(config: dict[str, Any], name: str, rows: Array) -> Array:
-    """A tensor's rows in Hugging Face's order: llama.cpp has another for what Llama rotates."""
-    if config["model_type"] != "llama" or name.rsplit(".", 2)[1] not in ("q_proj", "k_proj"):
-        return rows
-    return _halves(rows, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
+def _is_rotary(config: dict[str, Any], name: str) -> bool:
+    """Whether llama.cpp has the tensor's rows in another order: it does so for what Llama rotates."""
+    return bool(config["model_type"] == "llama" and name.rsplit(".", 2)[1] in ("q_proj", "k_proj"))
 
 
 def _halves(weights: Array, heads: int) -> Array:

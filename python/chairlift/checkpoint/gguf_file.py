@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ from chairlift.errors import UnsupportedModel
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_DIMENSIONS = 4
+_FIRST_READ = 1 << 22
+"""Bytes of a header that are read at once; most vocabularies need no more."""
 
 T = TypeVar("T")
 
@@ -45,14 +47,17 @@ class GGUFFile:
         self.tensors: dict[str, TensorEntry] = {}
         self._block_sizes = block_sizes
         self._at = 0
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise UnsupportedModel(f"{path} is not a GGUF file")
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._header = b""
+        # Read, not mapped: a mapped file that becomes shorter kills the process that looks at it.
+        self._file = path.open("rb")
+        self._size = os.fstat(self._file.fileno()).st_size
+        if self._file.read(4) != b"GGUF":
+            raise UnsupportedModel(f"{path} is not a GGUF file")
         try:
             self._read_header()
         except (struct.error, ValueError, OverflowError) as error:
             raise self._corrupt(str(error)) from None
+        self._header = b""
 
     def get(self, key: str, kind: type[T]) -> T | None:
         """The metadata under `key`, None if there is none; raises UnsupportedModel if it is not of type `kind`."""
@@ -81,8 +86,15 @@ class GGUFFile:
         return float(str(np.float32(value)))
 
     def data(self, entry: TensorEntry) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The tensor's bytes as they lie in the file, flat uint8."""
-        return np.frombuffer(self._data, np.uint8, entry.size, entry.start)
+        """The tensor's bytes as they lie in the file, flat uint8. Raises UnsupportedModel if the file has become shorter."""
+        data = bytearray(entry.size)
+        at = 0
+        while at < entry.size:
+            count = os.preadv(self._file.fileno(), [memoryview(data)[at:]], entry.start + at)
+            if not count:
+                raise self._corrupt(f"tensor {entry.name} ends beyond it: it became shorter while it was read")
+            at += count
+        return np.frombuffer(data, np.uint8)
 
     def _corrupt(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.path} is damaged or incomplete: {reason}; download it again")
@@ -112,8 +124,8 @@ class GGUFFile:
             if not shape or 0 in shape or shape[-1] % elements or name in self.tensors:
                 raise ValueError(f"tensor {name} of shape {list(shape)}")
             entry = TensorEntry(name, shape, kind, data_start + offset, math.prod(shape) // elements * size)
-            if entry.start + entry.size > len(self._data):
-                raise ValueError(f"tensor {name} ends at byte {entry.start + entry.size} of {len(self._data)}")
+            if entry.start + entry.size > self._size:
+                raise ValueError(f"tensor {name} ends at byte {entry.start + entry.size} of {self._size}")
             self.tensors[name] = entry
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -136,20 +148,27 @@ class GGUFFile:
         if kind not in _SCALARS:
             raise ValueError(f"an array of type {kind}")
         dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
-        values = np.frombuffer(self._data, dtype, length, self._at)
-        self._at += values.nbytes
-        return values.tolist()
+        at = self._advance(length * dtype.itemsize)
+        return np.frombuffer(self._header, dtype, length, at).tolist()
 
     def _number(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self._data, self._at)
-        self._at += struct.calcsize("<" + code)
+        at = self._advance(struct.calcsize("<" + code))
+        (value,) = struct.unpack_from("<" + code, self._header, at)
         return value
 
     def _text(self) -> str:
         length = self._number("Q")
-        end = self._at + length
-        if end > len(self._data):
-            raise ValueError(f"a string of {length} bytes at byte {self._at} of {len(self._data)}")
-        text = self._data[self._at : end].decode("utf-8", "replace")
+        at = self._advance(length)
+        return self._header[at : at + length].decode("utf-8", "replace")
+
+    def _advance(self, size: int) -> int:
+        """Goes `size` bytes on, which are in `_header` then; returns where they start. Raises ValueError beyond the file's end."""
+        start, end = self._at, self._at + size
+        if end > self._size:
+            raise ValueError(f"{size} bytes at byte {start} of {self._size}")
+        if end > len(self._header):
+            self._header = os.pread(self._file.fileno(), max(end, 2 * len(self._header), _FIRST_READ), 0)
+            if end > len(self._header):
+                raise ValueError("it became shorter while it was read")
         self._at = end
-        return text
+        return start

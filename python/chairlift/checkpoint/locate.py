@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from chairlift.checkpoint.cache import FULL, cache_dir, hub_dir, writing_to
-from chairlift.checkpoint.gguf import convert
+from chairlift.checkpoint.gguf import LINK, convert
 from chairlift.checkpoint.pull import MEMBER, pull_default
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
 
 __all__ = ["cache_dir", "locate", "public_name"]
 
-_LAYOUT = 3
+_LAYOUT = 1
 """Part of the name of a converted model: counts up when `convert` writes something else than before."""
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -90,15 +90,18 @@ def _gguf(path: Path, cache: Path, progress: bool) -> Path:
 
 
 def _converted(source: Callable[[], Path], cache: Path, name: str, version: str, progress: bool) -> Path:
-    """The converted form of the file `source`, made if it is missing; then other versions of it, half a gigabyte each, are dropped."""
-    out = cache / "models" / f"{name}-{version}"
-    if not out.is_dir():
+    """The converted form of the file `source`, made if it is missing; then other versions of it are removed, and old copies of weights."""
+    out = cache / "gguf" / f"{name}-{version}"
+    if not (out / LINK).exists():
         path = source()
-        with _announced(f"Converting {path.name}", progress):
+        if out.is_dir() and not (out / LINK).exists():
+            shutil.rmtree(out)  # the file that it links to was moved away
+        with _announced(f"Reading the tokenizer of {path.name}", progress):
             convert(path, out)
         for other in out.parent.glob(f"{glob.escape(name)}-*"):
             if other != out:
                 shutil.rmtree(other, ignore_errors=True)
+        shutil.rmtree(cache / "models", ignore_errors=True)  # where earlier versions wrote copies of weights
     return out
 
 

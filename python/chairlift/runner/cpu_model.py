@@ -16,10 +16,7 @@ from chairlift.models.config import ModelConfig
 from chairlift.runner.buffers import StepBuffers
 from chairlift.runner.model import Pairs
 from chairlift.runner.precision import Precision
-from chairlift.runner.weights import DummyWeights, SafetensorWeights, open_weights
-
-Q8_0 = "8"
-"""ggml's number of the type of block whose integers have 8 bits; the others that can be kept have 4."""
+from chairlift.runner.weights import DummyWeights, GGUFWeights, SafetensorWeights, open_weights
 
 
 class CpuModel:
@@ -38,7 +35,7 @@ class CpuModel:
     @classmethod
     def load(cls, config: EngineConfig, directory: Path, model: ModelConfig, precision: Precision) -> CpuModel:
         """Loads and packs the weights of a directory (see `Loader`)."""
-        form = "int8" if precision.quantization == "int8" else precision.weights
+        form = "int8" if precision.quantization == "int8" else precision.weights.replace("blocks", "kept")
         weights = open_weights(config, directory, None, cls.device)
         decoder = _decoder(model, weights, form, config.threads or 1)
         weights.finish(model)
@@ -95,7 +92,7 @@ class CpuModel:
         """Nothing runs elsewhere."""
 
 
-def _decoder(model: ModelConfig, weights: SafetensorWeights | DummyWeights, form: str, threads: int) -> _core.Decoder:
+def _decoder(model: ModelConfig, weights: SafetensorWeights | GGUFWeights | DummyWeights, form: str, threads: int) -> _core.Decoder:
     """Takes and packs all weights, matrix by matrix."""
     hidden, inner, head_dim = model.hidden_size, model.intermediate_size, model.head_dim
     queries, kv = model.num_heads * head_dim, model.num_kv_heads * head_dim
@@ -104,28 +101,14 @@ def _decoder(model: ModelConfig, weights: SafetensorWeights | DummyWeights, form
         taken: np.ndarray = weights.take(name, size).float().numpy()
         return taken
 
-    def numbers(name: str, outs: int, ins: int) -> tuple[str, np.ndarray]:
-        """A matrix' numbers as the checkpoint has them, and of which kind they are."""
-        tensor = weights.take(name, outs, ins)
-        if tensor.dtype == torch.float32:
-            return "float32", tensor.numpy()
-        return str(tensor.dtype).removeprefix("torch."), tensor.view(torch.uint16).numpy()
-
     def linear(outs: dict[str, int], ins: int, bias: bool = False, gated: bool = False) -> _core.Linear:
         """One layer for several projections of the same input."""
-        sizes = {f"{name}.weight": size for name, size in outs.items()}
-        blocks = [weights.blocks(name, size) if form in ("blocks", "int8") else None for name, size in sizes.items()]
-        # Blocks can be kept as they are if all have integers of the same width; else as the fp32 that they were converted to.
-        kept = "float32" if form == "blocks" and {found and found[0] == Q8_0 for found in blocks} not in ({True}, {False}) else form
-        parts = [
-            numbers(name, size, ins) if found is None or kept == "float32" else found
-            for (name, size), found in zip(sizes.items(), blocks, strict=True)
-        ]
+        parts = [weights.part(f"{name}.weight", size, ins) for name, size in outs.items()]
         biases = np.concatenate([vector(f"{name}.bias", size) for name, size in outs.items()]) if bias else None
         try:
-            return _core.Linear(parts, ins, kept, threads=threads, bias=biases, gated=gated)
+            return _core.Linear(parts, ins, form, threads=threads, bias=biases, gated=gated)
         except ValueError as error:
-            raise UnsupportedModel(f"{', '.join(outs)}: {error} (--dtype)") from None
+            raise UnsupportedModel(f"{', '.join(outs)}: {error}") from None
 
     def layer(index: int) -> _core.DecoderLayer:
         attention, mlp, prefix = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp.", f"model.layers.{index}."

@@ -97,9 +97,8 @@ def _weights(config: EngineConfig, model: ModelShape, blocks: tuple[int, int], a
         return config.dtype, asked("--dtype")
     kept, rest = blocks
     if kept:
-        # Norms are a thousandth of a model: more is matrices of types that are not kept as they are.
         return "blocks", "the GGUF file's own, computed with in float32" + (
-            "; float32 where it has other types" if rest > kept // 20 else ""
+            f"; float32 where it has other types, {gib(rest)} of it" if rest else ""
         )
     if model.dtype in ("bfloat16", "float16"):
         return model.dtype, "as in the checkpoint, computed with in float32"

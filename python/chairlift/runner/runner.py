@@ -35,7 +35,7 @@ from chairlift.runner.sampler import Draw, Sampler
 from chairlift.runner.shards import part_of
 from chairlift.runner.sizing import StepSize, fit, fit_host
 from chairlift.runner.torch_model import TorchModel
-from chairlift.runner.weights import blocks_kept
+from chairlift.runner.weights import gguf_sizes
 from chairlift.sampling import SamplingParams
 
 SPLIT_CONTEXT = 1024
@@ -106,7 +106,7 @@ class ModelRunner:
         threads = _threads(config.threads, sharing)
         config = replace(config, device=device.value, threads=int(threads.value), swap_space=config.swap_space // processes)
         torch.set_num_threads(int(threads.value))
-        kept = (0, 0) if config.load_format == "dummy" else blocks_kept(directory)
+        kept = (0, 0) if config.load_format == "dummy" else gguf_sizes(directory)
         usual, code = loader(config, self.model_config)
         in_torch = not in_rust(config, self.model_config)
         precision = decide(config, self.model_config, available_memory() // sharing, kept, in_torch=in_torch)

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from chairlift.checkpoint.gguf import BLOCKS_FILE
+from chairlift import _core
+from chairlift.checkpoint.gguf import LINK, GGUFTensors
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
+from chairlift.runner.decision import gib
+
+log = logging.getLogger("chairlift")
 
 READABLE = {torch.float32, torch.bfloat16, torch.float16}
 NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 """How the names end of what a model may do without: old tables of rotary angles, and scales of a KV cache that is not in 8 bits."""
+
+
+Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int], int]
+"""A matrix as `_core.Linear` takes it: the kind of its numbers, its rows, its bytes or where a file has them, and for rotary rows that
+alternate the rows of a head, else 0."""
 
 
 class SafetensorWeights:
@@ -31,8 +42,6 @@ class SafetensorWeights:
         for path in _files(directory):
             opened = _opened(path)
             self.files.update(dict.fromkeys(opened.keys(), opened))
-        self.block_file = _opened(directory / BLOCKS_FILE) if (directory / BLOCKS_FILE).exists() else None
-        self.block_types: dict[str, str] = (self.block_file.metadata() or {}) if self.block_file else {}
         self.left = set(self.files)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
@@ -62,15 +71,9 @@ class SafetensorWeights:
             raise UnsupportedModel(f"tensor {name} must have a positive number, or one for each of {heads} KV heads")
         return found.expand(heads).contiguous()
 
-    def blocks(self, name: str, rows: int) -> tuple[str, np.ndarray[Any, np.dtype[np.uint8]]] | None:
-        """The tensor's blocks [rows, bytes] as a GGUF file had them, after the number of their ggml type; None if it has none."""
-        if self.block_file is None or name not in self.block_types:
-            return None
-        self.left.discard(name)
-        blocks = self.block_file.get_tensor(name).numpy()
-        if len(blocks) != rows:
-            raise UnsupportedModel(f"tensor {name} has blocks of {len(blocks)} rows where config.json asks for {rows}")
-        return self.block_types[name], blocks
+    def part(self, name: str, rows: int, ins: int) -> Part:
+        """A matrix [rows, ins] as the checkpoint has it, for the CPU's kernels."""
+        return in_memory(self.take(name, rows, ins))
 
     def finish(self, model: ModelConfig) -> None:
         """Raises UnsupportedModel if there are tensors that nobody took, but for a tied head and what is NEEDLESS."""
@@ -81,27 +84,24 @@ class SafetensorWeights:
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {', '.join(extra[:3])}{more}")
 
 
+def in_memory(tensor: torch.Tensor) -> Part:
+    """A tensor's rows for the CPU's kernels."""
+    rows, kind = len(tensor), str(tensor.dtype).removeprefix("torch.")
+    return kind, rows, tensor.contiguous().view(-1).view(torch.uint8).numpy(), 0
+
+
 def open_weights(
     config: EngineConfig, directory: Path, dtype: torch.dtype | None, device: torch.device, norm: float = 1.0
-) -> SafetensorWeights | DummyWeights:
+) -> SafetensorWeights | GGUFWeights | DummyWeights:
     """The weights that the settings ask for: those of the directory, or random ones, which are fp32 where no dtype is named.
 
     `norm` is how a checkpoint of this model has a norm that changes nothing.
     """
     if config.load_format == "dummy":
         return DummyWeights(config.seed, dtype or torch.float32, device, norm)
+    if (directory / LINK).is_symlink():
+        return GGUFWeights(directory / LINK, dtype, device)
     return SafetensorWeights(directory, dtype, device)
-
-
-def blocks_kept(directory: Path) -> tuple[int, int]:
-    """Bytes of a GGUF file's blocks, and of the fp32 that its other tensors became; both 0 if no blocks were kept."""
-    path = directory / BLOCKS_FILE
-    if not path.exists():
-        return 0, 0
-    kept = set(_opened(path).keys())
-    tensors = {name: opened for opened in map(_opened, _files(directory)) for name in opened.keys()}  # noqa: SIM118, it is no dict
-    rest = sum(math.prod(opened.get_slice(name).get_shape()) for name, opened in tensors.items() if name not in kept)
-    return path.stat().st_size, 4 * rest
 
 
 def _opened(path: Path) -> Any:
@@ -127,6 +127,82 @@ def _files(directory: Path) -> list[Path]:
     if not paths:
         raise ModelNotFound(f"{directory} holds no *.safetensors file: convert the weights to safetensors, or use --load-format dummy")
     return paths
+
+
+class GGUFWeights:
+    """The tensors of a GGUF file, read from there as they are taken."""
+
+    FLOATS: ClassVar = {0: "float32", 1: "float16", 30: "bfloat16"}
+    """ggml's numbers of the types that are plain numbers."""
+
+    def __init__(self, link: Path, dtype: torch.dtype | None, device: torch.device) -> None:
+        """Opens the file that `link` leads to. Raises ModelNotFound if it is gone, UnsupportedModel if it cannot be read."""
+        path = link.resolve()
+        if not path.is_file():
+            raise ModelNotFound(f"{path} is gone, though {link.parent} was made of it: name the model's file again")
+        self.dtype, self.device = dtype, device
+        self.tensors = GGUFTensors(path)
+        self._file = _core.TensorFile(path)
+        self._block_types = set(_core.block_types())
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor of that name, dequantised; in fp32 where the model has no dtype. Raises UnsupportedModel if it is misshapen."""
+        self._check(name, shape)
+        return torch.from_numpy(self.tensors.values(name)).to(self.device, self.dtype)
+
+    def scales(self, name: str, heads: int) -> None:
+        """There are none."""
+
+    def part(self, name: str, rows: int, ins: int) -> Part:
+        """A matrix [rows, ins] for the CPU's kernels: as it lies in the file, or in fp32 if it is of a type that they do not know."""
+        self._check(name, (rows, ins))
+        entry = self.tensors.entries[name]
+        if not self._is_kept(entry.kind):
+            return in_memory(torch.from_numpy(self.tensors.values(name)))
+        kind = self.FLOATS.get(entry.kind, str(entry.kind))
+        return kind, rows, (self._file, entry.start), self.tensors.interleaved(name)
+
+    def sizes(self) -> tuple[int, int, list[str]]:
+        """Bytes of the tensors that the CPU's kernels keep as they are, of the fp32 that others become, and the types of the others."""
+        kept, expanded, types = 0, 0, set()
+        for name, entry in self.tensors.entries.items():
+            if self._is_kept(entry.kind):
+                kept += entry.size
+            else:
+                expanded += 4 * math.prod(entry.shape)
+                types.add(self.tensors.type_name(name))
+        return kept, expanded, sorted(types)
+
+    def finish(self, model: ModelConfig) -> None:
+        """Nothing can be left over: the file was matched with its configuration when it was opened."""
+
+    def _is_kept(self, kind: int) -> bool:
+        return kind in self.FLOATS or kind in self._block_types
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        entry = self.tensors.entries.get(name)
+        if entry is None or entry.shape != shape:
+            found = "missing" if entry is None else list(entry.shape)
+            raise UnsupportedModel(f"{self.tensors.path}: tensor {name} is {found} where the configuration asks for {list(shape)}")
+
+
+def gguf_sizes(directory: Path) -> tuple[int, int]:
+    """Bytes of a GGUF file's tensors that the CPU's kernels keep as they are, and of the fp32 that others become; 0 for other models.
+
+    Logs what becomes larger, before it is read.
+    """
+    if not (directory / LINK).is_symlink():
+        return 0, 0
+    weights = GGUFWeights(directory / LINK, None, torch.device("cpu"))
+    kept, expanded, types = weights.sizes()
+    if expanded:
+        log.warning(
+            "%s: tensors of type %s are not computed with as they are, and take %s as float32; a file of type Q4_K_M or Q8_0 takes less",
+            weights.tensors.path.name,
+            ", ".join(types),
+            gib(expanded),
+        )
+    return kept, expanded
 
 
 class DummyWeights:
@@ -162,8 +238,9 @@ class DummyWeights:
     def scales(self, name: str, heads: int) -> None:
         """There are none."""
 
-    def blocks(self, name: str, rows: int) -> None:
-        """There are none."""
+    def part(self, name: str, rows: int, ins: int) -> Part:
+        """A random matrix for the CPU's kernels."""
+        return in_memory(self.take(name, rows, ins))
 
     def finish(self, model: ModelConfig) -> None:
         """Nothing can be left over."""

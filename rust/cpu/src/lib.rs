@@ -9,6 +9,7 @@ mod aligned;
 mod attention;
 pub mod cache;
 mod decoder;
+mod ggml;
 pub mod half;
 mod linear;
 mod norm;
@@ -18,6 +19,7 @@ mod rope;
 pub mod sample;
 mod simd;
 mod step;
+mod tensor;
 mod unsafe_slice;
 mod weights;
 
@@ -26,4 +28,10 @@ pub use linear::Linear;
 pub use pool::{ThreadPool, Worker};
 pub use simd::Isa;
 pub use step::{Step, StepError};
-pub use weights::{Form, Matrix, Merge, Numbers, PackError};
+pub use tensor::{Numbers, ReadError, Source, Tensor};
+pub use weights::{Form, Matrix, Merge, PackError};
+
+/// ggml's numbers of the block types that [`Form::Kept`] keeps.
+pub fn block_types() -> Vec<u32> {
+    ggml::BlockType::ALL.into_iter().map(ggml::BlockType::number).collect()
+}

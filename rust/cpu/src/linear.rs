@@ -9,11 +9,12 @@
 use std::ops::Range;
 
 use crate::aligned::AlignedVec;
+use crate::ggml::{self, BLOCK};
 use crate::pool::Worker;
-use crate::quant::{self, BLOCK, QuantRows};
+use crate::quant::{self, QuantRows};
 use crate::simd::{Isa, Kernel, Simd, exp};
 use crate::unsafe_slice::UnsafeSlice;
-use crate::weights::{Element, Matrix, Panels, Store};
+use crate::weights::{Element, Matrix, Merge, Panels, Part, Store};
 
 /// Inputs that are summed before the next panel's turn: a panel's part of so many stays in the second cache with the rows'.
 const DEPTH: usize = 1024;
@@ -30,15 +31,17 @@ const STRIP: usize = 4;
 #[derive(Debug)]
 pub struct Linear {
     pub(crate) matrix: Matrix,
-    /// In the order of the panels' columns.
+    /// For each row of the matrix; of a gated one, the gate's first.
     bias: Option<Vec<f32>>,
 }
 
 impl Linear {
     /// A layer with the weights of `matrix` and, if there is one, a `bias` for each of its rows: of a gated matrix, the gate's first.
-    pub fn new(matrix: Matrix, isa: Isa, bias: Option<&[f32]>) -> Self {
-        let bias = bias.map(|bias| matrix.columns(isa).map(|row| row.map_or(0.0, |row| bias[row])).collect());
-        Self { matrix, bias }
+    /// Panics if there are not as many.
+    pub fn new(matrix: Matrix, bias: Option<&[f32]>) -> Self {
+        let rows: usize = matrix.parts.iter().map(|part| part.rows).sum();
+        assert!(bias.is_none_or(|bias| bias.len() == rows), "a bias for each row");
+        Self { matrix, bias: bias.map(<[f32]>::to_vec) }
     }
 
     /// Its weights, to read rows of.
@@ -137,7 +140,7 @@ impl Packed<'_> {
             let height = range.len();
             for m in range.clone() {
                 fill(m, row);
-                if let Store::Int8(_) = layer.matrix.store {
+                if let Store::Int8(_) = layer.matrix.parts[0].store {
                     // SAFETY: each tile is one piece's.
                     unsafe { self.quant.pack(isa, range.clone(), m, row) };
                     continue;
@@ -164,94 +167,135 @@ impl Packed<'_> {
         scratch: &mut Scratch,
     ) {
         let Linear { matrix, bias } = layer;
-        let (width, panels) = (isa.panel(), matrix.panels(isa));
+        let width = isa.panel();
         let group = (GROUP / isa.rows()).max(1);
         let groups = self.tiling.tiles().div_ceil(group);
-        let strip = (panels * groups / (4 * worker.size())).clamp(1, STRIP);
-        let strips = panels.div_ceil(strip);
-        worker.parallel_for(strips * groups, |piece| {
-            let first = piece % strips * strip;
-            let part = first..(first + strip).min(panels);
-            let first = piece / strips * group;
+        let strips = Strips::new(matrix, isa, groups, worker.size());
+        worker.parallel_for(strips.count * groups, |piece| {
+            let first = piece / strips.count * group;
             let tiles = first..(first + group).min(self.tiling.tiles());
             let rows = self.tiling.range(tiles.start).start..self.tiling.range(tiles.end - 1).end;
             scratch.sums.reserve(STRIP * (GROUP + isa.rows()) * width);
-            match &matrix.store {
-                Store::F32(panels) => self.sum_numbers(isa, panels, part.clone(), tiles, scratch),
-                Store::F16(panels) => self.sum_numbers(isa, panels, part.clone(), tiles, scratch),
-                Store::Bf16(panels) => self.sum_numbers(isa, panels, part.clone(), tiles, scratch),
-                Store::Blocks(weights) => {
-                    let expand = |panel, inputs: Range<usize>, to: &mut [f32]| {
-                        quant::expand(isa, weights, panel, inputs.start / BLOCK..inputs.end / BLOCK, to);
-                    };
-                    self.sum_expanded(isa, matrix.ins, expand, part.clone(), tiles, scratch);
-                }
-                Store::Int8(weights) => {
-                    for tile in tiles {
-                        let range = self.tiling.range(tile);
-                        for (i, panel) in part.clone().enumerate() {
-                            let at = (i * rows.len() + range.start - rows.start) * width;
-                            let sums = &mut scratch.sums[at..at + range.len() * width];
-                            // SAFETY: what the phase before this one packed, nobody writes now.
-                            unsafe { quant::tile(isa, weights, panel, self.quant, range.clone(), sums) };
-                        }
-                    }
-                }
+            let (part, first_row, panels) = strips.find(piece % strips.count);
+            let size = panels.len() * rows.len() * width;
+            let of = |row: usize, count: usize| bias.as_ref().map(|bias| &bias[row..row + count]);
+            let (sums, ups) = scratch.sums.split_at_mut(size);
+            self.sum_part(isa, &matrix.parts[part], matrix.ins, panels.clone(), tiles.clone(), sums, &mut scratch.expanded);
+            if epilogue == Epilogue::Gate {
+                self.sum_part(isa, &matrix.parts[1], matrix.ins, panels.clone(), tiles, ups, &mut scratch.expanded);
             }
-            let columns = if epilogue == Epilogue::Gate { width / 2 } else { width };
-            for (i, panel) in part.enumerate() {
-                let bias = bias.as_ref().map(|bias| &bias[panel * width..(panel + 1) * width]);
-                let count = columns.min(matrix.outs - panel * columns);
+            for (i, panel) in panels.enumerate() {
+                let column = panel * width;
+                let count = width.min(matrix.parts[part].rows - column);
                 for m in rows.clone() {
-                    let sums = &mut scratch.sums[(i * rows.len() + m - rows.start) * width..][..width];
+                    let at = (i * rows.len() + m - rows.start) * width;
                     // SAFETY: the columns of a panel are one piece's, in each row.
-                    let out = unsafe { out.write(m * stride + panel * columns, count) };
-                    isa.run(Finish { sums, bias, out, epilogue });
+                    let out = unsafe { out.write(m * stride + first_row + column, count) };
+                    let sums = &mut sums[at..at + width];
+                    if epilogue == Epilogue::Gate {
+                        let biases = [of(column, count), of(matrix.outs + column, count)];
+                        isa.run(Gate { gates: sums, ups: &mut ups[at..at + width], biases, out });
+                    } else {
+                        add_bias(sums, of(first_row + column, count));
+                        isa.run(Finish { sums, out, add: epilogue == Epilogue::Add });
+                    }
                 }
             }
         });
     }
 
-    /// Sums some panels for some tiles into the scratch, [panels][rows][width].
-    fn sum_numbers<E: Element>(self, isa: Isa, panels: &Panels<E>, part: Range<usize>, tiles: Range<usize>, scratch: &mut Scratch) {
+    /// Sums some panels of a tensor for some tiles into `sums`, [panels][rows][width].
+    #[allow(clippy::too_many_arguments)]
+    fn sum_part(
+        self,
+        isa: Isa,
+        part: &Part,
+        ins: usize,
+        panels: Range<usize>,
+        tiles: Range<usize>,
+        sums: &mut [f32],
+        expanded: &mut AlignedVec<f32>,
+    ) {
+        let width = isa.panel();
+        let first = self.tiling.range(tiles.start).start;
+        let rows = self.tiling.range(tiles.end - 1).end - first;
+        match &part.store {
+            Store::F32(numbers) => self.sum_numbers(isa, numbers, panels, tiles, sums, expanded),
+            Store::F16(numbers) => self.sum_numbers(isa, numbers, panels, tiles, sums, expanded),
+            Store::Bf16(numbers) => self.sum_numbers(isa, numbers, panels, tiles, sums, expanded),
+            Store::Blocks(blocks) if tiles.len() == 1 && ggml::fused_rows(rows) => {
+                // SAFETY: what the phase before this one packed, nobody writes now.
+                let a = unsafe { self.floats.read(first * ins, rows * ins) };
+                for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows * width)) {
+                    ggml::multiply(isa, blocks, panel, rows, a, sums);
+                }
+            }
+            Store::Blocks(blocks) => {
+                let expand = |panel, inputs: Range<usize>, to: &mut [f32]| ggml::expand(isa, blocks, panel, inputs, to);
+                self.sum_expanded(isa, (ins, blocks.unit_inputs()), expand, panels, tiles, sums, expanded);
+            }
+            Store::Int8(weights) => {
+                for tile in tiles {
+                    let range = self.tiling.range(tile);
+                    for (i, panel) in panels.clone().enumerate() {
+                        let at = (i * rows + range.start - first) * width;
+                        let sums = &mut sums[at..at + range.len() * width];
+                        // SAFETY: what the phase before this one packed, nobody writes now.
+                        unsafe { quant::tile(isa, weights, panel, self.quant, range.clone(), sums) };
+                    }
+                }
+            }
+        }
+    }
+
+    fn sum_numbers<E: Element>(
+        self,
+        isa: Isa,
+        panels: &Panels<E>,
+        part: Range<usize>,
+        tiles: Range<usize>,
+        sums: &mut [f32],
+        expanded: &mut AlignedVec<f32>,
+    ) {
         let (width, ins) = (panels.width, panels.ins);
         if size_of::<E>() < size_of::<f32>() && tiles.len() >= EXPANDED {
             let expand = |panel, inputs: Range<usize>, to: &mut [f32]| {
                 isa.run(Expand { from: &panels.panel(panel)[inputs.start * width..inputs.end * width], to });
             };
-            return self.sum_expanded(isa, ins, expand, part, tiles, scratch);
+            return self.sum_expanded(isa, (ins, BLOCK), expand, part, tiles, sums, expanded);
         }
-        for inputs in pieces(ins, DEPTH) {
+        for inputs in pieces(ins, BLOCK, DEPTH) {
             let b = &panels.panel(part.start)[inputs.start * width..];
-            self.sum(isa, ins, inputs, tiles.clone(), b, part.len(), ins * width, &mut scratch.sums);
+            self.sum(isa, ins, inputs, tiles.clone(), b, part.len(), ins * width, sums);
         }
     }
 
-    /// The same with panels that `expand` makes fp32, given which one and which inputs of it.
+    /// The same with panels that `expand` makes fp32, given which one and which inputs of it: whole units of so many.
     #[allow(clippy::too_many_arguments)]
     fn sum_expanded(
         self,
         isa: Isa,
-        ins: usize,
+        (ins, unit): (usize, usize),
         expand: impl Fn(usize, Range<usize>, &mut [f32]),
         part: Range<usize>,
         tiles: Range<usize>,
-        scratch: &mut Scratch,
+        all_sums: &mut [f32],
+        expanded: &mut AlignedVec<f32>,
     ) {
         let width = isa.panel();
         let rows = self.tiling.range(tiles.end - 1).end - self.tiling.range(tiles.start).start;
         // What one tile alone uses need not outlive the first cache; two panels, because a single row wants two.
-        let (depth, together) = if tiles.len() == 1 { (SHALLOW, 2) } else { (DEPTH, STRIP) };
-        scratch.expanded.reserve(together * depth * width);
+        let (depth, together) = if tiles.len() == 1 { (SHALLOW.max(unit), 2) } else { (DEPTH, STRIP) };
+        expanded.reserve(together * depth * width);
         for start in part.clone().step_by(together) {
             let panels = start..part.end.min(start + together);
-            let sums = &mut scratch.sums[(start - part.start) * rows * width..];
-            for inputs in pieces(ins, depth) {
+            let sums = &mut all_sums[(start - part.start) * rows * width..];
+            for inputs in pieces(ins, unit, depth) {
                 let size = inputs.len() * width;
-                for (panel, to) in panels.clone().zip(scratch.expanded.chunks_exact_mut(size)) {
+                for (panel, to) in panels.clone().zip(expanded.chunks_exact_mut(size)) {
                     expand(panel, inputs.clone(), to);
                 }
-                self.sum(isa, ins, inputs, tiles.clone(), &scratch.expanded, panels.len(), size, sums);
+                self.sum(isa, ins, inputs, tiles.clone(), expanded, panels.len(), size, sums);
             }
         }
     }
@@ -282,9 +326,45 @@ impl Packed<'_> {
     }
 }
 
-/// Cuts inputs into equal pieces, whole blocks of them and at most `depth` long.
-fn pieces(ins: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
-    let each = ins.div_ceil(ins.div_ceil(depth)).next_multiple_of(BLOCK).min(depth);
+/// How a matrix's panels are cut into strips, each of panels of one tensor; of a gated matrix, of the same panels of both.
+struct Strips<'a> {
+    matrix: &'a Matrix,
+    isa: Isa,
+    /// Panels of a strip at most.
+    each: usize,
+    count: usize,
+}
+
+impl<'a> Strips<'a> {
+    /// Few enough for the cache, and enough for all threads.
+    fn new(matrix: &'a Matrix, isa: Isa, groups: usize, threads: usize) -> Self {
+        let panels: usize = matrix.parts.iter().map(|part| part.panels(isa)).sum();
+        let panels_at_once = if matrix.merge == Merge::Gated { 2 } else { 1 };
+        let each = (panels * groups / (4 * threads)).clamp(panels_at_once, STRIP) / panels_at_once;
+        let tensors = matrix.parts.len() / panels_at_once;
+        let count = matrix.parts[..tensors].iter().map(|part| part.panels(isa).div_ceil(each)).sum();
+        Self { matrix, isa, each, count }
+    }
+
+    /// A strip's tensor, the first row of that, and the strip's panels.
+    fn find(&self, mut strip: usize) -> (usize, usize, Range<usize>) {
+        let mut first_row = 0;
+        for (index, part) in self.matrix.parts.iter().enumerate() {
+            let panels = part.panels(self.isa);
+            let strips = panels.div_ceil(self.each);
+            if strip < strips {
+                return (index, first_row, strip * self.each..panels.min((strip + 1) * self.each));
+            }
+            strip -= strips;
+            first_row += part.rows;
+        }
+        unreachable!("strips are counted by the same rule")
+    }
+}
+
+/// Cuts inputs into equal pieces, whole units of them and at most `depth` long.
+fn pieces(ins: usize, unit: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
+    let each = ins.div_ceil(ins.div_ceil(depth)).next_multiple_of(unit).min(depth);
     (0..ins).step_by(each).map(move |start| start..ins.min(start + each))
 }
 
@@ -410,44 +490,58 @@ unsafe fn tile<S: Simd, E: Element, const R: usize, const V: usize, const P: usi
     }
 }
 
-/// Does with a row of a panel's sums what is to be done with them.
+fn add_bias(sums: &mut [f32], bias: Option<&[f32]>) {
+    sums.iter_mut().zip(bias.into_iter().flatten()).for_each(|(sum, b)| *sum += b);
+}
+
+/// Stores a row of a panel's sums, or adds them to what is there.
 struct Finish<'a> {
-    sums: &'a mut [f32],
-    bias: Option<&'a [f32]>,
+    sums: &'a [f32],
     out: &'a mut [f32],
-    epilogue: Epilogue,
+    add: bool,
 }
 
 impl Kernel for Finish<'_> {
     type Output = ();
 
     #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        if self.add {
+            self.out.iter_mut().zip(self.sums).for_each(|(x, sum)| *x += *sum);
+        } else {
+            self.out.copy_from_slice(&self.sums[..self.out.len()]);
+        }
+    }
+}
+
+/// silu(gate) * up, of a row of two panels' sums.
+struct Gate<'a> {
+    gates: &'a mut [f32],
+    ups: &'a mut [f32],
+    biases: [Option<&'a [f32]>; 2],
+    out: &'a mut [f32],
+}
+
+impl Kernel for Gate<'_> {
+    type Output = ();
+
+    #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        if let Some(bias) = self.bias {
-            for (sum, b) in self.sums.iter_mut().zip(bias) {
-                *sum += b;
+        let Self { gates, ups, biases, out } = self;
+        add_bias(gates, biases[0]);
+        add_bias(ups, biases[1]);
+        assert!(gates.len() == ups.len() && gates.len().is_multiple_of(S::LANES));
+        for at in (0..gates.len()).step_by(S::LANES) {
+            // SAFETY: both have a register's length from here on.
+            unsafe {
+                let gate = s.load(gates.as_ptr().add(at));
+                let up = s.load(ups.as_ptr().add(at));
+                let one = s.splat(1.0);
+                let silu = s.div(gate, s.add(one, exp(s, s.sub(s.splat(0.0), gate))));
+                s.store(gates.as_mut_ptr().add(at), s.mul(silu, up));
             }
         }
-        match self.epilogue {
-            Epilogue::Store => self.out.copy_from_slice(&self.sums[..self.out.len()]),
-            Epilogue::Add => self.out.iter_mut().zip(self.sums).for_each(|(x, sum)| *x += *sum),
-            Epilogue::Gate => {
-                let half = self.sums.len() / 2;
-                assert!(half.is_multiple_of(S::LANES));
-                let (gates, ups) = self.sums.split_at_mut(half);
-                for at in (0..half).step_by(S::LANES) {
-                    // SAFETY: both halves have a register's length from here on.
-                    unsafe {
-                        let gate = s.load(gates.as_ptr().add(at));
-                        let up = s.load(ups.as_ptr().add(at));
-                        let one = s.splat(1.0);
-                        let silu = s.div(gate, s.add(one, exp(s, s.sub(s.splat(0.0), gate))));
-                        s.store(gates.as_mut_ptr().add(at), s.mul(silu, up));
-                    }
-                }
-                self.out.copy_from_slice(&gates[..self.out.len()]);
-            }
-        }
+        out.copy_from_slice(&gates[..out.len()]);
     }
 }
 

@@ -165,7 +165,8 @@ pub(crate) mod tests {
         assert!(rising.is_sorted_by(|a, b| rank(*a) < rank(*b)));
         assert!(rising.iter().all(|&x| number(rank(x)).to_bits() == x.to_bits()));
         assert_eq!(rank(-0.0), rank(0.0));
-        assert!(rank(f32::NAN) > rank(f32::INFINITY) && rank(-f32::NAN) < rank(f32::NEG_INFINITY));
+        // Arithmetic may change the sign of what is not a number: on either side it lies beyond an infinity.
+        assert!([f32::NAN, -f32::NAN].iter().all(|&x| rank(x) > rank(f32::INFINITY) || rank(x) < rank(f32::NEG_INFINITY)));
         assert!(order(2.0, 9) < order(1.0, 0) && order(0.0, 3) < order(-0.0, 4) && order(-1.0, 0) < order(f32::NEG_INFINITY, 0));
         assert_eq!(token_of(order(-3.0, 255_999)), 255_999);
     }

@@ -1,7 +1,7 @@
 //! The whole decoder: against plain arithmetic, and bit for bit against itself in other company.
 
 use chairlift_cpu::cache::{KvCache, KvForm, KvShape};
-use chairlift_cpu::{Decoder, Form, Isa, Layer, Linear, Matrix, Merge, Numbers, Shape, Step, StepError, ThreadPool};
+use chairlift_cpu::{Decoder, Form, Isa, Layer, Linear, Matrix, Merge, Numbers, Shape, Source, Step, StepError, Tensor, ThreadPool};
 
 const HIDDEN: usize = 48;
 const INNER: usize = 72;
@@ -26,6 +26,15 @@ fn numbers(seed: u32, count: usize) -> Vec<f32> {
         (state >> 8) as f32 / (1 << 23) as f32 - 1.0
     };
     (0..count).map(|_| next()).collect()
+}
+
+fn bytes_of(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+fn tensor(bytes: &[u8], ins: usize) -> Tensor<'_> {
+    let rows = bytes.len() / ins / size_of::<f32>();
+    Tensor { numbers: Numbers::F32, rows, ins, source: Source::Memory(bytes), interleaved: 0 }
 }
 
 /// Weights, row by row; those of layers by layer.
@@ -62,8 +71,9 @@ impl Weights {
     fn decoder(&self, isa: Isa, form: Form, threads: usize, window: Option<usize>) -> Decoder {
         let mut pool = ThreadPool::new(1).expect("threads");
         let mut linear = |parts: &[&[f32]], ins: usize, merge: Merge, bias: Option<&[f32]>| {
-            let parts: Vec<_> = parts.iter().map(|part| (part.len() / ins, Numbers::F32(part))).collect();
-            Linear::new(Matrix::pack(&mut pool, isa, &parts, ins, merge, form).expect("it fits"), isa, bias)
+            let bytes: Vec<_> = parts.iter().map(|part| bytes_of(part)).collect();
+            let tensors: Vec<_> = bytes.iter().map(|bytes| tensor(bytes, ins)).collect();
+            Linear::new(Matrix::pack(&mut pool, isa, &tensors, merge, form).expect("it fits"), bias)
         };
         let layers = (0..LAYERS)
             .map(|i| {
@@ -291,10 +301,10 @@ fn a_block_table_without_such_blocks_panics_and_the_next_step_runs() {
 fn weights_that_do_not_fit_each_other_are_refused() {
     let isa = Isa::best();
     let wide = |outs: usize, ins: usize| {
-        let numbers = vec![0.0; outs * ins];
-        let matrix =
-            Matrix::pack(&mut ThreadPool::new(1).expect("threads"), isa, &[(outs, Numbers::F32(&numbers))], ins, Merge::Stacked, Form::F32);
-        Linear::new(matrix.expect("it fits"), isa, None)
+        let bytes = vec![0; outs * ins * size_of::<f32>()];
+        let mut pool = ThreadPool::new(1).expect("threads");
+        let matrix = Matrix::pack(&mut pool, isa, &[tensor(&bytes, ins)], Merge::Stacked, Form::F32);
+        Linear::new(matrix.expect("it fits"), None)
     };
     let made = |norm: usize, head: Linear| {
         let shape = Shape { hidden: 8, inner: 8, heads: 2, kv_heads: 1, head_dim: 4, eps: EPS, frequencies: vec![1.0, 0.1] };

@@ -3,12 +3,14 @@
 
 #![allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
 
+use std::fs::File;
+use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use chairlift_cpu as cpu;
-use cpu::{Form, Isa, Merge, Numbers, ThreadPool};
-use numpy::{PyArray2, PyArrayMethods, PyUntypedArrayMethods};
-use pyo3::buffer::{Element, PyBuffer};
+use cpu::{Form, Isa, Merge, Numbers, Source, Tensor, ThreadPool};
+use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
+use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
@@ -18,6 +20,24 @@ pub(crate) fn instruction_set() -> &'static str {
     Isa::best().name()
 }
 
+/// ggml's numbers of the block types that are computed with as they are.
+#[pyfunction]
+pub(crate) fn block_types() -> Vec<u32> {
+    cpu::block_types()
+}
+
+/// An open file of weights, which is read as they are packed.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct TensorFile(File);
+
+#[pymethods]
+impl TensorFile {
+    #[new]
+    fn new(path: PathBuf) -> PyResult<Self> {
+        Ok(Self(File::open(path)?))
+    }
+}
+
 /// A linear layer's weights, packed for this processor.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct Linear(Mutex<Option<cpu::Linear>>);
@@ -25,29 +45,27 @@ pub(crate) struct Linear(Mutex<Option<cpu::Linear>>);
 #[pymethods]
 impl Linear {
     #[new]
-    #[pyo3(signature = (parts, ins, form, *, threads, bias=None, gated=false))]
+    #[pyo3(signature = (tensors, ins, form, *, threads, bias=None, gated=false))]
     fn new(
         py: Python<'_>,
-        parts: Vec<(String, Bound<'_, PyAny>)>,
+        tensors: Vec<TensorArgs<'_>>,
         ins: usize,
         form: &str,
         threads: usize,
         bias: Option<PyBuffer<f32>>,
         gated: bool,
     ) -> PyResult<Self> {
-        let parts: Vec<_> = parts.iter().map(|(kind, numbers)| Part::new(py, kind, numbers)).collect::<PyResult<_>>()?;
         let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
         let form = form_of(form)?;
-        if bias.as_ref().is_some_and(|bias| bias.len() != parts.iter().map(|part| part.rows).sum::<usize>()) {
+        if bias.as_ref().is_some_and(|bias| bias.len() != tensors.iter().map(|tensor| tensor.1).sum::<usize>()) {
             return Err(PyValueError::new_err("there must be a bias for each row"));
         }
         let merge = if gated { Merge::Gated } else { Merge::Stacked };
+        let tensors: Vec<_> = tensors.iter().map(|tensor| tensor_of(tensor, ins)).collect::<PyResult<_>>()?;
         let linear = py.detach(|| {
-            let isa = Isa::best();
-            let parts: Vec<_> = parts.iter().map(|part| (part.rows, part.numbers())).collect();
             let mut pool = started(threads)?;
-            let matrix = cpu::Matrix::pack(&mut pool, isa, &parts, ins, merge, form);
-            matrix.map(|matrix| cpu::Linear::new(matrix, isa, bias.as_deref())).map_err(|error| PyValueError::new_err(error.to_string()))
+            let matrix = cpu::Matrix::pack(&mut pool, Isa::best(), &tensors, merge, form);
+            matrix.map(|matrix| cpu::Linear::new(matrix, bias.as_deref())).map_err(|error| PyValueError::new_err(error.to_string()))
         });
         linear.map(|linear| Self(Mutex::new(Some(linear))))
     }
@@ -60,46 +78,30 @@ impl Linear {
     }
 }
 
-/// Rows of a checkpoint's numbers.
-struct Part {
-    rows: usize,
-    data: Data,
+/// A tensor: the kind of its numbers, its rows, its bytes, and the rows of a head where those alternate, else 0.
+type TensorArgs<'py> = (String, usize, Bytes<'py>, usize);
+
+/// Where a tensor's bytes are.
+#[derive(FromPyObject)]
+enum Bytes<'py> {
+    Memory(PyReadonlyArray1<'py, u8>),
+    File((Py<TensorFile>, u64)),
 }
 
-enum Data {
-    F32(Vec<f32>),
-    F16(Vec<u16>),
-    Bf16(Vec<u16>),
-    Blocks(u32, Vec<u8>),
-}
-
-impl Part {
-    /// Copies an array [rows, ...] of `kind`: float32, float16 or bfloat16 (both as uint16), or the number of a ggml type (as uint8).
-    fn new(py: Python<'_>, kind: &str, array: &Bound<'_, PyAny>) -> PyResult<Self> {
-        fn copied<T: Element>(py: Python<'_>, array: &Bound<'_, PyAny>) -> PyResult<(usize, Vec<T>)> {
-            let buffer = PyBuffer::<T>::get(array)?;
-            Ok((buffer.shape().first().copied().unwrap_or(0), buffer.to_vec(py)?))
+fn tensor_of<'a>((kind, rows, bytes, interleaved): &'a TensorArgs<'_>, ins: usize) -> PyResult<Tensor<'a>> {
+    let numbers = match kind.as_str() {
+        "float32" => Numbers::F32,
+        "float16" => Numbers::F16,
+        "bfloat16" => Numbers::Bf16,
+        _ => Numbers::Ggml(kind.parse().map_err(|_| PyValueError::new_err(format!("no kind of number is called {kind:?}")))?),
+    };
+    let source = match bytes {
+        Bytes::Memory(array) => {
+            Source::Memory(array.as_slice().map_err(|_| PyValueError::new_err("a tensor's bytes must be a contiguous uint8 array"))?)
         }
-        let (rows, data) = match kind {
-            "float32" => copied(py, array).map(|(rows, numbers)| (rows, Data::F32(numbers)))?,
-            "float16" => copied(py, array).map(|(rows, numbers)| (rows, Data::F16(numbers)))?,
-            "bfloat16" => copied(py, array).map(|(rows, numbers)| (rows, Data::Bf16(numbers)))?,
-            _ => {
-                let kind = kind.parse().map_err(|_| PyValueError::new_err(format!("no kind of number is called {kind:?}")))?;
-                copied(py, array).map(|(rows, bytes)| (rows, Data::Blocks(kind, bytes)))?
-            }
-        };
-        Ok(Self { rows, data })
-    }
-
-    fn numbers(&self) -> Numbers<'_> {
-        match &self.data {
-            Data::F32(numbers) => Numbers::F32(numbers),
-            Data::F16(numbers) => Numbers::F16(numbers),
-            Data::Bf16(numbers) => Numbers::Bf16(numbers),
-            Data::Blocks(kind, bytes) => Numbers::Blocks(*kind, bytes),
-        }
-    }
+        Bytes::File((file, start)) => Source::File(&file.get().0, *start),
+    };
+    Ok(Tensor { numbers, rows: *rows, ins, source, interleaved: *interleaved })
 }
 
 fn form_of(name: &str) -> PyResult<Form> {
@@ -107,7 +109,7 @@ fn form_of(name: &str) -> PyResult<Form> {
         "float32" => Ok(Form::F32),
         "float16" => Ok(Form::F16),
         "bfloat16" => Ok(Form::Bf16),
-        "blocks" => Ok(Form::Blocks),
+        "kept" => Ok(Form::Kept),
         "int8" => Ok(Form::Int8),
         _ => Err(PyValueError::new_err(format!("weights cannot be kept as {name:?}"))),
     }

@@ -1,6 +1,9 @@
 use super::*;
+use crate::ggml::BlockType;
+use crate::ggml::tests::{dequantized, random_blocks};
 use crate::pool::ThreadPool;
-use crate::weights::{Form, Merge, Numbers};
+use crate::tensor::{Numbers, Source, Tensor};
+use crate::weights::{Form, PackError};
 
 /// Numbers between -1 and 1 that bf16 can hold.
 fn numbers(seed: u32, count: usize) -> Vec<f32> {
@@ -12,16 +15,17 @@ fn numbers(seed: u32, count: usize) -> Vec<f32> {
     (0..count).map(|_| next()).collect()
 }
 
-/// Blocks of type `Q8_0`, and what they stand for.
-fn blocks(weights: &[f32]) -> (Vec<u8>, Vec<f32>) {
-    let mut bytes = Vec::new();
-    let mut meant = Vec::new();
-    for block in weights.chunks_exact(BLOCK) {
-        bytes.extend(crate::half::from_f32(0.01).to_le_bytes());
-        bytes.extend(block.iter().map(|x| (x * 100.0) as i8 as u8));
-        meant.extend(block.iter().map(|x| crate::half::to_f32(crate::half::from_f32(0.01)) * f32::from((x * 100.0) as i8)));
-    }
-    (bytes, meant)
+/// The bytes of numbers as a checkpoint has them.
+fn bytes_of(weights: &[f32]) -> Vec<u8> {
+    weights.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+fn tensor(numbers: Numbers, rows: usize, ins: usize, bytes: &[u8]) -> Tensor<'_> {
+    Tensor { numbers, rows, ins, source: Source::Memory(bytes), interleaved: 0 }
+}
+
+fn pack(isa: Isa, tensors: &[Tensor<'_>], merge: Merge, form: Form) -> Matrix {
+    Matrix::pack(&mut ThreadPool::new(2).expect("threads"), isa, tensors, merge, form).expect("it fits")
 }
 
 fn multiply(isa: Isa, threads: usize, layer: &Linear, x: &[f32], start: f32, epilogue: Epilogue) -> Vec<f32> {
@@ -39,83 +43,194 @@ fn multiply(isa: Isa, threads: usize, layer: &Linear, x: &[f32], start: f32, epi
     out
 }
 
+/// Checks a layer against plain sums, and that no number of a result depends on which rows are computed with it, or on how many threads.
+fn check(isa: Isa, layer: &Linear, weights: &[f32], bias: &[f32], tolerance: f64, what: &str) {
+    let (outs, ins) = (layer.matrix.outs, layer.matrix.ins);
+    let x = numbers(3, 150 * ins);
+    let all = multiply(isa, 3, layer, &x, 1.0, Epilogue::Add);
+    for (m, row) in all.chunks_exact(outs).enumerate() {
+        for (n, &found) in row.iter().enumerate() {
+            let products = (0..ins).map(|k| f64::from(x[m * ins + k]) * f64::from(weights[n * ins + k]));
+            let (product, size) = products.fold((0.0, 2.0), |(sum, size), product| (sum + product, size + product.abs()));
+            let expected = 1.0 + f64::from(bias[n]) + product;
+            assert!((f64::from(found) - expected).abs() < tolerance * size, "{isa:?} {what} {outs}x{ins} {m} {n}: {found} {expected}");
+        }
+    }
+    for count in (1..=16).chain([27, 28, 29, 43, 100, 129]) {
+        for threads in [1, 2] {
+            let some = multiply(isa, threads, layer, &x[..count * ins], 1.0, Epilogue::Add);
+            assert!(some == all[..count * outs], "{isa:?} {what} {outs}x{ins}: {count} rows on {threads} threads");
+        }
+    }
+}
+
 #[test]
 fn products_are_right_and_rows_do_not_depend_on_each_other() {
     // Inputs that are summed at once and in two turns; outputs that fill panels and that do not; rows for one tile, some, and groups of tiles.
     for (outs, ins) in [(5, 3), (70, 64), (33, 1184)] {
         let (weights, bias) = (numbers(1, outs * ins), numbers(2, outs));
-        let x = numbers(3, 150 * ins);
-        let (bytes, meant) = blocks(&weights);
+        let bytes = bytes_of(&weights);
         for isa in Isa::available() {
-            for form in [Form::F32, Form::F16, Form::Bf16, Form::Blocks] {
-                if form == Form::Blocks && ins % BLOCK != 0 {
-                    continue;
-                }
-                let (source, weights) =
-                    if form == Form::Blocks { (Numbers::Blocks(8, &bytes), &meant) } else { (Numbers::F32(&weights), &weights) };
-                let matrix = Matrix::pack(&mut ThreadPool::new(2).expect("threads"), isa, &[(outs, source)], ins, Merge::Stacked, form)
-                    .expect("it fits");
-                let layer = Linear::new(matrix, isa, Some(&bias));
-                let all = multiply(isa, 3, &layer, &x, 1.0, Epilogue::Add);
-                for (m, row) in all.chunks_exact(outs).enumerate() {
-                    for (n, &found) in row.iter().enumerate() {
-                        let product: f64 = (0..ins).map(|k| f64::from(x[m * ins + k]) * f64::from(weights[n * ins + k])).sum();
-                        let expected = 1.0 + f64::from(bias[n]) + product;
-                        // Half precision has 11 bits for weights of up to 8.
-                        let tolerance = if form == Form::F16 { 2e-3 } else { 2e-6 } * (ins as f64).sqrt();
-                        assert!(
-                            (f64::from(found) - expected).abs() < tolerance,
-                            "{isa:?} {form:?} {outs}x{ins} {m} {n}: {found} {expected}"
-                        );
-                    }
-                }
-                for count in (1..=16).chain([27, 28, 29, 43, 100, 129]) {
-                    for threads in [1, 2] {
-                        let some = multiply(isa, threads, &layer, &x[..count * ins], 1.0, Epilogue::Add);
-                        assert!(some == all[..count * outs], "{isa:?} {form:?} {outs}x{ins}: {count} rows on {threads} threads");
-                    }
-                }
+            for form in [Form::F32, Form::F16, Form::Bf16, Form::Kept] {
+                let matrix = pack(isa, &[tensor(Numbers::F32, outs, ins, &bytes)], Merge::Stacked, form);
+                // Half precision has 11 bits for weights of up to 8.
+                let tolerance = if form == Form::F16 { 5e-4 } else { 1e-6 };
+                check(isa, &Linear::new(matrix, Some(&bias)), &weights, &bias, tolerance, &format!("{form:?}"));
             }
         }
     }
 }
 
 #[test]
-fn blocks_kept_as_they_are_give_what_their_numbers_give_to_the_last_bit() {
-    let (outs, ins) = (70, 1184);
-    let (bytes, meant) = blocks(&numbers(1, outs * ins));
-    let x = numbers(3, 40 * ins);
-    for isa in Isa::available() {
-        let [kept, plain] = [(Numbers::Blocks(8, &bytes), Form::Blocks), (Numbers::F32(&meant), Form::F32)].map(|(source, form)| {
-            let matrix = Matrix::pack(&mut ThreadPool::new(1).expect("threads"), isa, &[(outs, source)], ins, Merge::Stacked, form)
-                .expect("it fits");
-            multiply(isa, 1, &Linear::new(matrix, isa, None), &x, 0.0, Epilogue::Store)
-        });
-        assert!(kept == plain, "{isa:?}");
+fn products_of_blocks_are_right_and_rows_do_not_depend_on_each_other() {
+    for kind in BlockType::ALL {
+        let (outs, ins) = if kind.block() == BLOCK { (70, 1184) } else { (70, 1280) };
+        let bias = numbers(2, outs);
+        let bytes = random_blocks(kind, outs, ins, 1);
+        let weights = dequantized(kind, &bytes, ins);
+        for isa in Isa::available() {
+            let matrix = pack(isa, &[tensor(Numbers::Ggml(kind.number()), outs, ins, &bytes)], Merge::Stacked, Form::Kept);
+            check(isa, &Linear::new(matrix, Some(&bias)), &weights, &bias, 1e-6, &format!("{kind:?}"));
+        }
     }
 }
 
 #[test]
-fn half_precision_is_refused_where_a_weight_is_too_large_for_it() {
-    let weights = [1.0, 2.0, 70_000.0, 3.0];
-    let packed =
-        Matrix::pack(&mut ThreadPool::new(1).expect("threads"), Isa::best(), &[(2, Numbers::F32(&weights))], 2, Merge::Stacked, Form::F16);
-    assert_eq!(packed.err(), Some(crate::weights::PackError::Overflow(70_000.0)));
+fn blocks_kept_as_they_are_give_what_their_numbers_give_to_the_last_bit() {
+    for kind in BlockType::ALL {
+        let (outs, ins) = if kind.block() == BLOCK { (70, 1184) } else { (70, 1280) };
+        let blocks = random_blocks(kind, outs, ins, 1);
+        let floats = bytes_of(&dequantized(kind, &blocks, ins));
+        let x = numbers(3, 40 * ins);
+        for isa in Isa::available() {
+            for count in [1, 4, 5, 40] {
+                let sources = [tensor(Numbers::Ggml(kind.number()), outs, ins, &blocks), tensor(Numbers::F32, outs, ins, &floats)];
+                let [kept, plain] = sources.map(|source| {
+                    let matrix = pack(isa, &[source], Merge::Stacked, Form::Kept);
+                    multiply(isa, 1, &Linear::new(matrix, None), &x[..count * ins], 0.0, Epilogue::Store)
+                });
+                assert!(kept == plain, "{isa:?} {kind:?} {count} rows");
+            }
+        }
+    }
 }
 
 #[test]
-fn sources_that_do_not_fit_are_refused() {
+fn tensors_of_one_matrix_may_differ_in_type() {
+    let ins = 256;
+    let kinds = [BlockType::Q4_K, BlockType::Q5_0, BlockType::Q6_K];
+    let blocks = kinds.map(|kind| random_blocks(kind, 40, ins, 9));
+    let floats: Vec<Vec<f32>> = kinds.iter().zip(&blocks).map(|(&kind, bytes)| dequantized(kind, bytes, ins)).collect();
+    let plain = bytes_of(&floats.concat());
+    let bias = numbers(2, 120);
+    let x = numbers(3, 20 * ins);
+    for isa in Isa::available() {
+        let mixed: Vec<_> = kinds.iter().zip(&blocks).map(|(kind, bytes)| tensor(Numbers::Ggml(kind.number()), 40, ins, bytes)).collect();
+        let (mixed, whole) = (pack(isa, &mixed, Merge::Stacked, Form::Kept), tensor(Numbers::F32, 120, ins, &plain));
+        let mut row = vec![0.0; ins];
+        mixed.read_row(100, &mut row);
+        assert_eq!(row, floats[2][20 * ins..21 * ins]);
+        let layers = [mixed, pack(isa, &[whole], Merge::Stacked, Form::F32)].map(|matrix| Linear::new(matrix, Some(&bias)));
+        for count in [1, 3, 20] {
+            let [mixed, whole] = layers.each_ref().map(|layer| multiply(isa, 2, layer, &x[..count * ins], 1.0, Epilogue::Add));
+            assert!(mixed == whole, "{isa:?} {count} rows");
+        }
+    }
+}
+
+#[test]
+fn a_gate_and_what_it_gates_may_differ_in_type() {
+    let (ins, outs) = (256, 70);
+    let kinds = [BlockType::Q4_K, BlockType::Q6_K];
+    let blocks = kinds.map(|kind| random_blocks(kind, outs, ins, 13));
+    let floats: Vec<Vec<f32>> = kinds.iter().zip(&blocks).map(|(&kind, bytes)| dequantized(kind, bytes, ins)).collect();
+    let bias = numbers(2, 2 * outs);
+    let x = numbers(3, 130 * ins);
+    for isa in Isa::available() {
+        let tensors: Vec<_> =
+            kinds.iter().zip(&blocks).map(|(kind, bytes)| tensor(Numbers::Ggml(kind.number()), outs, ins, bytes)).collect();
+        let layer = Linear::new(pack(isa, &tensors, Merge::Gated, Form::Kept), Some(&bias));
+        let all = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Gate);
+        for (m, n) in [(0, 0), (7, 31), (64, 32), (129, 69)] {
+            let sum = |part: usize| {
+                let row = &floats[part][n * ins..(n + 1) * ins];
+                let products = row.iter().zip(&x[m * ins..]).map(|(w, x)| f64::from(*w) * f64::from(*x));
+                let bias = f64::from(bias[part * outs + n]);
+                products.fold((bias, 1.0), |(sum, size), product| (sum + product, size + product.abs()))
+            };
+            let ((gate, gate_size), (up, up_size)) = (sum(0), sum(1));
+            let expected = gate / (1.0 + (-gate).exp()) * up;
+            let found = f64::from(all[m * outs + n]);
+            assert!((found - expected).abs() < 1e-6 * gate_size * up_size, "{isa:?} {m} {n}: {found} {expected}");
+        }
+        for count in [1, 2, 5, 14, 100] {
+            assert!(multiply(isa, 1, &layer, &x[..count * ins], 0.0, Epilogue::Gate) == all[..count * outs], "{isa:?} {count} rows");
+        }
+    }
+}
+
+#[test]
+fn interleaved_rows_of_heads_are_put_in_order() {
+    let (heads, head_dim, ins) = (3, 4, 32);
+    let bytes = random_blocks(BlockType::Q8_0, heads * head_dim, ins, 21);
+    let weights = dequantized(BlockType::Q8_0, &bytes, ins);
+    let source = tensor(Numbers::Ggml(8), heads * head_dim, ins, &bytes);
+    for form in [Form::Kept, Form::F32, Form::Int8] {
+        let matrix = pack(Isa::best(), &[Tensor { interleaved: head_dim, ..source }], Merge::Stacked, form);
+        for (row, from) in [(0, 0), (1, 2), (2, 1), (3, 3), (4, 4), (5, 6), (11, 11)] {
+            let mut found = vec![0.0; ins];
+            matrix.read_row(row, &mut found);
+            assert_eq!(found, weights[from * ins..(from + 1) * ins], "{form:?} row {row}");
+        }
+    }
+}
+
+#[test]
+fn tensors_in_files_are_read_and_a_file_that_ends_too_early_is_refused() {
+    let (rows, ins) = (70, 256);
+    let bytes = random_blocks(BlockType::Q4_K, rows, ins, 17);
+    let path = std::env::temp_dir().join(format!("chairlift-tensor-{}", std::process::id()));
+    std::fs::write(&path, [&[7; 11], bytes.as_slice()].concat()).expect("a temporary file");
+    let file = std::fs::File::open(&path).expect("the file just written");
+    let in_file = Tensor { source: Source::File(&file, 11), ..tensor(Numbers::Ggml(12), rows, ins, &[]) };
+    let mut pool = ThreadPool::new(2).expect("threads");
+    for interleaved in [0, 10] {
+        let both = [in_file, tensor(Numbers::Ggml(12), rows, ins, &bytes)].map(|source| {
+            let matrix = pack(Isa::best(), &[Tensor { interleaved, ..source }], Merge::Stacked, Form::Kept);
+            multiply(Isa::best(), 1, &Linear::new(matrix, None), &numbers(3, ins), 0.0, Epilogue::Store)
+        });
+        assert_eq!(both[0], both[1]);
+    }
+    // Shortened while it is open, as a file may be while it is read.
+    std::fs::OpenOptions::new().write(true).open(&path).and_then(|file| file.set_len(5000)).expect("a shorter file");
+    for form in [Form::Kept, Form::F32, Form::Int8] {
+        let error = Matrix::pack(&mut pool, Isa::best(), &[in_file], Merge::Stacked, form).expect_err("the file is too short");
+        assert!(error.to_string().contains("became shorter while it was read"), "{error}");
+    }
+    std::fs::remove_file(&path).expect("the file just written");
+}
+
+#[test]
+fn half_precision_is_refused_where_a_weight_is_too_large_for_it() {
+    let bytes = bytes_of(&[1.0, 2.0, 70_000.0, 3.0]);
+    let source = tensor(Numbers::F32, 2, 2, &bytes);
+    let packed = Matrix::pack(&mut ThreadPool::new(1).expect("threads"), Isa::best(), &[source], Merge::Stacked, Form::F16);
+    assert_eq!(packed.err(), Some(PackError::Overflow(70_000.0)));
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_refused() {
     let mut pool = ThreadPool::new(1).expect("threads");
-    let mut pack = |parts: &[(usize, Numbers<'_>)], ins: usize, form: Form| {
-        Matrix::pack(&mut pool, Isa::best(), parts, ins, Merge::Stacked, form).err()
-    };
-    let (numbers, four, eight) = ([0.0; 64], [0; 2 * 20], [0; 2 * 34]);
-    assert!(pack(&[(2, Numbers::F32(&numbers))], 33, Form::F32).is_some());
-    assert!(pack(&[(2, Numbers::Blocks(3, &four))], 32, Form::F32).is_some());
-    assert!(pack(&[(2, Numbers::Blocks(99, &four))], 32, Form::Blocks).is_some());
-    assert!(pack(&[(3, Numbers::Blocks(3, &four))], 32, Form::Blocks).is_some());
-    assert!(pack(&[(2, Numbers::F32(&numbers))], 32, Form::Blocks).is_some());
-    assert!(pack(&[(2, Numbers::Blocks(3, &four)), (2, Numbers::Blocks(8, &eight))], 32, Form::Blocks).is_some());
-    assert!(pack(&[(2, Numbers::Blocks(3, &four)), (2, Numbers::Blocks(8, &eight))], 32, Form::Int8).is_none());
-    assert!(pack(&[(2, Numbers::Blocks(3, &four)), (2, Numbers::Blocks(2, &four[..36]))], 32, Form::Blocks).is_none());
+    let mut refused = |tensors: &[Tensor<'_>], merge: Merge| Matrix::pack(&mut pool, Isa::best(), tensors, merge, Form::Kept).err();
+    let bytes = vec![0; 4 * 64 * 2];
+    let floats = |rows: usize, ins: usize| tensor(Numbers::F32, rows, ins, &bytes[..rows.min(2) * ins.min(64) * 4]);
+    assert!(matches!(refused(&[floats(3, 64)], Merge::Stacked), Some(PackError::Shape { expected: 768, found: 512, .. })));
+    assert_eq!(refused(&[tensor(Numbers::Ggml(99), 1, 32, &bytes)], Merge::Stacked), Some(PackError::Blocks(99)));
+    assert_eq!(refused(&[tensor(Numbers::Ggml(12), 1, 128, &bytes[..72])], Merge::Stacked), Some(PackError::Blocks(12)));
+    assert_eq!(refused(&[floats(2, 64), floats(2, 32)], Merge::Stacked), Some(PackError::Mismatch));
+    assert_eq!(refused(&[floats(2, 64), floats(1, 64)], Merge::Gated), Some(PackError::Mismatch));
+    assert_eq!(refused(&[floats(2, 64)], Merge::Gated), Some(PackError::Mismatch));
+    assert_eq!(refused(&[], Merge::Stacked), Some(PackError::Mismatch));
+    assert_eq!(refused(&[Tensor { interleaved: 4, ..floats(2, 64) }], Merge::Stacked), Some(PackError::Mismatch));
+    assert_eq!(refused(&[floats(2, 64), floats(2, 64)], Merge::Gated), None);
 }

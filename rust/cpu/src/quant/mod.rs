@@ -5,17 +5,15 @@
 //! order. So a row's results do not depend on the other rows.
 
 mod dot;
-mod expand;
 mod rows;
 mod weights;
 
 pub(crate) use dot::tile;
-pub(crate) use expand::expand;
 pub(crate) use rows::{QuantRows, SharedRows};
-pub(crate) use weights::{Bits, BlockType, QuantWeights, Source};
+use weights::Bits;
+pub(crate) use weights::QuantWeights;
 
-/// Numbers in a block.
-pub(crate) const BLOCK: usize = 32;
+use crate::ggml::BLOCK;
 
 #[cfg(test)]
 mod tests;

@@ -1,10 +1,11 @@
 //! Weights in blocks of integers, packed in panels.
 
-use super::BLOCK;
 use crate::aligned::AlignedVec;
+use crate::ggml::{BLOCK, BlockType, Unpacked};
 use crate::half;
 use crate::pool::ThreadPool;
 use crate::simd::{Int8, Isa, Kernel};
+use crate::tensor::{ReadError, Tensor};
 
 /// 1.5 * 2^23: a small number added to it is rounded to the nearest integer, and that is in the sum's last bits.
 const ROUNDER: f32 = 12_582_912.0;
@@ -16,61 +17,6 @@ pub(crate) enum Bits {
     Eight,
     /// 0 to 15, times a scale, plus a shift.
     Four,
-}
-
-/// The types of ggml's blocks that are used as they are. All begin with a scale in half precision.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BlockType {
-    /// 32 integers of 4 bits, of which 8 is subtracted: byte i holds numbers i and, above it, i + 16.
-    Q4_0,
-    /// The block's shift in half precision, then integers as in `Q4_0`.
-    Q4_1,
-    /// 32 signed bytes.
-    Q8_0,
-}
-
-impl BlockType {
-    /// The type that ggml numbers so; `None` for others than these.
-    pub(crate) fn from_ggml(number: u32) -> Option<Self> {
-        match number {
-            2 => Some(Self::Q4_0),
-            3 => Some(Self::Q4_1),
-            8 => Some(Self::Q8_0),
-            _ => None,
-        }
-    }
-
-    /// Bytes of a row of so many numbers, a multiple of 32.
-    pub(crate) fn row_bytes(self, ins: usize) -> usize {
-        ins / BLOCK * self.bytes()
-    }
-
-    /// What holds the integers as they are.
-    pub(crate) fn bits(self) -> Bits {
-        match self {
-            Self::Q4_0 | Self::Q4_1 => Bits::Four,
-            Self::Q8_0 => Bits::Eight,
-        }
-    }
-
-    fn bytes(self) -> usize {
-        match self {
-            Self::Q4_0 => 18,
-            Self::Q4_1 => 20,
-            Self::Q8_0 => 34,
-        }
-    }
-}
-
-/// Where a column's weights are.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Source<'a> {
-    /// Nowhere: the column pads the panel, with zeros.
-    Padding,
-    /// In the buffer that was given.
-    Floats,
-    /// In blocks of ggml's.
-    Blocks(BlockType, &'a [u8]),
 }
 
 /// A block of one column.
@@ -97,44 +43,35 @@ pub(crate) struct QuantWeights {
 }
 
 impl QuantWeights {
-    /// Packs `columns` columns of `ins` weights.
-    ///
-    /// `source` is asked for each column, and gets a buffer for `ins` numbers. With 8 bits, 4-bit blocks of type `Q4_0` are kept
-    /// exactly, and ones of type `Q4_1` rounded. With 4 bits all sources must be blocks of 4 bits.
-    pub(crate) fn pack<'a>(
-        pool: &mut ThreadPool,
-        isa: Isa,
-        bits: Bits,
-        columns: usize,
-        ins: usize,
-        source: impl Fn(usize, &mut [f32]) -> Source<'a> + Sync,
-    ) -> Self {
-        let width = isa.panel();
+    /// Reads and packs a tensor. Blocks of types `Q4_0`, `Q4_1` and `Q8_0` are kept exactly; other numbers become the nearest integers
+    /// of 8 bits.
+    pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>) -> Result<Self, ReadError> {
+        let (width, ins) = (isa.panel(), tensor.ins);
+        let kept = tensor.numbers.blocks().filter(|kind| matches!(kind, BlockType::Q4_0 | BlockType::Q4_1 | BlockType::Q8_0));
+        let bits = if matches!(kept, Some(BlockType::Q4_0 | BlockType::Q4_1)) { Bits::Four } else { Bits::Eight };
         let blocks = ins.div_ceil(BLOCK);
         let size = blocks * block_bytes(width, bits);
-        let panels = columns.div_ceil(width);
-        let mut bytes = AlignedVec::zeros(panels * size);
+        let mut bytes = AlignedVec::zeros(tensor.rows.div_ceil(width) * size);
         let shared = bytes.shared();
         let layout = Layout::of(isa);
-        pool.run(|worker| {
+        tensor.for_each_panel(pool, width, |panel, rows| {
+            // SAFETY: each panel is one call's.
+            let out = unsafe { shared.write(panel * size, size) };
             let mut row = vec![0.0; blocks * BLOCK];
-            worker.parallel_for(panels, |panel| {
-                // SAFETY: each panel is one piece's.
-                let out = unsafe { shared.write(panel * size, size) };
-                for column in panel * width..columns.min((panel + 1) * width) {
-                    let found = source(column, &mut row[..ins]);
-                    for (b, to) in out.chunks_exact_mut(block_bytes(width, bits)).enumerate() {
-                        let block = match found {
-                            Source::Padding => break,
-                            Source::Floats => Block::nearest(row[b * BLOCK..][..BLOCK].try_into().expect("whole blocks")),
-                            Source::Blocks(kind, bytes) => Block::of_ggml(kind, &bytes[b * kind.bytes()..][..kind.bytes()], bits),
-                        };
-                        block.write(to, width, column % width, bits, layout);
-                    }
+            for column in 0..rows.count() {
+                if kept.is_none() {
+                    tensor.numbers.decode(rows.row(column), &mut row[..ins]);
                 }
-            });
-        });
-        Self { bytes, bits, isa, ins }
+                for (b, to) in out.chunks_exact_mut(block_bytes(width, bits)).enumerate() {
+                    let block = match kept {
+                        None => Block::nearest(row[b * BLOCK..][..BLOCK].try_into().expect("whole blocks")),
+                        Some(kind) => Block::of_ggml(kind, &rows.row(column)[b * kind.bytes()..][..kind.bytes()]),
+                    };
+                    block.write(to, width, column, bits, layout);
+                }
+            }
+        })?;
+        Ok(Self { bytes, bits, isa, ins })
     }
 
     /// The weights of a column, as an embedding's row.
@@ -209,22 +146,16 @@ impl Block {
         Self { scale, shift: 0, codes: numbers.map(code) }
     }
 
-    /// A block as ggml has it, its integers as they are if `bits` can hold them.
-    fn of_ggml(kind: BlockType, bytes: &[u8], bits: Bits) -> Self {
-        let number = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
-        let scale = number(0);
-        let nibbles: [i8; BLOCK] = std::array::from_fn(|i| {
-            let byte = bytes[bytes.len() - 16 + i % 16];
-            if i < 16 { byte as i8 & 15 } else { (byte >> 4) as i8 }
-        });
-        match (kind, bits) {
-            (BlockType::Q8_0, Bits::Eight) => Self { scale, shift: 0, codes: std::array::from_fn(|i| bytes[2 + i] as i8) },
-            (BlockType::Q4_0, Bits::Eight) => Self { scale, shift: 0, codes: nibbles.map(|code| code - 8) },
+    /// A block as ggml has it, its integers as they are.
+    fn of_ggml(kind: BlockType, bytes: &[u8]) -> Self {
+        let Unpacked { codes, scale, second, .. } = kind.unpack(bytes);
+        let codes: [u8; BLOCK] = std::array::from_fn(|i| codes[i]);
+        match kind {
+            // Kept with an offset of 128 there.
+            BlockType::Q8_0 => Self { scale, shift: 0, codes: codes.map(|code| (code ^ 0x80) as i8) },
             // A power of two times the scale is exact.
-            (BlockType::Q4_0, Bits::Four) => Self { scale, shift: half::from_f32(-8.0 * half::to_f32(scale)), codes: nibbles },
-            (BlockType::Q4_1, Bits::Four) => Self { scale, shift: number(2), codes: nibbles },
-            (BlockType::Q4_1, Bits::Eight) => Self::nearest(&Self { scale, shift: number(2), codes: nibbles }.numbers()),
-            (BlockType::Q8_0, Bits::Four) => unreachable!("8 bits do not fit 4"),
+            BlockType::Q4_0 => Self { scale, shift: half::from_f32(-8.0 * half::to_f32(scale)), codes: codes.map(|code| code as i8) },
+            _ => Self { scale, shift: second, codes: codes.map(|code| code as i8) },
         }
     }
 

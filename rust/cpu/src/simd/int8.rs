@@ -10,6 +10,10 @@ use super::portable::Portable;
 pub(crate) trait Int8: Simd {
     /// [`Simd::LANES`] integers of 32 bits, or as many times two of 16, or four of 8.
     type I: Copy;
+    /// A table of 16 numbers.
+    type Table: Copy;
+    /// Whether [`Int8::lookup`] is faster than to make numbers of integers.
+    const LOOKUP: bool;
     /// How many 8-bit weights of a column a register holds: 4 as they are, or 2 of 16 bits each.
     const GROUP: usize;
     /// What 8-bit weights are stored larger by, where the processor multiplies unsigned ones.
@@ -28,8 +32,17 @@ pub(crate) trait Int8: Simd {
     /// The columns' sums, of what `dot4` has added up.
     fn total4(self, sum: Self::I) -> Self::I;
     fn to_f32(self, x: Self::I) -> Self::F;
-    /// Reads integers of `8 * G` bits, and of each the bits of `mask` above the lowest `shift`, those of `flip` inverted; `G` is 2 or 4.
-    unsafe fn fields<const G: usize>(self, p: *const u8, shift: i32, mask: i32, flip: i32) -> Self::F;
+    /// Reads [`Simd::LANES`] words of 32 bits.
+    unsafe fn words(self, p: *const u8) -> Self::I;
+    /// The bits of `mask` of each word, shifted right by `shift`, or left where that is negative.
+    fn field(self, x: Self::I, shift: i32, mask: i32) -> Self::I;
+    fn or(self, a: Self::I, b: Self::I) -> Self::I;
+    /// 2 to the power of 23, plus words that are less.
+    fn with_exponent(self, x: Self::I) -> Self::F;
+    /// Prepares [`Int8::lookup`].
+    fn table(self, values: &[f32; 16]) -> Self::Table;
+    /// Of each word, the value that the table has for the four bits from `shift` on.
+    fn lookup(self, x: Self::I, shift: i32, table: Self::Table) -> Self::F;
     /// Writes numbers from -128 to 127 as bytes, rounded to the nearest; some bytes for others.
     unsafe fn store_bytes(self, p: *mut i8, x: Self::F);
 }
@@ -38,6 +51,8 @@ pub(crate) trait Int8: Simd {
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Int8 for Portable {
     type I = [i32; 8];
+    type Table = [f32; 16];
+    const LOOKUP: bool = false;
     const GROUP: usize = 4;
     const OFFSET: i32 = 0;
 
@@ -71,13 +86,28 @@ impl Int8 for Portable {
         x.map(|x| x as f32)
     }
     #[inline(always)]
-    unsafe fn fields<const G: usize>(self, p: *const u8, shift: i32, mask: i32, flip: i32) -> [f32; 8] {
-        let x = if G == 4 {
-            unsafe { p.cast::<[i32; 8]>().read_unaligned() }
-        } else {
-            unsafe { p.cast::<[u16; 8]>().read_unaligned() }.map(i32::from)
-        };
-        x.map(|x| (((x >> shift) & mask) ^ flip) as f32)
+    unsafe fn words(self, p: *const u8) -> [i32; 8] {
+        unsafe { p.cast::<[i32; 8]>().read_unaligned() }
+    }
+    #[inline(always)]
+    fn field(self, x: [i32; 8], shift: i32, mask: i32) -> [i32; 8] {
+        x.map(|x| (if shift < 0 { x << -shift } else { (x as u32 >> shift) as i32 }) & mask)
+    }
+    #[inline(always)]
+    fn or(self, a: [i32; 8], b: [i32; 8]) -> [i32; 8] {
+        std::array::from_fn(|i| a[i] | b[i])
+    }
+    #[inline(always)]
+    fn with_exponent(self, x: [i32; 8]) -> [f32; 8] {
+        x.map(|x| f32::from_bits(x as u32 | 0x4b00_0000))
+    }
+    #[inline(always)]
+    fn table(self, values: &[f32; 16]) -> [f32; 16] {
+        *values
+    }
+    #[inline(always)]
+    fn lookup(self, x: [i32; 8], shift: i32, table: [f32; 16]) -> [f32; 8] {
+        x.map(|x| table[(x as u32 >> shift & 15) as usize])
     }
     #[inline(always)]
     unsafe fn store_bytes(self, p: *mut i8, x: [f32; 8]) {
@@ -97,6 +127,8 @@ mod x86 {
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Int8 for Avx2 {
         type I = __m256i;
+        type Table = [__m256; 2];
+        const LOOKUP: bool = false;
         // Bytes are multiplied by unsigned ones only, in pairs whose sums overflow 16 bits unless one factor is small.
         const GROUP: usize = 2;
         const OFFSET: i32 = 0;
@@ -134,11 +166,36 @@ mod x86 {
             unsafe { _mm256_cvtepi32_ps(x) }
         }
         #[inline(always)]
-        unsafe fn fields<const G: usize>(self, p: *const u8, shift: i32, mask: i32, flip: i32) -> __m256 {
+        unsafe fn words(self, p: *const u8) -> __m256i {
+            unsafe { _mm256_loadu_si256(p.cast()) }
+        }
+        #[inline(always)]
+        fn field(self, x: __m256i, shift: i32, mask: i32) -> __m256i {
             unsafe {
-                let x = if G == 4 { _mm256_loadu_si256(p.cast()) } else { _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())) };
-                let x = _mm256_and_si256(_mm256_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(mask));
-                _mm256_cvtepi32_ps(_mm256_xor_si256(x, _mm256_set1_epi32(flip)))
+                let count = _mm_cvtsi32_si128(shift.abs());
+                let shifted = if shift < 0 { _mm256_sll_epi32(x, count) } else { _mm256_srl_epi32(x, count) };
+                _mm256_and_si256(shifted, _mm256_set1_epi32(mask))
+            }
+        }
+        #[inline(always)]
+        fn or(self, a: __m256i, b: __m256i) -> __m256i {
+            unsafe { _mm256_or_si256(a, b) }
+        }
+        #[inline(always)]
+        fn with_exponent(self, x: __m256i) -> __m256 {
+            unsafe { _mm256_castsi256_ps(_mm256_or_si256(x, _mm256_set1_epi32(0x4b00_0000))) }
+        }
+        #[inline(always)]
+        fn table(self, values: &[f32; 16]) -> [__m256; 2] {
+            unsafe { [_mm256_loadu_ps(values.as_ptr()), _mm256_loadu_ps(values.as_ptr().add(8))] }
+        }
+        #[inline(always)]
+        fn lookup(self, x: __m256i, shift: i32, table: [__m256; 2]) -> __m256 {
+            unsafe {
+                // The instructions heed the lowest three bits of each word, and the highest one.
+                let index = _mm256_srl_epi32(x, _mm_cvtsi32_si128(shift));
+                let [low, high] = table.map(|half| _mm256_permutevar8x32_ps(half, index));
+                _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
             }
         }
         #[inline(always)]
@@ -155,6 +212,8 @@ mod x86 {
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Int8 for Avx512 {
         type I = __m512i;
+        type Table = __m512;
+        const LOOKUP: bool = true;
         const GROUP: usize = 4;
         const OFFSET: i32 = 128;
 
@@ -190,12 +249,33 @@ mod x86 {
             unsafe { _mm512_cvtepi32_ps(x) }
         }
         #[inline(always)]
-        unsafe fn fields<const G: usize>(self, p: *const u8, shift: i32, mask: i32, flip: i32) -> __m512 {
+        unsafe fn words(self, p: *const u8) -> __m512i {
+            unsafe { _mm512_loadu_si512(p.cast()) }
+        }
+        #[inline(always)]
+        fn field(self, x: __m512i, shift: i32, mask: i32) -> __m512i {
             unsafe {
-                let x = if G == 4 { _mm512_loadu_si512(p.cast()) } else { _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())) };
-                let x = _mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask));
-                _mm512_cvtepi32_ps(_mm512_xor_si512(x, _mm512_set1_epi32(flip)))
+                let count = _mm_cvtsi32_si128(shift.abs());
+                let shifted = if shift < 0 { _mm512_sll_epi32(x, count) } else { _mm512_srl_epi32(x, count) };
+                _mm512_and_si512(shifted, _mm512_set1_epi32(mask))
             }
+        }
+        #[inline(always)]
+        fn or(self, a: __m512i, b: __m512i) -> __m512i {
+            unsafe { _mm512_or_si512(a, b) }
+        }
+        #[inline(always)]
+        fn with_exponent(self, x: __m512i) -> __m512 {
+            unsafe { _mm512_castsi512_ps(_mm512_or_si512(x, _mm512_set1_epi32(0x4b00_0000))) }
+        }
+        #[inline(always)]
+        fn table(self, values: &[f32; 16]) -> __m512 {
+            unsafe { _mm512_loadu_ps(values.as_ptr()) }
+        }
+        #[inline(always)]
+        fn lookup(self, x: __m512i, shift: i32, table: __m512) -> __m512 {
+            // The instruction heeds the lowest four bits of each word.
+            unsafe { _mm512_permutexvar_ps(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), table) }
         }
         #[inline(always)]
         unsafe fn store_bytes(self, p: *mut i8, x: __m512) {
@@ -215,6 +295,8 @@ mod arm {
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Int8 for Neon {
         type I = int32x4_t;
+        type Table = [f32; 16];
+        const LOOKUP: bool = false;
         const GROUP: usize = 4;
         const OFFSET: i32 = 0;
 
@@ -255,11 +337,34 @@ mod arm {
             unsafe { vcvtq_f32_s32(x) }
         }
         #[inline(always)]
-        unsafe fn fields<const G: usize>(self, p: *const u8, shift: i32, mask: i32, flip: i32) -> float32x4_t {
+        unsafe fn words(self, p: *const u8) -> int32x4_t {
+            unsafe { vreinterpretq_s32_u8(vld1q_u8(p)) }
+        }
+        #[inline(always)]
+        fn field(self, x: int32x4_t, shift: i32, mask: i32) -> int32x4_t {
             unsafe {
-                let x = if G == 4 { vreinterpretq_u32_u8(vld1q_u8(p)) } else { vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))) };
-                let x = vandq_u32(vshlq_u32(x, vdupq_n_s32(-shift)), vdupq_n_u32(mask as u32));
-                vcvtq_f32_u32(veorq_u32(x, vdupq_n_u32(flip as u32)))
+                let shifted = vshlq_u32(vreinterpretq_u32_s32(x), vdupq_n_s32(-shift));
+                vreinterpretq_s32_u32(vandq_u32(shifted, vdupq_n_u32(mask as u32)))
+            }
+        }
+        #[inline(always)]
+        fn or(self, a: int32x4_t, b: int32x4_t) -> int32x4_t {
+            unsafe { vorrq_s32(a, b) }
+        }
+        #[inline(always)]
+        fn with_exponent(self, x: int32x4_t) -> float32x4_t {
+            unsafe { vreinterpretq_f32_s32(vorrq_s32(x, vdupq_n_s32(0x4b00_0000))) }
+        }
+        #[inline(always)]
+        fn table(self, values: &[f32; 16]) -> [f32; 16] {
+            *values
+        }
+        #[inline(always)]
+        fn lookup(self, x: int32x4_t, shift: i32, table: [f32; 16]) -> float32x4_t {
+            let mut words = [0_u32; 4];
+            unsafe {
+                vst1q_u32(words.as_mut_ptr(), vreinterpretq_u32_s32(x));
+                vld1q_f32(words.map(|word| table[(word >> shift & 15) as usize]).as_ptr())
             }
         }
         #[inline(always)]

@@ -1,0 +1,341 @@
+//! Blocks as fp32 weights in registers: multiplied there, or written out for several tiles.
+
+use std::ops::Range;
+
+use super::panels::Unit;
+use super::types::{CodeBits, ScaleKind};
+use super::{BLOCK, BlockPanels, BlockType};
+use crate::simd::{Int8, Isa, Kernel, prefetch};
+
+/// Most columns of a panel.
+const WIDTH: usize = 32;
+/// Most groups of a unit that have a scale of their own.
+const GROUPS: usize = 16;
+/// How far ahead weights are asked for, in bytes: as far as memory is slow. The processor's own guess ends with each page.
+const AHEAD: usize = 2048;
+/// Most rows for which [`multiply`] is faster than expanding the weights first.
+const FUSED_ROWS: usize = 4;
+
+/// 2 to the power of 23, to which a code is added by setting the lowest bits.
+const EXPONENT: f32 = 8_388_608.0;
+
+/// How codes become values, as constants of the kernels: by a table of 16 values, or by subtracting an offset.
+const TABLE: u8 = 0;
+const FOUR: u8 = 1;
+const FIVE: u8 = 2;
+const SIX: u8 = 3;
+const EIGHT: u8 = 4;
+
+/// Whether a tile of so many rows should be computed by [`multiply`].
+pub(crate) fn fused_rows(rows: usize) -> bool {
+    rows <= FUSED_ROWS
+}
+
+/// Multiplies a tile of `rows` rows `a` \[ins\]\[rows\] by a panel; into `sums` \[rows\]\[columns\].
+///
+/// Each sum is of fused multiplications and additions over ascending inputs, as are those of expanded weights: the bits are the same.
+pub(crate) fn multiply(isa: Isa, panels: &BlockPanels, panel: usize, rows: usize, a: &[f32], sums: &mut [f32]) {
+    assert!(a.len() == rows * panels.ins && sums.len() == rows * panels.width && panels.width == isa.panel());
+    isa.run(Multiply { from: Units::new(panels, panel), rows, a, sums });
+}
+
+/// Writes a panel's weights of `inputs`, which begin and end with a unit, to `to` \[inputs\]\[columns\].
+pub(crate) fn expand(isa: Isa, panels: &BlockPanels, panel: usize, inputs: Range<usize>, to: &mut [f32]) {
+    let (each, mut from) = (panels.unit_inputs(), Units::new(panels, panel));
+    assert!(inputs.start.is_multiple_of(each) && inputs.end.is_multiple_of(each) && panels.width == isa.panel());
+    from.bytes = &from.bytes[inputs.start / each * from.unit.bytes..inputs.end / each * from.unit.bytes];
+    assert_eq!(to.len(), inputs.len() * panels.width);
+    isa.run(Expand { from, to });
+}
+
+/// Units of one panel.
+struct Units<'a> {
+    bytes: &'a [u8],
+    kind: BlockType,
+    unit: Unit,
+}
+
+impl<'a> Units<'a> {
+    fn new(panels: &'a BlockPanels, panel: usize) -> Self {
+        Self { bytes: panels.panel(panel), kind: panels.kind, unit: Unit::new(panels.kind, panels.width) }
+    }
+
+    /// Which constant the kernel is compiled for.
+    fn decoding<S: Int8>(&self) -> u8 {
+        match self.kind.code_bits() {
+            CodeBits::Four if S::LOOKUP || self.kind.table().is_some() => TABLE,
+            CodeBits::Four => FOUR,
+            CodeBits::Five => FIVE,
+            CodeBits::Six => SIX,
+            CodeBits::Eight => EIGHT,
+        }
+    }
+
+    /// Calls `sink` with each input's index and weights, in ascending order.
+    ///
+    /// # Safety
+    ///
+    /// `V` registers are the panel's width, and `D` is of [`Units::decoding`].
+    #[inline(always)]
+    unsafe fn each<S: Int8, const D: u8, const V: usize>(&self, s: S, mut sink: impl FnMut(usize, [S::F; V])) {
+        let (width, blocks) = (V * S::LANES, self.kind.block() / BLOCK);
+        // Not a constant: the compiler would unroll the loops over blocks, and then run out of registers.
+        let (size, block_bytes) = (self.unit.bytes, self.unit.block);
+        let per_block = if D == SIX { 2 * width } else { width };
+        let constants = Constants::new(s, self.kind);
+        let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
+        for (u, unit) in self.bytes.chunks_exact(size).enumerate() {
+            // SAFETY: a unit has all that its layout says, and a panel's width is at most that of the arrays.
+            unsafe {
+                scales.fill::<S, V>(s, self.kind, self.unit, unit, blocks * per_block / width);
+                let mut p = unit.as_ptr().add(self.unit.codes);
+                for b in 0..blocks {
+                    for line in (0..block_bytes).step_by(64) {
+                        prefetch(p.wrapping_add(AHEAD + line));
+                    }
+                    let k = (u * blocks + b) * BLOCK;
+                    let (factors, shifts) = (scales.factors.as_ptr().add(b * per_block), scales.shifts.as_ptr().add(b * per_block));
+                    half::<S, D, V, 0>(s, &constants, p, factors, shifts, |i, w| sink(k + i, w));
+                    half::<S, D, V, 1>(s, &constants, p, factors, shifts, |i, w| sink(k + i, w));
+                    p = p.add(block_bytes);
+                }
+            }
+        }
+    }
+}
+
+/// A unit's scales and shifts in fp32, \[groups\]\[columns\].
+#[repr(align(64))]
+struct Scales {
+    factors: [f32; GROUPS * WIDTH],
+    shifts: [f32; GROUPS * WIDTH],
+}
+
+impl Scales {
+    /// Reads those of a unit.
+    #[inline(always)]
+    unsafe fn fill<S: Int8, const V: usize>(&mut self, s: S, kind: BlockType, unit: Unit, from: &[u8], groups: usize) {
+        let width = V * S::LANES;
+        assert!(from.len() >= unit.bytes && groups <= GROUPS && width <= WIDTH);
+        let from = from.as_ptr();
+        let (factors, shifts) = (self.factors.as_mut_ptr(), self.shifts.as_mut_ptr());
+        for column in (0..width).step_by(S::LANES) {
+            // SAFETY: as asserted; the unit's layout has as many numbers of each kind.
+            unsafe {
+                let scale = from.add(2 * column).cast::<u16>();
+                let second = from.add(unit.second + 2 * column).cast::<u16>();
+                let none = s.splat(-0.0);
+                match kind.scale_kind() {
+                    ScaleKind::Half => {
+                        s.store(factors.add(column), s.load_f16(scale));
+                        s.store(shifts.add(column), none);
+                    }
+                    ScaleKind::Bf16 => {
+                        s.store(factors.add(column), s.load_bf16(scale));
+                        s.store(shifts.add(column), none);
+                    }
+                    ScaleKind::HalfShift => {
+                        s.store(factors.add(column), s.load_f16(scale));
+                        s.store(shifts.add(column), s.load_f16(second));
+                    }
+                    ScaleKind::ScaleMin => {
+                        // Factors have 6 bits, so that they are the same signed and unsigned.
+                        let (scale, minimum) = (s.load_f16(scale), s.load_f16(second));
+                        let negative = s.mul(minimum, s.splat(-1.0));
+                        for g in 0..groups {
+                            let at = g * width + column;
+                            s.store(factors.add(at), s.mul(scale, s.load_i8(from.add(unit.scales + at).cast())));
+                            s.store(shifts.add(at), s.mul(negative, s.load_i8(from.add(unit.mins + at).cast())));
+                        }
+                    }
+                    ScaleKind::Signed => {
+                        let scale = s.load_f16(scale);
+                        for g in 0..groups {
+                            let at = g * width + column;
+                            s.store(factors.add(at), s.mul(scale, s.load_i8(from.add(unit.scales + at).cast())));
+                            s.store(shifts.add(at), none);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What codes become values by.
+struct Constants<S: Int8> {
+    table: S::Table,
+    offset: S::F,
+}
+
+impl<S: Int8> Constants<S> {
+    #[inline(always)]
+    fn new(s: S, kind: BlockType) -> Self {
+        let values = kind.table().unwrap_or_else(|| std::array::from_fn(|code| code as f32 - kind.offset()));
+        Self { table: s.table(&values), offset: s.splat(EXPONENT + kind.offset()) }
+    }
+}
+
+/// Repeats an expression with a constant in place of a name.
+macro_rules! unrolled {
+    ($i:ident in $($n:literal)* => $body:block) => { $({ const $i: usize = $n; $body })* };
+}
+
+/// Calls `sink` with the first (`H` = 0) or second 16 weights of 32, whose codes are at `p`.
+#[inline(always)]
+unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
+    s: S,
+    constants: &Constants<S>,
+    p: *const u8,
+    factors: *const f32,
+    shifts: *const f32,
+    mut sink: impl FnMut(usize, [S::F; V]),
+) {
+    let width = V * S::LANES;
+    let group = if D == SIX { H * width } else { 0 };
+    // SAFETY: the caller's promise that all of the block is there.
+    unsafe {
+        let factor: [S::F; V] = std::array::from_fn(|v| s.load(factors.add(group + v * S::LANES)));
+        let shift: [S::F; V] = std::array::from_fn(|v| s.load(shifts.add(group + v * S::LANES)));
+        let words = |word: usize| -> [S::I; V] { std::array::from_fn(|v| s.words(p.add(4 * (word * width + v * S::LANES)))) };
+        let linear = |code: S::I| s.sub(s.with_exponent(code), constants.offset);
+        let mut weights = |i: usize, value: [S::F; V]| sink(16 * H + i, std::array::from_fn(|v| s.fma(value[v], factor[v], shift[v])));
+        if D == EIGHT {
+            for word in 0..4 {
+                let x = words(4 * H + word);
+                unrolled!(I in 0 1 2 3 => {
+                    weights(4 * word + I, x.map(|x| linear(s.field(x, 8 * I as i32, 255))));
+                });
+            }
+            return;
+        }
+        let high = match D {
+            FIVE => words(4),
+            SIX => words(4 + H),
+            _ => words(0),
+        };
+        unrolled!(WORD in 0 1 => {
+            let low = words(2 * H + WORD);
+            unrolled!(I in 0 1 2 3 4 5 6 7 => {
+                let value: [S::F; V] = std::array::from_fn(|v| match D {
+                    TABLE => s.lookup(low[v], 4 * I as i32, constants.table),
+                    FOUR => linear(s.field(low[v], 4 * I as i32, 15)),
+                    // Where the high bits lie they are shifted, or rotated, to become bits 4 and 5.
+                    FIVE => {
+                        let at = (16 * H + 8 * WORD + I) as i32;
+                        let high = s.field(high[v], if at < 28 { at } else { at - 32 }, 16);
+                        linear(s.or(s.field(low[v], 4 * I as i32, 15), high))
+                    }
+                    _ => {
+                        let at = 2 * (8 * WORD + I) as i32;
+                        let high = s.field(high[v], if at < 28 { at } else { at - 32 }, 48);
+                        linear(s.or(s.field(low[v], 4 * I as i32, 15), high))
+                    }
+                });
+                weights(8 * WORD + I, value);
+            });
+        });
+    }
+}
+
+struct Expand<'a> {
+    from: Units<'a>,
+    to: &'a mut [f32],
+}
+
+impl Kernel for Expand<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Int8>(self, s: S) {
+        macro_rules! by_decoding {
+            ($($d:ident)*) => {
+                match (self.from.decoding::<S>(), S::VECTORS) {
+                    $(($d, 2) => self.expand::<S, $d, 2>(s),
+                      ($d, 4) => if S::VECTORS == 4 { self.expand::<S, $d, 4>(s) },)*
+                    _ => unreachable!("panels are 2 or 4 registers wide"),
+                }
+            };
+        }
+        by_decoding!(TABLE FOUR FIVE SIX EIGHT);
+    }
+}
+
+impl Expand<'_> {
+    #[inline(always)]
+    fn expand<S: Int8, const D: u8, const V: usize>(self, s: S) {
+        if D == FOUR && S::LOOKUP {
+            return;
+        }
+        let to = self.to.as_mut_ptr();
+        // SAFETY: `expand` has checked that there is room for the weights of all units.
+        unsafe {
+            self.from.each::<S, D, V>(s, |k, weights| {
+                for (v, w) in weights.into_iter().enumerate() {
+                    s.store(to.add((k * V + v) * S::LANES), w);
+                }
+            });
+        }
+    }
+}
+
+struct Multiply<'a> {
+    from: Units<'a>,
+    rows: usize,
+    a: &'a [f32],
+    sums: &'a mut [f32],
+}
+
+impl Kernel for Multiply<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Int8>(self, s: S) {
+        macro_rules! by_decoding {
+            ($r:literal $($d:ident)*) => {
+                match (self.from.decoding::<S>(), S::VECTORS) {
+                    $(($d, 2) => self.multiply::<S, $d, $r, 2>(s),
+                      ($d, 4) => if S::VECTORS == 4 { self.multiply::<S, $d, $r, 4>(s) },)*
+                    _ => unreachable!("panels are 2 or 4 registers wide"),
+                }
+            };
+        }
+        match self.rows {
+            1 => by_decoding!(1 TABLE FOUR FIVE SIX EIGHT),
+            2 => by_decoding!(2 TABLE FOUR FIVE SIX EIGHT),
+            3 => by_decoding!(3 TABLE FOUR FIVE SIX EIGHT),
+            4 => by_decoding!(4 TABLE FOUR FIVE SIX EIGHT),
+            rows => unreachable!("a tile of {rows} rows is not fused"),
+        }
+    }
+}
+
+impl Multiply<'_> {
+    #[inline(always)]
+    #[allow(clippy::needless_range_loop)]
+    fn multiply<S: Int8, const D: u8, const R: usize, const V: usize>(self, s: S) {
+        // Compiled for no instruction set that looks up tables as fast.
+        if D == FOUR && S::LOOKUP {
+            return;
+        }
+        let a = self.a.as_ptr();
+        let mut sums = [[s.splat(0.0); V]; R];
+        // SAFETY: `multiply` has checked that there are as many inputs, and sums.
+        unsafe {
+            self.from.each::<S, D, V>(s, |k, weights| {
+                for r in 0..R {
+                    let x = s.splat(*a.add(k * R + r));
+                    for v in 0..V {
+                        sums[r][v] = s.fma(x, weights[v], sums[r][v]);
+                    }
+                }
+            });
+            let to = self.sums.as_mut_ptr();
+            for r in 0..R {
+                for v in 0..V {
+                    s.store(to.add((r * V + v) * S::LANES), sums[r][v]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! Blocks packed for the kernels: the columns of a panel side by side.
+
+use super::BLOCK;
+use super::types::{BlockType, CodeBits, ScaleKind, Unpacked};
+use crate::aligned::AlignedVec;
+use crate::pool::ThreadPool;
+use crate::simd::Isa;
+use crate::tensor::{ReadError, RowReader, Tensor};
+
+/// The weights of one tensor as panels of blocks.
+///
+/// A panel is a sequence of units, each with the panel's columns of one block in the file: scales in half precision, \[columns\];
+/// shifts or minimums, \[columns\]; factors of the scales, and of the minimums, \[groups\]\[columns\]; then codes. Those of 32 weights
+/// are planes of 32-bit words, \[words\]\[columns\]: of the low four bits, 4 words, where weight i is in word i / 8 at bit 4 (i % 8);
+/// of a fifth bit, a word with weight i's at bit i + 4; of a fifth and sixth bit, 2 words with weight i's in word i / 16 at bit
+/// 2 (i % 16) + 4 (both rotated: bits beyond 31 are the lowest); of 8 bits, 8 words, where weight i is byte i % 4 of word i / 4.
+#[derive(Debug)]
+pub(crate) struct BlockPanels {
+    pub(super) bytes: AlignedVec<u8>,
+    pub(super) kind: BlockType,
+    pub(super) width: usize,
+    pub(super) ins: usize,
+}
+
+/// Where in a unit things lie, in bytes, and how much there is of them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Unit {
+    /// Shifts or minimums.
+    pub(super) second: usize,
+    pub(super) scales: usize,
+    pub(super) mins: usize,
+    pub(super) codes: usize,
+    /// Bytes of the codes of 32 weights.
+    pub(super) block: usize,
+    pub(super) bytes: usize,
+}
+
+impl Unit {
+    pub(super) fn new(kind: BlockType, width: usize) -> Self {
+        let groups = kind.block() / if kind.code_bits() == CodeBits::Six { BLOCK / 2 } else { BLOCK };
+        let (seconds, scales, mins) = match kind.scale_kind() {
+            ScaleKind::Half | ScaleKind::Bf16 => (0, 0, 0),
+            ScaleKind::HalfShift => (1, 0, 0),
+            ScaleKind::ScaleMin => (1, groups, groups),
+            ScaleKind::Signed => (0, groups, 0),
+        };
+        let second = 2 * width;
+        let scales_at = second + 2 * width * seconds;
+        let mins_at = scales_at + width * scales;
+        let codes = mins_at + width * mins;
+        let block = width * words(kind.code_bits()) * size_of::<u32>();
+        Self { second, scales: scales_at, mins: mins_at, codes, block, bytes: codes + kind.block() / BLOCK * block }
+    }
+}
+
+/// Words of a column's 32 codes.
+fn words(bits: CodeBits) -> usize {
+    match bits {
+        CodeBits::Four => 4,
+        CodeBits::Five => 5,
+        CodeBits::Six => 6,
+        CodeBits::Eight => 8,
+    }
+}
+
+impl BlockPanels {
+    /// Reads and packs a tensor of blocks, panel by panel on all threads.
+    pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>, kind: BlockType) -> Result<Self, ReadError> {
+        let (width, ins) = (isa.panel(), tensor.ins);
+        let unit = Unit::new(kind, width);
+        let size = ins / kind.block() * unit.bytes;
+        let mut bytes = AlignedVec::zeros(tensor.rows.div_ceil(width) * size);
+        let shared = bytes.shared();
+        tensor.for_each_panel(pool, width, |panel, rows: &RowReader<'_>| {
+            // SAFETY: each panel is one call's.
+            let out = unsafe { shared.write(panel * size, size) };
+            for column in 0..rows.count() {
+                for (block, to) in rows.row(column).chunks_exact(kind.bytes()).zip(out.chunks_exact_mut(unit.bytes)) {
+                    write(&kind.unpack(block), kind, unit, to, width, column);
+                }
+            }
+        })?;
+        Ok(Self { bytes, kind, width, ins })
+    }
+
+    /// A panel's units.
+    pub(super) fn panel(&self, panel: usize) -> &[u8] {
+        let size = self.ins / self.kind.block() * Unit::new(self.kind, self.width).bytes;
+        &self.bytes[panel * size..(panel + 1) * size]
+    }
+
+    /// Inputs that cuts of a panel must be multiples of.
+    pub(crate) fn unit_inputs(&self) -> usize {
+        self.kind.block()
+    }
+
+    /// The weights of a column, as an embedding's row.
+    pub(crate) fn read_column(&self, column: usize, out: &mut [f32]) {
+        let unit = Unit::new(self.kind, self.width);
+        let panel = self.panel(column / self.width);
+        for (from, out) in panel.chunks_exact(unit.bytes).zip(out.chunks_exact_mut(self.kind.block())) {
+            let block = read(self.kind, unit, from, self.width, column % self.width);
+            for (i, out) in out.iter_mut().enumerate() {
+                let (scale, shift) = block.scale_and_shift(self.kind, i);
+                *out = self.kind.value(block.codes[i]) * scale + shift;
+            }
+        }
+    }
+}
+
+/// Where weight `i` of 32 is among a column's words: each entry a word, the bit there, and the bits of the code from which it has
+/// `1 << bits` less one.
+fn places(bits: CodeBits, i: usize) -> [Option<(usize, u32, u32, u32)>; 2] {
+    let low = Some((i / 8, 4 * (i % 8) as u32, 0, 15));
+    match bits {
+        CodeBits::Four => [low, None],
+        CodeBits::Five => [low, Some((4, i as u32 + 4, 4, 1))],
+        CodeBits::Six => [low, Some((4 + i / 16, 2 * (i % 16) as u32 + 4, 4, 3))],
+        CodeBits::Eight => [Some((i / 4, 8 * (i % 4) as u32, 0, 255)), None],
+    }
+}
+
+/// Puts a block into its column of a unit.
+fn write(block: &Unpacked, kind: BlockType, unit: Unit, to: &mut [u8], width: usize, column: usize) {
+    to[2 * column..][..2].copy_from_slice(&block.scale.to_le_bytes());
+    if unit.scales > unit.second {
+        to[unit.second + 2 * column..][..2].copy_from_slice(&block.second.to_le_bytes());
+    }
+    for (group, at) in (unit.scales..unit.mins).step_by(width).enumerate() {
+        to[at + column] = block.scales[group];
+    }
+    for (group, at) in (unit.mins..unit.codes).step_by(width).enumerate() {
+        to[at + column] = block.mins[group];
+    }
+    for (to, codes) in to[unit.codes..].chunks_exact_mut(unit.block).zip(block.codes.as_chunks::<BLOCK>().0) {
+        for (to, word) in to[4 * column..].chunks_mut(4 * width).zip(words_of(kind.code_bits(), codes)) {
+            to[..4].copy_from_slice(&word.to_le_bytes());
+        }
+    }
+}
+
+/// A column's words of 32 codes, with the bits where `places` says.
+fn words_of(bits: CodeBits, codes: &[u8; BLOCK]) -> [u32; 8] {
+    let gather = |codes: &[u8], from: u32, each: u32| {
+        let field = |(i, &code): (usize, &u8)| (u32::from(code) >> from & ((1 << each) - 1)) << (i as u32 * each);
+        codes.iter().enumerate().map(field).fold(0, |word, field| word | field)
+    };
+    let mut words = [0; 8];
+    if bits == CodeBits::Eight {
+        words.iter_mut().zip(codes.as_chunks::<4>().0).for_each(|(word, &codes)| *word = u32::from_le_bytes(codes));
+        return words;
+    }
+    words.iter_mut().zip(codes.chunks_exact(8)).for_each(|(word, codes)| *word = gather(codes, 0, 4));
+    match bits {
+        CodeBits::Five => words[4] = gather(codes, 4, 1).rotate_left(4),
+        CodeBits::Six => {
+            words[4] = gather(&codes[..16], 4, 2).rotate_left(4);
+            words[5] = gather(&codes[16..], 4, 2).rotate_left(4);
+        }
+        CodeBits::Four | CodeBits::Eight => {}
+    }
+    words
+}
+
+/// Takes a block out of its column of a unit.
+fn read(kind: BlockType, unit: Unit, from: &[u8], width: usize, column: usize) -> Unpacked {
+    let number = |at: usize| u16::from_le_bytes([from[at], from[at + 1]]);
+    let mut block = Unpacked { codes: [0; 256], scale: number(2 * column), second: 0, scales: [0; 16], mins: [0; 8] };
+    if unit.scales > unit.second {
+        block.second = number(unit.second + 2 * column);
+    }
+    for (group, at) in (unit.scales..unit.mins).step_by(width).enumerate() {
+        block.scales[group] = from[at + column];
+    }
+    for (group, at) in (unit.mins..unit.codes).step_by(width).enumerate() {
+        block.mins[group] = from[at + column];
+    }
+    for (from, codes) in from[unit.codes..].chunks_exact(unit.block).zip(block.codes.chunks_exact_mut(BLOCK)) {
+        let mut words = [0_u32; 8];
+        for (word, from) in words.iter_mut().zip(from[4 * column..].chunks(4 * width)) {
+            *word = u32::from_le_bytes([from[0], from[1], from[2], from[3]]);
+        }
+        for (i, code) in codes.iter_mut().enumerate() {
+            for (word, at, to, mask) in places(kind.code_bits(), i).into_iter().flatten() {
+                *code |= ((words[word].rotate_right(at) & mask) << to) as u8;
+            }
+        }
+    }
+    block
+}

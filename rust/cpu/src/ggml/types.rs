@@ -1,0 +1,276 @@
+//! The block types, and how each one's bytes are taken apart.
+
+use super::BLOCK;
+use crate::half;
+
+/// Weights of a K type's block, which share a scale of half precision.
+const SUPER: usize = 256;
+
+/// The values of the codes of `IQ4_NL` and `IQ4_XS`.
+const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+/// Twice the values of the codes of `MXFP4`, which are floats of 4 bits.
+const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+/// A ggml block type that is kept as it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(non_camel_case_types)]
+pub(crate) enum BlockType {
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q8_0,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    IQ4_NL,
+    IQ4_XS,
+    MXFP4,
+}
+
+/// How many bits a code has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CodeBits {
+    Four,
+    Five,
+    Six,
+    Eight,
+}
+
+/// How scales are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ScaleKind {
+    /// A scale in half precision for each 32 weights.
+    Half,
+    /// The same, and a shift in half precision.
+    HalfShift,
+    /// A scale in bfloat16 for each 32 weights.
+    Bf16,
+    /// A scale and a minimum in half precision for 256 weights, each times an unsigned byte for each 32.
+    ScaleMin,
+    /// A scale in half precision for 256 weights, times a signed byte for each 32 (or 16, for codes of 6 bits).
+    Signed,
+}
+
+/// A block taken apart. Unused parts are zero.
+pub(crate) struct Unpacked {
+    /// A code for each weight; of codes of 8 bits the value plus 128.
+    pub(crate) codes: [u8; SUPER],
+    /// In half precision or bfloat16, as the [`ScaleKind`] says.
+    pub(crate) scale: u16,
+    /// The shift, or the minimum, in half precision.
+    pub(crate) second: u16,
+    /// Factors of the scale, signed or unsigned.
+    pub(crate) scales: [u8; 16],
+    /// Factors of the minimum.
+    pub(crate) mins: [u8; 8],
+}
+
+impl BlockType {
+    pub(crate) const ALL: [Self; 11] = [
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
+        Self::Q8_0,
+        Self::Q4_K,
+        Self::Q5_K,
+        Self::Q6_K,
+        Self::IQ4_NL,
+        Self::IQ4_XS,
+        Self::MXFP4,
+    ];
+
+    /// ggml's number of the type.
+    pub(crate) fn number(self) -> u32 {
+        match self {
+            Self::Q4_0 => 2,
+            Self::Q4_1 => 3,
+            Self::Q5_0 => 6,
+            Self::Q5_1 => 7,
+            Self::Q8_0 => 8,
+            Self::Q4_K => 12,
+            Self::Q5_K => 13,
+            Self::Q6_K => 14,
+            Self::IQ4_NL => 20,
+            Self::IQ4_XS => 23,
+            Self::MXFP4 => 39,
+        }
+    }
+
+    /// The type with that number in ggml; None for types that are not kept as they are.
+    pub(crate) fn from_ggml(number: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.number() == number)
+    }
+
+    /// Weights in a block.
+    pub(crate) fn block(self) -> usize {
+        match self.scale_kind() {
+            ScaleKind::Half | ScaleKind::HalfShift | ScaleKind::Bf16 => BLOCK,
+            ScaleKind::ScaleMin | ScaleKind::Signed => SUPER,
+        }
+    }
+
+    /// Bytes of a block in the file.
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Self::Q4_0 | Self::IQ4_NL => 18,
+            Self::Q4_1 => 20,
+            Self::Q5_0 => 22,
+            Self::Q5_1 => 24,
+            Self::Q8_0 => 34,
+            Self::Q4_K => 144,
+            Self::Q5_K => 176,
+            Self::Q6_K => 210,
+            Self::IQ4_XS => 136,
+            Self::MXFP4 => 17,
+        }
+    }
+
+    /// Bytes of a row of `ins` weights in the file; None if those are not whole blocks.
+    pub(crate) fn row_bytes(self, ins: usize) -> Option<usize> {
+        ins.is_multiple_of(self.block()).then(|| ins / self.block() * self.bytes())
+    }
+
+    pub(crate) fn code_bits(self) -> CodeBits {
+        match self {
+            Self::Q4_0 | Self::Q4_1 | Self::Q4_K | Self::IQ4_NL | Self::IQ4_XS | Self::MXFP4 => CodeBits::Four,
+            Self::Q5_0 | Self::Q5_1 | Self::Q5_K => CodeBits::Five,
+            Self::Q6_K => CodeBits::Six,
+            Self::Q8_0 => CodeBits::Eight,
+        }
+    }
+
+    pub(crate) fn scale_kind(self) -> ScaleKind {
+        match self {
+            Self::Q4_0 | Self::Q5_0 | Self::Q8_0 | Self::IQ4_NL => ScaleKind::Half,
+            Self::Q4_1 | Self::Q5_1 => ScaleKind::HalfShift,
+            Self::Q4_K | Self::Q5_K => ScaleKind::ScaleMin,
+            Self::Q6_K | Self::IQ4_XS => ScaleKind::Signed,
+            Self::MXFP4 => ScaleKind::Bf16,
+        }
+    }
+
+    /// What is subtracted from a code. Codes of 4 bits that are not linear have a table instead.
+    pub(crate) fn offset(self) -> f32 {
+        match self {
+            Self::Q4_0 => 8.0,
+            Self::Q5_0 => 16.0,
+            Self::Q6_K => 32.0,
+            Self::Q8_0 => 128.0,
+            _ => 0.0,
+        }
+    }
+
+    /// The value of each code of 4 bits, where it is not the code less the offset.
+    pub(crate) fn table(self) -> Option<[f32; 16]> {
+        match self {
+            Self::IQ4_NL | Self::IQ4_XS => Some(IQ4.map(f32::from)),
+            Self::MXFP4 => Some(E2M1.map(f32::from)),
+            _ => None,
+        }
+    }
+
+    /// The value of a code.
+    pub(crate) fn value(self, code: u8) -> f32 {
+        self.table().map_or(f32::from(code) - self.offset(), |table| table[usize::from(code)])
+    }
+
+    /// Takes a block of the file apart.
+    pub(crate) fn unpack(self, bytes: &[u8]) -> Unpacked {
+        let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        let mut block = Unpacked { codes: [0; SUPER], scale: half(0), second: half(2), scales: [0; 16], mins: [0; 8] };
+        let codes = &mut block.codes;
+        match self {
+            Self::Q4_0 | Self::IQ4_NL => nibbles(&bytes[2..18], codes),
+            Self::Q4_1 => nibbles(&bytes[4..20], codes),
+            Self::MXFP4 => {
+                nibbles(&bytes[1..17], codes);
+                // 2 to the power of e - 128: half of the power that the byte stands for, since the table's values are doubled.
+                block.scale = if bytes[0] < 2 { 0x20 << bytes[0] } else { u16::from(bytes[0] - 1) << 7 };
+            }
+            Self::Q5_0 | Self::Q5_1 => {
+                let at = if self == Self::Q5_0 { 2 } else { 4 };
+                nibbles(&bytes[at + 4..at + 20], codes);
+                for (i, code) in codes[..BLOCK].iter_mut().enumerate() {
+                    *code |= (bytes[at + i / 8] >> (i % 8) & 1) << 4;
+                }
+            }
+            Self::Q8_0 => codes.iter_mut().zip(&bytes[2..34]).for_each(|(code, &byte)| *code = byte ^ 0x80),
+            Self::Q4_K | Self::Q5_K => {
+                let (high, low) = bytes[16..].split_at(if self == Self::Q5_K { BLOCK } else { 0 });
+                for (codes, low) in codes.chunks_exact_mut(2 * BLOCK).zip(low.chunks_exact(BLOCK)) {
+                    for (i, &byte) in low.iter().enumerate() {
+                        (codes[i], codes[i + BLOCK]) = (byte & 15, byte >> 4);
+                    }
+                }
+                for (i, codes) in codes.chunks_exact_mut(BLOCK).enumerate() {
+                    codes.iter_mut().zip(high).for_each(|(code, &byte)| *code |= (byte >> i & 1) << 4);
+                }
+                let packed = &bytes[4..16];
+                for i in 0..4 {
+                    block.scales[i] = packed[i] & 63;
+                    block.mins[i] = packed[i + 4] & 63;
+                    block.scales[i + 4] = packed[i + 8] & 15 | packed[i] >> 6 << 4;
+                    block.mins[i + 4] = packed[i + 8] >> 4 | packed[i + 4] >> 6 << 4;
+                }
+            }
+            Self::Q6_K => {
+                for (h, codes) in codes.chunks_exact_mut(128).enumerate() {
+                    let (low, high) = (&bytes[64 * h..64 * h + 64], &bytes[128 + BLOCK * h..128 + BLOCK * h + BLOCK]);
+                    for (i, code) in codes.iter_mut().enumerate() {
+                        *code = (low[i % 64] >> (i / 64 * 4) & 15) | (high[i % BLOCK] >> (i / BLOCK * 2) & 3) << 4;
+                    }
+                }
+                block.scales.copy_from_slice(&bytes[192..208]);
+                block.scale = half(208);
+            }
+            Self::IQ4_XS => {
+                codes.chunks_exact_mut(BLOCK).zip(bytes[8..].chunks_exact(16)).for_each(|(codes, bytes)| nibbles(bytes, codes));
+                let high = half(2);
+                for i in 0..8 {
+                    let scale = (bytes[4 + i / 2] >> (i % 2 * 4) & 15) | ((high >> (2 * i) & 3) as u8) << 4;
+                    block.scales[i] = scale.wrapping_sub(32);
+                }
+            }
+        }
+        block
+    }
+
+    /// The weights of a row of the file.
+    pub(crate) fn dequantize(self, row: &[u8], to: &mut [f32]) {
+        for (bytes, to) in row.chunks_exact(self.bytes()).zip(to.chunks_exact_mut(self.block())) {
+            let block = self.unpack(bytes);
+            for (i, to) in to.iter_mut().enumerate() {
+                let (scale, shift) = block.scale_and_shift(self, i);
+                *to = self.value(block.codes[i]) * scale + shift;
+            }
+        }
+    }
+}
+
+impl Unpacked {
+    /// The scale and the shift of weight `i`. A shift of minus zero leaves every product as it is.
+    pub(crate) fn scale_and_shift(&self, kind: BlockType, i: usize) -> (f32, f32) {
+        let scale = half::to_f32(self.scale);
+        match kind.scale_kind() {
+            ScaleKind::Half => (scale, -0.0),
+            ScaleKind::HalfShift => (scale, half::to_f32(self.second)),
+            ScaleKind::Bf16 => (f32::from_bits(u32::from(self.scale) << 16), -0.0),
+            ScaleKind::ScaleMin => {
+                (scale * f32::from(self.scales[i / BLOCK]), -(half::to_f32(self.second) * f32::from(self.mins[i / BLOCK])))
+            }
+            ScaleKind::Signed => {
+                let group = if kind.code_bits() == CodeBits::Six { BLOCK / 2 } else { BLOCK };
+                (scale * f32::from(self.scales[i / group] as i8), -0.0)
+            }
+        }
+    }
+}
+
+/// 32 codes of 16 bytes: the low halves, then the high ones.
+fn nibbles(bytes: &[u8], codes: &mut [u8]) {
+    for (i, &byte) in bytes.iter().enumerate() {
+        (codes[i], codes[i + BLOCK / 2]) = (byte & 15, byte >> 4);
+    }
+}

@@ -1,0 +1,163 @@
+//! A checkpoint's matrix, in memory or in a file, read row by row.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
+
+use crate::ggml::BlockType;
+use crate::half;
+use crate::pool::ThreadPool;
+
+/// Reading a file's weights failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the weights cannot be read: {0}")]
+pub struct ReadError(String);
+
+/// The number format of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Numbers {
+    /// fp32.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// Blocks of the ggml type with that number.
+    Ggml(u32),
+}
+
+impl Numbers {
+    /// The block type, if it is one that is kept as it is.
+    pub(crate) fn blocks(self) -> Option<BlockType> {
+        match self {
+            Self::Ggml(number) => BlockType::from_ggml(number),
+            _ => None,
+        }
+    }
+
+    /// Bytes of a row of `ins` numbers; None for unknown ggml types, and rows that are not whole blocks.
+    pub(crate) fn row_bytes(self, ins: usize) -> Option<usize> {
+        match self {
+            Self::F32 => ins.checked_mul(4),
+            Self::F16 | Self::Bf16 => ins.checked_mul(2),
+            Self::Ggml(_) => self.blocks()?.row_bytes(ins),
+        }
+    }
+
+    /// Makes fp32 of a row.
+    pub(crate) fn decode(self, row: &[u8], to: &mut [f32]) {
+        let halves = || row.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
+        match self {
+            Self::F32 => {
+                to.iter_mut().zip(row.as_chunks::<4>().0).for_each(|(to, &bytes)| *to = f32::from_le_bytes(bytes));
+            }
+            Self::F16 => to.iter_mut().zip(halves()).for_each(|(to, bits)| *to = half::to_f32(bits)),
+            Self::Bf16 => to.iter_mut().zip(halves()).for_each(|(to, bits)| *to = f32::from_bits(u32::from(bits) << 16)),
+            Self::Ggml(_) => self.blocks().expect("Matrix::pack checks the type").dequantize(row, to),
+        }
+    }
+}
+
+/// Where a tensor's bytes are.
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// In memory, little-endian.
+    Memory(&'a [u8]),
+    /// In a file, from this byte on.
+    File(&'a File, u64),
+}
+
+/// A matrix of `rows` rows of `ins` numbers.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensor<'a> {
+    /// The format of its numbers.
+    pub numbers: Numbers,
+    /// Number of rows.
+    pub rows: usize,
+    /// Numbers in each row.
+    pub ins: usize,
+    /// Where its bytes are.
+    pub source: Source<'a>,
+    /// Rows of an attention head where the two halves of its rotary rows alternate, as llama.cpp writes Llama's queries and keys; the
+    /// matrix has the first half of each head's rows first. 0 where rows are in order.
+    pub interleaved: usize,
+}
+
+impl Tensor<'_> {
+    /// The row of the source that is row `row` of the matrix.
+    fn source_row(&self, row: usize) -> usize {
+        if self.interleaved == 0 {
+            return row;
+        }
+        let (head, within, half) = (row / self.interleaved, row % self.interleaved, self.interleaved / 2);
+        head * self.interleaved + within % half * 2 + within / half
+    }
+
+    /// Calls `body` with the index of each panel of `width` rows, and those rows, on all threads of the pool.
+    pub(crate) fn for_each_panel(
+        &self,
+        pool: &mut ThreadPool,
+        width: usize,
+        body: impl Fn(usize, &RowReader<'_>) + Sync,
+    ) -> Result<(), ReadError> {
+        let size = self.numbers.row_bytes(self.ins).expect("Matrix::pack checks the type");
+        let failed = Mutex::new(None);
+        pool.run(|worker| {
+            let mut buffer = Vec::new();
+            worker.parallel_for(self.rows.div_ceil(width), |panel| {
+                let rows = panel * width..self.rows.min((panel + 1) * width);
+                match self.read(rows, size, &mut buffer) {
+                    Ok(bytes) => body(panel, &RowReader { bytes, size }),
+                    Err(error) => {
+                        failed.lock().expect("nobody panics with the lock").get_or_insert(error);
+                    }
+                }
+            });
+        });
+        failed.into_inner().expect("nobody panics with the lock").map_or(Ok(()), |error| Err(ReadError(error)))
+    }
+
+    /// The bytes of some rows, in the matrix's order.
+    fn read<'b>(&'b self, rows: std::ops::Range<usize>, size: usize, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String> {
+        if let (Source::Memory(bytes), 0) = (self.source, self.interleaved) {
+            return Ok(&bytes[rows.start * size..rows.end * size]);
+        }
+        buffer.resize(rows.len() * size, 0);
+        let fill = |from: usize, to: &mut [u8]| match self.source {
+            Source::Memory(bytes) => {
+                to.copy_from_slice(&bytes[from * size..][..to.len()]);
+                Ok(())
+            }
+            Source::File(file, start) => file.read_exact_at(to, start + (from * size) as u64).map_err(|error| match error.kind() {
+                std::io::ErrorKind::UnexpectedEof => "the file ends too early, or became shorter while it was read".to_owned(),
+                _ => error.to_string(),
+            }),
+        };
+        if self.interleaved == 0 {
+            fill(rows.start, buffer)?;
+        } else {
+            for (row, to) in rows.zip(buffer.chunks_exact_mut(size)) {
+                fill(self.source_row(row), to)?;
+            }
+        }
+        Ok(buffer)
+    }
+}
+
+/// The rows of a panel, as bytes.
+pub(crate) struct RowReader<'a> {
+    bytes: &'a [u8],
+    size: usize,
+}
+
+impl RowReader<'_> {
+    /// How many rows there are.
+    pub(crate) fn count(&self) -> usize {
+        self.bytes.len() / self.size
+    }
+
+    /// The bytes of one.
+    pub(crate) fn row(&self, row: usize) -> &[u8] {
+        &self.bytes[row * self.size..(row + 1) * self.size]
+    }
+}

@@ -1,0 +1,188 @@
+"""GGUF files on the CPU's kernels: every block type to the bit, mixed types, types that become fp32, damaged files."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoint"))
+from gguf_files import gguf_of, random_blocks, tiny_model
+
+from chairlift import _core
+from chairlift.checkpoint.gguf import convert
+from chairlift.config import EngineConfig
+from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.models.config import ModelConfig
+from chairlift.runner.cpu_model import CpuModel
+from chairlift.runner.precision import Precision
+from chairlift.runner.weights import GGUFWeights, gguf_sizes
+
+Kind = gguf.GGMLQuantizationType
+EXACT = Precision("blocks", "none", "float32")
+TYPES = [Kind(number) for number in _core.block_types()]
+
+
+def logits(directory: Path, precision: Precision = EXACT, config: EngineConfig | None = None) -> np.ndarray:
+    """What the CPU's kernels make of a few tokens."""
+    shape = ModelConfig.load(directory)
+    model = CpuModel.load(config or EngineConfig(device="cpu", threads=2), directory, shape, precision)
+    model.allocate(2, 16, 0)
+    ids = np.arange(11, dtype=np.int32) * 7 % 300
+    at = np.arange(11, dtype=np.int32)
+    model.decoder.forward(
+        model.cache,
+        input_ids=ids,
+        positions=at,
+        slots=16 + at,
+        query_starts=np.array([0, 11], np.int32),
+        context_lens=np.array([11], np.int32),
+        rows=np.zeros(1, np.int32),
+        block_tables=np.array([[1]], np.int32),
+    )
+    return model.logits(at).numpy().copy()
+
+
+def converted(path: Path, model: Any, *args: Any, **kwargs: Any) -> Path:
+    """A directory for a model in a GGUF file."""
+    gguf_of(model, path, *args, **kwargs)
+    out = path.with_suffix("")
+    convert(path, out)
+    return out
+
+
+def zeros(rows: int, ins: int) -> tuple[str, int, np.ndarray, int]:
+    return "float32", rows, np.zeros(4 * rows * ins, np.uint8), 0
+
+
+def as_computed(kind: Kind, blocks: np.ndarray, size: int, together: int) -> np.ndarray:
+    """A square matrix as the kernels compute with it: its products with unit vectors, `together` of them at once.
+
+    It is the head of a model whose embeddings are the unit vectors, and whose one layer changes nothing.
+    """
+
+    def linear(*tensors: tuple[str, int, Any, int], ins: int, gated: bool = False) -> _core.Linear:
+        return _core.Linear(list(tensors), ins, "kept", threads=2, gated=gated)
+
+    units = ("float32", size, np.eye(size, dtype=np.float32).reshape(-1).view(np.uint8), 0)
+    layer = _core.DecoderLayer(
+        input_norm=np.ones(size, np.float32),
+        qkv=linear(zeros(2, size), zeros(2, size), zeros(2, size), ins=size),
+        output=linear(zeros(size, 2), ins=2),
+        post_norm=np.ones(size, np.float32),
+        gate_up=linear(zeros(4, size), zeros(4, size), ins=size, gated=True),
+        down=linear(zeros(size, 4), ins=4),
+    )
+    decoder = _core.Decoder(
+        [layer],
+        # The norm of a unit vector multiplies it by 16, which this undoes.
+        norm=np.full(size, 1 / np.sqrt(size), np.float32),
+        head=linear((str(int(kind)), size, blocks.reshape(-1), 0), ins=size),
+        embedding=linear(units, ins=size),
+        hidden=size,
+        inner=4,
+        heads=1,
+        kv_heads=1,
+        head_dim=2,
+        eps=0.0,
+        frequencies=np.ones(1, np.float32),
+        threads=2,
+    )
+    cache = _core.KvCache(layers=1, blocks=1, kv_heads=1, block_size=size, head_dim=2, form="float32")
+    ids = np.arange(size, dtype=np.int32)
+    starts, lens, tables = np.array([0, size], np.int32), np.array([size], np.int32), np.zeros((1, 1), np.int32)
+    step = {"input_ids": ids, "positions": ids, "slots": ids, "query_starts": starts, "context_lens": lens, "block_tables": tables}
+    decoder.forward(cache, rows=np.zeros(1, np.int32), **step)
+    columns = []
+    for at in range(0, size, together):
+        out = np.empty((together, size), np.float32)
+        decoder.logits(ids[at : at + together], out)
+        columns.append(out)
+    return np.concatenate(columns).T
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("together", [1, 4, 256])
+def test_the_kernels_compute_with_the_weights_of_the_gguf_package(kind: Kind, together: int) -> None:
+    blocks = random_blocks(kind, 256, 256)
+    expected = gguf.dequantize(blocks, kind)
+    assert np.isfinite(expected).all()
+    assert len(np.unique(expected)) > 15
+    np.testing.assert_array_equal(as_computed(kind, blocks, 256, together), expected)
+
+
+@pytest.mark.parametrize("kind", [*TYPES, Kind.F16, Kind.BF16, Kind.F32, Kind.Q2_K, Kind.Q3_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_file_gives_the_logits_of_its_weights_in_fp32(tmp_path: Path, kind: Kind, architecture: str) -> None:
+    """Bit for bit: the kernels sum expanded weights in the same order."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    directory = converted(tmp_path / "tiny.gguf", tiny_model(architecture, **sizes), kind)
+    whole = logits(directory, Precision("float32", "none", "float32"))
+    assert np.isfinite(whole).all()
+    np.testing.assert_array_equal(logits(directory), whole)
+
+
+def test_matrices_of_one_layer_may_differ_in_type(tmp_path: Path) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    prefix = "model.layers.0."
+    kinds = {"self_attn.q_proj": Kind.Q4_K, "self_attn.k_proj": Kind.Q5_0, "self_attn.v_proj": Kind.Q6_K}
+    kinds |= {"mlp.gate_proj": Kind.Q4_K, "mlp.up_proj": Kind.F16}
+    named = {prefix + name: kind for name, kind in kinds.items()}
+    directory = converted(tmp_path / "mixed.gguf", model, Kind.Q8_0, kinds=named)
+    np.testing.assert_array_equal(logits(directory), logits(directory, Precision("float32", "none", "float32")))
+    near = logits(directory, Precision("blocks", "int8", "float32"))
+    assert np.corrcoef(near.ravel(), logits(directory).ravel())[0, 1] > 0.99
+
+
+def test_types_that_become_fp32_are_named_with_their_size_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    kinds = {"model.embed_tokens": Kind.Q2_K, "lm_head": Kind.Q3_K}
+    directory = converted(tmp_path / "mixed.gguf", model, Kind.Q4_K, kinds=kinds)
+    with caplog.at_level(logging.WARNING, logger="chairlift"):
+        kept, expanded = gguf_sizes(directory)
+    assert expanded == 2 * 320 * 256 * 4
+    assert 0 < kept < (tmp_path / "mixed.gguf").stat().st_size
+    (record,) = caplog.records
+    assert "tensors of type Q2_K, Q3_K are not computed with as they are, and take 1 MiB as float32" in record.getMessage()
+    caplog.clear()
+    assert gguf_sizes(converted(tmp_path / "plain.gguf", model, Kind.Q4_K))[1] == 0
+    assert not caplog.records
+
+
+def test_torch_reads_the_same_weights(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    directory = converted(tmp_path / "tiny.gguf", model, Kind.F32)
+    weights = GGUFWeights(directory / "model.gguf", torch.float32, torch.device("cpu"))
+    for name, value in model.state_dict().items():
+        assert torch.equal(weights.take(name, *value.shape), value), name
+    weights.finish(ModelConfig.load(directory))
+    with pytest.raises(UnsupportedModel, match=r"lm_head.weight is \[320, 64\] where the configuration asks for \[3, 64\]"):
+        weights.take("lm_head.weight", 3, 64)
+    with pytest.raises(UnsupportedModel, match=r"tensor nothing\.weight is missing"):
+        weights.part("nothing.weight", 3, 64)
+
+
+def test_a_file_that_is_gone_or_too_short_is_refused_before_anything_is_served(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    directory = converted(path, tiny_model("llama"), Kind.Q8_0)
+    weights = GGUFWeights(directory / "model.gguf", None, torch.device("cpu"))
+    size = path.stat().st_size
+    # Shortened after its header was read: packing finds out.
+    os.truncate(path, size - 100)
+    entry = max(weights.tensors.entries.values(), key=lambda entry: entry.start)
+    name = next(name for name, found in weights.tensors.entries.items() if found is entry)
+    with pytest.raises(UnsupportedModel, match="became shorter while it was read"):
+        weights.take(name, *entry.shape)
+    if len(entry.shape) == 2:
+        with pytest.raises(ValueError, match="became shorter while it was read"):
+            _core.Linear([weights.part(name, *entry.shape)], entry.shape[1], "kept", threads=2)
+    with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
+        logits(directory)
+    path.unlink()
+    with pytest.raises(ModelNotFound, match="is gone"):
+        logits(directory)
