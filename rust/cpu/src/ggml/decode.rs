@@ -71,13 +71,13 @@ impl<'a> Units<'a> {
         }
     }
 
-    /// Calls `sink` with each input's index and weights, in ascending order.
+    /// Gives `sink` each input's index and weights, in ascending order.
     ///
     /// # Safety
     ///
     /// `V` registers are the panel's width, and `D` is of [`Units::decoding`].
     #[inline(always)]
-    unsafe fn each<S: Int8, const D: u8, const V: usize>(&self, s: S, mut sink: impl FnMut(usize, [S::F; V])) {
+    unsafe fn each<S: Int8, const D: u8, const V: usize>(&self, s: S, sink: &mut impl Sink<S, V>) {
         let (width, blocks) = (V * S::LANES, self.kind.block() / BLOCK);
         // Not a constant: the compiler would unroll the loops over blocks, and then run out of registers.
         let (size, block_bytes) = (self.unit.bytes, self.unit.block);
@@ -95,13 +95,19 @@ impl<'a> Units<'a> {
                     }
                     let k = (u * blocks + b) * BLOCK;
                     let (factors, shifts) = (scales.factors.as_ptr().add(b * per_block), scales.shifts.as_ptr().add(b * per_block));
-                    half::<S, D, V, 0>(s, &constants, p, factors, shifts, |i, w| sink(k + i, w));
-                    half::<S, D, V, 1>(s, &constants, p, factors, shifts, |i, w| sink(k + i, w));
+                    half::<S, D, V, 0>(s, &constants, p, factors, shifts, k, sink);
+                    half::<S, D, V, 1>(s, &constants, p, factors, shifts, k, sink);
                     p = p.add(block_bytes);
                 }
             }
         }
     }
+}
+
+/// What takes weights as they are decoded. A trait and no closure: closures that are not inlined lack the kernel's target features.
+trait Sink<S: Int8, const V: usize> {
+    /// Takes the weights of input `k` in all columns of the panel.
+    unsafe fn take(&mut self, s: S, k: usize, weights: [S::F; V]);
 }
 
 /// A unit's scales and shifts in fp32, \[groups\]\[columns\].
@@ -181,58 +187,89 @@ macro_rules! unrolled {
     ($i:ident in $($n:literal)* => $body:block) => { $({ const $i: usize = $n; $body })* };
 }
 
-/// Calls `sink` with the first (`H` = 0) or second 16 weights of 32, whose codes are at `p`.
+/// Reads a plane's word of each column.
 #[inline(always)]
+#[allow(clippy::needless_range_loop)]
+unsafe fn plane<S: Int8, const V: usize>(s: S, p: *const u8, word: usize) -> [S::I; V] {
+    let mut words = [s.splat_i32(0); V];
+    for v in 0..V {
+        // SAFETY: the caller's promise.
+        words[v] = unsafe { s.words(p.add(4 * (word * V + v) * S::LANES)) };
+    }
+    words
+}
+
+/// The value of codes of 4 to 6 bits: `low` bits of each column's word `WORD`, and `high` bits where they are.
+#[inline(always)]
+fn value<S: Int8, const D: u8>(s: S, constants: &Constants<S>, low: S::I, high: S::I, i: usize, place: usize) -> S::F {
+    let shift = 4 * i as i32;
+    if D == TABLE {
+        return s.lookup(low, shift, constants.table);
+    }
+    let code = s.field(low, shift, 15);
+    if D == FOUR {
+        return s.sub(s.with_exponent(code), constants.offset);
+    }
+    // Where the high bits lie they are shifted, or rotated, to become bits 4 and 5.
+    let (at, mask) = if D == FIVE { (place as i32, 16) } else { (2 * (place % 16) as i32, 48) };
+    let high = s.field(high, if at < 28 { at } else { at - 32 }, mask);
+    s.sub(s.with_exponent(s.or(code, high)), constants.offset)
+}
+
+/// Gives `sink` the first (`H` = 0) or second 16 weights of 32, whose codes are at `p`; the first of the 32 is of input `k`.
+#[inline(always)]
+#[allow(clippy::needless_range_loop, clippy::too_many_arguments)]
 unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
     s: S,
     constants: &Constants<S>,
     p: *const u8,
     factors: *const f32,
     shifts: *const f32,
-    mut sink: impl FnMut(usize, [S::F; V]),
+    k: usize,
+    sink: &mut impl Sink<S, V>,
 ) {
     let width = V * S::LANES;
     let group = if D == SIX { H * width } else { 0 };
+    let (mut factor, mut shift, mut weights) = ([s.splat(0.0); V], [s.splat(0.0); V], [s.splat(0.0); V]);
     // SAFETY: the caller's promise that all of the block is there.
     unsafe {
-        let factor: [S::F; V] = std::array::from_fn(|v| s.load(factors.add(group + v * S::LANES)));
-        let shift: [S::F; V] = std::array::from_fn(|v| s.load(shifts.add(group + v * S::LANES)));
-        let words = |word: usize| -> [S::I; V] { std::array::from_fn(|v| s.words(p.add(4 * (word * width + v * S::LANES)))) };
-        let linear = |code: S::I| s.sub(s.with_exponent(code), constants.offset);
-        let mut weights = |i: usize, value: [S::F; V]| sink(16 * H + i, std::array::from_fn(|v| s.fma(value[v], factor[v], shift[v])));
+        for v in 0..V {
+            factor[v] = s.load(factors.add(group + v * S::LANES));
+            shift[v] = s.load(shifts.add(group + v * S::LANES));
+        }
         if D == EIGHT {
             for word in 0..4 {
-                let x = words(4 * H + word);
+                let codes = plane::<S, V>(s, p, 4 * H + word);
                 unrolled!(I in 0 1 2 3 => {
-                    weights(4 * word + I, x.map(|x| linear(s.field(x, 8 * I as i32, 255))));
+                    for v in 0..V {
+                        let value = s.sub(s.with_exponent(s.field(codes[v], 8 * I as i32, 255)), constants.offset);
+                        weights[v] = s.fma(value, factor[v], shift[v]);
+                    }
+                    sink.take(s, k + 16 * H + 4 * word + I, weights);
                 });
             }
             return;
         }
-        let high = match D {
-            FIVE => words(4),
-            SIX => words(4 + H),
-            _ => words(0),
-        };
+        let high = plane::<S, V>(
+            s,
+            p,
+            if D == FIVE {
+                4
+            } else if D == SIX {
+                4 + H
+            } else {
+                0
+            },
+        );
         unrolled!(WORD in 0 1 => {
-            let low = words(2 * H + WORD);
+            let low = plane::<S, V>(s, p, 2 * H + WORD);
             unrolled!(I in 0 1 2 3 4 5 6 7 => {
-                let value: [S::F; V] = std::array::from_fn(|v| match D {
-                    TABLE => s.lookup(low[v], 4 * I as i32, constants.table),
-                    FOUR => linear(s.field(low[v], 4 * I as i32, 15)),
-                    // Where the high bits lie they are shifted, or rotated, to become bits 4 and 5.
-                    FIVE => {
-                        let at = (16 * H + 8 * WORD + I) as i32;
-                        let high = s.field(high[v], if at < 28 { at } else { at - 32 }, 16);
-                        linear(s.or(s.field(low[v], 4 * I as i32, 15), high))
-                    }
-                    _ => {
-                        let at = 2 * (8 * WORD + I) as i32;
-                        let high = s.field(high[v], if at < 28 { at } else { at - 32 }, 48);
-                        linear(s.or(s.field(low[v], 4 * I as i32, 15), high))
-                    }
-                });
-                weights(8 * WORD + I, value);
+                const PLACE: usize = 8 * WORD + I;
+                for v in 0..V {
+                    let value = value::<S, D>(s, constants, low[v], high[v], I, 16 * H + PLACE);
+                    weights[v] = s.fma(value, factor[v], shift[v]);
+                }
+                sink.take(s, k + 16 * H + PLACE, weights);
             });
         });
     }
@@ -267,14 +304,21 @@ impl Expand<'_> {
         if D == FOUR && S::LOOKUP {
             return;
         }
-        let to = self.to.as_mut_ptr();
         // SAFETY: `expand` has checked that there is room for the weights of all units.
-        unsafe {
-            self.from.each::<S, D, V>(s, |k, weights| {
-                for (v, w) in weights.into_iter().enumerate() {
-                    s.store(to.add((k * V + v) * S::LANES), w);
-                }
-            });
+        unsafe { self.from.each::<S, D, V>(s, &mut Store(self.to.as_mut_ptr())) }
+    }
+}
+
+/// Writes weights \[inputs\]\[columns\].
+struct Store(*mut f32);
+
+impl<S: Int8, const V: usize> Sink<S, V> for Store {
+    #[inline(always)]
+    #[allow(clippy::needless_range_loop)]
+    unsafe fn take(&mut self, s: S, k: usize, weights: [S::F; V]) {
+        for v in 0..V {
+            // SAFETY: the caller's promise that there is room.
+            unsafe { s.store(self.0.add((k * V + v) * S::LANES), weights[v]) }
         }
     }
 }
@@ -318,23 +362,35 @@ impl Multiply<'_> {
         if D == FOUR && S::LOOKUP {
             return;
         }
-        let a = self.a.as_ptr();
-        let mut sums = [[s.splat(0.0); V]; R];
+        let mut sums = Sums::<S, R, V> { a: self.a.as_ptr(), sums: [[s.splat(0.0); V]; R] };
         // SAFETY: `multiply` has checked that there are as many inputs, and sums.
         unsafe {
-            self.from.each::<S, D, V>(s, |k, weights| {
-                for r in 0..R {
-                    let x = s.splat(*a.add(k * R + r));
-                    for v in 0..V {
-                        sums[r][v] = s.fma(x, weights[v], sums[r][v]);
-                    }
-                }
-            });
+            self.from.each::<S, D, V>(s, &mut sums);
             let to = self.sums.as_mut_ptr();
             for r in 0..R {
                 for v in 0..V {
-                    s.store(to.add((r * V + v) * S::LANES), sums[r][v]);
+                    s.store(to.add((r * V + v) * S::LANES), sums.sums[r][v]);
                 }
+            }
+        }
+    }
+}
+
+/// Sums in registers, of weights times rows `a` \[inputs\]\[rows\].
+struct Sums<S: Int8, const R: usize, const V: usize> {
+    a: *const f32,
+    sums: [[S::F; V]; R],
+}
+
+impl<S: Int8, const R: usize, const V: usize> Sink<S, V> for Sums<S, R, V> {
+    #[inline(always)]
+    #[allow(clippy::needless_range_loop)]
+    unsafe fn take(&mut self, s: S, k: usize, weights: [S::F; V]) {
+        for r in 0..R {
+            // SAFETY: the caller's promise that there are as many inputs.
+            let x = s.splat(unsafe { *self.a.add(k * R + r) });
+            for v in 0..V {
+                self.sums[r][v] = s.fma(x, weights[v], self.sums[r][v]);
             }
         }
     }
