@@ -101,6 +101,16 @@ def test_copies_of_weights_that_earlier_versions_wrote_are_removed(tmp_path: Pat
     assert [left.name for left in cache.iterdir()] == ["gguf"]
 
 
+def test_models_of_the_user_in_the_cache_directory_stay(tmp_path: Path, cache: Path) -> None:
+    own = cache / "models" / "my-model" / "model.safetensors"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"mine")
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), path)
+    assert locate(str(path), progress=False).is_dir()
+    assert own.read_bytes() == b"mine"
+
+
 def test_a_file_that_was_moved_away_and_back_is_linked_again(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "tiny.gguf"
     gguf_of(tiny_model("qwen2"), path)

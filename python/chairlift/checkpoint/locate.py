@@ -101,8 +101,16 @@ def _converted(source: Callable[[], Path], cache: Path, name: str, version: str,
         for other in out.parent.glob(f"{glob.escape(name)}-*"):
             if other != out:
                 shutil.rmtree(other, ignore_errors=True)
-        shutil.rmtree(cache / "models", ignore_errors=True)  # where earlier versions wrote copies of weights
+        _remove_old_copies(cache / "models")
     return out
+
+
+def _remove_old_copies(directory: Path) -> None:
+    """Removes the copies of weights that earlier versions wrote, which hold a `model.blocks`; whatever else lies there is the user's."""
+    for blocks in directory.glob("*/model.blocks"):
+        shutil.rmtree(blocks.parent, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()  # only if nothing is left in it
 
 
 @contextlib.contextmanager
