@@ -85,7 +85,7 @@ class Emulator(TorchDispatchMode):
         storage = leaf.untyped_storage()
         if storage._cdata in self._made:
             return leaf
-        assert not any(leaf.data_ptr() in memory for memory in PINNED), "a graph that reads memory of the host"
+        assert not any(pinned.cdata == storage._cdata for pinned in PINNED), "a graph that reads memory of the host"
         if storage._cdata not in self._saved:
             self._saved[storage._cdata] = storage, storage.clone()
         return Outside(leaf)
@@ -146,7 +146,8 @@ def _launched(self: Any, *args: Any, **kwargs: Any) -> None:
 
 InterpretedFunction.run = _launched
 
-PINNED: list[range] = []
+PINNED: list[StorageWeakRef] = []
+"""What stands for page-locked memory. A weak reference keeps its identity, so a later tensor at the same address is not mistaken for it."""
 
 
 class LateCourier:
@@ -157,7 +158,7 @@ class LateCourier:
 
     def pinned(self, size: int) -> torch.Tensor:
         made = torch.zeros(size, dtype=torch.int32)
-        PINNED.append(range(made.data_ptr(), made.data_ptr() + made.nbytes))
+        PINNED.append(StorageWeakRef(made.untyped_storage()))
         return made
 
     def fetch(self, tensor: torch.Tensor) -> Late:
