@@ -27,7 +27,7 @@ import chairlift
 import chairlift.runner
 from chairlift import EngineConfig
 from chairlift.bench.traces import read
-from chairlift.runner.machine import usable_cores
+from chairlift.runner.memory.machine import usable_cores
 from chairlift.sim.calibrate import calibrate, pace
 from chairlift.sim.compare import Variant
 from chairlift.sim.devices import Profile

@@ -38,7 +38,7 @@ from chairlift.bench.figures import Figures
 from chairlift.bench.measure import measure, wait_for, wait_until_ready
 from chairlift.bench.traces import TraceRequest
 from chairlift.bench.workload import Job, due, random_jobs
-from chairlift.runner.machine import usable_cores
+from chairlift.runner.memory.machine import usable_cores
 from chairlift.sim.calibrate import calibrate, from_journal, pace
 from chairlift.sim.devices import Profile
 from chairlift.sim.mix import Mix

@@ -8,10 +8,10 @@ import torch
 
 import chairlift.runner  # noqa: F401, before torch computes anything
 from chairlift.config import EngineConfig
-from chairlift.runner.model import Loader
-from chairlift.runner.precision import Precision
+from chairlift.runner.executor import Loader
+from chairlift.runner.memory.precision import Precision
 from chairlift.runner.runner import ModelRunner
-from chairlift.runner.torch_model import TorchModel
+from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.tokenizer import Tokenizer
 
 
@@ -49,7 +49,7 @@ def logits(model_dir: Path, ids: list[int], *, in_torch: str | None = None, **se
 def with_form(form: str) -> Loader:
     """Loads the model in torch, in fp32, as a CUDA device would be asked to keep its weights."""
     precision = Precision("float32", form, "float32")
-    return lambda config, directory, model, _: TorchModel.load(config, directory, model, precision)
+    return lambda config, directory, model, _: TorchExecutor.load(config, directory, model, precision)
 
 
 def perplexity(logits: torch.Tensor, ids: list[int]) -> float:

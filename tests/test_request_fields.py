@@ -5,7 +5,7 @@ import math
 import msgpack
 import pytest
 
-from chairlift.engine.protocol import pack_fields
+from chairlift.engine.frames import pack_fields
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling

@@ -30,7 +30,7 @@ def test_holds_the_core_the_kernels_and_the_types_and_is_small(wheel: Path) -> N
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert "chairlift/_core.abi3.so" in names
-    assert {"chairlift/_core.pyi", "chairlift/py.typed", "chairlift/server/observe/static/dashboard.html"} <= names
+    assert {"chairlift/_core.pyi", "chairlift/py.typed", "chairlift/server/routes/ops/static/dashboard.html"} <= names
     kernels = {f"chairlift/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "kernels").rglob("*.py")}
     assert "chairlift/kernels/rms_norm.py" in kernels
     assert kernels <= names

@@ -319,10 +319,10 @@ def steps_overlap(overlaps: bool) -> Iterator[None]:
     """Engines made within run the model in torch, on a CPU too, and plan a step while another runs, or do not."""
     from chairlift.engine import loop
     from chairlift.runner.runner import ModelRunner
-    from chairlift.runner.torch_model import TorchModel
+    from chairlift.runner.torch_executor import TorchExecutor
 
     usual = loop._runner
-    loop._runner = lambda config, directory, eos, on_phase: ModelRunner(config, directory, on_phase, TorchModel.load, overlaps)
+    loop._runner = lambda config, directory, eos, on_phase: ModelRunner(config, directory, on_phase, TorchExecutor.load, overlaps)
     try:
         yield
     finally:

@@ -88,7 +88,7 @@ class Sequences:
 
         from chairlift.kernels.write_kv_reference import write_kv_reference
         from chairlift.models.shape import KvSpec
-        from chairlift.runner.cache import KvCache
+        from chairlift.runner.memory.kv_cache import KvCache
 
         self.lengths, self.device = lengths, torch.device(run.device)
         dtype, kv, size = more["dtype"], more.get("kv", more["dtype"]), more.get("block_size", 16)

@@ -27,7 +27,7 @@ class Pool:
         import torch
 
         from chairlift.models.shape import KvSpec
-        from chairlift.runner.cache import KvCache
+        from chairlift.runner.memory.kv_cache import KvCache
 
         self.run, self.block_size = run, block_size
         spec = KvSpec(KV_HEADS, DIM, DIM, None)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from chairlift.errors import QueueFull as QueueFull
     from chairlift.errors import RequestFailed as RequestFailed
     from chairlift.errors import UnsupportedModel as UnsupportedModel
-    from chairlift.outputs import Ledger as Ledger
     from chairlift.outputs import RequestOutput as RequestOutput
+    from chairlift.outputs import Timeline as Timeline
     from chairlift.outputs import Timing as Timing
     from chairlift.sampling import SamplingParams as SamplingParams
     from chairlift.sampling import StructuredOutput as StructuredOutput
@@ -43,7 +43,7 @@ _HOMES = {
     "Scheduling": "scheduling",
     "simulate": "sim.run",
     "RequestOutput": "outputs",
-    "Ledger": "outputs",
+    "Timeline": "outputs",
     "Timing": "outputs",
     "EngineConfig": "config",
     "DEFAULT_MODEL": "config",

@@ -29,7 +29,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class Timeline:
     """What became of one sequence's time in the engine; times are seconds on the machine's monotonic clock.
 
     `causes` says what it waited for and worked on, in seconds that sum to its life: `chairlift.timeline.STATES` has them. Those that
@@ -126,7 +126,7 @@ class RequestOutput:
     """Seconds that it was in the engine's queue; set once the engine has begun it."""
     index: int = 0
     """Which of the request's `n` answers it belongs to."""
-    ledger: Ledger | None = None
+    ledger: Timeline | None = None
     """Set with `finish_reason`, unless a stop string ended the request: that is found outside the engine."""
     logprobs: list[TokenLogprobs] | None = None
     """One a token of `token_ids`, if asked for."""

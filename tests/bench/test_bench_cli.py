@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-import chairlift.cli.bench
+import chairlift.cli.bench_serve
 from chairlift.bench.record import Record, Run
 from chairlift.cli.main import main
 
@@ -166,7 +166,7 @@ def test_sharegpt_has_other_prompts_at_each_load(monkeypatch, tmp_path, capsys):
         runs.append({job.text for job in jobs})
         return Run([Record(0.0, failure="unsent") for _ in jobs])
 
-    monkeypatch.setattr(chairlift.cli.bench, "measure", measure)
+    monkeypatch.setattr(chairlift.cli.bench_serve, "measure", measure)
     talk = [{"conversations": [{"value": f"question {number}"}, {"value": "answer"}]} for number in range(1000)]
     (tmp_path / "talk.json").write_text(json.dumps(talk))
     bench("sweep", "--model", "m", "--dataset-path", tmp_path / "talk.json", "--max-concurrencies", "8,8", "--disable-tqdm")
@@ -181,7 +181,7 @@ def test_each_run_of_a_sweep_has_prompts_of_its_own_at_its_rate(monkeypatch, cap
         runs.append(jobs)
         return Run([])
 
-    monkeypatch.setattr(chairlift.cli.bench, "measure", measure)
+    monkeypatch.setattr(chairlift.cli.bench_serve, "measure", measure)
     assert bench("sweep", "--model", "m", "--request-rates", "10,20", "--burstiness", "inf", "--random-input-len", 8) == 1
     assert [len(jobs) for jobs in runs] == [300, 600]
     assert [runs[0][1].due, runs[1][1].due] == pytest.approx([0.1, 0.05])

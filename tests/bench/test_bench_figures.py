@@ -2,12 +2,12 @@ import json
 
 import pytest
 
-from chairlift.bench.block import block
 from chairlift.bench.client import Answer
 from chairlift.bench.figures import Figures, Goodput, concurrency, mean_over_time, over_time
 from chairlift.bench.http import Response
 from chairlift.bench.measure import notes
 from chairlift.bench.record import Record
+from chairlift.bench.text_report import block
 from chairlift.errors import InvalidSetting
 
 

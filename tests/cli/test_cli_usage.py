@@ -147,7 +147,7 @@ def test_a_key_that_guards_nothing_is_refused(key):
 def test_the_servers_process_has_no_threads_that_compute():
     # They would wait by spinning, on the cores that the engine's process computes on.
     code = (
-        "import sys, chairlift.cli.serve, chairlift.server.life\n"
+        "import sys, chairlift.cli.serve, chairlift.server.supervisor\n"
         "assert 'torch' not in sys.modules\n"
         "assert not [line for line in open('/proc/self/maps') if 'omp' in line.rpartition('/')[2]]\n"
     )

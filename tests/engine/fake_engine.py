@@ -230,12 +230,12 @@ async def _be_a_parent():
 
 def hurry(seconds, set=setattr):
     """Makes the watchdog look often and lose patience within so few seconds; processes started with it in FAKE_ENGINE_HURRY do so too."""
-    from chairlift.engine import process, pulse, watchdog
+    from chairlift.engine import heartbeat, process, watchdog
 
-    for module in (process, pulse, watchdog):
+    for module in (heartbeat, process, watchdog):
         set(module, "LOOK", seconds / 5)
     set(watchdog, "PATIENCE", seconds)
-    set(pulse, "SILENCE", seconds)
+    set(heartbeat, "SILENT_AFTER", seconds)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def _nothing() -> None:
 
 
 class LazyCourier:
-    """Brings tensors from the lazy device, in the place of `Courier`."""
+    """Brings tensors from the lazy device, in the place of `CopyStream`."""
 
     def __init__(self, lazy: LazyDevice) -> None:
         self._lazy = lazy
@@ -156,7 +156,7 @@ _MASK = 2**40 - 1
 
 
 class CellModel:
-    """A `DeviceModel` with one number a token for its KV: a function of the token and of all before it, so that no mistake stays unseen.
+    """A `ModelExecutor` with one number a token for its KV: a function of the token and of all before it, so that no mistake stays unseen.
 
     What stands before position 0 is the same for all. It finds what is before a token through the block table that is on the device.
     """

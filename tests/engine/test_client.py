@@ -15,9 +15,9 @@ from fake_engine import CRASHING, DYING, ENDLESS, EOS, FAILING, FULL, HANGING, L
 
 from chairlift.engine import client
 from chairlift.engine.client import AsyncEngine
-from chairlift.engine.protocol import Add
+from chairlift.engine.frames import Add
 from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, ModelNotFound, QueueFull, RequestFailed
-from chairlift.outputs import Ledger
+from chairlift.outputs import Timeline
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
@@ -79,7 +79,7 @@ def test_text_is_encoded_and_the_account_is_kept():
         assert last.prompt_token_ids == [97]
         assert (last.cached_tokens, last.preemptions) == (16, 1)
         assert (last.timing.queued, last.timing.first_token, last.timing.total) == (0.5, 1.0, 3.0)
-        assert last.ledger == Ledger.read(fake_engine.ledger(last.ledger.tag))
+        assert last.ledger == Timeline.read(fake_engine.ledger(last.ledger.tag))
         assert (last.ledger.finish, last.ledger.ended, last.ledger.block_seconds) == ("length", 4.0, 7.0)
         assert sum(last.ledger.causes.values()) == last.ledger.ended - last.ledger.arrived
 

@@ -7,7 +7,7 @@ import pytest
 
 from chairlift import SamplingParams, Scheduling
 from chairlift.config import EngineConfig
-from chairlift.engine import loop, protocol
+from chairlift.engine import frames, loop
 from chairlift.engine.loop import Engine
 
 SHAPE = {"architectures": ["LlamaForCausalLM"], "vocab_size": 199, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1}
@@ -44,7 +44,7 @@ def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(e
     assert seen["steps"][0]["seated"][0] == (first["row"], 1)
     assert seen["steps"][0]["planned_us"] < seen["steps"][1]["planned_us"] < seen["now_us"]
     # It goes over the wire as it is.
-    assert protocol.decode(protocol.encode(protocol.Seen(1, seen))[4:]).snapshot["cells"] == seen["cells"]
+    assert frames.decode(frames.encode(frames.Snapshot(1, seen))[4:]).snapshot["cells"] == seen["cells"]
 
 
 def test_an_account_says_who_ran_meanwhile(engine):

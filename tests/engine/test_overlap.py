@@ -22,7 +22,7 @@ from chairlift.engine.loop import Engine
 from chairlift.engine.request import FINISH_REASONS
 from chairlift.kernels.sampling import reference
 from chairlift.runner.runner import ModelRunner
-from chairlift.runner.torch_model import TorchModel
+from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.sampling import StructuredOutput
 from chairlift.sim.replay import Recording
 
@@ -72,7 +72,7 @@ def lazy():
 @pytest.fixture
 def make(directory: Path, lazy: LazyDevice, monkeypatch: pytest.MonkeyPatch):
     """Makes engines on the lazy device, with steps that overlap and without."""
-    monkeypatch.setattr("chairlift.runner.runner.Courier", lambda device: LazyCourier(lazy))
+    monkeypatch.setattr("chairlift.runner.runner.CopyStream", lambda device: LazyCourier(lazy))
     monkeypatch.setattr("chairlift.runner.runner.time_swap", lambda model, blocks: 1)
 
     def sample(logits: torch.Tensor, *rest: object, **more: object) -> torch.Tensor:
@@ -318,7 +318,7 @@ def test_a_model_in_torch_answers_the_same_and_keeps_to_forms(byte_model, monkey
     for overlaps in (False, True):
 
         def runner(config, directory, eos, on_phase, overlaps=overlaps):
-            return ModelRunner(config, directory, on_phase, TorchModel.load, overlaps)
+            return ModelRunner(config, directory, on_phase, TorchExecutor.load, overlaps)
 
         monkeypatch.setattr(loop, "_runner", runner)
         llm = LLM(str(byte_model), load_format="dummy", device="cpu", num_kv_blocks=60, block_size=8, max_num_seqs=4)

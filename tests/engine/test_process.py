@@ -14,7 +14,7 @@ from fake_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, LATE, PANICKIN
 
 from chairlift.config import EngineConfig
 from chairlift.engine import process
-from chairlift.engine.protocol import (
+from chairlift.engine.frames import (
     Abort,
     Add,
     Alive,
@@ -22,11 +22,11 @@ from chairlift.engine.protocol import (
     Explain,
     Explained,
     Fatal,
-    Look,
     Phase,
     Ready,
     Rejected,
-    Seen,
+    Snapshot,
+    SnapshotRequest,
     Step,
     Stop,
     pack_fields,
@@ -185,8 +185,8 @@ def test_what_there_is_can_be_looked_at_at_work():
     with child() as it:
         it.start()
         it.add(1, [100], max_tokens=ENDLESS)
-        it.send(Look(9))
-        while not isinstance(frame := it.receive(), Seen):
+        it.send(SnapshotRequest(9))
+        while not isinstance(frame := it.receive(), Snapshot):
             pass
         assert (frame.ask, frame.snapshot["rows"]) == (9, [{"tag": 1}])
 

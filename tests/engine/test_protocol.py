@@ -9,8 +9,8 @@ import threading
 import msgpack
 import pytest
 
-from chairlift.engine import protocol
-from chairlift.engine.protocol import (
+from chairlift.engine import frames
+from chairlift.engine.frames import (
     Abort,
     Add,
     Alive,
@@ -19,11 +19,11 @@ from chairlift.engine.protocol import (
     Explain,
     Explained,
     Fatal,
-    Look,
     Phase,
     Ready,
     Rejected,
-    Seen,
+    Snapshot,
+    SnapshotRequest,
     Step,
     Stop,
 )
@@ -32,7 +32,7 @@ from chairlift.scheduling import Scheduling
 
 FRAMES = [
     Config({"model": "/models/m", "max_model_len": None, "enable_prefix_caching": True}),
-    Add(2**64 - 1, protocol.pack_tokens([1, 2, 2**31 - 1]), {"seed": -(2**63), "top_p": 0.5, "stop": ["ü"]}),
+    Add(2**64 - 1, frames.pack_tokens([1, 2, 2**31 - 1]), {"seed": -(2**63), "top_p": 0.5, "stop": ["ü"]}),
     Add(1, b"", {}, {"tenant": "ä", "deadline_ms": 0.5, "priority": -(2**31)}),
     Abort([1, 2, 3]),
     Explain(7, [1, 2**64 - 1]),
@@ -46,8 +46,8 @@ FRAMES = [
     Explained(7, [{"tag": 1, "finish": None}]),
     Alive(),
     Alive("run", 12.5),
-    Look(3),
-    Seen(3, {"cells": b"\3\0", "rows": [{"tag": 1}]}),
+    SnapshotRequest(3),
+    Snapshot(3, {"cells": b"\3\0", "rows": [{"tag": 1}]}),
     Fatal("ZeroDivisionError", "division by zero"),
 ]
 
@@ -67,7 +67,7 @@ def read_all(data: bytes):
         feeding = asyncio.create_task(trickle())
         frames = []
         try:
-            while (frame := await protocol.read(reader)) is not None:
+            while (frame := await frames.read(reader)) is not None:
                 frames.append(frame)
         finally:
             feeding.cancel()
@@ -78,14 +78,14 @@ def read_all(data: bytes):
 
 @pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
 def test_round_trip(frame):
-    encoded = protocol.encode(frame)
+    encoded = frames.encode(frame)
     assert struct.unpack(">I", encoded[:4])[0] == len(encoded) - 4
-    assert protocol.decode(encoded[4:]) == frame
+    assert frames.decode(encoded[4:]) == frame
 
 
 def test_child_reads_frames_whole_however_they_arrive():
     ours, theirs = socket.socketpair()
-    data = b"".join(map(protocol.encode, FRAMES))
+    data = b"".join(map(frames.encode, FRAMES))
     with ours, theirs, theirs.makefile("rb") as file:
 
         def trickle():
@@ -95,43 +95,43 @@ def test_child_reads_frames_whole_however_they_arrive():
 
         thread = threading.Thread(target=trickle)
         thread.start()
-        assert [protocol.receive(file) for _ in FRAMES] == FRAMES
-        assert protocol.receive(file) is None
+        assert [frames.receive(file) for _ in FRAMES] == FRAMES
+        assert frames.receive(file) is None
         thread.join()
 
 
 def test_parent_reads_frames_whole_however_they_arrive():
-    assert read_all(b"".join(map(protocol.encode, FRAMES))) == FRAMES
+    assert read_all(b"".join(map(frames.encode, FRAMES))) == FRAMES
 
 
 def test_send_writes_one_frame():
     ours, theirs = socket.socketpair()
     with ours, theirs, theirs.makefile("rb") as file:
-        protocol.send(ours, FRAMES[1])
-        assert protocol.receive(file) == FRAMES[1]
+        frames.send(ours, FRAMES[1])
+        assert frames.receive(file) == FRAMES[1]
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 20])
 def test_stream_that_ends_inside_a_frame(cut):
-    data = protocol.encode(Ready({"name": "a model with a name"}))[:cut]
+    data = frames.encode(Ready({"name": "a model with a name"}))[:cut]
     with pytest.raises(BadFrame, match="ended"):
-        protocol.receive(io.BytesIO(data))
+        frames.receive(io.BytesIO(data))
     with pytest.raises(BadFrame, match="ended"):
         read_all(data)
 
 
 def test_frame_too_long_is_refused_before_it_is_read():
-    header = struct.pack(">I", protocol.MAX_FRAME + 1)
-    with pytest.raises(BadFrame, match=f"at most {protocol.MAX_FRAME}"):
-        protocol.receive(io.BytesIO(header))
-    with pytest.raises(BadFrame, match=f"at most {protocol.MAX_FRAME}"):
+    header = struct.pack(">I", frames.MAX_FRAME + 1)
+    with pytest.raises(BadFrame, match=f"at most {frames.MAX_FRAME}"):
+        frames.receive(io.BytesIO(header))
+    with pytest.raises(BadFrame, match=f"at most {frames.MAX_FRAME}"):
         read_all(header)
 
 
 def test_frame_too_long_is_not_sent(monkeypatch):
-    monkeypatch.setattr(protocol, "MAX_FRAME", 100)
+    monkeypatch.setattr(frames, "MAX_FRAME", 100)
     with pytest.raises(BadFrame, match="at most 100"):
-        protocol.encode(Fatal("x", "y" * 100))
+        frames.encode(Fatal("x", "y" * 100))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_frame_too_long_is_not_sent(monkeypatch):
 )
 def test_garbage_is_named_so(payload):
     with pytest.raises(BadFrame, match="makes no sense"):
-        protocol.decode(payload)
+        frames.decode(payload)
 
 
 def test_a_request_crosses_as_it_is():
@@ -159,7 +159,7 @@ def test_a_request_crosses_as_it_is():
         max_tokens=None, temperature=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"), stop_token_ids=(1, 2), ignore_eos=True, n=2, best_of=3
     )
     scheduling = Scheduling(priority=-1, tenant="a", deadline_ms=5, ttft_deadline_ms=0.5, cache_salt="s", predicted_tokens=9)
-    frame = Add(1, b"", protocol.pack_fields(params), protocol.pack_fields(scheduling))
-    crossed = protocol.decode(protocol.encode(frame)[4:])
+    frame = Add(1, b"", frames.pack_fields(params), frames.pack_fields(scheduling))
+    crossed = frames.decode(frames.encode(frame)[4:])
     assert SamplingParams(**crossed.params) == params
     assert Scheduling(**crossed.scheduling) == scheduling

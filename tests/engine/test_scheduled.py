@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chairlift import Ledger, SamplingParams, Scheduling
+from chairlift import SamplingParams, Scheduling, Timeline
 from chairlift.config import EngineConfig
 from chairlift.engine import loop
 from chairlift.engine.loop import Engine
@@ -54,7 +54,7 @@ class Run:
         self.engine = engine
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
-        self.ledgers: dict[int, Ledger] = {}
+        self.ledgers: dict[int, Timeline] = {}
 
     def step(self) -> bool:
         report = self.engine.step()
@@ -66,7 +66,7 @@ class Run:
         for tag, token, logprob in zip(tags, tokens, logprobs, strict=True):
             self.tokens.setdefault(tag, []).append(token)
             self.logprobs.setdefault(tag, []).append(logprob)
-        self.ledgers |= {ledger["tag"]: Ledger.read(ledger) for ledger in report.ended}
+        self.ledgers |= {ledger["tag"]: Timeline.read(ledger) for ledger in report.ended}
         for tag, finish in zip(tags, report.finishes, strict=True):
             assert FINISH_REASONS[finish] == (self.ledgers[tag].finish if tag in self.ledgers else None)
         return True

@@ -13,12 +13,12 @@ from lazy_device import LazyDevice
 from test_overlap import POLICIES, clock, compare, directory, lazy, live, make, script  # noqa: F401
 
 from chairlift import SamplingParams
-from chairlift.engine import pieces
+from chairlift.engine import split_step
 from chairlift.engine.loop import Engine, StepReport
 from chairlift.engine.request import deliver
 from chairlift.engine.stream import Stream
 from chairlift.errors import OutOfMemory
-from chairlift.server.service.errors import api_error
+from chairlift.server.errors import api_error
 from chairlift.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -28,7 +28,7 @@ MOMENTS = 3_000
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "SHORT_FOR", MOMENTS)
+    monkeypatch.setattr(split_step, "SHORT_FOR", MOMENTS)
 
 
 def tight(engine: Engine, lazy: LazyDevice, fails: Callable[[Any, int, int], bool]) -> Counter[str]:  # noqa: F811
@@ -176,7 +176,7 @@ def test_sizes_that_fit_are_remembered_for_a_while(make, lazy, clock, caplog):  
 @pytest.mark.parametrize("lasts", [1, 10**9])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_blocks_are_copied_once_for_all_pieces_of_a_step(make, lazy, overlaps, lasts, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(pieces, "SHORT_FOR", lasts)
+    monkeypatch.setattr(split_step, "SHORT_FOR", lasts)
     engine = make(overlaps)
     seen = tight(engine, lazy, lambda buffers, num_tokens, num_seqs: num_tokens > 1)
     engine.add(1, list(range(8)), GREEDY)

@@ -12,10 +12,10 @@ import pytest
 from chairlift import LLM
 from chairlift.engine import process
 from chairlift.engine.compiling import Compiling
-from chairlift.engine.protocol import Abort, Add, Explain, Rejected, pack_fields, pack_tokens
+from chairlift.engine.frames import Abort, Add, Explain, Rejected, pack_fields, pack_tokens
 from chairlift.errors import InvalidRequest
 from chairlift.grammar.grammars import Grammar, Matcher
-from chairlift.outputs import Ledger
+from chairlift.outputs import Timeline
 from chairlift.sampling import SamplingParams, StructuredOutput
 
 PROMPT = [ord(letter) for letter in "Say it in JSON"]
@@ -250,7 +250,7 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
     time.sleep(0.02)
     drain(Explain(7, [1, 2, 99]))
     [ledger] = parent.told.pop().ledgers
-    told = Ledger.read(ledger)
+    told = Timeline.read(ledger)
     assert (told.tag, told.finish, told.prompt_tokens, told.causes["receive"]) == (1, None, len(PROMPT), 0.25)
     assert told.causes["grammar"] >= 0.02
     assert told.arrived == pytest.approx(sent / 1e6 - 0.25)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.engine.text import TextStream
+from chairlift.engine.detokenizer import TextStream
 from chairlift.sampling import SamplingParams
 from chairlift.tokenizer import Tokenizer
 

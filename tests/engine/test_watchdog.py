@@ -9,11 +9,11 @@ import fake_engine
 import pytest
 from fake_engine import ENDLESS, HANGING, FakeTokenizer
 
-from chairlift.engine import pulse, watchdog
+from chairlift.engine import heartbeat, watchdog
 from chairlift.engine.client import AsyncEngine
-from chairlift.engine.protocol import Alive
-from chairlift.engine.pulse import Pulse
-from chairlift.engine.watchdog import IDLE, PATIENCE, Stillness, Watchdog
+from chairlift.engine.frames import Alive
+from chairlift.engine.heartbeat import Heartbeat
+from chairlift.engine.watchdog import IDLE, PATIENCE, StallDetector, Watchdog
 from chairlift.errors import EngineDead
 from chairlift.sampling import SamplingParams
 
@@ -51,7 +51,7 @@ def look(dog, wait, seconds):
 
 
 def test_time_that_nobody_was_awake_for_does_not_count(wait):
-    stillness = Stillness()
+    stillness = StallDetector()
     assert stillness.look("a") == 0
     wait(1)
     assert stillness.look("a") == 1
@@ -94,12 +94,12 @@ def test_a_step_that_should_be_long_may_be_longer(wait, predicted_step_us, first
 
 
 def test_an_engine_that_stays_silent_or_stuck_is_killed(monkeypatch):
-    monkeypatch.setattr(pulse, "LAST_HOPE", 0.02)
+    monkeypatch.setattr(heartbeat, "KILL_AFTER", 0.02)
     fake_engine.hurry(0.02, monkeypatch.setattr)
 
     async def main(speaks):
         killed = []
-        heart = Pulse(lambda: killed.append(heart.stuck[0]))
+        heart = Heartbeat(lambda: killed.append(heart.stuck[0]))
         watching = asyncio.create_task(heart.watch())
         async with asyncio.timeout(GUARD):
             while not watching.done():
@@ -117,7 +117,7 @@ def run(monkeypatch, test, last_hope=1000.0):
     fake_engine.fake(monkeypatch)
     fake_engine.hurry(1.0, monkeypatch.setattr)
     monkeypatch.setenv("FAKE_ENGINE_HURRY", "1.0")
-    monkeypatch.setattr(pulse, "LAST_HOPE", last_hope)
+    monkeypatch.setattr(heartbeat, "KILL_AFTER", last_hope)
 
     async def main():
         async with asyncio.timeout(GUARD), AsyncEngine() as engine:

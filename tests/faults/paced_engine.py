@@ -22,26 +22,26 @@ STEP_SECONDS = 0.2
 
 def pace() -> None:
     """Makes every step of an engine in this process wait at the gate."""
-    from chairlift.runner.no_model import NoModel
+    from chairlift.runner.null_executor import NullExecutor
 
-    gate, launch = Path(os.environ[GATE]), NoModel.launch
+    gate, launch = Path(os.environ[GATE]), NullExecutor.launch
 
-    def paced(self: NoModel, *arguments: Any) -> Any:
+    def paced(self: NullExecutor, *arguments: Any) -> Any:
         end = time.monotonic() + STEP_SECONDS
         while gate.exists() and time.monotonic() < end:
             time.sleep(0.005)
         return launch(self, *arguments)
 
-    NoModel.launch = paced  # type: ignore[method-assign]
+    NullExecutor.launch = paced  # type: ignore[method-assign]
 
 
 def serve() -> int:
     """Runs the command line with the paced engine."""
     from chairlift.cli.main import main
     from chairlift.engine.client import AsyncEngine
-    from chairlift.server.door import body, http
+    from chairlift.server.http import body, protocol
 
-    body.MAX_SECONDS = http.HEADERS_SECONDS = http.STALL_SECONDS = 1000  # type: ignore[misc]
+    body.MAX_SECONDS = protocol.HEADERS_SECONDS = protocol.STALL_SECONDS = 1000  # type: ignore[misc]
     AsyncEngine._command = ("-m", "paced_engine")
     return main()
 

@@ -10,9 +10,9 @@ from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.source import calls_grammar, free_calls_grammar
 from chairlift.grammar.trial import Vocabulary
 from chairlift.sampling import StructuredOutput
-from chairlift.server.api.tools.hermes import OPEN, Hermes
-from chairlift.server.api.tools.llama import Llama
-from chairlift.server.api.tools.mistral import MARK, Mistral
+from chairlift.server.chat.tools.hermes import OPEN, Hermes
+from chairlift.server.chat.tools.llama import Llama
+from chairlift.server.chat.tools.mistral import MARK, Mistral
 from chairlift.tokenizer import Tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}

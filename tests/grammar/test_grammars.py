@@ -10,7 +10,7 @@ import torch
 from chairlift.errors import InvalidRequest, QueueFull, RequestFailed
 from chairlift.grammar import grammars as module
 from chairlift.grammar.grammars import Grammars
-from chairlift.grammar.source import CallForm, calls_grammar
+from chairlift.grammar.source import ToolCallFormat, calls_grammar
 from chairlift.grammar.trial import Vocabulary
 from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
 from chairlift.tokenizer import Tokenizer
@@ -226,9 +226,9 @@ def test_a_tokenizer_that_cannot_be_read_refuses_every_form(tmp_path):
     made.close()
 
 
-HERMES = CallForm(begin="<tool_call>\n", separator="\n</tool_call>\n<tool_call>\n", end="\n</tool_call>")
-LLAMA = CallForm(between='", "parameters": ')
-MISTRAL = CallForm(begin="[CALL]", before="", between="", after="", separator="[CALL]")
+HERMES = ToolCallFormat(begin="<tool_call>\n", separator="\n</tool_call>\n<tool_call>\n", end="\n</tool_call>")
+LLAMA = ToolCallFormat(between='", "parameters": ')
+MISTRAL = ToolCallFormat(begin="[CALL]", before="", between="", after="", separator="[CALL]")
 TOOLS = {"get_weather": WEATHER, "stop": None}
 
 

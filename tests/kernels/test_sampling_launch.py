@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from chairlift.runner.device_sampler import DeviceSampler
+from chairlift.runner.sampling.device import DeviceSampler
 from chairlift.sampling import SamplingParams
 
 pytest.importorskip("triton", reason="Triton is not made for this platform")

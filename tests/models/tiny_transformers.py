@@ -11,7 +11,7 @@ from chairlift.layers.attention import plan_attention
 from chairlift.models.llama import Step
 from chairlift.models.transformers_config import ATTENTION, TransformersConfig
 from chairlift.models.transformers_model import TransformersModel
-from chairlift.runner.cache import KvCache
+from chairlift.runner.memory.kv_cache import KvCache
 
 VOCABULARY = 128
 SHAPE = {

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from emulated_graphs import Emulator, LateCourier
+from emulated_graphs import Emulator, LateCopyStream
 from tokenizers import Tokenizer, decoders, models
 
 from chairlift import LLM, SamplingParams
 from chairlift.engine import loop
 from chairlift.layers.device_attention import DevicePlan
 from chairlift.runner.runner import ModelRunner
-from chairlift.runner.torch_model import TorchModel
+from chairlift.runner.torch_executor import TorchExecutor
 
 VOCABULARY, SPLIT = 97, 512
 SHAPE = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
@@ -39,12 +39,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(directory: Path, monkeypatch: pytest.MonkeyPatch):
     """Makes engines on a CPU that attend as a GPU does: with graphs that `records` makes, or without."""
-    monkeypatch.setattr("chairlift.runner.runner.Courier", LateCourier)
+    monkeypatch.setattr("chairlift.runner.runner.CopyStream", LateCopyStream)
     # Its kernel takes a program for each token, and the interpreter a millisecond for each program.
     monkeypatch.setattr(DevicePlan, "write", write)
 
-    def load(*given: object) -> TorchModel:
-        model = TorchModel.load(*given)
+    def load(*given: object) -> TorchExecutor:
+        model = TorchExecutor.load(*given)
         model.in_kernels = True
         return model
 

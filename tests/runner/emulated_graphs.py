@@ -38,7 +38,7 @@ class Outside:
 
 
 class Emulator(TorchDispatchMode):
-    """The `Recorder` of a CPU: all graphs that it made share their memory."""
+    """The `GraphCapture` of a CPU: all graphs that it made share their memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ PINNED: list[StorageWeakRef] = []
 """What stands for page-locked memory. A weak reference keeps its identity, so a later tensor at the same address is not mistaken for it."""
 
 
-class LateCourier:
+class LateCopyStream:
     """Brings tensors to the host no sooner than it must: whatever is overwritten too early is seen."""
 
     def __init__(self, device: torch.device) -> None:

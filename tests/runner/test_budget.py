@@ -12,12 +12,12 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, OutOfMemory
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
-from chairlift.runner.budget import Budget, graph_bytes
-from chairlift.runner.device_memory import Memory, is_shortage, shortage_told
-from chairlift.runner.precision import decide, torch_weight_bytes
+from chairlift.runner.memory.budget import Budget, graph_bytes
+from chairlift.runner.memory.device_memory import Memory, is_shortage, raise_out_of_memory
+from chairlift.runner.memory.precision import decide, torch_weight_bytes
+from chairlift.runner.memory.sizing import StepSize, block_bytes
 from chairlift.runner.runner import ModelRunner
-from chairlift.runner.sizing import StepSize, block_bytes
-from chairlift.runner.torch_model import TorchModel
+from chairlift.runner.torch_executor import TorchExecutor
 
 GIB, MIB = 1 << 30, 1 << 20
 RAW = {
@@ -147,7 +147,7 @@ def test_a_step_that_does_not_fit_is_refused():
     budget = Budget(Given(), 0.9)
 
     def run(size: StepSize) -> None:
-        with shortage_told():  # as a runner's passes and samples do
+        with raise_out_of_memory():  # as a runner's passes and samples do
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. If reserved but unallocated memory is large try")
 
     with pytest.raises(OutOfMemory, match=r"a step of 2048 tokens and 256 sequences .* lower --max-num-batched-tokens .* 3.00 GiB\.$"):
@@ -185,12 +185,12 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded():
 @pytest.mark.parametrize("text", ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"])
 def test_other_errors_for_want_of_memory_are_known(text):
     assert is_shortage(RuntimeError(text))
-    with pytest.raises(OutOfMemory, match=r"^while it loaded: CUDA"), shortage_told("while it loaded: "):
+    with pytest.raises(OutOfMemory, match=r"^while it loaded: CUDA"), raise_out_of_memory("while it loaded: "):
         raise RuntimeError(text)
 
 
 def test_errors_that_are_none_of_that_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="shapes"), shortage_told():
+    with pytest.raises(RuntimeError, match="shapes"), raise_out_of_memory():
         raise RuntimeError("shapes do not match")
 
 
@@ -213,7 +213,7 @@ def test_a_runner_measures_its_largest_step_and_goes_on_with_a_fresh_cache(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(RAW | small | {"num_key_value_heads": 2, "max_position_embeddings": 64}))
     sizes: list[tuple[int, int, int]] = []
 
-    class Model(TorchModel):
+    class Model(TorchExecutor):
         def forward(self, buffers, num_tokens, num_seqs):
             sizes.append((num_tokens, num_seqs, self.cache.tensor.shape[0]))
             super().forward(buffers, num_tokens, num_seqs)

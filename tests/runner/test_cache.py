@@ -4,7 +4,7 @@ import torch
 
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import KvSpec
-from chairlift.runner.cache import KvCache, host_pool
+from chairlift.runner.memory.kv_cache import KvCache, host_pool
 
 SPECS = (KvSpec(2, 8, 8), KvSpec(1, 24, 16, 9), KvSpec(2, 8, 4))
 

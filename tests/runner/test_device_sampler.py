@@ -5,9 +5,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from chairlift.kernels.sampling import reference
-from chairlift.runner.device_sampler import DeviceSampler
-from chairlift.runner.penalties import Penalties
-from chairlift.runner.philox import philox
+from chairlift.runner.sampling.device import DeviceSampler
+from chairlift.runner.sampling.penalties import Penalties
+from chairlift.runner.sampling.philox import philox
 from chairlift.sampling import SamplingParams
 
 WORDS = 2**32 - 1
@@ -177,7 +177,7 @@ def test_lines_that_could_not_be_filled_are_free_again(monkeypatch):
 
     for _ in range(5):
         with monkeypatch.context() as patch:
-            patch.setattr("chairlift.runner.device_sampler.send", lacking)
+            patch.setattr("chairlift.runner.sampling.device.send", lacking)
             with pytest.raises(torch.OutOfMemoryError):
                 made.seat(0, params, np.ones(1, dtype=np.int32), 1, 0)
     for row in range(4):

@@ -16,13 +16,13 @@ from tiny_models import write
 from chairlift.config import EngineConfig
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.linear import quantise
-from chairlift.layers.peers import Peers
+from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.config import ModelConfig
-from chairlift.runner.model import Loader
-from chairlift.runner.precision import Precision, torch_weight_bytes
+from chairlift.runner.executor import Loader
+from chairlift.runner.memory.precision import Precision, torch_weight_bytes
 from chairlift.runner.runner import ModelRunner
-from chairlift.runner.shards import Shards
-from chairlift.runner.torch_model import TorchModel
+from chairlift.runner.tensor_parallel.shards import Shards
+from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.runner.weights import DummyWeights, SafetensorWeights
 
 SMALL = {"device": "cpu", "num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
@@ -32,10 +32,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 def with_changes(**changes: str) -> Loader:
     """Loads a model in torch with another precision than the settings ask for, which a CPU would not be given."""
-    return lambda config, directory, model, precision: TorchModel.load(config, directory, model, replace(precision, **changes))
+    return lambda config, directory, model, precision: TorchExecutor.load(config, directory, model, replace(precision, **changes))
 
 
-def logits(directory: Path, load: Loader, **settings: object) -> tuple[torch.Tensor, TorchModel]:
+def logits(directory: Path, load: Loader, **settings: object) -> tuple[torch.Tensor, TorchExecutor]:
     """What a model says after each of some prompts, cut in two, and after three more tokens that are always the same; and the model."""
     runner = ModelRunner(EngineConfig(**SMALL | settings), directory, load=load)
     driver = Driver(runner)
@@ -65,7 +65,7 @@ def rounded(directory: Path, form: str) -> None:
 @pytest.mark.parametrize("name", ["llama-biased", "gemma3"])
 def test_int8_is_the_model_with_its_weights_rounded(name, tmp_path):
     write(name, tmp_path)
-    whole, _ = logits(tmp_path, TorchModel.load)
+    whole, _ = logits(tmp_path, TorchExecutor.load)
     found, _ = logits(tmp_path, with_changes(quantization="int8"))
     error = (found - whole).norm(dim=1) / whole.norm(dim=1)
     # Logits are within 8 %, and the likeliest token is another only where the first two were as close.
@@ -74,19 +74,19 @@ def test_int8_is_the_model_with_its_weights_rounded(name, tmp_path):
     assert ((found.argmax(1) == whole.argmax(1)) | (top[:, 0] - top[:, 1] <= 2 * (found - whole).abs().amax(1))).all()
     assert (found.argmax(1) == whole.argmax(1)).float().mean() >= 0.75
     rounded(tmp_path, "int8")
-    same, _ = logits(tmp_path, TorchModel.load)
+    same, _ = logits(tmp_path, TorchExecutor.load)
     assert (found - same).abs().max() <= 1e-5 * same.abs().max()
 
 
 def test_fp8_is_close_too(tmp_path):
     write("qwen3", tmp_path)
-    whole, _ = logits(tmp_path, TorchModel.load)
+    whole, _ = logits(tmp_path, TorchExecutor.load)
     found, _ = logits(tmp_path, with_changes(quantization="fp8"))
     error = (found - whole).norm(dim=1) / whole.norm(dim=1)
     assert 1e-3 < error.max() <= 0.25
     # Activations have their part in it.
     rounded(tmp_path, "fp8")
-    weights_alone, _ = logits(tmp_path, TorchModel.load)
+    weights_alone, _ = logits(tmp_path, TorchExecutor.load)
     assert (found - weights_alone).norm() > 0.2 * (found - whole).norm()
 
 
@@ -112,7 +112,7 @@ def test_weights_take_as_many_bytes_as_is_told(name, form, tmp_path):
     model = ModelConfig.load(tmp_path)
     compute, quantization = ("bfloat16", form) if form in ("int8", "fp8") else (form, "none")
     config, precision = EngineConfig(device="cpu", load_format="dummy"), Precision(compute, quantization, compute, compute)
-    loaded = TorchModel.load(config, tmp_path, model, precision)
+    loaded = TorchExecutor.load(config, tmp_path, model, precision)
     frequencies = 4 * model.head_dim // 2
     assert kept(loaded.network) == torch_weight_bytes(model, form, "bfloat16") + frequencies
     # A layer's matrix takes half of what it does in 16 bits, and a scale for each row.
@@ -126,7 +126,7 @@ def test_a_process_rounds_the_part_that_it_has(tmp_path):
     model = ModelConfig.load(tmp_path)
     for rank in range(2):
         whole = SafetensorWeights(tmp_path, torch.float32, torch.device("cpu"))
-        part = Shards(whole, Peers(rank, 2)).take("model.layers.0.self_attn.o_proj.weight", model.hidden_size, 24)
+        part = Shards(whole, TensorParallelGroup(rank, 2)).take("model.layers.0.self_attn.o_proj.weight", model.hidden_size, 24)
         there = whole.take("model.layers.0.self_attn.o_proj.weight", model.hidden_size, 48)[:, 24 * rank : 24 * rank + 24]
         assert torch.equal(quantise(part, "int8").scale, there.abs().amax(1, keepdim=True) / 127)
 
@@ -156,7 +156,7 @@ NAMES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{0}_proj.{0
 @pytest.mark.parametrize("name", NAMES)
 def test_scales_of_a_checkpoint_keep_keys_and_values_within_8_bits(name, scaled):
     heads, fp8 = 6, with_changes(kv="fp8")
-    whole, _ = logits(scaled({}), TorchModel.load)
+    whole, _ = logits(scaled({}), TorchExecutor.load)
     clamped, _ = logits(scaled({}), fp8)
 
     def error(found: torch.Tensor) -> float:
@@ -168,7 +168,7 @@ def test_scales_of_a_checkpoint_keep_keys_and_values_within_8_bits(name, scaled)
     assert error(found) <= 0.15
     assert torch.equal(model.network.layers[1].scales[0], torch.full((heads,), 40.0))
     # In a cache of another form they mean nothing.
-    same, _ = logits(scaled(one), TorchModel.load)
+    same, _ = logits(scaled(one), TorchExecutor.load)
     assert torch.equal(same, whole)
 
 
@@ -180,7 +180,7 @@ def test_models_of_transformers_have_scales_too(scaled):
         raw = json.loads((path / "config.json").read_text())
         raw["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
         (path / "config.json").write_text(json.dumps(raw))
-        whole, model = logits(path, TorchModel.load)
+        whole, model = logits(path, TorchExecutor.load)
         assert type(model.network).__name__ == "TransformersModel"
         found.append((logits(path, with_changes(kv="fp8"))[0] - whole).norm() / whole.norm())
     clamped, kept = found
@@ -197,14 +197,14 @@ def test_scales_may_be_of_each_head_and_of_keys_alone(scaled):
     assert torch.equal(second[0], scales)
     assert torch.equal(second[1], torch.ones(6))
     assert torch.equal(torch.stack(third), torch.tensor([[1.0], [3.0]]).expand(2, 6))
-    part = Shards(SafetensorWeights(path, torch.float32, torch.device("cpu")), Peers(1, 2))
+    part = Shards(SafetensorWeights(path, torch.float32, torch.device("cpu")), TensorParallelGroup(1, 2))
     assert torch.equal(part.scales("model.layers.1.self_attn.k_scale", 3), scales[3:])
 
 
 @pytest.mark.parametrize("scale", [torch.ones(2), torch.tensor(-1.0), torch.tensor(float("nan"))])
 def test_scales_that_are_none_are_refused(scale, scaled):
     with pytest.raises(UnsupportedModel, match=r"model.layers.0.self_attn.k_scale must have a positive number, or one for each of 6 KV"):
-        logits(scaled({"model.layers.0.self_attn.k_scale": scale}), TorchModel.load)
+        logits(scaled({"model.layers.0.self_attn.k_scale": scale}), TorchExecutor.load)
 
 
 def test_a_checkpoint_that_quantises_keys_and_values_alone_is_ours(tmp_path):
@@ -222,7 +222,7 @@ def test_random_norms_change_nothing(tmp_path):
     for name in ("llama", "gemma2"):
         write(name, tmp_path / name)
         model = ModelConfig.load(tmp_path / name)
-        loaded = TorchModel.load(
+        loaded = TorchExecutor.load(
             EngineConfig(device="cpu", load_format="dummy"), tmp_path / name, model, Precision("float32", "none", "float32")
         )
         for norm in (loaded.network.norm, loaded.network.layers[0].norm, loaded.network.layers[2].next_norm):

@@ -13,9 +13,9 @@ from tiny_models import write
 from chairlift._core import decode_work
 from chairlift.config import EngineConfig
 from chairlift.layers.device_attention import DecodeLists
-from chairlift.runner import graphs
+from chairlift.runner import cuda_graphs
 from chairlift.runner.runner import ModelRunner
-from chairlift.runner.torch_model import TorchModel
+from chairlift.runner.torch_executor import TorchExecutor
 
 
 def test_answers_are_the_same_with_graphs_and_without():
@@ -28,9 +28,9 @@ def test_answers_are_the_same_with_graphs_and_without():
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 63, 64, 256, 500, 512, 4096])
 def test_sizes_rise_to_the_largest_step_or_graph(most):
-    found = graphs.sizes(most)
+    found = cuda_graphs.sizes(most)
     assert found == sorted(set(found))
-    assert (found[0], found[-1]) == (1, min(most, graphs.LARGEST))
+    assert (found[0], found[-1]) == (1, min(most, cuda_graphs.LARGEST))
     # What fills up a step is less than half of it, and from 8 on less than 8 sequences or a fifth.
     for smaller, larger in itertools.pairwise(found):
         assert larger - smaller <= (smaller if smaller < 8 else max(8, larger // 5))
@@ -54,21 +54,21 @@ def test_lists_have_room_for_any_step_and_hold_its_work(longest):
 
 
 def test_a_step_fits_the_smallest_graph_if_every_sequence_has_one_token():
-    made = graphs.Graphs.__new__(graphs.Graphs)
-    made.sizes = graphs.sizes(24)
+    made = cuda_graphs.Graphs.__new__(cuda_graphs.Graphs)
+    made.sizes = cuda_graphs.sizes(24)
     made._graphs = [SimpleNamespace(size=size) for size in made.sizes]
     assert [made.fit(count, count).size for count in (1, 3, 4, 5, 9, 24)] == [1, 4, 4, 8, 16, 24]
     assert made.fit(25, 25) is made.fit(4, 3) is made.fit(512, 1) is None
 
 
 def test_a_tier_that_cannot_be_recorded_is_sampled_as_it_is():
-    asked, drawn, tier = [], [], graphs.Tier(truncated=True, slots=0)
+    asked, drawn, tier = [], [], cuda_graphs.SamplingVariant(truncated=True, slots=0)
 
     def record(work):
         asked.append(work)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    graph = graphs.Graph.__new__(graphs.Graph)
+    graph = cuda_graphs.Graph.__new__(cuda_graphs.Graph)
     graph.size, graph._samples, graph._draw = 4, {}, drawn.append
     graph._shared = SimpleNamespace(recorder=SimpleNamespace(record=record), tokens=torch.arange(4))
     for _ in range(4):
@@ -79,7 +79,7 @@ def test_a_tier_that_cannot_be_recorded_is_sampled_as_it_is():
 def test_all_of_sampling_and_a_copy_are_compiled_at_the_start(tmp_path, monkeypatch):
     write("llama", tmp_path)
     config = EngineConfig(device="cpu", num_kv_blocks=80, max_num_seqs=4)
-    runner = ModelRunner(config, tmp_path, load=TorchModel.load, overlaps=False)
+    runner = ModelRunner(config, tmp_path, load=TorchExecutor.load, overlaps=False)
     monkeypatch.setattr(runner, "device", SimpleNamespace(type="cuda"))
     monkeypatch.setattr("chairlift.runner.runner.recorder", lambda device: None)
     drawer, tiers, scored, copied = runner._drawer, [], [], []
@@ -88,7 +88,7 @@ def test_all_of_sampling_and_a_copy_are_compiled_at_the_start(tmp_path, monkeypa
     monkeypatch.setattr(drawer, "sample", lambda *given: tiers.append(given[-1]) or sample(*given))
     monkeypatch.setattr(drawer, "score", lambda *given: scored.append(given[2].dtype) or score(*given))
     runner._warm_up(config)
-    assert tiers == [graphs.PLAIN, graphs.PLAIN, (True, 4)]
+    assert tiers == [cuda_graphs.PLAIN, cuda_graphs.PLAIN, (True, 4)]
     # Of prompts, and of what was drawn.
     assert scored == [torch.int64, torch.int32]
     assert copied == [[[0, 0]]]

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.runner import machine
-from chairlift.runner.machine import available_memory, usable_cores
+from chairlift.runner.memory import machine
+from chairlift.runner.memory.machine import available_memory, usable_cores
 
 GIB = 1 << 30
 MEMINFO = {"/proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nBuffers: 1 kB"}

@@ -11,12 +11,12 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ChairliftError, InvalidSetting, OutOfMemory
-from chairlift.layers.peers import ALONE
+from chairlift.layers.tensor_parallel import ALONE
 from chairlift.models.config import load_shape
-from chairlift.runner.courier import Courier
+from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.device_buffers import DeviceBuffers
-from chairlift.runner.shards import part_of
-from chairlift.runner.worker import Worker
+from chairlift.runner.tensor_parallel.shards import part_of
+from chairlift.runner.tensor_parallel.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SIZES = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 40, "device": "cpu", "seed": 3}
@@ -126,7 +126,7 @@ def test_a_workers_buffers_are_those_of_the_other_process() -> None:
     worker._part = SimpleNamespace(device=cpu, forward=lambda buffers, tokens, seqs: passes.append(buffers.input_ids[0]))
     # Blocks a row are fewer once the context is fitted to what there is.
     for blocks in (8, 8, 3):
-        there = DeviceBuffers(2, 40, 6, blocks, cpu, Courier(cpu))
+        there = DeviceBuffers(2, 40, 6, blocks, cpu, CopyStream(cpu))
         there.host[1].input_ids[0] = blocks
         there.host[1].table_writes[:4] = 0, 7, 6 * blocks - 1, 9  # the first and the last entry of the tables
         there.load(1, 2)
@@ -136,12 +136,12 @@ def test_a_workers_buffers_are_those_of_the_other_process() -> None:
 
 
 LACKING = """
-import chairlift.runner.torch_model as here
+import chairlift.runner.torch_executor as here
 
 def lacking(*arguments):
     raise here.torch.OutOfMemoryError("CUDA out of memory")
 
-here.TorchModel.forward = lacking
+here.TorchExecutor.forward = lacking
 """
 
 

@@ -7,7 +7,7 @@ from test_sizing import GIB, LARGE, MIB, MODEL
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import ModelShape
-from chairlift.runner.precision import ROOM, Precision, decide, torch_weight_bytes, weight_bytes
+from chairlift.runner.memory.precision import ROOM, Precision, decide, torch_weight_bytes, weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

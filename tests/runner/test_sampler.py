@@ -6,9 +6,9 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from chairlift.outputs import TokenLogprobs
-from chairlift.runner.device_sampler import DeviceSampler
-from chairlift.runner.philox import philox, uniforms
-from chairlift.runner.sampler import FAILED, Sampler
+from chairlift.runner.sampling.device import DeviceSampler
+from chairlift.runner.sampling.host import FAILED, Sampler
+from chairlift.runner.sampling.philox import philox, uniforms
 from chairlift.sampling import SamplingParams
 
 DRAWS = 4000

@@ -4,8 +4,8 @@ import pytest
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
-from chairlift.runner.precision import decide, weight_bytes
-from chairlift.runner.sizing import Size, block_bytes, fit, fit_host, step_bytes
+from chairlift.runner.memory.precision import decide, weight_bytes
+from chairlift.runner.memory.sizing import Size, block_bytes, fit, fit_host, step_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 

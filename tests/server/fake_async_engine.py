@@ -14,14 +14,14 @@ from chairlift.chat_template import ChatTemplate
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.request import validate
 from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
-from chairlift.outputs import Ledger, RequestOutput, Timing, TokenLogprobs
+from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.server.app import build
-from chairlift.server.door.http import Http
-from chairlift.server.service.keys import read_keys
-from chairlift.server.service.service import Service
-from chairlift.server.telemetry.metrics import Metrics
+from chairlift.server.http.protocol import Http
+from chairlift.server.keys import read_keys
+from chairlift.server.observability.metrics import Metrics
+from chairlift.server.service import Service
 
 MODEL = "org/fake-model"
 
@@ -79,10 +79,10 @@ class FakeEngine:
         self.scheduled: list[Scheduling] = []
         self.named: list[str] = []
         self.spent: list[dict[str, float]] = []
-        self.ledgers: dict[str, list[Ledger]] = {}
+        self.ledgers: dict[str, list[Timeline]] = {}
         self.released = False
         self.counters: dict[str, object] = {}
-        self.others: list[Ledger] = []
+        self.others: list[Timeline] = []
         self.looks = 0
         self.snapshot: dict[str, Any] = {
             "rows": [],
@@ -104,10 +104,10 @@ class FakeEngine:
     def stats(self) -> dict[str, object]:
         return self.counters
 
-    async def explain(self, request_id: str) -> list[Ledger]:
+    async def explain(self, request_id: str) -> list[Timeline]:
         return self.ledgers.get(request_id, [])
 
-    async def explain_sequences(self, tags: list[int]) -> list[Ledger]:
+    async def explain_sequences(self, tags: list[int]) -> list[Timeline]:
         return [ledger for ledger in self.others if ledger.tag in tags]
 
     async def look(self) -> dict[str, Any]:
@@ -203,10 +203,10 @@ def scored(token: int, likeliest: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.75, 3, top[:likeliest])
 
 
-def ledger(**changes: object) -> Ledger:
+def ledger(**changes: object) -> Timeline:
     """A ledger of a request that waited a while, ran and ended."""
     return replace(
-        Ledger(
+        Timeline(
             tag=1,
             finish="length",
             arrived=100.0,

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 from fake_async_engine import wait_until
 
-from chairlift.server.door.port import open_port
+from chairlift.server.http.sockets import open_port
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from fake_async_engine import MODEL, FakeEngine
 
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.errors import ModelNotFound
-from chairlift.server import life
-from chairlift.server.door.port import open_port
-from chairlift.server.service.keys import Keys
+from chairlift.server import supervisor
+from chairlift.server.http.sockets import open_port
+from chairlift.server.keys import Keys
 
 
 class Startable(FakeEngine):
@@ -68,20 +68,21 @@ def _engine(loads: str):
     """
     if loads not in ("process", "killed"):
         return Startable(loads)
-    from chairlift.engine import pulse
     from chairlift.engine.client import AsyncEngine
 
     _fakes().hurry(1.0)
-    pulse.LAST_HOPE = 1.0 if loads == "killed" else 1000.0
+    from chairlift.engine import heartbeat
+
+    heartbeat.KILL_AFTER = 1.0 if loads == "killed" else 1000.0
     return AsyncEngine()
 
 
 async def main(port: int, shutdown_timeout: float, loads: str) -> int:
-    life.pause_after = lambda failures: failures / 100
+    supervisor.pause_after = lambda failures: failures / 100
     engine = _engine(loads)
     if isinstance(engine, FakeEngine):
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, engine, "released", True)
-    server = life.Life(engine, MODEL, ServerConfig(shutdown_timeout=shutdown_timeout), Keys())
+    server = supervisor.Supervisor(engine, MODEL, ServerConfig(shutdown_timeout=shutdown_timeout), Keys())
     return await server.run(asyncio.create_task(engine.start()), open_port("127.0.0.1", port))
 
 

@@ -4,9 +4,9 @@ import httpx
 from fake_async_engine import MODEL, FakeEngine
 
 from chairlift.server.admin import Admin, serving
-from chairlift.server.door.port import open_path
-from chairlift.server.service.service import Service
-from chairlift.server.telemetry.metrics import Metrics
+from chairlift.server.http.sockets import open_path
+from chairlift.server.observability.metrics import Metrics
+from chairlift.server.service import Service
 
 
 def test_the_operator_needs_no_key(tmp_path):

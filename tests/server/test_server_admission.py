@@ -6,10 +6,10 @@ import httpx
 import pytest
 from fake_async_engine import MODEL, FakeEngine, serving, wait_until
 
-from chairlift.server.service.admission import Admission
-from chairlift.server.service.errors import ApiError
-from chairlift.server.service.keys import Tenant
-from chairlift.server.service.lifecycle import Lifecycle
+from chairlift.server.admission import Admission
+from chairlift.server.errors import ApiError
+from chairlift.server.keys import Tenant
+from chairlift.server.lifecycle import Lifecycle
 
 COMPLETIONS = "/v1/completions"
 HELD = {"prompt": "held", "max_tokens": 2}
@@ -25,7 +25,7 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def _headers_at_once(monkeypatch):
-    monkeypatch.setattr("chairlift.server.service.sse.PATIENCE", 0.05)
+    monkeypatch.setattr("chairlift.server.streaming.PATIENCE", 0.05)
 
 
 def lifecycle():
@@ -146,24 +146,24 @@ def test_a_place_is_given_back_once_whatever_happens(engine, stream):
 def test_a_tenant_has_limits_of_its_own():
     admission = Admission(3, dict, lifecycle())
     alice, bob = Tenant("alice", max_queued=1, max_requests=2), Tenant("bob")
-    first, second, third = (admission.place(alice) for _ in range(3))
+    first, second, third = (admission.ticket(alice) for _ in range(3))
     first.take()
     assert refusal(second) == (429, "alice has as many requests waiting as may, 1: try again later")
     first.started()
     second.take()
     second.started()
     assert refusal(third) == (429, "alice has as many requests in flight as it may, 2: wait for one to end")
-    others = [admission.place(bob) for _ in range(3)]
+    others = [admission.ticket(bob) for _ in range(3)]
     for one in others:
         one.take()
-    assert refusal(admission.place(bob)) == (503, "3 requests are waiting, and 3 may (--max-num-queued-reqs)")
-    first.leave()
+    assert refusal(admission.ticket(bob)) == (503, "3 requests are waiting, and 3 may (--max-num-queued-reqs)")
+    first.release()
     assert refusal(third)[0] == 503  # now the server is full
-    others[0].leave()
+    others[0].release()
     third.take()
     for one in (second, third, *others):
-        one.leave()
-        one.leave()
+        one.release()
+        one.release()
     assert (admission.waiting, admission.open) == (0, 0)
 
 
@@ -190,21 +190,21 @@ def refusal(place):
 def test_when_to_come_back_is_what_the_engine_predicts(stats, seconds):
     admission = Admission(4, lambda: stats, lifecycle())
     for _ in range(4):
-        admission.place(Tenant()).take()
+        admission.ticket(Tenant()).take()
     with pytest.raises(ApiError) as caught:
-        admission.place(Tenant()).take()
+        admission.ticket(Tenant()).take()
     assert caught.value.headers["retry-after"] == str(seconds)
 
 
 def test_when_a_tenant_may_come_back_is_how_long_its_requests_take(monkeypatch):
     ready = lifecycle()
     clock = iter([0.0, 12.0, 20.0, 20.0]).__next__
-    monkeypatch.setattr("chairlift.server.service.admission.time.monotonic", clock)
+    monkeypatch.setattr("chairlift.server.admission.time.monotonic", clock)
     admission = Admission(None, dict, ready)
     alice = Tenant("alice", max_requests=2)
-    first, second, third, fourth = (admission.place(alice) for _ in range(4))
+    first, second, third, fourth = (admission.ticket(alice) for _ in range(4))
     first.take()
-    first.leave()
+    first.release()
     second.take()
     third.take()
     with pytest.raises(ApiError) as caught:

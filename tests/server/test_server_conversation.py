@@ -3,7 +3,7 @@ from fake_async_engine import MODEL, answer
 
 from chairlift.chat_template import ChatTemplate
 from chairlift.errors import InvalidRequest
-from chairlift.server.api.conversation import ChatRequest
+from chairlift.server.chat.request import ChatRequest
 
 CHAT = "/v1/chat/completions"
 HELLO = {"role": "user", "content": "one two"}

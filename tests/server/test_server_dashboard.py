@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fake_async_engine import FakeEngine, serving, wait_until
 
-from chairlift.server.observe import watch
+from chairlift.server.observability import poller
 
 CHROMIUM = Path("/usr/bin/chromium")
 ROW = {"row": 1, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode", "prompt_tokens": 5, "computed_tokens": 7}
@@ -31,8 +31,8 @@ def busy() -> FakeEngine:
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(watch, "SAMPLE_SECONDS", 0.02)
+    monkeypatch.setattr(poller, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(poller, "SAMPLE_SECONDS", 0.02)
 
 
 def test_what_there_is_is_told_with_the_names_of_requests(quick):
@@ -80,7 +80,7 @@ def test_rates_are_those_of_the_counters_and_never_below_zero(quick):
 
 
 def test_the_engine_is_looked_at_only_while_somebody_watches(quick, monkeypatch):
-    monkeypatch.setattr(watch, "PATIENCE", 0.05)
+    monkeypatch.setattr(poller, "PATIENCE", 0.05)
     engine = busy()
     with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
         http.get("/live")

@@ -2,9 +2,9 @@ import httpx
 import pytest
 from fake_async_engine import FakeEngine, ledger, serving
 
-from chairlift.server.observe.sentence import paragraph, sentence
-from chairlift.server.service import service
-from chairlift.server.service.refusals import REMEMBERED, Refusal, Refusals
+from chairlift.server import service
+from chairlift.server.observability.explanation import paragraph, sentence
+from chairlift.server.refusals import REMEMBERED, Refusal, Refusals
 
 
 def ask(http, **changes):

@@ -10,8 +10,8 @@ import pytest
 from fake_async_engine import FakeEngine, serving, wait_until
 
 from chairlift.errors import InvalidSetting
-from chairlift.server.door import http as protocol
-from chairlift.server.door.port import PortTaken, check_certificate, open_path
+from chairlift.server.http import protocol as protocol
+from chairlift.server.http.sockets import PortTaken, check_certificate, open_path
 
 
 def connected(base, **options):

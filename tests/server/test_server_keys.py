@@ -2,7 +2,7 @@ import pytest
 
 from chairlift.config import ServerConfig
 from chairlift.errors import InvalidSetting
-from chairlift.server.service.keys import Tenant, read_keys
+from chairlift.server.keys import Tenant, read_keys
 
 
 def whose(keys, *given):

@@ -8,8 +8,8 @@ import pytest
 from fake_async_engine import wait_until
 from fake_server import metric, own_process, running, status
 
-from chairlift.server.door.port import PortTaken, open_port
-from chairlift.server.life import LONGEST_PAUSE, pause_after
+from chairlift.server.http.sockets import PortTaken, open_port
+from chairlift.server.supervisor import LONGEST_PAUSE, pause_after
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import pytest
 from fake_async_engine import FakeTokenizer
 
 from chairlift.outputs import TokenLogprobs
-from chairlift.server.api.logprobs import Columns, of_prompt, places
+from chairlift.server.schema.logprobs import Columns, of_prompt, places
 
 
 class Vocabulary(FakeTokenizer):

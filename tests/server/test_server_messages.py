@@ -6,8 +6,8 @@ from anthropic.types import Message, RawMessageStreamEvent
 from fake_async_engine import MODEL, answer
 from pydantic import TypeAdapter
 
-from chairlift.server.api.tools.call import CallDelta
-from chairlift.server.api.turn import Delta, Turn
+from chairlift.server.chat.completion import ChatCompletion, Delta
+from chairlift.server.chat.tools.call import CallDelta
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
 HOT = {"name": "hot", "description": "is it", "input_schema": {"type": "object"}}
@@ -40,7 +40,7 @@ def says(monkeypatch):
             for delta in deltas:
                 yield delta
 
-        monkeypatch.setattr(Turn, "deltas", said)
+        monkeypatch.setattr(ChatCompletion, "deltas", said)
 
     return say
 

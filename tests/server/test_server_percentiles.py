@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from chairlift.server.observe.percentiles import percentiles
-from chairlift.server.telemetry.latencies import AllLatencies
+from chairlift.server.observability.latencies import AllLatencies
+from chairlift.server.observability.percentiles import percentiles
 
 INF = math.inf
 

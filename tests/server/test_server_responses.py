@@ -6,8 +6,8 @@ from fake_async_engine import MODEL, answer
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from chairlift.server.api.tools.call import CallDelta
-from chairlift.server.api.turn import Delta, Turn
+from chairlift.server.chat.completion import ChatCompletion, Delta
+from chairlift.server.chat.tools.call import CallDelta
 
 RESPONSE, EVENT = TypeAdapter(Response), TypeAdapter(ResponseStreamEvent)
 HOT = {"type": "function", "name": "hot", "description": "is it", "parameters": {"type": "object"}, "strict": False}
@@ -50,7 +50,7 @@ def says(monkeypatch):
             for delta in deltas:
                 yield delta
 
-        monkeypatch.setattr(Turn, "deltas", said)
+        monkeypatch.setattr(ChatCompletion, "deltas", said)
 
     return say
 

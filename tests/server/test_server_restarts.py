@@ -11,10 +11,10 @@ import pytest
 from fake_async_engine import answer, wait_until
 from fake_server import metric, running, status
 
-from chairlift.server.service.admission import Admission
-from chairlift.server.service.errors import ApiError
-from chairlift.server.service.keys import Tenant
-from chairlift.server.service.lifecycle import FIRST_LOAD, Lifecycle, State
+from chairlift.server.admission import Admission
+from chairlift.server.errors import ApiError
+from chairlift.server.keys import Tenant
+from chairlift.server.lifecycle import FIRST_LOAD, Lifecycle, State
 
 COMPLETIONS = "/v1/completions"
 DYING = {"prompt": "once0", "max_tokens": 2}
@@ -29,7 +29,7 @@ def finished(client, reason):
 def clock(monkeypatch):
     """A list with the time, in seconds, that the server thinks it is."""
     now = [1000.0]
-    monkeypatch.setattr("chairlift.server.service.lifecycle.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("chairlift.server.lifecycle.time.monotonic", lambda: now[0])
     return now
 
 
@@ -74,9 +74,9 @@ def test_a_queue_that_is_full_during_a_restart_waits_for_the_engine_too(clock):
     stats = {}
     lifecycle = restarting(clock, took=8.0)
     admission = Admission(1, lambda: stats, lifecycle)
-    admission.place(Tenant()).take()
+    admission.ticket(Tenant()).take()
     with pytest.raises(ApiError) as refused:
-        admission.place(Tenant()).take()
+        admission.ticket(Tenant()).take()
     assert (refused.value.status, refused.value.headers) == (503, {"retry-after": "8"})
 
 
@@ -95,7 +95,7 @@ def test_an_end_counts_once_and_draining_is_final():
 
 
 def test_nobody_is_held_for_ever(monkeypatch):
-    monkeypatch.setattr("chairlift.server.service.lifecycle.SHORTEST_HOLD", 0.01)
+    monkeypatch.setattr("chairlift.server.lifecycle.SHORTEST_HOLD", 0.01)
     lifecycle = Lifecycle()
     lifecycle.ready()
     assert asyncio.run(lifecycle.hold()) is True

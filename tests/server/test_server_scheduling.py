@@ -7,8 +7,8 @@ from fake_async_engine import MODEL, answer, wait_until
 
 from chairlift.errors import QueueFull
 from chairlift.scheduling import Scheduling
-from chairlift.server.service import sse
-from chairlift.server.service.errors import api_error
+from chairlift.server import streaming
+from chairlift.server.errors import api_error
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -190,7 +190,7 @@ def test_a_stream_that_is_late_ends_with_the_error(http, path):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_headers_do_not_wait_for_ever(http, engine, monkeypatch, path):
-    monkeypatch.setattr(sse, "PATIENCE", 0.0)
+    monkeypatch.setattr(streaming, "PATIENCE", 0.0)
     with http.stream("POST", path, json=asked(path, "held late", stream=True, ttft_deadline_ms=5)) as response:
         assert response.status_code == 200
         engine.released = True

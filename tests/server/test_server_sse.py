@@ -6,13 +6,13 @@ import openai
 import pytest
 from fake_async_engine import FakeEngine, wait_until
 
-from chairlift.server.service import sse
+from chairlift.server import streaming
 
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(sse, "PATIENCE", 0.05)
-    monkeypatch.setattr(sse, "QUIET", 0.1)
+    monkeypatch.setattr(streaming, "PATIENCE", 0.05)
+    monkeypatch.setattr(streaming, "QUIET", 0.1)
     return FakeEngine()
 
 
@@ -52,7 +52,7 @@ def lines_of(gaps):
     async def events():
         for number, gap in enumerate(gaps):
             await asyncio.sleep(gap)
-            yield sse.event({"event": number})
+            yield streaming.event({"event": number})
 
     sent = []
 
@@ -60,7 +60,7 @@ def lines_of(gaps):
         sent.append(message.get("body", b""))
 
     with asyncio.Runner(loop_factory=FastForward) as runner:
-        runner.run(sse.EventStream(events(), {})({"type": "http", "path": "/v1/completions"}, None, send))
+        runner.run(streaming.EventStream(events(), {})({"type": "http", "path": "/v1/completions"}, None, send))
     return [line for line in b"".join(sent).decode().splitlines() if line]
 
 
@@ -117,4 +117,4 @@ def test_a_refilled_event_is_what_it_would_be_written_anew(text):
     def data(content):
         return {"id": "x", "choices": [{"index": 0, "delta": {"content": content}, "finish_reason": None}]}
 
-    assert sse.Refill(data(sse.Refill.HOLE)).event(text) == sse.event(data(text))
+    assert streaming.Refill(data(streaming.Refill.HOLE)).event(text) == streaming.event(data(text))

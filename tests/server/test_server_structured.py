@@ -8,8 +8,8 @@ import pytest
 
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
-from chairlift.server.api.formats import MAX_CHOICES, MAX_COUNT, MAX_DEPTH, MAX_REGEX
-from chairlift.server.api.schemas import CompletionRequest
+from chairlift.server.schema.fields import CompletionRequest
+from chairlift.server.schema.response_format import MAX_CHOICES, MAX_COUNT, MAX_DEPTH, MAX_REGEX
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 TEXT = json.dumps(SCHEMA)

@@ -1,7 +1,7 @@
 import pytest
 
 from chairlift.outputs import Timing
-from chairlift.server.telemetry.timings import timings
+from chairlift.server.observability.timings import timings
 
 NAMES = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
 

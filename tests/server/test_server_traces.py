@@ -13,9 +13,9 @@ import pytest
 from fake_async_engine import MODEL, FakeEngine, ledger, serving, wait_until
 
 from chairlift.errors import EngineDead, InvalidSetting
-from chairlift.server.telemetry import traces
-from chairlift.server.telemetry.about import About
-from chairlift.server.telemetry.traces import Traces
+from chairlift.server.observability import traces
+from chairlift.server.observability.request_context import RequestContext
+from chairlift.server.observability.traces import Traces
 from chairlift.timeline import STATES
 
 received = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs pip install 'chairlift[otel]'")
@@ -76,7 +76,7 @@ def test_a_ledger_is_a_span_with_a_child_for_each_cause_end_to_end():
     now = time.monotonic()
     causes = {"decode": 0.25, "wait_blocks": 1.5, "swapped": 0.5, "prefill": 0.25}
     times = {"arrived": now - 2.5, "submitted": now - 2.5, "started": now - 1, "first_token": now - 0.75, "ended": now}
-    spans = sent(ledger(causes=causes, tenant="alice", priority=-3, preemptions=1, swaps=1, **times), about=About("mine"))
+    spans = sent(ledger(causes=causes, tenant="alice", priority=-3, preemptions=1, swaps=1, **times), about=RequestContext("mine"))
     *children, span = sorted(spans, key=lambda one: (one.name == "llm_request", one.start_time_unix_nano))
     assert [child.name for child in children] == ["wait_blocks", "prefill", "swapped", "decode"]
     lengths = [(child.end_time_unix_nano - child.start_time_unix_nano) / 1e9 for child in children]
@@ -170,7 +170,7 @@ def test_what_is_missing_or_wrong_is_said():
         Traces("localhost:4317", MODEL)
     program = (
         "import sys; sys.modules['opentelemetry'] = None\n"
-        "from chairlift.errors import InvalidSetting\nfrom chairlift.server.telemetry.traces import Traces\n"
+        "from chairlift.errors import InvalidSetting\nfrom chairlift.server.observability.traces import Traces\n"
         "try: Traces('http://x', 'm')\nexcept InvalidSetting as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

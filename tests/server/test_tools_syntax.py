@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.server.api.tools import SYNTAXES
-from chairlift.server.api.tools.call import CallDelta
-from chairlift.server.api.tools.json_text import JsonText
+from chairlift.server.chat.tools import SYNTAXES
+from chairlift.server.chat.tools.call import CallDelta
+from chairlift.server.chat.tools.json_text import JsonText
 
 NAMES = ("f", "get_weather")
 

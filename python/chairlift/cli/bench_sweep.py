@@ -11,7 +11,7 @@ from chairlift.bench.arrivals import arrivals, gaps_in_words
 from chairlift.bench.client import Target
 from chairlift.bench.figures import Figures, Goodput
 from chairlift.bench.sweep import FEWEST, Point, knee, notes, search
-from chairlift.cli.bench import Requests, save, send, settings_of, status, tell
+from chairlift.cli.bench_serve import Requests, save, send, settings_of, status, tell
 from chairlift.errors import ChairliftError
 
 LONGEST_POINT = 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from chairlift.cli.bar import bar
-from chairlift.cli.together import refuse
+from chairlift.cli.flag_checks import refuse
+from chairlift.cli.progress import bar
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.sim.calibrate import SECONDS, calibrate, from_journal
 

@@ -15,7 +15,7 @@ from chairlift.bench.report.page import Page
 from chairlift.bench.report.plot import Axis, Plot, cdf
 from chairlift.bench.traces import read
 from chairlift.cli import compare_flags
-from chairlift.cli.together import refuse
+from chairlift.cli.flag_checks import refuse
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.errors import InvalidSetting
 from chairlift.sim import table

@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     level = server.log_level
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     if server.log_format == "json":
-        logs = import_module("chairlift.server.telemetry.logs")
+        logs = import_module("chairlift.server.observability.logs")
         for handler in logging.getLogger().handlers:
             handler.setFormatter(logs.JsonFormatter())
     return _run(given, engine, server, began)

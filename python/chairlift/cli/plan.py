@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from chairlift.bench.arrivals import gaps_in_words
 from chairlift.bench.report.plot import duration
 from chairlift.bench.traces import read
-from chairlift.cli.bar import bar
-from chairlift.cli.together import refuse
+from chairlift.cli.flag_checks import refuse
+from chairlift.cli.progress import bar
 from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from chairlift.sim import table
 from chairlift.sim.calibrate import SECONDS, calibrate

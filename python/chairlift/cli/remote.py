@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from chairlift.config import ENV_PREFIX
 from chairlift.errors import ChairliftError, InvalidSetting
-from chairlift.server.service.keys import is_key_list
+from chairlift.server.keys import is_key_list
 
 URL = "http://127.0.0.1:8000"
 TIMEOUT = 10.0

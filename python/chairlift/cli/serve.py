@@ -16,8 +16,8 @@ from typing import Any
 from chairlift.checkpoint.locate import public_name
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.client import AsyncEngine
-from chairlift.server.door.port import check_certificate, is_loopback, open_path, open_port
-from chairlift.server.service.keys import Keys, read_keys
+from chairlift.server.http.sockets import check_certificate, is_loopback, open_path, open_port
+from chairlift.server.keys import Keys, read_keys
 
 log = logging.getLogger("chairlift")
 
@@ -46,10 +46,10 @@ async def _serve(
     engine = AsyncEngine(config)
     starting = asyncio.create_task(engine.start(began))
     # The engine's process loads its model while this one imports its web framework, which takes a while too.
-    life = await asyncio.to_thread(import_module, "chairlift.server.life")
+    life = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
     from chairlift.server.admin import serving  # imported by now
 
-    served = life.Life(engine, server.served_model_name or public_name(config.model), server, keys)
+    served = life.Supervisor(engine, server.served_model_name or public_name(config.model), server, keys)
     async with nullcontext() if admin is None else serving(admin, served.admin()):
         status: int = await served.run(starting, listener)
     # A thread can't be ended, and asyncio and Python wait for all of them: one may fetch a model for another hour.

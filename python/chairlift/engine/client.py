@@ -19,9 +19,8 @@ from typing import Any, ClassVar, Self
 from chairlift import errors
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig, engine_config
-from chairlift.engine import protocol
-from chairlift.engine.prompt import Prompt, text_or_ids
-from chairlift.engine.protocol import (
+from chairlift.engine import frames
+from chairlift.engine.frames import (
     Abort,
     Add,
     Alive,
@@ -31,20 +30,21 @@ from chairlift.engine.protocol import (
     Explained,
     Fatal,
     Frame,
-    Look,
     Phase,
     Ready,
     Rejected,
-    Seen,
+    Snapshot,
+    SnapshotRequest,
     Step,
     Stop,
 )
-from chairlift.engine.pulse import Pulse
+from chairlift.engine.heartbeat import Heartbeat
+from chairlift.engine.prompt import Prompt, text_or_ids
 from chairlift.engine.request import deliver, spelled, validate
 from chairlift.engine.stream import Stream
 from chairlift.engine.table import log_decisions, warn_of_short_context
 from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest
-from chairlift.outputs import Ledger, RequestOutput
+from chairlift.outputs import RequestOutput, Timeline
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ class AsyncEngine:
             raise RuntimeError("the engine has been started already; close it first")
         self._stats, self._phases, self._remembered, self._started = {}, {}, {}, False
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pulse = Pulse(self._kill)
+        self._pulse = Heartbeat(self._kill)
         # First of all, since importing torch is most of the wait: the model is looked for meanwhile.
         sock = self._spawn()
         self._ended.clear()
@@ -205,10 +205,10 @@ class AsyncEngine:
         self._streams.update(dict.fromkeys(stream.tags, stream))
         missed = False
         try:
-            packed = protocol.pack_fields(params), protocol.pack_fields(scheduling)
+            packed = frames.pack_fields(params), frames.pack_fields(scheduling)
             submitted = time.monotonic_ns() // 1000
             before["tokenize"] = before.get("tokenize", 0) + submitted - called
-            self._write(Add(stream.tags.start, protocol.pack_tokens(prompt_token_ids), *packed, submitted, before))
+            self._write(Add(stream.tags.start, frames.pack_tokens(prompt_token_ids), *packed, submitted, before))
             with contextlib.suppress(ConnectionError):  # the stream hears of it, in better words
                 await self._writer.drain()
             while not stream.over:
@@ -230,19 +230,19 @@ class AsyncEngine:
                 completion_tokens=stream.num_tokens,
             )
 
-    async def explain(self, request_id: str) -> list[Ledger]:
+    async def explain(self, request_id: str) -> list[Timeline]:
         """What became of a request's time, one ledger a sequence of it, also while it runs; empty for one that is not remembered."""
         self._check_alive()
         return await self.explain_sequences(self._remembered.get(request_id, ()))
 
-    async def explain_sequences(self, tags: Sequence[int]) -> list[Ledger]:
+    async def explain_sequences(self, tags: Sequence[int]) -> list[Timeline]:
         """The same by the engine's numbers of sequences; those that are not remembered are left out."""
-        found: list[Ledger] = await self._ask(lambda ask: Explain(ask, list(tags))) if tags else []
+        found: list[Timeline] = await self._ask(lambda ask: Explain(ask, list(tags))) if tags else []
         return found
 
     async def look(self) -> dict[str, Any]:
         """The engine's rows, queue, blocks and newest steps (see `Scheduler.snapshot`), with `names`: (tag, request id) of those there."""
-        snapshot: dict[str, Any] = await self._ask(Look)
+        snapshot: dict[str, Any] = await self._ask(SnapshotRequest)
         seen = {one["tag"] for one in [*snapshot["rows"], *snapshot["waiting"]]}
         return snapshot | {"names": [(tag, name) for name, tags in self._remembered.items() for tag in tags if tag in seen]}
 
@@ -252,7 +252,7 @@ class AsyncEngine:
 
     @property
     def stuck(self) -> tuple[str, float] | None:
-        """The stage in which the engine has been stuck, and for how many seconds; None while it gets on. See `Pulse.stuck`."""
+        """The stage in which the engine has been stuck, and for how many seconds; None while it gets on. See `Heartbeat.stuck`."""
         return self._pulse.stuck if self.alive else None
 
     def stats(self) -> dict[str, Any]:
@@ -324,13 +324,13 @@ class AsyncEngine:
         return f"{self.config.journal}.{number}" if self.config.journal and number else self.config.journal
 
     def _write(self, frame: Frame) -> None:
-        self._writer.write(protocol.encode(frame))
+        self._writer.write(frames.encode(frame))
 
     async def _read(self) -> None:
         """Takes frames from the engine until its end."""
         death: ChairliftError | None = None
         try:
-            while (frame := await protocol.read(self._reader)) is not None:
+            while (frame := await frames.read(self._reader)) is not None:
                 match frame:
                     case Step():
                         if frame.stats:
@@ -345,8 +345,8 @@ class AsyncEngine:
                                 self._streams.pop(tag, None)
                             rejected.reject(frame)
                     case Explained():
-                        self._answer(frame.ask, [Ledger.read(ledger) for ledger in frame.ledgers])
-                    case Seen():
+                        self._answer(frame.ask, [Timeline.read(ledger) for ledger in frame.ledgers])
+                    case Snapshot():
                         self._answer(frame.ask, frame.snapshot)
                     case Alive():
                         self._pulse.hear(frame)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from chairlift.engine.protocol import Add
+from chairlift.engine.frames import Add
 
 
 class Compiling:

@@ -21,20 +21,20 @@ from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
 from chairlift.engine.journal import Journal
-from chairlift.engine.pieces import Pieces, Sizes
+from chairlift.engine.split_step import Sizes, SplitStep
 from chairlift.errors import InvalidRequest, OutOfMemory, QueueFull
 from chairlift.grammar.grammars import Grammar, Grammars
 from chairlift.grammar.trial import Vocabulary
-from chairlift.runner.no_model import NoModel
-from chairlift.runner.prompt_logprobs import PromptLogprobs
+from chairlift.runner.null_executor import NullExecutor
+from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import eos_token_ids, tokenizer_file
 
 if TYPE_CHECKING:
     from chairlift.runner.buffers import Sampled
-    from chairlift.runner.matcher import Matcher
     from chairlift.runner.runner import ModelRunner
+    from chairlift.runner.sampling.matcher import Matcher
 
 
 log = logging.getLogger("chairlift")
@@ -45,7 +45,7 @@ MOST_WAITING, MOST_CELLS = 64, 4096
 
 
 @dataclass(slots=True)
-class _Seat:
+class _RequestState:
     """What the engine keeps of a sequence while the core has it."""
 
     seq: int
@@ -119,8 +119,8 @@ class Engine:
         self._turn = 0  # which of the buffers the next step goes through
         self._plans: deque[_core.StepPlan] = deque()  # those that are not committed, the oldest first
         self._flight: _Flight | None = None
-        self._pieces = Pieces(runner, config.block_size)
-        self._live: dict[int, _Seat] = {}
+        self._pieces = SplitStep(runner, config.block_size)
+        self._live: dict[int, _RequestState] = {}
         self._tags = np.zeros(runner.max_num_seqs, dtype=np.uint64)  # who had each row last
         self._own_salts = itertools.count()
         self._failed_rows: set[int] = set()  # their sequences cannot be sampled, and end with an error when they should be
@@ -177,7 +177,7 @@ class Engine:
         vocab_size = self._runner.model_config.vocab_size
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
             raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
-        if isinstance(self._runner, NoModel) and (params.logprobs is not None or params.prompt_logprobs is not None):
+        if isinstance(self._runner, NullExecutor) and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise InvalidRequest("without a model (--load-format none) there are no log-probabilities: leave them out", param="logprobs")
         now, spent = min(_now(), submitted or sys.maxsize), spent or {}
         told = None if params.prompt_logprobs is None else PromptLogprobs(tag, tokens, params.prompt_logprobs)
@@ -185,10 +185,10 @@ class Engine:
         matcher = None if bounds is None else bounds.matcher
         try:
             first = self._first(tag, tokens, params, scheduling, now, now - sum(spent.values()))
-            self._live[tag] = _Seat(first, params, self._seed(tag, 0, params), told, matcher)
+            self._live[tag] = _RequestState(first, params, self._seed(tag, 0, params), told, matcher)
             for index, sibling in enumerate(tags[1:], 1):
                 seq = self._scheduler.fork(self._live[tag].seq, sibling, now)
-                self._live[sibling] = _Seat(seq, params, self._seed(sibling, index, params), told, matcher)
+                self._live[sibling] = _RequestState(seq, params, self._seed(sibling, index, params), told, matcher)
             for one in tags:
                 self._scheduler.prepared(self._live[one].seq, list(spent.items()))
         except BaseException as error:
@@ -435,9 +435,11 @@ class Engine:
             self._journal.append(self._scheduler.journal(), flush=not self._live)
 
 
-def _runner(config: EngineConfig, directory: Path, eos: frozenset[int], on_phase: Callable[[str, float], None]) -> ModelRunner | NoModel:
+def _runner(
+    config: EngineConfig, directory: Path, eos: frozenset[int], on_phase: Callable[[str, float], None]
+) -> ModelRunner | NullExecutor:
     if config.load_format == "none":
-        return NoModel(config, directory, eos)
+        return NullExecutor(config, directory, eos)
     from chairlift.runner.runner import ModelRunner  # torch takes seconds to import
 
     return ModelRunner(config, directory, on_phase)

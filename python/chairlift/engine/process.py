@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import EngineConfig
 from chairlift.engine.compiling import Compiling
-from chairlift.engine.protocol import (
+from chairlift.engine.frames import (
     Abort,
     Add,
     BadFrame,
@@ -31,11 +31,11 @@ from chairlift.engine.protocol import (
     Explained,
     Fatal,
     Frame,
-    Look,
     Phase,
     Ready,
     Rejected,
-    Seen,
+    Snapshot,
+    SnapshotRequest,
     Step,
     Stop,
     receive,
@@ -266,8 +266,8 @@ def _drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: Compili
                 parent.tell(
                     Explained(ask, [ledger for tag in tags if (ledger := engine.explain(tag) or compiling.explain(tag)) is not None])
                 )
-            case Look(ask):
-                parent.tell(Seen(ask, engine.look()))
+            case SnapshotRequest(ask):
+                parent.tell(Snapshot(ask, engine.look()))
             case Stop():
                 return False
             case BadFrame():

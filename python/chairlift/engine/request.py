@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from chairlift.engine.text import TextStream
+from chairlift.engine.detokenizer import TextStream
 from chairlift.errors import InvalidRequest
-from chairlift.outputs import Ledger, RequestOutput, Timing, TokenLogprobs
+from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Choice:
         self._started: float | None = None
         self._queued: float | None = None
         self._cached_tokens = 0
-        self._ledger: Ledger | None = None
+        self._ledger: Timeline | None = None
 
     @property
     def mean_logprob(self) -> float:
@@ -127,7 +127,7 @@ class Choice:
 
     def settle(self, ledger: Mapping[str, Any]) -> bool:
         """Takes the engine's account of the sequence when it ended; True if that is the only word of its end."""
-        self._ledger = Ledger.read(ledger)
+        self._ledger = Timeline.read(ledger)
         if missed := self._ledger.finish == "deadline":
             self._finish = DEADLINE
         return missed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from chairlift.engine.protocol import Rejected
+from chairlift.engine.frames import Rejected
 from chairlift.engine.request import Request
 from chairlift.errors import ChairliftError, InvalidRequest, OutOfMemory, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from chairlift.engine.protocol import Alive
+from chairlift.engine.frames import Alive
 
 LOOK = 1.0
 """Seconds between two looks."""
@@ -30,7 +30,7 @@ class Watched(Protocol):
         """The newest counters, `predicted_step_us` among them."""
 
 
-class Stillness:
+class StallDetector:
     """For how many seconds something has not changed, as far as this process was awake to see that.
 
     A process that was stopped, or a machine that slept, finds that more time has passed than anybody can have used.
@@ -61,7 +61,7 @@ class Watchdog(threading.Thread):
         self._engine = engine
         self._tell = tell
         self._first = first
-        self._stillness = Stillness()
+        self._stillness = StallDetector()
         self._dumped = False
 
     def run(self) -> None:

@@ -37,7 +37,7 @@ class Grammar:
 
 
 class Matcher:
-    """One sequence's place in a grammar, as `chairlift.runner.matcher` wants it."""
+    """One sequence's place in a grammar, as `chairlift.runner.sampling.matcher` wants it."""
 
     def __init__(self, place: LLMatcher) -> None:
         self._place = place

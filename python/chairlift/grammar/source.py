@@ -35,7 +35,7 @@ def source(structure: StructuredOutput) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class ToolCallFormat:
     """How a model writes calls: `begin`, calls with `separator` between them, `end`.
 
     A call is `before`, the function's name, `between`, the arguments as JSON, and `after`.
@@ -50,7 +50,7 @@ class CallForm:
 
 
 def calls_grammar(
-    form: CallForm,
+    form: ToolCallFormat,
     tools: Mapping[str, Mapping[str, Any] | None],
     control: Mapping[str, int],
     *,
@@ -75,7 +75,7 @@ def calls_grammar(
 
 
 def free_calls_grammar(
-    mark: str, form: CallForm, tools: Mapping[str, Mapping[str, Any] | None], control: Mapping[str, int], *, several: bool
+    mark: str, form: ToolCallFormat, tools: Mapping[str, Mapping[str, Any] | None], control: Mapping[str, int], *, several: bool
 ) -> StructuredOutput:
     """Any text, but what follows `mark`, with which `form` has to begin, is as in `calls_grammar`; if not `several`, it ends with a call.
 
@@ -92,13 +92,13 @@ def free_calls_grammar(
     return _form([start, "text: /(.|\\n)*/", *before, f"calls: {within}", *_each(form, tools, control)])
 
 
-def _calls(form: CallForm, control: Mapping[str, int], several: bool) -> str:
+def _calls(form: ToolCallFormat, control: Mapping[str, int], several: bool) -> str:
     """What follows the beginning of calls, to their end."""
     separated = f" ({_lark(form.separator, control)} call)*" if several else ""
     return f"call{separated} {_lark(form.end, control)}"
 
 
-def _each(form: CallForm, tools: Mapping[str, Mapping[str, Any] | None], control: Mapping[str, int]) -> list[str]:
+def _each(form: ToolCallFormat, tools: Mapping[str, Mapping[str, Any] | None], control: Mapping[str, int]) -> list[str]:
     """The rules for one call of each tool."""
     names = [f"call_{index}" for index in range(len(tools))]
     rules = [f"call: {' | '.join(names)}"]

@@ -35,7 +35,7 @@ class _Family:
     gemma: _Gemma | None = None
 
 
-class NotOurs(UnsupportedModel):
+class NoNativeModel(UnsupportedModel):
     """A model that there is no code of ours for; transformers may have some."""
 
 
@@ -149,11 +149,11 @@ class ModelConfig(ModelShape):
         known = ("gelu_pytorch_tanh",) if gemma else ("silu", "swish")
         activation = (raw.get("hidden_activation") if gemma else raw.get("hidden_act")) or known[0]
         if activation not in known:
-            raise NotOurs(f"hidden_act {activation!r} has no code of ours (there is for {known[0]})")
+            raise NoNativeModel(f"hidden_act {activation!r} has no code of ours (there is for {known[0]})")
         if raw.get("use_bidirectional_attention"):
-            raise NotOurs("attention to later tokens has no code of ours")
+            raise NoNativeModel("attention to later tokens has no code of ours")
         if _quantises_weights(raw.get("quantization_config")):
-            raise NotOurs("quantised checkpoints but GGUF files have no code of ours")
+            raise NoNativeModel("quantised checkpoints but GGUF files have no code of ours")
         heads = _size(raw, "num_attention_heads")
         hidden = _size(raw, "hidden_size")
         layers = _size(raw, "num_hidden_layers")
@@ -202,7 +202,7 @@ def load_shape(directory: Path) -> ModelShape:
     """
     try:
         return ModelConfig.load(directory)
-    except NotOurs as reason:
+    except NoNativeModel as reason:
         # Here, for importing transformers takes seconds.
         from chairlift.models.transformers_config import TransformersConfig
 
@@ -215,7 +215,7 @@ def _architecture(raw: dict[str, Any]) -> str:
         if name in FAMILIES:
             return str(name)
     named = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}, and no architectures,"
-    raise NotOurs(f"{named} has no code of ours (there is for {', '.join(FAMILIES)})")
+    raise NoNativeModel(f"{named} has no code of ours (there is for {', '.join(FAMILIES)})")
 
 
 def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
@@ -252,10 +252,10 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
     found: dict[str, Any] = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     kind = found.get("rope_type", found.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise NotOurs(f"rope type {kind!r} has no code of ours (there is for default, linear, llama3)")
+        raise NoNativeModel(f"rope type {kind!r} has no code of ours (there is for default, linear, llama3)")
     partial = found.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise NotOurs(f"partial_rotary_factor {partial} has no code of ours (there is for 1)")
+        raise NoNativeModel(f"partial_rotary_factor {partial} has no code of ours (there is for 1)")
     try:
         return RopeConfig(
             theta=float(found.get("rope_theta", raw.get("rope_theta") or 10000.0)),

@@ -13,8 +13,8 @@ from chairlift.layers.activation import act_mul
 from chairlift.layers.attention import AttentionPlan, Scales, paged_attention
 from chairlift.layers.linear import Linear
 from chairlift.layers.norm import add_rms_norm, rms_norm
-from chairlift.layers.peers import ALONE, Peers
 from chairlift.layers.rope import inverse_frequencies, rope_write, rotations
+from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
 from chairlift.models.config import ModelConfig
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
@@ -45,7 +45,7 @@ class Step:
 class Llama:
     """A decoder whose weights are merged where they share an input (query, key and value; gate and up)."""
 
-    def __init__(self, config: ModelConfig, weights: WeightSource, peers: Peers = ALONE, form: str | None = None) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightSource, peers: TensorParallelGroup = ALONE, form: str | None = None) -> None:
         """Takes every tensor that the model needs from `weights`; of a model that `peers` share, both are what this process has of it.
 
         With a `form` the layers' matrices are kept in 8 bits (see `Linear`). Embeddings and the head, often one and the same, are not:
@@ -86,7 +86,7 @@ class _Layer:
     """One decoder layer: attention, then a gated two-layer network, each added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, index: int, weights: WeightSource, next_norm: torch.Tensor, peers: Peers, form: str | None
+        self, config: ModelConfig, index: int, weights: WeightSource, next_norm: torch.Tensor, peers: TensorParallelGroup, form: str | None
     ) -> None:
         """`next_norm` is the norm of what comes after this layer."""
         self.peers = peers

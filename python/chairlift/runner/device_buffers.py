@@ -7,7 +7,7 @@ import torch
 
 from chairlift.kernels.resolve_reference import resolve_reference
 from chairlift.runner.buffers import Layout, StepBuffers
-from chairlift.runner.courier import Courier
+from chairlift.runner.copy_stream import CopyStream
 
 
 class DeviceBuffers:
@@ -18,7 +18,7 @@ class DeviceBuffers:
     stream, so that steps follow each other.
     """
 
-    def __init__(self, turns: int, max_tokens: int, max_seqs: int, max_blocks: int, device: torch.device, courier: Courier) -> None:
+    def __init__(self, turns: int, max_tokens: int, max_seqs: int, max_blocks: int, device: torch.device, courier: CopyStream) -> None:
         self.sizes = turns, max_tokens, max_seqs, max_blocks
         layout = Layout(max_tokens, max_seqs, max_blocks, table_writes=True)
         self._pinned = [courier.pinned(layout.size) for _ in range(turns)]

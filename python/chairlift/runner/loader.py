@@ -7,16 +7,20 @@ from pathlib import Path
 from chairlift.config import EngineConfig
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
-from chairlift.runner.cpu_model import CpuModel
-from chairlift.runner.decision import Decision, asked
-from chairlift.runner.model import DeviceModel, Loader
-from chairlift.runner.precision import Precision
-from chairlift.runner.torch_model import TorchModel
+from chairlift.runner.cpu_executor import CpuExecutor
+from chairlift.runner.executor import Loader, ModelExecutor
+from chairlift.runner.memory.decision import Decision, asked
+from chairlift.runner.memory.precision import Precision
+from chairlift.runner.torch_executor import TorchExecutor
+
+IN_RUST = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""The architectures that `rust/cpu` computes."""
 
 
 def in_rust(config: EngineConfig, model: ModelShape) -> bool:
     """Whether our own kernels for CPUs compute the model, which keep weights and KV in more forms than torch does."""
-    return config.device == "cpu" and config.tensor_parallel_size == 1 and isinstance(model, ModelConfig)
+    alone = config.device == "cpu" and config.tensor_parallel_size == 1
+    return alone and isinstance(model, ModelConfig) and model.architecture in IN_RUST
 
 
 def loader(config: EngineConfig, model: ModelShape) -> tuple[Loader, Decision]:
@@ -24,17 +28,19 @@ def loader(config: EngineConfig, model: ModelShape) -> tuple[Loader, Decision]:
     name = model.architecture
     if config.tensor_parallel_size > 1:
         # Here, for few need to start processes.
-        from chairlift.runner.parallel import ParallelModel
+        from chairlift.runner.tensor_parallel.executor import TensorParallelExecutor
 
         code = f"{name}, in torch, in {config.tensor_parallel_size} processes"
-        return ParallelModel.load, Decision("code", code, asked("--tensor-parallel-size"))
+        return TensorParallelExecutor.load, Decision("code", code, asked("--tensor-parallel-size"))
     if in_rust(config, model):
         return _load_in_rust, Decision("code", f"{name}, in Rust", "the CPU's kernels know it")
     if not isinstance(model, ModelConfig):
-        return TorchModel.load, Decision("code", f"transformers' {name}, with paged attention", model.not_ours)
-    return TorchModel.load, Decision("code", f"{name}, in torch with kernels of ours", "what a CUDA device runs best")
+        return TorchExecutor.load, Decision("code", f"transformers' {name}, with paged attention", model.not_ours)
+    if config.device != "cpu":
+        return TorchExecutor.load, Decision("code", f"{name}, in torch with kernels of ours", "what a CUDA device runs best")
+    return TorchExecutor.load, Decision("code", f"{name}, in torch", f"the CPU's kernels know only {', '.join(sorted(IN_RUST))}")
 
 
-def _load_in_rust(config: EngineConfig, directory: Path, model: ModelShape, precision: Precision) -> DeviceModel:
+def _load_in_rust(config: EngineConfig, directory: Path, model: ModelShape, precision: Precision) -> ModelExecutor:
     assert isinstance(model, ModelConfig)
-    return CpuModel.load(config, directory, model, precision)
+    return CpuExecutor.load(config, directory, model, precision)

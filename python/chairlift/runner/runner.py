@@ -14,27 +14,27 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, OutOfMemory
 from chairlift.models.config import load_shape
-from chairlift.runner.budget import Budget
 from chairlift.runner.buffers import Layout, Sampled, StepBuffers
-from chairlift.runner.courier import Arrival, Courier
-from chairlift.runner.cpu_model import CpuModel
-from chairlift.runner.decision import Decision, asked, gib
+from chairlift.runner.copy_stream import CopyStream, PendingResult
+from chairlift.runner.cpu_executor import CpuExecutor
+from chairlift.runner.cuda_graphs import Graph, Graphs
 from chairlift.runner.device_buffers import DeviceBuffers
-from chairlift.runner.device_memory import CudaMemory, DeviceMemory, shortage_told
-from chairlift.runner.device_sampler import DeviceSampler
-from chairlift.runner.graphs import Graph, Graphs
+from chairlift.runner.executor import Loader, ModelExecutor, Pairs, time_swap
+from chairlift.runner.graph_capture import recorder
 from chairlift.runner.loader import in_rust, loader
-from chairlift.runner.logprobs import PIECE, packed
-from chairlift.runner.machine import available_memory, usable_cores
-from chairlift.runner.matcher import Matcher
-from chairlift.runner.model import DeviceModel, Loader, Pairs, time_swap
-from chairlift.runner.precision import decide
-from chairlift.runner.prompt_logprobs import PromptLogprobs
-from chairlift.runner.recorder import recorder
-from chairlift.runner.sampler import Draw, Sampler
-from chairlift.runner.shards import part_of
-from chairlift.runner.sizing import StepSize, fit, fit_host
-from chairlift.runner.torch_model import TorchModel
+from chairlift.runner.memory.budget import Budget
+from chairlift.runner.memory.decision import Decision, asked, gib
+from chairlift.runner.memory.device_memory import CudaMemory, DeviceMemory, raise_out_of_memory
+from chairlift.runner.memory.machine import available_memory, usable_cores
+from chairlift.runner.memory.precision import decide
+from chairlift.runner.memory.sizing import StepSize, fit, fit_host
+from chairlift.runner.sampling.device import DeviceSampler
+from chairlift.runner.sampling.host import Draw, Sampler
+from chairlift.runner.sampling.logprobs import PIECE, packed
+from chairlift.runner.sampling.matcher import Matcher
+from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
+from chairlift.runner.tensor_parallel.shards import part_of
+from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.runner.weights import gguf_sizes
 from chairlift.sampling import SamplingParams
 
@@ -53,7 +53,7 @@ class Launched:
     """Of the places to be sampled; `sample` may overwrite them, and nobody needs them then."""
     told: list[tuple[PromptLogprobs, int]]
     """Of whose prompts the step computes how many tokens that are to be told."""
-    lines: list[Arrival]
+    lines: list[PendingResult]
     """Their lines of `logprobs.score`, in some pieces."""
     graph: Graph | None = None
     """What it is a replay of."""
@@ -70,7 +70,7 @@ class ModelRunner:
     `max_model_len` is how long a sequence may get, `num_kv_blocks` how many blocks there are, scratch block 0 included, and
     `host_blocks` how many more can be swapped out, each of which takes `swap_ns_per_block` nanoseconds one way. A step has at most
     `max_num_batched_tokens` tokens of `max_num_seqs` sequences. `decisions` says how all that came about; for `batch_invariant` see
-    `DeviceModel`.
+    `ModelExecutor`.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class ModelRunner:
         budget = None if self._memory is None else Budget(self._memory, config.gpu_memory_utilization)
         if budget is not None:
             budget.check(config, model, precision)
-        with shortage_told("no memory for the weights: use a smaller model, or see what else is on the device; "):
-            self.model: DeviceModel = (load or usual)(config, directory, self.model_config, precision)
+        with raise_out_of_memory("no memory for the weights: use a smaller model, or see what else is on the device; "):
+            self.model: ModelExecutor = (load or usual)(config, directory, self.model_config, precision)
         self.device = self.model.device
         self.batch_invariant = self.model.batch_invariant
         phase("weights")
@@ -135,7 +135,7 @@ class ModelRunner:
         self.host_blocks = fit_host(config, self.model_config, precision.kv, available_memory() // processes)
         self.model.allocate(self.num_kv_blocks, self.block_size, self.host_blocks)
         self.swap_ns_per_block = time_swap(self.model, min(self.host_blocks, self.num_kv_blocks)) if self.host_blocks else 0
-        with shortage_told("no memory for steps: lower --gpu-memory-utilization; "):
+        with raise_out_of_memory("no memory for steps: lower --gpu-memory-utilization; "):
             self._equip(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
             phase("kv cache")
             self._warm_up(config)
@@ -144,8 +144,8 @@ class ModelRunner:
     def _equip(self, tokens: int, seqs: int, longest: int) -> None:
         """Makes what steps of so many tokens and sequences need beside the model, with sequences of up to `longest` tokens."""
         sizes = tokens, seqs, -(-longest // self.block_size)
-        courier = Courier(self.device)
-        self._on_device = None if isinstance(self.model, CpuModel) else DeviceBuffers(1 + self.overlaps, *sizes, self.device, courier)
+        courier = CopyStream(self.device)
+        self._on_device = None if isinstance(self.model, CpuExecutor) else DeviceBuffers(1 + self.overlaps, *sizes, self.device, courier)
         self.buffers = [StepBuffers(Layout(*sizes))] if self._on_device is None else self._on_device.host
         self._drawer = DeviceSampler(seqs, self.model_config.vocab_size, self.device) if self._draws_there else None
         self.sampler = Sampler(seqs, self.device, self._drawer, courier)
@@ -193,7 +193,7 @@ class ModelRunner:
             self.model.copy(buffers.copies[: 2 * num_copies].reshape(-1, 2))
         prompts = [(row, prompt, prompt.told) for row, prompt in self._prompts.items()]
         try:
-            with shortage_told():
+            with raise_out_of_memory():
                 if graph is not None:
                     logits = graph.launch(turn, num_seqs, num_samples, num_table_writes)
                     return Launched(turn, logits, *self._score_prompts(buffers, num_seqs), graph)
@@ -219,7 +219,7 @@ class ModelRunner:
         buffers, count = self.buffers[step.turn], len(step.logits)
         places = buffers.positions[buffers.sample_at[:count]] + 1
         try:
-            with shortage_told():
+            with raise_out_of_memory():
                 step.draw = self.sampler.draw(step.logits, buffers.sample_rows[:count], places, self._on_device, step.graph)
         except OutOfMemory:
             for prompt, length in step.told:
@@ -251,7 +251,7 @@ class ModelRunner:
         """Ends what computes the model elsewhere; nothing may be asked afterwards."""
         self.model.close()
 
-    def _score_prompts(self, buffers: StepBuffers, num_seqs: int) -> tuple[list[tuple[PromptLogprobs, int]], list[Arrival]]:
+    def _score_prompts(self, buffers: StepBuffers, num_seqs: int) -> tuple[list[tuple[PromptLogprobs, int]], list[PendingResult]]:
         """Asks for what this step computes of prompts whose log-probabilities were asked for."""
         if not self._prompts:
             return [], []
@@ -325,7 +325,7 @@ class ModelRunner:
         value, reason = "none", "several processes run a step"
         if config.enforce_eager:
             reason = asked("--enforce-eager")
-        elif isinstance(self.model, TorchModel) and self._on_device is not None and self._drawer is not None:
+        elif isinstance(self.model, TorchExecutor) and self._on_device is not None and self._drawer is not None:
             before = self._memory.read().free if self._memory is not None else 0
             try:
                 self._graphs = Graphs(records, self.model, self._on_device, self._drawer, self.max_model_len)

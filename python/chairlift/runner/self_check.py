@@ -9,7 +9,7 @@ from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import plan_attention
 from chairlift.models.llama import Step
 from chairlift.models.transformers_model import TransformersModel
-from chairlift.runner.cache import KvCache
+from chairlift.runner.memory.kv_cache import KvCache
 
 LENGTHS = (21, 10)
 STEPS = ((8, 3), (12, 6), (1, 1))

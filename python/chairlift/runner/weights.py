@@ -18,7 +18,7 @@ from chairlift.checkpoint.gguf import LINK, GGUFTensors
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
-from chairlift.runner.decision import gib
+from chairlift.runner.memory.decision import gib
 
 log = logging.getLogger("chairlift")
 

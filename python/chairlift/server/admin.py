@@ -15,12 +15,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from chairlift.server.app import metrics
-from chairlift.server.door.http import Http, HttpServer
-from chairlift.server.observe.explain import explain
-from chairlift.server.observe.health import health
-from chairlift.server.service.answer import Json
-from chairlift.server.service.errors import HANDLERS
-from chairlift.server.service.service import Service, service_of
+from chairlift.server.errors import HANDLERS
+from chairlift.server.http.protocol import Http, HttpServer
+from chairlift.server.http.responses import Json
+from chairlift.server.routes.ops.explain import explain
+from chairlift.server.routes.ops.health import health
+from chairlift.server.service import Service, service_of
 
 
 class Admin:

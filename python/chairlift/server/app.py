@@ -11,24 +11,24 @@ from starlette.types import ASGIApp
 
 import chairlift
 from chairlift.config import ServerConfig
-from chairlift.server.api.chat import chat_completions
-from chairlift.server.api.completions import completions
-from chairlift.server.api.embeddings import embeddings
-from chairlift.server.api.messages import count_tokens, messages
-from chairlift.server.api.models import model, models
-from chairlift.server.api.openapi import openapi
-from chairlift.server.api.responses import responses
-from chairlift.server.api.tokenize import detokenize, tokenize, tokenizer_info
-from chairlift.server.door.door import PROBE_PATHS, Door, Rules
-from chairlift.server.door.port import is_loopback
-from chairlift.server.observe.dashboard import dashboard, data
-from chairlift.server.observe.explain import explain
-from chairlift.server.observe.health import health, live, ready
-from chairlift.server.observe.watch import Watch
-from chairlift.server.service.answer import Json
-from chairlift.server.service.errors import HANDLERS
-from chairlift.server.service.keys import Keys
-from chairlift.server.service.service import Service, service_of
+from chairlift.server.errors import HANDLERS
+from chairlift.server.http.responses import Json
+from chairlift.server.http.sockets import is_loopback
+from chairlift.server.keys import Keys
+from chairlift.server.middleware.access import PROBE_PATHS, AccessMiddleware, AccessPolicy
+from chairlift.server.observability.poller import SnapshotPoller
+from chairlift.server.routes.anthropic.messages import count_tokens, messages
+from chairlift.server.routes.openai.chat import chat_completions
+from chairlift.server.routes.openai.completions import completions
+from chairlift.server.routes.openai.embeddings import embeddings
+from chairlift.server.routes.openai.models import model, models
+from chairlift.server.routes.openai.openapi import openapi
+from chairlift.server.routes.openai.responses import responses
+from chairlift.server.routes.ops.dashboard import dashboard, data
+from chairlift.server.routes.ops.explain import explain
+from chairlift.server.routes.ops.health import health, live, ready
+from chairlift.server.routes.tokenize import detokenize, tokenize, tokenizer_info
+from chairlift.server.service import Service, service_of
 
 PROBES = ("/live", "/ready", "/health", "/ping", "/metrics", "/dashboard/data", "/state")
 """Paths that machines ask again and again."""
@@ -42,13 +42,13 @@ def build(service: Service, config: ServerConfig, keys: Keys) -> ASGIApp:
     )
     app.router.redirect_slashes = False  # a redirect would lose the body
     app.state.service = service
-    app.state.watch = Watch(service)
+    app.state.watch = SnapshotPoller(service)
     app.state.max_body_size = config.max_body_size
     origins = config.cors_allow_origins or ()
     guards_host = not keys and config.uds is None and is_loopback(config.host)
     # Without keys the check of the Host header guards /metrics.
     open_paths = PROBE_PATHS | ({"/metrics"} if config.public_metrics and keys else set())
-    door = Door(app, service, Rules(keys, config.host if guards_host else None, origins, open_paths))
+    door = AccessMiddleware(app, service, AccessPolicy(keys, config.host if guards_host else None, origins, open_paths))
     if not origins:
         return door
     # Outside the door: browsers ask for leave without a key.

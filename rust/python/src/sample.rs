@@ -47,7 +47,7 @@ pub(crate) fn choose<'py>(
     Ok(PyBytes::new(py, &numbers.flat_map(i32::to_le_bytes).collect::<Vec<_>>()))
 }
 
-/// A line for each row of logits: see `chairlift.runner.logprobs.score`.
+/// A line for each row of logits: see `chairlift.runner.sampling.logprobs.score`.
 #[pyfunction]
 #[pyo3(signature = (logits, tokens, count, *, threads))]
 #[allow(clippy::needless_pass_by_value)]

@@ -1,0 +1,1 @@
+"""What fits into memory: weights, KV cache and steps."""

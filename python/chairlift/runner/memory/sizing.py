@@ -1,0 +1,191 @@
+"""How much of everything there is: KV blocks, the context, sequences and tokens in a step; fitted to memory where nobody says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.models.shape import ModelShape
+from chairlift.runner.memory.decision import Decision, asked, gib
+from chairlift.runner.memory.precision import BYTES
+
+DEFAULT_SHARE = 0.25
+"""The part of free memory that the cache takes when nobody said how much."""
+LARGEST_SHARE = 0.9
+"""The part that all may take together, so that one sequence of full length fits."""
+STEP_SHARE = 0.25
+"""The part that a step's arrays may take before steps are made smaller."""
+
+HEADROOM = 256 << 20
+"""Bytes that the process may still grow by (grammars, requests, log-probabilities of prompts): a quarter, where all is less than 1 GiB."""
+REGISTER, LINE, KV_SCALE_BYTES = 16, 64, 4
+"""What pages of KV are padded to, in numbers and bytes, and the bytes of a scale, as in `rust/cpu/src/cache.rs`."""
+LOGIT_BYTES = 24
+"""Bytes for each number of a sampled row: the logit, a copy of it, and the probabilities, places and sums that sampling makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many KV blocks there are, block 0 (which holds nobody's tokens) included, how long a sequence may get, and how large a step.
+
+    `decisions` says the same in words, with the reasons.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    decisions: tuple[Decision, ...] = field(default=(), compare=False)
+
+
+class StepSize(NamedTuple):
+    """How many sequences and tokens a step has at most."""
+
+    seqs: int
+    tokens: int
+    decisions: tuple[Decision, ...]
+
+
+class Room(NamedTuple):
+    """What memory there is for the KV cache."""
+
+    most: int
+    """Bytes that it may have."""
+    source: str
+    """Of what these are left, in words."""
+    share: int
+    """Bytes that it has at most if one sequence of full length needs no more."""
+    why: str
+    """Why no more than that."""
+
+
+def block_bytes(model: ModelShape, block_size: int, kv: str) -> int:
+    """Bytes of one block over all layers, keys and values, in the form `kv`.
+
+    As in Rust: each head's values are padded to whole registers, int8 has a scale for each key and value, and all ends with a line.
+    """
+    total = 0
+    for spec in model.kv_specs:
+        numbers = spec.head_dim + -(-spec.value_dim // REGISTER) * REGISTER
+        page = block_size * (numbers * BYTES[kv] + (2 * KV_SCALE_BYTES if kv == "int8" else 0))
+        total += spec.kv_heads * -(-page // LINE) * LINE
+    return total
+
+
+def step_bytes(model: ModelShape, seqs: int, tokens: int) -> int:
+    """Bytes that a step of so many tokens, with a sample for each of so many sequences, needs beside weights and KV."""
+    return _sampling(model, seqs) + _activations(model, tokens)
+
+
+def _sampling(model: ModelShape, seqs: int) -> int:
+    return seqs * model.vocab_size * LOGIT_BYTES
+
+
+def _activations(model: ModelShape, tokens: int) -> int:
+    """What a layer holds at once: its input, its norm and its sum; queries, keys and values before and after turning; the wide part."""
+    turned = max((model.num_heads + 2 * spec.kv_heads) * max(spec.head_dim, spec.value_dim) for spec in model.kv_specs)
+    return tokens * 4 * (4 * model.hidden_size + 3 * turned + 3 * model.intermediate_size)
+
+
+def fit(config: EngineConfig, model: ModelShape, kv: str, available: int) -> Size:
+    """Sizes what the settings leave open for `available` bytes of a host's memory, into which the weights are loaded already.
+
+    What was asked for is kept or refused (InvalidSetting, with the numbers); what was not shrinks to what fits.
+    """
+    step = fit_step(config, model, available)
+    left = min(available * LARGEST_SHARE, available - headroom(available)) - step_bytes(model, step.seqs, step.tokens)
+    source = f"{gib(available)} of free memory"
+    # Other programs have a right to memory too.
+    return fit_cache(config, model, kv, step, Room(int(left), source, int(available * DEFAULT_SHARE), f"a quarter of the {source}"))
+
+
+def fit_cache(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, room: Room) -> Size:
+    """The same for what is left when the size of a step is settled: KV blocks, and the context that they hold."""
+    seqs = step.seqs
+    longest = config.max_model_len or model.max_position_embeddings
+    if longest > model.max_position_embeddings:
+        raise InvalidSetting(f"--max-model-len {longest}: the model was made for {model.max_position_embeddings} positions")
+    size, each = config.block_size, block_bytes(model, config.block_size, kv)
+    one = -(-longest // size)
+    if config.num_kv_blocks is not None:
+        blocks, source = config.num_kv_blocks - 1, f"--num-kv-blocks {config.num_kv_blocks} (one of them is scratch)"
+        why = asked("--num-kv-blocks")
+    elif config.kv_cache_memory_bytes is not None:
+        blocks, source = config.kv_cache_memory_bytes // each - 1, f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+        why = asked("--kv-cache-memory-bytes")
+    else:
+        source = room.source
+        shares = {seqs * one: f"all that {seqs} sequences of full length can fill", room.share // each: room.why}
+        wanted = max(min(shares), one)
+        blocks = min(wanted, room.most // each - 1)
+        why = f"what is left of {source}" if blocks < wanted else shares.get(wanted, "one sequence of full length")
+    if blocks < 1:
+        raise InvalidSetting(f"{source} does not hold two blocks of {size} tokens, one of them scratch: a block takes {each} bytes")
+    why_longest = asked("--max-model-len") if config.max_model_len else "what the model was made for"
+    if blocks < one:
+        if config.max_model_len is not None:
+            raise InvalidSetting(
+                f"--max-model-len {longest} needs {one} blocks of {size} tokens ({one * each / 2**20:.0f} MiB), "
+                f"but {source} gives {blocks}: at most {blocks * size} tokens fit"
+            )
+        why_longest = f"what the KV cache holds; the model was made for {longest} tokens"
+        longest = blocks * size
+    decisions = (
+        Decision("context length", f"{longest} tokens", why_longest),
+        Decision("KV cache", f"{blocks * size} tokens, {gib((blocks + 1) * each)}", why),
+        *step.decisions,
+    )
+    return Size(blocks + 1, longest, seqs, step.tokens, decisions)
+
+
+def headroom(available: int) -> int:
+    """Bytes of the `available` ones that stay free."""
+    return min(HEADROOM, available // 4)
+
+
+def fit_step(config: EngineConfig, model: ModelShape, available: int) -> StepSize:
+    """Sequences and tokens in a step: where memory is short the larger part of its arrays is halved until both fit, if nobody asked."""
+    seqs, tokens = wanted = config.seats, config.step_tokens
+    usual = EngineConfig(device=config.device)
+    least = config.max_num_seqs or config.static_batch_size or 1
+    while step_bytes(model, seqs, tokens) > available * STEP_SHARE:
+        may_seqs = seqs > least
+        may_tokens = config.max_num_batched_tokens is None and tokens > seqs
+        if may_seqs and (not may_tokens or _sampling(model, seqs) > _activations(model, tokens)):
+            seqs = max(seqs // 2, least)
+        elif may_tokens:
+            tokens = max(tokens // 2, seqs)
+        else:
+            break
+
+    def why(flag: str, given: int | None, fitted: int, wanted: int, default: int) -> str:
+        if given is not None:
+            return asked(flag)
+        if fitted != wanted:
+            return f"{wanted} would leave too little of {gib(available)} of free memory"
+        return "the default" if wanted == default else "follows from the other"
+
+    return StepSize(
+        seqs,
+        tokens,
+        (
+            Decision("sequences a step", str(seqs), why("--max-num-seqs", config.max_num_seqs, seqs, wanted[0], usual.seats)),
+            Decision(
+                "tokens a step",
+                str(tokens),
+                why("--max-num-batched-tokens", config.max_num_batched_tokens, tokens, wanted[1], usual.step_tokens),
+            ),
+        ),
+    )
+
+
+def fit_host(config: EngineConfig, model: ModelShape, kv: str, available: int) -> int:
+    """Blocks that preempted sequences may have in the host's memory, of which `available` bytes are free; raises InvalidSetting."""
+    space, each = config.swap_space, block_bytes(model, config.block_size, kv)
+    if 0 < space < each:
+        raise InvalidSetting(f"--swap-space {space} does not hold a block of {config.block_size} tokens, which takes {each} bytes")
+    if space > available:
+        raise InvalidSetting(f"--swap-space {space}: there are {available / 2**30:.1f} GiB of memory available")
+    return space // each

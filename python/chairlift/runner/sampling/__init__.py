@@ -1,0 +1,1 @@
+"""Sampling on the host and on a device."""

@@ -1,0 +1,79 @@
+"""What a request has for and against single tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from chairlift.runner.copy_stream import send
+from chairlift.sampling import SamplingParams
+
+NEVER = float("-inf")
+
+
+class Bias:
+    """One sequence's biases, the tokens that it may draw, and those that would end it too soon or complete a bad word.
+
+    Its cost in a step is that of its own entries, whatever the vocabulary. `params.bad_words` must be token ids here. A bad word counts
+    in the output alone, as in vLLM.
+    """
+
+    @staticmethod
+    def wanted(params: SamplingParams) -> bool:
+        """Whether a request has any."""
+        return bool(params.logit_bias or params.allowed_token_ids or params.bad_words or params.min_tokens)
+
+    def __init__(self, params: SamplingParams, output: Sequence[int], ends: Sequence[int]) -> None:
+        """For a sequence that has said `output`; `ends` are the token ids at which it stops."""
+        bias = params.logit_bias or {}
+        self.tokens = np.array(list(bias), dtype=np.int64)
+        self.values = np.array(list(bias.values()), dtype=np.float32)
+        allowed = params.allowed_token_ids
+        self.allowed = None if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
+        words = [[int(token) for token in word] for word in params.bad_words]
+        self._singles = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
+        # The others by the token before their last.
+        self._words: dict[int, list[tuple[list[int], int]]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._words.setdefault(word[-2], []).append((word[:-1], word[-1]))
+        self._recent = deque(output, maxlen=max(map(len, words), default=0))
+        self._ends = np.array(list(ends), dtype=np.int64)
+        self._too_soon = max(0, params.min_tokens - len(output))
+
+    def add(self, token: int) -> None:
+        """Takes one more token of the output."""
+        self._recent.append(token)
+        self._too_soon = max(0, self._too_soon - 1)
+
+    def banned(self) -> np.ndarray:
+        """The tokens that must not come next."""
+        found = [self._ends] if self._too_soon else []
+        if self._words and self._recent:
+            recent = list(self._recent)
+            lasts = [last for start, last in self._words.get(recent[-1], ()) if recent[-len(start) :] == start]
+            found.append(np.array(lasts, dtype=np.int64))
+        return np.concatenate((self._singles, *found)) if found else self._singles
+
+
+def apply(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
+    """Changes the rows of logits [N, vocabulary] that have a bias."""
+    device = logits.device
+
+    def places(tokens: list[tuple[int, np.ndarray]]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = np.repeat([i for i, _ in tokens], [len(ids) for _, ids in tokens])
+        return send(rows, device), send(np.concatenate([ids for _, ids in tokens]), device)
+
+    if only := [(i, bias.allowed) for i, bias in biased if bias.allowed is not None]:
+        at = places(only)
+        kept = logits[at]
+        logits[send(np.array([i for i, _ in only]), device)] = NEVER
+        logits[at] = kept
+    if added := [(i, bias) for i, bias in biased if len(bias.tokens)]:
+        values = send(np.concatenate([bias.values for _, bias in added]), device)
+        logits[places([(i, bias.tokens) for i, bias in added])] += values
+    if banned := [(i, tokens) for i, bias in biased if len(tokens := bias.banned())]:
+        logits[places(banned)] = NEVER

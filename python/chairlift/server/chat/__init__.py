@@ -1,0 +1,1 @@
+"""Chat: conversations in, messages and tool calls out."""

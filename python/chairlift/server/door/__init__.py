@@ -1,1 +1,0 @@
-"""The way in: sockets, HTTP, keys, bodies, and whether the client is still there."""

@@ -1,0 +1,1 @@
+"""HTTP: the protocol, sockets, request bodies and responses."""

@@ -1,0 +1,1 @@
+"""What wraps every request: access control and disconnects."""

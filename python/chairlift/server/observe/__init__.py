@@ -1,1 +1,0 @@
-"""What people and machines look at: probes, explanations, the dashboard."""

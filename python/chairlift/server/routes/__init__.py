@@ -1,0 +1,1 @@
+"""The routes, a package for each API."""

@@ -1,0 +1,189 @@
+"""GET /openapi.json: the API as an OpenAPI 3.1 document, made from the models that requests are checked with."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+
+import chairlift
+from chairlift.server.chat.request import ChatRequest
+from chairlift.server.http.responses import Json
+from chairlift.server.routes.anthropic.message_request import CountRequest, MessagesRequest
+from chairlift.server.routes.openai.response_request import ResponsesRequest
+from chairlift.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
+from chairlift.server.schema.fields import REQUEST_ID, CompletionRequest
+from chairlift.server.service import service_of
+
+
+async def openapi(request: Request) -> Response:
+    """The document."""
+    return Json(document(service_of(request).model))
+
+
+_POST: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
+    ("/v1/completions", "Text goes on from a prompt", CompletionRequest, "Completion", True),
+    ("/v1/chat/completions", "The assistant's next turn", ChatRequest, "ChatCompletion", True),
+    ("/v1/responses", "The assistant's next turn, in the form of OpenAI's Responses API", ResponsesRequest, "Response", True),
+    ("/v1/messages", "The assistant's next turn, in Anthropic's form", MessagesRequest, "AnthropicAnswer", True),
+    ("/v1/messages/count_tokens", "How many tokens a conversation in Anthropic's form has", CountRequest, "TokenCount", False),
+    ("/tokenize", "The tokens of a text or a conversation", TokenizeRequest, "Tokens", False),
+    ("/detokenize", "The text of tokens", DetokenizeRequest, "Text", False),
+    ("/v1/embeddings", "Always refused: the model generates text", None, "", False),
+)
+"""Routes that take a body: path, summary, request, the answer's schema, and whether that can be a stream."""
+
+_GET = (
+    ("/", "What this server is, and where its parts are", "Index"),
+    ("/v1/models", "What is served", "Models"),
+    ("/v1/models/{model}", "What is served, by name", "Model"),
+    ("/v1/requests/{id}/explain", "Where a request's time went", "Explanation"),
+    ("/tokenizer_info", "Control tokens and the chat template", "TokenizerInfo"),
+    ("/version", "The version of chairlift", "Version"),
+    ("/live", "Whether the process answers", "Status"),
+    ("/ready", "Whether a request sent now would be served", "Status"),
+    ("/health", "Whether the engine makes progress", "Status"),
+    ("/ping", "As /health", "Status"),
+)
+
+_MALFORMED = {400: "It can't be served as asked", 408: "The body took too long", 413: "The body is too large", 415: "The body is no JSON"}
+_TURNED_AWAY = {401: "No valid API key", 403: "A foreign web page", 404: "It does not exist", 431: "Too many headers"}
+_LIMITED = {429: "The tenant's own limit", 500: "It failed", 503: "Not now: see Retry-After", 504: "A deadline was missed"}
+
+
+@cache
+def document(served: str) -> dict[str, Any]:
+    """The OpenAPI document of a server that has the model `served`."""
+    requests = [model for _, _, model, _, _ in _POST if model is not None]
+    template = "#/components/schemas/{model}"
+    _, schemas = models_json_schema([(model, "validation") for model in requests], ref_template=template)
+    paths: dict[str, Any] = {
+        path: {"post": _post(path, summary, model, answer, streams)} for path, summary, model, answer, streams in _POST
+    }
+    paths |= {path: {"get": _get(path, summary, answer, served)} for path, summary, answer in _GET}
+    paths["/metrics"] = {"get": _operation("Prometheus' text format", {"text/plain": {"schema": {"type": "string"}}}, _TURNED_AWAY)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "chairlift", "version": chairlift.__version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
+        "security": [{}, {"bearer": []}, {"apiKey": []}],
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas["$defs"], **_ANSWERS},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _post(path: str, summary: str, model: type[BaseModel] | None, answer: str, streams: bool) -> dict[str, Any]:
+    content = {"application/json": {"schema": _ref(answer)}} if answer else None
+    if content and streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    operation = _operation(summary, content, _MALFORMED | _TURNED_AWAY | _LIMITED, error)
+    schema = {"type": "object"} if model is None else _ref(model.__name__)
+    return operation | {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _get(path: str, summary: str, answer: str, served: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": _ref(answer)}}
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    schemas = {"model": {"enum": [served]}, "id": {"type": "string", "pattern": REQUEST_ID}}
+    parameters = [{"name": name, "in": "path", "required": True, "schema": schemas[name]} for name in names]
+    operation = _operation(summary, content, {400: _MALFORMED[400], **_TURNED_AWAY, 503: _LIMITED[503]})
+    if path in ("/health", "/ping"):
+        operation["responses"]["503"]["content"] = content
+    return operation | ({"parameters": parameters} if names else {})
+
+
+def _operation(summary: str, content: dict[str, Any] | None, failures: dict[int, str], error: str = "Error") -> dict[str, Any]:
+    answers = {"200": {"description": "The answer", "content": content}} if content else {}
+    told = {"application/json": {"schema": _ref(error)}}
+    return {
+        "summary": summary,
+        "responses": answers | {str(status): {"description": text, "content": told} for status, text in sorted(failures.items())},
+    }
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _object(required: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """An object with fields that are always there, and others that may be."""
+    return {"type": "object", "properties": required | more, "required": list(required)}
+
+
+def _list(of: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": of}
+
+
+def _or_null(type: str) -> dict[str, Any]:
+    return {"type": [type, "null"]}
+
+
+_STRING, _INTEGER, _OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "object"}
+_USAGE = _object(
+    {"prompt_tokens": _INTEGER, "completion_tokens": _INTEGER, "total_tokens": _INTEGER},
+    prompt_tokens_details=_object({"cached_tokens": _INTEGER}),
+)
+_DETERMINISM = {"enum": ["batch-invariant", "best-effort"]}
+_HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING, "determinism": _DETERMINISM}
+_ENDED = {"index": _INTEGER, "finish_reason": _or_null("string")}
+_FAILURE = {"message": _STRING, "type": _STRING, "param": _or_null("string"), "code": _or_null("string")}
+
+# What answers have, as far as clients may count on it.
+_ANSWERS: dict[str, Any] = {
+    "Error": _object({"error": _object(_FAILURE)}, usage=_USAGE),
+    "AnthropicError": _object({"type": {"const": "error"}, "error": _object(_FAILURE)}),
+    "Completion": _object(
+        {**_HEAD, "choices": _list(_object({**_ENDED, "text": _STRING, "logprobs": _or_null("object")})), "usage": _USAGE}, metrics=_OBJECT
+    ),
+    "ChatCompletion": _object(
+        {**_HEAD, "choices": _list(_object({**_ENDED, "message": _OBJECT, "logprobs": _or_null("object")})), "usage": _USAGE},
+        metrics=_OBJECT,
+    ),
+    "Response": _object(
+        {
+            "id": _STRING,
+            "object": {"const": "response"},
+            "created_at": _INTEGER,
+            "status": {"enum": ["completed", "incomplete"]},
+            "model": _STRING,
+            "determinism": _DETERMINISM,
+            "output": _list(_object({"type": {"enum": ["message", "function_call"]}, "id": _STRING, "status": _STRING})),
+            "usage": _object({"input_tokens": _INTEGER, "output_tokens": _INTEGER, "total_tokens": _INTEGER}),
+        },
+        metrics=_OBJECT,
+    ),
+    "AnthropicAnswer": _object(
+        {
+            "id": _STRING,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "model": _STRING,
+            "determinism": _DETERMINISM,
+            "content": _list(_object({"type": {"enum": ["text", "tool_use"]}})),
+            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+            "stop_sequence": _or_null("string"),
+            "usage": _object({"input_tokens": _INTEGER, "output_tokens": _INTEGER}),
+        },
+        metrics=_OBJECT,
+    ),
+    "TokenCount": _object({"input_tokens": _INTEGER}),
+    "Tokens": _object({"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _list(_INTEGER), "token_strs": _or_null("array")}),
+    "Text": _object({"prompt": _STRING}),
+    "Model": _object({"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "max_model_len": _or_null("integer")}),
+    "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
+    "Explanation": _object({"id": _STRING, "object": {"const": "request.explanation"}, "sequences": _list(_OBJECT)}),
+    "TokenizerInfo": _object({"vocab_size": _INTEGER, "chat_template": _or_null("string")}),
+    "Index": _object({"name": _STRING, "version": _STRING, "model": _STRING, "links": _OBJECT}),
+    "Version": _object({"version": _STRING}),
+    "Status": _object({"status": _STRING}),
+}

@@ -1,0 +1,161 @@
+"""What /v1/responses takes: OpenAI's newer form of a conversation, made into a chat's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from chairlift.errors import InvalidRequest
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed
+from chairlift.server.errors import brief
+from chairlift.server.schema.fields import GenerationParams
+
+RENAMED = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "top_logprobs",
+}
+"""Fields of a chat request, as they are called here."""
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class FunctionTool(BaseModel):
+    """A function that the model may call; there are no other tools here."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(BaseModel):
+    """The form of the answer's text."""
+
+    model_config = ConfigDict(strict=True)
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(GenerationParams):
+    """POST /v1/responses. Nothing is kept from one request to the next: the client sends the conversation each time."""
+
+    unsupported = GenerationParams.unsupported | {
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "prompt": (),
+        "truncation": ("disabled",),
+    }
+    idle = GenerationParams.idle | {"reasoning", "max_tool_calls", "stream_options"}
+    input: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
+    top_logprobs: int | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the answer has the log-probabilities of its tokens."""
+        return _LOGPROBS in (self.include or ()) or self.top_logprobs is not None
+
+    def chat(self) -> ChatRequest:
+        """The chat request that asks for the same; raises InvalidRequest, with this one's names of fields."""
+        body: dict[str, Any] = self.tuned()
+        for name in ("model", "service_tier", "parallel_tool_calls", "chat_template_kwargs"):
+            body[name] = getattr(self, name)
+        body["messages"] = self._messages()
+        body["max_completion_tokens"] = self.max_output_tokens
+        if self.logprobs:
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.tools:
+            body["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools]
+        body["tool_choice"] = self._choice()
+        if wanted := self.text and self.text.format:
+            body["response_format"] = _format(wanted)
+        try:
+            return ChatRequest.read(body)[0]
+        except InvalidRequest as error:
+            raise renamed(error, RENAMED) from None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        if not isinstance(self.input, list) or not self.input:
+            raise InvalidRequest(f"input must be a string or a list of items, not empty, got {brief(self.input)}", param="input")
+        if len(self.input) > MAX_MESSAGES:
+            raise InvalidRequest(f"input has {len(self.input)} items, at most {MAX_MESSAGES} are allowed", param="input")
+        for index, item in enumerate(self.input):
+            _add(messages, item, f"input[{index}]")
+        return messages
+
+    def _choice(self) -> Any:
+        match self.tool_choice:
+            case {"type": "function", "name": str(name)}:
+                return {"type": "function", "function": {"name": name}}
+            case {"type": "allowed_tools", "mode": str(mode), "tools": [*tools]}:
+                named = [{"type": "function", "function": {"name": tool.get("name")}} for tool in tools if isinstance(tool, dict)]
+                return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+        return self.tool_choice
+
+
+def _format(wanted: dict[str, Any]) -> dict[str, Any]:
+    """The form of the answer as a chat request has it, where a schema lies one level deeper."""
+    if wanted.get("type") != "json_schema":
+        return wanted
+    return {"type": "json_schema", "json_schema": {name: value for name, value in wanted.items() if name != "type"}}
+
+
+def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:
+    """Puts an item of the input to the conversation; raises InvalidRequest, naming it as `where`."""
+    match item:
+        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            function = {"name": name, "arguments": arguments}
+            messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(output, f"{where}.output")})
+        case {"type": "reasoning"}:
+            pass  # what other models thought is not shown to this one
+        case {"role": "user" | "assistant" | "system" | "developer" as role, "content": content, **more} if _is_message(more):
+            messages.append({"role": role, "content": _text(content, f"{where}.content")})
+        case _:
+            message = f"{where} must be a message, a function_call, a function_call_output or a reasoning item, got {brief(item)}"
+            raise InvalidRequest(message, param="input")
+
+
+def _is_message(item: Mapping[Any, object]) -> bool:
+    return item.get("type", "message") == "message"
+
+
+def _text(content: object, where: str) -> str:
+    match content:
+        case str(text):
+            return text
+        case [*parts]:
+            return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(parts))
+    raise InvalidRequest(f"{where} must be a string or a list of text parts, got {brief(content)}", param="input")
+
+
+def _part(part: object, where: str) -> str:
+    match part:
+        case {"type": "input_text" | "output_text" | "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+            return text
+    raise InvalidRequest(f"{where} must be text (input_text or output_text): nothing else is supported, got {brief(part)}", param="input")

@@ -1,0 +1,1 @@
+"""Health, metrics, the dashboard and explanations."""

@@ -1,0 +1,97 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the model's tokenizer for clients that count or score tokens themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chairlift.errors import InvalidRequest
+from chairlift.server.chat.completion import prompt_of
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from chairlift.server.http.body import read_json
+from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.schema.fields import Fields
+from chairlift.server.schema.logprobs import spelled
+from chairlift.server.service import Service, service_of
+
+MAX_CHARACTERS = 1 << 20
+MAX_TOKENS = 1 << 18
+
+
+class TokenizeRequest(Fields):
+    """POST /tokenize: a text, or a conversation as for /v1/chat/completions."""
+
+    prompt: Annotated[str, Field(max_length=MAX_CHARACTERS)] | None = None
+    add_special_tokens: bool | None = None
+    messages: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def chat(self) -> ChatRequest:
+        """The conversation; raises InvalidRequest."""
+        return ChatRequest.read(self.model_dump(exclude={"prompt", "add_special_tokens", "return_token_strs"}, exclude_none=True))[0]
+
+
+class DetokenizeRequest(Fields):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
+
+
+async def tokenize(request: Request) -> Response:
+    """The tokens of a text or a conversation, and how many they are."""
+    service = service_of(request)
+    service.lifecycle.check_admission()
+    wanted, ignored = TokenizeRequest.read(await read_json(request, queued=False))
+    service.check_model(wanted.model)
+    if (wanted.prompt is None) == (wanted.messages is None):
+        raise InvalidRequest("send either a prompt or messages", param="prompt")
+    if wanted.prompt is None:
+        tokens = await prompt_of(service, wanted.chat())
+    else:
+        tokens = await service.engine.encode(wanted.prompt, add_special_tokens=wanted.add_special_tokens is not False)
+    # As text they may be a megabyte, which takes a while to write.
+    return await asyncio.to_thread(_counted, service, tokens, bool(wanted.return_token_strs), ignored_header(ignored))
+
+
+def _counted(service: Service, tokens: list[int], spell: bool, headers: dict[str, str]) -> Response:
+    tokenizer = service.engine.tokenizer
+    strings = [spelled(tokenizer, token) for token in tokens] if spell else None
+    limit = service.engine.facts["max_model_len"]
+    return Json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}, headers=headers)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of tokens, control tokens too."""
+    service = service_of(request)
+    service.lifecycle.check_admission()
+    wanted, ignored = DetokenizeRequest.read(await read_json(request, queued=False))
+    service.check_model(wanted.model)
+    vocabulary = service.engine.facts["vocab_size"]
+    if any(not 0 <= token < vocabulary for token in wanted.tokens):
+        raise InvalidRequest(f"tokens must be integers from 0 to {vocabulary - 1}", param="tokens")
+    text = await asyncio.to_thread(service.engine.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
+    return Json({"prompt": text}, headers=ignored_header(ignored))
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The control tokens and the chat template, for clients that render conversations themselves."""
+    service = service_of(request)
+    service.lifecycle.check_admission()
+    tokenizer = service.engine.tokenizer
+    return Json(
+        {
+            **tokenizer.special_tokens,
+            "eos_token_ids": sorted(tokenizer.eos_token_ids),
+            "vocab_size": service.engine.facts["vocab_size"],
+            "model_max_length": service.engine.facts["max_model_len"],
+            "chat_template": tokenizer.template_source,
+        }
+    )

@@ -1,0 +1,178 @@
+"""The fields that bound an answer's form: `response_format`, `structured_outputs` and its older names, checked and made one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, WithJsonSchema
+
+from chairlift.errors import InvalidRequest
+from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
+from chairlift.server.errors import brief
+
+MAX_DEPTH = 32
+"""How deep a JSON schema may be nested, of which every level of properties is two, or what else a chat template is given."""
+MAX_REGEX = 8192
+MAX_CHOICES = 4096
+MAX_COUNT = 65_536
+"""How many characters, items or properties a schema may ask for at least: no answer has more."""
+
+_LEAST = frozenset(("minLength", "minItems", "minProperties", "minContains"))
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_RESPONSE_FORMAT = {
+    "oneOf": [
+        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"], "additionalProperties": False},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}, "schema": {"type": "object"}, "strict": {"type": "boolean"}},
+                    "required": ["schema"],
+                },
+            },
+            "required": ["type", "json_schema"],
+        },
+    ]
+}
+_KIND_SCHEMAS: dict[str, Any] = {
+    "json": {"type": "object"},
+    "regex": {"type": "string", "maxLength": MAX_REGEX},
+    "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
+    "grammar": {"type": "string", "maxLength": MAX_GRAMMAR},
+    "json_object": {"const": True},
+}
+_STRUCTURED = {"type": "object", "properties": _KIND_SCHEMAS, "minProperties": 1, "maxProperties": 1, "additionalProperties": False}
+
+
+class Formats(BaseModel):
+    """The part of a request that bounds the answer's form; at most one field of it may be given."""
+
+    response_format: Annotated[Any, WithJsonSchema(_RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[Any, WithJsonSchema(_STRUCTURED)] = None
+    guided_json: Annotated[Any, WithJsonSchema(_KIND_SCHEMAS["json"])] = None
+    guided_regex: Annotated[Any, WithJsonSchema(_KIND_SCHEMAS["regex"])] = None
+    guided_choice: Annotated[Any, WithJsonSchema(_KIND_SCHEMAS["choice"])] = None
+    guided_grammar: Annotated[Any, WithJsonSchema(_KIND_SCHEMAS["grammar"])] = None
+
+    def structure(self) -> StructuredOutput | None:
+        """The form that the answer must have; raises InvalidRequest."""
+        given = [name for name in Formats.model_fields if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequest(f"{' and '.join(given)} are both given: an answer has one form", param=given[1])
+        if not given:
+            return None
+        [name] = given
+        value = getattr(self, name)
+        if name == "response_format":
+            return _response_format(value)
+        if name == "structured_outputs":
+            return _structured_outputs(value)
+        return _structure(name.removeprefix("guided_"), value, name, name)
+
+
+def schema_text(schema: object, param: str, where: str) -> str:
+    """A JSON schema as text; raises InvalidRequest for one that is too large or too deep, naming it as `where`.
+
+    What can be told without compiling it is told here, in time that does not depend on how large it is.
+    """
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{where} must be a JSON schema, which is an object, got {brief(schema)}", param=param)
+    size = 0
+    left: list[tuple[object, int]] = [(schema, 1)]
+    while left:
+        value, depth = left.pop()
+        # No more than the text will have: entries with the punctuation between them.
+        match value:
+            case str():
+                size += len(value)
+            case list():
+                size += 3 * len(value)
+            case dict():
+                size += 7 * len(value)
+        if size > MAX_GRAMMAR:
+            raise InvalidRequest(f"{where} has more than {MAX_GRAMMAR} characters: make it shorter", param=param)
+        if isinstance(value, dict | list) and depth > MAX_DEPTH:
+            raise InvalidRequest(f"{where} is nested deeper than {MAX_DEPTH} levels: make it flatter", param=param)
+        if isinstance(value, dict):
+            _check_keywords(value, param, where)
+            size += sum(map(len, value))
+            left += [(inner, depth + 1) for inner in value.values()]
+        elif isinstance(value, list):
+            left += [(inner, depth + 1) for inner in value]
+    return _text(json.dumps(schema, ensure_ascii=False), MAX_GRAMMAR, param, where)
+
+
+def _check_keywords(schema: Mapping[str, Any], param: str, where: str) -> None:
+    if isinstance(pattern := schema.get("pattern"), str):
+        _text(pattern, MAX_REGEX, param, f"a pattern in {where}")
+    for keyword in _LEAST & schema.keys():
+        if isinstance(schema[keyword], int | float) and schema[keyword] > MAX_COUNT:
+            message = f"{where} has {keyword} {brief(schema[keyword])}, which no answer can have: at most {MAX_COUNT} is allowed"
+            raise InvalidRequest(message, param=param)
+
+
+def _response_format(value: object) -> StructuredOutput | None:
+    param = "response_format"
+    match value:
+        case {"type": "text", **rest} if not rest:
+            return None
+        case {"type": "json_object", **rest} if not rest:
+            return StructuredOutput("json_object", param=param)
+        case {"type": "json_schema", "json_schema": {"schema": schema}, **rest} if not rest:
+            return StructuredOutput("json", schema_text(schema, param, "response_format.json_schema.schema"), param)
+    raise InvalidRequest(
+        'response_format must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., '
+        f'"schema": {{...}}}}}}, got {brief(value)}',
+        param=param,
+    )
+
+
+def _structured_outputs(value: object) -> StructuredOutput:
+    param = "structured_outputs"
+    if isinstance(value, dict):
+        given = {kind: inner for kind, inner in value.items() if inner is not None and (kind, inner) != ("json_object", False)}
+        if len(given) == 1 and given.keys() <= set(_KINDS):
+            [(kind, inner)] = given.items()
+            return _structure(kind, inner, param, f"{param}.{kind}")
+    raise InvalidRequest(f"structured_outputs must be an object with one of {', '.join(_KINDS)}, got {brief(value)}", param=param)
+
+
+def _structure(kind: str, value: object, param: str, where: str) -> StructuredOutput:
+    match kind:
+        case "json":
+            return StructuredOutput(kind, schema_text(_parsed(value), param, where), param)
+        case "json_object" if value is True:
+            return StructuredOutput(kind, param=param)
+        case "regex" | "grammar" if isinstance(value, str):
+            return StructuredOutput(kind, _text(value, MAX_REGEX if kind == "regex" else MAX_GRAMMAR, param, where), param)
+        case "choice" if isinstance(value, list) and value and all(isinstance(choice, str) for choice in value):
+            if len(value) > MAX_CHOICES:
+                raise InvalidRequest(f"{where} has {len(value)} choices, at most {MAX_CHOICES} are allowed", param=param)
+            return StructuredOutput(kind, _text(json.dumps(value, ensure_ascii=False), MAX_GRAMMAR, param, where), param)
+    wanted = {"choice": "a list of strings, and not empty", "json_object": "true"}.get(kind, "a string")
+    raise InvalidRequest(f"{where} must be {wanted}, got {brief(value)}", param=param)
+
+
+def _parsed(value: object) -> object:
+    """A schema that came as a text is taken for what it says."""
+    if not isinstance(value, str) or len(value) > MAX_GRAMMAR:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _text(text: str, most: int, param: str, where: str) -> str:
+    if len(text) > most:
+        raise InvalidRequest(f"{where} has {len(text)} characters, at most {most} are allowed: make it shorter", param=param)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{where} has a lone surrogate (U+{ord(text[error.start]):04X}), which is no Unicode text"
+        raise InvalidRequest(message, param=param) from None
+    return text
