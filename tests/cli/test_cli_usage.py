@@ -55,14 +55,24 @@ def test_every_setting_has_a_flag_and_tells_its_variable(capsys):
 @pytest.mark.parametrize(
     ("arguments", "environ", "says"),
     [
-        ([], {}, "required: COMMAND"),
         (["ski"], {}, "invalid choice: 'ski'"),
+        (["sevre"], {}, "): did you mean serve? ('chairlift --help'"),
+        (["bench", "sreve"], {}, "): did you mean serve? ('chairlift bench --help'"),
         (["serve", "--no-such-flag"], {}, "--no-such-flag"),
         (["serve", "--block-size", "x"], {}, "--block-size: expected a whole number, got 'x'"),
         (["serve", "--max-model-len", "many"], {}, "--max-model-len: not a size: 'many'"),
         (["serve", "--device", "abacus"], {}, "--device: expected one of auto, cpu, cuda, got 'abacus'"),
         (["serve", "--max-num-seqs", "0"], {}, "--max-num-seqs must be at least 1, got 0 ('chairlift serve --help'"),
-        (["serve", "--max-num-seq", "4"], {}, "unrecognized arguments: --max-num-seq ('chairlift serve --help'"),
+        (
+            ["serve", "--max-num-seq", "4"],
+            {},
+            "unrecognized arguments: --max-num-seq: did you mean --max-num-seqs? ('chairlift serve --help'",
+        ),
+        (["serve", "--prot=4"], {}, "unrecognized arguments: --prot=4: did you mean --port? ("),
+        (["serve", "a", "b"], {}, "unrecognized arguments: b ("),
+        (["bench", "serve", "--request-rates", "4"], {}, "--request-rates 4: did you mean --request-rate? ('chairlift bench serve --help'"),
+        (["serve"], {"CHAIRLIFT_MAX_NUM_SEQ": "4"}, "unknown variable CHAIRLIFT_MAX_NUM_SEQ: did you mean CHAIRLIFT_MAX_NUM_SEQS? ("),
+        (["top"], {"CHAIRLIFT_CLIENT_API_KEYS": "a"}, "did you mean CHAIRLIFT_CLIENT_API_KEY? ("),
         (["serve", "--batch-timeout-ms", "5"], {}, "--batch-timeout-ms needs --batching dynamic"),
         (["serve", "--tenant-weights", "alice"], {}, "--tenant-weights: expected weights like alice=2,bob=1, got 'alice'"),
         (["serve"], {"CHAIRLIFT_PORT": "abc"}, "CHAIRLIFT_PORT: expected a whole number, got 'abc'"),
@@ -77,6 +87,18 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments, environ, says):
     [line] = done.stderr.splitlines()
     assert line.startswith("chairlift: ")
     assert says in line
+
+
+def test_without_a_command_the_help_is_shown():
+    bare, asked = chairlift_command(), chairlift_command("--help")
+    assert (bare.returncode, bare.stderr) == (0, "")
+    assert bare.stdout == asked.stdout
+    assert "examples:" in bare.stdout
+
+
+@pytest.mark.parametrize("variable", ["SERVICE_HOST", "SERVICE_PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR", "MODEL_DIR", "BUILD"])
+def test_variables_that_resemble_no_setting_are_ignored(variable):
+    flags.check_variables({"heeded": [field.name for field in dataclasses.fields(ServerConfig)]}, {f"CHAIRLIFT_{variable}": "a"})
 
 
 @pytest.mark.parametrize(

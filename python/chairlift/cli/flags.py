@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from chairlift.config import ENV_PREFIX, from_environment, parse_value
+from chairlift.cli.suggestions import did_you_mean
+from chairlift.config import ENV_PREFIX, EngineConfig, ServerConfig, from_environment, parse_value
 
 C = TypeVar("C")
 
@@ -42,7 +44,7 @@ def add(parser: argparse.ArgumentParser, cls: type, names: Collection[str] | Non
         heed(parser, field.name)
 
 
-def heed(parser: argparse.ArgumentParser, name: str) -> None:
+def heed(parser: argparse._ActionsContainer, name: str) -> None:
     """Makes the command heed the environment variable of the setting `name`, for which it has a flag of its own."""
     parser.set_defaults(heeded={*(parser.get_default("heeded") or ()), name})
 
@@ -55,6 +57,21 @@ def read(cls: type[C], arguments: Mapping[str, Any]) -> C:
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     flags = {name: value for name, value in arguments.items() if name in names and value is not None}
     return cls(**{**from_environment(cls, arguments.get("heeded", ())), **flags})
+
+
+def check_variables(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ValueError for a `CHAIRLIFT_...` variable whose name is nearly one that the command heeds.
+
+    Other unknown variables are ignored: Kubernetes, for one, sets CHAIRLIFT_SERVICE_HOST beside a service named chairlift.
+    """
+    heeded = arguments.get("heeded", ())
+    fields = {field.name for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls)}
+    settings = {ENV_PREFIX + name.upper() for name in fields.union(heeded)}
+    unknown = [name for name in environ if name.startswith(ENV_PREFIX) and name not in settings]
+    for name in unknown:
+        # The prefix is a part of what is compared, so names that differ in a word are less similar than this.
+        if suggestion := did_you_mean(name, (ENV_PREFIX + one.upper() for one in heeded), 0.9):
+            raise ValueError(f"unknown variable {name}{suggestion}")
 
 
 def _flag(field: dataclasses.Field[Any]) -> str:

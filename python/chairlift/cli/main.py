@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from chairlift.cli import bench_flags, changes, compare_flags, flags, plan_flags, remote, simulate_flags, values
+from chairlift.cli.suggestions import did_you_mean
 from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from chairlift.errors import ChairliftError
 
@@ -112,7 +113,22 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaint is one line."""
+    """A parser whose errors are one line, with a suggestion for a misspelt flag or command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parses the arguments of this command; those that it does not know are an error here, where its flags are known."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = next((one for one in unknown if one.startswith("-")), "").partition("=")[0]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(flag, self._option_string_actions)}")
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(value, action.choices or ())
+            raise
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"chairlift: {message} ('{self.prog} --help' shows what is allowed)\n")
@@ -136,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     command = partial(flags.command, commands)
     serve = command("serve", "serve a model over HTTP with OpenAI's API", _SERVE)
@@ -219,12 +235,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
     began = time.perf_counter()
     parser = _parser()
-    known, unknown = parser.parse_known_args(arguments)
-    given = vars(known)
-    parser.prog = f"{parser.prog} {known.command}"  # whose help is the right one from here on
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    given = vars(parser.parse_args(arguments))
+    if given["command"] is None:
+        parser.print_help()
+        return 0
+    parser.prog = f"{parser.prog} {given['command']}"  # whose help is the right one from here on
     try:
+        flags.check_variables(given)
         engine, server = flags.read(EngineConfig, given), flags.read(ServerConfig, given)
     except ValueError as error:
         parser.error(str(error))

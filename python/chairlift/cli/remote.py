@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from chairlift.cli import flags
 from chairlift.config import ENV_PREFIX
 from chairlift.errors import ChairliftError, InvalidSetting
 from chairlift.server.keys import is_key_list
@@ -32,6 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def add_api_key(parser: argparse._ActionsContainer) -> None:
     """Adds the flag for the key that this client sends."""
     parser.add_argument("--api-key", dest="client_api_key", metavar="KEY", help=f"your API key, if the server wants one [{CLIENT_KEY}]")
+    flags.heed(parser, "client_api_key")
 
 
 def client_key(given: Mapping[str, Any]) -> str | None:
