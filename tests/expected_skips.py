@@ -13,7 +13,7 @@ import pytest
 
 TOOLS = ("needs playwright", "needs Debian's chromium", "needs Debian's package prometheus")
 """Programs that CONTRIBUTING.md names and that the package does not install."""
-MACHINE = ("there is a CUDA device",)
+MACHINE = ("there is a CUDA device", "needs Linux 6.9")
 LINUX_ONLY = (
     "Triton is not made for this platform",
     "the parent's death is signalled on Linux only",

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from fake_engine import CRASHING, DYING, ENDLESS, EOS, FAILING, FULL, HANGING, L
 
 from chairlift.engine import client
 from chairlift.engine.client import AsyncEngine
+from chairlift.engine.exit_watch import PIDFD_THREAD
 from chairlift.engine.frames import Add
 from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, ModelNotFound, QueueFull, RequestFailed
 from chairlift.outputs import Timeline
@@ -584,6 +586,47 @@ def test_an_engine_has_ended_when_its_socket_has_whatever_became_of_its_process(
             await hanging
         await engine.ended()
         assert len(ends) == 1
+
+    run(test)
+
+
+@pytest.fixture
+def _pidfd_of_threads():
+    try:
+        os.close(os.pidfd_open(threading.get_native_id(), PIDFD_THREAD))
+    except (AttributeError, OSError):
+        pytest.skip("needs Linux 6.9")
+
+
+@pytest.mark.usefixtures("_pidfd_of_threads")
+def test_a_killed_engine_is_noticed_before_its_socket_closes(monkeypatch):
+    """Its memory is freed first, which may take a second: the test keeps the other end of the socket open instead."""
+    socketpair, kept = socket.socketpair, []
+
+    def pair():
+        ours, theirs = socketpair()
+        kept.append(theirs.dup())
+        return ours, theirs
+
+    async def test(engine):
+        await engine.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socketpair", pair)
+            await engine.start()
+        ends = asyncio.Event()
+        engine.on_end = ends.set
+        with kept.pop():
+            hanging = asyncio.create_task(collect(engine, [1000], max_tokens=ENDLESS))
+            await until(lambda: engine._streams)
+            engine._kill()
+            await ends.wait()
+            assert (engine.ready, engine.alive) == (False, False)
+            with pytest.raises(EngineDead, match="has ended"):
+                await collect(engine, [1000])
+            assert not hanging.done()
+        with pytest.raises(EngineDead, match="killed by signal 9"):
+            await hanging
+        await engine.ended()
 
     run(test)
 

@@ -38,7 +38,7 @@ FRAMES = [
     Explain(7, [1, 2**64 - 1]),
     Stop(),
     Phase("weights", 0.5),
-    Ready({"max_model_len": 8192, "eos_token_ids": [2]}),
+    Ready({"max_model_len": 8192, "eos_token_ids": [2]}, [71, 72]),
     Step(b"\1" * 8, b"\2" * 4, b"\0", b"\0" * 4, [[1, 0, 5]], [{"tag": 1, "limit": None, "causes": {"decode": 7}}], {"running": 1}),
     Step(started=[], ended=[], stats={"classes": {-1: {"waiting": 2}}, "tenants": {"a": {"waiting": 2}}}),
     Rejected(9, "InvalidRequest", "too long", "prompt", "context_length_exceeded"),

@@ -20,6 +20,7 @@ from chairlift import errors
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig, engine_config
 from chairlift.engine import frames
+from chairlift.engine.exit_watch import ExitWatch
 from chairlift.engine.frames import (
     Abort,
     Add,
@@ -112,6 +113,7 @@ class AsyncEngine:
         self._stats, self._phases, self._remembered, self._started = {}, {}, {}, False
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pulse = Heartbeat(self._kill)
+        self._exit_watch = ExitWatch(asyncio.get_running_loop(), self._process_exits)
         # First of all, since importing torch is most of the wait: the model is looked for meanwhile.
         sock = self._spawn()
         self._ended.clear()
@@ -355,6 +357,7 @@ class AsyncEngine:
                         self._phases[frame.name] = frame.seconds
                     case Ready():
                         self.facts = frame.facts
+                        self._exit_watch.watch(frame.sentinels)
                     case Fatal():
                         death = _death(frame)
                     case _:
@@ -367,9 +370,7 @@ class AsyncEngine:
         process = self._process
         if process is None:  # closed on purpose
             return
-        self._death = EngineDead("the engine's process has ended")  # from now on, whatever it takes to learn of what
-        if self._started and self.on_end is not None:
-            self.on_end()
+        self._process_exits()
         if death is None:
             # The socket closes a little before the process is gone.
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -379,6 +380,13 @@ class AsyncEngine:
         if self._started:  # else `start` raises it
             log.error("engine dead: %s", death)
         self._fail(death)
+
+    def _process_exits(self) -> None:
+        """Takes no more requests. Those that are open end when the socket has, and it is known what the process died of."""
+        if self._process is not None and self._death is None:
+            self._death = EngineDead("the engine's process has ended")
+            if self._started and self.on_end is not None:
+                self.on_end()
 
     def _fail(self, death: ChairliftError) -> None:
         """Marks the engine as dead, and ends every open request and question."""
@@ -390,6 +398,7 @@ class AsyncEngine:
                 answer.set_exception(type(self._death)(str(death)))
         self._streams.clear()
         self._ended.set()
+        self._exit_watch.close()
         if self._watching is not None:
             self._watching.cancel()
         if not self._is_ready.done():

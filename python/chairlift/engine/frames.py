@@ -99,9 +99,13 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From the engine, once: it takes requests. `facts` are its limits and the model's."""
+    """From the engine, once: it takes requests.
+
+    `facts` are its limits and the model's, `sentinels` the ids of threads that exit when its process dies, and not before.
+    """
 
     facts: dict[str, Any]
+    sentinels: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The engine's own process: `python -m chairlift.engine.process FD`, where FD is one end of a socket pair.
 
-Three threads: one takes frames from the socket and watches for its end, one runs the engine, and one watches over that. Torch is
-imported while the parent still looks for the model, so what stands above `main` must be quick to import.
+Three threads work: one takes frames from the socket and watches for its end, one runs the engine, and one watches over that. Two more
+wait for ever, so that the parent learns of their exit (`exit_watch`). Torch is imported while the parent still looks for the model,
+so what stands above `main` must be quick to import.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import EngineConfig
 from chairlift.engine.compiling import Compiling
+from chairlift.engine.exit_watch import start_sentinels
 from chairlift.engine.frames import (
     Abort,
     Add,
@@ -190,7 +192,7 @@ def _run(parent: _Parent, inbox: Inbox, make: EngineMaker) -> None:
     engine = make(EngineConfig(**first.settings), report)
     try:
         engine.stage = IDLE, time.monotonic()
-        parent.tell(Ready(engine.facts))
+        parent.tell(Ready(engine.facts, start_sentinels()))
         # The warm-up is two steps. A prompt's first may have more tokens, but not as many times as the watchdog has patience.
         Watchdog(engine, partial(parent.tell, patience=LOOK), first=phases.get("warm-up", 0.0) / 2).start()
         counters = _Counters(engine)
