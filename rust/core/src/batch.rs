@@ -1,9 +1,9 @@
 //! One forward pass, as the model runner needs it: flat arrays of integers.
 
+use crate::block::BlockId;
+use crate::cost::Load;
 use crate::ledger::Ledger;
-use crate::request::{FinishReason, Token};
-use crate::sequence::Sequence;
-use crate::{BlockId, Load, Scheduler, SeqId, Time};
+use crate::request::{FinishReason, SeqId, Time, Token};
 use std::cell::Cell;
 
 /// Consecutive tokens of one sequence in one step: a piece of its prompt, a
@@ -52,7 +52,7 @@ pub struct Seated {
     pub queued: Time,
 }
 
-/// What one forward pass computes. Spend it with [`Scheduler::commit`].
+/// What one forward pass computes. Spend it with [`Scheduler::commit`](crate::Scheduler::commit).
 #[derive(Debug, Default)]
 #[must_use = "the sequences of a plan that is never committed wait for ever"]
 pub struct StepPlan {
@@ -145,44 +145,6 @@ pub struct StepBuffers<'a> {
 }
 
 impl StepPlan {
-    /// Writes the plan into `out`; call it right after [`Scheduler::plan`].
-    /// Panics if an array is too short.
-    pub fn fill(&self, scheduler: &Scheduler, out: &StepBuffers<'_>) -> Lens {
-        let block_size = scheduler.config().block_size;
-        let mut lens = Lens { seqs: self.chunks.len(), copies: self.copies.len(), ..Lens::default() };
-        assert!(lens.seqs < out.query_starts.len() && lens.seqs <= out.context_lens.len() && lens.seqs <= out.rows.len());
-        out.query_starts[0].set(0);
-        let per_seq = out.query_starts[1..].iter().zip(out.context_lens).zip(out.rows);
-        for (chunk, ((end, context), row)) in self.chunks.iter().zip(per_seq) {
-            out.input_ids[lens.tokens].set(chunk.token);
-            out.positions[lens.tokens].set(chunk.start as i32);
-            out.slots[lens.tokens].set(chunk.slot as i32);
-            lens.tokens += 1;
-            if chunk.table_from != WHOLE_TABLE {
-                fill_rest(chunk, scheduler.sequence(chunk.seq), block_size, &mut lens, out);
-            }
-            end.set(lens.tokens as i32);
-            context.set((chunk.start + chunk.len) as i32);
-            row.set(chunk.row as i32);
-            if chunk.samples && chunk.drafted == 0 {
-                out.sample_at[lens.samples].set(lens.tokens as i32 - 1);
-                out.sample_rows[lens.samples].set(chunk.row as i32);
-                lens.samples += 1;
-            } else if chunk.samples {
-                for back in (0..=chunk.drafted as usize).rev() {
-                    out.sample_at[lens.samples].set((lens.tokens - 1 - back) as i32);
-                    out.sample_rows[lens.samples].set(chunk.row as i32);
-                    lens.samples += 1;
-                }
-            }
-        }
-        for (pair, (from, to)) in out.copies.chunks_exact(2).zip(&self.copies) {
-            pair[0].set(from.0 as i32);
-            pair[1].set(to.0 as i32);
-        }
-        lens
-    }
-
     /// Makes an empty plan of a spent one, keeping its memory.
     pub(crate) fn reuse(mut self, step: u64, now: Time) -> Self {
         self.chunks.clear();
@@ -194,28 +156,5 @@ impl StepPlan {
         self.load = Load::default();
         (self.step, self.planned) = (step, now);
         self
-    }
-}
-
-/// Writes what a chunk has beyond its first token: more tokens, and new
-/// entries of the block table.
-fn fill_rest(chunk: &Chunk, seq: &Sequence, block_size: u32, lens: &mut Lens, out: &StepBuffers<'_>) {
-    let ids = seq.table.ids();
-    for position in chunk.start + 1..chunk.start + chunk.len {
-        out.input_ids[lens.tokens].set(seq.input_at(position as usize));
-        out.positions[lens.tokens].set(position as i32);
-        out.slots[lens.tokens].set(seq.slot_of(position, block_size) as i32);
-        lens.tokens += 1;
-    }
-    let fresh = &ids[chunk.table_from as usize..];
-    let first = chunk.row as usize * out.max_blocks + chunk.table_from as usize;
-    out.block_tables[first..][..fresh.len()].iter().zip(fresh).for_each(|(cell, id)| cell.set(id.0 as i32));
-    if !out.table_writes.is_empty() {
-        let pairs = &out.table_writes[2 * lens.table_writes..][..2 * fresh.len()];
-        for (pair, (place, id)) in pairs.chunks_exact(2).zip((first..).zip(fresh)) {
-            pair[0].set(place as i32);
-            pair[1].set(id.0 as i32);
-        }
-        lens.table_writes += fresh.len();
     }
 }

@@ -1,12 +1,26 @@
 //! Physical KV blocks: who holds each one, what it is named, which are free.
 
-use crate::{BlockHash, BlockHasher, Snapshot, Token};
+use crate::hash::{BlockHash, BlockHasher};
+use crate::request::Token;
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
 /// Index of a physical block. Block 0 is scratch and never handed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockId(pub u32);
+
+/// Who has a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BlockUse {
+    /// Nobody, and there is nothing in it.
+    Free,
+    /// Nobody, and a prompt may find it.
+    Cached,
+    /// One sequence.
+    Held,
+    /// Several.
+    Shared,
+}
 
 /// The blocks of one sequence, in order.
 ///
@@ -157,13 +171,13 @@ impl BlockPool {
         self.blocks[id.0 as usize].holders
     }
 
-    /// What each block is to a [`Snapshot`]: free, cached, shared or held; the scratch block left out.
-    pub(crate) fn kinds(&self) -> impl Iterator<Item = u32> + '_ {
+    /// Who has each block, the scratch block left out.
+    pub(crate) fn uses(&self) -> impl Iterator<Item = BlockUse> + '_ {
         self.blocks[1..].iter().map(|block| match (block.holders, &block.name) {
-            (0, None) => Snapshot::FREE,
-            (0, Some(_)) => Snapshot::CACHED,
-            (1, _) => Snapshot::HELD,
-            _ => Snapshot::SHARED,
+            (0, None) => BlockUse::Free,
+            (0, Some(_)) => BlockUse::Cached,
+            (1, _) => BlockUse::Held,
+            _ => BlockUse::Shared,
         })
     }
 
@@ -242,7 +256,7 @@ impl BlockPool {
         let shared = table.0.pop().expect("a table with a block");
         let fresh = self.take_free();
         table.0.push(fresh);
-        self.let_go(shared);
+        self.decref(shared);
         (shared, fresh)
     }
 
@@ -279,7 +293,7 @@ impl BlockPool {
             if let Some(other) = other {
                 self.take_name(other);
             }
-            let content = self.fresh_content();
+            let content = self.new_content();
             debug_assert!(self.blocks[id.0 as usize].holders > 0 && self.blocks[id.0 as usize].name.is_none());
             let salt = (chain.content == ROOT).then(|| Arc::clone(&chain.salt));
             self.blocks[id.0 as usize].name = Some(Name { hash, content, parent: chain.content, salt, step });
@@ -305,7 +319,7 @@ impl BlockPool {
     /// block is never reused before one that continues it.
     pub fn release(&mut self, table: &mut BlockTable) {
         while let Some(id) = table.0.pop() {
-            self.let_go(id);
+            self.decref(id);
         }
     }
 
@@ -346,7 +360,7 @@ impl BlockPool {
         same.then_some(name.content)
     }
 
-    fn fresh_content(&mut self) -> Content {
+    fn new_content(&mut self) -> Content {
         self.next_content += 1;
         self.next_content - 1
     }
@@ -373,7 +387,7 @@ impl BlockPool {
         }
     }
 
-    fn let_go(&mut self, id: BlockId) {
+    fn decref(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.0 as usize];
         block.holders -= 1;
         if block.holders > 0 {

@@ -1,8 +1,7 @@
 //! The limits a scheduler works within, and the order in which it serves.
 
+use crate::policy::Policy;
 use crate::request::Time;
-use crate::settings::{SETTINGS, SettingKind, Value};
-use crate::{ConfigError, Policy, Reservation};
 
 /// When waiting sequences may join those that run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,6 +21,34 @@ pub enum Batching {
         /// Longest wait for others, in microseconds.
         timeout: Time,
     },
+}
+
+/// Which blocks a sequence must find free to be admitted, beyond those for the tokens it has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Reservation {
+    /// A watermark: sequences that outgrow what is left preempt each other.
+    #[default]
+    Watermark,
+    /// Blocks for all that it, and each that runs, may generate: nobody is preempted for want of blocks (as in TGI).
+    MaxTokens,
+    /// Blocks for the estimated peak of all that run and itself, each taken to generate what was predicted or allowed, one
+    /// token a step; those that end sooner give theirs back (`LightLLM`'s rule).
+    Peak,
+}
+
+impl Reservation {
+    /// Every reservation, by the name that flags and journals use.
+    pub const NAMES: [(&'static str, Self); 3] = [("watermark", Self::Watermark), ("max-tokens", Self::MaxTokens), ("peak", Self::Peak)];
+
+    /// The reservation's name.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize].0
+    }
+
+    /// The reservation of that name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, reservation)| reservation)
+    }
 }
 
 /// Limits, fixed for the life of a scheduler.
@@ -96,29 +123,5 @@ impl Config {
     /// The length of a sequence's block table at its longest.
     pub fn max_blocks_per_seq(&self) -> u32 {
         self.max_model_len.div_ceil(self.block_size)
-    }
-
-    pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        for setting in &SETTINGS {
-            if let (SettingKind::Int { least, most, .. }, Value::Int(value)) = (setting.kind, setting.get(self)) {
-                let name = setting.name;
-                if value < least {
-                    return Err(ConfigError::TooSmall { name, value, least });
-                }
-                if value > most {
-                    return Err(ConfigError::TooLarge { name, value, most });
-                }
-            }
-        }
-        // Every sequence that decodes gets its token in each step.
-        if self.max_seqs > self.max_tokens {
-            return Err(ConfigError::TooManySeqs { max_seqs: self.max_seqs, max_tokens: self.max_tokens });
-        }
-        // Cache slots are 32-bit signed on the model's side.
-        let (slots, most) = (u64::from(self.num_blocks) * u64::from(self.block_size), i32::MAX as u64);
-        if slots > most {
-            return Err(ConfigError::TooLarge { name: "num_blocks * block_size", value: slots, most });
-        }
-        Ok(())
     }
 }

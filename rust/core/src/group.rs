@@ -44,6 +44,15 @@ impl Usage {
     }
 }
 
+/// The groups that a request belongs to, by number.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Member {
+    pub(crate) tenant: u32,
+    pub(crate) class: u32,
+    /// The one whose turn it must be in the queue.
+    pub(crate) group: u32,
+}
+
 /// Groups that are remembered when none of their requests is there any more.
 const REMEMBERED: usize = 4096;
 

@@ -1,6 +1,6 @@
 //! The name of a full block: its tokens and everything before them.
 
-use crate::Token;
+use crate::request::Token;
 use siphasher::sip::SipHasher13;
 use std::hash::Hasher;
 

@@ -7,9 +7,11 @@
 
 use crate::batch::StepPlan;
 use crate::config::Config;
+use crate::error::ConfigError;
+use crate::hash::BlockHash;
 use crate::request::{FinishReason, Time};
 use crate::settings::{SETTINGS, SettingError, Value};
-use crate::{BlockHash, ConfigError};
+
 use thiserror::Error;
 
 const MAGIC: &[u8] = b"chairlift-journal-";

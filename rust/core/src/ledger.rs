@@ -171,14 +171,12 @@ impl Ledger {
 }
 
 /// What a sequence is in, as far as its time is concerned.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum State {
-    /// Added since the last plan.
-    #[default]
-    Fresh,
+    New,
     Waiting,
-    Sibling,
+    Fork,
     Prefill,
     Decode,
     Stalled,
@@ -244,18 +242,18 @@ impl Clocks {
 /// A sequence's account while it lives.
 #[derive(Debug, Default)]
 pub(crate) struct Account {
-    state: State,
+    /// When the present state began.
     since: Time,
     /// The clocks when the state began: the group's while waiting, the steps' while running.
     base: [Time; LIMITS],
     causes: [Time; CAUSES],
-    pub(crate) swaps: u32,
-    pub(crate) preempted_by: Vec<u64>,
-    pub(crate) preempted_for: [u32; PREEMPTION_REASONS],
+    swaps: u32,
+    preempted_by: Vec<u64>,
+    preempted_for: [u32; PREEMPTION_REASONS],
     /// Time before it was added.
     prepared: Time,
-    pub(crate) computed_tokens: u64,
-    pub(crate) recomputed_tokens: u64,
+    computed_tokens: u64,
+    recomputed_tokens: u64,
     block_us: u64,
     held: u64,
     held_since: Time,
@@ -266,8 +264,8 @@ const NAMED: usize = 4;
 
 impl Account {
     /// Opens the account of a request that came at `arrived`.
-    pub(crate) fn open(arrived: Time, state: State) -> Self {
-        Self { state, since: arrived, ..Self::default() }
+    pub(crate) fn open(arrived: Time) -> Self {
+        Self { since: arrived, ..Self::default() }
     }
 
     /// Books time that was spent on the request before it was added.
@@ -281,22 +279,27 @@ impl Account {
         self.prepared
     }
 
-    pub(crate) fn state(&self) -> State {
-        self.state
-    }
-
-    /// When the state began.
+    /// When the present state began.
     pub(crate) fn since(&self) -> Time {
         self.since
     }
 
-    /// Books the time of the state so far, and begins another. `others` is
+    /// Books the time of the state that it leaves, and begins another. `others` is
     /// what it is called when it is not the group's turn.
-    pub(crate) fn enter(&mut self, state: State, clocks: &Clocks, group: u32, others: Cause) {
+    pub(crate) fn enter(&mut self, leaves: State, enters: State, clocks: &Clocks, group: u32, others: Cause) {
+        self.book(leaves, clocks, group, others);
+        self.since = clocks.now;
+        self.base = match enters {
+            State::Waiting => clocks.groups[group as usize],
+            _ => [clocks.several, clocks.prefill, 0, 0],
+        };
+    }
+
+    fn book(&mut self, state: State, clocks: &Clocks, group: u32, others: Cause) {
         let mut add = |cause: Cause, time: Time| self.causes[cause as usize] += time;
         let passed = clocks.now - self.since;
-        match self.state {
-            State::Fresh => add(Cause::WaitStep, passed),
+        match state {
+            State::New => add(Cause::WaitStep, passed),
             State::Waiting => {
                 let mut rest = passed;
                 for (limit, (clock, base)) in clocks.groups[group as usize].iter().zip(&self.base).enumerate() {
@@ -305,7 +308,7 @@ impl Account {
                 }
                 add(others, rest);
             }
-            State::Sibling => add(Cause::WaitSibling, passed),
+            State::Fork => add(Cause::WaitSibling, passed),
             State::Prefill => {
                 let shared = clocks.several - self.base[0];
                 add(Cause::PrefillShared, shared);
@@ -321,11 +324,6 @@ impl Account {
             State::Swapped => add(Cause::Swapped, passed),
             State::Recompute => add(Cause::Recompute, passed),
         }
-        (self.state, self.since) = (state, clocks.now);
-        self.base = match state {
-            State::Waiting => clocks.groups[group as usize],
-            _ => [clocks.several, clocks.prefill, 0, 0],
-        };
     }
 
     /// Notes that the sequence holds `blocks` from now on.
@@ -334,17 +332,39 @@ impl Account {
         (self.held, self.held_since) = (blocks as u64, clocks.now);
     }
 
-    /// Notes who took its place.
-    pub(crate) fn blame(&mut self, tag: u64) {
+    /// Notes that it lost its blocks, and to whom: `None` if it was itself that needed them.
+    pub(crate) fn preempt(&mut self, reason: PreemptionReason, by: Option<u64>, swapped: bool) {
+        self.preempted_for[reason as usize] += 1;
+        self.swaps += u32::from(swapped);
         if self.preempted_by.len() < NAMED {
-            self.preempted_by.push(tag);
+            self.preempted_by.extend(by);
         }
     }
 
-    /// The account up to now: time by cause, and block-microseconds.
-    pub(crate) fn read(&self, clocks: &Clocks, group: u32, others: Cause) -> ([Time; CAUSES], u64) {
-        let mut copy = Self { state: self.state, since: self.since, base: self.base, causes: self.causes, ..Self::default() };
-        copy.enter(State::Fresh, clocks, group, others);
-        (copy.causes, self.block_us + self.held * (clocks.now - self.held_since))
+    /// Notes tokens that were computed for it.
+    pub(crate) fn compute(&mut self, tokens: u32) {
+        self.computed_tokens += u64::from(tokens);
+    }
+
+    /// Notes tokens that are computed again.
+    pub(crate) fn recompute(&mut self, tokens: u32) {
+        self.recomputed_tokens += u64::from(tokens);
+    }
+
+    /// Tokens computed for it in runs that have ended.
+    pub(crate) fn computed_tokens(&self) -> u64 {
+        self.computed_tokens
+    }
+
+    /// The account up to now, of a sequence in `state`, into `ledger`.
+    pub(crate) fn read(&self, state: State, clocks: &Clocks, group: u32, others: Cause, ledger: &mut Ledger) {
+        let mut copy = Self { since: self.since, base: self.base, causes: self.causes, ..Self::default() };
+        copy.book(state, clocks, group, others);
+        ledger.causes = copy.causes;
+        ledger.block_us = self.block_us + self.held * (clocks.now - self.held_since);
+        ledger.recomputed_tokens = self.recomputed_tokens;
+        ledger.swaps = self.swaps;
+        ledger.preempted_by.clone_from(&self.preempted_by);
+        ledger.preempted_for = self.preempted_for;
     }
 }

@@ -17,7 +17,7 @@ pub(crate) struct Queue {
     /// By arrival, where the order is another.
     by_age: BTreeMap<Ticket, SeqId>,
     /// The tenants' turns, where they take turns.
-    pub(crate) shares: Shares,
+    shares: Shares,
 }
 
 /// How far a walk through the queue has come.
@@ -71,6 +71,15 @@ impl Queue {
         let (key, id) = if self.policy.has_tenants() { self.next_of_tenants(walk)? } else { self.after(walk.last)? };
         walk.last = Some(key);
         Some(id)
+    }
+
+    /// The tenants' virtual counters.
+    pub(crate) fn shares(&self) -> &Shares {
+        &self.shares
+    }
+
+    pub(crate) fn shares_mut(&mut self) -> &mut Shares {
+        &mut self.shares
     }
 
     pub(crate) fn len(&self) -> usize {

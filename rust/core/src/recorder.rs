@@ -1,9 +1,12 @@
 //! A scheduler whose calls are recorded.
 
-use crate::batch::{Outputs, StepPlan};
+use crate::batch::{Chunk, Outputs, StepPlan};
+use crate::error::Rejected;
 use crate::journal::{Kind, REASONS, Writer, zigzag};
+use crate::ledger::{Cause, Ledger};
 use crate::request::{FinishReason, Request, SeqId, Time, Token};
-use crate::{Cause, Chunk, Ledger, Rejected, Scheduler, Snapshot};
+use crate::scheduler::Scheduler;
+use crate::snapshot::Snapshot;
 use std::ops::Deref;
 
 /// Makes a scheduler's calls, and writes them into a journal if it was asked to.
@@ -33,7 +36,7 @@ impl Recorder {
 
     /// Records every call. Panics if the scheduler was given a request before: a journal has all of them.
     pub fn on(scheduler: Scheduler) -> Self {
-        assert_eq!(scheduler.next_ticket, 0, "a journal has all from the first request on");
+        assert_eq!(scheduler.arrived(), 0, "a journal has all from the first request on");
         let journal = Some(Writer::new(scheduler.config()));
         Self { scheduler, journal, filling: Vec::new() }
     }
@@ -49,27 +52,25 @@ impl Recorder {
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
         let id = self.scheduler.add(request, now)?;
         if let Some(journal) = &mut self.journal {
-            let seq = &self.scheduler.seqs[id];
-            let after = |time: Time| if time == Time::MAX { 0 } else { time.saturating_sub(now) + 1 };
-            journal.call(Kind::Add, now).number(seq.tag);
-            journal.number(seq.prompt_len.into()).number((seq.limit - seq.prompt_len).into());
-            journal.number(zigzag(seq.priority)).number(seq.weight.into());
-            journal.number(after(seq.deadline)).number(after(seq.ttft_deadline));
-            journal.number(seq.predicted.map_or(0, |tokens| u64::from(tokens) + 1));
-            journal.text(self.scheduler.tenants.name(seq.tenant));
-            let hasher = self.scheduler.pool.hasher();
-            let mut name = hasher.root(&seq.salt);
-            for (at, block) in seq.tokens.chunks_exact(self.scheduler.config.block_size as usize).enumerate() {
-                name = seq.names.get(at).copied().unwrap_or_else(|| hasher.child(name, block));
+            let seq = self.scheduler.sequence(id).expect("it was just added");
+            let spec = seq.spec();
+            let after = |time: Option<Time>| time.map_or(0, |time| time.saturating_sub(now) + 1);
+            journal.call(Kind::Add, now).number(spec.tag);
+            journal.number(spec.prompt_len.into()).number((seq.limit() - spec.prompt_len).into());
+            journal.number(zigzag(spec.priority)).number(spec.weight.into());
+            journal.number(after(spec.deadline)).number(after(spec.ttft_deadline));
+            journal.number(spec.predicted.map_or(0, |tokens| u64::from(tokens) + 1));
+            journal.text(self.scheduler.tenant(seq));
+            self.scheduler.block_names(seq).for_each(|name| {
                 journal.name(name);
-            }
+            });
         }
         Ok(id)
     }
 
     /// See [`Scheduler::fork`].
     pub fn fork(&mut self, parent: SeqId, tag: u64, now: Time) -> Option<SeqId> {
-        let ticket = self.scheduler.seqs.get(parent)?.ticket;
+        let ticket = self.scheduler.sequence(parent)?.spec().ticket;
         let id = self.scheduler.fork(parent, tag, now)?;
         if let Some(journal) = &mut self.journal {
             journal.call(Kind::Fork, now).number(ticket).number(tag);
@@ -93,10 +94,10 @@ impl Recorder {
     }
 
     fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
-        let Some(seq) = self.scheduler.seqs.get(id) else { return false };
+        let Some(seq) = self.scheduler.sequence(id) else { return false };
         if let Some(journal) = &mut self.journal {
             let code = REASONS.iter().position(|&known| known == reason).expect("a caller's reason");
-            journal.call(Kind::End, now).number(seq.ticket).number(code as u64);
+            journal.call(Kind::End, now).number(seq.spec().ticket).number(code as u64);
         }
         self.scheduler.end(id, reason, now)
     }
@@ -113,8 +114,8 @@ impl Recorder {
     pub fn draft(&mut self, id: SeqId, tokens: &[Token]) -> bool {
         let taken = self.scheduler.draft(id, tokens);
         if let Some(journal) = self.journal.as_mut().filter(|_| taken) {
-            let seq = &self.scheduler.seqs[id];
-            journal.note(Kind::Draft).number(seq.ticket).number(seq.draft.len() as u64);
+            let seq = self.scheduler.sequence(id).expect("it took the draft");
+            journal.note(Kind::Draft).number(seq.spec().ticket).number(seq.draft().len() as u64);
         }
         taken
     }
@@ -132,7 +133,7 @@ impl Recorder {
     pub fn commit(&mut self, plan: StepPlan, sampled: &[i32], now: Time, outputs: &mut Outputs) {
         let mut drafted = Vec::new();
         if self.journal.is_some() {
-            let size = self.scheduler.config.block_size;
+            let size = self.scheduler.config().block_size;
             let mask = if size.is_power_of_two() { size - 1 } else { 0 };
             // A division for each chunk would be felt.
             let is_full = |tokens: u32| if mask > 0 { tokens & mask == 0 } else { tokens.is_multiple_of(size) };
@@ -141,7 +142,13 @@ impl Recorder {
             self.filling.clear();
             self.filling.extend(plan.chunks.iter().filter(fills).map(|chunk| (chunk.seq, chunk.drafted > 0)));
             // Whoever ends in the commit is gone after it.
-            drafted.extend(self.filling.iter().filter(|(_, drafted)| *drafted).filter_map(|&(id, _)| self.scheduler.numbers(id)));
+            drafted.extend(
+                self.filling
+                    .iter()
+                    .filter(|(_, drafted)| *drafted)
+                    .filter_map(|&(id, _)| self.scheduler.sequence(id))
+                    .map(|seq| (seq.spec().ticket, seq.spec().tag)),
+            );
         }
         self.scheduler.commit(plan, sampled, now, outputs);
         self.record_commit(now, outputs, &drafted);
@@ -165,14 +172,15 @@ impl Recorder {
 
     /// Records the names of blocks that generated tokens have just filled: others may share them, now or after a preemption.
     fn record_names(&mut self, outputs: &Outputs) {
-        let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config.prefix_caching) else { return };
+        let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config().prefix_caching) else { return };
         for &(id, drafted) in &self.filling {
-            let Some(seq) = self.scheduler.seqs.get_mut(id) else { continue };
-            let size = self.scheduler.config.block_size as usize;
-            let given = if drafted { outputs.tokens.iter().filter(|output| output.tag == seq.tag).count() } else { 1 };
-            self.scheduler.pool.name_blocks(&seq.salt, &seq.tokens, &mut seq.names);
-            for block in (seq.tokens.len() - given) / size..seq.tokens.len() / size {
-                journal.note(Kind::Name).number(seq.ticket).number(block as u64).name(seq.names[block]);
+            self.scheduler.name_blocks(id);
+            let Some(seq) = self.scheduler.sequence(id) else { continue };
+            let size = self.scheduler.config().block_size as usize;
+            let (ticket, tag, len) = (seq.spec().ticket, seq.spec().tag, seq.tokens().len());
+            let given = if drafted { outputs.tokens.iter().filter(|output| output.tag == tag).count() } else { 1 };
+            for block in (len - given) / size..len / size {
+                journal.note(Kind::Name).number(ticket).number(block as u64).name(seq.blocks.names()[block]);
             }
         }
     }

@@ -1,9 +1,13 @@
 //! The same calls again: a journal proves itself, or shows where it differs.
 
+use crate::batch::{Output, Outputs, StepPlan};
+use crate::cost::Load;
+use crate::error::ConfigError;
 use crate::journal::{digest, digest_seed};
+use crate::ledger::Ledger;
 use crate::parsed_journal::{Call, ParsedJournal, STOP, Sampled};
-use crate::request::Ticket;
-use crate::{ConfigError, Ledger, Load, Output, Outputs, Scheduler, SeqId, StepPlan, Time};
+use crate::request::{SeqId, Ticket, Time};
+use crate::scheduler::Scheduler;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 
@@ -91,9 +95,8 @@ impl ParsedJournal {
                 Call::Fork { parent, tag } => {
                     let ticket = live.ids.len() as Ticket;
                     let id = scheduler.fork(live.ids[*parent as usize], *tag, now).unwrap_or_default();
-                    if let Some(seq) = scheduler.seqs.get_mut(id) {
-                        let tokens = seq.tokens.iter_mut().zip(0..);
-                        tokens.for_each(|(token, position)| *token = self.token(ticket, position));
+                    for (token, position) in scheduler.tokens_mut(id).unwrap_or_default().iter_mut().zip(0..) {
+                        *token = self.token(ticket, position);
                     }
                     live.enter(id, ticket, *tag);
                 }

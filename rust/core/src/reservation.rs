@@ -1,48 +1,20 @@
 //! Admission by reservation: which free blocks are kept for the tokens that running sequences have yet to generate.
 
-use crate::Scheduler;
-use crate::request::SeqId;
+use crate::config::Reservation;
 use crate::sequence::Sequence;
-
-/// Which blocks a sequence must find free to be admitted, beyond those for the tokens it has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Reservation {
-    /// A watermark: sequences that outgrow what is left preempt each other.
-    #[default]
-    Watermark,
-    /// Blocks for all that it, and each that runs, may generate: nobody is preempted for want of blocks (as in TGI).
-    MaxTokens,
-    /// Blocks for the estimated peak of all that run and itself, each taken to generate what was predicted or allowed, one
-    /// token a step; those that end sooner give theirs back (`LightLLM`'s rule).
-    Peak,
-}
-
-impl Reservation {
-    /// Every reservation, by the name that flags and journals use.
-    pub const NAMES: [(&'static str, Self); 3] = [("watermark", Self::Watermark), ("max-tokens", Self::MaxTokens), ("peak", Self::Peak)];
-
-    /// The reservation's name.
-    pub fn name(self) -> &'static str {
-        Self::NAMES[self as usize].0
-    }
-
-    /// The reservation of that name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, reservation)| reservation)
-    }
-}
 
 /// What running sequences are expected to take and to give back.
 #[derive(Debug, Default)]
 pub(crate) struct Reserved {
     /// Whether somebody has come or gone, or a step has passed, since `growth` was computed.
     stale: bool,
+    /// Those with most left first.
     growth: Vec<Growth>,
 }
 
 /// What a sequence is expected to take and to give back.
 #[derive(Clone, Copy, Debug)]
-struct Growth {
+pub(crate) struct Growth {
     /// Tokens that it has.
     len: u32,
     /// Tokens that need KV when it ends.
@@ -65,7 +37,7 @@ impl Growth {
     }
 
     /// Blocks that it takes until it ends.
-    fn whole(self, block_size: u32) -> usize {
+    pub(crate) fn whole(self, block_size: u32) -> usize {
         self.end.div_ceil(block_size).saturating_sub(self.blocks) as usize
     }
 }
@@ -75,45 +47,39 @@ impl Reserved {
     pub(crate) fn invalidate(&mut self) {
         self.stale = true;
     }
+
+    pub(crate) fn is_stale(&self) -> bool {
+        self.stale
+    }
+
+    /// Takes what those that run are expected to take, in any order.
+    pub(crate) fn renew(&mut self, growth: impl Iterator<Item = Growth>) {
+        self.stale = false;
+        self.growth.clear();
+        self.growth.extend(growth);
+        self.growth.sort_unstable_by_key(|growth| std::cmp::Reverse(growth.left()));
+    }
+
+    /// Blocks that must be free beyond those that `own` gets now, should it be admitted beside all that run.
+    pub(crate) fn held_back(&self, own: Growth, reservation: Reservation, block_size: u32) -> usize {
+        match reservation {
+            Reservation::Peak => peak(own, &self.growth, block_size),
+            _ => self.growth.iter().chain([&own]).map(|growth| growth.whole(block_size)).sum(),
+        }
+    }
 }
 
-impl Scheduler {
-    /// Free blocks that are not for `id`, should it be admitted beside all that run.
-    pub(crate) fn held_back(&mut self, id: SeqId) -> usize {
-        if self.config.reservation == Reservation::Watermark {
-            return self.headroom(self.running.len());
-        }
-        if self.reserved.stale {
-            let mut growth = std::mem::take(&mut self.reserved.growth);
-            growth.clear();
-            growth.extend(self.seated().map(|seq| self.growth(seq, seq.table.ids().len())));
-            growth.sort_unstable_by_key(|growth| std::cmp::Reverse(growth.left()));
-            self.reserved = Reserved { stale: false, growth };
-        }
-        let own = self.growth(&self.seqs[id], self.blocks_at_admission(id));
-        let (size, running) = (self.config.block_size, &self.reserved.growth);
-        match self.config.reservation {
-            Reservation::Peak => peak(own, running, size),
-            _ => running.iter().chain([&own]).map(|growth| growth.whole(size)).sum(),
-        }
-    }
-
-    /// Blocks that those that run may take yet.
-    pub(crate) fn outstanding(&self) -> usize {
-        self.seated().map(|seq| self.growth(seq, seq.table.ids().len()).whole(self.config.block_size)).sum()
-    }
-
-    /// What a sequence with so many blocks is expected to take and to give back.
-    fn growth(&self, seq: &Sequence, blocks: usize) -> Growth {
-        let (size, len) = (self.config.block_size, seq.expected_len());
+impl Growth {
+    /// That of a sequence with so many blocks, under this reservation.
+    pub(crate) fn of(seq: &Sequence, blocks: usize, reservation: Reservation, block_size: u32) -> Self {
         // The last token's KV is never needed.
-        let end = match self.config.reservation {
-            Reservation::Peak => seq.limit.min(seq.tokens.len() as u32 + seq.predicted_left()) - 1,
-            _ => seq.limit - 1,
+        let end = match reservation {
+            Reservation::Peak => seq.limit().min(seq.len() + seq.predicted_left()) - 1,
+            _ => seq.limit() - 1,
         };
         // Blocks that it found in the cache may be others' too.
-        let own = blocks.saturating_sub((seq.computed_from / size) as usize);
-        Growth { len, end, blocks: blocks as u32, own }
+        let own = blocks.saturating_sub((seq.computed_from() / block_size) as usize);
+        Self { len: seq.expected_len(), end, blocks: blocks as u32, own }
     }
 }
 

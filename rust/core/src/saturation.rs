@@ -1,9 +1,6 @@
 //! How much of what the machine can do is asked of it: see [`Saturation::permille`].
 
-use crate::Scheduler;
 use crate::request::Time;
-use crate::sequence::Sequence;
-use crate::stats::Stall;
 
 /// Microseconds that one bucket covers, and how many of them are one window.
 const BUCKET: Time = 1_000_000;
@@ -34,8 +31,13 @@ pub(crate) struct Saturation {
 }
 
 impl Saturation {
+    /// Whether the newest plan left requests waiting.
+    pub(crate) fn is_backlogged(&self) -> bool {
+        self.waiting > 0
+    }
+
     /// Notes that steps used `share` of the capacity from `from` to `to`.
-    fn used(&mut self, from: Time, to: Time, share: f64) {
+    pub(crate) fn used(&mut self, from: Time, to: Time, share: f64) {
         self.advance(to);
         let first = (to / BUCKET).saturating_sub(WINDOW as u64).max(from / BUCKET);
         for second in first..=to / BUCKET {
@@ -45,7 +47,7 @@ impl Saturation {
     }
 
     /// Notes that a plan left so many waiting of all that had come since the start.
-    fn planned(&mut self, waiting: u64, arrived: u64, now: Time) {
+    pub(crate) fn planned(&mut self, waiting: u64, arrived: u64, now: Time) {
         self.advance(now);
         (self.waiting, self.arrived) = (waiting, arrived);
         let bucket = self.bucket(now / BUCKET);
@@ -57,7 +59,7 @@ impl Saturation {
     /// It is the share of the capacity that steps used, times the requests that
     /// came over those of them that the queue did not keep. While it grows, all
     /// of the capacity is in use.
-    fn permille(&self, now: Time) -> u32 {
+    pub(crate) fn permille(&self, now: Time) -> u32 {
         let current = now / BUCKET;
         let buckets: [Bucket; WINDOW + 1] = std::array::from_fn(|ago| {
             let Some(second) = current.checked_sub(ago as u64) else { return Bucket::default() };
@@ -91,45 +93,6 @@ impl Saturation {
 
     fn bucket(&mut self, second: u64) -> &mut Bucket {
         &mut self.buckets[second as usize % (WINDOW + 1)]
-    }
-}
-
-impl Scheduler {
-    /// Work that arrived in the ten seconds before `now`, over the work that could be served in them, in thousandths:
-    /// 1000 and more when the queue grows.
-    pub fn saturation(&self, now: Time) -> u32 {
-        self.saturation.permille(now.max(self.clocks.now()))
-    }
-
-    /// Notes the queue that a plan left behind, with what is left of the prompts that have begun and got no tokens:
-    /// one that is half computed counts as half a request. Requests that wait for their batch to fill are no backlog.
-    pub(crate) fn note_backlog(&mut self) {
-        let stalled = self.partial.iter().filter_map(|&id| self.seqs.get(id)).filter(|seq| seq.stalled);
-        let left = |seq: &Sequence| 1.0 - f64::from(seq.computed) / f64::from(seq.expected_len());
-        let stalled = stalled.map(left).sum::<f64>().ceil() as usize;
-        let waiting = if self.stall == Some(Stall::Batch) { 0 } else { (self.queue.len() + stalled) as u64 };
-        self.saturation.planned(waiting, self.next_ticket, self.clocks.now());
-    }
-
-    /// Notes a step that ended now and had begun at `from`.
-    ///
-    /// While requests wait, steps are as full as they can be: all of the
-    /// capacity is in use. Otherwise others could have shared the step's fixed
-    /// cost, so that only counts for the part of the step that was taken.
-    pub(crate) fn note_use(&mut self, load: &crate::Load, from: Time) {
-        let share = if self.saturation.waiting > 0 { 1.0 } else { self.model.share(load, self.fullness(load)) };
-        self.saturation.used(from, self.clocks.now(), share);
-    }
-
-    /// The fullest of rows, blocks and a step's tokens, 0 to 1.
-    fn fullness(&self, load: &crate::Load) -> f64 {
-        let part = |some: usize, all: usize| some as f64 / all.max(1) as f64;
-        let occupancy = self.occupancy();
-        let tokens = (load.prefill_tokens + load.decode_seqs) as usize;
-        part(occupancy.running, self.config.max_seqs as usize)
-            .max(part(occupancy.blocks, self.config.usable_blocks() as usize))
-            .max(part(tokens, self.config.max_tokens as usize))
-            .min(1.0)
     }
 }
 

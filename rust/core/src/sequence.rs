@@ -1,108 +1,107 @@
 //! One request in flight: its tokens, and how many of them the model has seen.
 
-use crate::ledger::{Account, State};
-use crate::policy::Key;
+use crate::batch::{Chunk, WHOLE_TABLE};
+use crate::error::Rejected;
+use crate::group::Member;
+use crate::kv::SeqBlocks;
+use crate::ledger::{Account, Cause, Clocks};
+use crate::phase::{Phase, Stage};
+use crate::place::Place;
 use crate::request::{FinishReason, Request, SeqId, Ticket, Time, Token};
-use crate::{BlockHash, BlockTable, Chain, Chunk, Rejected};
 use std::sync::Arc;
 
-/// The row of a sequence that waits.
-pub(crate) const NO_ROW: u32 = u32::MAX;
 /// Preemptions after which a request is protected: none of its policy takes its slot, and it is the last to lose its blocks.
-pub(crate) const PROTECTED_AFTER: u32 = 2;
+const PROTECTED_AFTER: u32 = 2;
 /// Preemptions of one request, at most.
 pub(crate) const MAX_PREEMPTIONS: u32 = 8;
-/// Stands for "no stop token", which is none of a vocabulary's.
-const NO_TOKEN: Token = Token::MAX;
 
-/// A request and its progress. There is no prefill or decode mode: `computed`
-/// against the length says everything.
+/// A request and its progress. There is no prefill or decode mode: the tokens
+/// computed against the length say what a step has to do.
 ///
-/// In the order of use: what a decode step touches lies in the first two cache
-/// lines.
+/// In the order of use: what a decode step touches lies in the first two cache lines.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct Sequence {
-    /// Its fixed place in the step buffers while it runs, else [`NO_ROW`].
-    pub(crate) row: u32,
-    /// Leading tokens whose KV is, or by a planned step will be, in `table`.
-    pub(crate) computed: u32,
-    /// While `computed` is below, the next token is the last of all, and
-    /// neither needs a block nor completes one: the quick way through a plan.
-    pub(crate) quick_until: u32,
-    /// On the quick way: the cache slot of the next token.
-    pub(crate) slot: u32,
-    /// Tokens that planned steps will sample: known to be coming, not what they are.
-    pub(crate) pending: u32,
-    /// Longest it can get, prompt and output.
-    pub(crate) limit: u32,
-    /// Known and computed tokens at which its next block gets its name.
-    pub(crate) seal_at: u32,
-    pub(crate) preemptions: u32,
-    pub(crate) tokens: Vec<Token>,
-    /// Whether its output has begun since it was admitted last.
-    pub(crate) decoding: bool,
-    /// Whether `draft` is part of a planned step: the length is unknown until its commit.
-    pub(crate) drafting: bool,
-    /// Whether its next chunk is put off while others' come first.
-    pub(crate) stalled: bool,
-    /// The first of its stop tokens: most have one.
-    stop: Token,
-
-    pub(crate) tag: u64,
-    pub(crate) priority: i32,
-    pub(crate) tenant: u32,
-    more_stops: Box<[Token]>,
-    pub(crate) table: BlockTable,
-    pub(crate) weight: u32,
-    /// The group of the queue whose turn it must be.
-    pub(crate) group: u32,
-
-    /// The names of its full blocks, as far as they were computed: none without a prefix cache.
-    pub(crate) names: Vec<BlockHash>,
+    phase: Phase,
+    progress: Progress,
+    tokens: Vec<Token>,
+    spec: Spec,
+    pub(crate) blocks: SeqBlocks,
+    member: Member,
     /// A guess at the tokens after the last one.
-    pub(crate) draft: Vec<Token>,
-    pub(crate) chain: Chain,
-    pub(crate) salt: Arc<[u8]>,
-    pub(crate) ticket: Ticket,
-    pub(crate) class: u32,
+    draft: Vec<Token>,
+    run: Run,
+    times: Times,
+    pub(crate) place: Place,
+    family: Family,
+    /// Apart, since it is large, and looked at only when something changes.
+    pub(crate) account: Box<Account>,
+}
+
+/// How far a sequence is.
+#[derive(Debug)]
+struct Progress {
+    /// Leading tokens whose KV is, or by a planned step will be, in its blocks.
+    computed: u32,
+    /// While `computed` is below, the next token is the last of all, and neither needs a block nor completes one.
+    fast_path_limit: u32,
+    /// On the fast path: where the cache keeps the next token.
+    next_kv_slot: u32,
+    /// Tokens that planned steps will sample: known to be coming, not what they are.
+    pending: u32,
+    /// Longest it can get, prompt and output.
+    limit: u32,
+    preemptions: u32,
+    /// Whether its draft is part of a planned step: the length is unknown until the commit.
+    drafting: bool,
+}
+
+/// What was asked for: it never changes.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Spec {
+    pub(crate) tag: u64,
+    /// The first of its stop tokens: most have one at most.
+    stop: Option<Token>,
+    more_stops: Box<[Token]>,
     pub(crate) prompt_len: u32,
-    pub(crate) cached_tokens: u32,
-    /// `computed` when it was admitted last.
-    pub(crate) computed_from: u32,
-    /// What it had computed when it lost its KV last, until it is decoding again.
-    pub(crate) lost: u32,
-    /// Tokens it had to compute when it was queued, as far as the cache was looked at.
-    pub(crate) uncached: u32,
-    /// Tokens whose KV lies in `host`, while it waits.
-    pub(crate) saved: u32,
-    pub(crate) host: Vec<u32>,
-    /// Where it waits.
-    pub(crate) key: Key,
-    /// Free blocks it needed, beyond the watermark, when it was last turned back.
-    pub(crate) needs_free: usize,
-    /// The plan in which it was turned back last.
-    pub(crate) looked_at: u64,
-    /// Since when it does not fit, and how many went past it since.
-    pub(crate) turned_back: Option<Time>,
-    pub(crate) passed: u32,
+    pub(crate) priority: i32,
+    pub(crate) weight: u32,
+    pub(crate) predicted: Option<u32>,
+    pub(crate) ticket: Ticket,
+    pub(crate) deadline: Option<Time>,
+    pub(crate) ttft_deadline: Option<Time>,
+}
+
+/// A sequence's time in the batch since it was admitted last.
+#[derive(Debug, Default)]
+struct Run {
+    /// Prompt tokens that the cache had when it was first admitted.
+    cached_tokens: u32,
+    /// Tokens that were computed when it was admitted last.
+    computed_from: u32,
+    /// Tokens whose KV it lost, and must compute again.
+    recompute_tokens: u32,
+    /// Tokens that it had to compute when it was queued, as far as the cache was looked at.
+    uncached: u32,
+}
+
+/// When what happened.
+#[derive(Debug)]
+pub(crate) struct Times {
     pub(crate) arrived: Time,
     pub(crate) started: Option<Time>,
     pub(crate) first_token: Option<Time>,
-    pub(crate) deadline: Time,
-    pub(crate) ttft_deadline: Time,
-    /// When its deadlines are looked at next, if it has any.
-    pub(crate) look_at: Option<Time>,
-    pub(crate) predicted: Option<u32>,
-    /// The number of the block with which its cached prefix would be longer (prefix policy).
-    pub(crate) awaited_block: Option<usize>,
-    /// Who computes the blocks up to that one.
-    pub(crate) awaited_from: Option<SeqId>,
-    pub(crate) parent: Option<SeqId>,
-    /// Siblings that wait for its prompt to be computed.
-    pub(crate) forks: Vec<SeqId>,
-    /// Apart, since it is large, and looked at only when something changes.
-    pub(crate) account: Box<Account>,
+    /// When its deadlines are checked next.
+    pub(crate) check_at: Option<Time>,
+}
+
+/// The other answers to the same prompt.
+#[derive(Debug, Default)]
+struct Family {
+    parent: Option<SeqId>,
+    /// Forks that wait for its prompt to be computed.
+    waiting: Vec<SeqId>,
 }
 
 impl Sequence {
@@ -118,159 +117,419 @@ impl Sequence {
         if prompt + new > u64::from(max_model_len) {
             return Err(Rejected::TooLong { prompt, new, limit: max_model_len.into() });
         }
-        let (stop, more_stops) = match request.stop.split_first() {
-            Some((&first, rest)) => (first, rest.into()),
-            None => (NO_TOKEN, [].into()),
-        };
+        let limit = (prompt + new) as u32;
         Ok(Self {
-            row: NO_ROW,
-            computed: 0,
-            quick_until: 0,
-            slot: 0,
-            pending: 0,
-            limit: (prompt + new) as u32,
-            seal_at: u32::MAX,
-            preemptions: 0,
-            decoding: false,
-            drafting: false,
-            stalled: false,
+            phase: Phase::New,
+            progress: Progress { computed: 0, fast_path_limit: 0, next_kv_slot: 0, pending: 0, limit, preemptions: 0, drafting: false },
             tokens: request.prompt,
-            stop,
-            more_stops,
-            tag: request.tag,
-            priority: request.priority,
-            tenant: 0,
-            class: 0,
-            group: 0,
-            weight: request.weight.max(1),
-            table: BlockTable::default(),
-            names: Vec::new(),
+            spec: Spec {
+                tag: request.tag,
+                stop: request.stop.first().copied(),
+                more_stops: request.stop.get(1..).unwrap_or_default().into(),
+                prompt_len: prompt as u32,
+                priority: request.priority,
+                weight: request.weight.max(1),
+                predicted: request.predicted_tokens,
+                ticket,
+                deadline: request.deadline,
+                ttft_deadline: request.ttft_deadline,
+            },
+            blocks: SeqBlocks::new(request.salt),
+            member: Member::default(),
             draft: Vec::new(),
-            chain: Chain::root(&request.salt),
-            salt: request.salt,
-            ticket,
-            prompt_len: prompt as u32,
-            cached_tokens: 0,
-            computed_from: 0,
-            lost: 0,
-            uncached: prompt as u32,
-            saved: 0,
-            host: Vec::new(),
-            key: Key::default(),
-            needs_free: 0,
-            looked_at: 0,
-            turned_back: None,
-            passed: 0,
-            arrived: now,
-            started: None,
-            first_token: None,
-            deadline: request.deadline.unwrap_or(Time::MAX),
-            ttft_deadline: request.ttft_deadline.unwrap_or(Time::MAX),
-            look_at: None,
-            predicted: request.predicted_tokens,
-            awaited_block: None,
-            awaited_from: None,
-            parent: None,
-            forks: Vec::new(),
-            account: Box::default(),
+            run: Run { uncached: prompt as u32, ..Run::default() },
+            times: Times { arrived: now, started: None, first_token: None, check_at: None },
+            place: Place::default(),
+            family: Family::default(),
+            account: Box::new(Account::open(now)),
         })
     }
 
-    /// Another of the same request, from its beginning.
-    pub(crate) fn sibling(&self, tag: u64, tenant: Arc<str>) -> Request {
-        let set = |time: Time| (time != Time::MAX).then_some(time);
-        let stops = (self.stop != NO_TOKEN).then_some(self.stop).into_iter();
+    /// The request of another answer to the same prompt.
+    pub(crate) fn fork_request(&self, tag: u64, tenant: Arc<str>) -> Request {
         Request {
             tag,
-            prompt: self.tokens[..self.prompt_len as usize].to_vec(),
-            max_new_tokens: self.limit - self.prompt_len,
-            stop: stops.chain(self.more_stops.iter().copied()).collect(),
-            salt: Arc::clone(&self.salt),
-            priority: self.priority,
+            prompt: self.tokens[..self.spec.prompt_len as usize].to_vec(),
+            max_new_tokens: self.progress.limit - self.spec.prompt_len,
+            stop: self.spec.stop.into_iter().chain(self.spec.more_stops.iter().copied()).collect(),
+            salt: Arc::clone(self.blocks.salt()),
+            priority: self.spec.priority,
             tenant,
-            weight: self.weight,
-            deadline: set(self.deadline),
-            ttft_deadline: set(self.ttft_deadline),
-            predicted_tokens: self.predicted,
+            weight: self.spec.weight,
+            deadline: self.spec.deadline,
+            ttft_deadline: self.spec.ttft_deadline,
+            predicted_tokens: self.spec.predicted,
         }
     }
 
+    /// Makes it a fork of `parent`. It waits for the parent's prompt, if that is not computed.
+    pub(crate) fn make_fork(&mut self, parent: SeqId, waits: bool) {
+        self.family.parent = Some(parent);
+        self.phase = if waits { Phase::WaitingOnParent } else { Phase::New };
+    }
+
+    /// Has it belong to these groups.
+    pub(crate) fn join(&mut self, member: Member) {
+        self.member = member;
+    }
+
+    /// Books the time in the present phase, and begins another. `others` is what the timeline calls a wait for other groups.
+    pub(crate) fn enter(&mut self, phase: Phase, clocks: &Clocks, others: Cause) {
+        self.account.enter(self.phase.state(), phase.state(), clocks, self.member.group, others);
+        self.phase = phase;
+    }
+
+    pub(crate) fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// Its slot of the batch, if it runs.
+    #[inline]
+    pub(crate) fn slot(&self) -> Option<u32> {
+        if let Phase::Running { slot, .. } = self.phase { Some(slot) } else { None }
+    }
+
+    #[inline]
+    pub(crate) fn is_running(&self) -> bool {
+        matches!(self.phase, Phase::Running { .. })
+    }
+
+    /// Whether it has generated a token since it was admitted last.
+    #[inline]
+    pub(crate) fn is_decoding(&self) -> bool {
+        matches!(self.phase, Phase::Running { stage: Stage::Decode, .. })
+    }
+
+    /// Whether the last step had no tokens for it.
+    pub(crate) fn is_stalled(&self) -> bool {
+        matches!(self.phase, Phase::Running { stage: Stage::Stalled, .. })
+    }
+
+    /// What it does in the batch until it decodes.
+    pub(crate) fn prefill_stage(&self) -> Stage {
+        if self.run.recompute_tokens > 0 { Stage::Recompute } else { Stage::Prefill }
+    }
+
+    /// What it begins with when it is admitted: one whose KV comes back from the host may go on decoding.
+    pub(crate) fn first_stage(&self) -> Stage {
+        match self.phase {
+            Phase::Swapped { tokens } if self.times.first_token.is_some() && tokens as usize + 1 == self.tokens.len() => Stage::Decode,
+            _ => self.prefill_stage(),
+        }
+    }
+
+    pub(crate) fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    pub(crate) fn member(&self) -> Member {
+        self.member
+    }
+
+    pub(crate) fn times(&self) -> &Times {
+        &self.times
+    }
+
+    /// When its deadlines are to be checked next, if it has any.
+    pub(crate) fn check_at(&mut self, at: Option<Time>) {
+        self.times.check_at = at;
+    }
+
+    pub(crate) fn tokens(&self) -> &[Token] {
+        &self.tokens
+    }
+
+    /// What it has of the cache, to be changed by what its tokens are.
+    #[inline]
+    pub(crate) fn blocks_and_tokens(&mut self) -> (&mut SeqBlocks, &[Token]) {
+        (&mut self.blocks, &self.tokens)
+    }
+
+    /// Changes the tokens: a replay makes some up.
+    pub(crate) fn tokens_mut(&mut self) -> &mut [Token] {
+        &mut self.tokens
+    }
+
+    /// Tokens known, prompt and output.
+    #[inline]
+    pub(crate) fn len(&self) -> u32 {
+        self.tokens.len() as u32
+    }
+
+    pub(crate) fn limit(&self) -> u32 {
+        self.progress.limit
+    }
+
+    #[inline]
+    pub(crate) fn computed(&self) -> u32 {
+        self.progress.computed
+    }
+
+    /// Tokens that are known, and computed by planned steps.
+    #[inline]
+    pub(crate) fn known(&self) -> u32 {
+        self.progress.computed.min(self.len())
+    }
+
+    /// Tokens that planned steps will sample.
+    #[inline]
+    pub(crate) fn pending(&self) -> u32 {
+        self.progress.pending
+    }
+
+    #[inline]
+    pub(crate) fn preemptions(&self) -> u32 {
+        self.progress.preemptions
+    }
+
+    #[inline]
+    pub(crate) fn is_drafting(&self) -> bool {
+        self.progress.drafting
+    }
+
+    pub(crate) fn draft(&self) -> &[Token] {
+        &self.draft
+    }
+
+    /// Whether the next token is the last one it may compute, or its length is open until a commit.
+    #[inline]
+    pub(crate) fn has_nothing_to_plan(&self) -> bool {
+        self.expected_len() == self.progress.limit || self.progress.drafting
+    }
+
     /// Its length once every planned step has sampled.
+    #[inline]
     pub(crate) fn expected_len(&self) -> u32 {
-        self.tokens.len() as u32 + self.pending
+        self.len() + self.progress.pending
+    }
+
+    /// Tokens that it can compute before another is sampled.
+    pub(crate) fn uncomputed(&self) -> u32 {
+        self.expected_len() - self.progress.computed
     }
 
     /// Whether it was preempted so often that only a lack of blocks can preempt it again.
     pub(crate) fn is_protected(&self) -> bool {
-        self.preemptions >= PROTECTED_AFTER
+        self.progress.preemptions >= PROTECTED_AFTER
     }
 
     /// Whether it must not be preempted again: it runs only as the one that nobody preempts.
     pub(crate) fn is_last_chance(&self) -> bool {
-        self.preemptions >= MAX_PREEMPTIONS
+        self.progress.preemptions >= MAX_PREEMPTIONS
     }
 
-    /// What it is in while it runs.
-    pub(crate) fn running_state(&self) -> State {
-        match () {
-            () if self.decoding => State::Decode,
-            () if self.lost > 0 => State::Recompute,
-            () => State::Prefill,
-        }
+    /// Whether it has run before.
+    pub(crate) fn has_started(&self) -> bool {
+        self.times.started.is_some()
+    }
+
+    /// Whether it counts against the queue's limits while it waits: forks, and those that ran, do not.
+    pub(crate) fn counts_as_queued(&self) -> bool {
+        self.times.started.is_none() && self.family.parent.is_none()
+    }
+
+    pub(crate) fn parent(&self) -> Option<SeqId> {
+        self.family.parent
+    }
+
+    /// Forks that wait for its prompt.
+    pub(crate) fn waiting_forks(&self) -> &[SeqId] {
+        &self.family.waiting
+    }
+
+    pub(crate) fn add_waiting_fork(&mut self, id: SeqId) {
+        self.family.waiting.push(id);
+    }
+
+    pub(crate) fn take_waiting_forks(&mut self) -> Vec<SeqId> {
+        std::mem::take(&mut self.family.waiting)
     }
 
     /// Tokens that it has generated.
     pub(crate) fn output_tokens(&self) -> u32 {
-        self.tokens.len() as u32 - self.prompt_len
+        self.len() - self.spec.prompt_len
     }
 
     /// Tokens that it is thought to generate still.
     pub(crate) fn predicted_left(&self) -> u32 {
-        let longest = self.limit - self.prompt_len;
-        self.predicted.unwrap_or(longest).min(longest).saturating_sub(self.output_tokens()).max(1)
+        let longest = self.progress.limit - self.spec.prompt_len;
+        self.spec.predicted.unwrap_or(longest).min(longest).saturating_sub(self.output_tokens()).max(1)
+    }
+
+    pub(crate) fn cached_tokens(&self) -> u32 {
+        self.run.cached_tokens
+    }
+
+    /// Tokens that were computed when it was admitted last.
+    pub(crate) fn computed_from(&self) -> u32 {
+        self.run.computed_from
+    }
+
+    /// Tokens computed for it so far, those computed again included.
+    pub(crate) fn computed_in_all(&self) -> u64 {
+        self.account.computed_tokens() + u64::from(self.progress.computed - self.run.computed_from)
+    }
+
+    /// Whether it computes again what it had lost.
+    pub(crate) fn is_recomputing(&self) -> bool {
+        self.run.recompute_tokens > 0 && !self.is_decoding()
+    }
+
+    /// Tokens that the cache lacked when it was looked at last.
+    pub(crate) fn uncached(&self) -> u32 {
+        self.run.uncached
+    }
+
+    /// Takes from its chain of cached blocks how many tokens it has to compute.
+    pub(crate) fn measure_uncached(&mut self, block_size: u32) {
+        let cached = self.blocks.cached_len() * block_size as usize;
+        self.run.uncached = (self.tokens.len() - cached).max(1) as u32;
+    }
+
+    /// Proposes the tokens after its last one. False unless it computes its last token next.
+    pub(crate) fn propose(&mut self, tokens: &[Token]) -> bool {
+        let len = self.len();
+        if !self.is_running() || self.progress.pending > 0 || self.progress.computed + 1 != len {
+            return false;
+        }
+        let room = (self.progress.limit - len - 1) as usize;
+        self.draft.clear();
+        self.draft.extend(tokens.iter().take(room));
+        self.progress.fast_path_limit = 0;
+        true
+    }
+
+    /// Puts the first so many drafted tokens into the step that is being planned, and drops the others.
+    pub(crate) fn use_draft(&mut self, len: u32) {
+        self.draft.truncate(len as usize);
+        self.progress.drafting = len > 0;
+    }
+
+    /// Makes room for all that it will sample, so that decoding does not allocate.
+    pub(crate) fn reserve_tokens(&mut self) {
+        self.tokens.reserve_exact(self.progress.limit as usize - self.tokens.len());
+    }
+
+    /// Begins a run with so many tokens computed; gives how many of them it computes again.
+    pub(crate) fn start(&mut self, computed: u32, now: Time) -> u32 {
+        self.place.admit();
+        self.progress.computed = computed;
+        self.run.computed_from = computed;
+        if self.times.started.is_none() {
+            self.times.started = Some(now);
+            self.run.cached_tokens = computed;
+            return 0;
+        }
+        let again = self.run.recompute_tokens.saturating_sub(computed);
+        self.account.recompute(again);
+        again
+    }
+
+    /// Ends a run: what it had computed is gone, but for a copy in host memory.
+    pub(crate) fn preempt(&mut self, swapped: bool) {
+        let Run { computed_from, recompute_tokens, .. } = self.run;
+        self.account.compute(self.progress.computed - computed_from);
+        self.run.recompute_tokens = if swapped { 0 } else { recompute_tokens.max(self.progress.computed) };
+        (self.progress.computed, self.run.computed_from) = (0, 0);
+        self.progress.preemptions += 1;
+        self.draft.clear();
+    }
+
+    /// The next chunk may not be its last token alone: it was stalled, or lost its slot.
+    pub(crate) fn leave_fast_path(&mut self) {
+        self.progress.fast_path_limit = 0;
     }
 
     /// What the step buffers say for the token at `position`: the token, or
-    /// `-(row + 1)` for "the token that this row sampled last".
-    pub(crate) fn input_at(&self, position: usize) -> i32 {
-        let draft = || self.draft.get(position - self.tokens.len()).filter(|_| self.drafting);
+    /// `-(slot + 1)` for "the token that this slot sampled last".
+    pub(crate) fn input_at(&self, slot: u32, position: usize) -> i32 {
+        let draft = || self.draft.get(position - self.tokens.len()).filter(|_| self.progress.drafting);
         match self.tokens.get(position).or_else(draft) {
             Some(&token) => token as i32,
-            None => -(self.row as i32) - 1,
+            None => -(slot as i32) - 1,
+        }
+    }
+
+    /// Whether its next token is the last of all, and neither needs a block nor completes one.
+    #[inline]
+    pub(crate) fn is_on_fast_path(&self) -> bool {
+        self.progress.computed < self.progress.fast_path_limit
+    }
+
+    /// The next token of a sequence on the fast path.
+    #[inline]
+    pub(crate) fn fast_chunk(&mut self, id: SeqId, slot: u32) -> Chunk {
+        let progress = &mut self.progress;
+        let start = progress.computed;
+        let token = if progress.pending == 0 { *self.tokens.last().expect("a prompt") as i32 } else { -(slot as i32) - 1 };
+        let kv_slot = progress.next_kv_slot;
+        progress.computed += 1;
+        progress.next_kv_slot += 1;
+        progress.pending += 1;
+        Chunk {
+            seq: id,
+            row: slot,
+            start,
+            len: 1,
+            drafted: 0,
+            samples: true,
+            token,
+            slot: kv_slot,
+            table_from: WHOLE_TABLE,
+            preemptions: progress.preemptions,
         }
     }
 
     /// Its next `len` tokens. From now on they count as computed: whatever is
     /// planned later runs later.
     pub(crate) fn next_chunk(&mut self, id: SeqId, len: u32, table_from: u32, block_size: u32) -> Chunk {
-        let start = self.computed;
-        let drafted = if self.drafting { self.draft.len() as u32 } else { 0 };
-        let (token, slot) = (self.input_at(start as usize), self.slot_of(start, block_size));
-        self.computed += len;
-        let samples = self.computed == self.expected_len() + drafted;
-        self.pending += u32::from(samples);
-        // The next one is quick if its block is there, and it is not the block's last.
-        let offset = self.computed % block_size;
+        let slot = self.slot().expect("it runs");
+        let start = self.progress.computed;
+        let drafted = if self.progress.drafting { self.draft.len() as u32 } else { 0 };
+        let (token, kv_slot) = (self.input_at(slot, start as usize), self.blocks.kv_slot(start, block_size));
+        let samples = start + len == self.expected_len() + drafted;
+        let progress = &mut self.progress;
+        progress.computed += len;
+        progress.pending += u32::from(samples);
+        // The next one is fast if its block is there, and it is not the block's last.
+        let offset = progress.computed % block_size;
         if samples && drafted == 0 && offset != 0 {
-            self.slot = self.slot_of(self.computed, block_size);
-            self.quick_until = self.computed - offset + block_size - 1;
+            progress.next_kv_slot = self.blocks.kv_slot(progress.computed, block_size);
+            progress.fast_path_limit = progress.computed - offset + block_size - 1;
         } else {
-            self.quick_until = 0;
+            progress.fast_path_limit = 0;
         }
-        Chunk { seq: id, row: self.row, start, len, drafted, samples, token, slot, table_from, preemptions: self.preemptions }
+        Chunk { seq: id, row: slot, start, len, drafted, samples, token, slot: kv_slot, table_from, preemptions: progress.preemptions }
     }
 
-    /// The cache slot of the token at `position`, whose block it has.
-    pub(crate) fn slot_of(&self, position: u32, block_size: u32) -> u32 {
-        self.table.ids()[(position / block_size) as usize].0 * block_size + position % block_size
+    /// Notes that a step which samples for it is committed.
+    #[inline]
+    pub(crate) fn take_sample(&mut self) {
+        self.progress.pending -= 1;
+    }
+
+    /// Notes when it generated its first token.
+    pub(crate) fn note_first_token(&mut self, now: Time) {
+        self.times.first_token.get_or_insert(now);
+    }
+
+    /// Drops the draft of a committed chunk. With it the length was a guess, but a sequence that lost its blocks since the chunk
+    /// was planned has nothing computed.
+    pub(crate) fn settle_draft(&mut self, chunk: &Chunk) {
+        self.progress.drafting = false;
+        self.draft.clear();
+        if self.progress.preemptions == chunk.preemptions {
+            self.progress.computed = self.len() - 1;
+        }
     }
 
     /// Appends a sampled token, and says whether that ends the request.
+    #[inline]
     pub(crate) fn push(&mut self, token: Token) -> Option<FinishReason> {
         self.tokens.push(token);
-        if token == self.stop || (!self.more_stops.is_empty() && self.more_stops.contains(&token)) {
+        if self.spec.stop == Some(token) || (!self.spec.more_stops.is_empty() && self.spec.more_stops.contains(&token)) {
             return Some(FinishReason::Stop);
         }
-        (self.tokens.len() as u32 == self.limit).then_some(FinishReason::Length)
+        (self.tokens.len() as u32 == self.progress.limit).then_some(FinishReason::Length)
     }
 }

@@ -1,8 +1,8 @@
 //! The scheduler's settings as one table: journals, what-if and the Python binding read and write a [`Config`] through it.
 
-use crate::config::{Batching, Config};
+use crate::config::{Batching, Config, Reservation};
+use crate::error::ConfigError;
 use crate::policy::Policy;
-use crate::reservation::Reservation;
 use thiserror::Error;
 
 /// The value of a setting.
@@ -260,6 +260,31 @@ impl Setting {
 }
 
 impl Config {
+    /// Refuses what makes no scheduler.
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        for setting in &SETTINGS {
+            if let (SettingKind::Int { least, most, .. }, Value::Int(value)) = (setting.kind, setting.get(self)) {
+                let name = setting.name;
+                if value < least {
+                    return Err(ConfigError::TooSmall { name, value, least });
+                }
+                if value > most {
+                    return Err(ConfigError::TooLarge { name, value, most });
+                }
+            }
+        }
+        // Every sequence that decodes gets its token in each step.
+        if self.max_seqs > self.max_tokens {
+            return Err(ConfigError::TooManySeqs { max_seqs: self.max_seqs, max_tokens: self.max_tokens });
+        }
+        // Cache slots are 32-bit signed on the model's side.
+        let (slots, most) = (u64::from(self.num_blocks) * u64::from(self.block_size), i32::MAX as u64);
+        if slots > most {
+            return Err(ConfigError::TooLarge { name: "num_blocks * block_size", value: slots, most });
+        }
+        Ok(())
+    }
+
     /// These settings with other values for those `given`, by name. Whether they make a scheduler is another question:
     /// some depend on each other.
     pub fn with(mut self, given: &[(String, Value)]) -> Result<Self, SettingError> {

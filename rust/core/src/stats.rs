@@ -1,7 +1,6 @@
 //! What an operator wants to know: counters since the start, and what is true now.
 
-use crate::Scheduler;
-use crate::ledger::{CAUSES, Cause, PREEMPTION_REASONS};
+use crate::ledger::{CAUSES, PREEMPTION_REASONS};
 
 /// Why no step was planned although there are requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,69 +100,4 @@ pub struct Occupancy {
     pub waiting: usize,
     /// Blocks that sequences hold.
     pub blocks: usize,
-}
-
-impl Scheduler {
-    /// How full it is now. O(1), so that every step can be looked at.
-    pub fn occupancy(&self) -> Occupancy {
-        let waiting = self.queue.len() + self.parked;
-        let blocks = self.config.usable_blocks() as usize - self.pool.free();
-        Occupancy { running: self.seqs.len() - waiting, waiting, blocks }
-    }
-
-    /// Block names computed and looked up so far: work that is the same on every machine.
-    pub fn block_lookups(&self) -> u64 {
-        self.pool.lookups()
-    }
-
-    /// Counters, and what is true now. O(rows).
-    pub fn stats(&self) -> Stats {
-        let Occupancy { running, waiting, .. } = self.occupancy();
-        let (mut used_tokens, mut held_slots) = (0, 0);
-        for seq in self.seated() {
-            used_tokens += seq.computed as usize;
-            held_slots += seq.table.ids().len() * self.config.block_size as usize;
-        }
-        Stats {
-            counters: self.counters,
-            running,
-            waiting: waiting - self.swapped,
-            swapped: self.swapped,
-            rows: self.config.max_seqs as usize,
-            total_blocks: self.config.usable_blocks() as usize,
-            free_blocks: self.pool.free(),
-            used_tokens,
-            held_slots,
-            host_blocks: self.host.len(),
-            free_host_blocks: self.host.free(),
-            queued_prompt_tokens: self.queued_tokens,
-            stall: self.stall,
-            waiting_by_cause: self.waiting_by_cause(),
-            predicted_wait: self.predicted_wait(),
-            predicted_step: self.predicted_step,
-            saturation: self.saturation(self.clocks.now()),
-        }
-    }
-
-    fn waiting_by_cause(&self) -> [usize; CAUSES] {
-        let mut by_cause = [0; CAUSES];
-        by_cause[Cause::WaitSibling as usize] = self.parked;
-        by_cause[Cause::Swapped as usize] = self.swapped;
-        by_cause[Cause::Preempted as usize] = self.returning - self.swapped;
-        let waiting = self.queue.len() - self.returning;
-        let Some((group, limit)) = self.clocks.turn() else {
-            let fresh = self.fresh.len().min(waiting);
-            by_cause[Cause::WaitStep as usize] = fresh;
-            by_cause[self.others() as usize] = waiting - fresh;
-            return by_cause;
-        };
-        let in_turn = match self.config.policy {
-            policy if policy.has_tenants() => self.tenants.peek(group).waiting as usize,
-            policy if policy.has_classes() => self.classes.peek(group).waiting as usize,
-            _ => waiting,
-        };
-        by_cause[limit as usize] = in_turn.min(waiting);
-        by_cause[self.others() as usize] = waiting - in_turn.min(waiting);
-        by_cause
-    }
 }

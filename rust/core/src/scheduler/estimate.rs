@@ -1,9 +1,11 @@
 //! How much a request has before it, and whether it can make its deadline.
 
+use super::Scheduler;
+use crate::cost::StepModel;
+use crate::phase::Phase;
 use crate::policy::Policy;
-use crate::request::{SeqId, Time};
-use crate::sequence::{NO_ROW, Sequence};
-use crate::{Scheduler, StepModel};
+use crate::request::Time;
+use crate::sequence::Sequence;
 
 /// One that waits must be able to make it with so much to spare; one that runs
 /// is given up only when even so little would not do. Without a gap between the
@@ -33,42 +35,36 @@ fn time(model: &StepModel, (from, prompt): (u32, u32), output: u32) -> Time {
 
 impl Scheduler {
     /// Microseconds that a sequence has before it, as far as can be told.
-    pub(crate) fn work_left(&self, seq: &Sequence) -> Time {
+    pub(super) fn work_left(&self, seq: &Sequence) -> Time {
         time(&self.model, prompt_left(seq), seq.predicted_left())
     }
 
-    /// When a sequence has missed its deadline; under the deadline policy, the
+    /// When a sequence has missed its deadline, if it has one; under the deadline policy, the
     /// last moment at which it can still make it, by what its caller predicted.
-    pub(crate) fn due(&self, seq: &Sequence) -> Time {
-        let ttft = if seq.first_token.is_none() { seq.ttft_deadline } else { Time::MAX };
+    pub(super) fn due(&self, seq: &Sequence) -> Option<Time> {
+        let spec = seq.spec();
+        let ttft = spec.ttft_deadline.filter(|_| seq.times().first_token.is_none());
         if self.config.policy != Policy::Deadline || !self.model.knows() {
-            return seq.deadline.min(ttft);
+            return earliest(spec.deadline, ttft);
         }
         // Without a prediction all that is certain is one token more.
-        let output = seq.predicted.map_or(1, |_| seq.predicted_left());
+        let output = spec.predicted.map_or(1, |_| seq.predicted_left());
         let prompt = prompt_left(seq);
-        let margin = if seq.started.is_some() { TO_GO_ON } else { TO_START };
-        let before = |time: Time, needed: Time| {
-            if time == Time::MAX { time } else { time.saturating_sub((needed as f64 * margin) as Time) }
-        };
-        before(seq.deadline, time(&self.model, prompt, output)).min(before(ttft, time(&self.model, prompt, 1)))
+        let margin = if seq.has_started() { TO_GO_ON } else { TO_START };
+        let before = |at: Time, output: u32| at.saturating_sub((time(&self.model, prompt, output) as f64 * margin) as Time);
+        earliest(spec.deadline.map(|at| before(at, output)), ttft.map(|at| before(at, 1)))
     }
+}
 
-    /// Has a sequence's deadlines looked at when they are `due`.
-    pub(crate) fn watch(&mut self, id: SeqId, due: Time) {
-        let seq = &mut self.seqs[id];
-        if due != Time::MAX {
-            seq.look_at = Some(due);
-            self.deadlines.insert((due, seq.ticket), id);
-        }
-    }
+fn earliest(one: Option<Time>, other: Option<Time>) -> Option<Time> {
+    one.into_iter().chain(other).min()
 }
 
 /// What a sequence has computed, and what it has to before its next token is sampled.
 fn prompt_left(seq: &Sequence) -> (u32, u32) {
-    match seq.row {
-        _ if seq.saved > 0 => (seq.saved, 0),
-        NO_ROW => (seq.tokens.len() as u32 - seq.uncached, seq.uncached),
-        _ => (seq.computed, (seq.tokens.len() as u32).saturating_sub(seq.computed + 1)),
+    match seq.phase() {
+        Phase::Swapped { tokens } => (tokens, 0),
+        Phase::Running { .. } => (seq.computed(), seq.len().saturating_sub(seq.computed() + 1)),
+        Phase::New | Phase::Queued | Phase::WaitingOnParent | Phase::Preempted => (seq.len() - seq.uncached(), seq.uncached()),
     }
 }

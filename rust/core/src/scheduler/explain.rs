@@ -1,6 +1,6 @@
 //! What became of one request, and who ran while it waited.
 
-use crate::Scheduler;
+use super::Scheduler;
 use crate::ledger::{Cause, Ledger};
 use crate::request::{SeqId, Time};
 use std::collections::BTreeMap;
@@ -12,8 +12,8 @@ const NAMED: usize = 4;
 impl Scheduler {
     /// The account of a request that lives, up to the last call, or of one of the last 10,000 that ended.
     pub fn explain(&self, tag: u64) -> Option<Ledger> {
-        let ended = self.finished.iter().rev().find(|ledger| ledger.tag == tag).cloned();
-        ended.or_else(|| self.seqs.values().find(|seq| seq.tag == tag).map(|seq| self.ledger(seq, None)))
+        let ended = self.accounts.ended().rev().find(|ledger| ledger.tag == tag).cloned();
+        ended.or_else(|| self.seqs.values().find(|seq| seq.spec().tag == tag).map(|seq| self.accounts.ledger(seq, None)))
     }
 
     /// Books what a request was in before it was added, and for how many microseconds; none is as good as unknown.
@@ -22,7 +22,7 @@ impl Scheduler {
         if let Some(seq) = self.seqs.get_mut(id) {
             for &(cause, time) in spent {
                 // Nothing happened before the clock's zero.
-                let time = time.min(seq.arrived - seq.account.prepared());
+                let time = time.min(seq.times().arrived - seq.account.prepared());
                 seq.account.prepare(cause, time);
             }
         }
@@ -40,11 +40,11 @@ impl Scheduler {
                 *times.entry(tenant).or_default() += time;
             }
         };
-        for ledger in &self.finished {
+        for ledger in self.accounts.ended() {
             add(ledger.tag, &ledger.tenant, ledger.started, ledger.ended);
         }
         for seq in self.seqs.values() {
-            add(seq.tag, self.tenants.name(seq.tenant), seq.started, self.clocks.now());
+            add(seq.spec().tag, self.accounts.tenant(seq.member()), seq.times().started, self.accounts.now());
         }
         let mut ahead: Vec<_> = times.into_iter().map(|(tenant, time)| (Arc::clone(tenant), time)).collect();
         ahead.sort_by_key(|&(_, time)| std::cmp::Reverse(time));

@@ -1,0 +1,288 @@
+//! What requests, tenants and classes used, and what is counted for the operator.
+
+use crate::config::Config;
+use crate::group::{Groups, Member, Usage};
+use crate::ledger::{Cause, Clocks, Ledger, PreemptionReason};
+use crate::phase::{Need, Phase};
+use crate::policy::Policy;
+use crate::recent_steps::RecentSteps;
+use crate::request::{FinishReason, Time};
+use crate::saturation::Saturation;
+use crate::sequence::Sequence;
+use crate::stats::Counters;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Requests that ended whose ledgers are kept.
+const EXPLAINED: usize = 10_000;
+
+/// What requests, tenants and classes used, and what is counted for the operator.
+#[derive(Debug)]
+pub(crate) struct Accounts {
+    policy: Policy,
+    clocks: Clocks,
+    tenants: Groups<Arc<str>>,
+    classes: Groups<i32>,
+    counters: Counters,
+    /// What a request generates, on average of late.
+    mean_output: Option<f64>,
+    ended: VecDeque<Ledger>,
+    saturation: Saturation,
+    recent: RecentSteps,
+}
+
+impl Accounts {
+    pub(crate) fn new(config: &Config) -> Self {
+        let mut clocks = Clocks::default();
+        clocks.admit_group(0);
+        Self {
+            policy: config.policy,
+            clocks,
+            tenants: Groups::new(),
+            classes: Groups::new(),
+            counters: Counters::default(),
+            mean_output: None,
+            ended: VecDeque::new(),
+            saturation: Saturation::default(),
+            recent: RecentSteps::default(),
+        }
+    }
+
+    /// Lets the clocks run until `now`.
+    #[inline]
+    pub(crate) fn tick(&mut self, now: Time) {
+        self.clocks.tick(now);
+    }
+
+    /// The time that events are dated with: it never runs backwards.
+    #[inline]
+    pub(crate) fn now(&self) -> Time {
+        self.clocks.now()
+    }
+
+    /// From now on, a step runs of so many sequences, with pieces of prompts among them or not.
+    pub(crate) fn run_step(&mut self, sequences: usize, prefill: bool) {
+        self.clocks.step(sequences, prefill);
+    }
+
+    /// From now on, it is the turn of a group, which lacks something.
+    pub(crate) fn hold(&mut self, turn: Option<(u32, Need)>) {
+        self.clocks.hold(turn.map(|(group, need)| (group, need.cause())));
+    }
+
+    /// Whose turn it is, and what holds it up.
+    pub(crate) fn turn(&self) -> Option<(u32, Cause)> {
+        self.clocks.turn()
+    }
+
+    /// What a sequence waits for when it is not its group's turn.
+    pub(crate) fn others(&self) -> Cause {
+        if self.policy.has_tenants() { Cause::WaitShare } else { Cause::WaitOrder }
+    }
+
+    /// Enters a request under its tenant and class; says whether the tenant is a new one.
+    pub(crate) fn enroll(&mut self, tenant: &Arc<str>, priority: i32) -> (Member, bool) {
+        let (tenant, new) = self.tenants.enter(tenant);
+        let (class, _) = self.classes.enter(&priority);
+        let group = match self.policy {
+            policy if policy.has_tenants() => tenant,
+            policy if policy.has_classes() => class,
+            _ => 0,
+        };
+        self.clocks.admit_group(group);
+        (Member { tenant, class, group }, new)
+    }
+
+    /// Books a sequence's time so far, and begins another phase.
+    pub(crate) fn enter(&self, seq: &mut Sequence, phase: Phase) {
+        let others = self.others();
+        seq.enter(phase, &self.clocks, others);
+    }
+
+    /// Books how many blocks a sequence holds from now on.
+    pub(crate) fn hold_blocks(&self, seq: &mut Sequence) {
+        let held = seq.blocks.held();
+        seq.account.hold(held, &self.clocks);
+    }
+
+    /// Counts a request that waits in the queue from now on.
+    pub(crate) fn waits(&mut self, member: Member) {
+        self.tenants.usage(member.tenant).waiting += 1;
+        self.classes.usage(member.class).waiting += 1;
+    }
+
+    /// Counts one that has left the queue.
+    pub(crate) fn leaves_queue(&mut self, member: Member) {
+        self.tenants.usage(member.tenant).waiting -= 1;
+        self.classes.usage(member.class).waiting -= 1;
+    }
+
+    /// Counts one that has a slot from now on.
+    pub(crate) fn runs(&mut self, member: Member) {
+        self.tenants.usage(member.tenant).running += 1;
+        self.classes.usage(member.class).running += 1;
+    }
+
+    /// Counts one that has lost its slot.
+    pub(crate) fn leaves_slot(&mut self, member: Member) {
+        self.tenants.usage(member.tenant).running -= 1;
+        self.classes.usage(member.class).running -= 1;
+    }
+
+    /// Sequences of a tenant that run.
+    pub(crate) fn running_of(&self, tenant: u32) -> u32 {
+        self.tenants.peek(tenant).running
+    }
+
+    /// Sequences of a group that wait in the queue; `None` if all are one group.
+    pub(crate) fn waiting_of(&self, group: u32) -> Option<usize> {
+        match self.policy {
+            policy if policy.has_tenants() => Some(self.tenants.peek(group).waiting as usize),
+            policy if policy.has_classes() => Some(self.classes.peek(group).waiting as usize),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn tenant(&self, member: Member) -> &Arc<str> {
+        self.tenants.name(member.tenant)
+    }
+
+    pub(crate) fn tenants(&self) -> impl Iterator<Item = (&Arc<str>, &Usage)> {
+        self.tenants.iter()
+    }
+
+    pub(crate) fn classes(&self) -> impl Iterator<Item = (&i32, &Usage)> {
+        self.classes.iter()
+    }
+
+    pub(crate) fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Counts a request that is admitted for the first time, with so many cached tokens if they were looked for.
+    pub(crate) fn count_admission(&mut self, prompt_tokens: u32, found: Option<u32>) {
+        self.counters.prompt_tokens += u64::from(prompt_tokens);
+        if let Some(found) = found {
+            self.counters.prefix_queries += u64::from(prompt_tokens);
+            self.counters.prefix_hits += u64::from(found);
+        }
+    }
+
+    /// Counts tokens that were computed before a preemption.
+    pub(crate) fn count_recomputed(&mut self, tokens: u32) {
+        self.counters.recomputed_tokens += u64::from(tokens);
+    }
+
+    /// Counts tokens that a step computes.
+    #[inline]
+    pub(crate) fn count_computed(&mut self, tokens: u32) {
+        self.counters.computed_tokens += u64::from(tokens);
+    }
+
+    /// Counts sampled tokens.
+    #[inline]
+    pub(crate) fn count_generated(&mut self, tokens: u64) {
+        self.counters.generated_tokens += tokens;
+    }
+
+    /// Counts a preemption, and the blocks that were copied to host memory for it.
+    pub(crate) fn count_preemption(&mut self, reason: PreemptionReason, swapped_blocks: Option<usize>) {
+        self.counters.preemptions_by_reason[reason as usize] += 1;
+        match swapped_blocks {
+            Some(blocks) => {
+                self.counters.preemptions_swap += 1;
+                self.counters.swapped_blocks += blocks as u64;
+            }
+            None => self.counters.preemptions_recompute += 1,
+        }
+    }
+
+    /// Counts a missed deadline.
+    pub(crate) fn count_expired(&mut self) {
+        self.counters.expired += 1;
+    }
+
+    /// Counts a request that found the queue full.
+    pub(crate) fn count_queue_full(&mut self) {
+        self.counters.rejected_queue_full += 1;
+    }
+
+    /// Tokens that requests generated of late, on average; `None` if none has ended.
+    pub(crate) fn mean_output(&self) -> Option<f64> {
+        self.mean_output
+    }
+
+    /// A sequence's account up to now.
+    pub(crate) fn ledger(&self, seq: &Sequence, finish: Option<FinishReason>) -> Ledger {
+        let (spec, times) = (seq.spec(), seq.times());
+        let mut ledger = Ledger {
+            tag: spec.tag,
+            finish,
+            arrived: times.arrived - seq.account.prepared(),
+            submitted: times.arrived,
+            started: times.started,
+            first_token: times.first_token,
+            ended: self.clocks.now(),
+            causes: Default::default(),
+            prompt_tokens: spec.prompt_len,
+            cached_tokens: seq.cached_tokens(),
+            output_tokens: seq.output_tokens(),
+            computed_tokens: seq.computed_in_all(),
+            recomputed_tokens: 0,
+            preemptions: seq.preemptions(),
+            swaps: 0,
+            preempted_by: Vec::new(),
+            preempted_for: Default::default(),
+            block_us: 0,
+            tenant: Arc::clone(self.tenant(seq.member())),
+            priority: spec.priority,
+        };
+        seq.account.read(seq.phase().state(), &self.clocks, seq.member().group, self.others(), &mut ledger);
+        ledger
+    }
+
+    /// Books the account of a request that has ended.
+    pub(crate) fn close(&mut self, member: Member, ledger: &Ledger) {
+        self.tenants.usage(member.tenant).book(ledger);
+        self.classes.usage(member.class).book(ledger);
+        self.tenants.leave(member.tenant);
+        self.classes.leave(member.class);
+        if matches!(ledger.finish, Some(FinishReason::Stop | FinishReason::Length)) {
+            let (mean, gain) = self.mean_output.map_or((0.0, 1.0), |mean| (mean, 0.05));
+            self.mean_output = Some(mean + gain * (f64::from(ledger.output_tokens) - mean)).filter(|&mean| mean > 0.0);
+        }
+        if self.ended.len() == EXPLAINED {
+            self.ended.pop_front();
+        }
+        self.ended.push_back(ledger.clone());
+    }
+
+    /// The accounts of the last requests that ended, in that order.
+    pub(crate) fn ended(&self) -> impl DoubleEndedIterator<Item = &Ledger> {
+        self.ended.iter()
+    }
+
+    /// How much of what could be served arrives.
+    pub(crate) fn saturation(&mut self) -> &mut Saturation {
+        &mut self.saturation
+    }
+
+    /// See [`Saturation::permille`].
+    pub(crate) fn saturation_permille(&self, now: Time) -> u32 {
+        self.saturation.permille(now.max(self.clocks.now()))
+    }
+
+    /// The steps since the last snapshot.
+    pub(crate) fn recent(&mut self) -> &mut RecentSteps {
+        &mut self.recent
+    }
+
+    /// Panics unless the groups' numbers of requests that wait and run are these.
+    pub(crate) fn check(&self, waiting: usize, running: usize) {
+        let tenants = self.tenants.iter().map(|(_, usage)| *usage).collect::<Vec<_>>();
+        for groups in [tenants, self.classes.iter().map(|(_, usage)| *usage).collect()] {
+            let (waits, runs) = groups.iter().fold((0, 0), |(waits, runs), usage| (waits + usage.waiting, runs + usage.running));
+            assert_eq!((waits as usize, runs as usize), (waiting, running), "usage of groups");
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Which block each waiting request awaits: what keeps the order of the prefix
+//! policy true while blocks are computed, without a look at every request.
+
+use crate::hash::BlockHash;
+use crate::place::AwaitedBlock;
+use crate::request::{SeqId, Ticket};
+use crate::sequence::Sequence;
+use rustc_hash::FxHashMap;
+use std::collections::{BTreeMap, VecDeque};
+
+/// Waiting sequences, by the name of the block that they await.
+#[derive(Debug, Default)]
+pub(crate) struct Awaited {
+    waiting: BTreeMap<(BlockHash, Ticket), SeqId>,
+    /// How many await each name: nobody awaits most blocks that are computed, and that must be quick to see.
+    names: FxHashMap<BlockHash, u32>,
+    /// Names that are ready, or that nobody computes any more, each with the first ticket not yet reported.
+    ready: VecDeque<(BlockHash, Ticket)>,
+}
+
+impl Awaited {
+    /// Has a sequence await one of its blocks, if it has that many full ones.
+    pub(crate) fn enter(&mut self, seq: &mut Sequence, id: SeqId, block: usize, computed_by: Option<SeqId>) {
+        let Some(&name) = seq.blocks.names().get(block) else { return };
+        self.waiting.insert((name, seq.spec().ticket), id);
+        *self.names.entry(name).or_default() += 1;
+        seq.place.set_awaited(Some(AwaitedBlock { block, computed_by }));
+    }
+
+    /// Forgets what a sequence awaits.
+    pub(crate) fn leave(&mut self, seq: &mut Sequence) {
+        let Some(AwaitedBlock { block, .. }) = seq.place.awaited() else { return };
+        seq.place.set_awaited(None);
+        let name = seq.blocks.names()[block];
+        self.waiting.remove(&(name, seq.spec().ticket));
+        let count = self.names.get_mut(&name).expect("somebody awaits it");
+        *count -= 1;
+        if *count == 0 {
+            self.names.remove(&name);
+        }
+    }
+
+    /// Notes that the block of that name is in the cache, or that nobody computes it any more.
+    pub(crate) fn ready(&mut self, name: BlockHash) {
+        if self.names.contains_key(&name) {
+            self.ready.push_back((name, 0));
+        }
+    }
+
+    /// The next sequence whose block is ready.
+    pub(crate) fn next(&mut self) -> Option<SeqId> {
+        while let Some((name, from)) = self.ready.front_mut() {
+            if let Some((&(_, ticket), &id)) = self.waiting.range((*name, *from)..=(*name, Ticket::MAX)).next() {
+                *from = ticket + 1;
+                return Some(id);
+            }
+            self.ready.pop_front();
+        }
+        None
+    }
+}

@@ -1,0 +1,116 @@
+//! The way in: what may wait.
+
+use super::Scheduler;
+use crate::error::Rejected;
+use crate::request::{Request, SeqId, Time};
+use crate::sequence::Sequence;
+use std::sync::Arc;
+
+/// Tokens that an output is thought to have, if it may, before any has ended.
+const UNKNOWN_OUTPUT: f64 = 256.0;
+
+impl Scheduler {
+    /// Puts a request into the queue, or says why it cannot run, or cannot wait.
+    /// `now` is when it came: that may be before the last call, while a step was under way.
+    pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
+        self.accounts.tick(now);
+        let tenant = Arc::clone(&request.tenant);
+        let seq = Sequence::new(request, self.waiting.next_ticket(), self.config.max_model_len, now)?;
+        // The last token's KV is never needed.
+        let (needed, have) = ((seq.limit() - 1).div_ceil(self.config.block_size), self.config.usable_blocks());
+        if needed > have {
+            let fits = u64::from(have) * u64::from(self.config.block_size) + 1;
+            return Err(Rejected::NeverFits { needed: needed.into(), have: have.into(), fits });
+        }
+        self.check_queue(seq.spec().prompt_len)?;
+        let id = self.insert(seq, &tenant);
+        self.enqueue(id, false);
+        self.waiting.add_new(id);
+        Ok(id)
+    }
+
+    /// Adds a fork of a request that lives: the same prompt, limits and
+    /// stops under another tag. It waits until the prompt is computed, and then
+    /// shares its blocks; the last, partly filled one is copied. `None` if the
+    /// request has ended. Forks do not count against the queue's limits.
+    pub fn fork(&mut self, parent: SeqId, tag: u64, now: Time) -> Option<SeqId> {
+        let seq = self.seqs.get(parent)?;
+        self.accounts.tick(now);
+        let tenant = Arc::clone(self.accounts.tenant(seq.member()));
+        let waits = !seq.is_decoding() && seq.times().first_token.is_none();
+        let request = seq.fork_request(tag, Arc::clone(&tenant));
+        let ticket = self.waiting.next_ticket();
+        let mut seq = Sequence::new(request, ticket, self.config.max_model_len, now).expect("its parent was sound");
+        seq.make_fork(parent, waits);
+        let id = self.insert(seq, &tenant);
+        if waits {
+            self.waiting.wait_on_parent();
+            self.seqs[parent].add_waiting_fork(id);
+        } else {
+            self.enqueue(id, false);
+            self.waiting.add_new(id);
+        }
+        Some(id)
+    }
+
+    /// Microseconds that a request arriving now would wait, as far as can be told.
+    ///
+    /// Prompts take the tokens of steps one after the other. Slots get free as the outputs in them end, and those that wait take them
+    /// in turn, each for a usual output. O(slots).
+    pub(super) fn predicted_wait(&self) -> Time {
+        let before = self.waiting.len() + self.waiting.kinds().on_parent;
+        if (before == 0 && self.running.has_slot()) || !self.model.knows() {
+            return 0;
+        }
+        let slots = self.running.slots() as usize;
+        let mut left: Vec<f64> = self.seated().map(|seq| self.expected_output_left(seq)).collect();
+        let running = left.len().max(1) as f64;
+        let usual = self.accounts.mean_output().unwrap_or_else(|| left.iter().sum::<f64>() / running);
+        left.resize(slots, 0.0);
+        let (_, next, _) = left.select_nth_unstable_by(before % slots, f64::total_cmp);
+        let outputs = (*next + usual * (before / slots) as f64) * self.model.mean_step();
+        let backlog = self.waiting.backlog();
+        let each = backlog.prompt_tokens as f64 / f64::from(backlog.reqs.max(1));
+        (self.model.prefill(0.0, each) * f64::from(backlog.reqs) + outputs) as Time
+    }
+
+    /// Tokens that a running sequence should still generate: what its caller predicted, or what outputs have had of late. One that has had
+    /// more than that is taken for a new one.
+    fn expected_output_left(&self, seq: &Sequence) -> f64 {
+        let most = f64::from(seq.predicted_left());
+        if seq.spec().predicted.is_some() {
+            return most;
+        }
+        let usual = self.accounts.mean_output().unwrap_or(UNKNOWN_OUTPUT);
+        let left = usual - f64::from(seq.output_tokens());
+        most.min(if left > 0.0 { left } else { usual })
+    }
+
+    /// Enters a sequence under its tenant and class.
+    fn insert(&mut self, mut seq: Sequence, tenant: &Arc<str>) -> SeqId {
+        let (member, new) = self.accounts.enroll(tenant, seq.spec().priority);
+        seq.join(member);
+        if new && self.config.policy.has_tenants() {
+            self.waiting.introduce_tenant(member.tenant);
+        }
+        self.waiting.arrive();
+        let id = self.seqs.insert(seq);
+        let due = self.due(&self.seqs[id]);
+        self.deadlines.watch(id, &mut self.seqs[id], due);
+        id
+    }
+
+    fn check_queue(&mut self, prompt: u32) -> Result<(), Rejected> {
+        let full = |what, queued: u64, limit: u64| if queued > limit { Err((what, queued, limit)) } else { Ok(()) };
+        let backlog = self.waiting.backlog();
+        let checked = full("requests", u64::from(backlog.reqs) + 1, self.config.max_queued_reqs.into()).and_then(|()| {
+            // One that finds nobody waiting is never too long to wait.
+            let limit = self.config.max_queued_tokens.max(prompt.into());
+            full("prompt tokens", backlog.prompt_tokens + u64::from(prompt), limit)
+        });
+        checked.map_err(|(what, queued, limit)| {
+            self.accounts.count_queue_full();
+            Rejected::QueueFull { what, queued, limit, retry_after: self.predicted_wait() }
+        })
+    }
+}

@@ -1,0 +1,305 @@
+//! Who of those that wait gets a slot and blocks.
+
+use super::Scheduler;
+use crate::batch::{Seated, StepPlan};
+use crate::config::{Batching, Reservation};
+use crate::kv::Grant;
+use crate::phase::{Need, Phase};
+use crate::policy::Policy;
+use crate::queue::Walk;
+use crate::request::{SeqId, Time};
+use crate::reservation::Growth;
+use crate::sequence::Sequence;
+use crate::share::PROMPT_TOKEN;
+
+/// How many that do not fit are looked at, at most, for one that does.
+const MAX_REJECTED: usize = 64;
+/// How often one that does not fit lets others go past it.
+const MAX_BYPASSED: u32 = 256;
+/// Blocks by which a running sequence is thought to grow while others come and go.
+const GROWTH: usize = 8;
+/// Blocks beyond its tokens that a protected sequence is admitted with.
+const RESERVE: u32 = 8;
+/// One that did not fit is measured anew every so many plans: its prefix may be in the cache by then.
+const MEASURED_FOR: u64 = 64;
+
+impl Scheduler {
+    /// Has what was added since the last plan wait for its turn.
+    pub(super) fn queue_new(&mut self) {
+        for id in self.waiting.take_new() {
+            if let Some(seq) = self.seqs.get_mut(id).filter(|seq| seq.phase() == Phase::New) {
+                self.accounts.enter(seq, Phase::Queued);
+            }
+        }
+    }
+
+    /// Puts a sequence into the queue; `returns` if it ran before.
+    pub(super) fn enqueue(&mut self, id: SeqId, returns: bool) {
+        let seq = &mut self.seqs[id];
+        self.accounts.waits(seq.member());
+        self.waiting.count(seq);
+        let (blocks, tokens) = seq.blocks_and_tokens();
+        self.kv.name(blocks, tokens);
+        if self.config.prefix_caching && matches!(self.config.policy, Policy::Deadline | Policy::Shortest | Policy::Prefix) {
+            blocks.reset_chain();
+            self.kv.look_up(blocks, tokens);
+            seq.measure_uncached(self.config.block_size);
+        }
+        self.place(id, returns);
+    }
+
+    /// Gives a waiting sequence its place in the order.
+    pub(super) fn place(&mut self, id: SeqId, returns: bool) {
+        let seq = &self.seqs[id];
+        let rank = match self.config.policy {
+            // Those without a deadline come last.
+            Policy::Deadline => self.due(seq).unwrap_or(Time::MAX),
+            Policy::Shortest => self.work_left(seq),
+            Policy::Prefix => u64::from(u32::MAX - (seq.len() - seq.uncached())),
+            Policy::Fcfs | Policy::Priority | Policy::Fair | Policy::Vtc => 0,
+        };
+        let key = self.config.policy.key(seq.spec().priority, seq.member().tenant, rank, seq.spec().ticket);
+        let seq = &mut self.seqs[id];
+        self.waiting.place(seq, id, key, returns);
+        if self.config.policy == Policy::Prefix {
+            let next = seq.blocks.cached_len();
+            self.waiting.await_block(seq, id, next, None);
+        }
+    }
+
+    /// Takes a waiting sequence out of the queue.
+    pub(super) fn dequeue(&mut self, id: SeqId) {
+        let seq = &mut self.seqs[id];
+        self.waiting.remove(seq);
+        self.accounts.leaves_queue(seq.member());
+    }
+
+    /// Admits waiting sequences while tokens, slots and blocks allow; no more
+    /// than `reserved`, the first ones, if others were preempted in this step.
+    /// If a group is `blocked`, that of an aged request by what keeps it out, nobody is.
+    pub(super) fn plan_waiting(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32, blocked: Option<(u32, Need)>) {
+        let mut left = if plan.preempted.is_empty() { u32::MAX } else { reserved };
+        let (mut turn, mut rejected, mut walk) = (blocked, 0, Walk::default());
+        self.waiting.clear_rejected();
+        while blocked.is_none() && left > 0 && *budget > 0 && self.running.has_slot() && rejected < MAX_REJECTED {
+            let Some(id) = self.waiting.next(&mut walk) else { break };
+            if self.seqs[id].place.was_rejected_in(self.steps.plan_number()) {
+                continue; // before the walk began anew
+            }
+            left -= 1;
+            match self.admit(id, plan, budget) {
+                Ok(()) => {
+                    if self.bypass_rejected() {
+                        break;
+                    }
+                    // Service changes whose turn it is.
+                    if self.config.policy.has_tenants() {
+                        walk = Walk::default();
+                    }
+                }
+                Err(need) => {
+                    if need != Need::Prefix {
+                        turn.get_or_insert((self.seqs[id].member().group, need));
+                    }
+                    rejected += 1;
+                    if self.reject(id, need) {
+                        break;
+                    }
+                }
+            }
+        }
+        self.note_turn(turn, plan, *budget);
+    }
+
+    /// Counts an admission for those that did not fit before it; whether nobody may go past them any more.
+    fn bypass_rejected(&mut self) -> bool {
+        let mut closed = false;
+        for &id in self.waiting.rejected() {
+            let place = &mut self.seqs[id].place;
+            place.bypass();
+            closed |= place.bypassed() >= MAX_BYPASSED;
+        }
+        closed
+    }
+
+    /// Notes what a request lacks; whether nobody may go past it.
+    fn reject(&mut self, id: SeqId, need: Need) -> bool {
+        let place = &mut self.seqs[id].place;
+        place.reject(self.steps.plan_number());
+        match need {
+            Need::Batch => self.waiting.kinds().returning == 0,
+            Need::Blocks(_) | Need::NonPreemptible => {
+                let now = self.accounts.now();
+                let since = place.rejected_since(now);
+                if place.bypassed() >= MAX_BYPASSED || now - since > self.config.ageing {
+                    return true;
+                }
+                self.waiting.reject(id);
+                false
+            }
+            Need::Slot | Need::Budget | Need::NextStep | Need::Commit | Need::Prefix => false,
+        }
+    }
+
+    /// Notes whose `turn` it is, and what that group lacks; by default what the first of the queue does.
+    fn note_turn(&mut self, turn: Option<(u32, Need)>, plan: &StepPlan, budget: u32) {
+        let need = match () {
+            () if !plan.preempted.is_empty() => Some(Need::NextStep),
+            () if !self.running.has_slot() => Some(Need::Slot),
+            () if budget == 0 => Some(Need::Budget),
+            // With tokens and slots left, those that wait are held back by their order.
+            () => None,
+        };
+        let turn = turn.or_else(|| {
+            let first = self.waiting.first()?;
+            Some((self.seqs[first].member().group, need?))
+        });
+        self.accounts.hold(turn);
+    }
+
+    /// Moves a waiting sequence to a slot, with blocks for all its tokens,
+    /// cached ones first, and plans its first chunk; or says what it lacks.
+    pub(super) fn admit(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32) -> Result<(), Need> {
+        let continuous = self.config.batching == Batching::Continuous;
+        if !continuous && self.waiting.batch_remaining() == 0 && !self.seqs[id].has_started() {
+            return Err(Need::Batch);
+        }
+        let room = self.kv.free().saturating_sub(self.held_back(id));
+        let seq = &self.seqs[id];
+        // A token still on its way was sampled before the sequence lost its blocks.
+        if seq.pending() > 0 {
+            return Err(Need::Commit);
+        }
+        let measured = !(self.steps.plan_number() + seq.spec().ticket).is_multiple_of(MEASURED_FOR);
+        if let Some(blocks) = seq.place.needs_blocks().filter(|&blocks| measured && blocks > room) {
+            return Err(Need::Blocks(blocks));
+        }
+        if seq.is_last_chance() && self.running.non_preemptible().is_some() {
+            return Err(Need::NonPreemptible);
+        }
+        let grant = Grant { blocks: self.blocks_at_admission(seq), room, step: plan.step };
+        let computed = self.take_blocks(id, grant, plan)?;
+        self.start(id, computed, plan);
+        self.plan_piece(id, 0, plan, budget);
+        Ok(())
+    }
+
+    /// Free blocks that are not for `id`, should it be admitted beside all that run.
+    fn held_back(&mut self, id: SeqId) -> usize {
+        let reservation = self.config.reservation;
+        if reservation == Reservation::Watermark {
+            return self.headroom(self.running.len());
+        }
+        let size = self.config.block_size;
+        if self.running.reserved().is_stale() {
+            let mut reserved = std::mem::take(self.running.reserved());
+            reserved.renew(self.seated().map(|seq| Growth::of(seq, seq.blocks.held(), reservation, size)));
+            *self.running.reserved() = reserved;
+        }
+        let seq = &self.seqs[id];
+        let own = Growth::of(seq, self.blocks_at_admission(seq), reservation, size);
+        self.running.reserved().held_back(own, reservation, size)
+    }
+
+    /// Blocks that stay free beside so many that run, so that they can grow:
+    /// few need less than the watermark.
+    pub(super) fn headroom(&self, running: usize) -> usize {
+        (self.config.watermark as usize).min(GROWTH * running)
+    }
+
+    /// The blocks that a sequence gets when it is admitted.
+    pub(super) fn blocks_at_admission(&self, seq: &Sequence) -> usize {
+        let reserve = if seq.is_protected() { RESERVE * self.config.block_size } else { 0 };
+        let len = seq.len().saturating_add(reserve).min(seq.limit() - 1);
+        len.div_ceil(self.config.block_size) as usize
+    }
+
+    /// Gives a sequence blocks for all its tokens, from the host or the cache where these have them, and says how many tokens
+    /// are computed then.
+    fn take_blocks(&mut self, id: SeqId, grant: Grant, plan: &mut StepPlan) -> Result<u32, Need> {
+        let seq = &mut self.seqs[id];
+        let taken = if let Phase::Swapped { tokens: swapped } = seq.phase() {
+            let (blocks, tokens) = seq.blocks_and_tokens();
+            self.kv.swap_in(blocks, tokens, swapped, grant, &mut plan.swap_in).map(|()| swapped)
+        } else {
+            let cached = self.find_cached(id, plan.step)?;
+            let (blocks, tokens) = self.seqs[id].blocks_and_tokens();
+            self.kv.admit(blocks, tokens, cached, grant, &mut plan.copies)
+        };
+        taken.map_err(|blocks| {
+            self.seqs[id].place.set_needs_blocks(blocks);
+            Need::Blocks(blocks)
+        })
+    }
+
+    /// Gives a sequence that has its blocks a slot.
+    fn start(&mut self, id: SeqId, computed: u32, plan: &mut StepPlan) {
+        self.dequeue(id);
+        let seq = &mut self.seqs[id];
+        let stage = seq.first_stage();
+        let limit = seq.limit();
+        self.kv.end_swap(&mut seq.blocks);
+        self.kv.reserve(&mut seq.blocks, limit);
+        seq.reserve_tokens();
+        let (is_first, now, member) = (!seq.has_started(), self.accounts.now(), seq.member());
+        let again = seq.start(computed, now);
+        self.accounts.count_recomputed(again);
+        let (prompt_len, weight) = (seq.spec().prompt_len, seq.spec().weight);
+        if is_first {
+            self.waiting.start_batch_member();
+            let looked_for = self.config.prefix_caching && seq.parent().is_none();
+            self.accounts.count_admission(prompt_len, looked_for.then_some(computed));
+            if self.config.policy.has_tenants() {
+                self.waiting.charge(member.tenant, PROMPT_TOKEN * u64::from(prompt_len - computed), weight);
+            }
+        }
+        let slot = self.running.assign(id, seq);
+        let queued = seq.times().started.unwrap_or(now) - seq.times().arrived;
+        plan.seated.push(Seated { row: slot, seq: id, tag: seq.spec().tag, cached_tokens: seq.cached_tokens(), queued });
+        self.accounts.runs(member);
+        self.accounts.enter(seq, Phase::Running { slot, stage });
+        self.accounts.hold_blocks(seq);
+    }
+
+    /// Takes a running sequence's slot. It begins another phase, or ends.
+    pub(super) fn release_slot(&mut self, id: SeqId) {
+        let seq = &mut self.seqs[id];
+        let slot = seq.slot().expect("it runs");
+        seq.leave_fast_path();
+        if self.config.policy == Policy::Prefix {
+            // Who waited for what it was to compute waits in vain.
+            seq.blocks.names().iter().for_each(|&name| self.waiting.block_ready(name));
+        }
+        self.running.release(id, slot, seq.spec().priority);
+        self.accounts.leaves_slot(seq.member());
+    }
+
+    /// Admits the oldest, if it has waited too long and none such runs: what
+    /// keeps it out then keeps out all, until it fits.
+    pub(super) fn admit_aged(&mut self, plan: &mut StepPlan, budget: &mut u32) -> Option<(u32, Need)> {
+        if !self.config.policy.starves() || self.running.aged().is_some() || *budget == 0 || !self.running.has_slot() {
+            return None;
+        }
+        let id = self.waiting.oldest()?;
+        let seq = &self.seqs[id];
+        if self.accounts.now() - seq.times().arrived <= self.config.ageing || seq.pending() > 0 {
+            return None;
+        }
+        let group = seq.member().group;
+        match self.admit(id, plan, budget) {
+            Ok(()) => {
+                self.running.set_aged(id);
+                None
+            }
+            Err(need @ (Need::Blocks(_) | Need::NonPreemptible)) => Some((group, need)),
+            Err(_) => None,
+        }
+    }
+
+    /// Lets a batch start, where sequences run in batches.
+    pub(super) fn open_batch(&mut self) {
+        let oldest = if self.config.batching == Batching::Continuous { None } else { self.waiting.oldest() };
+        let oldest = oldest.map(|id| self.seqs[id].times().arrived);
+        self.waiting.open_batch(self.config.batching, self.running.is_empty(), oldest, self.accounts.now());
+    }
+}

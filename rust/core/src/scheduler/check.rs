@@ -1,0 +1,55 @@
+//! What must hold between any two calls.
+
+use super::Scheduler;
+use crate::config::{Batching, Reservation};
+use crate::phase::Phase;
+use crate::request::SeqId;
+use crate::reservation::Growth;
+use crate::sequence::{MAX_PREEMPTIONS, Sequence};
+
+impl Scheduler {
+    /// Panics unless every invariant holds. For tests and for idle moments.
+    pub fn check(&self) {
+        for (id, seq) in &self.seqs {
+            self.check_sequence(id, seq);
+        }
+        let all = || self.seqs.values();
+        let running = all().filter(|seq| seq.is_running()).count();
+        let on_parent = self.waiting.kinds().on_parent;
+        assert_eq!(self.seqs.len(), running + self.waiting.len() + on_parent, "a sequence that neither waits nor runs");
+        self.kv.check(all().map(|seq| &seq.blocks));
+        self.waiting.check(|id| self.seqs.get(id), all().filter(|seq| !seq.is_running()));
+        self.running.check(self.seqs.iter().filter(|(_, seq)| seq.is_running()));
+        self.accounts.check(self.waiting.len(), running);
+        let watched = all().filter(|seq| seq.times().check_at.is_some()).count();
+        assert_eq!(watched, self.deadlines.len(), "deadlines watched");
+        if self.config.reservation == Reservation::MaxTokens {
+            let size = self.config.block_size;
+            let growth = |seq: &Sequence| Growth::of(seq, seq.blocks.held(), Reservation::MaxTokens, size).whole(size);
+            assert!(self.seated().map(growth).sum::<usize>() <= self.kv.free(), "blocks that were reserved are gone");
+        }
+        if self.config.batching == Batching::Continuous {
+            assert_eq!(self.waiting.batch_remaining(), 0);
+        }
+    }
+
+    fn check_sequence(&self, id: SeqId, seq: &Sequence) {
+        let size = self.config.block_size;
+        assert!(seq.len() <= seq.limit(), "longer than it may get");
+        assert!(seq.computed() <= seq.expected_len() + seq.draft().len() as u32, "computed more than there is");
+        assert!(seq.preemptions() <= MAX_PREEMPTIONS, "preempted too often");
+        assert!(seq.computed() <= seq.blocks.held() as u32 * size, "computed tokens without a block");
+        let swapped = seq.phase().swapped_tokens();
+        assert_eq!(seq.blocks.host().len() as u32, swapped.div_ceil(size), "host blocks");
+        if !self.steps.in_flight() {
+            assert_eq!((seq.pending(), seq.is_drafting()), (0, false), "nothing is in flight");
+        }
+        if !seq.is_running() {
+            assert_eq!((seq.blocks.held(), seq.computed()), (0, 0), "a waiting sequence holds blocks");
+        }
+        if seq.phase() == Phase::WaitingOnParent {
+            let parent = seq.parent().and_then(|parent| self.seqs.get(parent)).expect("its parent lives");
+            assert!(parent.waiting_forks().contains(&id), "a fork that nobody will fetch");
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! The next tokens of the sequences that decode.
+
+use super::Scheduler;
+use crate::batch::{StepPlan, WHOLE_TABLE};
+use crate::request::SeqId;
+
+impl Scheduler {
+    /// Gives each sequence that decodes its next token, and drops those that
+    /// ended. `spare` blocks are free beyond what these tokens need.
+    pub(super) fn plan_decodes(&mut self, plan: &mut StepPlan, budget: &mut u32, mut spare: usize) {
+        self.running.clear_prompts();
+        let (mut kept, mut fast, mut context) = (0, 0, 0);
+        for at in 0..self.running.len() {
+            let id = self.running.at(at);
+            let Some(seq) = self.seqs.get_mut(id) else { continue };
+            let Some(slot) = seq.slot() else { continue };
+            self.running.keep(kept, id);
+            kept += 1;
+            if seq.has_nothing_to_plan() {
+                continue;
+            }
+            if seq.is_on_fast_path() {
+                *budget -= 1;
+                fast += 1;
+                context += u64::from(seq.computed()) + 1;
+                plan.chunks.push(seq.fast_chunk(id, slot));
+            } else if seq.uncomputed() > 1 {
+                self.running.add_prompt(id);
+            } else {
+                let later = self.running.len() - at - 1;
+                self.plan_decode(id, plan, budget, &mut spare, later as u32);
+            }
+        }
+        self.running.truncate(kept);
+        plan.load.decode_seqs += fast;
+        plan.load.context_tokens += context;
+        self.accounts.count_computed(plan.load.decode_seqs);
+    }
+
+    /// Plans a sequence's last token, which may need a block or complete one,
+    /// and its drafted ones, which are worth spare tokens and blocks, but nobody's eviction, and not the tokens of the
+    /// `later` sequences that are still to be planned.
+    fn plan_decode(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32, spare: &mut usize, later: u32) {
+        self.resume(id);
+        let seq = &mut self.seqs[id];
+        let block_size = self.config.block_size;
+        let table_from = seq.blocks.held();
+        let blocks = |tokens: u32| (tokens.div_ceil(block_size) as usize).max(table_from);
+        let last = seq.computed() + 1;
+        let wanted = (seq.draft().len() as u32).min((*budget - 1).saturating_sub(later));
+        let extra = blocks(last + wanted) - blocks(last);
+        let drafted = if extra <= *spare { wanted } else { 0 };
+        if drafted > 0 {
+            *spare -= extra;
+        }
+        seq.use_draft(drafted);
+        let len = 1 + drafted;
+        self.kv.grow(&mut seq.blocks, blocks(last + drafted));
+        *budget -= len;
+        plan.load.decode_seqs += 1;
+        plan.load.prefill_tokens += drafted;
+        plan.load.context_tokens += u64::from(last + drafted);
+        self.accounts.count_computed(drafted);
+        let grew = seq.blocks.held() > table_from;
+        let from = if grew || len > 1 { table_from as u32 } else { WHOLE_TABLE };
+        plan.chunks.push(seq.next_chunk(id, len, from, block_size));
+        if grew {
+            self.accounts.hold_blocks(seq);
+        }
+        self.seal(id, plan.step);
+    }
+}

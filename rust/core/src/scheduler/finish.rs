@@ -1,0 +1,123 @@
+//! What a step gave, and how a sequence ends.
+
+use super::Scheduler;
+use crate::batch::{Chunk, Output, Outputs};
+use crate::ledger::Ledger;
+use crate::phase::{Phase, Stage};
+use crate::request::{FinishReason, SeqId, Time, Token};
+use crate::sequence::Sequence;
+use crate::share::OUTPUT_TOKEN;
+
+impl Scheduler {
+    /// Appends what one chunk sampled, up to the first drafted token that the
+    /// model would not have chosen, or the request's end.
+    pub(super) fn commit_chunk(&mut self, chunk: &Chunk, sampled: &[i32], outputs: &mut Outputs) {
+        let Some(seq) = self.seqs.get_mut(chunk.seq) else { return };
+        seq.take_sample();
+        let before = outputs.tokens.len();
+        let mut finish = deliver(seq, sampled[0], outputs);
+        for (i, &token) in sampled.iter().enumerate().skip(1) {
+            if finish.is_some() || seq.draft().get(i - 1) != Some(&(sampled[i - 1] as Token)) {
+                break;
+            }
+            finish = deliver(seq, token, outputs);
+        }
+        let given = (outputs.tokens.len() - before) as u64 - u64::from(finish == Some(FinishReason::Error));
+        self.accounts.count_generated(given);
+        if self.config.policy.has_tenants() {
+            self.waiting.charge(seq.member().tenant, OUTPUT_TOKEN * given, seq.spec().weight);
+        }
+        let was_decoding = seq.is_decoding();
+        if !was_decoding {
+            seq.note_first_token(self.accounts.now());
+            if let Phase::Running { slot, .. } = seq.phase()
+                && seq.preemptions() == chunk.preemptions
+            {
+                self.accounts.enter(seq, Phase::Running { slot, stage: Stage::Decode });
+            }
+        }
+        if chunk.drafted > 0 {
+            seq.settle_draft(chunk);
+        }
+        match finish {
+            None => {
+                // The token is known only now, but its KV may be a later plan's work.
+                let known = seq.known();
+                if seq.blocks.is_due(known) {
+                    self.seal(chunk.seq, self.steps.planned() - 1);
+                }
+                if !was_decoding {
+                    self.release_forks(chunk.seq);
+                }
+            }
+            Some(reason) => {
+                if reason == FinishReason::Error {
+                    self.kv.forget(&seq.blocks, 0);
+                }
+                let ledger = self.remove(chunk.seq, reason);
+                outputs.ended.push(ledger);
+            }
+        }
+    }
+
+    /// Names the blocks of a sequence that, once `step` has run, are full of known tokens.
+    pub(super) fn seal(&mut self, id: SeqId, step: u64) {
+        let seq = &mut self.seqs[id];
+        let known = seq.known() as usize;
+        let (blocks, tokens) = seq.blocks_and_tokens();
+        self.kv.seal(blocks, &tokens[..known], step, |name| self.waiting.block_ready(name));
+    }
+
+    /// Lets the forks that waited for a sequence's prompt into the queue.
+    fn release_forks(&mut self, id: SeqId) {
+        for fork in self.seqs[id].take_waiting_forks() {
+            if self.seqs.contains_key(fork) {
+                self.waiting.leave_parent();
+                self.enter(fork, Phase::Queued);
+                self.enqueue(fork, false);
+            }
+        }
+    }
+
+    /// Ends a request between steps, for a caller's reason. False if it has ended already.
+    pub(crate) fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
+        if !self.seqs.contains_key(id) {
+            return false;
+        }
+        self.accounts.tick(now);
+        self.leave_early(id, reason);
+        true
+    }
+
+    /// Ends a request between steps. Its blocks lose the names that rest on
+    /// steps not yet committed: should those fail, nobody would take them back.
+    pub(super) fn leave_early(&mut self, id: SeqId, reason: FinishReason) -> Ledger {
+        self.kv.forget(&self.seqs[id].blocks, self.steps.committed());
+        self.remove(id, reason)
+    }
+
+    /// Frees all that a sequence holds, forgets it, and closes its account.
+    fn remove(&mut self, id: SeqId, reason: FinishReason) -> Ledger {
+        self.release_forks(id);
+        let seq = &self.seqs[id];
+        let ledger = self.accounts.ledger(seq, Some(reason));
+        match seq.phase() {
+            Phase::Running { .. } => self.release_slot(id),
+            Phase::WaitingOnParent => self.waiting.leave_parent(),
+            Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.dequeue(id),
+        }
+        let mut seq = self.seqs.remove(id).expect("the caller looked");
+        self.kv.free_all(&mut seq.blocks);
+        self.deadlines.forget(&seq);
+        self.accounts.close(seq.member(), &ledger);
+        ledger
+    }
+}
+
+/// Takes in a sampled token, negative for none; says whether the request ends with it.
+#[inline]
+fn deliver(seq: &mut Sequence, token: i32, outputs: &mut Outputs) -> Option<FinishReason> {
+    let finish = if token >= 0 { seq.push(token as Token) } else { Some(FinishReason::Error) };
+    outputs.tokens.push(Output { tag: seq.spec().tag, token: token as Token, finish });
+    finish
+}

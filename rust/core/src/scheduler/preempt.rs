@@ -1,0 +1,260 @@
+//! Making room: whose blocks are taken when there are too few.
+
+use super::Scheduler;
+use crate::batch::StepPlan;
+use crate::config::{Batching, Reservation};
+use crate::ledger::PreemptionReason;
+use crate::phase::Phase;
+use crate::policy::{Policy, worth_preempting};
+use crate::queue::Walk;
+use crate::request::{SeqId, Time};
+use crate::sequence::Sequence;
+use std::cmp::Reverse;
+
+/// Waiting sequences for whom others are preempted in one step, at most.
+const MAX_URGENT: u32 = 16;
+
+/// The room that was made for a step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    /// Blocks that are free beyond what running sequences need in the step.
+    pub(super) spare: usize,
+    /// Of the waiting sequences, so many of the first have their place.
+    pub(super) reserved: u32,
+}
+
+/// Slots and blocks.
+#[derive(Clone, Copy, Debug, Default)]
+struct Space {
+    slots: usize,
+    blocks: usize,
+}
+
+/// A waiting request that others may be preempted for.
+#[derive(Clone, Copy, Debug)]
+struct Urgent {
+    id: SeqId,
+    tag: u64,
+    priority: i32,
+    /// Microseconds that it needs.
+    work: Time,
+    /// Blocks that it needs.
+    blocks: usize,
+    tenant: u32,
+    weight: u32,
+    /// Sequences of its tenant that run.
+    running: u32,
+}
+
+impl Scheduler {
+    /// Preempts until those that run have the blocks they need in this step,
+    /// and, if nobody had to go for that, for more urgent ones that wait.
+    pub(super) fn make_room(&mut self, plan: &mut StepPlan) -> Room {
+        // Each needs one block at most: while there are so many, nobody has to count.
+        if self.kv.free() < self.running.len() {
+            while let (_, Some(needs_block)) = self.needed_blocks() {
+                let victim = self.victim(|_| true).expect("who needs a block can lose its own");
+                let for_tag = self.seqs[needs_block].spec().tag;
+                self.preempt(victim, for_tag, PreemptionReason::Blocks, plan);
+            }
+        }
+        let need = if self.kv.free() < self.running.len() { self.needed_blocks().0 } else { self.running.len() };
+        let reserved = if plan.preempted.is_empty() { self.preempt_for_waiting(plan, need) } else { 0 };
+        Room { spare: self.kv.free().saturating_sub(need), reserved }
+    }
+
+    /// Blocks that decodes need in this step, and the first sequence for which there is none.
+    fn needed_blocks(&self) -> (usize, Option<SeqId>) {
+        let (free, mut need, mut needs_block) = (self.kv.free(), 0, None);
+        for id in self.running.iter() {
+            let Some(seq) = self.seqs.get(id).filter(|seq| seq.is_running()) else { continue };
+            if seq.has_nothing_to_plan() || seq.uncomputed() != 1 {
+                continue;
+            }
+            if seq.computed() as usize == seq.blocks.held() * self.config.block_size as usize {
+                need += 1;
+                if need > free {
+                    needs_block.get_or_insert(id);
+                }
+            }
+        }
+        (need, needs_block)
+    }
+
+    /// Who of the eligible loses its blocks first: by policy, then who loses
+    /// least, then who came last. Protected ones come after all others.
+    fn victim(&self, eligible: impl Fn(&Sequence) -> bool) -> Option<SeqId> {
+        let first = self.preemptible(eligible).max_by_key(|(_, seq)| {
+            let rank = match self.config.policy {
+                Policy::Priority | Policy::Deadline => i64::from(seq.spec().priority),
+                Policy::Fair => self.waiting.service(seq.member().tenant) as i64,
+                Policy::Shortest => self.work_left(seq) as i64,
+                Policy::Fcfs | Policy::Prefix | Policy::Vtc => 0,
+            };
+            (!seq.is_protected(), rank, Reverse(seq.computed()), seq.spec().ticket)
+        });
+        first.map(|(id, _)| id)
+    }
+
+    /// The eligible ones of those that can lose their blocks.
+    fn preemptible(&self, eligible: impl Fn(&Sequence) -> bool) -> impl Iterator<Item = (SeqId, &Sequence)> {
+        let running = self.running.iter().filter_map(|id| self.seqs.get(id).map(|seq| (id, seq)));
+        running.filter(move |&(id, seq)| seq.is_running() && self.running.non_preemptible() != Some(id) && eligible(seq))
+    }
+
+    /// Preempts less urgent sequences for the first of the queue, which need
+    /// slots or blocks; returns how many of these have them now. `need` blocks are taken by those that run.
+    fn preempt_for_waiting(&mut self, plan: &mut StepPlan, mut need: usize) -> u32 {
+        let Some(reason) = self.waiting_preempt_for() else { return 0 };
+        let (mut reserved, mut walk) = (Space::default(), Walk::default());
+        // The most urgent class that somebody had to leave: others of that class are not admitted.
+        let mut most_urgent_lost = i32::MAX;
+        while reserved.slots < MAX_URGENT as usize {
+            let Some(urgent) = self.next_urgent(&mut walk, most_urgent_lost) else { break };
+            if !self.fits_beside(reserved, need, Space::default(), urgent.blocks) {
+                // What was said to be needed may have been a guess.
+                need = need.min(self.needed_blocks().0);
+            }
+            if !self.fits_beside(reserved, need, Space::default(), urgent.blocks) && !self.could_fit(reserved, need, &urgent) {
+                // What each tenant was served changes with every step; the rest only when somebody comes or goes.
+                if self.config.policy != Policy::Fair {
+                    self.running.refuse(urgent.id);
+                }
+                break;
+            }
+            while !self.fits_beside(reserved, need, Space::default(), urgent.blocks) {
+                let Some(victim) = self.victim(|seq| self.is_less_urgent(seq, &urgent)) else { return reserved.slots as u32 };
+                most_urgent_lost = most_urgent_lost.min(self.seqs[victim].spec().priority);
+                if self.config.policy == Policy::Fair {
+                    let cost = self.preemption_cost(&self.seqs[victim]);
+                    self.running.fairness().spend(cost);
+                }
+                self.preempt(victim, urgent.tag, reason, plan);
+            }
+            reserved.slots += 1;
+            reserved.blocks += urgent.blocks;
+            if self.config.policy == Policy::Fair {
+                break; // the next in turn may be of the tenant that lost a slot for this one
+            }
+        }
+        reserved.slots as u32
+    }
+
+    /// Why waiting requests may have others preempted for them; `None` if they may not.
+    fn waiting_preempt_for(&mut self) -> Option<PreemptionReason> {
+        if self.config.reservation != Reservation::Watermark || self.config.batching != Batching::Continuous {
+            return None;
+        }
+        match self.config.policy {
+            Policy::Fcfs | Policy::Prefix | Policy::Vtc => None,
+            Policy::Fair => self.running.fairness().allows().then_some(PreemptionReason::Fairness),
+            Policy::Shortest => Some(PreemptionReason::Shortest),
+            Policy::Priority | Policy::Deadline => Some(PreemptionReason::Priority),
+        }
+    }
+
+    /// The next of those that wait, if others may be preempted for it. It must be of a more urgent class than somebody who runs,
+    /// and than those that were preempted in this step.
+    fn next_urgent(&mut self, walk: &mut Walk, most_urgent_lost: i32) -> Option<Urgent> {
+        let id = self.waiting.next(walk)?;
+        let seq = &self.seqs[id];
+        let second = seq.is_last_chance() && self.running.non_preemptible().is_some();
+        if seq.pending() > 0 || second || self.running.is_refused(id) {
+            return None;
+        }
+        let priority = seq.spec().priority;
+        let least_urgent = self.running.least_urgent_class();
+        if self.config.policy.has_classes() && (priority >= most_urgent_lost || least_urgent.is_none_or(|class| class <= priority)) {
+            return None;
+        }
+        let tenant = seq.member().tenant;
+        Some(Urgent {
+            id,
+            tag: seq.spec().tag,
+            priority,
+            work: self.work_left(seq),
+            blocks: seq.place.needs_blocks().unwrap_or_else(|| self.blocks_at_admission(seq)),
+            tenant,
+            weight: seq.spec().weight,
+            running: self.accounts.running_of(tenant),
+        })
+    }
+
+    /// Whether a running sequence may be preempted for a waiting one.
+    fn is_less_urgent(&self, seq: &Sequence, urgent: &Urgent) -> bool {
+        let tenant = seq.member().tenant;
+        match self.config.policy {
+            _ if seq.is_protected() => false,
+            Policy::Shortest => worth_preempting(self.work_left(seq), self.preemption_cost(seq), urgent.work),
+            // The least served takes a place of one that was served more and, for its weight, has more than twice its slots even then.
+            Policy::Fair if self.waiting.service(tenant) <= self.waiting.service(urgent.tenant) => false,
+            Policy::Fair => {
+                let others = self.accounts.running_of(tenant);
+                2 * u64::from(urgent.running + 1) * u64::from(seq.spec().weight) < u64::from(others) * u64::from(urgent.weight)
+            }
+            _ => seq.spec().priority > urgent.priority,
+        }
+    }
+
+    /// Whether a waiting sequence fits if all are preempted for it who may be.
+    fn could_fit(&self, reserved: Space, need: usize, urgent: &Urgent) -> bool {
+        let victims = self.preemptible(|seq| self.is_less_urgent(seq, urgent));
+        let most =
+            victims.fold(Space::default(), |space, (_, seq)| Space { slots: space.slots + 1, blocks: space.blocks + seq.blocks.held() });
+        self.fits_beside(reserved, need, most, urgent.blocks)
+    }
+
+    /// Whether one more sequence, which needs `blocks`, fits beside those that run, which need `need` blocks now, and those that
+    /// space is `reserved` for. Counts as if so much `more` were free.
+    fn fits_beside(&self, reserved: Space, need: usize, more: Space, blocks: usize) -> bool {
+        let free_slots = self.running.free_slots() + more.slots;
+        let running = self.config.max_seqs as usize - free_slots;
+        let taken = reserved.blocks + need.min(running) + self.headroom(running + reserved.slots);
+        let free = (self.kv.free() + more.blocks).saturating_sub(taken);
+        free_slots > reserved.slots && free >= blocks
+    }
+
+    /// Takes blocks and slot from a running sequence and queues it at its old
+    /// place. A token on its way still arrives. Names that rest on steps not
+    /// yet committed go: nobody would take them back if those steps fail.
+    fn preempt(&mut self, id: SeqId, for_tag: u64, reason: PreemptionReason, plan: &mut StepPlan) {
+        let swap = self.is_worth_swapping(&self.seqs[id]);
+        let seq = &mut self.seqs[id];
+        let computed = seq.computed();
+        self.kv.forget(&seq.blocks, self.steps.committed());
+        let swapped = swap.then(|| self.kv.swap_out(&mut seq.blocks, computed, &mut plan.swap_out));
+        self.accounts.count_preemption(reason, swapped);
+        self.kv.release(&mut seq.blocks);
+        seq.preempt(swap);
+        let tag = seq.spec().tag;
+        seq.account.preempt(reason, Some(for_tag).filter(|&by| by != tag), swap);
+        plan.preempted.push(tag);
+        self.release_slot(id);
+        self.enter(id, if swap { Phase::Swapped { tokens: computed } } else { Phase::Preempted });
+        self.accounts.hold_blocks(&mut self.seqs[id]);
+        self.enqueue(id, true);
+    }
+
+    /// Whether copying a sequence's KV to the host and back is cheaper than computing it again.
+    fn is_worth_swapping(&self, seq: &Sequence) -> bool {
+        let blocks = seq.computed().div_ceil(self.config.block_size) as usize;
+        let fits = blocks > 0 && blocks <= self.kv.host().1 && !seq.is_drafting();
+        fits && (!self.model.knows() || self.swap_time(seq) < self.recompute_time(seq))
+    }
+
+    /// Microseconds that preempting a sequence costs.
+    fn preemption_cost(&self, seq: &Sequence) -> Time {
+        let recompute = self.recompute_time(seq);
+        let cost = if self.kv.host().1 > 0 { self.swap_time(seq).min(recompute) } else { recompute };
+        cost as Time
+    }
+
+    fn swap_time(&self, seq: &Sequence) -> f64 {
+        let blocks = seq.computed().div_ceil(self.config.block_size);
+        2.0 * f64::from(blocks) * f64::from(self.config.swap_ns_per_block) / 1000.0
+    }
+
+    fn recompute_time(&self, seq: &Sequence) -> f64 {
+        self.model.prefill(0.0, seq.computed().into())
+    }
+}

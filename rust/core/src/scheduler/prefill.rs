@@ -1,0 +1,171 @@
+//! The next tokens of the prompts that have begun.
+
+use super::Scheduler;
+use crate::batch::StepPlan;
+use crate::cost::FIRST_PREFILL;
+use crate::phase::{Phase, Stage};
+use crate::policy::Policy;
+use crate::request::{SeqId, Time};
+use crate::sequence::Sequence;
+use crate::stats::Stall;
+
+/// What prompts may take however long the decodes take, as a part of the target or, if that is longer, of the step.
+const MIN_PREFILL: f64 = 0.15;
+/// Without a target: how much longer than its decodes alone a step with one prompt may take.
+const DEFAULT_SLOWDOWN: f64 = 3.0;
+/// The part of the target that is aimed at: a prompt's next piece always costs a little more than those the model has seen.
+const AIM: f64 = 0.9;
+/// The part of a step's prompt tokens, as a divisor, that the oldest prompt that has begun is sure of.
+const GUARANTEE: u32 = 4;
+
+impl Scheduler {
+    /// Leaves prompts as many tokens as the target allows: the configured one,
+    /// or, without one, three times what the decodes take alone. The latter
+    /// costs throughput, so it holds only beside decodes, for one prompt, and
+    /// without a `backlog`: requests that already waited in the plan before.
+    pub(super) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32, backlog: bool) {
+        let configured = self.config.target_itl > 0;
+        let prompts = self.running.prompts();
+        let busy = backlog || prompts.len() > 1;
+        if !configured && (plan.load.decode_seqs == 0 || busy || !self.model.knows()) {
+            return;
+        }
+        if !self.model.knows() {
+            *budget = (*budget).min(FIRST_PREFILL);
+            return;
+        }
+        let alone = self.model.step(&plan.load);
+        let target = if configured { self.config.target_itl as f64 } else { DEFAULT_SLOWDOWN * alone };
+        // Whose turn it will be is not known yet: the longest of those begun is the dearest.
+        let context = prompts.iter().map(|&id| self.seqs[id].computed()).max().unwrap_or(0);
+        let room = self.model.prefill_room(&plan.load, AIM * target, MIN_PREFILL * target.max(alone), context);
+        *budget = (*budget).min(room.max(1));
+    }
+
+    /// Divides the tokens that decodes left among prompts that have begun and
+    /// sequences that wait.
+    ///
+    /// Where the policy knows urgency, it decides. Else waiting requests may
+    /// have half, so that a long prompt does not keep others out. Of the
+    /// prompts that have begun, the oldest is sure of a quarter of the step, and
+    /// the one nearest to its end comes first.
+    pub(super) fn plan_prefills(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32) {
+        self.open_batch();
+        let (now, ageing) = (self.accounts.now(), self.config.ageing);
+        // Who has begun and waited as long is older than whoever would come in.
+        let starved = self.running.prompts().iter().any(|&id| is_starved(&self.seqs[id], now, ageing));
+        let blocked = if plan.preempted.is_empty() && !starved { self.admit_aged(plan, budget) } else { None };
+        let seqs = &self.seqs;
+        if self.config.policy.has_classes() || self.config.policy == Policy::Shortest {
+            let aged = self.running.aged();
+            self.running.sort_prompts(|&id| (!is_starved(&seqs[id], now, ageing), aged != Some(id), seqs[id].place.key()));
+            self.plan_prompts(plan, budget, 0, blocked.is_none());
+            self.plan_waiting(plan, budget, reserved, blocked);
+        } else {
+            self.running.sort_prompts(|&id| (!is_starved(&seqs[id], now, ageing), seqs[id].uncomputed(), seqs[id].spec().ticket));
+            let wanted = self.running.prompts().iter().map(|&id| seqs[id].uncomputed()).fold(0, u32::saturating_add);
+            let kept = budget.div_ceil(2).min(wanted);
+            let guaranteed = budget.div_ceil(GUARANTEE);
+            let mut rest = *budget - kept;
+            self.plan_waiting(plan, &mut rest, reserved, blocked);
+            *budget = rest + kept;
+            self.plan_prompts(plan, budget, guaranteed, false);
+        }
+    }
+
+    /// Continues the prompts that have begun. The oldest gets at least
+    /// `guaranteed` tokens, or all that it needs. With `urgent`, more urgent
+    /// waiting requests are admitted before, but not before the aged one that
+    /// runs, nor before one that was stalled for too long.
+    fn plan_prompts(&mut self, plan: &mut StepPlan, budget: &mut u32, guaranteed: u32, urgent: bool) {
+        let prompts = self.running.prompts().iter().copied();
+        let oldest = prompts.min_by_key(|&id| self.seqs[id].spec().ticket).filter(|_| guaranteed > 0);
+        let mut reserved = oldest.map_or(0, |id| guaranteed.min(self.seqs[id].uncomputed()));
+        for at in 0..self.running.prompts().len() {
+            let id = self.running.prompts()[at];
+            if urgent && plan.preempted.is_empty() {
+                self.admit_before(id, plan, budget);
+            }
+            if oldest == Some(id) {
+                reserved = 0;
+            }
+            let mut available = budget.saturating_sub(reserved);
+            if available == 0 {
+                self.stall_prompt(id);
+            } else {
+                let table_from = self.seqs[id].blocks.held() as u32;
+                self.plan_piece(id, table_from, plan, &mut available);
+                *budget = available + reserved;
+            }
+        }
+    }
+
+    /// Admits waiting requests that are more urgent than a prompt that has begun.
+    fn admit_before(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32) {
+        let seq = &self.seqs[id];
+        if self.running.aged() == Some(id) || is_starved(seq, self.accounts.now(), self.config.ageing) {
+            return;
+        }
+        let key = seq.place.key();
+        while *budget > 0 && self.running.has_slot() {
+            let first = self.waiting.first().filter(|&first| self.seqs[first].place.key() < key);
+            if first.is_none_or(|first| self.admit(first, plan, budget).is_err()) {
+                break;
+            }
+        }
+    }
+
+    /// Plans the next piece of a sequence that has the blocks for it; the step
+    /// buffers have the first `table_from` of them.
+    pub(super) fn plan_piece(&mut self, id: SeqId, table_from: u32, plan: &mut StepPlan, budget: &mut u32) {
+        self.resume(id);
+        let seq = &mut self.seqs[id];
+        let len = seq.uncomputed().min(*budget);
+        *budget -= len;
+        let from = seq.computed();
+        plan.load.context_tokens += u64::from(from + len);
+        self.accounts.count_computed(len);
+        // One token of a prompt costs what a decode does.
+        if len == 1 {
+            plan.load.decode_seqs += 1;
+        } else {
+            plan.load.prefill_tokens += len;
+            plan.load.prefill_pairs += u64::from(len) * (u64::from(from) + u64::from(len) / 2);
+        }
+        plan.chunks.push(seq.next_chunk(id, len, table_from, self.config.block_size));
+        self.seal(id, plan.step);
+    }
+
+    /// Leaves a prompt to a later step: this one has no tokens left for it.
+    fn stall_prompt(&mut self, id: SeqId) {
+        let seq = &mut self.seqs[id];
+        if let Phase::Running { slot, stage: Stage::Prefill | Stage::Recompute } = seq.phase() {
+            seq.leave_fast_path();
+            self.enter(id, Phase::Running { slot, stage: Stage::Stalled });
+        }
+    }
+
+    /// Lets a sequence go on that may have been stalled.
+    pub(super) fn resume(&mut self, id: SeqId) {
+        let seq = &self.seqs[id];
+        if let Phase::Running { slot, stage: Stage::Stalled } = seq.phase() {
+            let stage = seq.prefill_stage();
+            self.enter(id, Phase::Running { slot, stage });
+        }
+    }
+
+    /// Why nothing was planned. Panics if there was no reason: requests that wait for nothing would wait for ever.
+    pub(super) fn stall(&self) -> Option<Stall> {
+        match () {
+            () if self.seqs.is_empty() => None,
+            () if self.steps.in_flight() => Some(Stall::InFlight),
+            () if self.waiting.batch_opens_at().is_some() => Some(Stall::Batch),
+            () => panic!("runnable work and an empty plan: {:?}", self.stats()),
+        }
+    }
+}
+
+/// Whether a prompt that has begun got no tokens for too long.
+fn is_starved(seq: &Sequence, now: Time, ageing: Time) -> bool {
+    seq.is_stalled() && now - seq.account.since() > ageing
+}

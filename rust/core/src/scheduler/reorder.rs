@@ -1,0 +1,103 @@
+//! The prefix policy's order, as cached prefixes grow.
+
+use super::Scheduler;
+use crate::kv::Cached;
+use crate::phase::Need;
+use crate::place::AwaitedBlock;
+use crate::policy::Policy;
+use crate::request::SeqId;
+use crate::sequence::Sequence;
+
+/// Sequences whose place is corrected in one step, at most: the rest follow in the next steps.
+const MAX_REORDERED: usize = 64;
+
+impl Scheduler {
+    /// Moves sequences whose cached prefix has grown to their new place.
+    pub(super) fn reorder_ready(&mut self) {
+        for _ in 0..MAX_REORDERED {
+            let Some(id) = self.waiting.next_ready() else { return };
+            let seq = &mut self.seqs[id];
+            let key = seq.place.key();
+            let awaited = seq.place.awaited().map(|awaited| awaited.block);
+            let ready = awaited.filter(|&block| self.kv.is_named(seq.blocks.names()[block]));
+            self.waiting.await_nothing(seq);
+            let before = seq.blocks.cached_len();
+            let cached = self.kv.estimate(&seq.blocks, ready.map_or(before, |block| block + 1));
+            if cached.len() > before {
+                seq.blocks.set_chain(cached);
+                seq.measure_uncached(self.config.block_size);
+                self.waiting.displace(key);
+                self.place(id, true);
+            } else {
+                self.waiting.await_block(seq, id, cached.len(), None);
+            }
+        }
+    }
+
+    /// Finds the cached blocks that a sequence can share, unless a running prompt is about to add to them.
+    pub(super) fn find_cached(&mut self, id: SeqId, step: u64) -> Result<Cached, Need> {
+        if self.is_being_computed(id) {
+            return Err(Need::Prefix);
+        }
+        let seq = &self.seqs[id];
+        let known = seq.blocks.cached_len();
+        let shares = |parent: &Sequence| parent.is_decoding() && !seq.has_started();
+        let parent = seq.parent().filter(|&parent| self.seqs.get(parent).is_some_and(shares));
+        let cached = if let Some([seq, parent]) = parent.and_then(|parent| self.seqs.get_disjoint_mut([id, parent])) {
+            let (blocks, tokens) = seq.blocks_and_tokens();
+            self.kv.find(blocks, tokens, Some(&parent.blocks), step)
+        } else {
+            let (blocks, tokens) = self.seqs[id].blocks_and_tokens();
+            self.kv.find(blocks, tokens, None, step)
+        };
+        // Some of what was found before may have left the cache.
+        if self.seqs[id].blocks.cached_len() < known && self.is_being_computed(id) {
+            self.kv.discard(cached);
+            return Err(Need::Prefix);
+        }
+        Ok(cached)
+    }
+
+    /// Whether a prompt that is being computed will put what `id` needs next into the cache: then it would be a waste to
+    /// compute that twice. The answer is remembered until all that both have in common is computed.
+    fn is_being_computed(&mut self, id: SeqId) -> bool {
+        if self.config.policy != Policy::Prefix || !self.config.prefix_caching {
+            return false;
+        }
+        let seq = &self.seqs[id];
+        if let Some(AwaitedBlock { block, computed_by: Some(other) }) = seq.place.awaited()
+            && self.seqs.get(other).is_some_and(|other| computes(other, block))
+        {
+            return true;
+        }
+        let own = seq.blocks.cached_len();
+        let same = self.running.prompts().iter().find_map(|&other| {
+            let running = self.seqs.get(other)?;
+            let next = running.blocks.cached_len();
+            let same = next >= own && computes(running, next) && running.blocks.names().get(next)? == seq.blocks.names().get(next)?;
+            same.then_some((other, next))
+        });
+        let Some((other, next)) = same else { return false };
+        let common = next + common_len(&seq.blocks.names()[next..], &self.seqs[other].blocks.names()[next..]);
+        let seq = &mut self.seqs[id];
+        self.waiting.await_nothing(seq);
+        self.waiting.await_block(seq, id, common - 1, Some(other));
+        true
+    }
+}
+
+/// How many names two lists have in common, of which the first is the same. A name stands for its block and all before it:
+/// beyond the first that differs, all do.
+fn common_len<T: PartialEq>(ours: &[T], theirs: &[T]) -> usize {
+    let (mut low, mut high) = (1, ours.len().min(theirs.len()));
+    while low < high {
+        let middle = low.midpoint(high);
+        (low, high) = if ours[middle] == theirs[middle] { (middle + 1, high) } else { (low, middle) };
+    }
+    low
+}
+
+/// Whether a sequence is computing its known tokens, and has yet to come to that block.
+fn computes(seq: &Sequence, block: usize) -> bool {
+    seq.is_running() && seq.computed() < seq.len() && seq.blocks.cached_len() <= block
+}

@@ -1,0 +1,125 @@
+//! Everything at one moment.
+
+use super::Scheduler;
+use crate::batch::StepPlan;
+use crate::block::BlockUse;
+use crate::ledger::Cause;
+use crate::phase::{Phase, Stage};
+use crate::recent_steps::StepSeen;
+use crate::request::Time;
+use crate::sequence::Sequence;
+use crate::snapshot::{RowSeen, Snapshot, WaitSeen};
+use std::sync::Arc;
+
+impl Scheduler {
+    /// What there is at `now`, with at most so many of the waiting and so many
+    /// cells; for some seconds from now on, steps are noted for the next one.
+    /// O(slots + blocks).
+    pub fn snapshot(&mut self, now: Time, max_waiting: usize, max_cells: usize) -> Snapshot {
+        let (cells, blocks_per_cell) = self.cells(max_cells);
+        Snapshot {
+            rows: self.seated().map(|seq| self.row_seen(seq, now)).collect(),
+            waiting: self.waiting.iter().take(max_waiting).map(|(_, id)| self.wait_seen(&self.seqs[id], now)).collect(),
+            cells,
+            blocks_per_cell,
+            steps: self.accounts.recent().take(now),
+        }
+    }
+
+    /// Notes who rides in a step, if somebody took a snapshot of late.
+    pub(super) fn note_step(&mut self, plan: &StepPlan) {
+        if !self.accounts.recent().wants(plan.planned) {
+            return;
+        }
+        let mut rows = vec![b' '; self.config.max_seqs as usize];
+        for slot in self.seated().filter_map(Sequence::slot) {
+            rows[slot as usize] = b'-';
+        }
+        for chunk in &plan.chunks {
+            rows[chunk.row as usize] = match () {
+                () if self.seqs[chunk.seq].is_recomputing() => b'r',
+                () if chunk.start < self.seqs[chunk.seq].spec().prompt_len => b'p',
+                () => b'd',
+            };
+        }
+        let step = StepSeen {
+            step: plan.step,
+            planned: plan.planned,
+            rows,
+            tokens: plan.chunks.iter().map(|chunk| chunk.len).sum(),
+            waiting: self.waiting.len() + self.waiting.kinds().on_parent,
+            seated: plan.seated.iter().map(|one| (one.row, one.tag)).collect(),
+            preempted: plan.preempted.clone(),
+        };
+        self.accounts.recent().note(step);
+    }
+
+    fn row_seen(&self, seq: &Sequence, now: Time) -> RowSeen {
+        let state = match seq.phase() {
+            Phase::Running { stage: Stage::Decode, .. } => "decode",
+            Phase::Running { stage: Stage::Recompute, .. } => "recompute",
+            Phase::Running { stage: Stage::Stalled, .. } => "stalled",
+            _ => "prefill",
+        };
+        RowSeen {
+            row: seq.slot().expect("it runs"),
+            tag: seq.spec().tag,
+            tenant: Arc::clone(self.accounts.tenant(seq.member())),
+            priority: seq.spec().priority,
+            state,
+            prompt_tokens: seq.spec().prompt_len,
+            computed_tokens: seq.computed(),
+            output_tokens: seq.output_tokens(),
+            blocks: seq.blocks.held(),
+            age: now.saturating_sub(seq.times().arrived),
+        }
+    }
+
+    fn wait_seen(&self, seq: &Sequence, now: Time) -> WaitSeen {
+        let cause = match (seq.phase(), self.accounts.turn()) {
+            (Phase::Swapped { .. }, _) => Cause::Swapped,
+            (Phase::Preempted, _) => Cause::Preempted,
+            (Phase::New, _) => Cause::WaitStep,
+            (_, Some((group, cause))) if group == seq.member().group => cause,
+            _ => self.accounts.others(),
+        };
+        let since = if seq.has_started() { seq.account.since() } else { seq.times().arrived };
+        WaitSeen {
+            tag: seq.spec().tag,
+            tenant: Arc::clone(self.accounts.tenant(seq.member())),
+            priority: seq.spec().priority,
+            cause,
+            prompt_tokens: seq.spec().prompt_len,
+            output_tokens: seq.output_tokens(),
+            waited: now.saturating_sub(since),
+        }
+    }
+
+    /// Who holds each block, the scratch block left out, and how many blocks there are to a cell.
+    fn cells(&self, max: usize) -> (Vec<u32>, usize) {
+        let cell = |block| match block {
+            BlockUse::Free => Snapshot::FREE,
+            BlockUse::Cached => Snapshot::CACHED,
+            BlockUse::Shared => Snapshot::SHARED,
+            BlockUse::Held => Snapshot::HELD,
+        };
+        let mut blocks: Vec<u32> = self.kv.uses().map(cell).collect();
+        for seq in self.seated() {
+            for id in seq.blocks.ids() {
+                let block = &mut blocks[id.0 as usize - 1];
+                if *block == Snapshot::HELD {
+                    *block += seq.slot().expect("it runs");
+                }
+            }
+        }
+        let to_a_cell = blocks.len().div_ceil(max.max(1)).max(1);
+        if to_a_cell == 1 {
+            return (blocks, 1);
+        }
+        let cells = blocks.chunks_mut(to_a_cell).map(|cell| {
+            cell.sort_unstable();
+            cell.chunk_by(|one, next| one == next).max_by_key(|same| same.len()).map_or(Snapshot::FREE, |same| same[0])
+        });
+        (cells.collect(), to_a_cell)
+    }
+}
