@@ -92,6 +92,13 @@ class EngineConfig:
         metavar="DIR",
         group="model",
     )
+    generation_config: str = _flag(
+        "auto",
+        "'auto': requests that do not set temperature, top_p and the like use what the checkpoint's generation_config.json recommends; "
+        "'none': they use temperature 1 and no truncation",
+        choices=("auto", "none"),
+        group="model",
+    )
     load_format: str = _flag(
         "auto",
         "where weights come from; 'dummy' makes random ones from the config alone, 'none' has no model: arbitrary tokens, at once",

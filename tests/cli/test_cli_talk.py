@@ -7,6 +7,7 @@ import pytest
 from chairlift.cli import chat, generate, main
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import RequestOutput
+from chairlift.sampling import SamplingParams
 
 
 class EchoEngine:
@@ -23,6 +24,9 @@ class EchoEngine:
 
     async def close(self):
         EchoEngine.closed += 1
+
+    def default_params(self, **settings):
+        return SamplingParams(**settings)
 
     def chat(self, messages):
         return " | ".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -247,7 +247,7 @@ def test_importing_chairlift_imports_nothing_heavy():
     code = (
         "import sys, chairlift\n"
         "assert not [name for name in sys.modules if name.startswith('chairlift.')], sys.modules\n"
-        "from chairlift import LLM, AsyncEngine, SamplingParams, Scheduling, RequestOutput, Ledger, errors, __version__\n"
+        "from chairlift import LLM, AsyncEngine, SamplingParams, Scheduling, RequestOutput, Timeline, errors, __version__\n"
         "assert not {'torch', 'transformers', 'starlette', 'triton', 'uvicorn'} & sys.modules.keys()\n"
         "assert set(chairlift.__all__) <= set(dir(chairlift))\n"
         "assert all(hasattr(chairlift, name) for name in chairlift.__all__)\n"

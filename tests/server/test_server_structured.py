@@ -32,7 +32,7 @@ def as_schema(schema):
 
 def wanted(fields):
     """The form that a request with these fields asks for."""
-    return CompletionRequest.read(BODIES["/v1/completions"] | fields)[0].params().structured_output
+    return CompletionRequest.read(BODIES["/v1/completions"] | fields)[0].params({}).structured_output
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,13 @@ LINK = "model.gguf"
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def convert(path: Path, out: Path) -> None:
+def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None) -> None:
     """Writes the model of a GGUF file, but for its weights, to the new directory `out`, whole or not at all.
 
     That is its configuration, its tokenizer, and a link to the file: weights are read from the file itself, see `GGUFTensors`. A
     `tokenizer.json` beside the file is taken instead of the file's own vocabulary. If another process made `out` meanwhile, its
-    result stays. Raises UnsupportedModel for a file that cannot be read, with the reason.
+    result stays. `sampling` are recommended settings, for the model's generation_config.json. Raises UnsupportedModel for a
+    file that cannot be read, with the reason.
     """
     file = _opened(path)
     config = model_config(file)
@@ -57,7 +58,7 @@ def convert(path: Path, out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
-            _write(file, config, partial)
+            _write(file, config, partial, sampling or {})
             try:
                 partial.rename(out)
             except OSError:
@@ -67,11 +68,11 @@ def convert(path: Path, out: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(file: GGUFFile, config: dict[str, Any], out: Path) -> None:
+def _write(file: GGUFFile, config: dict[str, Any], out: Path, sampling: Mapping[str, float]) -> None:
     write_tokenizer(file, out)
     _write_json(out / "config.json", config)
     generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
-    _write_json(out / "generation_config.json", generation | {"eos_token_id": turn_end_ids(file)})
+    _write_json(out / "generation_config.json", generation | {"eos_token_id": turn_end_ids(file)} | dict(sampling))
     for _ in _matched(file, config):
         pass  # it has all tensors, and they are of the right shape
     (out / LINK).symlink_to(file.path.absolute())

@@ -8,18 +8,18 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from chairlift.checkpoint.cache import FULL, cache_dir, hub_dir, writing_to
 from chairlift.checkpoint.gguf import LINK, convert
-from chairlift.checkpoint.pull import MEMBER, pull_default
+from chairlift.checkpoint.pull import MEMBER, SAMPLING, pull_default
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
 
 __all__ = ["cache_dir", "locate", "public_name"]
 
-_LAYOUT = 1
+_LAYOUT = 2
 """Part of the name of a converted model: counts up when `convert` writes something else than before."""
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -38,7 +38,7 @@ def locate(model: str, revision: str | None = None, directory: str | None = None
     cache = cache_dir(directory)
     path = Path(os.path.expanduser(model))
     if model == DEFAULT_MODEL and not path.is_dir():
-        return _converted(lambda: pull_default(cache, progress), cache, f"default-{Path(MEMBER).stem}", str(_LAYOUT), progress)
+        return _converted(lambda: pull_default(cache, progress), cache, f"default-{Path(MEMBER).stem}", str(_LAYOUT), progress, SAMPLING)
     if path.is_dir():
         return _directory(path, cache, progress)
     if path.is_file():
@@ -89,7 +89,9 @@ def _gguf(path: Path, cache: Path, progress: bool) -> Path:
     return _converted(lambda: path, cache, f"{path.stem}-{place}", identity.hexdigest()[:8], progress)
 
 
-def _converted(source: Callable[[], Path], cache: Path, name: str, version: str, progress: bool) -> Path:
+def _converted(
+    source: Callable[[], Path], cache: Path, name: str, version: str, progress: bool, sampling: Mapping[str, float] | None = None
+) -> Path:
     """The converted form of the file `source`, made if it is missing; then other versions of it are removed, and old copies of weights."""
     out = cache / "gguf" / f"{name}-{version}"
     if not (out / LINK).exists():
@@ -97,7 +99,7 @@ def _converted(source: Callable[[], Path], cache: Path, name: str, version: str,
         if out.is_dir() and not (out / LINK).exists():
             shutil.rmtree(out)  # the file that it links to was moved away
         with _announced(f"Reading the tokenizer of {path.name}", progress):
-            convert(path, out)
+            convert(path, out, sampling)
         for other in out.parent.glob(f"{glob.escape(name)}-*"):
             if other != out:
                 shutil.rmtree(other, ignore_errors=True)

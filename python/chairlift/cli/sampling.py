@@ -9,9 +9,10 @@ from typing import Any
 from chairlift.sampling import SamplingParams
 
 
-def sampling(given: Mapping[str, Any]) -> SamplingParams:
-    """What the flags say, and the defaults for the rest; raises InvalidRequest."""
+def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `SamplingParams` that the flags set; raises InvalidRequest for a value that is not allowed."""
     # --seed is the engine's: one seed for all requests would make equal prompts draw alike.
     names = {field.name for field in fields(SamplingParams)} - {"max_tokens", "seed"}
-    chosen = {name: given[name] for name in names if given.get(name) is not None}
-    return SamplingParams(**chosen, max_tokens=given["max_tokens"])
+    chosen = {name: given[name] for name in names if given.get(name) is not None} | {"max_tokens": given["max_tokens"]}
+    SamplingParams(**chosen)
+    return chosen

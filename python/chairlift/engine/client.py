@@ -169,6 +169,10 @@ class AsyncEngine:
         """The parameters with `max_tokens` filled in; raises InvalidRequest for what the model can't take."""
         return validate(prompt_token_ids, params, self.facts)
 
+    def default_params(self, **settings: Any) -> SamplingParams:
+        """Sampling settings as the checkpoint recommends them (`--generation-config`), with `settings` above them."""
+        return SamplingParams(**{**self.facts.get("default_sampling", {}), **settings})
+
     async def generate(
         self,
         prompt: Prompt,
@@ -192,7 +196,7 @@ class AsyncEngine:
         self._check_alive()
         given = text_or_ids(prompt)
         prompt_token_ids = await self.encode(given) if isinstance(given, str) else given
-        params, scheduling = params or SamplingParams(), scheduling or Scheduling()
+        params, scheduling = self.default_params() if params is None else params, scheduling or Scheduling()
         for name, one, kind in (("params", params, SamplingParams), ("scheduling", scheduling, Scheduling)):
             if not isinstance(one, kind):
                 raise InvalidRequest(f"{name} must be {kind.__name__}, got {one!r:.50}", param=name)

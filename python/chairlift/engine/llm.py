@@ -71,13 +71,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes each prompt (see `Prompt`); returns whole outputs in the order of the prompts, `n` for each.
 
-        `params` and `scheduling` are one for all, or one each. `progress` shows a bar, or does not; by default it appears on a
-        terminal when the work takes over a second. Raises InvalidRequest, naming the prompt's index, or QueueFull, before anything
-        is run. A request that fails on the way has `finish_reason` "error", one that misses its deadline "deadline", and neither
-        disturbs the others.
+        `params` and `scheduling` are one for all, or one each; without `params` those of `default_params` are used.
+        `progress` shows a bar, or does not; by default it appears on a terminal when the work takes over a second. Raises
+        InvalidRequest, naming the prompt's index, or QueueFull, before anything is run. A request that fails on the way has
+        `finish_reason` "error", one that misses its deadline "deadline", and neither disturbs the others.
         """
         many = listed(prompts)
-        each = _one_each("params", SamplingParams, params, len(many))
+        each = _one_each("params", SamplingParams, self.default_params() if params is None else params, len(many))
         treated = _one_each("scheduling", Scheduling, scheduling, len(many))
         requests = []
         for index, (prompt, one) in enumerate(zip(many, each, strict=True)):
@@ -103,6 +103,10 @@ class LLM:
                     raise InvalidRequest("a conversation is a list of messages, each with `role` and `content`", param="messages")
                 prompts.append(self.tokenizer.chat([dict(message) for message in conversation]))
         return self.generate(prompts, params, scheduling=scheduling, progress=progress)
+
+    def default_params(self, **settings: Any) -> SamplingParams:
+        """Sampling settings as the checkpoint recommends them (`--generation-config`), with `settings` above them."""
+        return SamplingParams(**{**self.facts.get("default_sampling", {}), **settings})
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         given = text_or_ids(prompt)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from chairlift import _core
+from chairlift.checkpoint.generation_config import recommended_sampling
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
@@ -102,6 +103,7 @@ class Engine:
         self._journal = None if config.journal is None else Journal(config.journal)
         directory = locate(config.model, config.revision, config.cache_dir)
         eos = eos_token_ids(directory, config.tokenizer)
+        sampling = recommended_sampling(directory) if config.generation_config == "auto" else {}
         self._runner = _runner(config, directory, eos, on_phase)
         runner = self._runner
         settings = scheduler_settings.of_config(
@@ -138,7 +140,8 @@ class Engine:
             "max_num_seqs": runner.max_num_seqs,
             "max_num_batched_tokens": runner.max_num_batched_tokens,
             "determinism": "batch-invariant" if runner.batch_invariant else "best-effort",
-            "decisions": [list(decision) for decision in runner.decisions],
+            "decisions": [list(decision) for decision in (*runner.decisions, _sampling_decision(config, sampling))],
+            "default_sampling": sampling,
             "vocab_size": vocab_size,
             "eos_token_ids": self._eos,
         }
@@ -443,6 +446,14 @@ def _runner(
     from chairlift.runner.runner import ModelRunner  # torch takes seconds to import
 
     return ModelRunner(config, directory, on_phase)
+
+
+def _sampling_decision(config: EngineConfig, sampling: Mapping[str, Any]) -> tuple[str, str, str]:
+    if config.generation_config == "none":
+        return "default sampling", "temperature 1", "--generation-config says so"
+    if not sampling:
+        return "default sampling", "temperature 1", "the checkpoint recommends nothing"
+    return "default sampling", ", ".join(f"{name} {value:g}" for name, value in sampling.items()), "recommended by the checkpoint"
 
 
 def _told(sampled: Sampled, asked: np.ndarray, given: bytes) -> tuple[bytes, dict[int, bytes]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -94,6 +94,12 @@ class Service:
     def determinism(self) -> str:
         """Whether an answer depends on what else the engine has to do: "batch-invariant" if not, else "best-effort"."""
         return str(self.engine.facts["determinism"])
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any]:
+        """Sampling settings of requests that do not set them."""
+        settings: Mapping[str, Any] = self.engine.facts.get("default_sampling", {})
+        return settings
 
     async def explain(self, tenant: str, name: str) -> tuple[str, list[Timeline]]:
         """The id of a request's answer, and what became of its sequences; none of them if it is not known, or not any more.

@@ -94,7 +94,7 @@ class ChatCompletion:
         service = service_of(request)
         service.check_model(wanted.model)
         scheduling = wanted.scheduling(request.state.tenant, request.headers)
-        params, offer = wanted.params(), wanted.offer()
+        params, offer = wanted.params(service.default_sampling), wanted.offer()
         try:
             prompt, syntax = await _prompt(service, wanted, offer)
             controls = service.engine.tokenizer.control_texts if offer else ()

@@ -247,7 +247,7 @@ class ChatRequest(GenerationRequest):
             return None
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """As for any request, but OpenAI's chats have no `best_of`, and none of their chunks has a place for the prompt."""
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(
@@ -256,7 +256,7 @@ class ChatRequest(GenerationRequest):
         if self.best_of not in (None, 1):
             raise InvalidRequest("best_of is for /v1/completions: leave it out, or ask for n answers", param="best_of")
         try:
-            return super().params()
+            return super().params(defaults)
         except InvalidRequest as error:
             names = {"logprobs": "top_logprobs"}
             if self.max_completion_tokens is not None:

@@ -164,11 +164,11 @@ class GenerationRequest(GenerationParams):
         """How many of the likeliest tokens are told beside each of the answer's; None if not even its own log-probability is."""
         return None
 
-    def params(self) -> SamplingParams:
-        """The request's way of sampling; raises InvalidRequest."""
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The request's sampling settings, and the server's `defaults` for those that it does not set; raises InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: send true for it, or leave out stream_options", param="stream_options")
-        given: dict[str, Any] = {"max_tokens": self.limit()}
+        given: dict[str, Any] = {**defaults, "max_tokens": self.limit()}
         given |= self._given("temperature", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
         given |= self._given("ignore_eos", "min_tokens", "n", "best_of", "prompt_logprobs")
         given |= self._given("include_stop_str_in_output", "skip_special_tokens")
@@ -230,9 +230,9 @@ class CompletionRequest(GenerationRequest):
         """What OpenAI calls `logprobs` here."""
         return self.logprobs
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """As for any request, but the best answers are known only when all have ended, and `echo` shows the prompt as it does answers."""
-        params = super().params()
+        params = super().params(defaults)
         if self.scoring:
             params = replace(params, best_of=None)  # there are no answers to choose from
         if self.stream and params.ranked:

@@ -29,7 +29,7 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     wanted, ignored = CompletionRequest.read(await read_json(request))
     service.check_model(wanted.model)
-    params = wanted.params()
+    params = wanted.params(service.default_sampling)
     scheduling = wanted.scheduling(request.state.tenant, request.headers)
     given = wanted.prompts()
     prompts = [wanted.cut(await _tokens(service, one, wanted)) for one in given]
