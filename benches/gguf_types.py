@@ -109,10 +109,10 @@ def measure(model: _core.Decoder, rows: int, seconds: float) -> float:
     arrays = {
         "input_ids": at,
         "positions": at * 0,
-        "slots": (at + 1) * 16,
+        "slot_mapping": (at + 1) * 16,
         "query_starts": np.arange(rows + 1, dtype=np.int32),
         "context_lens": at * 0 + 1,
-        "rows": at,
+        "batch_slots": at,
         "block_tables": (at + 1).reshape(-1, 1),
     }
     logits = np.empty((rows, VOCABULARY), np.float32)

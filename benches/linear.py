@@ -86,9 +86,9 @@ def ours(model: ModelRunner, rows: int, context: int) -> Step:
         buffers.positions[:rows] = context - 1
         buffers.query_starts[: rows + 1] = np.arange(rows + 1)
         buffers.context_lens[:rows] = context
-        buffers.rows[:rows] = at
+        buffers.batch_slots[:rows] = at
         buffers.block_tables[:rows, :blocks] = 1 + np.arange(rows * blocks).reshape(rows, blocks)
-        buffers.slots[:rows] = buffers.block_tables[:rows, blocks - 1] * 16 + (context - 1) % 16
+        buffers.slot_mapping[:rows] = buffers.block_tables[:rows, blocks - 1] * 16 + (context - 1) % 16
         model.model.forward(buffers, rows, rows)
         model.model.logits(at)
 

@@ -96,12 +96,12 @@ class Ours:
         shapes: dict[str, int | tuple[int, int]] = {
             "input_ids": MAX_TOKENS,
             "positions": MAX_TOKENS,
-            "slots": MAX_TOKENS,
+            "slot_mapping": MAX_TOKENS,
             "query_starts": case.running + 1,
             "context_lens": case.running,
-            "rows": case.running,
+            "batch_slots": case.running,
             "sample_at": MAX_TOKENS,
-            "sample_rows": MAX_TOKENS,
+            "sample_slots": MAX_TOKENS,
             "copies": 2 * case.running,
             "block_tables": (case.running, case.max_model_len // BLOCK_SIZE),
         }

@@ -78,12 +78,12 @@ def python_scheduler(running: int, **settings: Any) -> tuple[_core.Scheduler, _c
     shapes = {
         "input_ids": MAX_TOKENS,
         "positions": MAX_TOKENS,
-        "slots": MAX_TOKENS,
+        "slot_mapping": MAX_TOKENS,
         "query_starts": running + 1,
         "context_lens": running,
-        "rows": running,
+        "batch_slots": running,
         "sample_at": MAX_TOKENS,
-        "sample_rows": MAX_TOKENS,
+        "sample_slots": MAX_TOKENS,
         "copies": 2 * running,
         "block_tables": (running, rows),
     }

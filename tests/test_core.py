@@ -18,12 +18,12 @@ def arrays(**changes: np.ndarray) -> dict[str, np.ndarray]:
     shapes = {
         "input_ids": MAX_TOKENS,
         "positions": MAX_TOKENS,
-        "slots": MAX_TOKENS,
+        "slot_mapping": MAX_TOKENS,
         "query_starts": MAX_SEQS + 1,
         "context_lens": MAX_SEQS,
-        "rows": MAX_SEQS,
+        "batch_slots": MAX_SEQS,
         "sample_at": MAX_TOKENS,
-        "sample_rows": MAX_TOKENS,
+        "sample_slots": MAX_TOKENS,
         "copies": 2 * MAX_SEQS,
         "block_tables": (MAX_SEQS, MAX_LEN // BLOCK),
     }
@@ -64,15 +64,15 @@ def test_a_step_crosses_in_flat_arrays() -> None:
     plan = core.plan(buffers, 2000)
     assert plan is not None
     assert (plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies) == (6, 2, 2, 0)
-    assert [(row, tag, cached, queued) for row, _, tag, cached, queued in plan.seated] == [(0, 70, 0, 1000), (1, 71, 0, 1000)]
-    assert plan.seated[0][1] == first
+    assert [(row, tag, cached, queued) for row, _, tag, cached, queued in plan.admitted] == [(0, 70, 0, 1000), (1, 71, 0, 1000)]
+    assert plan.admitted[0][1] == first
     assert step["input_ids"][:6].tolist() == [5, 6, 7, 8, 9, 3]
     assert step["positions"][:6].tolist() == [0, 1, 2, 3, 4, 0]
     assert step["query_starts"][:3].tolist() == [0, 5, 6]
     assert step["context_lens"][:2].tolist() == [5, 1]
     assert step["sample_at"][:2].tolist() == [4, 5]
     table = step["block_tables"][0]
-    assert step["slots"][:5].tolist() == [table[0] * BLOCK + i for i in range(4)] + [table[1] * BLOCK]
+    assert step["slot_mapping"][:5].tolist() == [table[0] * BLOCK + i for i in range(4)] + [table[1] * BLOCK]
 
     outputs = core.commit(plan, ids(11, 1), 3000)
     assert np.frombuffer(outputs.tags, "<u8").tolist() == [70, 71]
@@ -100,10 +100,10 @@ def test_a_step_crosses_in_flat_arrays() -> None:
             "limit": None,
             "preempted_by": [],
             "preempted_for": {},
-            "causes": {"wait_step": 1000, "prefill_shared": 1000},
+            "states": {"wait_step": 1000, "prefill_shared": 1000},
         }
     ]
-    assert core.explain(71) == {**outputs.ended[0], "ahead": []}
+    assert core.explain(71) == {**outputs.ended[0], "queued_behind": []}
     assert core.tokens(first) == (ids(5, 6, 7, 8, 9, 11).tobytes(), 5)
 
     plan = core.plan(buffers, 4000)
@@ -155,9 +155,9 @@ def test_handles_are_never_reused() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"slots": np.zeros(MAX_TOKENS, np.int64)},
-        {"slots": np.zeros(2 * MAX_TOKENS, np.int32)[::2]},
-        {"slots": np.zeros(0, np.int32)},
+        {"slot_mapping": np.zeros(MAX_TOKENS, np.int64)},
+        {"slot_mapping": np.zeros(2 * MAX_TOKENS, np.int32)[::2]},
+        {"slot_mapping": np.zeros(0, np.int32)},
         {"block_tables": np.zeros(MAX_SEQS, np.int32)},
     ],
 )
@@ -169,8 +169,8 @@ def test_unfit_buffers_are_refused(changes: dict[str, np.ndarray]) -> None:
 def test_short_buffers_and_spent_plans_are_refused() -> None:
     core = scheduler()
     core.add(1, ids(5), 3, [], 0)
-    with pytest.raises(ValueError, match="rows has 2 entries, needs 4"):
-        core.plan(_core.StepBuffers(**arrays(rows=np.zeros(2, np.int32))), 0)
+    with pytest.raises(ValueError, match="batch_slots has 2 entries, needs 4"):
+        core.plan(_core.StepBuffers(**arrays(batch_slots=np.zeros(2, np.int32))), 0)
     plan = core.plan(_core.StepBuffers(**arrays()), 0)
     assert plan is not None
     with pytest.raises(ValueError, match="sampled has 0 tokens, the plan samples 1"):
@@ -198,10 +198,10 @@ def accounts(report: dict[str, Any]) -> list[dict[str, Any]]:
     names = ["tag", "finish", "arrived", "started", "first_token", "ended", "prompt_tokens", "cached_tokens", "output_tokens"]
     names += ["computed_tokens", "recomputed_tokens", "preemptions", "swaps", "block_us"]
     found = []
-    for line in np.frombuffer(report["ended"], np.int64).reshape(-1, 15 + len(report["causes"])).tolist():
-        causes = {name: time for name, time in zip(report["causes"], line[15:], strict=True) if time}
+    for line in np.frombuffer(report["ended"], np.int64).reshape(-1, 15 + len(report["states"])).tolist():
+        causes = {name: time for name, time in zip(report["states"], line[15:], strict=True) if time}
         finish = ("stop", "length", "error", "deadline", "abort")[line[1] - 1]
-        found.append(dict(zip(names, line, strict=False)) | {"finish": finish, "causes": causes})
+        found.append(dict(zip(names, line, strict=False)) | {"finish": finish, "states": causes})
     return found
 
 
@@ -261,8 +261,8 @@ def test_settings_are_refused_by_the_table_that_lists_them() -> None:
     assert table["max_queued_reqs"] == {
         "doc": "Requests that may wait.",
         "default": None,
-        "least": 0,
-        "most": 2**32 - 2,
+        "min": 0,
+        "max": 2**32 - 2,
         "optional": True,
     }
     assert table["reservation"]["names"] == ["watermark", "max-tokens", "peak"]

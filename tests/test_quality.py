@@ -38,7 +38,7 @@ def logits(model_dir: Path, ids: list[int], *, in_torch: str | None = None, **se
     buffers, places = runner.buffers[0], np.arange(count)
     buffers.input_ids[:count], buffers.positions[:count] = ids, places
     buffers.block_tables[0, :64] = np.arange(1, 65)
-    buffers.slots[:count] = 16 + places
+    buffers.slot_mapping[:count] = 16 + places
     buffers.query_starts[1] = buffers.context_lens[0] = count
     if runner._on_device is not None:
         runner._on_device.load(0, 0)

@@ -30,7 +30,7 @@ __all__ = [
     "choose",
     "decode_work",
     "instruction_set",
-    "most_splits",
+    "max_splits",
     "prefill_work",
     "replay",
     "score",
@@ -75,12 +75,12 @@ class StepBuffers:
         *,
         input_ids: NDArray[np.int32],
         positions: NDArray[np.int32],
-        slots: NDArray[np.int32],
+        slot_mapping: NDArray[np.int32],
         query_starts: NDArray[np.int32],
         context_lens: NDArray[np.int32],
-        rows: NDArray[np.int32],
+        batch_slots: NDArray[np.int32],
         sample_at: NDArray[np.int32],
-        sample_rows: NDArray[np.int32],
+        sample_slots: NDArray[np.int32],
         copies: NDArray[np.int32],
         block_tables: NDArray[np.int32],
         table_writes: NDArray[np.int32] | None = None,
@@ -101,7 +101,7 @@ class StepPlan:
     @property
     def num_table_writes(self) -> int: ...
     @property
-    def seated(self) -> list[tuple[int, int, int, int, int]]:
+    def admitted(self) -> list[tuple[int, int, int, int, int]]:
         """One a sequence admitted in this step: row, sequence, tag, cached prompt tokens, microseconds it had queued."""
     @property
     def preempted(self) -> list[int]:
@@ -180,7 +180,7 @@ class Scheduler:
 
         `ahead` has (tenant, microseconds) of those whose requests ran while it waited for its first step, the most first.
         """
-    def snapshot(self, now: int, most_waiting: int, most_cells: int) -> dict[str, Any]:
+    def snapshot(self, now: int, max_waiting: int, max_cells: int) -> dict[str, Any]:
         """Who has which row, who waits for what, what each KV block is, and the steps since the last look.
 
         `cells` are little-endian uint32: 0 free, 1 cached, 2 shared, 3 + row of its one holder; `blocks_per_cell` to each. A step's
@@ -284,7 +284,7 @@ def decode_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32]
     part, step, parts), whose parts lie `step` apart. Contexts of 0 are padding. Raises ValueError for lengths that do not match.
     """
 
-def most_splits(longest: int, *, window: int | None = None) -> int:
+def max_splits(longest: int, *, window: int | None = None) -> int:
     """The most splits that `decode_work` makes of a sequence with one token in the step and up to `longest` in its context.
 
     Raises ValueError for less than one token.
@@ -377,10 +377,10 @@ class Decoder:
         *,
         input_ids: NDArray[np.int32],
         positions: NDArray[np.int32],
-        slots: NDArray[np.int32],
+        slot_mapping: NDArray[np.int32],
         query_starts: NDArray[np.int32],
         context_lens: NDArray[np.int32],
-        rows: NDArray[np.int32],
+        batch_slots: NDArray[np.int32],
         block_tables: NDArray[np.int32],
     ) -> None:
         """Runs a step over the cache, without the GIL, and keeps the hidden states of its tokens.

@@ -32,7 +32,7 @@ class Timing:
 class Timeline:
     """What became of one sequence's time in the engine; times are seconds on the machine's monotonic clock.
 
-    `causes` says what it waited for and worked on, in seconds that sum to its life: `chairlift.timeline.STATES` has them. Those that
+    `states` says what it waited for and worked on, in seconds that sum to its life: `chairlift.timeline.STATES` has them. Those that
     took no time are left out.
     """
 
@@ -64,8 +64,8 @@ class Timeline:
     preempted_by: tuple[int, ...]
     preempted_for: dict[str, int]
     """How often it lost its blocks for each reason: `kv_blocks`, `priority`, `fairness`, `shortest`."""
-    causes: dict[str, float]
-    ahead: dict[str, float] = field(default_factory=dict)
+    states: dict[str, float]
+    queued_behind: dict[str, float] = field(default_factory=dict)
     """Tenants whose requests ran while this one waited for its first step, with their seconds: only from `explain`."""
 
     @classmethod
@@ -76,8 +76,8 @@ class Timeline:
             plain[name] = None if plain[name] is None else plain[name] / 1e6
         plain["block_seconds"] = plain.pop("block_us") / 1e6
         plain["preempted_by"] = tuple(plain["preempted_by"])
-        plain["ahead"] = {tenant: time / 1e6 for tenant, time in plain.get("ahead", ())}
-        plain["causes"] = {cause: time / 1e6 for cause, time in plain["causes"].items()}
+        plain["queued_behind"] = {tenant: time / 1e6 for tenant, time in plain.get("queued_behind", ())}
+        plain["states"] = {cause: time / 1e6 for cause, time in plain["states"].items()}
         return cls(**plain)
 
 

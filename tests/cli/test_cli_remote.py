@@ -15,7 +15,7 @@ from rich.console import Console
 
 from chairlift.cli import explain, main, top
 
-ROW = {"row": 2, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode", "prompt_tokens": 500, "computed_tokens": 512}
+ROW = {"slot": 2, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode", "prompt_tokens": 500, "computed_tokens": 512}
 ROW |= {"output_tokens": 13, "blocks": 33, "age_us": 1_500_000, "request": "cmpl-abc"}
 STATE = {
     "model": "org/model",
@@ -23,15 +23,15 @@ STATE = {
     "state": "ready",
     "restarts": 0,
     "stuck": None,
-    "load": {"rows": 0.5, "kv_cache": 0.25, "saturation": 0.95},
-    "stats": {"running": 1, "rows": 2, "waiting": 3, "swapped": 1, "waiting_by_cause": {"wait_blocks": 1, "swapped": 2}},
+    "load": {"slots": 0.5, "kv_cache": 0.25, "saturation": 0.95},
+    "stats": {"running": 1, "slots": 2, "waiting": 3, "swapped": 1, "waiting_by_state": {"wait_blocks": 1, "swapped": 2}},
     "samples": [{"generation": 1234.4, "prompt": 50.0, "steps": 30.2}],
     "latency": {"window": 60.0, "ttft": {"count": 3, "p50": 0.25, "p90": 1.5, "p99": None}},
-    "rows": [{**ROW, "row": 7, "tag": 257, "request": None, "state": "prefill", "computed_tokens": 20}, ROW],
+    "running": [{**ROW, "slot": 7, "tag": 257, "request": None, "state": "prefill", "computed_tokens": 20}, ROW],
     "waiting": [],
-    "cells": base64.b64encode(struct.pack("<8I", 0, 1, 1, 2, 3, 5, 5, 9)).decode(),
+    "kv_map": base64.b64encode(struct.pack("<8I", 0, 1, 1, 2, 3, 5, 5, 9)).decode(),
 }
-SEQUENCE = {"tag": 129, "causes": {"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25}}
+SEQUENCE = {"tag": 129, "states": {"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25}}
 EXPLANATION = {"id": "cmpl-abc", "summary": "Waited 1.50 s: 1.50 s for KV blocks.", "sequences": [SEQUENCE]}
 
 
@@ -85,9 +85,9 @@ def test_top_prints_one_picture_where_nobody_could_see_it_move(monkeypatch, caps
 
 @pytest.mark.parametrize(("width", "height", "rows"), [(76, 20, 5), (200, 60, 40)])
 def test_a_picture_is_as_large_as_the_terminal(width, height, rows):
-    crowd = [{**ROW, "row": i, "request": "a-name-of-a-request-that-somebody-made-very-long" * 2} for i in range(40)]
+    crowd = [{**ROW, "slot": i, "request": "a-name-of-a-request-that-somebody-made-very-long" * 2} for i in range(40)]
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
-    console.print(top.frame({**STATE, "rows": crowd}, console))
+    console.print(top.frame({**STATE, "running": crowd}, console))
     lines = console.file.getvalue().splitlines()
     assert all(len(line) <= width for line in lines)
     assert sum("a-name" in line for line in lines) == rows
@@ -102,8 +102,8 @@ def test_top_of_a_server_that_has_seen_nothing(monkeypatch, capsys):
         "stats": {},
         "samples": [],
         "latency": {"window": None},
-        "rows": [],
-        "cells": "",
+        "running": [],
+        "kv_map": "",
     }
     with answering({"/dashboard/data": (200, nothing)}) as (url, keys):
         assert main.main(["top", "--once", "--url", url]) == 0
@@ -130,7 +130,7 @@ def test_explain_is_plain_text_in_a_pipe(capsys):
 
 def test_explain_draws_bars_to_one_scale_in_a_terminal():
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-    other = {"tag": 130, "causes": {"decode": 1.0}}
+    other = {"tag": 130, "states": {"decode": 1.0}}
     explain.show({**EXPLANATION, "sequences": [SEQUENCE, other]}, console)
     bars = [line for line in console.file.getvalue().splitlines() if line.startswith("██")]
     assert [line.count("█") for line in bars] == [80, 40]
@@ -182,11 +182,11 @@ def test_something_else_that_listens_there_is_not_taken_for_a_server(capsys):
 
 
 def test_states_of_another_version_are_shown_by_their_names(capsys):
-    sequence = {"tag": 1, "causes": {"wait_rows": 0.5, "wait_for_godot": 0.25}}
+    sequence = {"tag": 1, "states": {"wait_slots": 0.5, "wait_for_godot": 0.25}}
     explain.show({"summary": "Waited.", "sequences": [sequence]}, Console())
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "250.0 ms wait_for_godot a state that this version does not know" in shown
-    state = STATE | {"stats": STATE["stats"] | {"waiting_by_cause": {"wait_for_godot": 3}}}
+    state = STATE | {"stats": STATE["stats"] | {"waiting_by_state": {"wait_for_godot": 3}}}
     Console(width=120).print(top.frame(state, Console(width=120)))
     assert "wait_for_godot" in capsys.readouterr().out
 

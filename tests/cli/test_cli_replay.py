@@ -21,12 +21,12 @@ ROWS, TOKENS, BLOCKS, BLOCK, CONTEXT = 4, 32, 41, 4, 128
 SHAPES = {
     "input_ids": TOKENS,
     "positions": TOKENS,
-    "slots": TOKENS,
+    "slot_mapping": TOKENS,
     "query_starts": ROWS + 1,
     "context_lens": ROWS,
-    "rows": ROWS,
+    "batch_slots": ROWS,
     "sample_at": TOKENS,
-    "sample_rows": TOKENS,
+    "sample_slots": TOKENS,
     "copies": 2 * ROWS,
     "block_tables": (ROWS, CONTEXT // BLOCK),
 }
@@ -470,7 +470,7 @@ def test_the_page_shows_what_was_and_what_would_have_been_in_each_plot(replay, f
         "Changed: max_num_seqs 4",
         "what really happened",
         "KV cache held, mean",
-        "wait_rows",
+        "wait_slots",
     ):
         assert words in page.words
 

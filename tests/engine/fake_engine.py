@@ -58,7 +58,7 @@ def ledger(tag, finish="length", **changes):
         "limit": "blocks",
         "preempted_by": [9],
         "preempted_for": {"kv_blocks": 1},
-        "causes": {"wait_blocks": 500_000, "prefill": 500_000, "decode": 2_000_000},
+        "states": {"wait_blocks": 500_000, "prefill": 500_000, "decode": 2_000_000},
     }
     return account | changes
 
@@ -170,7 +170,7 @@ class FakeEngine:
         return ledger(tag, None if tag in self.running else "length")
 
     def look(self):
-        return {"rows": [{"tag": tag} for tag in self.running], "waiting": [], "cells": b"", "steps": [], "now_us": 0}
+        return {"running": [{"tag": tag} for tag in self.running], "waiting": [], "kv_map": b"", "steps": [], "now_us": 0}
 
     def stats(self):
         return {"running": len(self.running), "aborted": len(self.aborted), "steps": self.steps}

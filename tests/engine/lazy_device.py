@@ -188,7 +188,7 @@ class CellModel:
 
     def forward(self, buffers: Any, num_tokens: int, num_seqs: int) -> None:
         on = buffers.on_device
-        names = ("input_ids", "positions", "slots", "query_starts", "context_lens", "rows", "block_tables")
+        names = ("input_ids", "positions", "slot_mapping", "query_starts", "context_lens", "batch_slots", "block_tables")
         boxes = {name: getattr(on, name).box for name in names}
         self._hidden = hidden = np.zeros(num_tokens, dtype=np.int64)
 
@@ -196,10 +196,10 @@ class CellModel:
             step = {name: box.value.numpy() for name, box in boxes.items()}
             flat = self.cache.reshape(-1)
             for i in range(num_seqs):
-                table, first, end = step["block_tables"][step["rows"][i]], step["query_starts"][i], step["query_starts"][i + 1]
+                table, first, end = step["block_tables"][step["batch_slots"][i]], step["query_starts"][i], step["query_starts"][i + 1]
                 assert step["context_lens"][i] == step["positions"][end - 1] + 1
                 for at in range(first, end):
-                    token, position, slot = (int(step[name][at]) for name in ("input_ids", "positions", "slots"))
+                    token, position, slot = (int(step[name][at]) for name in ("input_ids", "positions", "slot_mapping"))
                     assert token >= 0, "a token that nobody resolved"
                     assert slot == table[position // self._size] * self._size + position % self._size, "another's block table"
                     before = position - 1

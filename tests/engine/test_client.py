@@ -83,7 +83,7 @@ def test_text_is_encoded_and_the_account_is_kept():
         assert (last.timing.queued, last.timing.first_token, last.timing.total) == (0.5, 1.0, 3.0)
         assert last.ledger == Timeline.read(fake_engine.ledger(last.ledger.tag))
         assert (last.ledger.finish, last.ledger.ended, last.ledger.block_seconds) == ("length", 4.0, 7.0)
-        assert sum(last.ledger.causes.values()) == last.ledger.ended - last.ledger.arrived
+        assert sum(last.ledger.states.values()) == last.ledger.ended - last.ledger.arrived
 
     run(test)
 
@@ -253,7 +253,7 @@ def test_a_look_has_the_names_of_those_there():
         async with aclosing(engine.generate([1000], SamplingParams(max_tokens=ENDLESS), request_id="open")) as stream:
             await anext(stream)
             seen = await engine.look()
-            assert seen["names"] == [(seen["rows"][0]["tag"], "open")]
+            assert seen["names"] == [(seen["running"][0]["tag"], "open")]
 
     run(test)
 

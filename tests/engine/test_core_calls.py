@@ -102,7 +102,7 @@ class FakeRunner:
     batch_invariant = False
     decisions = (("threads", "2", "why not"),)
     overlaps = False
-    buffers = (SimpleNamespace(arrays=dict, sample_rows=np.zeros(1, dtype=np.int32)),)
+    buffers = (SimpleNamespace(arrays=dict, sample_slots=np.zeros(1, dtype=np.int32)),)
     model_config = SimpleNamespace(vocab_size=1000)
 
     def __init__(self, config, directory, eos, on_phase):
@@ -159,9 +159,9 @@ def make(monkeypatch):
     return engine
 
 
-def plan(seated=(), ending=(), swap_out=(), swap_in=()):
+def plan(admitted=(), ending=(), swap_out=(), swap_in=()):
     return SimpleNamespace(
-        seated=seated,
+        admitted=admitted,
         ending=ending,
         swap_out=swap_out,
         swap_in=swap_in,
@@ -351,7 +351,7 @@ def test_log_probabilities_are_of_those_that_are_still_there(make, monkeypatch):
     core = engine._scheduler
     core.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate((1, 2, 3))]))
     core.plans[0].num_samples = 3
-    monkeypatch.setattr(FakeRunner, "buffers", (SimpleNamespace(arrays=dict, sample_rows=np.array([2, 0, 1], dtype=np.int32)),))
+    monkeypatch.setattr(FakeRunner, "buffers", (SimpleNamespace(arrays=dict, sample_slots=np.array([2, 0, 1], dtype=np.int32)),))
     sampled = Sampled(np.array([7, 8, 9], np.int32), np.array([-1, -2, -3], np.float32), {0: b"three", 1: b"one", 2: b"two"}, [])
     monkeypatch.setattr(engine._runner, "collect", lambda step: sampled)
     tags = np.array([3, 2], np.uint64).tobytes()  # 1 has left

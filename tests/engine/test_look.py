@@ -30,21 +30,21 @@ def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(e
     engine.step()
     engine.step()
     seen = engine.look()
-    rows = {row["tag"]: row for row in seen["rows"]}
+    rows = {row["tag"]: row for row in seen["running"]}
     assert rows.keys() == {1, 2}
     first = rows[1]
     assert (first["tenant"], first["priority"], first["state"], first["prompt_tokens"], first["blocks"]) == ("a", 1, "decode", 12, 2)
     assert (first["computed_tokens"], first["output_tokens"]) == (13, 2)
     [waiting] = seen["waiting"]
-    assert (waiting["tag"], waiting["cause"], waiting["tenant"], waiting["output_tokens"]) == (3, "wait_rows", "c", 0)
+    assert (waiting["tag"], waiting["state"], waiting["tenant"], waiting["output_tokens"]) == (3, "wait_slots", "c", 0)
     assert waiting["waited_us"] > 0
-    cells = struct.unpack("<20I", seen["cells"])
-    assert (seen["blocks_per_cell"], cells.count(first["row"] + 3), cells.count(0)) == (1, 2, 20 - 2 - rows[2]["blocks"])
-    assert [(step["step"], step["rows"][first["row"]]) for step in seen["steps"]] == [(0, "p"), (1, "d")]
-    assert seen["steps"][0]["seated"][0] == (first["row"], 1)
+    cells = struct.unpack("<20I", seen["kv_map"])
+    assert (seen["blocks_per_cell"], cells.count(first["slot"] + 3), cells.count(0)) == (1, 2, 20 - 2 - rows[2]["blocks"])
+    assert [(step["step"], step["slots"][first["slot"]]) for step in seen["steps"]] == [(0, "p"), (1, "d")]
+    assert seen["steps"][0]["admitted"][0] == (first["slot"], 1)
     assert seen["steps"][0]["planned_us"] < seen["steps"][1]["planned_us"] < seen["now_us"]
     # It goes over the wire as it is.
-    assert frames.decode(frames.encode(frames.Snapshot(1, seen))[4:]).snapshot["cells"] == seen["cells"]
+    assert frames.decode(frames.encode(frames.Snapshot(1, seen))[4:]).snapshot["kv_map"] == seen["kv_map"]
 
 
 def test_an_account_says_who_ran_meanwhile(engine):
@@ -52,7 +52,7 @@ def test_an_account_says_who_ran_meanwhile(engine):
         engine.add(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=tenant))
     while engine.has_work:
         engine.step()
-    [(tenant, microseconds)] = engine.explain(3)["ahead"]
+    [(tenant, microseconds)] = engine.explain(3)["queued_behind"]
     assert tenant == "a"
     assert microseconds > 0
-    assert engine.explain(1)["ahead"] == []
+    assert engine.explain(1)["queued_behind"] == []

@@ -188,7 +188,7 @@ def test_what_there_is_can_be_looked_at_at_work():
         it.send(SnapshotRequest(9))
         while not isinstance(frame := it.receive(), Snapshot):
             pass
-        assert (frame.ask, frame.snapshot["rows"]) == (9, [{"tag": 1}])
+        assert (frame.ask, frame.snapshot["running"]) == (9, [{"tag": 1}])
 
 
 def test_a_refused_request_disturbs_nobody():

@@ -39,7 +39,7 @@ FRAMES = [
     Stop(),
     Phase("weights", 0.5),
     Ready({"max_model_len": 8192, "eos_token_ids": [2]}, [71, 72]),
-    Step(b"\1" * 8, b"\2" * 4, b"\0", b"\0" * 4, [[1, 0, 5]], [{"tag": 1, "limit": None, "causes": {"decode": 7}}], {"running": 1}),
+    Step(b"\1" * 8, b"\2" * 4, b"\0", b"\0" * 4, [[1, 0, 5]], [{"tag": 1, "limit": None, "states": {"decode": 7}}], {"running": 1}),
     Step(started=[], ended=[], stats={"classes": {-1: {"waiting": 2}}, "tenants": {"a": {"waiting": 2}}}),
     Rejected(9, "InvalidRequest", "too long", "prompt", "context_length_exceeded"),
     Rejected(9, "QueueFull", "too many", retry_after=0.25),
@@ -47,7 +47,7 @@ FRAMES = [
     Alive(),
     Alive("run", 12.5),
     SnapshotRequest(3),
-    Snapshot(3, {"cells": b"\3\0", "rows": [{"tag": 1}]}),
+    Snapshot(3, {"kv_map": b"\3\0", "running": [{"tag": 1}]}),
     Fatal("ZeroDivisionError", "division by zero"),
 ]
 

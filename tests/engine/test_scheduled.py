@@ -88,7 +88,7 @@ def answers(engine: Engine, params: SamplingParams) -> list[list[int]]:
     tokens = run.all()
     for ledger in run.ledgers.values():
         assert ledger.ended is not None
-        assert sum(ledger.causes.values()) == pytest.approx(ledger.ended - ledger.arrived, abs=1e-6)
+        assert sum(ledger.states.values()) == pytest.approx(ledger.ended - ledger.arrived, abs=1e-6)
         assert ledger.output_tokens == NEW
     return [tokens[tag] for tag in range(len(PROMPTS))]
 

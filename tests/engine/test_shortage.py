@@ -41,7 +41,7 @@ def tight(engine: Engine, lazy: LazyDevice, fails: Callable[[Any, int, int], boo
         if not fails(buffers, num_tokens, num_seqs):
             return forward(buffers, num_tokens, num_seqs)
         seen["failed"] += 1
-        slots = buffers.on_device.slots.box
+        slots = buffers.on_device.slot_mapping.box
 
         def spoil() -> None:
             model.cache.reshape(-1)[slots.value[: (num_tokens + 1) // 2].numpy()] = 99

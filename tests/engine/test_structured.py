@@ -251,10 +251,10 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
     drain(Explain(7, [1, 2, 99]))
     [ledger] = parent.told.pop().ledgers
     told = Timeline.read(ledger)
-    assert (told.tag, told.finish, told.prompt_tokens, told.causes["receive"]) == (1, None, len(PROMPT), 0.25)
-    assert told.causes["grammar"] >= 0.02
+    assert (told.tag, told.finish, told.prompt_tokens, told.states["receive"]) == (1, None, len(PROMPT), 0.25)
+    assert told.states["grammar"] >= 0.02
     assert told.arrived == pytest.approx(sent / 1e6 - 0.25)
-    assert sum(told.causes.values()) == pytest.approx(told.submitted - told.arrived, abs=1e-6)
+    assert sum(told.states.values()) == pytest.approx(told.submitted - told.arrived, abs=1e-6)
     drain(Abort([4]), Abort([5]))
     engine.compiling["wrong"].set_exception(InvalidRequest("no good", param="regex"))
     for text in ("slow", "left"):

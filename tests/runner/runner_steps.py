@@ -53,15 +53,15 @@ class Driver:
             span = slice(at, at + count)
             buffers.input_ids[span] = np.array(riding.tokens)[positions]
             buffers.positions[span] = positions
-            buffers.slots[span] = blocks[positions // size] * size + positions % size
+            buffers.slot_mapping[span] = blocks[positions // size] * size + positions % size
             at += count
             buffers.query_starts[i + 1] = at
             buffers.context_lens[i] = riding.computed
-            buffers.rows[i] = riding.row
+            buffers.batch_slots[i] = riding.row
             buffers.block_tables[riding.row, : len(blocks)] = blocks
             if riding.computed == len(riding.tokens):
                 buffers.sample_at[len(samples)] = at - 1
-                buffers.sample_rows[len(samples)] = riding.row
+                buffers.sample_slots[len(samples)] = riding.row
                 samples.append(riding)
         buffers.copies[: 2 * len(copies)] = np.array(copies, dtype=np.int32).reshape(-1)
         self.sampled = self.runner.run(at, len(chunks), len(samples), len(copies))

@@ -39,10 +39,10 @@ def logits(directory: Path, precision: Precision = EXACT, config: EngineConfig |
         model.cache,
         input_ids=ids,
         positions=at,
-        slots=16 + at,
+        slot_mapping=16 + at,
         query_starts=np.array([0, 11], np.int32),
         context_lens=np.array([11], np.int32),
-        rows=np.zeros(1, np.int32),
+        batch_slots=np.zeros(1, np.int32),
         block_tables=np.array([[1]], np.int32),
     )
     return model.logits(at).numpy().copy()
@@ -96,8 +96,8 @@ def as_computed(kind: Kind, blocks: np.ndarray, size: int, together: int) -> np.
     cache = _core.KvCache(layers=1, blocks=1, kv_heads=1, block_size=size, head_dim=2, form="float32")
     ids = np.arange(size, dtype=np.int32)
     starts, lens, tables = np.array([0, size], np.int32), np.array([size], np.int32), np.zeros((1, 1), np.int32)
-    step = {"input_ids": ids, "positions": ids, "slots": ids, "query_starts": starts, "context_lens": lens, "block_tables": tables}
-    decoder.forward(cache, rows=np.zeros(1, np.int32), **step)
+    step = {"input_ids": ids, "positions": ids, "slot_mapping": ids, "query_starts": starts, "context_lens": lens, "block_tables": tables}
+    decoder.forward(cache, batch_slots=np.zeros(1, np.int32), **step)
     columns = []
     for at in range(0, size, together):
         out = np.empty((together, size), np.float32)

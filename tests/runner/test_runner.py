@@ -348,5 +348,5 @@ def test_steps_are_made_for_the_memory_that_there_is(tmp_path, monkeypatch):
     monkeypatch.setattr("chairlift.runner.runner.available_memory", lambda: 2**20)
     runner = ModelRunner(config, tmp_path, load=TorchExecutor.load)
     assert runner.max_num_seqs <= runner.max_num_batched_tokens == len(runner.buffers[0].input_ids) < 256
-    assert runner.max_num_seqs == len(runner.buffers[0].rows) == len(runner.sampler.detailed)
+    assert runner.max_num_seqs == len(runner.buffers[0].batch_slots) == len(runner.sampler.detailed)
     assert runner.num_kv_blocks * 16 * 3 * 2 * 2 * 8 * 4 < 2**20

@@ -32,7 +32,7 @@ class AtOnce(Sampler):
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         ours, places = (torch.from_numpy(values.astype(np.int32)) for values in (rows, positions))
-        step = SimpleNamespace(sample_at=torch.arange(len(rows)), sample_rows=ours, positions=places - 1)
+        step = SimpleNamespace(sample_at=torch.arange(len(rows)), sample_slots=ours, positions=places - 1)
         tokens, self.logprobs, self.details = self.take(self.draw(logits, rows, positions, step))
         return tokens
 

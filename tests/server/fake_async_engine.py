@@ -85,10 +85,10 @@ class FakeEngine:
         self.others: list[Timeline] = []
         self.looks = 0
         self.snapshot: dict[str, Any] = {
-            "rows": [],
+            "running": [],
             "waiting": [],
             "steps": [],
-            "cells": b"",
+            "kv_map": b"",
             "blocks_per_cell": 1,
             "now_us": 0,
             "names": [],
@@ -227,7 +227,7 @@ def ledger(**changes: object) -> Timeline:
             limit=None,
             preempted_by=(),
             preempted_for={},
-            causes={"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25},
+            states={"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25},
         ),
         **changes,
     )

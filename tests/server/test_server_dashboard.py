@@ -12,19 +12,19 @@ from fake_async_engine import FakeEngine, serving, wait_until
 from chairlift.server.observability import poller
 
 CHROMIUM = Path("/usr/bin/chromium")
-ROW = {"row": 1, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode", "prompt_tokens": 5, "computed_tokens": 7}
+ROW = {"slot": 1, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode", "prompt_tokens": 5, "computed_tokens": 7}
 ROW |= {"output_tokens": 3, "blocks": 2, "age_us": 1_500_000}
-WAIT = {"tag": 257, "tenant": "bob", "priority": 0, "cause": "wait_blocks", "prompt_tokens": 9, "output_tokens": 0, "waited_us": 250_000}
-STEP = {"planned_us": 4_000_000, "rows": " dp-", "tokens": 7, "waiting": 1, "seated": [(2, 129)], "preempted": []}
+WAIT = {"tag": 257, "tenant": "bob", "priority": 0, "state": "wait_blocks", "prompt_tokens": 9, "output_tokens": 0, "waited_us": 250_000}
+STEP = {"planned_us": 4_000_000, "slots": " dp-", "tokens": 7, "waiting": 1, "admitted": [(2, 129)], "preempted": []}
 CELLS = struct.pack("<8H", 0, 1, 2, 4, 4, 0, 0, 5)
 
 
 def busy() -> FakeEngine:
     """An engine with something to see."""
     engine = FakeEngine()
-    engine.snapshot = {"rows": [ROW], "waiting": [WAIT], "steps": [STEP], "cells": CELLS, "blocks_per_cell": 1, "now_us": 4_500_000}
+    engine.snapshot = {"running": [ROW], "waiting": [WAIT], "steps": [STEP], "kv_map": CELLS, "blocks_per_cell": 1, "now_us": 4_500_000}
     engine.snapshot["names"] = [(129, "cmpl-abc"), (257, "cmpl-def")]
-    engine.counters = {"running": 1, "rows": 4, "waiting": 1, "total_blocks": 8, "free_blocks": 5, "waiting_by_cause": {"wait_blocks": 1}}
+    engine.counters = {"running": 1, "slots": 4, "waiting": 1, "total_blocks": 8, "free_blocks": 5, "waiting_by_state": {"wait_blocks": 1}}
     engine.counters |= {"steps": 10, "generated_tokens": 40, "tenants": {"bob": {}}, "prefix_queries": 4, "prefix_hits": 1}
     return engine
 
@@ -42,14 +42,14 @@ def test_what_there_is_is_told_with_the_names_of_requests(quick):
         answer = http.get("/dashboard/data")
         state = answer.json()
         assert answer.headers["cache-control"] == "no-store"
-        assert state["rows"] == [{**ROW, "request": "cmpl-abc"}]
+        assert state["running"] == [{**ROW, "request": "cmpl-abc"}]
         assert state["waiting"] == [{**WAIT, "request": "cmpl-def"}]
-        assert base64.b64decode(state["cells"]) == CELLS
-        assert state["stats"]["waiting_by_cause"] == {"wait_blocks": 1}
-        assert (state["load"]["rows"], state["load"]["kv_cache"], state["load"]["saturation"]) == (0.25, 0.375, 0.0)
+        assert base64.b64decode(state["kv_map"]) == CELLS
+        assert state["stats"]["waiting_by_state"] == {"wait_blocks": 1}
+        assert (state["load"]["slots"], state["load"]["kv_cache"], state["load"]["saturation"]) == (0.25, 0.375, 0.0)
         assert {"tenants", "classes"}.isdisjoint(state["stats"])
         step = state["steps"][-1]
-        assert (step["rows"], step["tokens"], step["waiting"], step["seated"]) == (" dp-", 7, 1, [[2, 129]])
+        assert (step["slots"], step["tokens"], step["waiting"], step["admitted"]) == (" dp-", 7, 1, [[2, 129]])
         assert abs(time.time() - 0.5 - step["time"]) < 30
         # The first token is timed once; the others lie between tokens.
         assert (state["latency"]["ttft"]["count"], state["latency"]["itl"]["count"]) == (1, 2)
@@ -105,7 +105,7 @@ def test_a_server_whose_engine_is_not_there_says_so_at_once():
     engine.ready = False
     with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
         state = http.get("/dashboard/data").json()
-    assert (state["ready"], state["rows"], engine.looks) == (False, [], 0)
+    assert (state["ready"], state["running"], engine.looks) == (False, [], 0)
 
 
 @pytest.mark.parametrize("query", ["step=x", "sample=y", "step=1.5"])
@@ -118,7 +118,7 @@ def test_a_tenant_does_not_see_the_names_of_others():
     with serving(busy(), "alice=sk-1,sk-3") as (base, _):
         alice = httpx.get(f"{base}/dashboard/data", headers={"authorization": "Bearer sk-1"})
         operator = httpx.get(f"{base}/dashboard/data", headers={"authorization": "Bearer sk-3"})
-    assert [alice.json()[part][0]["request"] for part in ("rows", "waiting")] == ["cmpl-abc", None]
+    assert [alice.json()[part][0]["request"] for part in ("running", "waiting")] == ["cmpl-abc", None]
     assert alice.json()["waiting"][0]["tenant"] == "another"
     assert "bob" not in alice.text
     assert operator.json()["waiting"][0]["request"] == "cmpl-def"
@@ -198,7 +198,7 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
         box = page.locator("#kv").bounding_box()
         page.mouse.move(box["x"] + 3.5 * page.evaluate("blocks.size"), box["y"] + 3)
         wait_until(lambda: page.evaluate("document.getElementById('tip').textContent.startsWith('block 4: held by row 1\\ncmpl-abc')"))
-        engine.counters = {**engine.counters, "waiting": 0, "waiting_by_cause": {}}
+        engine.counters = {**engine.counters, "waiting": 0, "waiting_by_state": {}}
         page.get_by_text("nobody waits").wait_for()
         assert all(url.startswith((base, "data:")) for url in asked)
         assert complaints == []

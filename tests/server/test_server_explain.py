@@ -23,7 +23,7 @@ def test_a_request_is_explained_by_either_of_its_names(http):
     )
     assert (body["id"], body["object"]) == (answer_id, "request.explanation")
     [sequence] = body["sequences"]
-    assert sequence["causes"] == {"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25}
+    assert sequence["states"] == {"wait_blocks": 1.5, "prefill": 0.25, "decode": 0.25}
     assert sequence["summary"] == "2.00 s: 1.50 s waiting for KV blocks, 0.25 s prefill, 0.25 s decode"
     assert (sequence["prompt_tokens"], sequence["finish"], sequence["preempted_by"]) == (5, "length", [])
     assert http.get(f"/v1/requests/{request_id}/explain").json() == body
@@ -87,7 +87,7 @@ def test_a_tenant_cannot_take_the_names_of_anothers_requests():
 SENTENCES = [
     (
         {
-            "causes": {"wait_blocks": 1.8, "prefill": 0.16, "prefill_shared": 0.05, "decode": 0.3},
+            "states": {"wait_blocks": 1.8, "prefill": 0.16, "prefill_shared": 0.05, "decode": 0.3},
             "preemptions": 1,
             "swaps": 1,
             "preempted_by": (17,),
@@ -97,19 +97,19 @@ SENTENCES = [
         "(swapped), for request 17",
     ),
     (
-        {"causes": {"decode": 0.0042, "decode_shared": 0.0003}, "preemptions": 2, "preempted_by": (3, 4)},
+        {"states": {"decode": 0.0042, "decode_shared": 0.0003}, "preemptions": 2, "preempted_by": (3, 4)},
         "4.5 ms: 4.5 ms decode (0.3 ms shared); preempted twice (recomputed), for requests 3 and 4",
     ),
     (
-        {"causes": {"preempted": 1.0, "recompute": 0.5}, "preemptions": 3, "swaps": 1},
+        {"states": {"preempted": 1.0, "recompute": 0.5}, "preemptions": 3, "swaps": 1},
         "1.50 s: 1.00 s preempted, 0.50 s computing again what was lost; preempted 3 times (1 of them swapped)",
     ),
     (
-        {"causes": {"wait_rows": 0.5, "wait_step": 0.05}, "finish": None},
+        {"states": {"wait_slots": 0.5, "wait_step": 0.05}, "finish": None},
         "0.55 s so far: 0.50 s waiting for a place in the batch, 0.05 s waiting for the step under way",
     ),
-    ({"causes": {"wait_order": 2.0}, "finish": "deadline"}, "2.00 s: 2.00 s waiting for requests that go first; it missed its deadline"),
-    ({"causes": {}, "finish": "abort"}, "0 ms; its client left"),
+    ({"states": {"wait_policy": 2.0}, "finish": "deadline"}, "2.00 s: 2.00 s waiting for requests that go first; it missed its deadline"),
+    ({"states": {}, "finish": "abort"}, "0 ms; its client left"),
 ]
 
 
@@ -127,8 +127,15 @@ PARAGRAPHS = [
     (
         [
             {
-                "causes": {"wait_blocks": 0.3, "wait_share": 0.112, "prefill": 0.04, "prefill_shared": 0.01, "decode": 0.3, "swapped": 0.0},
-                "ahead": {"x": 3.0, "y": 1.0},
+                "states": {
+                    "wait_blocks": 0.3,
+                    "wait_fairness": 0.112,
+                    "prefill": 0.04,
+                    "prefill_shared": 0.01,
+                    "decode": 0.3,
+                    "swapped": 0.0,
+                },
+                "queued_behind": {"x": 3.0, "y": 1.0},
                 "preemptions": 1,
                 "swaps": 1,
                 "preempted_by": (17,),
@@ -141,12 +148,12 @@ PARAGRAPHS = [
         "Computed for 350 ms: 300 ms its output (3 tokens), 50 ms its prompt (5 tokens, 2 of them cached). Ended after 762 ms (length).",
     ),
     (
-        [{"causes": {"wait_order": 0.02, "wait_share": 0.03}, "finish": None, "preemptions": 2, "preempted_by": (9, 9)}],
+        [{"states": {"wait_policy": 0.02, "wait_fairness": 0.03}, "finish": None, "preemptions": 2, "preempted_by": (9, 9)}],
         "Waited 50 ms: 50 ms behind other requests; preempted twice by request 9 (recomputed). "
         "Nothing was computed. Came 50 ms ago, and goes on.",
     ),
     (
-        [{"causes": {"decode": 1.0}}, {"causes": {"decode": 12.25, "recompute": 0.004}, "recomputed_tokens": 8, "finish": "abort"}],
+        [{"states": {"decode": 1.0}}, {"states": {"decode": 12.25, "recompute": 0.004}, "recomputed_tokens": 8, "finish": "abort"}],
         "The longest of 2 sequences: did not wait. Computed for 12.3 s: 12.2 s its output (3 tokens), 4.0 ms what was lost (8 tokens). "
         "Ended after 12.3 s (abort).",
     ),
@@ -163,14 +170,14 @@ def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_wa
     engine.others = [ledger(tag=17, tenant="bob"), ledger(tag=18, tenant="alice"), ledger(tag=19, tenant="unasked")]
     with serving(engine, "alice=sk-1,sk-3") as (base, _), httpx.Client(base_url=base) as client:
         answer_id, _ = ask(client, headers={"authorization": "Bearer sk-1"})
-        crowded = {"causes": {"wait_share": 1.0}, "ahead": {"bob": 2.0, "carol": 1.5, "alice": 1.0}, "tenant": "alice"}
+        crowded = {"states": {"wait_fairness": 1.0}, "queued_behind": {"bob": 2.0, "carol": 1.5, "alice": 1.0}, "tenant": "alice"}
         engine.ledgers[answer_id] = [ledger(**crowded, preemptions=2, preempted_by=(17, 18))]
         operator, alice = (
             client.get(f"/v1/requests/{answer_id}/explain", headers={"authorization": f"Bearer {key}"}) for key in ("sk-3", "sk-1")
         )
     assert "1.00 s behind tenant bob; preempted twice by tenant bob and tenant alice" in operator.json()["summary"]
     assert "1.00 s behind tenant another; preempted twice by tenant another and tenant alice" in alice.json()["summary"]
-    assert alice.json()["sequences"][0]["ahead"] == {"another": 3.5, "alice": 1.0}
+    assert alice.json()["sequences"][0]["queued_behind"] == {"another": 3.5, "alice": 1.0}
     assert "bob" not in alice.text
     assert "carol" not in alice.text
 

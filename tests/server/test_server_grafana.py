@@ -26,7 +26,7 @@ def working(base, engine, http):
         engine.counters[f"preemptions_{kind}"] = engine.counters.get(f"preemptions_{kind}", 0) + 1
     grown = engine.counters.get("tenants", {}).get("alice", USED)
     grown = {key: value + 1 for key, value in grown.items()}
-    engine.counters |= {"tenants": {"alice": grown}, "classes": {0: grown}, "running": 2, "rows": 4, "waiting_by_cause": {"wait_rows": 1}}
+    engine.counters |= {"tenants": {"alice": grown}, "classes": {0: grown}, "running": 2, "slots": 4, "waiting_by_state": {"wait_slots": 1}}
     http.post(f"{base}/v1/completions", json={"prompt": "a b", "max_tokens": 4})
 
 

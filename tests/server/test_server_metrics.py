@@ -66,7 +66,15 @@ def test_requests_are_timed_and_counted(http):
 
 
 def test_what_the_scheduler_counts_is_shown(http, engine):
-    engine.counters = {"running": 3, "rows": 4, "swapped": 2, "used_tokens": 60, "held_slots": 80, "host_blocks": 10, "free_host_blocks": 4}
+    engine.counters = {
+        "running": 3,
+        "slots": 4,
+        "swapped": 2,
+        "used_tokens": 60,
+        "held_kv_slots": 80,
+        "host_blocks": 10,
+        "free_host_blocks": 4,
+    }
     engine.counters |= {"computed_tokens": 90, "recomputed_tokens": 5, "swapped_blocks": 7, "rejected_queue_full": 6}
     engine.counters |= {
         "preemptions_for_priority": 3,
@@ -75,7 +83,7 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
         "predicted_wait_us": 2_500_000,
         "predicted_step_us": 1500,
     }
-    engine.counters |= {"waiting_by_cause": {"wait_blocks": 4, "wait_order": 1, "preempted": 2}}
+    engine.counters |= {"waiting_by_state": {"wait_blocks": 4, "wait_policy": 1, "preempted": 2}}
     seen = scrape(http)
     expected = {"num_requests_swapped": 2, "row_usage_perc": 0.75, "kv_cache_fragmentation_perc": 0.25, "swap_usage_perc": 0.6}
     expected |= {"computed_tokens_total": 90, "recomputed_tokens_total": 5, "swapped_blocks_total": 7}
@@ -88,7 +96,7 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
         "blocks": 4,
         "order": 1,
         "preempted": 2,
-        "rows": 0,
+        "slots": 0,
         "tokens": 0,
         "share": 0,
         "batch": 0,
@@ -270,8 +278,8 @@ def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
     ("stats", "full"),
     [
         ({}, 0),
-        ({"running": 4, "rows": 4, "total_blocks": 10, "free_blocks": 0, "saturation": 0.25}, 0.25),
-        ({"running": 1, "rows": 4, "saturation": 1.5}, 1.5),
+        ({"running": 4, "slots": 4, "total_blocks": 10, "free_blocks": 0, "saturation": 0.25}, 0.25),
+        ({"running": 1, "slots": 4, "saturation": 1.5}, 1.5),
     ],
 )
 def test_saturation_is_the_engines(stats, full):

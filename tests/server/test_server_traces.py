@@ -76,7 +76,7 @@ def test_a_ledger_is_a_span_with_a_child_for_each_cause_end_to_end():
     now = time.monotonic()
     causes = {"decode": 0.25, "wait_blocks": 1.5, "swapped": 0.5, "prefill": 0.25}
     times = {"arrived": now - 2.5, "submitted": now - 2.5, "started": now - 1, "first_token": now - 0.75, "ended": now}
-    spans = sent(ledger(causes=causes, tenant="alice", priority=-3, preemptions=1, swaps=1, **times), about=RequestContext("mine"))
+    spans = sent(ledger(states=causes, tenant="alice", priority=-3, preemptions=1, swaps=1, **times), about=RequestContext("mine"))
     *children, span = sorted(spans, key=lambda one: (one.name == "llm_request", one.start_time_unix_nano))
     assert [child.name for child in children] == ["wait_blocks", "prefill", "swapped", "decode"]
     lengths = [(child.end_time_unix_nano - child.start_time_unix_nano) / 1e9 for child in children]
@@ -99,12 +99,12 @@ def test_a_ledger_is_a_span_with_a_child_for_each_cause_end_to_end():
 
 
 def test_every_cause_has_its_place():
-    spans = sent(ledger(causes=dict.fromkeys(STATES, 0.01)))
+    spans = sent(ledger(states=dict.fromkeys(STATES, 0.01)))
     assert sorted(span.name for span in spans) == sorted([*STATES, "llm_request"])
 
 
 def test_a_request_that_never_ran_and_one_that_goes_on():
-    waits = {"started": None, "first_token": None, "causes": {"wait_rows": 2.0}}
+    waits = {"started": None, "first_token": None, "states": {"wait_slots": 2.0}}
     spans = sent(ledger(finish="abort", **waits), ledger(finish=None, ended=None, **waits))
     whole = [span for span in spans if span.name == "llm_request"]
     assert [values(span)["gen_ai.response.finish_reasons"] for span in whole] == [["abort"], ["unknown"]]

@@ -49,8 +49,8 @@ def test_too_few_steps_say_nothing() -> None:
         fit(loads(5), np.ones(5))
 
 
-SHAPES = {"input_ids": 64, "positions": 64, "slots": 64, "query_starts": 9, "context_lens": 8, "rows": 8, "sample_at": 64}
-SHAPES |= {"sample_rows": 64, "copies": 16, "block_tables": (8, 16)}
+SHAPES = {"input_ids": 64, "positions": 64, "slot_mapping": 64, "query_starts": 9, "context_lens": 8, "batch_slots": 8, "sample_at": 64}
+SHAPES |= {"sample_slots": 64, "copies": 16, "block_tables": (8, 16)}
 
 
 def journal() -> bytes:

@@ -26,12 +26,12 @@ def show(explanation: Mapping[str, Any], console: Console) -> None:
     """Prints the paragraph, and for each sequence its bar and what the bar's parts mean; no colours and no bars without a terminal."""
     console.print(Text(explanation["summary"]), soft_wrap=not console.is_terminal)
     sequences = explanation["sequences"]
-    longest = max((sum(sequence["causes"].values()) for sequence in sequences), default=0.0) or 1.0
+    longest = max((sum(sequence["states"].values()) for sequence in sequences), default=0.0) or 1.0
     for sequence in sequences:
         console.print()
         if len(sequences) > 1:
             console.print(f"sequence {sequence['tag']}", style="bold")
-        causes = sequence["causes"]
+        causes = sequence["states"]
         ordered = [*(name for name in STATES if name in causes), *(name for name in causes if name not in STATES)]
         parts = [(name, described(name).meaning, described(name).colour, causes[name]) for name in ordered if causes[name]]
         if console.is_terminal:

@@ -77,15 +77,15 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
             overflow="ellipsis",
         ),
         Text(),
-        _meter("rows", load["rows"], f"{stats.get('running', 0)} of {stats.get('rows', 0)} run, {waiting} wait", console),
+        _meter("rows", load["slots"], f"{stats.get('running', 0)} of {stats.get('slots', 0)} run, {waiting} wait", console),
         _meter("KV", load["kv_cache"], _blocks(state), console),
         _meter("full", load["saturation"], "work that arrived, of what could be served in 10 s", console),
         Text(),
         _beside(_latency(state["latency"]), _causes(stats), console),
         Text(),
     ]
-    room = max(5, console.height - 17) if console.is_terminal else len(state["rows"])
-    parts.append(_rows(state["rows"], room, console))
+    room = max(5, console.height - 17) if console.is_terminal else len(state["running"])
+    parts.append(_rows(state["running"], room, console))
     return Group(*parts)
 
 
@@ -116,7 +116,7 @@ def _meter(name: str, share: float, told: str, console: Console) -> Text:
 
 def _blocks(state: Mapping[str, Any]) -> str:
     """What the KV blocks are, in words."""
-    cells = base64.b64decode(state["cells"])
+    cells = base64.b64decode(state["kv_map"])
     kinds = Counter(min(cell, 3) for (cell,) in struct.iter_unpack("<I", cells))
     names = ("free", "cached", "shared", "held alone")
     total = sum(kinds.values())
@@ -150,7 +150,7 @@ def _latency(latency: Mapping[str, Any]) -> Table:
 
 def _causes(stats: Mapping[str, Any]) -> Table:
     table = _table("who waits", "requests ", "why")
-    causes = stats.get("waiting_by_cause", {})
+    causes = stats.get("waiting_by_state", {})
     for cause, count in sorted(causes.items(), key=lambda item: -item[1]):
         state = described(cause)
         table.add_row(Text(cause, style=state.colour), str(count), Text(state.meaning, style="dim"))
@@ -163,13 +163,13 @@ def _rows(rows: Sequence[Mapping[str, Any]], room: int, console: Console) -> Tab
     """The first `room` rows; names are cut to what the console leaves for them."""
     longest = max(12, min(48, console.width - 66))
     table = _table("row ", "request", "tenant", "does", "prompt ", "output ", "blocks ", "age ")
-    for row in sorted(rows, key=lambda row: int(row["row"]))[:room]:
+    for row in sorted(rows, key=lambda row: int(row["slot"]))[:room]:
         prompt = f"{min(row['computed_tokens'], row['prompt_tokens']):,}/{row['prompt_tokens']:,}"
         does = Text(row["state"], style=_STATES.get(row["state"], ""))
         numbers = (f"{row['output_tokens']:,}", f"{row['blocks']:,}", _seconds(row["age_us"] / 1e6))
         name = row["request"] or f"#{row['tag']}"
         name = name if len(name) <= longest else name[: longest - 1] + "…"
-        table.add_row(str(row["row"]), name, row["tenant"], does, prompt, *numbers)
+        table.add_row(str(row["slot"]), name, row["tenant"], does, prompt, *numbers)
     if len(rows) > room:
         table.add_row("", f"and {len(rows) - room} more")
     return table

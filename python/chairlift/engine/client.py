@@ -249,7 +249,7 @@ class AsyncEngine:
     async def look(self) -> dict[str, Any]:
         """The engine's rows, queue, blocks and newest steps (see `Scheduler.snapshot`), with `names`: (tag, request id) of those there."""
         snapshot: dict[str, Any] = await self._ask(SnapshotRequest)
-        seen = {one["tag"] for one in [*snapshot["rows"], *snapshot["waiting"]]}
+        seen = {one["tag"] for one in [*snapshot["running"], *snapshot["waiting"]]}
         return snapshot | {"names": [(tag, name) for name, tags in self._remembered.items() for tag in tags if tag in seen]}
 
     async def ended(self) -> None:

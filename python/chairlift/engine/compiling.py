@@ -49,7 +49,7 @@ class Compiling:
             "priority": request.scheduling.get("priority", 0),
             "preempted_by": [],
             "preempted_for": {},
-            "causes": {state: time for state, time in spent.items() if time},
+            "states": {state: time for state, time in spent.items() if time},
         }
 
 

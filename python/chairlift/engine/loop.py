@@ -345,12 +345,12 @@ class Engine:
             return None
         self._plans.append(plan)
         self.stage = "run", time.monotonic()
-        for row, seq, tag, cached_tokens, queued in plan.seated:
+        for row, seq, tag, cached_tokens, queued in plan.admitted:
             self._take_seat(row, seq, tag)
             started.append((tag, cached_tokens, queued))
         self._runner.swap(plan.swap_out, plan.swap_in)
         sizes = Sizes(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies, plan.num_table_writes)
-        rows = self._runner.buffers[self._turn].sample_rows[: plan.num_samples]
+        rows = self._runner.buffers[self._turn].sample_slots[: plan.num_samples]
         failed = np.isin(rows, list(self._failed_rows)) if self._failed_rows else None
         flight = _Flight(self._turn, sizes, self._tags[rows], failed)
         self._turn = (self._turn + 1) % len(self._buffers)
@@ -370,7 +370,7 @@ class Engine:
             except OutOfMemory as error:
                 self._pieces.short(flight.sizes.tokens, error, _now())
             flight.step, flight.sizes = None, flight.sizes._replace(copies=0)
-            self._seat_again(self._runner.buffers[flight.turn].rows[: flight.sizes.seqs].tolist())
+            self._seat_again(self._runner.buffers[flight.turn].batch_slots[: flight.sizes.seqs].tolist())
         flight.sampled, lost = self._pieces.run(flight.turn, flight.sizes, self._last_token, self._seat_again, _now())
         for row in lost:
             tag = int(self._tags[row])

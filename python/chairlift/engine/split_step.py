@@ -114,11 +114,11 @@ class _Step:
 
     input_ids: np.ndarray
     positions: np.ndarray
-    slots: np.ndarray
+    slot_mapping: np.ndarray
     starts: np.ndarray
-    rows: np.ndarray
+    batch_slots: np.ndarray
     sample_at: np.ndarray
-    sample_rows: np.ndarray
+    sample_slots: np.ndarray
 
     @classmethod
     def copied(cls, buffers: StepBuffers, sizes: Sizes, token: Callable[[int], int]) -> _Step:
@@ -130,11 +130,11 @@ class _Step:
         return cls(
             ids,
             buffers.positions[: sizes.tokens].copy(),
-            buffers.slots[: sizes.tokens].copy(),
+            buffers.slot_mapping[: sizes.tokens].copy(),
             buffers.query_starts[: sizes.seqs + 1].copy(),
-            buffers.rows[: sizes.seqs].copy(),
+            buffers.batch_slots[: sizes.seqs].copy(),
             buffers.sample_at[: sizes.samples].copy(),
-            buffers.sample_rows[: sizes.samples].copy(),
+            buffers.sample_slots[: sizes.samples].copy(),
         )
 
     def write(self, buffers: StepBuffers, first: int, after: int) -> tuple[int, int]:
@@ -142,18 +142,18 @@ class _Step:
         seqs, samples = self._seqs(first, after), slice(*np.searchsorted(self.sample_at, (first, after)))
         starts = np.clip(self.starts[seqs.start : seqs.stop + 1], first, after)
         count, sampled = len(starts) - 1, self.sample_at[samples]
-        for name in ("input_ids", "positions", "slots"):
+        for name in ("input_ids", "positions", "slot_mapping"):
             getattr(buffers, name)[: after - first] = getattr(self, name)[first:after]
         buffers.query_starts[: count + 1] = starts - first
         buffers.context_lens[:count] = self.positions[starts[1:] - 1] + 1
-        buffers.rows[:count] = self.rows[seqs]
+        buffers.batch_slots[:count] = self.batch_slots[seqs]
         buffers.sample_at[: len(sampled)] = sampled - first
-        buffers.sample_rows[: len(sampled)] = self.sample_rows[samples]
+        buffers.sample_slots[: len(sampled)] = self.sample_slots[samples]
         return count, len(sampled)
 
     def rows_of(self, first: int, after: int) -> list[int]:
         """The rows whose tokens these are."""
-        rows: list[int] = self.rows[self._seqs(first, after)].tolist()
+        rows: list[int] = self.batch_slots[self._seqs(first, after)].tolist()
         return rows
 
     def samples_between(self, first: int, after: int) -> int:
@@ -163,9 +163,9 @@ class _Step:
     def without(self, at: int, tables: np.ndarray, block_size: int) -> tuple[set[int], int]:
         """The rows that have no use of the step without the token at `at` and the rest of its chunk, and where that ends."""
         after = int(self.starts[np.searchsorted(self.starts, at, "right")])
-        missing = self.slots[at:after] // block_size
+        missing = self.slot_mapping[at:after] // block_size
         used = self.positions[self.starts[1:] - 1] // block_size + 1
-        rows = zip(self.rows.tolist(), used.tolist(), strict=True)
+        rows = zip(self.batch_slots.tolist(), used.tolist(), strict=True)
         # A block that this chunk would have filled may be shared already, by sequences that were admitted in this very step.
         return {row for row, count in rows if np.isin(tables[row, :count], missing).any()}, after
 

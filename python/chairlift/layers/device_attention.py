@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from chairlift._core import decode_work, most_splits, prefill_work
+from chairlift._core import decode_work, max_splits, prefill_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class DecodeLists:
     """
 
     def __init__(self, seqs: int, longest: int, windows: Iterable[int | None], device: torch.device) -> None:
-        self._splits = {window: most_splits(longest, window=window) for window in windows}
+        self._splits = {window: max_splits(longest, window=window) for window in windows}
         # The counts, the splits of all sequences, and a merge for each; without counts there is nothing to do.
         self._lists = {
             window: torch.zeros(1 + seqs * (splits + 1), 4, dtype=torch.int32, device=device) for window, splits in self._splits.items()

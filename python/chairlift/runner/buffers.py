@@ -25,13 +25,13 @@ class Layout:
         lengths = {
             "query_starts": max_seqs + 1,
             "context_lens": max_seqs,
-            "rows": max_seqs,
+            "batch_slots": max_seqs,
             "copies": 2 * max_seqs,
             "sample_at": max_tokens,
-            "sample_rows": max_tokens,
+            "sample_slots": max_tokens,
             "input_ids": max_tokens,
             "positions": max_tokens,
-            "slots": max_tokens,
+            "slot_mapping": max_tokens,
         }
         if table_writes:
             lengths["table_writes"] = 2 * max_seqs * max_blocks
@@ -52,16 +52,16 @@ class StepBuffers:
     input_ids: np.ndarray
     """-(row + 1) stands for the token that the row sampled last, where it is not known on the host yet."""
     positions: np.ndarray
-    slots: np.ndarray
+    slot_mapping: np.ndarray
     """Where each token's key and value go: block * block_size + offset."""
     query_starts: np.ndarray
     context_lens: np.ndarray
     """Tokens of each sequence, those of this step included."""
-    rows: np.ndarray
+    batch_slots: np.ndarray
     """The row that each sequence keeps for as long as it runs."""
     sample_at: np.ndarray
     """Places on the token axis whose next token is wanted."""
-    sample_rows: np.ndarray
+    sample_slots: np.ndarray
     copies: np.ndarray
     """Pairs of blocks, from and to, copied before the forward pass."""
     on_device: DeviceBuffers

@@ -71,10 +71,10 @@ class CpuExecutor:
             self.cache,
             input_ids=buffers.input_ids[:num_tokens],
             positions=buffers.positions[:num_tokens],
-            slots=buffers.slots[:num_tokens],
+            slot_mapping=buffers.slot_mapping[:num_tokens],
             query_starts=buffers.query_starts[: num_seqs + 1],
             context_lens=buffers.context_lens[:num_seqs],
-            rows=buffers.rows[:num_seqs],
+            batch_slots=buffers.batch_slots[:num_seqs],
             block_tables=buffers.block_tables,
         )
 

@@ -76,7 +76,13 @@ class Graph:
     def _run(self) -> None:
         shared, size, there = self._shared, self.size, self._shared.there
         there.resolve(size, shared.drawer.last_token)
-        arrays = there.slots[:size], there.query_starts[: size + 1], there.context_lens[:size], there.rows[:size], there.block_tables
+        arrays = (
+            there.slot_mapping[:size],
+            there.query_starts[: size + 1],
+            there.context_lens[:size],
+            there.batch_slots[:size],
+            there.block_tables,
+        )
         nobody = np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32)  # no chunk is a long one
         # A plan of its own each time: its scratch memory is to be among what graphs share.
         shared.model.run(there, size, DevicePlan(*arrays, nobody, shared.lists.work(size)))
@@ -97,7 +103,7 @@ class Graph:
     def _draw(self, tier: SamplingVariant) -> None:
         shared, size, there = self._shared, self.size, self._shared.there
         places = there.positions[there.sample_at[:size]] + 1
-        shared.tokens[:size].copy_(shared.drawer.sample(shared.logits[:size], there.sample_rows[:size], places, tier))
+        shared.tokens[:size].copy_(shared.drawer.sample(shared.logits[:size], there.sample_slots[:size], places, tier))
 
 
 class Graphs:

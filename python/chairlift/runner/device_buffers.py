@@ -28,9 +28,9 @@ class DeviceBuffers:
             buffers.on_device = self
         self._packed = torch.zeros(layout.size, dtype=torch.int32, device=device)
         parts = {name: self._packed[place] for name, place in layout.places.items()}
-        self.input_ids, self.positions, self.slots = parts["input_ids"], parts["positions"], parts["slots"]
-        self.query_starts, self.context_lens, self.rows = parts["query_starts"], parts["context_lens"], parts["rows"]
-        self.sample_at, self.sample_rows = parts["sample_at"], parts["sample_rows"]
+        self.input_ids, self.positions, self.slot_mapping = parts["input_ids"], parts["positions"], parts["slot_mapping"]
+        self.query_starts, self.context_lens, self.batch_slots = parts["query_starts"], parts["context_lens"], parts["batch_slots"]
+        self.sample_at, self.sample_slots = parts["sample_at"], parts["sample_slots"]
         self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
         """By row, and kept from step to step."""
         self._writes_at = layout.places["table_writes"].start
@@ -43,8 +43,8 @@ class DeviceBuffers:
         """
         host, more, samples = self.host[turn], slice(num_seqs, size), slice(num_samples, size)
         host.input_ids[more] = host.positions[more] = host.sample_at[samples] = 0
-        host.slots[more] = -1
-        host.sample_rows[samples] = self.sizes[2]
+        host.slot_mapping[more] = -1
+        host.sample_slots[samples] = self.sizes[2]
 
     def load(self, turn: int, num_table_writes: int) -> None:
         """Copies the arrays of `host[turn]`, in one go, and carries out what they change in the block tables."""

@@ -220,7 +220,7 @@ class ModelRunner:
         places = buffers.positions[buffers.sample_at[:count]] + 1
         try:
             with raise_out_of_memory():
-                step.draw = self.sampler.draw(step.logits, buffers.sample_rows[:count], places, self._on_device, step.graph)
+                step.draw = self.sampler.draw(step.logits, buffers.sample_slots[:count], places, self._on_device, step.graph)
         except OutOfMemory:
             for prompt, length in step.told:
                 prompt.told -= length
@@ -255,7 +255,7 @@ class ModelRunner:
         """Asks for what this step computes of prompts whose log-probabilities were asked for."""
         if not self._prompts:
             return [], []
-        starts, rows = buffers.query_starts[: num_seqs + 1].tolist(), buffers.rows[:num_seqs].tolist()
+        starts, rows = buffers.query_starts[: num_seqs + 1].tolist(), buffers.batch_slots[:num_seqs].tolist()
         chunks = [(int(buffers.positions[starts[i]]), i, self._prompts[row]) for i, row in enumerate(rows) if row in self._prompts]
         told, at, tokens = [], [], []
         # Two sequences of one request may compute neighbouring pieces of its prompt.
@@ -284,10 +284,10 @@ class ModelRunner:
         self.model.allocate(1, self.block_size, 0)
         buffers, seqs = self.buffers[0], len(starts) - 1
         buffers.positions[:tokens] = np.arange(tokens) % longest
-        buffers.slots[:tokens] = buffers.positions[:tokens] % self.block_size
+        buffers.slot_mapping[:tokens] = buffers.positions[:tokens] % self.block_size
         buffers.query_starts[: seqs + 1], buffers.context_lens[:seqs] = starts, np.diff(starts)
-        buffers.rows[:seqs] = np.arange(seqs)
-        buffers.sample_at[:samples] = buffers.sample_rows[:samples] = np.arange(samples)
+        buffers.batch_slots[:seqs] = np.arange(seqs)
+        buffers.sample_at[:samples] = buffers.sample_slots[:samples] = np.arange(samples)
         for row in range(samples):
             self.seat(row, EVERYTHING, np.zeros(1, dtype=np.int32), 1, 0)
         for _ in range(2):  # the second has beside it what the first left: its hidden states
@@ -307,7 +307,7 @@ class ModelRunner:
             cases.append((min(2, longest), min(SPLIT_CONTEXT, self.max_model_len), EVERYTHING))
         for length, context, params in cases:
             buffers.positions[:length] = np.arange(context - length, context)
-            buffers.slots[:length] = np.arange(length)
+            buffers.slot_mapping[:length] = np.arange(length)
             buffers.query_starts[1], buffers.context_lens[0] = length, context
             buffers.sample_at[0] = length - 1
             tokens = np.zeros(context, dtype=np.int32)

@@ -110,11 +110,13 @@ class TorchExecutor:
     def _plan(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> AttentionPlan:
         there, lengths = buffers.on_device, (buffers.query_starts[: num_seqs + 1], buffers.context_lens[:num_seqs])
         if self.in_kernels:
-            rows, starts, lens = there.rows[:num_seqs], there.query_starts[: num_seqs + 1], there.context_lens[:num_seqs]
-            slots = there.slots[:num_tokens]
+            rows, starts, lens = there.batch_slots[:num_seqs], there.query_starts[: num_seqs + 1], there.context_lens[:num_seqs]
+            slots = there.slot_mapping[:num_tokens]
             return DevicePlan.make(slots, starts, lens, rows, there.block_tables, lengths=lengths, windows=self.windows)
-        size, tables = self.cache.block_size, buffers.block_tables[buffers.rows[:num_seqs]]
-        return plan_attention(buffers.slots[:num_tokens], *lengths, tables, windows=self.windows, block_size=size, device=self.device)
+        size, tables = self.cache.block_size, buffers.block_tables[buffers.batch_slots[:num_seqs]]
+        return plan_attention(
+            buffers.slot_mapping[:num_tokens], *lengths, tables, windows=self.windows, block_size=size, device=self.device
+        )
 
     def synchronize(self) -> None:
         """Waits for the device."""

@@ -194,5 +194,5 @@ def side(variant: Variant, seats: int, rides: Iterable[tuple[int, ...]], unserve
 
 def ride(ledger: Mapping[str, Any]) -> tuple[int, ...]:
     """The `RIDE` of a request's ledger, as the engine gives it."""
-    causes = ledger["causes"]
+    causes = ledger["states"]
     return (*(ledger[name] for name in _LEDGER), causes.get("preempted", 0) + causes.get("swapped", 0))

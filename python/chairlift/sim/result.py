@@ -47,7 +47,7 @@ class Result:
 
     def __init__(self, reports: Sequence[Mapping[str, Any]], config: Mapping[str, Any], wall: float, *, recorded: bool = False) -> None:
         first = reports[0]
-        line = np.dtype([(name, "<i8") for name in (*_NUMBERS, *first["causes"])])
+        line = np.dtype([(name, "<i8") for name in (*_NUMBERS, *first["states"])])
         self.tenants: tuple[str, ...] = tuple(sorted({name for report in reports for name in report["tenants"]}))
         """The tenants of the requests that ended, by name."""
         self.tenant: NDArray[np.int64] = np.concatenate([_tenant_numbers(report, self.tenants) for report in reports])
@@ -58,7 +58,7 @@ class Result:
         self.wall = wall
         """Seconds that the simulation itself took."""
         self.recorded = recorded
-        self.cause_names: tuple[str, ...] = tuple(first["causes"])
+        self.cause_names: tuple[str, ...] = tuple(first["states"])
         self.requests: NDArray[Any] = np.concatenate([np.frombuffer(report["ended"], line) for report in reports])
         self.refused: list[int] = [tag for report in reports for tag in report["refused"]]
         self.steps = sum(report["steps"] for report in reports)

@@ -60,14 +60,14 @@ const LIMITS: usize = 4;
 impl Cause {
     /// Every cause, by the name that reports use, in order.
     pub const NAMES: [(Self, &'static str); CAUSES] = [
-        (Self::WaitRows, "wait_rows"),
-        (Self::WaitTokens, "wait_tokens"),
+        (Self::WaitRows, "wait_slots"),
+        (Self::WaitTokens, "wait_budget"),
         (Self::WaitBlocks, "wait_blocks"),
         (Self::WaitBatch, "wait_batch"),
-        (Self::WaitOrder, "wait_order"),
-        (Self::WaitShare, "wait_share"),
+        (Self::WaitOrder, "wait_policy"),
+        (Self::WaitShare, "wait_fairness"),
         (Self::WaitStep, "wait_step"),
-        (Self::WaitSibling, "wait_sibling"),
+        (Self::WaitSibling, "wait_fork"),
         (Self::Prefill, "prefill"),
         (Self::PrefillShared, "prefill_shared"),
         (Self::Decode, "decode"),

@@ -14,12 +14,12 @@ use std::cell::Cell;
 pub(crate) struct StepBuffers {
     input_ids: PyBuffer<i32>,
     positions: PyBuffer<i32>,
-    slots: PyBuffer<i32>,
+    slot_mapping: PyBuffer<i32>,
     query_starts: PyBuffer<i32>,
     context_lens: PyBuffer<i32>,
-    rows: PyBuffer<i32>,
+    batch_slots: PyBuffer<i32>,
     sample_at: PyBuffer<i32>,
-    sample_rows: PyBuffer<i32>,
+    sample_slots: PyBuffer<i32>,
     copies: PyBuffer<i32>,
     block_tables: PyBuffer<i32>,
     table_writes: Option<PyBuffer<i32>>,
@@ -29,19 +29,19 @@ pub(crate) struct StepBuffers {
 #[pymethods]
 impl StepBuffers {
     #[new]
-    #[pyo3(signature = (*, input_ids, positions, slots, query_starts, context_lens, rows, sample_at, sample_rows, copies, block_tables,
+    #[pyo3(signature = (*, input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, sample_at, sample_slots, copies, block_tables,
         table_writes = None))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         input_ids: PyBuffer<i32>,
         positions: PyBuffer<i32>,
-        slots: PyBuffer<i32>,
+        slot_mapping: PyBuffer<i32>,
         query_starts: PyBuffer<i32>,
         context_lens: PyBuffer<i32>,
-        rows: PyBuffer<i32>,
+        batch_slots: PyBuffer<i32>,
         sample_at: PyBuffer<i32>,
-        sample_rows: PyBuffer<i32>,
+        sample_slots: PyBuffer<i32>,
         copies: PyBuffer<i32>,
         block_tables: PyBuffer<i32>,
         table_writes: Option<PyBuffer<i32>>,
@@ -52,12 +52,12 @@ impl StepBuffers {
         let buffers = Self {
             input_ids,
             positions,
-            slots,
+            slot_mapping,
             query_starts,
             context_lens,
-            rows,
+            batch_slots,
             sample_at,
-            sample_rows,
+            sample_slots,
             copies,
             block_tables,
             table_writes,
@@ -74,12 +74,12 @@ impl StepBuffers {
         Some(core::StepBuffers {
             input_ids: cells(py, &self.input_ids)?,
             positions: cells(py, &self.positions)?,
-            slots: cells(py, &self.slots)?,
+            slots: cells(py, &self.slot_mapping)?,
             query_starts: cells(py, &self.query_starts)?,
             context_lens: cells(py, &self.context_lens)?,
-            rows: cells(py, &self.rows)?,
+            rows: cells(py, &self.batch_slots)?,
             sample_at: cells(py, &self.sample_at)?,
-            sample_rows: cells(py, &self.sample_rows)?,
+            sample_rows: cells(py, &self.sample_slots)?,
             copies: cells(py, &self.copies)?,
             block_tables: cells(py, &self.block_tables)?,
             table_writes: match &self.table_writes {
@@ -96,12 +96,12 @@ impl StepBuffers {
         let wanted = [
             ("input_ids", &self.input_ids, tokens),
             ("positions", &self.positions, tokens),
-            ("slots", &self.slots, tokens),
+            ("slot_mapping", &self.slot_mapping, tokens),
             ("query_starts", &self.query_starts, seqs + 1),
             ("context_lens", &self.context_lens, seqs),
-            ("rows", &self.rows, seqs),
+            ("batch_slots", &self.batch_slots, seqs),
             ("sample_at", &self.sample_at, tokens),
-            ("sample_rows", &self.sample_rows, tokens),
+            ("sample_slots", &self.sample_slots, tokens),
             ("copies", &self.copies, 2 * seqs),
             ("block_tables", &self.block_tables, seqs * self.max_blocks),
         ];

@@ -183,7 +183,7 @@ impl Decoder {
     }
 
     /// Runs a step over the cache, and keeps the hidden states of its tokens.
-    #[pyo3(signature = (cache, *, input_ids, positions, slots, query_starts, context_lens, rows, block_tables))]
+    #[pyo3(signature = (cache, *, input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, block_tables))]
     #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
@@ -191,17 +191,17 @@ impl Decoder {
         cache: &KvCache,
         input_ids: PyBuffer<i32>,
         positions: PyBuffer<i32>,
-        slots: PyBuffer<i32>,
+        slot_mapping: PyBuffer<i32>,
         query_starts: PyBuffer<i32>,
         context_lens: PyBuffer<i32>,
-        rows: PyBuffer<i32>,
+        batch_slots: PyBuffer<i32>,
         block_tables: &Bound<'_, PyArray2<i32>>,
     ) -> PyResult<()> {
         let max_blocks = block_tables.shape()[1];
-        let all = [input_ids, positions, slots, query_starts, context_lens, rows].map(|array| array.to_vec(py));
-        let [input_ids, positions, slots, query_starts, context_lens, rows] = all;
-        let (input_ids, positions, slots) = (input_ids?, positions?, slots?);
-        let (query_starts, context_lens, rows) = (query_starts?, context_lens?, rows?);
+        let all = [input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots].map(|array| array.to_vec(py));
+        let [input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots] = all;
+        let (input_ids, positions, slot_mapping) = (input_ids?, positions?, slot_mapping?);
+        let (query_starts, context_lens, batch_slots) = (query_starts?, context_lens?, batch_slots?);
         // The largest of the arrays, and all but a little of it unread: it is not copied.
         let tables = block_tables.try_readonly().map_err(|error| PyValueError::new_err(format!("block_tables cannot be read: {error}")))?;
         let tables = tables.as_slice().map_err(|_| PyValueError::new_err("block_tables need a C-contiguous int32 array"))?;
@@ -209,10 +209,10 @@ impl Decoder {
             let step = cpu::Step {
                 input_ids: &input_ids,
                 positions: &positions,
-                slots: &slots,
+                slots: &slot_mapping,
                 query_starts: &query_starts,
                 context_lens: &context_lens,
-                rows: &rows,
+                rows: &batch_slots,
                 block_tables: tables,
                 max_blocks,
             };

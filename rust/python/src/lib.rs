@@ -34,7 +34,7 @@ mod _core {
     #[pymodule_export]
     use crate::simulate::{simulate, step_times};
     #[pymodule_export]
-    use crate::work::{decode_work, most_splits, prefill_work};
+    use crate::work::{decode_work, max_splits, prefill_work};
     use chairlift_core::{Cause, PreemptionReason};
     use pyo3::prelude::*;
     use pyo3::types::PyTuple;

@@ -27,7 +27,7 @@ pub(crate) fn finish_code(finish: Option<core::FinishReason>) -> i64 {
     }
 }
 
-/// A request's account; times in microseconds, causes that took no time left out.
+/// A request's account; times in microseconds, states that took no time are left out.
 pub(crate) fn ledger<'py>(py: Python<'py>, ledger: &core::Ledger) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("tag", ledger.tag)?;
@@ -57,14 +57,14 @@ pub(crate) fn ledger<'py>(py: Python<'py>, ledger: &core::Ledger) -> PyResult<Bo
         }
     }
     dict.set_item("preempted_for", reasons)?;
-    let causes = PyDict::new(py);
+    let states = PyDict::new(py);
     for (cause, name) in core::Cause::NAMES {
         let time = ledger.causes[cause as usize];
         if time > 0 {
-            causes.set_item(name, time)?;
+            states.set_item(name, time)?;
         }
     }
-    dict.set_item("causes", causes)?;
+    dict.set_item("states", states)?;
     Ok(dict)
 }
 
@@ -85,11 +85,11 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
         ("running", stats.running),
         ("waiting", stats.waiting),
         ("swapped", stats.swapped),
-        ("rows", stats.rows),
+        ("slots", stats.rows),
         ("total_blocks", stats.total_blocks),
         ("free_blocks", stats.free_blocks),
         ("used_tokens", stats.used_tokens),
-        ("held_slots", stats.held_slots),
+        ("held_kv_slots", stats.held_slots),
         ("host_blocks", stats.host_blocks),
         ("free_host_blocks", stats.free_host_blocks),
     ];
@@ -129,7 +129,7 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
             waiting.set_item(name, count)?;
         }
     }
-    dict.set_item("waiting_by_cause", waiting)?;
+    dict.set_item("waiting_by_state", waiting)?;
     Ok(dict)
 }
 
@@ -154,13 +154,13 @@ pub(crate) fn usage<'py>(py: Python<'py>, usage: &core::Usage) -> PyResult<Bound
     Ok(dict)
 }
 
-/// A look at everything: dicts for rows, waiting and steps, and the cells as little-endian u32.
+/// The scheduler's state: dicts of running sequences, waiting requests and steps, and a map of the KV blocks as little-endian u32.
 pub(crate) fn snapshot<'py>(py: Python<'py>, seen: &core::Snapshot) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    let rows = PyList::empty(py);
+    let running = PyList::empty(py);
     for row in &seen.rows {
         let one = PyDict::new(py);
-        one.set_item("row", row.row)?;
+        one.set_item("slot", row.row)?;
         one.set_item("tag", row.tag)?;
         one.set_item("tenant", &*row.tenant)?;
         one.set_item("priority", row.priority)?;
@@ -170,16 +170,16 @@ pub(crate) fn snapshot<'py>(py: Python<'py>, seen: &core::Snapshot) -> PyResult<
         one.set_item("output_tokens", row.output_tokens)?;
         one.set_item("blocks", row.blocks)?;
         one.set_item("age_us", row.age)?;
-        rows.append(one)?;
+        running.append(one)?;
     }
-    dict.set_item("rows", rows)?;
+    dict.set_item("running", running)?;
     let waiting = PyList::empty(py);
     for wait in &seen.waiting {
         let one = PyDict::new(py);
         one.set_item("tag", wait.tag)?;
         one.set_item("tenant", &*wait.tenant)?;
         one.set_item("priority", wait.priority)?;
-        one.set_item("cause", wait.cause.name())?;
+        one.set_item("state", wait.cause.name())?;
         one.set_item("prompt_tokens", wait.prompt_tokens)?;
         one.set_item("output_tokens", wait.output_tokens)?;
         one.set_item("waited_us", wait.waited)?;
@@ -191,16 +191,16 @@ pub(crate) fn snapshot<'py>(py: Python<'py>, seen: &core::Snapshot) -> PyResult<
         let one = PyDict::new(py);
         one.set_item("step", step.step)?;
         one.set_item("planned_us", step.planned)?;
-        one.set_item("rows", step.rows.iter().map(|&state| char::from(state)).collect::<String>())?;
+        one.set_item("slots", step.rows.iter().map(|&state| char::from(state)).collect::<String>())?;
         one.set_item("tokens", step.tokens)?;
         one.set_item("waiting", step.waiting)?;
-        one.set_item("seated", &step.seated)?;
+        one.set_item("admitted", &step.seated)?;
         one.set_item("preempted", &step.preempted)?;
         steps.append(one)?;
     }
     dict.set_item("steps", steps)?;
-    let cells: Vec<u8> = seen.cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
-    dict.set_item("cells", PyBytes::new(py, &cells))?;
+    let kv_map: Vec<u8> = seen.cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
+    dict.set_item("kv_map", PyBytes::new(py, &kv_map))?;
     dict.set_item("blocks_per_cell", seen.blocks_per_cell)?;
     Ok(dict)
 }

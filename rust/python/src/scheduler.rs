@@ -25,7 +25,7 @@ pub(crate) struct StepPlan {
     #[pyo3(get)]
     num_table_writes: usize,
     #[pyo3(get)]
-    seated: Vec<Seated>,
+    admitted: Vec<Admitted>,
     #[pyo3(get)]
     preempted: Vec<u64>,
     #[pyo3(get)]
@@ -34,8 +34,8 @@ pub(crate) struct StepPlan {
     swap_in: Vec<(u32, u32)>,
 }
 
-/// (row, sequence, tag, cached tokens, microseconds queued) of a sequence admitted in a step.
-type Seated = (u32, u64, u64, u32, core::Time);
+/// (slot, sequence, tag, cached tokens, microseconds queued) of a sequence admitted in a step.
+type Admitted = (u32, u64, u64, u32, core::Time);
 
 /// What a step gave: packed arrays of equal length, one entry a token.
 #[pyclass(frozen, get_all, module = "chairlift._core")]
@@ -112,8 +112,8 @@ impl Scheduler {
     }
 
     fn fork(&self, seq: u64, tag: u64, now: core::Time) -> PyResult<u64> {
-        let sibling = self.lock()?.core.fork(core::SeqId::from_bits(seq), tag, now);
-        sibling.map(core::SeqId::to_bits).ok_or_else(|| PyKeyError::new_err("that sequence has ended"))
+        let fork = self.lock()?.core.fork(core::SeqId::from_bits(seq), tag, now);
+        fork.map(core::SeqId::to_bits).ok_or_else(|| PyKeyError::new_err("that sequence has ended"))
     }
 
     #[allow(clippy::needless_pass_by_value)] // what Python hands over
@@ -149,14 +149,14 @@ impl Scheduler {
         let view = buffers.view(py).ok_or_else(|| PyValueError::new_err("the step buffers changed their layout"))?;
         let Some(plan) = inner.core.plan(now) else { return Ok(None) };
         let lens = plan.fill(&inner.core, &view);
-        let seated = plan.seated.iter().map(|one| (one.row, one.seq.to_bits(), one.tag, one.cached_tokens, one.queued));
+        let admitted = plan.seated.iter().map(|one| (one.row, one.seq.to_bits(), one.tag, one.cached_tokens, one.queued));
         Ok(Some(StepPlan {
             num_tokens: lens.tokens,
             num_seqs: lens.seqs,
             num_samples: lens.samples,
             num_copies: lens.copies,
             num_table_writes: lens.table_writes,
-            seated: seated.collect(),
+            admitted: admitted.collect(),
             preempted: plan.preempted.clone(),
             swap_out: plan.swap_out.iter().map(|&(block, host)| (block.0, host)).collect(),
             swap_in: plan.swap_in.iter().map(|&(host, block)| (host, block.0)).collect(),
@@ -197,12 +197,12 @@ impl Scheduler {
         let inner = self.lock()?;
         let Some(ledger) = inner.core.explain(tag) else { return Ok(None) };
         let dict = reports::ledger(py, &ledger)?;
-        dict.set_item("ahead", inner.core.ahead(&ledger).iter().map(|(tenant, time)| (&**tenant, *time)).collect::<Vec<_>>())?;
+        dict.set_item("queued_behind", inner.core.ahead(&ledger).iter().map(|(tenant, time)| (&**tenant, *time)).collect::<Vec<_>>())?;
         Ok(Some(dict))
     }
 
-    fn snapshot<'py>(&self, py: Python<'py>, now: core::Time, most_waiting: usize, most_cells: usize) -> PyResult<Bound<'py, PyDict>> {
-        let snapshot = self.lock()?.core.snapshot(now, most_waiting, most_cells);
+    fn snapshot<'py>(&self, py: Python<'py>, now: core::Time, max_waiting: usize, max_cells: usize) -> PyResult<Bound<'py, PyDict>> {
+        let snapshot = self.lock()?.core.snapshot(now, max_waiting, max_cells);
         reports::snapshot(py, &snapshot)
     }
 

@@ -27,7 +27,7 @@ pub(crate) fn changed(config: core::Config, settings: &Bound<'_, PyDict>) -> PyR
     config.with(&given).map_err(refused)
 }
 
-/// The table: dicts with name, doc, default, and least, most and optional, or names.
+/// The table: dicts with name, doc, default, and min, max and optional, or names.
 #[pyfunction]
 pub(crate) fn settings(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let list = PyList::empty(py);
@@ -38,8 +38,8 @@ pub(crate) fn settings(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
         put(&dict, "default", setting.get(&core::Config::default()))?;
         match setting.kind {
             SettingKind::Int { least, most, optional } => {
-                dict.set_item("least", least)?;
-                dict.set_item("most", most)?;
+                dict.set_item("min", least)?;
+                dict.set_item("max", most)?;
                 dict.set_item("optional", optional)?;
             }
             SettingKind::Flag => {}

@@ -141,7 +141,7 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
     });
     let dict = PyDict::new(py);
     dict.set_item("ended", packed(py, ended))?;
-    dict.set_item("causes", core::Cause::NAMES.map(|(_, name)| name).to_vec())?;
+    dict.set_item("states", core::Cause::NAMES.map(|(_, name)| name).to_vec())?;
     dict.set_item("refused", &report.refused)?;
     dict.set_item("steps", report.steps)?;
     dict.set_item("chunks", report.chunks)?;

@@ -26,7 +26,7 @@ pub(crate) fn decode_work(
 /// How many units a sequence with one token in the step has at most: see `chairlift_core::most_splits`.
 #[pyfunction]
 #[pyo3(signature = (longest, *, window = None))]
-pub(crate) fn most_splits(longest: i32, window: Option<i32>) -> PyResult<i32> {
+pub(crate) fn max_splits(longest: i32, window: Option<i32>) -> PyResult<i32> {
     if longest < 1 || window.is_some_and(|window| window < 1) {
         return Err(PyValueError::new_err("contexts and windows have one token or more"));
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from chairlift._core import most_splits
+from chairlift._core import max_splits
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, OutOfMemory
 from chairlift.layers.linear import FORMS
@@ -123,7 +123,7 @@ def graph_bytes(model: ModelShape, precision: Precision, seqs: int, longest: int
     They share what they compute with.
     """
     kept = sizes(seqs)
-    splits = max(most_splits(longest, window=spec.window) for spec in model.kv_specs)
+    splits = max(max_splits(longest, window=spec.window) for spec in model.kv_specs)
     # Layers of equal shape share the results of splits, which `paged_combine` puts together.
     parts = sum(model.num_heads * (dim + 1) for dim in {spec.value_dim for spec in model.kv_specs}) * splits * 4
     whole = 0

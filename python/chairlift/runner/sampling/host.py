@@ -187,7 +187,7 @@ class Sampler:
             tokens = graph.sample(tier, len(rows))
         else:
             at = step.sample_at[: len(rows)]
-            tokens = self._drawer.sample(logits, step.sample_rows[: len(rows)], step.positions[at] + 1, tier)
+            tokens = self._drawer.sample(logits, step.sample_slots[: len(rows)], step.positions[at] + 1, tier)
         if untouched is not None:
             places = torch.arange(scored.size, device=self.device)
             lines = self._courier.fetch(self._drawer.score(untouched, places, tokens[send(scored, self.device)], count))

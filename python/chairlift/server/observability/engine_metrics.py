@@ -167,7 +167,7 @@ class EngineMetrics(Collector):
         ):
             yield _gauge(name, help, common, {None: value})
         waiting = dict.fromkeys(_REASONS, 0)
-        waiting |= {cause.removeprefix("wait_"): count for cause, count in stats.get("waiting_by_cause", {}).items()}
+        waiting |= {cause.removeprefix("wait_"): count for cause, count in stats.get("waiting_by_state", {}).items()}
         yield _gauge("num_requests_waiting_by_reason", "Requests waiting for a place, by what they lack.", common, waiting, "reason")
         for name, key, help in _COUNTERS:
             yield _counter(name, help, common, {None: self._count(key)})

@@ -11,14 +11,14 @@ _WAITS = {
     "tokenize": "tokenizing",
     "grammar": "compiling its grammar",
     "restart": "waiting for the engine to start again",
-    "wait_rows": "waiting for a place in the batch",
-    "wait_tokens": "waiting for room in a step",
+    "wait_slots": "waiting for a place in the batch",
+    "wait_budget": "waiting for room in a step",
     "wait_blocks": "waiting for KV blocks",
-    "wait_order": "waiting for requests that go first",
-    "wait_share": "waiting while its tenant had its share",
+    "wait_policy": "waiting for requests that go first",
+    "wait_fairness": "waiting while its tenant had its share",
     "wait_batch": "waiting for its batch",
     "wait_step": "waiting for the step under way",
-    "wait_sibling": "waiting for the prompt that it shares",
+    "wait_fork": "waiting for the prompt that it shares",
     "preempted": "preempted",
     "swapped": "swapped out",
     "stalled": "stalled",
@@ -29,14 +29,14 @@ _FOR = {
     "tokenize": "for tokenization",
     "grammar": "for its grammar to be compiled",
     "restart": "for the engine to start again",
-    "wait_rows": "for a place in the batch",
-    "wait_tokens": "for room in a step",
+    "wait_slots": "for a place in the batch",
+    "wait_budget": "for room in a step",
     "wait_blocks": "for KV blocks",
-    "wait_order": "behind {ahead}",
-    "wait_share": "behind {ahead}",
+    "wait_policy": "behind {ahead}",
+    "wait_fairness": "behind {ahead}",
     "wait_batch": "for its batch",
     "wait_step": "for the step under way",
-    "wait_sibling": "for the prompt that it shares",
+    "wait_fork": "for the prompt that it shares",
     "preempted": "for its blocks again",
     "swapped": "in the host's memory",
     "stalled": "for room in a step after it had begun",
@@ -57,7 +57,7 @@ Tenants = Mapping[int, str]
 
 def sentence(ledger: Timeline, tenants: Tenants | None = None) -> str:
     """Where its time went, as in `2.31 s: 1.80 s waiting for KV blocks, 0.21 s prefill (0.05 s shared), 0.30 s decode`."""
-    causes = ledger.causes
+    causes = ledger.states
     parts = [(causes.get(cause, 0.0), words) for cause, words in _WAITS.items()]
     for work in ("prefill", "decode"):
         shared = causes.get(f"{work}_shared", 0.0)
@@ -73,18 +73,18 @@ def paragraph(ledgers: Sequence[Timeline], tenants: Tenants | None = None) -> st
     As in `Waited 412 ms: 300 ms for KV blocks, 112 ms behind tenant a; preempted once by tenant b (swapped). Computed for 350 ms: 50 ms
     its prompt (57 tokens), 300 ms its output (24 tokens). Ended after 762 ms (length).`
     """
-    longest = max(ledgers, key=lambda ledger: sum(ledger.causes.values()))
+    longest = max(ledgers, key=lambda ledger: sum(ledger.states.values()))
     waits: dict[str, float] = {}
     for cause, words in _FOR.items():
         phrase = words.format(ahead=_ahead(longest))
-        waits[phrase] = waits.get(phrase, 0.0) + longest.causes.get(cause, 0.0)
+        waits[phrase] = waits.get(phrase, 0.0) + longest.states.get(cause, 0.0)
     works = {f"{words}{_tokens(longest, work)}": _work(longest, work) for work, words in _WORK.items()}
     waited, worked = _sum("Waited", waits, "Did not wait"), _sum("Computed for", works, "Nothing was computed")
     told = [waited + _preempted_by(longest, tenants or {}), worked]
     if longest.finish is None:
-        told.append(f"Came {_ms(sum(longest.causes.values()))} ago, and goes on")
+        told.append(f"Came {_ms(sum(longest.states.values()))} ago, and goes on")
     else:
-        told.append(f"Ended after {_ms(sum(longest.causes.values()))} ({longest.finish})")
+        told.append(f"Ended after {_ms(sum(longest.states.values()))} ({longest.finish})")
     if len(ledgers) > 1:
         told[0] = f"The longest of {len(ledgers)} sequences: {told[0][0].lower()}{told[0][1:]}"
     return ". ".join(told) + "."
@@ -100,7 +100,7 @@ def _sum(verb: str, parts: Mapping[str, float], none: str) -> str:
 
 
 def _work(ledger: Timeline, work: str) -> float:
-    return ledger.causes.get(work, 0.0) + ledger.causes.get(f"{work}_shared", 0.0)
+    return ledger.states.get(work, 0.0) + ledger.states.get(f"{work}_shared", 0.0)
 
 
 def _tokens(ledger: Timeline, work: str) -> str:
@@ -118,7 +118,7 @@ def _counted(tokens: int) -> str:
 
 def _ahead(ledger: Timeline) -> str:
     """Whose requests ran while it waited: the tenant with most of that time."""
-    first = next(iter(ledger.ahead), "")
+    first = next(iter(ledger.queued_behind), "")
     return f"tenant {first}" if first else "other requests"
 
 

@@ -10,7 +10,7 @@ Stats = Mapping[str, Any]
 
 def rows(stats: Stats) -> float:
     """Of the batch's places, those taken."""
-    return _part(stats, "running", "rows")
+    return _part(stats, "running", "slots")
 
 
 def kv_cache(stats: Stats) -> float:
@@ -20,7 +20,7 @@ def kv_cache(stats: Stats) -> float:
 
 def fragmentation(stats: Stats) -> float:
     """Of the KV slots that requests hold, those without a token."""
-    return _rest(stats, "used_tokens", "held_slots")
+    return _rest(stats, "used_tokens", "held_kv_slots")
 
 
 def swap(stats: Stats) -> float:

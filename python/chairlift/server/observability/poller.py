@@ -71,13 +71,13 @@ class SnapshotPoller:
             "restarts": self._service.lifecycle.restarts,
             "stuck": engine.stuck,
             "facts": {name: fact for name, fact in engine.facts.items() if isinstance(fact, int)},
-            "load": {"rows": load.rows(stats), "kv_cache": load.kv_cache(stats), "swap": load.swap(stats)}
+            "load": {"slots": load.rows(stats), "kv_cache": load.kv_cache(stats), "swap": load.swap(stats)}
             | {"saturation": load.saturation(stats), "fragmentation": load.fragmentation(stats)},
             "stats": {name: value for name, value in stats.items() if name not in ("tenants", "classes")},
             "latency": self._latency(),
-            "rows": [_named(one, names, tenant) for one in self._snapshot.get("rows", ())],
+            "running": [_named(one, names, tenant) for one in self._snapshot.get("running", ())],
             "waiting": [_named(one, names, tenant) for one in self._snapshot.get("waiting", ())],
-            "cells": base64.b64encode(self._snapshot.get("cells", b"")).decode(),
+            "kv_map": base64.b64encode(self._snapshot.get("kv_map", b"")).decode(),
             "blocks_per_cell": self._snapshot.get("blocks_per_cell", 1),
             "steps": [one for one in self._steps if one["id"] > step],
             "samples": [one for one in self._samples if one["time"] > sample],
@@ -114,7 +114,7 @@ class SnapshotPoller:
             self._buckets.popleft()
         if self._counted is not None:
             since, before = self._counted
-            sample = {"time": time.time(), "waiting": stats.get("waiting_by_cause", {}), "running": stats.get("running", 0)}
+            sample = {"time": time.time(), "waiting": stats.get("waiting_by_state", {}), "running": stats.get("running", 0)}
             sample |= {"kv_cache": load.kv_cache(stats)}
             for name, key in _RATES.items():
                 grown = stats.get(key, 0) - before.get(key, 0)

@@ -84,11 +84,11 @@ class Traces:
         inside = set_span_in_context(span, context)
         at = ledger.arrived
         for cause in STATES:
-            if seconds := ledger.causes.get(cause, 0.0):
+            if seconds := ledger.states.get(cause, 0.0):
                 child = self._tracer.start_span(cause, inside, attributes={"chairlift.seconds": seconds}, start_time=wall(at))
                 at += seconds
                 child.end(wall(at))
-        span.end(wall(ledger.arrived + sum(ledger.causes.values()) if ledger.ended is None else ledger.ended))
+        span.end(wall(ledger.arrived + sum(ledger.states.values()) if ledger.ended is None else ledger.ended))
 
     def _attributes(self, ledger: Timeline, engine_id: str, about: RequestContext | None) -> dict[str, Any]:
         """What is told of a sequence: OpenTelemetry's names for generative AI where there are some, then ours."""

@@ -43,6 +43,6 @@ def _name(reader: str, tenant: str) -> str:
 def _seen_by(reader: str, ledger: Timeline) -> Timeline:
     """Without the names of others, whose times are summed."""
     ahead: dict[str, float] = {}
-    for tenant, seconds in ledger.ahead.items():
+    for tenant, seconds in ledger.queued_behind.items():
         ahead[_name(reader, tenant)] = ahead.get(_name(reader, tenant), 0.0) + seconds
-    return replace(ledger, ahead=ahead)
+    return replace(ledger, queued_behind=ahead)
