@@ -30,5 +30,5 @@ def test_every_reason_for_a_preemption_is_counted_and_told():
 
 
 def test_the_documentation_has_every_state():
-    text = (PACKAGE.parent.parent / "docs/scheduling.md").read_text()
+    text = (PACKAGE.parent.parent / "docs/scheduling/timeline.md").read_text()
     assert [name for name in STATES if f"`{name}`" not in text] == []
