@@ -233,7 +233,7 @@ def simulate(
     and weights), priority; microseconds to the deadline, and to that of the first token; predicted tokens (-1: none); how many of `names`
     are its own, each for `name_block` tokens of its prompt: equal names mean equal tokens up to there. `settings` are the arguments of
     `Scheduler`, but for journal. A step takes what a curve through points (tokens, microseconds) says, and microseconds for each sequence
-    that decodes, token of context, and pair of a prompt's tokens. `routing` is round-robin, least-loaded or prefix-aware.
+    that decodes, token of context, and pair of a prompt's tokens. `routing` is round-robin, least-loaded, prefix-aware or predicted.
 
     A report has ended (int64 [N, 35]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended, tokens
     of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, and time by

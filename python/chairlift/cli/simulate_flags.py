@@ -50,7 +50,7 @@ FLAGS = (
 """The engine's settings that a simulation heeds."""
 
 
-ROUTINGS = ("round-robin", "least-loaded", "prefix-aware")
+ROUTINGS = ("round-robin", "least-loaded", "prefix-aware", "predicted")
 
 
 def add(command: Callable[[str, str, str], argparse.ArgumentParser]) -> None:

@@ -24,7 +24,7 @@ mod _core {
     #[pymodule_export]
     use crate::errors::{EmptyPrompt, NeverFits, NoNewTokens, QueueFull, Rejected, TooLong};
     #[pymodule_export]
-    use crate::replay::{replay, what_if};
+    use crate::replay::{replay, step_times, what_if};
     #[pymodule_export]
     use crate::sample::{choose, score};
     #[pymodule_export]
@@ -32,7 +32,7 @@ mod _core {
     #[pymodule_export]
     use crate::settings::settings;
     #[pymodule_export]
-    use crate::simulate::{simulate, step_times};
+    use crate::simulate::simulate;
     #[pymodule_export]
     use crate::work::{decode_work, max_splits, prefill_work};
     use chairlift_core::{Cause, PreemptionReason};

@@ -1,12 +1,12 @@
 //! Journals, replayed: as they were, and under other settings.
 
 use crate::settings;
-use crate::simulate::report_dict;
+use crate::simulate::{or_none, packed, report_dict};
 use chairlift_core as core;
 use chairlift_sim as sim;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 /// Makes every recorded call again, and says whether every decision was the same.
 #[pyfunction]
@@ -45,11 +45,25 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, 
     Ok(dict)
 }
 
+/// What each step of a journal had to do, and how long it took.
+#[pyfunction]
+pub(crate) fn step_times<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
+    let (_, replayed) = replayed(py, journal)?;
+    Ok(packed(
+        py,
+        replayed.timings.iter().map(|timing| {
+            let core::Load { prefill_tokens, decode_seqs, context_tokens, prefill_pairs } = timing.load;
+            let load = [prefill_tokens.into(), decode_seqs.into(), context_tokens, prefill_pairs].map(|number| number as i64);
+            [load[0], load[1], load[2], load[3], or_none(timing.took), or_none(timing.cycle)]
+        }),
+    ))
+}
+
 fn read(journal: &[u8]) -> PyResult<core::ParsedJournal> {
     core::ParsedJournal::read(journal).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
-pub(crate) fn replayed(py: Python<'_>, journal: &[u8]) -> PyResult<(core::ParsedJournal, core::Replayed)> {
+fn replayed(py: Python<'_>, journal: &[u8]) -> PyResult<(core::ParsedJournal, core::Replayed)> {
     let parsed = read(journal)?;
     let replayed = py.detach(|| parsed.replay()).map_err(|error| PyValueError::new_err(error.to_string()))?;
     Ok((parsed, replayed))

@@ -2,7 +2,8 @@
 
 use crate::buffers::StepBuffers;
 use crate::errors::rejected;
-use crate::{reports, settings};
+use crate::reports;
+use crate::settings;
 use chairlift_core as core;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};

@@ -1,6 +1,5 @@
 //! Simulations: a workload in flat arrays in, accounts in flat arrays out.
 
-use crate::replay::replayed;
 use crate::reports;
 use crate::settings::changed;
 use chairlift_core as core;
@@ -50,7 +49,7 @@ pub(crate) fn simulate<'py>(
     let step = sim::StepTime::new(curve, decode_seq, context_token, prefill_pair);
     let step = step.ok_or_else(|| PyValueError::new_err("the step's curve needs two points or more, with rising tokens"))?;
     let machine = sim::Machine { step, swap_ns_per_block: config.swap_ns_per_block };
-    let routings = sim::Routing::NAMES;
+    let routings = core::Routing::NAMES;
     let routing = routings.iter().find(|(name, _)| *name == routing).map(|&(_, routing)| routing);
     let routing = routing
         .ok_or_else(|| PyValueError::new_err(format!("no such routing: there are {}", routings.map(|(name, _)| name).join(", "))))?;
@@ -74,20 +73,6 @@ pub(crate) fn simulate<'py>(
     Ok(list)
 }
 
-/// What each step of a journal had to do, and how long it took.
-#[pyfunction]
-pub(crate) fn step_times<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
-    let (_, replayed) = replayed(py, journal)?;
-    Ok(packed(
-        py,
-        replayed.timings.iter().map(|timing| {
-            let core::Load { prefill_tokens, decode_seqs, context_tokens, prefill_pairs } = timing.load;
-            let load = [prefill_tokens.into(), decode_seqs.into(), context_tokens, prefill_pairs].map(|number| number as i64);
-            [load[0], load[1], load[2], load[3], or_none(timing.took), or_none(timing.cycle)]
-        }),
-    ))
-}
-
 fn spec(line: &[i64]) -> Option<sim::RequestSpec> {
     let small = |at: usize| u32::try_from(line[at]).ok();
     let after = |at: usize| u64::try_from(line[at]).ok();
@@ -105,11 +90,11 @@ fn spec(line: &[i64]) -> Option<sim::RequestSpec> {
     })
 }
 
-fn or_none(time: Option<core::Time>) -> i64 {
+pub(crate) fn or_none(time: Option<core::Time>) -> i64 {
     time.map_or(-1, |time| time as i64)
 }
 
-fn packed<const N: usize>(py: Python<'_>, lines: impl Iterator<Item = [i64; N]>) -> Bound<'_, PyBytes> {
+pub(crate) fn packed<const N: usize>(py: Python<'_>, lines: impl Iterator<Item = [i64; N]>) -> Bound<'_, PyBytes> {
     let bytes: Vec<u8> = lines.flatten().flat_map(i64::to_le_bytes).collect();
     PyBytes::new(py, &bytes)
 }

@@ -16,6 +16,8 @@ pub struct Job {
     pub output: Vec<Token>,
     /// Names of its prompt's blocks, each for all up to its end, for routers that look at them.
     pub names: Vec<u64>,
+    /// Tokens of a block that has a name.
+    pub name_block: u32,
     /// The tag of the request whose sibling it is: that one came before.
     pub sibling_of: Option<u64>,
     /// When its caller goes, if that is before its end.
@@ -94,7 +96,7 @@ impl Workload {
             predicted_tokens: spec.predicted,
             ..Request::default()
         };
-        Job { time: spec.time, request, len: spec.output, names: names.to_vec(), ..Job::default() }
+        Job { time: spec.time, request, len: spec.output, names: names.to_vec(), name_block: self.name_block, ..Job::default() }
     }
 }
 

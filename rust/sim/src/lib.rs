@@ -3,6 +3,7 @@
 
 mod histogram;
 mod job;
+mod machine;
 mod recorded;
 mod replica;
 mod report;
@@ -14,9 +15,10 @@ mod what_if;
 
 pub use histogram::Histogram;
 pub use job::{Job, RequestSpec, Workload};
+pub use machine::Machine;
 pub use recorded::recorded;
 pub use report::{Report, percentile};
-pub use run::{Machine, Routing, simulate, simulate_fleet};
+pub use run::{simulate, simulate_fleet};
 pub use service::Service;
 pub use step_time::StepTime;
 pub use timeline::{Sample, Sums, Timeline};

@@ -1,6 +1,7 @@
 //! A recorded day as it was, in the words of a simulation.
 
-use crate::{Report, Sample};
+use crate::report::Report;
+use crate::timeline::Sample;
 use chairlift_core::{ConfigError, Event, FinishReason, Ledger, ParsedJournal, Replayed, Time};
 use std::collections::{HashMap, VecDeque};
 

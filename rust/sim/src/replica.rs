@@ -1,8 +1,10 @@
 //! One engine, without an engine: the scheduler, and a clock that jumps.
 
-use crate::job::token;
-use crate::{Job, Machine, Report, Sample};
-use chairlift_core::{Config, ConfigError, Ledger, Outputs, STOP, Scheduler, SeqId, StepPlan, Time, Token};
+use crate::job::{Job, token};
+use crate::machine::Machine;
+use crate::report::Report;
+use crate::timeline::Sample;
+use chairlift_core::{Config, ConfigError, EngineView, Ledger, Outputs, STOP, Scheduler, SeqId, StepPlan, Time, Token};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -57,11 +59,6 @@ impl<'a> Replica<'a> {
             sampled: Vec::new(),
             outputs: Outputs::default(),
         })
-    }
-
-    /// Requests that it has taken and not ended.
-    pub(crate) fn load(&self) -> usize {
-        self.by_tag.len()
     }
 
     /// Lives until `until`, or until there is nothing to do; a step begun before ends after.
@@ -181,6 +178,20 @@ impl<'a> Replica<'a> {
 
     fn look(&mut self, step: Option<&StepPlan>) {
         self.report.timeline.add(Sample::of(self.now, &self.scheduler, step));
+    }
+}
+
+impl EngineView for Replica<'_> {
+    fn requests(&self) -> usize {
+        self.by_tag.len()
+    }
+
+    fn predicted_wait(&self) -> Time {
+        self.scheduler.predicted_wait() + self.scheduler.prefill_backlog()
+    }
+
+    fn prefill_time(&self, from: u32, tokens: u32) -> Time {
+        self.scheduler.model().prefill(from.into(), tokens.into()) as Time
     }
 }
 

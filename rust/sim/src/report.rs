@@ -1,6 +1,8 @@
 //! What came of a simulation.
 
-use crate::{Histogram, Service, Timeline};
+use crate::histogram::Histogram;
+use crate::service::Service;
+use crate::timeline::Timeline;
 use chairlift_core::{FinishReason, Ledger, Stats, Time};
 
 /// What came of a simulation.

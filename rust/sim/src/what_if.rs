@@ -1,6 +1,6 @@
 //! A recorded day, to be lived again under other settings.
 
-use crate::Job;
+use crate::job::Job;
 use chairlift_core::{Call, FinishReason, Ledger, ParsedJournal, Request, Time};
 use std::collections::HashMap;
 

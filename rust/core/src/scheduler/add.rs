@@ -57,7 +57,7 @@ impl Scheduler {
     ///
     /// Prompts take the tokens of steps one after the other. Slots get free as the outputs in them end, and those that wait take them
     /// in turn, each for a usual output. O(slots).
-    pub(super) fn predicted_wait(&self) -> Time {
+    pub fn predicted_wait(&self) -> Time {
         let before = self.waiting.len() + self.waiting.kinds().on_parent;
         if (before == 0 && self.running.has_slot()) || !self.model.knows() {
             return 0;
@@ -72,6 +72,12 @@ impl Scheduler {
         let backlog = self.waiting.backlog();
         let each = backlog.prompt_tokens as f64 / f64::from(backlog.reqs.max(1));
         (self.model.prefill(0.0, each) * f64::from(backlog.reqs) + outputs) as Time
+    }
+
+    /// Microseconds that the prompts that have begun should still take. O(slots).
+    pub fn prefill_backlog(&self) -> Time {
+        let prompts = self.seated().filter(|seq| seq.uncomputed() > 1);
+        prompts.map(|seq| self.model.prefill(seq.computed().into(), seq.uncomputed().into())).sum::<f64>() as Time
     }
 
     /// Tokens that a running sequence should still generate: what its caller predicted, or what outputs have had of late. One that has had

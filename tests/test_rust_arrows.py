@@ -1,0 +1,80 @@
+"""Rust's import arrows point down only: a file imports from the file that defines a name, and that file is in a lower layer."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+RUST = Path(__file__).parent.parent / "rust"
+
+LAYERS = {
+    "core": [
+        {"request", "error", "host", "work"},
+        {"hash", "cost", "ledger", "policy", "recent_steps", "router", "saturation", "share"},
+        {"block", "config", "group", "phase", "place", "queue", "snapshot", "stats"},
+        {"batch", "kv", "settings"},
+        {"sequence", "steps", "journal"},
+        {"accounts", "awaited", "deadlines", "parsed_journal", "reservation"},
+        {"running", "waiting"},
+        {"scheduler"},
+        {"recorder", "replay"},
+    ],
+    "sim": [
+        {"histogram", "job", "service", "step_time", "timeline"},
+        {"machine", "report", "what_if"},
+        {"recorded", "replica"},
+        {"run"},
+    ],
+    "python": [
+        {"buffers", "decoder", "errors", "reports", "sample", "settings", "work"},
+        {"scheduler", "simulate"},
+        {"replay"},
+    ],
+}
+"""Crate → its modules, lower layers first. A module may import from lower layers only; `lib.rs` puts them together."""
+
+CRATES = {"core": set(), "sim": {"core"}, "cpu": set(), "python": {"core", "cpu", "sim"}}
+"""Crate → crates that it may import from."""
+
+
+def code(path: Path) -> str:
+    """A file without comments and without its tests."""
+    text = path.read_text().split("#[cfg(test)]")[0]
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("//"))
+
+
+def sources(crate: str) -> list[tuple[str, Path]]:
+    """(module, file) of every file of a crate but `lib.rs` and tests; files of a directory belong to its module."""
+    root = RUST / crate / "src"
+    files = [path for path in sorted(root.rglob("*.rs")) if path.name not in {"lib.rs", "tests.rs"}]
+    return [(path.relative_to(root).parts[0].removesuffix(".rs"), path) for path in files]
+
+
+@pytest.mark.parametrize("crate", LAYERS)
+def test_every_module_has_a_layer(crate: str) -> None:
+    modules = [module for layer in LAYERS[crate] for module in layer]
+    assert len(modules) == len(set(modules))
+    assert set(modules) == {module for module, _ in sources(crate)}
+
+
+@pytest.mark.parametrize("crate", LAYERS)
+def test_arrows_point_down_within_a_crate(crate: str) -> None:
+    layers = {module: at for at, layer in enumerate(LAYERS[crate]) for module in layer}
+    for module, path in sources(crate):
+        for name in re.findall(r"\bcrate::(\w+|\{)", code(path)):
+            # A name of the crate's root is a re-export, which hides where the arrow leads.
+            assert name in layers, f"{path.name} imports {name} from the root of its crate, not from the file that defines it"
+            assert name == module or layers[name] < layers[module], f"{path.name} imports from {name}, which is not below it"
+
+
+@pytest.mark.parametrize("crate", CRATES)
+def test_arrows_point_down_between_crates(crate: str) -> None:
+    used = {name for _, path in sources(crate) for name in re.findall(r"\bchairlift_(\w+)\b", code(path))}
+    assert used <= CRATES[crate] | {crate}
+
+
+def test_the_scheduler_s_parts_know_their_owner_only() -> None:
+    """Each part of the scheduler sees its fields and no other part's functions by path: they meet in its methods."""
+    for module, path in sources("core"):
+        for name in re.findall(r"\bsuper::(\w+)", code(path)):
+            assert (module, name) == ("scheduler", "Scheduler"), f"{path.name} imports {name} from its sibling"
