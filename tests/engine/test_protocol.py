@@ -65,13 +65,13 @@ def read_all(data: bytes):
             reader.feed_eof()
 
         feeding = asyncio.create_task(trickle())
-        frames = []
+        read = []
         try:
             while (frame := await frames.read(reader)) is not None:
-                frames.append(frame)
+                read.append(frame)
         finally:
             feeding.cancel()
-        return frames
+        return read
 
     return asyncio.run(main())
 

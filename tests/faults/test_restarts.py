@@ -49,13 +49,14 @@ def come(server: Served, threads: ThreadPoolExecutor, clients: range) -> list[Fu
     return asked
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server() -> Iterator[Served]:
+    """A server of its own for each test: the pause before a start doubles with each kill."""
     with served("--max-num-seqs", str(ROWS)) as one:
         yield one
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def expected(server: Served) -> list[str]:
     """What the clients get from an engine that nobody kills."""
     return [ask(server, client) for client in range(CLIENTS)]

@@ -101,7 +101,8 @@ def test_clients_pass_over_comments(engine, base):
         assert "".join(chunk.choices[0].text for chunk in stream) == "held held held "
 
 
-def test_an_engine_that_dies_while_a_stream_waits_ends_it_with_an_error(engine, base, server):
+def test_an_engine_that_dies_while_a_stream_waits_ends_it_with_an_error(engine, base, server, monkeypatch):
+    monkeypatch.setattr("chairlift.server.lifecycle.SHORTEST_HOLD", 0.0)  # nobody starts another engine
     body = {"prompt": "held die", "max_tokens": 3, "stream": True}
     with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=30) as response:
         lines = response.iter_lines()

@@ -3,7 +3,9 @@
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,17 +102,18 @@ def test_a_target_that_one_alone_misses_is_refused_with_the_number_that_would_do
 def test_laxer_targets_never_bring_less() -> None:
     step = StepTime(((1.0, 9000.0), (64.0, 70_000.0), (256.0, 330_000.0)), decode_seq=250.0)
 
+    @cache
     def rate(ttft: float, itl: float, percentile: float = 95.0) -> float:
         targets = Targets(ttft=ttft, itl=itl, percentile=percentile)
         return plan(Mix(prompt_tokens=60, output_tokens=20), targets, device=made_up(step), config=FIXED).most.rate
 
-    firsts = [rate(ttft, 0.5) for ttft in (0.15, 0.4, 1.0, 3.0)]
+    firsts = [rate(ttft, 0.5) for ttft in (0.15, 0.4, 1.0)]
     assert firsts == sorted(firsts)
     assert firsts[0] < firsts[-1]
     between = [rate(1.0, itl) for itl in (0.03, 0.08, 0.5)]
     assert between == sorted(between)
     assert between[0] < between[-1]
-    assert rate(0.4, 0.5, 99.0) <= rate(0.4, 0.5, 50.0)
+    assert rate(0.4, 0.5, 99.0) <= rate(0.4, 0.5)
 
 
 def test_the_range_is_as_wide_as_steps_may_be_off() -> None:
@@ -130,9 +133,13 @@ def test_smaller_steps_are_chosen_for_the_time_between_tokens() -> None:
     found = plan(mix, targets, config=config, device=made_up(step, 0.05))
     assert found.settings["max_num_batched_tokens"] in (32, 64)
     assert found.most.rate > 2 * found.default.rate
-    heard: list[float] = []
-    again = plan(mix, targets, config=config, device=made_up(step, 0.05), on_progress=heard.append)
-    assert again.document() == found.document(), "the same comes out again"
+
+
+def test_the_same_plan_comes_out_again_and_tells_how_far_it_is() -> None:
+    mix, targets, heard = Mix(prompt_tokens=100, output_tokens=1), Targets(ttft=4.0, itl=1.0), list[float]()
+    found = plan(mix, targets, device=made_up(PER_TOKEN, 0.05), config=replace(FIXED, max_num_seqs=None), on_progress=heard.append)
+    again = plan(mix, targets, device=made_up(PER_TOKEN, 0.05), config=replace(FIXED, max_num_seqs=None))
+    assert again.document() == found.document()
     assert heard == sorted(heard)
     assert 0 == heard[0] < heard[-1] <= 1
 
@@ -213,9 +220,18 @@ def profile(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_command_says_it_in_words_json_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_it_in_words_json_and_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ["plan", "--device", profile(tmp_path), "--input-len", "1000", "--output-len", "20", "--ttft-ms", "4000"]
     asked += ["--target-itl-ms", "100000"]  # without the default limit on steps
+    found: list[Plan] = []
+
+    def planned(*given: Any, **named: Any) -> Plan:
+        found.append(plan(*given, **named))
+        return found[-1]
+
+    monkeypatch.setattr(command, "plan", planned)
     page = tmp_path / "plan.html"
     assert main.main([*asked, "--users-every", "60", "--report", str(page)]) == 0
     told = capsys.readouterr().out
@@ -228,7 +244,9 @@ def test_the_command_says_it_in_words_json_and_a_page(tmp_path: Path, capsys: py
     html = page.read_text()
     assert html.count("<svg") == 2
     assert "target" in html
-    assert main.main([*asked, "--json"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "plan", lambda *_, **__: found[0])
+        assert main.main([*asked, "--json"]) == 0
     raw = json.loads(capsys.readouterr().out)
     assert raw["users"] == 30 * raw["most"]["rate"]
     assert set(raw["brings"]) == set(command.MORE) == set(command.WORDS)
