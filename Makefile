@@ -52,16 +52,25 @@ bench: $(VENV)/.developing ## time the scheduler and write benches/results/sched
 conformance: $(VENV)/.developing ## run other projects' clients, unmodified, against the server (ARGS="openai llm" runs some)
 	$(BIN)/python tests/conformance/run.py $(ARGS)
 
+.PHONY: docs
+docs: $(VENV)/.documenting ## build the documentation's site into site/ and check its links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 .PHONY: wheel
 wheel: $(VENV)/.developing ## build the wheel into dist/
 	$(BIN)/maturin build --release --out dist
 
 .PHONY: clean
 clean: ## remove what was built, and the virtual environments
-	rm -rf $(VENV) .venv-conformance dist target python/chairlift/_core.abi3.so
+	rm -rf $(VENV) .venv-conformance dist site target python/chairlift/_core.abi3.so
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+# As the extra `docs` says; without the package, which need not be compiled for it.
+$(VENV)/.documenting: $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6,<10'
+	touch $@
 
 # A plain install for users; an editable one, with the tools, for those who change things.
 $(VENV)/.installed: $(BIN)/python $(SOURCES)
