@@ -63,30 +63,32 @@ def decoder(kind: str, form: str, threads: int) -> _core.Decoder:
 
     kv, queries = KV_HEADS * HEAD_DIM, HEADS * HEAD_DIM
     ones = np.ones(HIDDEN, np.float32)
-    layers = []
+    decoder_blocks = []
     for index in range(MEASURED):
         second = other if index % 2 else usual
-        layers.append(
-            _core.DecoderLayer(
-                input_norm=ones,
-                qkv=linear([queries, kv, kv], HIDDEN, [usual, usual, second]),
-                output=linear([HIDDEN], queries, [usual]),
-                post_norm=ones,
-                gate_up=linear([INNER, INNER], HIDDEN, [usual, usual], gated=True),
-                down=linear([HIDDEN], INNER, [second]),
-            )
+        attention = _core.DecoderBlock.attention(
+            norm=ones,
+            qkv_proj=linear([queries, kv, kv], HIDDEN, [usual, usual, second]),
+            o_proj=linear([HIDDEN], queries, [usual]),
+            scale=HEAD_DIM**-0.5,
+            rope=0,
         )
+        mlp = _core.DecoderBlock.gated_mlp(
+            norm=ones,
+            gate_up_proj=linear([INNER, INNER], HIDDEN, [usual, usual], gated=True),
+            down_proj=linear([HIDDEN], INNER, [second]),
+        )
+        decoder_blocks += [attention, mlp]
     return _core.Decoder(
-        layers,
+        decoder_blocks,
         norm=ones,
         head=linear([VOCABULARY], HIDDEN, [other]),
-        hidden=HIDDEN,
-        inner=INNER,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
+        hidden_size=HIDDEN,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
-        eps=1e-5,
-        frequencies=(10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32),
+        rms_norm_eps=1e-5,
+        ropes=[((10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32), 1.0)],
         threads=threads,
     )
 

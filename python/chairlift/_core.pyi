@@ -11,7 +11,7 @@ __all__ = [
     "PREEMPTION_REASONS",
     "TIMELINE_STATES",
     "Decoder",
-    "DecoderLayer",
+    "DecoderBlock",
     "EmptyPrompt",
     "KvCache",
     "Linear",
@@ -332,44 +332,68 @@ class Linear:
         """
 
 @final
-class DecoderLayer:
-    """A layer's weights; a decoder takes them."""
+class DecoderBlock:
+    """A block of a decoder: a norm, what is computed of it, and how that is added to the residual stream."""
 
-    def __new__(
-        cls,
+    @staticmethod
+    def attention(
         *,
-        input_norm: NDArray[np.float32],
-        qkv: Linear,
-        output: Linear,
-        post_norm: NDArray[np.float32],
-        gate_up: Linear,
-        down: Linear,
+        norm: NDArray[np.float32],
+        qkv_proj: Linear,
+        o_proj: Linear,
+        scale: float,
         qk_norm: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
+        rope: int | None = None,
+        softcap: float | None = None,
         window: int | None = None,
-    ) -> DecoderLayer:
-        """Takes the linear layers; `gate_up` is a gated one. Raises ValueError for layers that were taken before."""
+        post_norm: NDArray[np.float32] | None = None,
+        residual_scale: float = 1.0,
+    ) -> DecoderBlock:
+        """Causal attention, whose scores are multiplied by `scale`. Takes the linear layers.
+
+        `qk_norm` are norms of each head's queries and keys, `rope` is the index of the decoder's rotary embedding (None: no positions),
+        a `softcap` c makes c * tanh(x / c) of scores, and a token sees `window` tokens, itself included. The output goes through
+        `post_norm` and is multiplied by `residual_scale`. Raises ValueError for layers that were taken before.
+        """
+
+    @staticmethod
+    def gated_mlp(
+        *,
+        norm: NDArray[np.float32],
+        gate_up_proj: Linear,
+        down_proj: Linear,
+        activation: str = "silu",
+        post_norm: NDArray[np.float32] | None = None,
+        residual_scale: float = 1.0,
+    ) -> DecoderBlock:
+        """down_proj(activation(gate) * up), with the activation silu or gelu_tanh; `gate_up_proj` is a gated layer. Else as `attention`."""
 
 @final
 class Decoder:
-    """A decoder of the Llama family on the CPU, with threads of its own."""
+    """A decoder on the CPU, with threads of its own: a list of blocks between embeddings and a head."""
 
     def __new__(
         cls,
-        layers: Sequence[DecoderLayer],
+        blocks: Sequence[DecoderBlock],
         *,
         norm: NDArray[np.float32],
         head: Linear,
         embedding: Linear | None = None,
-        hidden: int,
-        inner: int,
-        heads: int,
-        kv_heads: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
         head_dim: int,
-        eps: float,
-        frequencies: NDArray[np.float32],
+        rms_norm_eps: float,
+        ropes: Sequence[tuple[NDArray[np.float32], float]],
         threads: int,
+        embedding_scale: float = 1.0,
+        final_softcap: float | None = None,
     ) -> Decoder:
-        """Takes the layers. Embeddings are the rows of the head where there is no `embedding`."""
+        """Takes the blocks. Embeddings are the rows of the head where there is no `embedding`.
+
+        Each rotary embedding is the radians per position of the pairs that it turns, of which a head may have fewer than half its
+        numbers, and what cosines and sines are multiplied by. Raises ValueError for blocks that do not fit the configuration.
+        """
 
     def forward(
         self,

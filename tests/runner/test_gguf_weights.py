@@ -70,27 +70,30 @@ def as_computed(kind: Kind, blocks: np.ndarray, size: int, together: int) -> np.
         return _core.Linear(list(tensors), ins, "kept", threads=2, gated=gated)
 
     units = ("float32", size, np.eye(size, dtype=np.float32).reshape(-1).view(np.uint8), 0)
-    layer = _core.DecoderLayer(
-        input_norm=np.ones(size, np.float32),
-        qkv=linear(zeros(2, size), zeros(2, size), zeros(2, size), ins=size),
-        output=linear(zeros(size, 2), ins=2),
-        post_norm=np.ones(size, np.float32),
-        gate_up=linear(zeros(4, size), zeros(4, size), ins=size, gated=True),
-        down=linear(zeros(size, 4), ins=4),
+    ones = np.ones(size, np.float32)
+    attention = _core.DecoderBlock.attention(
+        norm=ones,
+        qkv_proj=linear(zeros(2, size), zeros(2, size), zeros(2, size), ins=size),
+        o_proj=linear(zeros(size, 2), ins=2),
+        scale=1.0,
+    )
+    mlp = _core.DecoderBlock.gated_mlp(
+        norm=ones,
+        gate_up_proj=linear(zeros(4, size), zeros(4, size), ins=size, gated=True),
+        down_proj=linear(zeros(size, 4), ins=4),
     )
     decoder = _core.Decoder(
-        [layer],
+        [attention, mlp],
         # The norm of a unit vector multiplies it by 16, which this undoes.
         norm=np.full(size, 1 / np.sqrt(size), np.float32),
         head=linear((str(int(kind)), size, blocks.reshape(-1), 0), ins=size),
         embedding=linear(units, ins=size),
-        hidden=size,
-        inner=4,
-        heads=1,
-        kv_heads=1,
+        hidden_size=size,
+        num_heads=1,
+        num_kv_heads=1,
         head_dim=2,
-        eps=0.0,
-        frequencies=np.ones(1, np.float32),
+        rms_norm_eps=0.0,
+        ropes=[],
         threads=2,
     )
     cache = _core.KvCache(layers=1, blocks=1, kv_heads=1, block_size=size, head_dim=2, form="float32")

@@ -110,36 +110,43 @@ def _decoder(model: ModelConfig, weights: SafetensorWeights | GGUFWeights | Dumm
         except ValueError as error:
             raise UnsupportedModel(f"{', '.join(outs)}: {error}") from None
 
-    def layer(index: int) -> _core.DecoderLayer:
+    def blocks(index: int) -> list[_core.DecoderBlock]:
+        """One layer's attention and network."""
         attention, mlp, prefix = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp.", f"model.layers.{index}."
         qk_norm = (vector(attention + "q_norm.weight", head_dim), vector(attention + "k_norm.weight", head_dim)) if model.qk_norm else None
         qkv = {attention + "q_proj": queries, attention + "k_proj": kv, attention + "v_proj": kv}
-        return _core.DecoderLayer(
-            input_norm=vector(prefix + "input_layernorm.weight", hidden),
-            qkv=linear(qkv, hidden, model.qkv_bias),
-            qk_norm=qk_norm,
-            output=linear({attention + "o_proj": hidden}, queries, model.output_bias),
-            post_norm=vector(prefix + "post_attention_layernorm.weight", hidden),
-            gate_up=linear({mlp + "gate_proj": inner, mlp + "up_proj": inner}, hidden, model.mlp_bias, gated=True),
-            down=linear({mlp + "down_proj": hidden}, inner, model.mlp_bias),
-            window=model.windows[index],
-        )
+        return [
+            _core.DecoderBlock.attention(
+                norm=vector(prefix + "input_layernorm.weight", hidden),
+                qkv_proj=linear(qkv, hidden, model.qkv_bias),
+                o_proj=linear({attention + "o_proj": hidden}, queries, model.output_bias),
+                scale=model.attention_scale,
+                qk_norm=qk_norm,
+                rope=0,
+                window=model.windows[index],
+            ),
+            _core.DecoderBlock.gated_mlp(
+                norm=vector(prefix + "post_attention_layernorm.weight", hidden),
+                gate_up_proj=linear({mlp + "gate_proj": inner, mlp + "up_proj": inner}, hidden, model.mlp_bias, gated=True),
+                down_proj=linear({mlp + "down_proj": hidden}, inner, model.mlp_bias),
+                activation=model.activation,
+            ),
+        ]
 
     # The largest first: while one is packed it is there twice.
     embedding = linear({"model.embed_tokens": model.vocab_size}, hidden)
     # Tied, the head's matrix is where embeddings are read too.
     head = embedding if model.tie_word_embeddings else linear({"lm_head": model.vocab_size}, hidden)
     return _core.Decoder(
-        [layer(index) for index in range(model.num_layers)],
+        [block for index in range(model.num_layers) for block in blocks(index)],
         norm=vector("model.norm.weight", hidden),
         head=head,
         embedding=None if model.tie_word_embeddings else embedding,
-        hidden=hidden,
-        inner=inner,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
+        hidden_size=hidden,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
         head_dim=head_dim,
-        eps=model.rms_norm_eps,
-        frequencies=inverse_frequencies(head_dim, **asdict(model.rope)).numpy(),
+        rms_norm_eps=model.rms_norm_eps,
+        ropes=[(inverse_frequencies(head_dim, **asdict(model.rope)).numpy(), 1.0)],
         threads=threads,
     )

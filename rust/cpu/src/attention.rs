@@ -6,6 +6,7 @@ use std::ptr::null;
 
 use crate::aligned::AlignedVec;
 use crate::cache::{Cell, KvForm, Pages, Parts};
+use crate::linear::softcap;
 use crate::simd::{Isa, Kernel, Simd, exp};
 use crate::unsafe_slice::UnsafeSlice;
 
@@ -103,7 +104,7 @@ impl<'a> Plan<'a> {
 /// A thread's memory for [`Attention::attend`].
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
-    /// \[rows\]\[head dim\], over the root of the head dim.
+    /// \[rows\]\[head dim\], times the scale.
     query: AlignedVec<f32>,
     /// \[rows\]\[head dim, padded\]: values weighted by the powers of e.
     sums: AlignedVec<f32>,
@@ -123,6 +124,10 @@ pub(crate) struct Attention<'a> {
     pub(crate) layer: usize,
     /// How many tokens a token sees, itself included; all if none.
     pub(crate) window: Option<usize>,
+    /// What products of queries and keys are multiplied by.
+    pub(crate) scale: f32,
+    /// Where a score x becomes c * tanh(x / c), that c.
+    pub(crate) softcap: Option<f32>,
     /// \[tokens\]\[stride\], which begin with \[heads\]\[head dim\].
     pub(crate) query: &'a [f32],
     pub(crate) stride: usize,
@@ -230,12 +235,11 @@ impl<C: Cell> Attend<'_, C> {
         largest.reserve(rows);
         largest[..rows].fill(f32::NEG_INFINITY);
         keys.reserve(head_dim * TILE);
-        let scale = 1.0 / (head_dim as f32).sqrt();
         let first = plan.queries(self.task.sequence).start + self.task.first;
         for (i, query) in query.chunks_exact_mut(width).take(self.task.queries).enumerate() {
             let from = &self.of.query[(first + i) * self.of.stride + self.task.kv_head * width..][..width];
             for (to, from) in query.iter_mut().zip(from) {
-                *to = from * scale;
+                *to = from * self.of.scale;
             }
         }
     }
@@ -319,6 +323,12 @@ impl<C: Cell> Attend<'_, C> {
                 let scores = &mut scores[r];
                 if C::SCALED {
                     multiply(s, scores, &tile.key_scales, vectors.clone());
+                }
+                if let Some(cap) = of.softcap {
+                    for v in vectors.clone() {
+                        let p = scores.as_mut_ptr().add(v * S::LANES);
+                        s.store(p, softcap(s, s.load(p), cap));
+                    }
                 }
                 let start = seen(row).start.saturating_sub(tile.start).clamp(lanes.start, lanes.end);
                 let end = seen(row).end.saturating_sub(tile.start).clamp(start, lanes.end);

@@ -7,12 +7,14 @@
 
 mod aligned;
 mod attention;
+mod blocks;
 pub mod cache;
 mod decoder;
 mod ggml;
 pub mod half;
 mod linear;
 mod norm;
+mod pass;
 mod pool;
 mod quant;
 mod rope;
@@ -23,9 +25,11 @@ mod tensor;
 mod unsafe_slice;
 mod weights;
 
-pub use decoder::{Decoder, Layer, Shape, ShapeError};
-pub use linear::Linear;
+pub use blocks::{Block, BlockKind, DecoderConfig, GatedMlp, SelfAttention, ShapeError};
+pub use decoder::Decoder;
+pub use linear::{Activation, Linear};
 pub use pool::{ThreadPool, Worker};
+pub use rope::Rope;
 pub use simd::Isa;
 pub use step::{Step, StepError};
 pub use tensor::{Numbers, ReadError, Source, Tensor};

@@ -6,15 +6,23 @@
 //! it. The loops around it keep what is used again in the caches (Goto and
 //! van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008).
 
+mod epilogue;
+#[cfg(test)]
+mod tests;
+
 use std::ops::Range;
 
 use crate::aligned::AlignedVec;
 use crate::ggml::{self, BLOCK};
 use crate::pool::Worker;
 use crate::quant::{self, QuantRows};
-use crate::simd::{Isa, Kernel, Simd, exp};
+use crate::simd::{Isa, Kernel, Simd};
 use crate::unsafe_slice::UnsafeSlice;
 use crate::weights::{Element, Matrix, Merge, Panels, Part, Store};
+use epilogue::{Finish, Gate, add_bias};
+
+pub use epilogue::Activation;
+pub(crate) use epilogue::{Epilogue, softcap};
 
 /// Inputs that are summed before the next panel's turn: a panel's part of so many stays in the second cache with the rows'.
 const DEPTH: usize = 1024;
@@ -88,17 +96,6 @@ pub(crate) struct Packed<'a> {
     tiling: Tiling,
     floats: UnsafeSlice<'a, f32>,
     quant: quant::SharedRows<'a>,
-}
-
-/// What becomes of the sums.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Epilogue {
-    /// They are the result.
-    Store,
-    /// They are added to what is there.
-    Add,
-    /// Of a gated matrix: the result is silu(gate) times the other.
-    Gate,
 }
 
 /// What one thread computes in.
@@ -181,7 +178,7 @@ impl Packed<'_> {
             let of = |row: usize, count: usize| bias.as_ref().map(|bias| &bias[row..row + count]);
             let (sums, ups) = scratch.sums.split_at_mut(size);
             self.sum_part(isa, &matrix.parts[part], matrix.ins, panels.clone(), tiles.clone(), sums, &mut scratch.expanded);
-            if epilogue == Epilogue::Gate {
+            if let Epilogue::Gate(_) = epilogue {
                 self.sum_part(isa, &matrix.parts[1], matrix.ins, panels.clone(), tiles, ups, &mut scratch.expanded);
             }
             for (i, panel) in panels.enumerate() {
@@ -192,12 +189,12 @@ impl Packed<'_> {
                     // SAFETY: the columns of a panel are one piece's, in each row.
                     let out = unsafe { out.write(m * stride + first_row + column, count) };
                     let sums = &mut sums[at..at + width];
-                    if epilogue == Epilogue::Gate {
+                    if let Epilogue::Gate(activation) = epilogue {
                         let biases = [of(column, count), of(matrix.outs + column, count)];
-                        isa.run(Gate { gates: sums, ups: &mut ups[at..at + width], biases, out });
+                        isa.run(Gate { gates: sums, ups: &mut ups[at..at + width], biases, activation, out });
                     } else {
                         add_bias(sums, of(first_row + column, count));
-                        isa.run(Finish { sums, out, add: epilogue == Epilogue::Add });
+                        isa.run(Finish { sums, out, epilogue });
                     }
                 }
             }
@@ -489,61 +486,3 @@ unsafe fn tile<S: Simd, E: Element, const R: usize, const V: usize, const P: usi
         }
     }
 }
-
-fn add_bias(sums: &mut [f32], bias: Option<&[f32]>) {
-    sums.iter_mut().zip(bias.into_iter().flatten()).for_each(|(sum, b)| *sum += b);
-}
-
-/// Stores a row of a panel's sums, or adds them to what is there.
-struct Finish<'a> {
-    sums: &'a [f32],
-    out: &'a mut [f32],
-    add: bool,
-}
-
-impl Kernel for Finish<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
-        if self.add {
-            self.out.iter_mut().zip(self.sums).for_each(|(x, sum)| *x += *sum);
-        } else {
-            self.out.copy_from_slice(&self.sums[..self.out.len()]);
-        }
-    }
-}
-
-/// silu(gate) * up, of a row of two panels' sums.
-struct Gate<'a> {
-    gates: &'a mut [f32],
-    ups: &'a mut [f32],
-    biases: [Option<&'a [f32]>; 2],
-    out: &'a mut [f32],
-}
-
-impl Kernel for Gate<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let Self { gates, ups, biases, out } = self;
-        add_bias(gates, biases[0]);
-        add_bias(ups, biases[1]);
-        assert!(gates.len() == ups.len() && gates.len().is_multiple_of(S::LANES));
-        for at in (0..gates.len()).step_by(S::LANES) {
-            // SAFETY: both have a register's length from here on.
-            unsafe {
-                let gate = s.load(gates.as_ptr().add(at));
-                let up = s.load(ups.as_ptr().add(at));
-                let one = s.splat(1.0);
-                let silu = s.div(gate, s.add(one, exp(s, s.sub(s.splat(0.0), gate))));
-                s.store(gates.as_mut_ptr().add(at), s.mul(silu, up));
-            }
-        }
-        out.copy_from_slice(&gates[..out.len()]);
-    }
-}
-
-#[cfg(test)]
-mod tests;

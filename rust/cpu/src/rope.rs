@@ -1,20 +1,39 @@
-//! Rotary position embedding (Su and others, 2021): pairs of a head's numbers, half a head apart, are turned by angles
-//! that grow with the position.
+//! Rotary position embedding (Su and others, 2021): pairs of a head's numbers, half of the rotated part apart, are turned
+//! by angles that grow with the position.
 
 use crate::simd::{Kernel, Simd};
 
-/// Writes the cosines, then the sines, of a position's angles; `frequencies` are radians per position, half as many as `out`.
-pub(crate) fn turns(position: i32, frequencies: &[f32], out: &mut [f32]) {
-    let (cosines, sines) = out.split_at_mut(frequencies.len());
-    for ((cosine, sine), frequency) in cosines.iter_mut().zip(sines).zip(frequencies) {
-        (*sine, *cosine) = (position as f32 * frequency).sin_cos();
+/// A rotary embedding.
+#[derive(Clone, Debug)]
+pub struct Rope {
+    /// Radians per position of each pair. A head's numbers beyond the pairs stay as they are.
+    pub frequencies: Vec<f32>,
+    /// What cosines and sines are multiplied by; 1 but for `LongRoPE`.
+    pub scale: f32,
+}
+
+impl Rope {
+    /// How many of a head's numbers are turned, and how many numbers [`Rope::write`] writes.
+    pub(crate) fn width(&self) -> usize {
+        2 * self.frequencies.len()
+    }
+
+    /// Writes the cosines, then the sines, of a position's angles.
+    pub(crate) fn write(&self, position: i32, out: &mut [f32]) {
+        let (cosines, sines) = out.split_at_mut(self.frequencies.len());
+        for ((cosine, sine), frequency) in cosines.iter_mut().zip(sines).zip(&self.frequencies) {
+            let (y, x) = (position as f32 * frequency).sin_cos();
+            (*sine, *cosine) = (y * self.scale, x * self.scale);
+        }
     }
 }
 
-/// Turns heads that lie one after the other, each as long as `turns`.
+/// Turns heads that lie one after the other.
 pub(crate) struct Rotate<'a> {
     pub(crate) heads: &'a mut [f32],
-    pub(crate) turns: &'a [f32],
+    pub(crate) head_dim: usize,
+    /// What [`Rope::write`] wrote.
+    pub(crate) cos_sin: &'a [f32],
 }
 
 impl Kernel for Rotate<'_> {
@@ -22,10 +41,10 @@ impl Kernel for Rotate<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        let half = self.turns.len() / 2;
-        let (cosines, sines) = self.turns.split_at(half);
-        for head in self.heads.chunks_exact_mut(2 * half) {
-            let (first, second) = head.split_at_mut(half);
+        let half = self.cos_sin.len() / 2;
+        let (cosines, sines) = self.cos_sin.split_at(half);
+        for head in self.heads.chunks_exact_mut(self.head_dim) {
+            let (first, second) = head[..2 * half].split_at_mut(half);
             for i in 0..half {
                 let (x, y) = (first[i], second[i]);
                 first[i] = x * cosines[i] - y * sines[i];

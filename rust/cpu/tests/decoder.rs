@@ -1,7 +1,10 @@
 //! The whole decoder: against plain arithmetic, and bit for bit against itself in other company.
 
 use chairlift_cpu::cache::{KvCache, KvForm, KvShape};
-use chairlift_cpu::{Decoder, Form, Isa, Layer, Linear, Matrix, Merge, Numbers, Shape, Source, Step, StepError, Tensor, ThreadPool};
+use chairlift_cpu::{
+    Activation, Block, BlockKind, Decoder, DecoderConfig, Form, GatedMlp, Isa, Linear, Matrix, Merge, Numbers, Rope, SelfAttention, Source,
+    Step, StepError, Tensor, ThreadPool,
+};
 
 const HIDDEN: usize = 48;
 const INNER: usize = 72;
@@ -35,6 +38,11 @@ fn bytes_of(numbers: &[f32]) -> Vec<u8> {
 fn tensor(bytes: &[u8], ins: usize) -> Tensor<'_> {
     let rows = bytes.len() / ins / size_of::<f32>();
     Tensor { numbers: Numbers::F32, rows, ins, source: Source::Memory(bytes), interleaved: 0 }
+}
+
+fn config(hidden_size: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize, frequencies: Vec<f32>) -> DecoderConfig {
+    let ropes = vec![Rope { frequencies, scale: 1.0 }];
+    DecoderConfig { hidden_size, num_heads, num_kv_heads, head_dim, rms_norm_eps: EPS, ropes, embedding_scale: 1.0, final_softcap: None }
 }
 
 /// Weights, row by row; those of layers by layer.
@@ -75,26 +83,31 @@ impl Weights {
             let tensors: Vec<_> = bytes.iter().map(|bytes| tensor(bytes, ins)).collect();
             Linear::new(Matrix::pack(&mut pool, isa, &tensors, merge, form).expect("it fits"), bias)
         };
-        let layers = (0..LAYERS)
-            .map(|i| {
-                let (q, kv) = self.qkv[i].split_at(QUERIES * HIDDEN);
-                let (gate, up) = self.gate_up[i].split_at(INNER * HIDDEN);
-                Layer {
-                    input_norm: self.norms[2 * i].clone(),
-                    qkv: linear(&[q, kv], HIDDEN, Merge::Stacked, Some(&self.qkv_bias[i])),
-                    qk_norm: None,
-                    output: linear(&[&self.output[i]], QUERIES, Merge::Stacked, None),
-                    post_norm: self.norms[2 * i + 1].clone(),
-                    gate_up: linear(&[gate, up], HIDDEN, Merge::Gated, Some(&self.gate_up_bias[i])),
-                    down: linear(&[&self.down[i]], INNER, Merge::Stacked, None),
-                    window,
-                }
-            })
-            .collect();
+        let mut blocks = Vec::new();
+        for i in 0..LAYERS {
+            let (q, kv) = self.qkv[i].split_at(QUERIES * HIDDEN);
+            let (gate, up) = self.gate_up[i].split_at(INNER * HIDDEN);
+            let attention = SelfAttention {
+                qkv_proj: linear(&[q, kv], HIDDEN, Merge::Stacked, Some(&self.qkv_bias[i])),
+                o_proj: linear(&[&self.output[i]], QUERIES, Merge::Stacked, None),
+                qk_norm: None,
+                rope: Some(0),
+                scale: 1.0 / (HEAD as f32).sqrt(),
+                softcap: None,
+                window,
+            };
+            let mlp = GatedMlp {
+                gate_up_proj: linear(&[gate, up], HIDDEN, Merge::Gated, Some(&self.gate_up_bias[i])),
+                down_proj: linear(&[&self.down[i]], INNER, Merge::Stacked, None),
+                activation: Activation::Silu,
+            };
+            for (kind, norm) in [BlockKind::Attention(attention), BlockKind::Mlp(mlp)].into_iter().zip(&self.norms[2 * i..]) {
+                blocks.push(Block { norm: norm.clone(), kind, post_norm: None, residual_scale: 1.0 });
+            }
+        }
         let head = linear(&[&self.embedding], HIDDEN, Merge::Stacked, None);
-        let frequencies = self.frequencies.clone();
-        let shape = Shape { hidden: HIDDEN, inner: INNER, heads: HEADS, kv_heads: KV_HEADS, head_dim: HEAD, eps: EPS, frequencies };
-        Decoder::new(isa, ThreadPool::new(threads).expect("threads"), shape, layers, self.norms[2 * LAYERS].clone(), None, head)
+        let config = config(HIDDEN, HEADS, KV_HEADS, HEAD, self.frequencies.clone());
+        Decoder::new(isa, ThreadPool::new(threads).expect("threads"), config, blocks, self.norms[2 * LAYERS].clone(), None, head)
             .expect("all fits")
     }
 
@@ -307,10 +320,17 @@ fn weights_that_do_not_fit_each_other_are_refused() {
         Linear::new(matrix.expect("it fits"), None)
     };
     let made = |norm: usize, head: Linear| {
-        let shape = Shape { hidden: 8, inner: 8, heads: 2, kv_heads: 1, head_dim: 4, eps: EPS, frequencies: vec![1.0, 0.1] };
-        Decoder::new(isa, ThreadPool::new(1).expect("threads"), shape, Vec::new(), vec![1.0; norm], None, head).is_ok()
+        let config = config(8, 2, 1, 4, vec![1.0, 0.1]);
+        Decoder::new(isa, ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; norm], None, head).is_ok()
     };
     assert!(made(8, wide(10, 8)));
     assert!(!made(7, wide(10, 8)));
     assert!(!made(8, wide(10, 9)));
+    let with = |config: DecoderConfig| {
+        Decoder::new(isa, ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; 8], None, wide(10, 8)).is_ok()
+    };
+    assert!(with(config(8, 2, 1, 4, vec![1.0])), "a part of a head's numbers may be turned");
+    assert!(!with(config(8, 2, 1, 4, vec![1.0; 3])));
+    assert!(!with(config(8, 3, 2, 4, vec![1.0])));
+    assert!(!with(DecoderConfig { final_softcap: Some(0.0), ..config(8, 2, 1, 4, vec![1.0]) }));
 }

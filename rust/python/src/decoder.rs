@@ -115,70 +115,112 @@ fn form_of(name: &str) -> PyResult<Form> {
     }
 }
 
-/// A layer's weights; a decoder takes them.
+/// A block of a decoder, which takes it.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct DecoderLayer(Mutex<Option<cpu::Layer>>);
+pub(crate) struct DecoderBlock(Mutex<Option<cpu::Block>>);
 
-#[pymethods]
-impl DecoderLayer {
-    #[new]
-    #[pyo3(signature = (*, input_norm, qkv, output, post_norm, gate_up, down, qk_norm=None, window=None))]
-    #[allow(clippy::too_many_arguments)]
-    fn new(
+impl DecoderBlock {
+    fn of(
         py: Python<'_>,
-        input_norm: PyBuffer<f32>,
-        qkv: &Linear,
-        output: &Linear,
-        post_norm: PyBuffer<f32>,
-        gate_up: &Linear,
-        down: &Linear,
-        qk_norm: Option<(PyBuffer<f32>, PyBuffer<f32>)>,
-        window: Option<usize>,
+        norm: PyBuffer<f32>,
+        kind: cpu::BlockKind,
+        post_norm: Option<PyBuffer<f32>>,
+        residual_scale: f32,
     ) -> PyResult<Self> {
-        let qk_norm = qk_norm.map(|(q, k)| Ok::<_, PyErr>([q.to_vec(py)?, k.to_vec(py)?])).transpose()?;
-        Ok(Self(Mutex::new(Some(cpu::Layer {
-            input_norm: input_norm.to_vec(py)?,
-            qkv: qkv.take()?,
-            qk_norm,
-            output: output.take()?,
-            post_norm: post_norm.to_vec(py)?,
-            gate_up: gate_up.take()?,
-            down: down.take()?,
-            window,
-        }))))
+        let post_norm = post_norm.map(|norm| norm.to_vec(py)).transpose()?;
+        Ok(Self(Mutex::new(Some(cpu::Block { norm: norm.to_vec(py)?, kind, post_norm, residual_scale }))))
     }
 }
 
-/// A decoder of the Llama family, with threads of its own.
+#[pymethods]
+impl DecoderBlock {
+    #[staticmethod]
+    #[pyo3(signature = (*, norm, qkv_proj, o_proj, scale, qk_norm=None, rope=None, softcap=None, window=None, post_norm=None, residual_scale=1.0))]
+    #[allow(clippy::too_many_arguments)]
+    fn attention(
+        py: Python<'_>,
+        norm: PyBuffer<f32>,
+        qkv_proj: &Linear,
+        o_proj: &Linear,
+        scale: f32,
+        qk_norm: Option<(PyBuffer<f32>, PyBuffer<f32>)>,
+        rope: Option<usize>,
+        softcap: Option<f32>,
+        window: Option<usize>,
+        post_norm: Option<PyBuffer<f32>>,
+        residual_scale: f32,
+    ) -> PyResult<Self> {
+        let qk_norm = qk_norm.map(|(q, k)| Ok::<_, PyErr>([q.to_vec(py)?, k.to_vec(py)?])).transpose()?;
+        let (qkv_proj, o_proj) = (qkv_proj.take()?, o_proj.take()?);
+        let attention = cpu::SelfAttention { qkv_proj, o_proj, qk_norm, rope, scale, softcap, window };
+        Self::of(py, norm, cpu::BlockKind::Attention(attention), post_norm, residual_scale)
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (*, norm, gate_up_proj, down_proj, activation="silu", post_norm=None, residual_scale=1.0))]
+    fn gated_mlp(
+        py: Python<'_>,
+        norm: PyBuffer<f32>,
+        gate_up_proj: &Linear,
+        down_proj: &Linear,
+        activation: &str,
+        post_norm: Option<PyBuffer<f32>>,
+        residual_scale: f32,
+    ) -> PyResult<Self> {
+        let activation = match activation {
+            "silu" => cpu::Activation::Silu,
+            "gelu_tanh" => cpu::Activation::GeluTanh,
+            _ => return Err(PyValueError::new_err(format!("no activation is called {activation:?}"))),
+        };
+        let mlp = cpu::GatedMlp { gate_up_proj: gate_up_proj.take()?, down_proj: down_proj.take()?, activation };
+        Self::of(py, norm, cpu::BlockKind::Mlp(mlp), post_norm, residual_scale)
+    }
+}
+
+/// A list of blocks between embeddings and a head, with threads of its own.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct Decoder(Mutex<cpu::Decoder>);
 
 #[pymethods]
 impl Decoder {
     #[new]
-    #[pyo3(signature = (layers, *, norm, head, embedding=None, hidden, inner, heads, kv_heads, head_dim, eps, frequencies, threads))]
+    #[pyo3(signature = (
+        blocks, *, norm, head, embedding=None, hidden_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, ropes, threads,
+        embedding_scale=1.0, final_softcap=None
+    ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
-        layers: Vec<PyRef<'_, DecoderLayer>>,
+        blocks: Vec<PyRef<'_, DecoderBlock>>,
         norm: PyBuffer<f32>,
         head: &Linear,
         embedding: Option<&Linear>,
-        hidden: usize,
-        inner: usize,
-        heads: usize,
-        kv_heads: usize,
+        hidden_size: usize,
+        num_heads: usize,
+        num_kv_heads: usize,
         head_dim: usize,
-        eps: f32,
-        frequencies: PyBuffer<f32>,
+        rms_norm_eps: f32,
+        ropes: Vec<(PyBuffer<f32>, f32)>,
         threads: usize,
+        embedding_scale: f32,
+        final_softcap: Option<f32>,
     ) -> PyResult<Self> {
-        let shape = cpu::Shape { hidden, inner, heads, kv_heads, head_dim, eps, frequencies: frequencies.to_vec(py)? };
-        let layers = layers.iter().map(|layer| lock(&layer.0).take()).collect::<Option<_>>();
-        let layers = layers.ok_or_else(|| PyValueError::new_err("these layers belong to a model already"))?;
+        let ropes = ropes.into_iter().map(|(frequencies, scale)| Ok(cpu::Rope { frequencies: frequencies.to_vec(py)?, scale }));
+        let config = cpu::DecoderConfig {
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rms_norm_eps,
+            ropes: ropes.collect::<PyResult<_>>()?,
+            embedding_scale,
+            final_softcap,
+        };
+        let blocks = blocks.iter().map(|block| lock(&block.0).take()).collect::<Option<_>>();
+        let blocks = blocks.ok_or_else(|| PyValueError::new_err("these blocks belong to a model already"))?;
         let embedding = embedding.map(Linear::take).transpose()?.map(cpu::Linear::into_matrix);
         let (norm, head) = (norm.to_vec(py)?, head.take()?);
-        let decoder = cpu::Decoder::new(Isa::best(), started(threads)?, shape, layers, norm, embedding, head);
+        let decoder = cpu::Decoder::new(Isa::best(), started(threads)?, config, blocks, norm, embedding, head);
         decoder.map(|decoder| Self(Mutex::new(decoder))).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 

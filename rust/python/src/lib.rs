@@ -20,7 +20,7 @@ mod _core {
     #[pymodule_export]
     use crate::buffers::StepBuffers;
     #[pymodule_export]
-    use crate::decoder::{Decoder, DecoderLayer, KvCache, Linear, TensorFile, block_types, instruction_set};
+    use crate::decoder::{Decoder, DecoderBlock, KvCache, Linear, TensorFile, block_types, instruction_set};
     #[pymodule_export]
     use crate::errors::{EmptyPrompt, NeverFits, NoNewTokens, QueueFull, Rejected, TooLong};
     #[pymodule_export]

@@ -19,6 +19,7 @@ struct Case {
     block_size: usize,
     form: KvForm,
     window: Option<usize>,
+    softcap: Option<f32>,
     contexts: Vec<usize>,
     scale: f32,
     seed: u64,
@@ -112,7 +113,9 @@ impl Case {
             let plan = Plan::new(sequences, heads, self.kv_heads);
             let mut out = vec![f32::NAN; query.len() / stride * width];
             let shared = UnsafeSlice::new(&mut out);
-            let attention = Attention { plan: &plan, pages, layer: LAYER, window: self.window, query: &query, stride, out: shared };
+            let &Self { window, softcap, .. } = self;
+            let scale = 1.0 / (self.head_dim as f32).sqrt();
+            let attention = Attention { plan: &plan, pages, layer: LAYER, window, scale, softcap, query: &query, stride, out: shared };
             pool.run(|worker| {
                 let mut scratch = Scratch::default();
                 // SAFETY: each task is done by one thread, and all tokens were written.
@@ -150,7 +153,8 @@ impl Case {
             let (position, head) = (i / heads, i % heads / self.group);
             let seen = self.window.map_or(0, |window| (position + 1).saturating_sub(window))..position + 1;
             let dot = |key: &Vec<f64>| query.iter().zip(key).map(|(&x, y)| f64::from(x) * y).sum::<f64>() / (dim as f64).sqrt();
-            let scores: Vec<f64> = seen.clone().map(|token| dot(&keys[token * self.kv_heads + head])).collect();
+            let capped = |score: f64| self.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh());
+            let scores: Vec<f64> = seen.clone().map(|token| capped(dot(&keys[token * self.kv_heads + head]))).collect();
             let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let powers: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
             let sum: f64 = powers.iter().sum();
@@ -186,15 +190,16 @@ prop_compose! {
     fn case()(
         kv_heads in 1..4_usize,
         group in 1..9_usize,
-        head_dim in prop::sample::select(vec![2, 8, 16, 32, 64, 72, 80, 96, 128]),
+        head_dim in prop::sample::select(vec![2, 8, 16, 32, 64, 72, 80, 96, 128, 256]),
         block_size in prop::sample::select(vec![1, 2, 3, 4, 8, 16, 24, 32, 128]),
         form in prop::sample::select(vec![KvForm::F32, KvForm::F16, KvForm::Int8]),
         window in prop::option::of(prop::sample::select(vec![1, 2, 16, 37, 64, 100])),
+        softcap in prop::option::of(prop::sample::select(vec![0.5, 5.0, 50.0])),
         contexts in prop::collection::vec(1..180_usize, 1..4),
         scale in prop::sample::select(vec![0.1, 1.0, 4.0]),
         seed in any::<u64>(),
     ) -> Case {
-        Case { kv_heads, group, head_dim, block_size, form, window, contexts, scale, seed }
+        Case { kv_heads, group, head_dim, block_size, form, window, softcap, contexts, scale, seed }
     }
 }
 
@@ -214,7 +219,7 @@ fn the_shapes_of_models_do() {
             for window in [None, Some(70)] {
                 let contexts = vec![131, 17];
                 let group = heads / kv_heads;
-                Case { kv_heads, group, head_dim, block_size: 16, form, window, contexts, scale: 2.0, seed: 0 }.check();
+                Case { kv_heads, group, head_dim, block_size: 16, form, window, softcap: None, contexts, scale: 2.0, seed: 0 }.check();
             }
         }
     }

@@ -47,7 +47,7 @@ fn multiply(isa: Isa, threads: usize, layer: &Linear, x: &[f32], start: f32, epi
 fn check(isa: Isa, layer: &Linear, weights: &[f32], bias: &[f32], tolerance: f64, what: &str) {
     let (outs, ins) = (layer.matrix.outs, layer.matrix.ins);
     let x = numbers(3, 150 * ins);
-    let all = multiply(isa, 3, layer, &x, 1.0, Epilogue::Add);
+    let all = multiply(isa, 3, layer, &x, 1.0, Epilogue::Add(1.0));
     for (m, row) in all.chunks_exact(outs).enumerate() {
         for (n, &found) in row.iter().enumerate() {
             let products = (0..ins).map(|k| f64::from(x[m * ins + k]) * f64::from(weights[n * ins + k]));
@@ -58,7 +58,7 @@ fn check(isa: Isa, layer: &Linear, weights: &[f32], bias: &[f32], tolerance: f64
     }
     for count in (1..=16).chain([27, 28, 29, 43, 100, 129]) {
         for threads in [1, 2] {
-            let some = multiply(isa, threads, layer, &x[..count * ins], 1.0, Epilogue::Add);
+            let some = multiply(isa, threads, layer, &x[..count * ins], 1.0, Epilogue::Add(1.0));
             assert!(some == all[..count * outs], "{isa:?} {what} {outs}x{ins}: {count} rows on {threads} threads");
         }
     }
@@ -132,7 +132,7 @@ fn tensors_of_one_matrix_may_differ_in_type() {
         assert_eq!(row, floats[2][20 * ins..21 * ins]);
         let layers = [mixed, pack(isa, &[whole], Merge::Stacked, Form::F32)].map(|matrix| Linear::new(matrix, Some(&bias)));
         for count in [1, 3, 20] {
-            let [mixed, whole] = layers.each_ref().map(|layer| multiply(isa, 2, layer, &x[..count * ins], 1.0, Epilogue::Add));
+            let [mixed, whole] = layers.each_ref().map(|layer| multiply(isa, 2, layer, &x[..count * ins], 1.0, Epilogue::Add(1.0)));
             assert!(mixed == whole, "{isa:?} {count} rows");
         }
     }
@@ -150,7 +150,8 @@ fn a_gate_and_what_it_gates_may_differ_in_type() {
         let tensors: Vec<_> =
             kinds.iter().zip(&blocks).map(|(kind, bytes)| tensor(Numbers::Ggml(kind.number()), outs, ins, bytes)).collect();
         let layer = Linear::new(pack(isa, &tensors, Merge::Gated, Form::Kept), Some(&bias));
-        let all = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Gate);
+        let all = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Gate(Activation::Silu));
+        let gelu = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Gate(Activation::GeluTanh));
         for (m, n) in [(0, 0), (7, 31), (64, 32), (129, 69)] {
             let sum = |part: usize| {
                 let row = &floats[part][n * ins..(n + 1) * ins];
@@ -159,12 +160,34 @@ fn a_gate_and_what_it_gates_may_differ_in_type() {
                 products.fold((bias, 1.0), |(sum, size), product| (sum + product, size + product.abs()))
             };
             let ((gate, gate_size), (up, up_size)) = (sum(0), sum(1));
-            let expected = gate / (1.0 + (-gate).exp()) * up;
-            let found = f64::from(all[m * outs + n]);
-            assert!((found - expected).abs() < 1e-6 * gate_size * up_size, "{isa:?} {m} {n}: {found} {expected}");
+            let tanh = ((2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044_715 * gate.powi(3))).tanh();
+            for (expected, found) in [(gate / (1.0 + (-gate).exp()) * up, &all), (0.5 * gate * (1.0 + tanh) * up, &gelu)] {
+                let found = f64::from(found[m * outs + n]);
+                assert!((found - expected).abs() < 1e-6 * gate_size * up_size, "{isa:?} {m} {n}: {found} {expected}");
+            }
         }
         for count in [1, 2, 5, 14, 100] {
-            assert!(multiply(isa, 1, &layer, &x[..count * ins], 0.0, Epilogue::Gate) == all[..count * outs], "{isa:?} {count} rows");
+            assert!(
+                multiply(isa, 1, &layer, &x[..count * ins], 0.0, Epilogue::Gate(Activation::Silu)) == all[..count * outs],
+                "{isa:?} {count} rows"
+            );
+        }
+    }
+}
+
+#[test]
+fn sums_are_scaled_before_they_are_added_and_capped_after_their_bias() {
+    let (ins, outs) = (64, 70);
+    let (weights, bias, x) = (numbers(1, outs * ins), numbers(2, outs), numbers(3, 5 * ins));
+    let bytes = bytes_of(&weights);
+    for isa in Isa::available() {
+        let layer = Linear::new(pack(isa, &[tensor(Numbers::F32, outs, ins, &bytes)], Merge::Stacked, Form::F32), Some(&bias));
+        let sums = multiply(isa, 1, &layer, &x, 0.0, Epilogue::Store);
+        let added = multiply(isa, 1, &layer, &x, 2.0, Epilogue::Add(0.25));
+        let capped = multiply(isa, 1, &layer, &x, 0.0, Epilogue::Softcap(3.0));
+        for ((sum, added), capped) in sums.iter().zip(added).zip(capped) {
+            assert!((added - 2.0 - sum * 0.25).abs() < 1e-6, "{isa:?}: {added} of {sum}");
+            assert!((capped - 3.0 * (sum / 3.0).tanh()).abs() < 2e-6, "{isa:?}: {capped} of {sum}");
         }
     }
 }

@@ -70,17 +70,37 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
     // Below the first bound the result would be subnormal. The mask is a factor, so that it needs no operation of its own.
     let x = s.min(s.splat(88.0), x);
     let kept = s.max(s.splat(-87.3), x);
-    let n = s.round(s.mul(kept, s.splat(std::f32::consts::LOG2_E)));
-    let r = s.fma(n, s.splat(-0.693_359_4), kept);
+    let (n, r, p) = exp_parts(s, kept);
+    let p = s.fma(s.mul(r, r), p, s.add(r, s.splat(1.0)));
+    // 1 where x >= -87.3, else 0: min(1, max(0, (x + 87.3) * huge + 1)).
+    let inside = s.min(s.splat(1.0), s.max(s.splat(0.0), s.fma(s.sub(x, kept), s.splat(1e30), s.splat(1.0))));
+    s.mul(s.mul(p, s.power_of_two(n)), inside)
+}
+
+/// `n`, `r` and `p` such that e to the power of `x` is (1 + r + r * r * p) times 2 to the power of `n`.
+#[inline(always)]
+fn exp_parts<S: Simd>(s: S, x: S::F) -> (S::F, S::F, S::F) {
+    let n = s.round(s.mul(x, s.splat(std::f32::consts::LOG2_E)));
+    let r = s.fma(n, s.splat(-0.693_359_4), x);
     let r = s.fma(n, s.splat(2.121_944_4e-4), r);
     let mut p = s.splat(1.987_569_1e-4);
     for c in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
         p = s.fma(p, r, s.splat(c));
     }
-    let p = s.fma(s.mul(r, r), p, s.add(r, s.splat(1.0)));
-    // 1 where x >= -87.3, else 0: min(1, max(0, (x + 87.3) * huge + 1)).
-    let inside = s.min(s.splat(1.0), s.max(s.splat(0.0), s.fma(s.sub(x, kept), s.splat(1e30), s.splat(1.0))));
-    s.mul(s.mul(p, s.power_of_two(n)), inside)
+    (n, r, p)
+}
+
+/// The hyperbolic tangent, to a few units in the last place.
+///
+/// It is m / (m + 2), where m is e to the power of 2x, less 1. Numbers near 0 keep their digits, since there the 1 is never added.
+#[inline(always)]
+pub(crate) fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
+    // Beyond these bounds the result is 1 or -1.
+    let x = s.max(s.splat(-10.0), s.min(s.splat(10.0), x));
+    let (n, r, p) = exp_parts(s, s.add(x, x));
+    let power = s.power_of_two(n);
+    let m = s.fma(power, s.fma(s.mul(r, r), p, r), s.sub(power, s.splat(1.0)));
+    s.div(m, s.add(m, s.splat(2.0)))
 }
 
 /// Asks for the cache line at `p`, which need not be anybody's, to be read soon.

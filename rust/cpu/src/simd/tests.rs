@@ -62,6 +62,7 @@ op!(Min, |s, a, b, _| s.min(a, b));
 op!(Round, |s, a, _, _| s.round(a));
 op!(PowerOfTwo, |s, a, _, _| s.power_of_two(a));
 op!(Exp, |s, a, _, _| exp(s, a));
+op!(Tanh, |s, a, _, _| tanh(s, a));
 
 macro_rules! kernel {
     ($name:ident: $from:ty => $to:ty, |$s:ident, $lanes:ident, $numbers:ident| $result:expr) => {
@@ -304,5 +305,20 @@ fn exp_at_its_borders() {
             assert_eq!(at(x), at(88.0), "{} exp({x})", isa.name());
         }
         assert!(exp_error(88.0, at(88.0)) <= 2.0, "{}", isa.name());
+    }
+}
+
+#[test]
+fn tanh_is_near_over_its_whole_range() {
+    let positive = (0..12.0_f32.to_bits()).step_by(60_013).map(f32::from_bits);
+    let numbers: Vec<f32> = positive.flat_map(|x| [x, -x]).chain([f32::INFINITY, f32::NEG_INFINITY, f32::MAX, -0.0]).collect();
+    let numbers = &numbers[numbers.len() % WIDEST..];
+    for isa in Isa::available() {
+        for (&x, got) in numbers.iter().zip(apply::<Tanh>(isa, numbers, numbers, numbers)) {
+            let want = f64::from(x).tanh();
+            assert!((f64::from(got) - want).abs() <= 4e-7 * want.abs(), "{} tanh({x}): {got}", isa.name());
+        }
+        let nan = [f32::NAN; WIDEST];
+        assert!(apply::<Tanh>(isa, &nan, &nan, &nan).iter().all(|x| x.is_nan()));
     }
 }
