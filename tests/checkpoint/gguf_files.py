@@ -15,7 +15,7 @@ from chairlift.checkpoint.pull import pull_default
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 CONTROLS = ("<|end|>", "<|user|>")
-FLOATS = {"layer_norm_rms_epsilon", "freq_base", "factor"}
+FLOATS = {"layer_norm_rms_epsilon", "freq_base", "factor", "attn_logit_softcapping", "final_logit_softcapping"}
 
 
 def default_file() -> Path:
@@ -63,8 +63,8 @@ def gguf_of(
 
     `kinds` names the types of some matrices, by their Hugging Face names without `.weight`.
     """
-    config, kind = model.config, model.config.model_type
-    rope = config.rope_parameters
+    config, kind = model.config, model.config.model_type.removesuffix("_text")
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
         "general.architecture": kind,
@@ -79,6 +79,10 @@ def gguf_of(
         f"{kind}.rope.freq_base": rope["rope_theta"],
         **byte_level_metadata(tokenizer),
     }
+    if kind.startswith("gemma"):
+        values |= {f"{kind}.attention.sliding_window": config.sliding_window}
+        caps = {name: getattr(config, name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+        values |= {f"{kind}.{name}": cap for name, cap in caps.items() if cap is not None}
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {f"{kind}.rope.scaling.type": rope["rope_type"], f"{kind}.rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
@@ -92,6 +96,8 @@ def gguf_of(
             continue
         stem, suffix = name.rsplit(".", 1)
         weights = tensor.numpy()
+        if kind.startswith("gemma") and "norm" in stem:
+            weights = weights + np.float32(1)
         if kind == "llama" and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
             weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)

@@ -49,7 +49,7 @@ def code(llm: LLM) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "changes", "by"),
     [
-        ("gemma2", MIXED, "Gemma2ForCausalLM, in torch"),
+        ("gemma2", MIXED, "Gemma2ForCausalLM, in Rust"),
         ("gpt_neox", {}, "transformers' GPTNeoXForCausalLM, with paged attention"),
         ("gpt_oss", EXPERTS | MIXED, "transformers' GptOssForCausalLM, with paged attention"),
         ("llama", {"rope_parameters": YARN}, "transformers' LlamaForCausalLM, with paged attention"),

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoint"))
-from gguf_files import gguf_of, random_blocks, tiny_model
+from gguf_files import gguf_of, random_blocks, tiny_model, write_safetensors
+from transformers import AutoModelForCausalLM
 
 from chairlift import _core
 from chairlift.checkpoint.gguf import convert
@@ -120,7 +121,7 @@ def test_the_kernels_compute_with_the_weights_of_the_gguf_package(kind: Kind, to
 
 
 @pytest.mark.parametrize("kind", [*TYPES, Kind.F16, Kind.BF16, Kind.F32, Kind.Q2_K, Kind.Q3_K], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text"])
 def test_a_file_gives_the_logits_of_its_weights_in_fp32(tmp_path: Path, kind: Kind, architecture: str) -> None:
     """Bit for bit: the kernels sum expanded weights in the same order."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -128,6 +129,25 @@ def test_a_file_gives_the_logits_of_its_weights_in_fp32(tmp_path: Path, kind: Ki
     whole = logits(directory, Precision("float32", "none", "float32"))
     assert np.isfinite(whole).all()
     np.testing.assert_array_equal(logits(directory), whole)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("llama", {}),
+        ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+        ("gemma3_text", {"num_hidden_layers": 7, "num_key_value_heads": 1}),
+    ],
+)
+def test_a_file_gives_the_logits_of_transformers(tmp_path: Path, architecture: str, settings: dict[str, Any], kind: Kind) -> None:
+    gemma = {"query_pre_attn_scalar": 16, "sliding_window": 5, "tie_word_embeddings": True} if architecture != "llama" else {}
+    directory = converted(tmp_path / "tiny.gguf", tiny_model(architecture, **gemma, **settings), kind)
+    write_safetensors(directory)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        expected = reference(torch.arange(11)[None] * 7 % 300).logits[0].numpy()
+    assert np.abs(logits(directory) - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_matrices_of_one_layer_may_differ_in_type(tmp_path: Path) -> None:

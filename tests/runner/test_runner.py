@@ -32,15 +32,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([length, seed]).integers(0, 199, length).tolist()
 
 
-IN_RUST = [name for name in FAMILIES if not name.startswith("gemma")]
-
-
-@pytest.mark.parametrize(
-    ("name", "runner_for"),
-    [*((name, CpuExecutor.load) for name in IN_RUST), *((name, TorchExecutor.load) for name in FAMILIES)],
-    ids=[*(f"{name}-cpu" for name in IN_RUST), *(f"{name}-torch" for name in FAMILIES)],
-    indirect=["runner_for"],
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for):
     reference = write(name, tmp_path)
     driver = Driver(runner_for(tmp_path))
@@ -60,7 +52,7 @@ def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for
 
 
 @pytest.mark.parametrize("runner_for", [CpuExecutor.load], indirect=True, ids=["cpu"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3"])
 def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path, runner_for):
     write(name, tmp_path)
     driver = Driver(runner_for(tmp_path))

@@ -17,7 +17,13 @@ from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
 from chairlift.checkpoint.gguf_tokenizer import turn_end_ids, write_tokenizer
 from chairlift.errors import UnsupportedModel
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 """The `general.architecture` values that can be read; Mistral and SmolLM2 files say `llama`."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -34,6 +40,12 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_LAYER = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Gemma has a norm behind attention and one behind the network, and other names for those before them."""
 _IGNORED = ("rope_freqs.weight", ".attn_rot_embd.weight")
 """Not weights: frequencies that follow from the configuration."""
 _CACHED_BYTES = 1 << 16
@@ -96,6 +108,8 @@ class GGUFTensors:
     def values(self, name: str) -> Array:
         """The tensor's values in fp32, as the gguf package gives them."""
         rows = _dequantize(self.file, self.entries[name])
+        if is_gemma(self._config) and name.endswith("norm.weight"):
+            rows = rows - np.float32(1)  # Hugging Face's norms multiply by 1 + weight, llama.cpp's by what the file has
         return _halves(rows, rows.shape[0] // self._config["head_dim"]) if _is_rotary(self._config, name) else rows
 
     def type_name(self, name: str) -> str:
@@ -153,11 +167,53 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "dtype": "float32",
     }
+    if is_gemma(config):
+        config |= _gemma_config(file, kind, config)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         token = file.get(f"tokenizer.ggml.{key}_token_id", int)
         if token is not None and token < embedding.shape[0]:
             config[f"{name}_token_id"] = token
     return config
+
+
+def is_gemma(config: dict[str, Any]) -> bool:
+    """Whether a configuration is Gemma 2's or 3's."""
+    return str(config["model_type"]).startswith("gemma")
+
+
+def _gemma_config(file: GGUFFile, kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What else a Gemma's config.json has."""
+    layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
+    # The files do not say it: the models with 27 billion parameters divide scores by the root of another number than the head's size.
+    largest = (kind, layers) in (("gemma2", 46), ("gemma3", 62))
+    found: dict[str, Any] = {
+        "model_type": {"gemma3": "gemma3_text"}.get(kind, kind),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": hidden // heads if largest else config["head_dim"],
+        "sliding_window": file.size(f"{kind}.attention.sliding_window", 4096),
+        "layer_types": _layer_types(file, f"{kind}.attention.sliding_window_pattern", {"gemma2": 2, "gemma3": 6}[kind], layers),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if kind == "gemma2" or f"{kind}.{name}" in file.metadata:
+            found[name] = file.number(f"{kind}.{name}", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}[name])
+    if kind == "gemma3":
+        found["rope_local_base_freq"] = file.number(f"{kind}.rope.freq_base_swa", 10000.0)
+    return found
+
+
+def _layer_types(file: GGUFFile, key: str, default: int, layers: int) -> list[str]:
+    """Which layers have a window: all but the last of every so many, or those that a list names."""
+    pattern = file.metadata.get(key)
+    if isinstance(pattern, list):
+        if len(pattern) != layers:
+            raise UnsupportedModel(f"{file.path}: {key} has {len(pattern)} entries for {layers} layers")
+        windows = [bool(entry) for entry in pattern]
+    else:
+        every = file.size(key, default)
+        windows = [(layer + 1) % every != 0 for layer in range(layers)]
+    return ["sliding_attention" if window else "full_attention" for window in windows]
 
 
 def _rope_scaling(file: GGUFFile, kind: str, head_dim: int) -> dict[str, Any] | None:
@@ -194,15 +250,16 @@ def _llama3_scaling(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any
     }
 
 
-def _hf_name(name: str) -> str | None:
+def _hf_name(name: str, config: dict[str, Any]) -> str | None:
     """Hugging Face's name of a tensor; None for one that is not known."""
+    names = _LAYER | _GEMMA_LAYER if is_gemma(config) else _LAYER
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP and suffix == "weight":
         return f"{_TOP[stem]}.{suffix}"
     block, _, rest = stem.removeprefix("blk.").partition(".")
-    if not stem.startswith("blk.") or not block.isdecimal() or rest not in _LAYER or suffix not in ("weight", "bias"):
+    if not stem.startswith("blk.") or not block.isdecimal() or rest not in names or suffix not in ("weight", "bias"):
         return None
-    return f"model.layers.{block}.{_LAYER[rest]}.{suffix}"
+    return f"model.layers.{block}.{names[rest]}.{suffix}"
 
 
 def _expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -223,8 +280,11 @@ def _expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         blocks = {f"self_attn.{name}": shape for name, shape in attention.items()} | {f"mlp.{name}": shape for name, shape in mlp.items()}
         shapes |= {f"{prefix}.{name}.weight": shape for name, shape in blocks.items()}
         shapes |= {f"{prefix}.{name}.bias": blocks[name][:1] for name in biased}
-        shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        if config["model_type"] == "qwen3":
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if is_gemma(config):
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
+        if config["model_type"] in ("qwen3", "gemma3_text"):
             shapes |= {f"{prefix}.self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return shapes
 
@@ -237,7 +297,7 @@ def _matched(file: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, Tens
     for entry in file.tensors.values():
         if entry.name.endswith(_IGNORED):
             continue
-        name = _hf_name(entry.name)
+        name = _hf_name(entry.name, config)
         if name is None or expected.pop(name, None) != entry.shape:
             raise UnsupportedModel(f"{file.path}: tensor {entry.name} of shape {list(entry.shape)} does not belong to its configuration")
         yield name, entry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +9,13 @@ import torch
 
 from chairlift import _core
 from chairlift.config import EngineConfig
-from chairlift.errors import InvalidSetting, UnsupportedModel
-from chairlift.layers.rope import inverse_frequencies
+from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
 from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.cpu_decoder import build_decoder
 from chairlift.runner.executor import Pairs
 from chairlift.runner.memory.precision import Precision
-from chairlift.runner.weights import DummyWeights, GGUFWeights, SafetensorWeights, open_weights
+from chairlift.runner.weights import open_weights
 
 
 class CpuExecutor:
@@ -36,8 +35,8 @@ class CpuExecutor:
     def load(cls, config: EngineConfig, directory: Path, model: ModelConfig, precision: Precision) -> CpuExecutor:
         """Loads and packs the weights of a directory (see `Loader`)."""
         form = "int8" if precision.quantization == "int8" else precision.weights.replace("blocks", "kept")
-        weights = open_weights(config, directory, None, cls.device)
-        decoder = _decoder(model, weights, form, config.threads or 1)
+        weights = open_weights(config, directory, None, cls.device, 1 - model.norm_offset)
+        decoder = build_decoder(model, weights, form, config.threads or 1)
         weights.finish(model)
         return cls(model, decoder, precision.kv)
 
@@ -90,63 +89,3 @@ class CpuExecutor:
 
     def close(self) -> None:
         """Nothing runs elsewhere."""
-
-
-def _decoder(model: ModelConfig, weights: SafetensorWeights | GGUFWeights | DummyWeights, form: str, threads: int) -> _core.Decoder:
-    """Takes and packs all weights, matrix by matrix."""
-    hidden, inner, head_dim = model.hidden_size, model.intermediate_size, model.head_dim
-    queries, kv = model.num_heads * head_dim, model.num_kv_heads * head_dim
-
-    def vector(name: str, size: int) -> np.ndarray:
-        taken: np.ndarray = weights.take(name, size).float().numpy()
-        return taken
-
-    def linear(outs: dict[str, int], ins: int, bias: bool = False, gated: bool = False) -> _core.Linear:
-        """One layer for several projections of the same input."""
-        parts = [weights.part(f"{name}.weight", size, ins) for name, size in outs.items()]
-        biases = np.concatenate([vector(f"{name}.bias", size) for name, size in outs.items()]) if bias else None
-        try:
-            return _core.Linear(parts, ins, form, threads=threads, bias=biases, gated=gated)
-        except ValueError as error:
-            raise UnsupportedModel(f"{', '.join(outs)}: {error}") from None
-
-    def blocks(index: int) -> list[_core.DecoderBlock]:
-        """One layer's attention and network."""
-        attention, mlp, prefix = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp.", f"model.layers.{index}."
-        qk_norm = (vector(attention + "q_norm.weight", head_dim), vector(attention + "k_norm.weight", head_dim)) if model.qk_norm else None
-        qkv = {attention + "q_proj": queries, attention + "k_proj": kv, attention + "v_proj": kv}
-        return [
-            _core.DecoderBlock.attention(
-                norm=vector(prefix + "input_layernorm.weight", hidden),
-                qkv_proj=linear(qkv, hidden, model.qkv_bias),
-                o_proj=linear({attention + "o_proj": hidden}, queries, model.output_bias),
-                scale=model.attention_scale,
-                qk_norm=qk_norm,
-                rope=0,
-                window=model.windows[index],
-            ),
-            _core.DecoderBlock.gated_mlp(
-                norm=vector(prefix + "post_attention_layernorm.weight", hidden),
-                gate_up_proj=linear({mlp + "gate_proj": inner, mlp + "up_proj": inner}, hidden, model.mlp_bias, gated=True),
-                down_proj=linear({mlp + "down_proj": hidden}, inner, model.mlp_bias),
-                activation=model.activation,
-            ),
-        ]
-
-    # The largest first: while one is packed it is there twice.
-    embedding = linear({"model.embed_tokens": model.vocab_size}, hidden)
-    # Tied, the head's matrix is where embeddings are read too.
-    head = embedding if model.tie_word_embeddings else linear({"lm_head": model.vocab_size}, hidden)
-    return _core.Decoder(
-        [block for index in range(model.num_layers) for block in blocks(index)],
-        norm=vector("model.norm.weight", hidden),
-        head=head,
-        embedding=None if model.tie_word_embeddings else embedding,
-        hidden_size=hidden,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=model.rms_norm_eps,
-        ropes=[(inverse_frequencies(head_dim, **asdict(model.rope)).numpy(), 1.0)],
-        threads=threads,
-    )

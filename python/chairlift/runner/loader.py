@@ -13,14 +13,10 @@ from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.torch_executor import TorchExecutor
 
-IN_RUST = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""The architectures that `rust/cpu` computes."""
-
 
 def in_rust(config: EngineConfig, model: ModelShape) -> bool:
     """Whether our own kernels for CPUs compute the model, which keep weights and KV in more forms than torch does."""
-    alone = config.device == "cpu" and config.tensor_parallel_size == 1
-    return alone and isinstance(model, ModelConfig) and model.architecture in IN_RUST
+    return config.device == "cpu" and config.tensor_parallel_size == 1 and isinstance(model, ModelConfig)
 
 
 def loader(config: EngineConfig, model: ModelShape) -> tuple[Loader, Decision]:
@@ -36,9 +32,7 @@ def loader(config: EngineConfig, model: ModelShape) -> tuple[Loader, Decision]:
         return _load_in_rust, Decision("code", f"{name}, in Rust", "the CPU's kernels know it")
     if not isinstance(model, ModelConfig):
         return TorchExecutor.load, Decision("code", f"transformers' {name}, with paged attention", model.not_ours)
-    if config.device != "cpu":
-        return TorchExecutor.load, Decision("code", f"{name}, in torch with kernels of ours", "what a CUDA device runs best")
-    return TorchExecutor.load, Decision("code", f"{name}, in torch", f"the CPU's kernels know only {', '.join(sorted(IN_RUST))}")
+    return TorchExecutor.load, Decision("code", f"{name}, in torch with kernels of ours", "what a CUDA device runs best")
 
 
 def _load_in_rust(config: EngineConfig, directory: Path, model: ModelShape, precision: Precision) -> ModelExecutor:
