@@ -1,6 +1,10 @@
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, ledger, serving
+from fake_async_engine import FakeEngine, ledger, serving, wait_until
 
 from chairlift.server import service
 from chairlift.server.observability.explanation import paragraph, sentence
@@ -180,6 +184,45 @@ def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_wa
     assert alice.json()["sequences"][0]["queued_behind"] == {"another": 3.5, "alice": 1.0}
     assert "bob" not in alice.text
     assert "carol" not in alice.text
+
+
+def test_a_request_that_is_being_tokenized_is_found_by_those_who_may_ask():
+    engine, tokenizing, finish = FakeEngine(), threading.Event(), threading.Event()
+
+    async def encode(text, *, add_special_tokens=True):
+        tokenizing.set()
+        await asyncio.to_thread(finish.wait, 60)
+        return engine.tokenizer.encode(text)
+
+    def explained(client, key):
+        response = client.get("/v1/requests/mine/explain", headers=key)
+        return response.status_code, response.json()
+
+    with (
+        serving(engine, "alice=sk-1,bob=sk-2,sk-3") as (base, service),
+        httpx.Client(base_url=base) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        alice, bob, operator = ({"authorization": f"Bearer sk-{number}"} for number in (1, 2, 3))
+        ask(client, headers=alice | {"x-request-id": "mine"})  # an earlier request of the same id
+        engine.encode = encode
+        asked = threads.submit(ask, client, headers=alice | {"x-request-id": "mine"})
+        try:
+            assert tokenizing.wait(60)
+            for key in alice, operator:
+                status, told = explained(client, key)
+                assert (status, told["id"], told["sequences"]) == (200, "mine", [])
+                assert told["preparing"]["state"] == "tokenize"
+                assert told["preparing"]["states"].keys() == {"receive", "tokenize"}
+                assert "It is being tokenized. Came" in told["summary"]
+            assert explained(client, bob)[0] == 404
+        finally:
+            finish.set()
+        answer_id, _ = asked.result()
+        assert explained(client, alice)[1]["id"] == answer_id
+        wrong = client.post("/v1/completions", content=b"{", headers=alice | {"x-request-id": "wrong", "content-type": "application/json"})
+        assert wrong.status_code == 400
+        wait_until(lambda: not service.preparing._contexts)
 
 
 def test_a_refused_request_is_told_so_and_why(engine):

@@ -66,6 +66,7 @@ class Generation:
         self._ticket.widen(len(prompts))
         answer_id = f"{prefix}{uuid.uuid4().hex}"
         service.remember(scheduling.tenant, request_id, answer_id, len(prompts))
+        service.preparing.remove(scheduling.tenant, context)
         self._ids = engine_ids(answer_id, len(prompts))
         self.head = {
             "id": answer_id,

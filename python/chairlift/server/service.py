@@ -17,6 +17,7 @@ from chairlift.server.admission import Admission
 from chairlift.server.errors import ApiError, brief
 from chairlift.server.lifecycle import Lifecycle
 from chairlift.server.observability.metrics import Metrics
+from chairlift.server.preparing import Preparing
 from chairlift.server.refusals import Refusals
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Service:
     """Who waits."""
     refusals: Refusals = field(default_factory=Refusals)
     """Requests that were turned away."""
+    preparing: Preparing = field(default_factory=Preparing)
+    """Requests whose prompts are being tokenized."""
     _prompts: dict[str, int] = field(default_factory=dict)
     """How many each request has, by its answer's id."""
     _named: dict[tuple[str, str], str] = field(default_factory=dict)

@@ -33,6 +33,7 @@ async def read_json(request: Request, *, queued: bool = True) -> dict[str, Any]:
     request.state.context.body_received()
     if queued:
         request.state.ticket.take()
+        service_of(request).preparing.add(request.state.tenant, request.state.context)
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:

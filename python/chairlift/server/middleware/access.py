@@ -97,6 +97,7 @@ class AccessMiddleware:
                 logger.exception("request %s failed", request_id.decode())
             finally:
                 ticket.release()
+                self._service.preparing.remove(tenant.name, context)
 
     def _tenant(self, path: str, headers: _Headers) -> Tenant:
         """Whose request it is; raises ApiError for those that may not come in."""

@@ -90,6 +90,12 @@ def paragraph(ledgers: Sequence[Timeline], tenants: Tenants | None = None) -> st
     return ". ".join(told) + "."
 
 
+def preparation(states: Mapping[str, float]) -> str:
+    """A request that is not in the engine yet, as in `Waited 12 ms: 11 ms for tokenization, 1.0 ms for its bytes to come. ...`."""
+    waited = _sum("Waited", {_FOR[state]: seconds for state, seconds in states.items()}, "Did not wait")
+    return f"{waited}. It is being tokenized. Came {_ms(sum(states.values()))} ago, and goes on."
+
+
 def _sum(verb: str, parts: Mapping[str, float], none: str) -> str:
     """As in `Waited 412 ms: 300 ms for this, 112 ms for that`."""
     taken = {words: seconds for words, seconds in parts.items() if seconds > 0}

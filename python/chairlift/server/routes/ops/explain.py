@@ -11,18 +11,22 @@ from chairlift.outputs import Timeline
 from chairlift.server.errors import ApiError, brief
 from chairlift.server.http.responses import Json
 from chairlift.server.keys import ANOTHER
-from chairlift.server.observability.explanation import paragraph, sentence
+from chairlift.server.observability.explanation import paragraph, preparation, sentence
 from chairlift.server.service import REMEMBERED, service_of
 
 
 async def explain(request: Request) -> Response:
-    """The ledgers of a request's sequences, by the id of its answer or of its X-Request-Id, or why it was refused.
+    """The ledgers of a request's sequences, by the id of its answer or of its X-Request-Id.
 
-    A tenant finds only its own.
+    Or why it was refused, or that it is being tokenized. A tenant finds only its own.
     """
     name: str = request.path_params["name"]
     service = service_of(request)
     tenant: str = request.state.tenant
+    if (context := service.preparing.find(tenant, name)) is not None:
+        states = context.elapsed()
+        explained = {"id": name, "object": "request.explanation", "summary": preparation(states)}
+        return Json({**explained, "preparing": {"state": "tokenize", "states": states}, "sequences": []})
     if (refusal := service.refusals.find(tenant, name)) is not None:
         return Json(refusal.explanation(name))
     answer_id, found = await service.explain(tenant, name)
