@@ -20,6 +20,10 @@ test: $(VENV)/.developing ## set everything up and pass every test
 	cargo test --workspace
 	$(BIN)/python -m pytest $(ARGS)
 
+.PHONY: property
+property: ## run the scheduler's property test with a million cases (CASES=5000000 runs more)
+	PROPERTY_CASES=$(or $(CASES),1000000) cargo test --release -p chairlift-core --test model
+
 .PHONY: loom
 loom: ## model-check the CPU kernels' thread pool with loom
 	RUSTFLAGS="--cfg loom" cargo test --target-dir target/loom -p chairlift-cpu --lib loom_tests

@@ -68,6 +68,29 @@ impl Chain {
     }
 }
 
+/// About how much of a list of names the cache has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Estimate {
+    from: usize,
+    /// The furthest name that was looked up, which the cache does not have.
+    missing: Option<(usize, BlockHash)>,
+    content: Content,
+    len: usize,
+}
+
+impl Estimate {
+    /// Whether other names give the same. A name stands for its block and all before it: with that name all are equal that
+    /// were looked up.
+    pub(crate) fn holds_for(&self, names: &[BlockHash], from: usize) -> bool {
+        self.from == from && self.missing.is_some_and(|(at, name)| names.get(at) == Some(&name))
+    }
+
+    /// The chain of a sequence with these names.
+    pub(crate) fn chain(&self, salt: &Arc<[u8]>) -> Chain {
+        Chain { salt: Arc::clone(salt), content: self.content, len: self.len }
+    }
+}
+
 /// A number for "these tokens after exactly those": equal numbers, equal
 /// content up to and including the block. Never reused.
 type Content = u64;
@@ -204,12 +227,13 @@ impl BlockPool {
 
     /// About how far the cache has the blocks of `names`, of which it has the first `from`: looks in steps that double, and
     /// compares no content. Good enough to order requests, and not to share blocks.
-    pub fn estimate(&mut self, salt: &Arc<[u8]>, names: &[BlockHash], from: usize) -> Chain {
+    pub(crate) fn estimate(&mut self, names: &[BlockHash], from: usize) -> Estimate {
         let (mut low, mut step) = (from, 1);
         while low + step <= names.len() && self.is_named(names[low + step - 1]) {
             low += step;
             step *= 2;
         }
+        let missing = names.get(low + step - 1).map(|&name| (low + step - 1, name));
         let mut high = names.len().min(low + step - 1);
         while low < high {
             let middle = low.midpoint(high);
@@ -217,7 +241,7 @@ impl BlockPool {
         }
         let last = low.checked_sub(1).and_then(|last| self.named.get(&names[last]));
         let content = last.and_then(|id| self.blocks[id.0 as usize].name.as_ref()).map_or(ROOT, |name| name.content);
-        Chain { salt: Arc::clone(salt), content, len: low }
+        Estimate { from, missing, content, len: low }
     }
 
     /// Whether the cache has a block of that name.

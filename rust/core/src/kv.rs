@@ -1,6 +1,6 @@
 //! The KV cache: blocks of the device and of host memory, their names, and who holds them.
 
-use crate::block::{BlockId, BlockPool, BlockTable, BlockUse, Chain};
+use crate::block::{BlockId, BlockPool, BlockTable, BlockUse, Chain, Estimate};
 use crate::hash::{BlockHash, BlockHasher};
 use crate::host::HostPool;
 use crate::request::Token;
@@ -166,8 +166,12 @@ impl Kv {
     }
 
     /// About how much of a waiting sequence the cache has beyond its first `from` blocks: see [`BlockPool::estimate`].
-    pub(crate) fn estimate(&mut self, blocks: &SeqBlocks, from: usize) -> Chain {
-        self.pool.estimate(&blocks.salt, &blocks.names, from)
+    /// `last` is what was estimated before, with nothing else done in between: where names are equal the answer is too.
+    pub(crate) fn estimate(&mut self, blocks: &SeqBlocks, from: usize, last: &mut Option<Estimate>) -> Chain {
+        let known = last.take().filter(|last| last.holds_for(&blocks.names, from));
+        let estimate = known.unwrap_or_else(|| self.pool.estimate(&blocks.names, from));
+        *last = Some(estimate);
+        estimate.chain(&blocks.salt)
     }
 
     /// Finds the blocks that a sequence can share. A fork whose `parent` has all of its prompt also gets the block that the

@@ -45,6 +45,14 @@ impl Queue {
         }
     }
 
+    /// Moves a sequence within its group.
+    pub(crate) fn reorder(&mut self, from: Key, to: Key, id: SeqId) {
+        debug_assert_eq!((from.group, from.ticket), (to.group, to.ticket));
+        let removed = self.order.remove(&from);
+        debug_assert!(removed.is_some(), "a waiting sequence is queued");
+        self.order.insert(to, id);
+    }
+
     pub(crate) fn remove(&mut self, key: Key) {
         let removed = self.order.remove(&key);
         debug_assert!(removed.is_some(), "a waiting sequence is queued");

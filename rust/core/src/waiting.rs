@@ -100,15 +100,16 @@ impl Waiting {
         }
     }
 
-    /// Puts a sequence into the order; `returns` if it was there before, or ran.
+    /// Puts a sequence into the order; `returns` if it ran.
     pub(crate) fn place(&mut self, seq: &mut Sequence, id: SeqId, key: Key, returns: bool) {
         seq.place.set_key(key);
         self.queue.push(key, id, returns);
     }
 
-    /// Takes a sequence out of the order, to be placed anew.
-    pub(crate) fn displace(&mut self, key: Key) {
-        self.queue.remove(key);
+    /// Moves a sequence to another place in the order of its group.
+    pub(crate) fn reorder(&mut self, seq: &mut Sequence, id: SeqId, key: Key) {
+        self.queue.reorder(seq.place.key(), key, id);
+        seq.place.set_key(key);
     }
 
     /// Takes a sequence out of the queue.

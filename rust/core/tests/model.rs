@@ -42,8 +42,13 @@ fn batching() -> impl Strategy<Value = Batching> {
     ]
 }
 
+/// `make property` asks for a million.
+fn cases() -> u32 {
+    std::env::var("PROPERTY_CASES").map_or(20_000, |cases| cases.parse().expect("PROPERTY_CASES must be a number"))
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 20_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn any_interleaving(
         ops in prop::collection::vec(op(), 1..150),

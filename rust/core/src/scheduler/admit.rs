@@ -5,7 +5,7 @@ use crate::batch::{Seated, StepPlan};
 use crate::config::{Batching, Reservation};
 use crate::kv::Grant;
 use crate::phase::{Need, Phase};
-use crate::policy::Policy;
+use crate::policy::{Key, Policy};
 use crate::queue::Walk;
 use crate::request::{SeqId, Time};
 use crate::reservation::Growth;
@@ -45,12 +45,14 @@ impl Scheduler {
             self.kv.look_up(blocks, tokens);
             seq.measure_uncached(self.config.block_size);
         }
-        self.place(id, returns);
+        let key = self.key(&self.seqs[id]);
+        let seq = &mut self.seqs[id];
+        self.waiting.place(seq, id, key, returns);
+        self.await_next_block(id);
     }
 
-    /// Gives a waiting sequence its place in the order.
-    pub(super) fn place(&mut self, id: SeqId, returns: bool) {
-        let seq = &self.seqs[id];
+    /// Where a waiting sequence belongs in the order.
+    pub(super) fn key(&self, seq: &Sequence) -> Key {
         let rank = match self.config.policy {
             // Those without a deadline come last.
             Policy::Deadline => self.due(seq).unwrap_or(Time::MAX),
@@ -58,10 +60,13 @@ impl Scheduler {
             Policy::Prefix => u64::from(u32::MAX - (seq.len() - seq.uncached())),
             Policy::Fcfs | Policy::Priority | Policy::Fair | Policy::Vtc => 0,
         };
-        let key = self.config.policy.key(seq.spec().priority, seq.member().tenant, rank, seq.spec().ticket);
-        let seq = &mut self.seqs[id];
-        self.waiting.place(seq, id, key, returns);
+        self.config.policy.key(seq.spec().priority, seq.member().tenant, rank, seq.spec().ticket)
+    }
+
+    /// Under the prefix policy, has a waiting sequence await the block after those that the cache has of it.
+    pub(super) fn await_next_block(&mut self, id: SeqId) {
         if self.config.policy == Policy::Prefix {
+            let seq = &mut self.seqs[id];
             let next = seq.blocks.cached_len();
             self.waiting.await_block(seq, id, next, None);
         }

@@ -14,20 +14,21 @@ const MAX_REORDERED: usize = 64;
 impl Scheduler {
     /// Moves sequences whose cached prefix has grown to their new place.
     pub(super) fn reorder_ready(&mut self) {
+        let mut last = None;
         for _ in 0..MAX_REORDERED {
             let Some(id) = self.waiting.next_ready() else { return };
             let seq = &mut self.seqs[id];
-            let key = seq.place.key();
             let awaited = seq.place.awaited().map(|awaited| awaited.block);
             let ready = awaited.filter(|&block| self.kv.is_named(seq.blocks.names()[block]));
             self.waiting.await_nothing(seq);
             let before = seq.blocks.cached_len();
-            let cached = self.kv.estimate(&seq.blocks, ready.map_or(before, |block| block + 1));
+            let cached = self.kv.estimate(&seq.blocks, ready.map_or(before, |block| block + 1), &mut last);
             if cached.len() > before {
                 seq.blocks.set_chain(cached);
                 seq.measure_uncached(self.config.block_size);
-                self.waiting.displace(key);
-                self.place(id, true);
+                let key = self.key(&self.seqs[id]);
+                self.waiting.reorder(&mut self.seqs[id], id, key);
+                self.await_next_block(id);
             } else {
                 self.waiting.await_block(seq, id, cached.len(), None);
             }
