@@ -1,10 +1,12 @@
 import json
 
+import numpy as np
 import pytest
 import transformers
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
-from chairlift.models.config import ModelConfig, RopeConfig
+from chairlift.models.config import ModelConfig, NoNativeModel, RopeConfig, load_shape
+from chairlift.runner.cpu_decoder import rotary_embedding
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,6 +87,61 @@ def test_what_transformers_writes_of_gemma_by_default_is_read(name, tmp_path):
     assert (ours.rope.theta, ours.local_rope.theta) == ((1e6, 1e4) if name == "Gemma3" else (1e4, 1e4))
 
 
+@pytest.mark.parametrize("name", ["SmolLM3", "Granite", "Phi3"])
+def test_what_transformers_writes_of_others_by_default_is_read(name, tmp_path):
+    architecture = f"{name}ForCausalLM"
+    theirs = getattr(transformers, architecture).config_class(architectures=[architecture], num_hidden_layers=8)
+    theirs.save_pretrained(tmp_path)
+    ours = ModelConfig.load(tmp_path)
+    # And where its config.json is silent.
+    assert ModelConfig.parse({name: getattr(theirs, name) for name in BASE}) == ours
+    assert (ours.num_kv_heads, ours.max_position_embeddings) == (theirs.num_key_value_heads, theirs.max_position_embeddings)
+    assert (ours.rms_norm_eps, ours.tie_word_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert ours.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
+    assert ours.uses_rope == tuple(map(bool, getattr(theirs, "no_rope_layers", [1] * 8)))
+    assert ours.attention_scale == (1.0 if name == "Granite" else ours.head_dim**-0.5)
+    assert ours.only_in_rust
+
+
+def granite4(**changes: object) -> ModelConfig:
+    dense = {"num_local_experts": 0, "shared_intermediate_size": 72, "layer_types": ["attention"] * 3}
+    return parse(architectures=["GraniteMoeHybridForCausalLM"], **dense | changes)
+
+
+def test_granite_4_is_read_where_it_is_dense_and_has_attention_alone():
+    config = granite4(position_embedding_type="rope", logits_scaling=8, residual_multiplier=0.22, embedding_multiplier=12)
+    assert (config.intermediate_size, config.uses_rope, config.attention_scale) == (72, (True,) * 3, 1.0)
+    assert (config.logits_scale, config.residual_scale, config.embedding_scale) == (0.125, 0.22, 12.0)
+    assert granite4().uses_rope == (False,) * 3
+    for changes, message in (({"num_local_experts": 4}, "experts"), ({"layer_types": ["mamba", "attention", "mamba"]}, "mamba")):
+        with pytest.raises(NoNativeModel, match=message):
+            granite4(**changes)
+
+
+def test_phi_4_mini_is_read_as_it_was_published():
+    factors = {"short_factor": [1.0] * 6, "long_factor": [1.5] * 6, "type": "longrope"}
+    shape = {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75, "sliding_window": 262144}
+    lengths = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    config = parse(**shape, **lengths, rope_scaling=factors)
+    assert (config.rotary_dim, config.head_dim, config.windows) == (12, 16, (262144,) * 3)
+    assert config.long_rope is not None
+    assert config.long_rope.scale == pytest.approx(1.1902, abs=1e-4)
+    long, scale = rotary_embedding(config, config.rope, 4097)
+    short, _ = rotary_embedding(config, config.rope, 4096)
+    assert scale == config.long_rope.scale
+    assert np.allclose(short, long * 1.5)
+
+
+def test_models_that_only_the_kernels_for_cpus_know_are_transformers_elsewhere(tmp_path):
+    sizes = {"hidden_size": 64, "vocab_size": 300, "num_hidden_layers": 4}
+    theirs = transformers.SmolLM3Config(architectures=["SmolLM3ForCausalLM"], pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+    theirs.save_pretrained(tmp_path)
+    assert isinstance(load_shape(tmp_path), ModelConfig)
+    elsewhere = load_shape(tmp_path, in_torch=True)
+    assert not isinstance(elsewhere, ModelConfig)
+    assert elsewhere.not_ours == "SmolLM3ForCausalLM has code of ours for one process on a CPU alone"
+
+
 def test_both_spellings_of_ropes_by_kind_of_layer_are_read():
     gemma = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 4}
     old = {"rope_theta": 2e6, "rope_local_base_freq": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
@@ -116,6 +173,17 @@ def test_a_checkpoint_says_its_dtype_in_one_of_two_words(tmp_path):
         ({"use_bidirectional_attention": True}, "later tokens"),
         ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "'gelu' has no code of ours"),
         ({"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": "30"}, "must be a positive number or null, got '30'"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, "must have 0 or 1 for each of 3 layers"),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling must be a positive number"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.7}, "0.7 does not give an even part of a head's 16 numbers"),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7},
+            },
+            "long_factor must be 8 positive numbers",
+        ),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
         ({"hidden_size": 60, "num_attention_heads": 4}, "head_dim must be even"),

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from runner_steps import GREEDY, Driver
-from tiny_models import FAMILIES, write
+from tiny_models import FAMILIES, IN_TORCH, write
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, UnsupportedModel
@@ -32,7 +32,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([length, seed]).integers(0, 199, length).tolist()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "runner_for"),
+    [*((name, CpuExecutor.load) for name in FAMILIES), *((name, TorchExecutor.load) for name in IN_TORCH)],
+    ids=[*(f"{name}-cpu" for name in FAMILIES), *(f"{name}-torch" for name in IN_TORCH)],
+    indirect=["runner_for"],
+)
 def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for):
     reference = write(name, tmp_path)
     driver = Driver(runner_for(tmp_path))
@@ -52,7 +57,7 @@ def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for
 
 
 @pytest.mark.parametrize("runner_for", [CpuExecutor.load], indirect=True, ids=["cpu"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "granite4", "phi4-mini"])
 def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path, runner_for):
     write(name, tmp_path)
     driver = Driver(runner_for(tmp_path))
@@ -204,6 +209,12 @@ def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path, runner_for
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(UnsupportedModel, match="download complete"):
         runner_for(tmp_path)
+
+
+def test_torch_refuses_what_only_the_kernels_for_cpus_compute(tmp_path):
+    write("smollm3", tmp_path)
+    with pytest.raises(UnsupportedModel, match="SmolLM3ForCausalLM has no code of ours in torch"):
+        ModelRunner(EngineConfig(device="cpu", num_kv_blocks=80), tmp_path, load=TorchExecutor.load)
 
 
 def test_dummy_weights_follow_the_seed_and_give_logits_that_are_not_flat(tmp_path, runner_for):

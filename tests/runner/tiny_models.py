@@ -23,6 +23,14 @@ GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attent
 ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
 ROPES |= {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+LONGROPE |= {"short_factor": [1.0, 1.5, 3.0], "long_factor": [1.0, 3.0, 8.0]}
+MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 8.0}
+DENSE = {"num_local_experts": 0, "shared_intermediate_size": 72, "layer_types": ["full_attention"] * 3, "mamba_n_heads": 8}
+PHI = {"pad_token_id": 0, "tie_word_embeddings": True}
+LONG = {"original_max_position_embeddings": 4, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 4}}
+SHORT = {**LONGROPE, "original_max_position_embeddings": 256, "attention_factor": 1.3}
+
 FAMILIES = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6}),
@@ -34,7 +42,18 @@ FAMILIES = {
     "qwen3": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {**GEMMA, "rope_parameters": ROPES, "final_logit_softcapping": 3.0}),
+    "smollm3": ("SmolLM3", {"head_dim": 16, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "smollm3-sliding": ("SmolLM3", {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 9, "pad_token_id": 0}),
+    "granite": ("Granite", {**MULTIPLIERS, "tie_word_embeddings": True}),
+    "granite4": ("GraniteMoeHybrid", {**MULTIPLIERS, **DENSE, "position_embedding_type": "rope"}),
+    "granite4-nope": ("GraniteMoeHybrid", {**MULTIPLIERS, **DENSE, "attention_bias": True}),
+    "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 13}),
+    "phi4-mini": ("Phi3", {**PHI, **LONG}),
+    "phi4-mini-short": ("Phi3", {**PHI, "original_max_position_embeddings": 256, "rope_parameters": SHORT}),
 }
+
+IN_TORCH = [name for name in FAMILIES if not name.startswith(("smollm3", "granite", "phi"))]
+"""Those that our model in torch computes too."""
 
 
 def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, **save: object) -> torch.nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,36 @@ class _Gemma:
 
 
 @dataclass(frozen=True, slots=True)
+class Projections:
+    """How a checkpoint names a layer's linear layers, below `model.layers.N.`; one name for several means that they are one tensor."""
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class _Family:
-    """What one architecture takes for granted where its config.json is silent."""
+    """What one architecture takes for granted where its config.json is silent, and what it may have at all."""
 
     kv_heads: int | None = None
     head_dim: int | None = None
     max_positions: int = 32768
     sliding_window: int | None = None
+    theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    tied: bool = False
     qkv_bias: bool = False
+    output_bias: bool = True
+    mlp_bias: bool = False
     qk_norm: bool = False
     gemma: _Gemma | None = None
+    no_rope_interval: int | None = None
+    multipliers: bool = False
+    partial_rotary: bool = False
+    inner: str = "intermediate_size"
+    projections: Projections = Projections()
+    only_in_rust: bool = False
 
 
 class NoNativeModel(UnsupportedModel):
@@ -40,15 +61,16 @@ class NoNativeModel(UnsupportedModel):
 
 
 FAMILIES = {
-    "LlamaForCausalLM": _Family(max_positions=2048),
-    "MistralForCausalLM": _Family(kv_heads=8, max_positions=131072, sliding_window=4096),
-    "Qwen2ForCausalLM": _Family(kv_heads=32, qkv_bias=True),
+    "LlamaForCausalLM": _Family(max_positions=2048, mlp_bias=True),
+    "MistralForCausalLM": _Family(kv_heads=8, max_positions=131072, sliding_window=4096, output_bias=False),
+    "Qwen2ForCausalLM": _Family(kv_heads=32, qkv_bias=True, output_bias=False),
     "Qwen3ForCausalLM": _Family(kv_heads=32, head_dim=128, qk_norm=True),
     "Gemma2ForCausalLM": _Family(
         kv_heads=4,
         head_dim=256,
         max_positions=8192,
         sliding_window=4096,
+        tied=True,
         gemma=_Gemma(pattern=2, theta=1e4, local_theta=1e4, attention_softcap=50.0, final_softcap=30.0),
     ),
     "Gemma3ForCausalLM": _Family(
@@ -56,11 +78,28 @@ FAMILIES = {
         head_dim=256,
         max_positions=131072,
         sliding_window=4096,
+        tied=True,
         qk_norm=True,
         gemma=_Gemma(pattern=6, theta=1e6, local_theta=1e4),
     ),
+    "SmolLM3ForCausalLM": _Family(kv_heads=4, theta=2e6, tied=True, mlp_bias=True, no_rope_interval=4, only_in_rust=True),
+    "GraniteForCausalLM": _Family(max_positions=2048, mlp_bias=True, multipliers=True, only_in_rust=True),
+    "GraniteMoeHybridForCausalLM": _Family(
+        max_positions=2048,
+        multipliers=True,
+        inner="shared_intermediate_size",
+        projections=Projections(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+        only_in_rust=True,
+    ),
+    "Phi3ForCausalLM": _Family(
+        max_positions=4096,
+        rms_norm_eps=1e-5,
+        partial_rotary=True,
+        projections=Projections(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        only_in_rust=True,
+    ),
 }
-"""The architectures that there is code of ours for."""
+"""The architectures that there is code of ours for, some of them in the CPU's kernels alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +115,27 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LongRope:
+    """LongRoPE: what the frequencies of each pair are divided by, in sequences up to `original_max_position_embeddings` and beyond.
+
+    Cosines and sines are multiplied by `scale`.
+    """
+
+    original_max_position_embeddings: int
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ModelShape):
     """The shape of a model of the Llama family.
 
     `windows` has one entry per layer: how many tokens back, itself included, a token sees; None is all of them. Layers with a window
     turn by `local_rope`. `activation` is silu or gelu_tanh. Scores of attention are products times `attention_scale`. A softcap c
     makes c * tanh(x / c) of scores, or of logits. `embedding_scale` multiplies embeddings, `norm_offset` is added to the weights of
-    all norms, and with `post_norms` attention and network have one behind them too.
+    all norms, and with `post_norms` attention and network have one behind them too. The first `rotary_dim` numbers of a head turn, in the
+    layers that `uses_rope` says. What a layer adds to the residual stream is multiplied by `residual_scale`, logits by `logits_scale`.
     """
 
     num_kv_heads: int
@@ -103,6 +156,13 @@ class ModelConfig(ModelShape):
     embedding_scale: float
     norm_offset: float
     post_norms: bool
+    rotary_dim: int
+    long_rope: LongRope | None
+    uses_rope: tuple[bool, ...]
+    residual_scale: float
+    logits_scale: float
+    projections: Projections
+    only_in_rust: bool
 
     @property
     def kv_specs(self) -> tuple[KvSpec, ...]:
@@ -127,7 +187,7 @@ class ModelConfig(ModelShape):
     def load(cls, directory: Path) -> ModelConfig:
         """Reads config.json of a checkpoint's directory.
 
-        Raises ModelNotFound when there is no readable config.json, UnsupportedModel for what makes no sense, and NotOurs as such.
+        Raises ModelNotFound when there is no readable config.json, UnsupportedModel for what makes no sense, and NoNativeModel as such.
         """
         path = directory / "config.json"
         try:
@@ -142,7 +202,7 @@ class ModelConfig(ModelShape):
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ModelConfig:
-        """Turns the content of a config.json into a ModelConfig; raises UnsupportedModel naming what is wrong, NotOurs what is unknown."""
+        """Turns the content of a config.json into a ModelConfig; raises UnsupportedModel naming what is wrong, NoNativeModel what is unknown."""
         architecture = _architecture(raw)
         family = FAMILIES[architecture]
         gemma = family.gemma
@@ -154,6 +214,8 @@ class ModelConfig(ModelShape):
             raise NoNativeModel("attention to later tokens has no code of ours")
         if _quantises_weights(raw.get("quantization_config")):
             raise NoNativeModel("quantised checkpoints but GGUF files have no code of ours")
+        if architecture == "GraniteMoeHybridForCausalLM":
+            _check_dense(raw)
         heads = _size(raw, "num_attention_heads")
         hidden = _size(raw, "hidden_size")
         layers = _size(raw, "num_hidden_layers")
@@ -163,45 +225,61 @@ class ModelConfig(ModelShape):
             raise UnsupportedModel(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
         if head_dim % 2:
             raise UnsupportedModel(f"head_dim must be even for rotary positions, got {head_dim}")
-        bias = bool(raw.get("attention_bias", False)) and architecture != "MistralForCausalLM"
-        rope, local_rope = _ropes(raw, gemma)
+        bias = bool(raw.get("attention_bias", False)) and (family.output_bias or family.qkv_bias)
+        max_positions = _size(raw, "max_position_embeddings", family.max_positions)
+        rope, local_rope = _ropes(raw, family)
+        rotary_dim = _rotary_dim(raw, family, head_dim)
+        windows = _windows(raw, architecture, layers)
+        multiplier = _multipliers(raw) if family.multipliers else None
+        scale = ((_number(raw, "query_pre_attn_scalar", 256.0) if gemma else None) or head_dim) ** -0.5
         return cls(
             architecture=architecture,
             vocab_size=_size(raw, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_size(raw, "intermediate_size"),
+            intermediate_size=_size(raw, family.inner),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=float(raw.get("rms_norm_eps", family.rms_norm_eps)),
             rope=rope,
             local_rope=local_rope,
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", gemma is not None)),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tied)),
             qkv_bias=family.qkv_bias or bias,
-            output_bias=bias and not family.qkv_bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+            output_bias=bias and family.output_bias,
+            mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
             qk_norm=family.qk_norm,
-            windows=_windows(raw, architecture, layers),
-            attention_scale=((_number(raw, "query_pre_attn_scalar", 256.0) if gemma else None) or head_dim) ** -0.5,
+            windows=windows,
+            attention_scale=scale if multiplier is None else multiplier["attention_multiplier"],
             attention_softcap=_number(raw, "attn_logit_softcapping", gemma.attention_softcap) if gemma else None,
             final_softcap=_number(raw, "final_logit_softcapping", gemma.final_softcap) if gemma else None,
             activation="gelu_tanh" if gemma else "silu",
-            embedding_scale=hidden**0.5 if gemma else 1.0,
+            embedding_scale=hidden**0.5 if gemma else 1.0 if multiplier is None else multiplier["embedding_multiplier"],
             norm_offset=1.0 if gemma else 0.0,
             post_norms=gemma is not None,
-            max_position_embeddings=_size(raw, "max_position_embeddings", family.max_positions),
+            rotary_dim=rotary_dim,
+            long_rope=_long_rope(raw, rotary_dim, max_positions) if family.partial_rotary else None,
+            uses_rope=_uses_rope(raw, architecture, layers),
+            residual_scale=1.0 if multiplier is None else multiplier["residual_multiplier"],
+            logits_scale=1.0 if multiplier is None else 1.0 / multiplier["logits_scaling"],
+            projections=family.projections,
+            only_in_rust=family.only_in_rust,
+            max_position_embeddings=max_positions,
             dtype=_dtype(raw),
         )
 
 
-def load_shape(directory: Path) -> ModelShape:
+def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
     """Reads the config.json of any checkpoint: as a ModelConfig if there is code of ours for it, else as transformers does.
 
-    Raises ModelNotFound when there is no readable config.json, UnsupportedModel when chairlift cannot run what it describes.
+    With `in_torch` the code must be torch's: what only the CPU's kernels know is left to transformers. Raises ModelNotFound when there
+    is no readable config.json, UnsupportedModel when chairlift cannot run what it describes.
     """
     try:
-        return ModelConfig.load(directory)
+        model = ModelConfig.load(directory)
+        if in_torch and model.only_in_rust:
+            raise NoNativeModel(f"{model.architecture} has code of ours for one process on a CPU alone")
+        return model
     except NoNativeModel as reason:
         # Here, for importing transformers takes seconds.
         from chairlift.models.transformers_config import TransformersConfig
@@ -235,30 +313,65 @@ def _number(raw: dict[str, Any], name: str, default: float | None) -> float | No
     return None if value is None else float(value)
 
 
-def _ropes(raw: dict[str, Any], gemma: _Gemma | None) -> tuple[RopeConfig, RopeConfig]:
+def _multipliers(raw: dict[str, Any]) -> dict[str, float]:
+    """Granite's, which are 1 where config.json is silent."""
+    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    return {name: _number(raw, name, 1.0) or 1.0 for name in names}
+
+
+def _check_dense(raw: dict[str, Any]) -> None:
+    """Raises NoNativeModel for a Granite 4 with experts or state-space layers."""
+    if raw.get("num_local_experts", 8):
+        raise NoNativeModel("experts have no code of ours")
+    kinds = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"]
+    if set(kinds) - {"attention", "full_attention"}:
+        raise NoNativeModel(f"layers of {', '.join(sorted(set(map(str, kinds))))} have no code of ours (there is for attention)")
+
+
+def _uses_rope(raw: dict[str, Any], architecture: str, layers: int) -> tuple[bool, ...]:
+    """In which layers positions count."""
+    if architecture == "GraniteMoeHybridForCausalLM":
+        return (raw.get("position_embedding_type") == "rope",) * layers
+    interval = FAMILIES[architecture].no_rope_interval
+    if interval is None:
+        return (True,) * layers
+    interval = _size(raw, "no_rope_layer_interval", interval)
+    listed = raw.get("no_rope_layers")
+    if listed is None:
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if not isinstance(listed, list) or len(listed) < layers or set(listed) - {0, 1}:
+        raise UnsupportedModel(f"config.json: no_rope_layers must have 0 or 1 for each of {layers} layers, got {listed!r:.200}")
+    return tuple(bool(entry) for entry in listed[:layers])
+
+
+def _ropes(raw: dict[str, Any], family: _Family) -> tuple[RopeConfig, RopeConfig]:
     """Those of layers that see all of their context, and of those with a window."""
+    gemma = family.gemma
     if gemma is None or gemma.theta == gemma.local_theta:
-        rope = _rope(raw)
+        rope = _rope(raw, family)
         return rope, rope
     # transformers 5 has a table for each kind of layer; before it the one for windows was a number of its own.
     tables = raw.get("rope_parameters") or {}
     everywhere = {**raw, "rope_theta": raw.get("rope_theta") or gemma.theta, "rope_parameters": tables.get("full_attention")}
     local = {"rope_theta": raw.get("rope_local_base_freq") or gemma.local_theta, "rope_parameters": tables.get("sliding_attention")}
-    return _rope(everywhere), _rope(local)
+    return _rope(everywhere, family), _rope(local, family)
 
 
-def _rope(raw: dict[str, Any]) -> RopeConfig:
-    """Reads both spellings: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling` before it."""
+def _rope_table(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Reads both spellings: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling` before it; and the type."""
     found: dict[str, Any] = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    kind = found.get("rope_type", found.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise NoNativeModel(f"rope type {kind!r} has no code of ours (there is for default, linear, llama3)")
-    partial = found.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise NoNativeModel(f"partial_rotary_factor {partial} has no code of ours (there is for 1)")
+    return found, found.get("rope_type", found.get("type", "default"))
+
+
+def _rope(raw: dict[str, Any], family: _Family) -> RopeConfig:
+    found, kind = _rope_table(raw)
+    known = ("default", "longrope") if family.partial_rotary else ("default", "linear", "llama3")
+    if kind not in known:
+        raise NoNativeModel(f"rope type {kind!r} has no code of ours (there is for {', '.join(known)})")
+    kind = "default" if kind == "longrope" else kind
     try:
         return RopeConfig(
-            theta=float(found.get("rope_theta", raw.get("rope_theta") or 10000.0)),
+            theta=float(found.get("rope_theta", raw.get("rope_theta") or family.theta)),
             kind=kind,
             factor=float(found["factor"]) if kind != "default" else 1.0,
             low_freq_factor=float(found["low_freq_factor"]) if kind == "llama3" else 1.0,
@@ -269,21 +382,56 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
         raise UnsupportedModel(f"config.json: rope type {kind!r} lacks a usable {error}") from None
 
 
+def _rotary_dim(raw: dict[str, Any], family: _Family, head_dim: int) -> int:
+    """How many of a head's numbers turn."""
+    partial = _rope_table(raw)[0].get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial in (None, 1, 1.0):
+        return head_dim
+    if not family.partial_rotary:
+        raise NoNativeModel(f"partial_rotary_factor {partial} has no code of ours (there is for 1)")
+    dim = int(head_dim * partial) if isinstance(partial, float) else 0
+    if not 0 < dim <= head_dim or dim % 2:
+        raise UnsupportedModel(f"config.json: partial_rotary_factor {partial!r} does not give an even part of a head's {head_dim} numbers")
+    return dim
+
+
+def _long_rope(raw: dict[str, Any], rotary_dim: int, max_positions: int) -> LongRope | None:
+    found, kind = _rope_table(raw)
+    if kind != "longrope":
+        return None
+    table = raw | found
+    original = _size(table, "original_max_position_embeddings")
+    factors = {}
+    for name in ("short_factor", "long_factor"):
+        listed = found.get(name)
+        sound = isinstance(listed, list) and all(isinstance(x, int | float) and x > 0 for x in listed)
+        if not isinstance(listed, list) or not sound or len(listed) != rotary_dim // 2:
+            raise UnsupportedModel(f"config.json: {name} must be {rotary_dim // 2} positive numbers, got {listed!r:.200}")
+        factors[name] = tuple(map(float, listed))
+    factor = _number(found, "factor", None) or max_positions / original
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    scale = _number(found, "attention_factor", None) or usual
+    return LongRope(original_max_position_embeddings=original, scale=scale, **factors)
+
+
 def _windows(raw: dict[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
     """Which layers see a sliding window: all of Mistral's, and of Qwen and Gemma the ones that layer_types or a rule name."""
     family = FAMILIES[architecture]
     window = raw.get("sliding_window", family.sliding_window)
-    if architecture == "LlamaForCausalLM" or window is None:
+    if architecture == "LlamaForCausalLM" or family.multipliers or window is None:
         return (None,) * layers
     window = _size({"sliding_window": window}, "sliding_window")
     types = raw.get("layer_types")
     if family.gemma:
         pattern = _size(raw, "sliding_window_pattern", family.gemma.pattern)
         types = types or ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
-    elif family.sliding_window is not None:
+    elif family.sliding_window is not None or architecture == "Phi3ForCausalLM":
         return (window,) * layers
     elif not raw.get("use_sliding_window", False):
         return (None,) * layers
+    elif family.no_rope_interval is not None and types is None:
+        uses_rope = _uses_rope(raw, architecture, layers)
+        return tuple(None if uses else window for uses in uses_rope)
     if types is None:
         first = raw.get("max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(layers))

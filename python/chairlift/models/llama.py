@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from chairlift.errors import UnsupportedModel
 from chairlift.layers.activation import act_mul
 from chairlift.layers.attention import AttentionPlan, Scales, paged_attention
 from chairlift.layers.linear import Linear
@@ -49,8 +50,11 @@ class Llama:
         """Takes every tensor that the model needs from `weights`; of a model that `peers` share, both are what this process has of it.
 
         With a `form` the layers' matrices are kept in 8 bits (see `Linear`). Embeddings and the head, often one and the same, are not:
-        theirs are the errors that show most, and they are read a row at a time, or once a step.
+        theirs are the errors that show most, and they are read a row at a time, or once a step. Raises UnsupportedModel for what only
+        the CPU's kernels compute.
         """
+        if config.only_in_rust:
+            raise UnsupportedModel(f"{config.architecture} has no code of ours in torch")
         self.peers = peers
         self.eps, self.softcap = config.rms_norm_eps, config.final_softcap
         shape = (config.vocab_size, config.hidden_size)

@@ -5,24 +5,46 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chairlift import _core
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.rope import inverse_frequencies
-from chairlift.models.config import ModelConfig
-from chairlift.runner.weights import DummyWeights, GGUFWeights, SafetensorWeights
+from chairlift.models.config import ModelConfig, RopeConfig
+from chairlift.runner.weights import DummyWeights, GGUFWeights, Part, SafetensorWeights
 
 
-def build_decoder(model: ModelConfig, weights: SafetensorWeights | GGUFWeights | DummyWeights, form: str, threads: int) -> _core.Decoder:
-    """Takes and packs all weights, matrix by matrix. Raises UnsupportedModel for weights that do not belong to the configuration."""
-    return _Builder(model, weights, form, threads).decoder()
+def build_decoder(
+    model: ModelConfig, weights: SafetensorWeights | GGUFWeights | DummyWeights, form: str, threads: int, longest: int
+) -> _core.Decoder:
+    """Takes and packs all weights, matrix by matrix. Raises UnsupportedModel for weights that do not belong to the configuration.
+
+    `longest` is how many tokens a sequence may get.
+    """
+    return _Builder(model, weights, form, threads, longest).decoder()
+
+
+def rotary_embedding(model: ModelConfig, rope: RopeConfig, longest: int) -> tuple[np.ndarray, float]:
+    """Radians per position of each pair, and what cosines and sines are multiplied by.
+
+    LongRoPE has two sets of frequencies, by a sequence's length. Keys stay in the cache as they were turned, so one set is for all: that
+    of the longest sequence that may come, as in vLLM.
+    """
+    frequencies = inverse_frequencies(model.rotary_dim, **asdict(rope)).numpy()
+    if model.long_rope is None:
+        return frequencies, 1.0
+    long = longest > model.long_rope.original_max_position_embeddings
+    factors = model.long_rope.long_factor if long else model.long_rope.short_factor
+    return frequencies / np.array(factors, dtype=np.float32), model.long_rope.scale
 
 
 class _Builder:
     """Makes the parts of one decoder."""
 
-    def __init__(self, model: ModelConfig, weights: SafetensorWeights | GGUFWeights | DummyWeights, form: str, threads: int) -> None:
-        self.model, self.weights, self.form, self.threads = model, weights, form, threads
+    def __init__(
+        self, model: ModelConfig, weights: SafetensorWeights | GGUFWeights | DummyWeights, form: str, threads: int, longest: int
+    ) -> None:
+        self.model, self.weights, self.form, self.threads, self.longest = model, weights, form, threads, longest
         self.ropes = list(dict.fromkeys((model.rope, model.local_rope)))
 
     def decoder(self) -> _core.Decoder:
@@ -37,7 +59,8 @@ class _Builder:
         try:
             return _core.Decoder(
                 blocks,
-                norm=self.norm("model.norm"),
+                # The head is linear: what logits are multiplied by can be the norm's.
+                norm=self.norm("model.norm") * np.float32(model.logits_scale),
                 head=head,
                 embedding=None if tied else embedding,
                 hidden_size=model.hidden_size,
@@ -45,7 +68,7 @@ class _Builder:
                 num_kv_heads=model.num_kv_heads,
                 head_dim=model.head_dim,
                 rms_norm_eps=model.rms_norm_eps,
-                ropes=[(inverse_frequencies(model.head_dim, **asdict(rope)).numpy(), 1.0) for rope in self.ropes],
+                ropes=[rotary_embedding(model, rope, self.longest) for rope in self.ropes],
                 threads=self.threads,
                 embedding_scale=model.embedding_scale,
                 final_softcap=model.final_softcap,
@@ -57,7 +80,8 @@ class _Builder:
         """A layer's attention."""
         model, prefix = self.model, f"model.layers.{index}."
         queries, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        outs = {f"{prefix}self_attn.q_proj": queries, f"{prefix}self_attn.k_proj": kv, f"{prefix}self_attn.v_proj": kv}
+        outs = _named(prefix, model.projections.qkv, (queries, kv, kv))
+        rope = self.ropes.index(model.rope if model.windows[index] is None else model.local_rope)
         names = (f"{prefix}self_attn.q_norm", f"{prefix}self_attn.k_norm")
         return _core.DecoderBlock.attention(
             norm=self.norm(prefix + "input_layernorm"),
@@ -65,24 +89,26 @@ class _Builder:
             o_proj=self.linear({f"{prefix}self_attn.o_proj": model.hidden_size}, queries, model.output_bias),
             scale=model.attention_scale,
             qk_norm=(self.norm(names[0], model.head_dim), self.norm(names[1], model.head_dim)) if model.qk_norm else None,
-            rope=self.ropes.index(model.rope if model.windows[index] is None else model.local_rope),
+            rope=rope if model.uses_rope[index] else None,
             softcap=model.attention_softcap,
             window=model.windows[index],
             post_norm=self.norm(prefix + "post_attention_layernorm") if model.post_norms else None,
+            residual_scale=model.residual_scale,
         )
 
     def mlp(self, index: int) -> _core.DecoderBlock:
         """A layer's gated network."""
         model, prefix = self.model, f"model.layers.{index}."
         hidden, inner = model.hidden_size, model.intermediate_size
-        outs = {f"{prefix}mlp.gate_proj": inner, f"{prefix}mlp.up_proj": inner}
+        outs = _named(prefix, model.projections.gate_up, (inner, inner))
         return _core.DecoderBlock.gated_mlp(
             # The norm behind attention has the name that elsewhere is that of the one before the network.
             norm=self.norm(prefix + ("pre_feedforward_layernorm" if model.post_norms else "post_attention_layernorm")),
             gate_up_proj=self.linear(outs, hidden, model.mlp_bias, gated=True),
-            down_proj=self.linear({f"{prefix}mlp.down_proj": hidden}, inner, model.mlp_bias),
+            down_proj=self.linear({prefix + model.projections.down: hidden}, inner, model.mlp_bias),
             activation=model.activation,
             post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.post_norms else None,
+            residual_scale=model.residual_scale,
         )
 
     def vector(self, name: str, size: int) -> np.ndarray:
@@ -97,8 +123,21 @@ class _Builder:
     def linear(self, outs: dict[str, int], ins: int, bias: bool = False, gated: bool = False) -> _core.Linear:
         """One layer for several projections of the same input."""
         parts = [self.weights.part(f"{name}.weight", size, ins) for name, size in outs.items()]
+        if gated and len(parts) == 1:
+            parts = _halves(*parts[0])
         biases = np.concatenate([self.vector(f"{name}.bias", size) for name, size in outs.items()]) if bias else None
         try:
             return _core.Linear(parts, ins, self.form, threads=self.threads, bias=biases, gated=gated)
         except ValueError as error:
             raise UnsupportedModel(f"{', '.join(outs)}: {error}") from None
+
+
+def _named(prefix: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
+    """The tensors of several projections, and how many rows each has."""
+    return {f"{prefix}{name}": size for name, size in zip(names, sizes if len(names) > 1 else (sum(sizes),), strict=True)}
+
+
+def _halves(kind: str, rows: int, data: NDArray[np.uint8] | tuple[_core.TensorFile, int], interleaved: int) -> list[Part]:
+    """A gate and what it gates, of a tensor in memory that has them one under the other."""
+    assert isinstance(data, np.ndarray), "GGUF files have them apart"
+    return [(kind, rows // 2, half, interleaved) for half in np.split(data, 2)]

@@ -36,7 +36,8 @@ class CpuExecutor:
         """Loads and packs the weights of a directory (see `Loader`)."""
         form = "int8" if precision.quantization == "int8" else precision.weights.replace("blocks", "kept")
         weights = open_weights(config, directory, None, cls.device, 1 - model.norm_offset)
-        decoder = build_decoder(model, weights, form, config.threads or 1)
+        longest = config.max_model_len or model.max_position_embeddings
+        decoder = build_decoder(model, weights, form, config.threads or 1, longest)
         weights.finish(model)
         return cls(model, decoder, precision.kv)
 

@@ -98,10 +98,10 @@ class ModelRunner:
             on_phase(name, now - clock)
             clock = now
 
-        model = load_shape(directory)
         processes = config.tensor_parallel_size
-        self.model_config = model if processes == 1 else part_of(model, processes)
         device = _device(config.device, processes)
+        model = load_shape(directory, in_torch=processes > 1 or device.value != "cpu")
+        self.model_config = model if processes == 1 else part_of(model, processes)
         sharing = processes if device.value == "cpu" else 1  # processes that have to share this machine's cores and memory
         threads = _threads(config.threads, sharing)
         config = replace(config, device=device.value, threads=int(threads.value), swap_space=config.swap_space // processes)

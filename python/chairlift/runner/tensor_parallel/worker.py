@@ -54,7 +54,7 @@ class Worker:
         if config.device == "cuda":
             torch.cuda.set_device(rank)
         self._peers = TensorParallelGroup.meet(rank, config.tensor_parallel_size, place, torch.device(config.device))
-        model = part_of(load_shape(Path(directory)), config.tensor_parallel_size)
+        model = part_of(load_shape(Path(directory), in_torch=True), config.tensor_parallel_size)
         self._part = TorchExecutor.load(config, Path(directory), model, Precision(**precision, decisions=()), self._peers)
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
