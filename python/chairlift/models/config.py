@@ -206,16 +206,7 @@ class ModelConfig(ModelShape):
         architecture = _architecture(raw)
         family = FAMILIES[architecture]
         gemma = family.gemma
-        known = ("gelu_pytorch_tanh",) if gemma else ("silu", "swish")
-        activation = (raw.get("hidden_activation") if gemma else raw.get("hidden_act")) or known[0]
-        if activation not in known:
-            raise NoNativeModel(f"hidden_act {activation!r} has no code of ours (there is for {known[0]})")
-        if raw.get("use_bidirectional_attention"):
-            raise NoNativeModel("attention to later tokens has no code of ours")
-        if _quantises_weights(raw.get("quantization_config")):
-            raise NoNativeModel("quantised checkpoints but GGUF files have no code of ours")
-        if architecture == "GraniteMoeHybridForCausalLM":
-            _check_dense(raw)
+        _check_supported(raw, architecture)
         heads = _size(raw, "num_attention_heads")
         hidden = _size(raw, "hidden_size")
         layers = _size(raw, "num_hidden_layers")
@@ -294,6 +285,21 @@ def _architecture(raw: dict[str, Any]) -> str:
             return str(name)
     named = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}, and no architectures,"
     raise NoNativeModel(f"{named} has no code of ours (there is for {', '.join(FAMILIES)})")
+
+
+def _check_supported(raw: dict[str, Any], architecture: str) -> None:
+    """Raises NoNativeModel for what an architecture with code of ours may ask for, and has none."""
+    gemma = FAMILIES[architecture].gemma
+    known = ("gelu_pytorch_tanh",) if gemma else ("silu", "swish")
+    activation = (raw.get("hidden_activation") if gemma else raw.get("hidden_act")) or known[0]
+    if activation not in known:
+        raise NoNativeModel(f"hidden_act {activation!r} has no code of ours (there is for {known[0]})")
+    if raw.get("use_bidirectional_attention"):
+        raise NoNativeModel("attention to later tokens has no code of ours")
+    if _quantises_weights(raw.get("quantization_config")):
+        raise NoNativeModel("quantised checkpoints but GGUF files have no code of ours")
+    if architecture == "GraniteMoeHybridForCausalLM":
+        _check_dense(raw)
 
 
 def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
@@ -401,6 +407,8 @@ def _long_rope(raw: dict[str, Any], rotary_dim: int, max_positions: int) -> Long
         return None
     table = raw | found
     original = _size(table, "original_max_position_embeddings")
+    if original == 1:
+        raise UnsupportedModel("config.json: original_max_position_embeddings must be more than 1")
     factors = {}
     for name in ("short_factor", "long_factor"):
         listed = found.get(name)
