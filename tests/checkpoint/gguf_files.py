@@ -16,6 +16,7 @@ from chairlift.checkpoint.pull import pull_default
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 CONTROLS = ("<|end|>", "<|user|>")
 FLOATS = {"layer_norm_rms_epsilon", "freq_base", "factor", "attn_logit_softcapping", "final_logit_softcapping"}
+FLOATS |= {"scale", "embedding_scale", "residual_scale", "logit_scale"}
 
 
 def default_file() -> Path:
@@ -83,6 +84,12 @@ def gguf_of(
         values |= {f"{kind}.attention.sliding_window": config.sliding_window}
         caps = {name: getattr(config, name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
         values |= {f"{kind}.{name}": cap for name, cap in caps.items() if cap is not None}
+    if config.pad_token_id is not None:
+        values["tokenizer.ggml.padding_token_id"] = config.pad_token_id
+    if kind == "granite":
+        names = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
+        names |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
+        values |= {f"{kind}.{key}": float(getattr(config, name)) for key, name in names.items()}
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {f"{kind}.rope.scaling.type": rope["rope_type"], f"{kind}.rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
@@ -98,7 +105,7 @@ def gguf_of(
         weights = tensor.numpy()
         if kind.startswith("gemma") and "norm" in stem:
             weights = weights + np.float32(1)
-        if kind == "llama" and stem.endswith(("q_proj", "k_proj")):
+        if kind in ("llama", "smollm3", "granite") and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
             weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
         used = (kinds or {}).get(stem, quantization) if weights.ndim == 2 else gguf.GGMLQuantizationType.F32

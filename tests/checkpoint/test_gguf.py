@@ -59,6 +59,7 @@ def test_transformers_runs_the_default_model(converted: Path) -> None:
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 GEMMA3_ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
 GEMMA3_ROPES |= {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.25, "logits_scaling": 8.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -74,6 +75,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("qwen3", {"tie_word_embeddings": True, "head_dim": 8}),
         ("gemma2", {"query_pre_attn_scalar": 16, "sliding_window": 9, "attn_logit_softcapping": 5.0, "tie_word_embeddings": True}),
         ("gemma3_text", {"query_pre_attn_scalar": 16, "sliding_window": 9, "num_hidden_layers": 7, "tie_word_embeddings": True}),
+        ("smollm3", {"num_hidden_layers": 5, "pad_token_id": 0}),
+        ("granite", {**MULTIPLIERS, "tie_word_embeddings": True}),
         ("gemma3_text", {"query_pre_attn_scalar": 16, "final_logit_softcapping": 4.0, "rope_parameters": GEMMA3_ROPES}),
     ],
 )

@@ -22,6 +22,7 @@ from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.memory.precision import Precision
+from chairlift.runner.runner import ModelRunner
 from chairlift.runner.weights import GGUFWeights, gguf_sizes
 
 Kind = gguf.GGMLQuantizationType
@@ -138,10 +139,12 @@ def test_a_file_gives_the_logits_of_its_weights_in_fp32(tmp_path: Path, kind: Ki
         ("llama", {}),
         ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
         ("gemma3_text", {"num_hidden_layers": 7, "num_key_value_heads": 1}),
+        ("smollm3", {"num_hidden_layers": 5, "pad_token_id": 0}),
+        ("granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.25, "logits_scaling": 8.0}),
     ],
 )
 def test_a_file_gives_the_logits_of_transformers(tmp_path: Path, architecture: str, settings: dict[str, Any], kind: Kind) -> None:
-    gemma = {"query_pre_attn_scalar": 16, "sliding_window": 5, "tie_word_embeddings": True} if architecture != "llama" else {}
+    gemma = {"query_pre_attn_scalar": 16, "sliding_window": 5, "tie_word_embeddings": True} if "gemma" in architecture else {}
     directory = converted(tmp_path / "tiny.gguf", tiny_model(architecture, **gemma, **settings), kind)
     write_safetensors(directory)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
@@ -188,6 +191,13 @@ def test_torch_reads_the_same_weights(tmp_path: Path) -> None:
         weights.take("lm_head.weight", 3, 64)
     with pytest.raises(UnsupportedModel, match=r"tensor nothing\.weight is missing"):
         weights.part("nothing.weight", 3, 64)
+
+
+def test_a_file_whose_model_only_transformers_computes_is_refused(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    directory = converted(tmp_path / "tiny.gguf", tiny_model("qwen2", rope_parameters=yarn), Kind.Q8_0)
+    with pytest.raises(UnsupportedModel, match=r"tiny.gguf: rope type 'yarn' .*transformers' code reads safetensors alone"):
+        ModelRunner(EngineConfig(device="cpu"), directory)
 
 
 def test_a_file_that_is_gone_or_too_short_is_refused_before_anything_is_served(tmp_path: Path) -> None:

@@ -23,8 +23,12 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
 }
-"""The `general.architecture` values that can be read; Mistral and SmolLM2 files say `llama`."""
+"""The `general.architecture` values that can be read; Mistral and SmolLM2 files say `llama`, and Granite 3 and dense 4 `granite`."""
+_INTERLEAVED = {"llama", "smollm3", "granite"}
+"""Whose rotary rows llama.cpp has in another order."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -169,6 +173,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     }
     if is_gemma(config):
         config |= _gemma_config(file, kind, config)
+    if kind == "granite":
+        config |= _granite_config(file)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         token = file.get(f"tokenizer.ggml.{key}_token_id", int)
         if token is not None and token < embedding.shape[0]:
@@ -201,6 +207,15 @@ def _gemma_config(file: GGUFFile, kind: str, config: dict[str, Any]) -> dict[str
     if kind == "gemma3":
         found["rope_local_base_freq"] = file.number(f"{kind}.rope.freq_base_swa", 10000.0)
     return found
+
+
+def _granite_config(file: GGUFFile) -> dict[str, Any]:
+    """What else a Granite's config.json has."""
+    if file.get("granite.rope.scaling.finetuned", bool) is False:
+        raise UnsupportedModel(f"{file.path} has no rotary positions, which Granite's code here needs")
+    names = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
+    names |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
+    return {name: file.number(f"granite.{key}", 1.0) for name, key in names.items()}
 
 
 def _layer_types(file: GGUFFile, key: str, default: int, layers: int) -> list[str]:
@@ -306,8 +321,8 @@ def _matched(file: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, Tens
 
 
 def _is_rotary(config: dict[str, Any], name: str) -> bool:
-    """Whether llama.cpp has the tensor's rows in another order: it does so for what Llama rotates."""
-    return bool(config["model_type"] == "llama" and name.rsplit(".", 2)[1] in ("q_proj", "k_proj"))
+    """Whether llama.cpp has the tensor's rows in another order: it does so for what models like Llama rotate."""
+    return bool(config["model_type"] in _INTERLEAVED and name.rsplit(".", 2)[1] in ("q_proj", "k_proj"))
 
 
 def _halves(weights: Array, heads: int) -> Array:

@@ -9,7 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from chairlift.checkpoint.gguf import LINK
 from chairlift.config import EngineConfig
+from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import AttentionPlan, plan_attention
 from chairlift.layers.device_attention import DevicePlan
 from chairlift.layers.linear import FORMS
@@ -135,6 +137,8 @@ def _from_transformers(config: EngineConfig, directory: Path, model: ModelShape,
 
     assert isinstance(model, TransformersConfig)
     made = DummyWeights(config.seed, dtype, device) if config.load_format == "dummy" else None
+    if made is None and (directory / LINK).is_symlink():
+        raise UnsupportedModel(f"{(directory / LINK).resolve()}: {model.not_ours}, and transformers' code reads safetensors alone")
     longest = config.max_model_len or model.max_position_embeddings
     network = TransformersModel.load(model, directory, dtype, device, longest, made)
     weights = made or open_weights(config, directory, dtype, device)
