@@ -202,7 +202,7 @@ class ModelConfig(ModelShape):
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ModelConfig:
-        """Turns the content of a config.json into a ModelConfig; raises UnsupportedModel naming what is wrong, NoNativeModel what is unknown."""
+        """Reads the content of a config.json. Raises UnsupportedModel for what is wrong, NoNativeModel for what has no code of ours."""
         architecture = _architecture(raw)
         family = FAMILIES[architecture]
         gemma = family.gemma
