@@ -82,6 +82,18 @@ def test_only_the_last_form_of_a_file_is_kept(tmp_path: Path, cache: Path) -> No
     assert sorted((cache / "gguf").iterdir()) == sorted(kept)
 
 
+def test_forms_of_other_versions_stay_since_a_server_may_use_them(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tiny.gguf"
+    gguf_of(tiny_model("qwen2"), path)
+    monkeypatch.setattr("chairlift.checkpoint.locate.pull_default", lambda *_: path)
+    found = set()
+    for layout in (7, 8, 7):
+        monkeypatch.setattr("chairlift.checkpoint.locate._LAYOUT", layout)
+        found |= {locate(model, progress=False) for model in (str(path), DEFAULT_MODEL)}
+    assert len(found) == 4
+    assert set((cache / "gguf").iterdir()) == found
+
+
 def test_nothing_of_the_weights_is_written(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "tiny.gguf"
     gguf_of(tiny_model("qwen2"), path)

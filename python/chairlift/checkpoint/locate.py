@@ -38,7 +38,7 @@ def locate(model: str, revision: str | None = None, directory: str | None = None
     cache = cache_dir(directory)
     path = Path(os.path.expanduser(model))
     if model == DEFAULT_MODEL and not path.is_dir():
-        return _converted(lambda: pull_default(cache, progress), cache, f"default-{Path(MEMBER).stem}", str(_LAYOUT), progress, SAMPLING)
+        return _converted(lambda: pull_default(cache, progress), cache, f"default-{Path(MEMBER).stem}-{_LAYOUT}", progress, SAMPLING)
     if path.is_dir():
         return _directory(path, cache, progress)
     if path.is_file():
@@ -78,31 +78,34 @@ def _directory(path: Path, cache: Path, progress: bool) -> Path:
 
 
 def _gguf(path: Path, cache: Path, progress: bool) -> Path:
-    """The converted form of a file, which is made again when the file or a tokenizer.json beside it has changed."""
+    """The converted form of a file, which is made again when the file or a tokenizer.json beside it has changed.
+
+    Then the former one is removed. Those of other layouts stay: a server of another version may be using them.
+    """
     path = path.resolve()
-    identity = hashlib.sha256(f"{_LAYOUT}".encode())
+    identity = hashlib.sha256()
     for file in (path, path.parent / "tokenizer.json"):
         if file.is_file():
             facts = file.stat()
             identity.update(f"\0{file}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
     place = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    return _converted(lambda: path, cache, f"{path.stem}-{place}", identity.hexdigest()[:8], progress)
+    name = f"{path.stem}-{place}-{_LAYOUT}"
+    out = _converted(lambda: path, cache, f"{name}-{identity.hexdigest()[:8]}", progress)
+    for other in out.parent.glob(f"{glob.escape(name)}-*"):
+        if other != out:
+            shutil.rmtree(other, ignore_errors=True)
+    return out
 
 
-def _converted(
-    source: Callable[[], Path], cache: Path, name: str, version: str, progress: bool, sampling: Mapping[str, float] | None = None
-) -> Path:
-    """The converted form of the file `source`, made if it is missing; then other versions of it are removed, and old copies of weights."""
-    out = cache / "gguf" / f"{name}-{version}"
+def _converted(source: Callable[[], Path], cache: Path, name: str, progress: bool, sampling: Mapping[str, float] | None = None) -> Path:
+    """The converted form of the file `source`, called `name`, made if it is missing; then old copies of weights are removed."""
+    out = cache / "gguf" / name
     if not (out / LINK).exists():
         path = source()
         if out.is_dir() and not (out / LINK).exists():
             shutil.rmtree(out)  # the file that it links to was moved away
         with _announced(f"Reading the tokenizer of {path.name}", progress):
             convert(path, out, sampling)
-        for other in out.parent.glob(f"{glob.escape(name)}-*"):
-            if other != out:
-                shutil.rmtree(other, ignore_errors=True)
         _remove_old_copies(cache / "models")
     return out
 
