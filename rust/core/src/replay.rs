@@ -76,77 +76,24 @@ impl ParsedJournal {
 
     /// The same, and `see` looks on after each call.
     pub fn replay_seen(&self, mut see: impl FnMut(Event<'_>)) -> Result<Replayed, ConfigError> {
-        let mut scheduler = Scheduler::new(self.config)?;
-        let mut live = LiveIds::default();
-        let mut in_flight: VecDeque<StepPlan> = VecDeque::new();
-        let mut outputs = Outputs::default();
-        let (mut hash, mut plans, mut differs_at, mut ended) = (digest_seed(), 0, None, Vec::new());
-        let (mut timings, mut committed, mut busy): (Vec<Timing>, usize, bool) = (Vec::new(), 0, false);
+        let mut replay = Replay::new(Scheduler::new(self.config)?);
         for (now, call) in &self.calls {
-            let now = *now;
-            let (ended_before, committed_before, planned_before) = (ended.len(), committed, timings.len());
-            outputs.tokens.clear();
-            match call {
-                Call::Add(arrival) => {
-                    let id = scheduler.add(self.request(arrival), now);
-                    // A queue too full then is too full now; it was not recorded.
-                    live.enter(id.unwrap_or_default(), arrival.ticket, arrival.request.tag);
-                }
-                Call::Fork { parent, tag } => {
-                    let ticket = live.ids.len() as Ticket;
-                    let id = scheduler.fork(live.ids[*parent as usize], *tag, now).unwrap_or_default();
-                    for (token, position) in scheduler.tokens_mut(id).unwrap_or_default().iter_mut().zip(0..) {
-                        *token = self.token(ticket, position);
-                    }
-                    live.enter(id, ticket, *tag);
-                }
-                Call::End { ticket, reason } => {
-                    let id = live.ids[*ticket as usize];
-                    let tag = live.by_id.get(&id).map(|&(_, tag)| tag);
-                    scheduler.end(id, *reason, now);
-                    ended.extend(tag.and_then(|tag| scheduler.explain(tag)));
-                }
-                Call::Expire => scheduler.expire(now, &mut ended),
-                Call::Plan(recorded) => {
-                    let plan = scheduler.plan(now);
-                    hash = digest(hash, plan.as_ref());
-                    if let Some(last) = timings.last_mut().filter(|_| busy && plan.is_some()) {
-                        last.cycle = Some(now.saturating_sub(last.planned));
-                    }
-                    busy = plan.is_some() || !in_flight.is_empty();
-                    timings.extend(plan.iter().map(|plan| Timing { load: plan.load, planned: now, took: None, cycle: None }));
-                    in_flight.extend(plan);
-                    if hash != *recorded {
-                        differs_at.get_or_insert(plans);
-                    }
-                    plans += 1;
-                }
-                Call::Draft { ticket, tokens, accepted } => {
-                    let id = live.ids[*ticket as usize];
-                    let len = scheduler.tokens(id).map_or(0, |(tokens, _)| tokens.len() as u32);
-                    scheduler.draft(id, &self.draft(*ticket, len, *tokens, *accepted));
-                }
-                Call::Commit(recorded) => {
-                    // Only a journal that differs already can lack a plan here.
-                    let Some(plan) = in_flight.pop_front() else { break };
-                    let sampled = self.sampled(&scheduler, &live, &plan, recorded);
-                    scheduler.commit(plan, &sampled, now, &mut outputs);
-                    ended.append(&mut outputs.ended);
-                    timings[committed].took = Some(now.saturating_sub(timings[committed].planned));
-                    committed += 1;
-                    busy &= !scheduler.is_idle();
-                }
+            let (ended, committed, planned) = (replay.ended.len(), replay.committed, replay.timings.len());
+            replay.outputs.tokens.clear();
+            if !replay.make(self, *now, call) {
+                break;
             }
             see(Event {
-                now,
-                scheduler: &scheduler,
-                in_flight: &in_flight,
-                planned: timings.len() > planned_before,
-                committed: committed > committed_before,
-                tokens: &outputs.tokens,
-                ended: &ended[ended_before..],
+                now: *now,
+                scheduler: &replay.scheduler,
+                in_flight: &replay.in_flight,
+                planned: replay.timings.len() > planned,
+                committed: replay.committed > committed,
+                tokens: &replay.outputs.tokens,
+                ended: &replay.ended[ended..],
             });
         }
+        let Replay { scheduler, hash, differs_at, ended, timings, .. } = replay;
         Ok(Replayed { steps: scheduler.stats().counters.steps, hash, differs_at, ended, timings, scheduler })
     }
 
@@ -168,6 +115,105 @@ impl ParsedJournal {
             }
         }
         sampled
+    }
+}
+
+/// A journal's calls, as far as they were made again.
+struct Replay {
+    scheduler: Scheduler,
+    live: LiveIds,
+    in_flight: VecDeque<StepPlan>,
+    outputs: Outputs,
+    hash: u64,
+    /// Plans made, empty ones too.
+    plans: u64,
+    differs_at: Option<u64>,
+    ended: Vec<Ledger>,
+    timings: Vec<Timing>,
+    committed: usize,
+    /// Whether there was something to do since the last plan.
+    busy: bool,
+}
+
+impl Replay {
+    fn new(scheduler: Scheduler) -> Self {
+        Self {
+            scheduler,
+            live: LiveIds::default(),
+            in_flight: VecDeque::new(),
+            outputs: Outputs::default(),
+            hash: digest_seed(),
+            plans: 0,
+            differs_at: None,
+            ended: Vec::new(),
+            timings: Vec::new(),
+            committed: 0,
+            busy: false,
+        }
+    }
+
+    /// Makes a call. False if the journal goes on as it cannot have been.
+    fn make(&mut self, journal: &ParsedJournal, now: Time, call: &Call) -> bool {
+        match call {
+            Call::Add(arrival) => {
+                let id = self.scheduler.add(journal.request(arrival), now);
+                // A queue too full then is too full now; it was not recorded.
+                self.live.enter(id.unwrap_or_default(), arrival.ticket, arrival.request.tag);
+            }
+            Call::Fork { parent, tag } => {
+                let ticket = self.live.ids.len() as Ticket;
+                let id = self.scheduler.fork(self.live.ids[*parent as usize], *tag, now).unwrap_or_default();
+                for (token, position) in self.scheduler.tokens_mut(id).unwrap_or_default().iter_mut().zip(0..) {
+                    *token = journal.token(ticket, position);
+                }
+                self.live.enter(id, ticket, *tag);
+            }
+            Call::End { ticket, reason } => {
+                let id = self.live.ids[*ticket as usize];
+                let tag = self.live.by_id.get(&id).map(|&(_, tag)| tag);
+                self.scheduler.end(id, *reason, now);
+                self.ended.extend(tag.and_then(|tag| self.scheduler.explain(tag)));
+            }
+            Call::Expire => self.scheduler.expire(now, &mut self.ended),
+            Call::Plan(recorded) => self.plan(now, *recorded),
+            Call::Draft { ticket, tokens, accepted } => {
+                let id = self.live.ids[*ticket as usize];
+                let len = self.scheduler.tokens(id).map_or(0, |(tokens, _)| tokens.len() as u32);
+                self.scheduler.draft(id, &journal.draft(*ticket, len, *tokens, *accepted));
+            }
+            // Only a journal that differs already can lack a plan here.
+            Call::Commit(recorded) => return self.commit(journal, now, recorded),
+        }
+        true
+    }
+
+    /// Plans a step, and compares the hash with the recorded one.
+    fn plan(&mut self, now: Time, recorded: u64) {
+        let plan = self.scheduler.plan(now);
+        self.hash = digest(self.hash, plan.as_ref());
+        if let Some(last) = self.timings.last_mut().filter(|_| self.busy && plan.is_some()) {
+            last.cycle = Some(now.saturating_sub(last.planned));
+        }
+        self.busy = plan.is_some() || !self.in_flight.is_empty();
+        self.timings.extend(plan.iter().map(|plan| Timing { load: plan.load, planned: now, took: None, cycle: None }));
+        self.in_flight.extend(plan);
+        if self.hash != recorded {
+            self.differs_at.get_or_insert(self.plans);
+        }
+        self.plans += 1;
+    }
+
+    /// Commits the oldest step. False if there is none.
+    fn commit(&mut self, journal: &ParsedJournal, now: Time, recorded: &Sampled) -> bool {
+        let Some(plan) = self.in_flight.pop_front() else { return false };
+        let sampled = journal.sampled(&self.scheduler, &self.live, &plan, recorded);
+        self.scheduler.commit(plan, &sampled, now, &mut self.outputs);
+        self.ended.append(&mut self.outputs.ended);
+        let timing = &mut self.timings[self.committed];
+        timing.took = Some(now.saturating_sub(timing.planned));
+        self.committed += 1;
+        self.busy &= !self.scheduler.is_idle();
+        true
     }
 }
 

@@ -1,0 +1,117 @@
+use super::*;
+
+fn salt(text: &str) -> Arc<[u8]> {
+    text.as_bytes().into()
+}
+
+/// A table holding `tokens` in full blocks, sealed under `name`.
+fn cache(pool: &mut BlockPool, name: &str, tokens: &[Token]) -> BlockTable {
+    let (mut table, mut chain) = (BlockTable::default(), Chain::root(&salt(name)));
+    assert!(pool.grow(&mut table, tokens.len() / pool.block_size));
+    let mut names = Vec::new();
+    pool.name_blocks(name.as_bytes(), tokens, &mut names);
+    for (tokens, name) in tokens.chunks_exact(pool.block_size).zip(names) {
+        pool.seal(&table, &mut chain, name, tokens, 0);
+    }
+    table
+}
+
+fn hits(pool: &mut BlockPool, name: &str, tokens: &[Token]) -> Vec<u32> {
+    let (mut found, mut names) = (Vec::new(), Vec::new());
+    pool.name_blocks(name.as_bytes(), tokens, &mut names);
+    pool.find(&salt(name), &names, tokens, &mut found);
+    found.into_iter().map(|id| id.0).collect()
+}
+
+#[test]
+fn blocks_without_a_name_go_first_then_the_least_recently_freed_tail() {
+    let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
+    let mut first = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 1, 2
+    let mut second = cache(&mut pool, "", &[5, 6, 7, 8]); // blocks 3, 4
+    pool.release(&mut second);
+    pool.release(&mut first);
+    let mut table = BlockTable::default();
+    assert!(pool.grow(&mut table, 7));
+    let order: Vec<u32> = table.ids().iter().map(|id| id.0).collect();
+    assert_eq!(order, [5, 6, 7, 4, 3, 2, 1]);
+    assert!(hits(&mut pool, "", &[1, 2]).is_empty(), "a taken block lost its name");
+    pool.release(&mut table);
+    pool.check(std::iter::empty());
+}
+
+#[test]
+fn a_block_is_found_only_with_its_tokens_its_past_and_its_salt() {
+    let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
+    let mut table = cache(&mut pool, "a", &[1, 2, 3, 4]);
+    assert_eq!(hits(&mut pool, "a", &[1, 2, 3, 4, 5]), [1, 2]);
+    assert_eq!(hits(&mut pool, "a", &[1, 2, 3, 5]), [1]);
+    assert!(hits(&mut pool, "a", &[3, 4]).is_empty());
+    assert!(hits(&mut pool, "b", &[1, 2, 3, 4]).is_empty());
+    pool.release(&mut table);
+}
+
+#[test]
+fn equal_names_with_other_content_are_not_shared() {
+    let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
+    let mut table = cache(&mut pool, "a", &[1, 2]);
+    // A collision by hand: the block's name now also stands for other tokens, and for another salt.
+    for (salt_text, tokens) in [("a", [9, 9]), ("b", [1, 2])] {
+        let hash = pool.hasher.child(pool.hasher.root(salt_text.as_bytes()), &tokens);
+        pool.named.insert(hash, BlockId(1));
+        assert!(hits(&mut pool, salt_text, &tokens).is_empty());
+        pool.named.remove(&hash);
+    }
+    pool.release(&mut table);
+}
+
+#[test]
+fn the_second_of_two_equal_blocks_stays_unnamed_and_chains_to_the_first() {
+    let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
+    let mut first = cache(&mut pool, "", &[1, 2]); // block 1
+    let mut second = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 2, 3: the first of them a double
+    assert_eq!(hits(&mut pool, "", &[1, 2, 3, 4]), [1, 3]);
+    pool.release(&mut second);
+    assert_eq!(pool.unnamed.last(), Some(&BlockId(2)));
+    pool.release(&mut first);
+    pool.check(std::iter::empty());
+}
+
+#[test]
+fn a_name_whose_parent_is_forgotten_passes_to_the_next_block_of_that_content() {
+    let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
+    let mut first = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 1, 2
+    let head = BlockTable(vec![first.0[0]]);
+    pool.forget(&head, 0);
+    std::mem::forget(head);
+    pool.release(&mut first);
+    assert!(hits(&mut pool, "", &[1, 2, 3, 4]).is_empty(), "block 2 is an orphan");
+    let mut second = cache(&mut pool, "", &[1, 2, 3, 4]);
+    assert_eq!(hits(&mut pool, "", &[1, 2, 3, 4]).len(), 2);
+    pool.check(std::iter::once(&second));
+    pool.release(&mut second);
+    pool.check(std::iter::empty());
+}
+
+#[test]
+fn an_allocation_that_fails_touches_nothing() {
+    let mut pool = BlockPool::new(4, 2, BlockHasher::new(0));
+    let mut table = cache(&mut pool, "", &[1, 2]);
+    let mut other = BlockTable::default();
+    assert!(!pool.grow(&mut other, 3));
+    assert_eq!((pool.free(), other.ids().len()), (2, 0));
+    pool.release(&mut table);
+    assert_eq!(hits(&mut pool, "", &[1, 2]), [1]);
+}
+
+#[test]
+fn unsharing_keeps_the_shared_block_for_its_other_holder() {
+    let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
+    let mut first = cache(&mut pool, "", &[1, 2]);
+    let mut second = BlockTable::default();
+    pool.share(&mut second, BlockId(1));
+    assert_eq!(pool.unshare_last(&mut second), (BlockId(1), BlockId(2)));
+    assert_eq!((pool.holders(BlockId(1)), pool.holders(BlockId(2))), (1, 1));
+    pool.check([&first, &second].into_iter());
+    pool.release(&mut first);
+    pool.release(&mut second);
+}
