@@ -77,7 +77,7 @@ impl Accounts {
 
     /// What a sequence waits for when it is not its group's turn.
     pub(crate) fn others(&self) -> Cause {
-        if self.policy.has_tenants() { Cause::WaitShare } else { Cause::WaitOrder }
+        if self.policy.has_tenants() { Cause::WaitFairness } else { Cause::WaitPolicy }
     }
 
     /// Enters a request under its tenant and class; says whether the tenant is a new one.

@@ -3,7 +3,7 @@
 
 use crate::hash::BlockHash;
 use crate::place::AwaitedBlock;
-use crate::request::{SeqId, Ticket};
+use crate::request::{ArrivalNumber, SeqId};
 use crate::sequence::Sequence;
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
@@ -11,18 +11,18 @@ use std::collections::{BTreeMap, VecDeque};
 /// Waiting sequences, by the name of the block that they await.
 #[derive(Debug, Default)]
 pub(crate) struct Awaited {
-    waiting: BTreeMap<(BlockHash, Ticket), SeqId>,
+    waiting: BTreeMap<(BlockHash, ArrivalNumber), SeqId>,
     /// How many await each name: nobody awaits most blocks that are computed, and that must be quick to see.
     names: FxHashMap<BlockHash, u32>,
-    /// Names that are ready, or that nobody computes any more, each with the first ticket not yet reported.
-    ready: VecDeque<(BlockHash, Ticket)>,
+    /// Names that are ready, or that nobody computes any more, each with the first arrival not yet reported.
+    ready: VecDeque<(BlockHash, ArrivalNumber)>,
 }
 
 impl Awaited {
     /// Has a sequence await one of its blocks, if it has that many full ones.
     pub(crate) fn enter(&mut self, seq: &mut Sequence, id: SeqId, block: usize, computed_by: Option<SeqId>) {
         let Some(&name) = seq.blocks.names().get(block) else { return };
-        self.waiting.insert((name, seq.spec().ticket), id);
+        self.waiting.insert((name, seq.spec().arrival_number), id);
         *self.names.entry(name).or_default() += 1;
         seq.place.set_awaited(Some(AwaitedBlock { block, computed_by }));
     }
@@ -32,7 +32,7 @@ impl Awaited {
         let Some(AwaitedBlock { block, .. }) = seq.place.awaited() else { return };
         seq.place.set_awaited(None);
         let name = seq.blocks.names()[block];
-        self.waiting.remove(&(name, seq.spec().ticket));
+        self.waiting.remove(&(name, seq.spec().arrival_number));
         let count = self.names.get_mut(&name).expect("somebody awaits it");
         *count -= 1;
         if *count == 0 {
@@ -50,8 +50,8 @@ impl Awaited {
     /// The next sequence whose block is ready.
     pub(crate) fn next(&mut self) -> Option<SeqId> {
         while let Some((name, from)) = self.ready.front_mut() {
-            if let Some((&(_, ticket), &id)) = self.waiting.range((*name, *from)..=(*name, Ticket::MAX)).next() {
-                *from = ticket + 1;
+            if let Some((&(_, arrival_number), &id)) = self.waiting.range((*name, *from)..=(*name, ArrivalNumber::MAX)).next() {
+                *from = arrival_number + 1;
                 return Some(id);
             }
             self.ready.pop_front();

@@ -13,7 +13,7 @@ pub struct Chunk {
     /// Whose tokens.
     pub seq: SeqId,
     /// The sequence's place in the step buffers.
-    pub row: u32,
+    pub slot: u32,
     /// Position of the first.
     pub start: u32,
     /// How many.
@@ -25,7 +25,7 @@ pub struct Chunk {
     pub samples: bool,
     /// The first token and its cache slot, as the step buffers want them.
     pub(crate) token: i32,
-    pub(crate) slot: u32,
+    pub(crate) kv_slot: u32,
     /// Entries of the sequence's block table that the buffers have already;
     /// [`WHOLE_TABLE`] if they have them all.
     pub(crate) table_from: u32,
@@ -37,11 +37,11 @@ pub struct Chunk {
 /// Says that a chunk's block table did not change.
 pub(crate) const WHOLE_TABLE: u32 = u32::MAX;
 
-/// A sequence that took a row in this step.
+/// A sequence that got a slot of the batch in this step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seated {
-    /// The row it holds until it ends or is preempted.
-    pub row: u32,
+pub struct Admitted {
+    /// The slot it holds until it ends or is preempted.
+    pub slot: u32,
     /// The sequence.
     pub seq: SeqId,
     /// Its request's tag.
@@ -65,8 +65,8 @@ pub struct StepPlan {
     /// Blocks to be copied, (from, to), one after the other, after that and before the pass.
     pub copies: Vec<(BlockId, BlockId)>,
     /// Sequences admitted in this step.
-    pub seated: Vec<Seated>,
-    /// Tags of the sequences that lost their blocks and row to make room.
+    pub admitted: Vec<Admitted>,
+    /// Tags of the sequences that lost their blocks and slot to make room.
     pub preempted: Vec<u64>,
     /// What the step has to do, for the step-time model.
     pub load: Load,
@@ -115,26 +115,26 @@ pub struct Outputs {
 /// overlap) and may look at while they are filled: hence `Cell`.
 #[derive(Clone, Copy, Debug)]
 pub struct StepBuffers<'a> {
-    /// `[max_tokens]`: tokens; `-(row + 1)` stands for the token that the
-    /// row sampled in the step before, when that step was not yet committed.
+    /// `[max_tokens]`: tokens; `-(slot + 1)` stands for the token that the
+    /// slot sampled in the step before, when that step was not yet committed.
     pub input_ids: &'a [Cell<i32>],
     /// `[max_tokens]`
     pub positions: &'a [Cell<i32>],
     /// `[max_tokens]`: cache slot of each token's key and value, block * block size + offset.
-    pub slots: &'a [Cell<i32>],
+    pub slot_mapping: &'a [Cell<i32>],
     /// `[max_seqs + 1]`: first token of each sequence, and the end of the last.
     pub query_starts: &'a [Cell<i32>],
     /// `[max_seqs]`: context length after the pass.
     pub context_lens: &'a [Cell<i32>],
-    /// `[max_seqs]`: row of each sequence.
-    pub rows: &'a [Cell<i32>],
+    /// `[max_seqs]`: batch slot of each sequence.
+    pub batch_slots: &'a [Cell<i32>],
     /// `[max_tokens]`: index on the token axis of each position to be sampled.
     pub sample_at: &'a [Cell<i32>],
-    /// `[max_tokens]`: row of each position to be sampled.
-    pub sample_rows: &'a [Cell<i32>],
+    /// `[max_tokens]`: slot of each position to be sampled.
+    pub sample_slots: &'a [Cell<i32>],
     /// `[2 * max_seqs]`: pairs of blocks, from and to.
     pub copies: &'a [Cell<i32>],
-    /// `[max_seqs, max_blocks]`, row-major, by row, and kept from step to
+    /// `[max_seqs, max_blocks]`, row-major, by slot, and kept from step to
     /// step: only entries that changed are written.
     pub block_tables: &'a [Cell<i32>],
     /// `[2 * max_seqs * max_blocks]`, or empty where nobody keeps the tables
@@ -151,7 +151,7 @@ impl StepPlan {
         self.swap_out.clear();
         self.swap_in.clear();
         self.copies.clear();
-        self.seated.clear();
+        self.admitted.clear();
         self.preempted.clear();
         self.load = Load::default();
         (self.step, self.planned) = (step, now);

@@ -60,7 +60,7 @@ pub struct Config {
     pub block_size: u32,
     /// Tokens in a step.
     pub max_tokens: u32,
-    /// Sequences in a step, and rows of the step buffers; at most `max_tokens`.
+    /// Sequences in a step, and slots of the step buffers; at most `max_tokens`.
     pub max_seqs: u32,
     /// Longest prompt plus output.
     pub max_model_len: u32,

@@ -26,7 +26,7 @@ const DRIFT: f64 = 2e-4;
 const UNKNOWN: f64 = 1e10;
 /// The part of a step's time that is noise, and the noise of an empty one in microseconds.
 const NOISE: f64 = 0.1;
-const LEAST_NOISE: f64 = 2.0;
+const MIN_NOISE: f64 = 2.0;
 /// Prompt tokens of a step whose time is to be bounded, before it is known what they take.
 pub(crate) const FIRST_PREFILL: u32 = 64;
 /// Steps after which the model's word counts.
@@ -94,7 +94,7 @@ impl StepModel {
             self.covariance[i][i] = (self.covariance[i][i] + drift).min(UNKNOWN);
         }
         let px: Vector = std::array::from_fn(|i| dot(&self.covariance[i], &x));
-        let noise = (NOISE * took).max(LEAST_NOISE).powi(2);
+        let noise = (NOISE * took).max(MIN_NOISE).powi(2);
         let spread = dot(&x, &px) + noise;
         // A step that took far longer than it can have needed was held up by something else.
         let most = 3.0 * spread.sqrt();

@@ -1,26 +1,26 @@
 //! When requests' deadlines are checked.
 
-use crate::request::{SeqId, Ticket, Time};
+use crate::request::{ArrivalNumber, SeqId, Time};
 use crate::sequence::Sequence;
 use std::collections::BTreeMap;
 
 /// Requests with deadlines, by when they are checked next.
 #[derive(Debug, Default)]
-pub(crate) struct Deadlines(BTreeMap<(Time, Ticket), SeqId>);
+pub(crate) struct Deadlines(BTreeMap<(Time, ArrivalNumber), SeqId>);
 
 impl Deadlines {
     /// Has a sequence checked at `due`, if there is such a time.
     pub(crate) fn watch(&mut self, id: SeqId, seq: &mut Sequence, due: Option<Time>) {
         seq.check_at(due);
         if let Some(due) = due {
-            self.0.insert((due, seq.spec().ticket), id);
+            self.0.insert((due, seq.spec().arrival_number), id);
         }
     }
 
     /// Forgets a sequence.
     pub(crate) fn forget(&mut self, seq: &Sequence) {
         if let Some(at) = seq.times().check_at {
-            self.0.remove(&(at, seq.spec().ticket));
+            self.0.remove(&(at, seq.spec().arrival_number));
         }
     }
 

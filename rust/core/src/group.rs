@@ -10,7 +10,7 @@ use std::hash::Hash;
 pub struct Usage {
     /// Requests that wait, those preempted included.
     pub waiting: u32,
-    /// Requests that hold a row.
+    /// Requests that hold a slot.
     pub running: u32,
     /// Requests that ended.
     pub requests: u64,

@@ -393,7 +393,7 @@ pub(crate) fn digest(hash: u64, plan: Option<&StepPlan>) -> u64 {
     let mut hash = mix(hash, plan.chunks.len() as u64);
     for chunk in &plan.chunks {
         hash = mix(hash, chunk.seq.to_bits());
-        hash = mix(hash, u64::from(chunk.row) << 32 | u64::from(chunk.slot));
+        hash = mix(hash, u64::from(chunk.slot) << 32 | u64::from(chunk.kv_slot));
         hash = mix(hash, u64::from(chunk.start) << 32 | u64::from(chunk.len) << 1 | u64::from(chunk.samples));
     }
     for &(from, to) in &plan.copies {

@@ -10,22 +10,22 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(usize)]
 pub enum Cause {
-    /// Every row was taken (`max_seqs`).
-    WaitRows,
+    /// Every slot of the batch was taken (`max_seqs`).
+    WaitSlots,
     /// The step's tokens were (`max_tokens`, or what `target_itl` leaves).
-    WaitTokens,
+    WaitBudget,
     /// Too few blocks of the KV cache were free.
     WaitBlocks,
     /// The batch before was not done, or its own not full (static and dynamic batching).
     WaitBatch,
     /// Others go first by policy.
-    WaitOrder,
-    /// Its tenant had more than its share (fair policy).
-    WaitShare,
+    WaitPolicy,
+    /// Others' tenants go first, which had less service (fair policy).
+    WaitFairness,
     /// The step under way when it came had to end.
     WaitStep,
-    /// Its sibling's prompt, which it shares, was not computed.
-    WaitSibling,
+    /// The prompt that it shares with its parent was not computed.
+    WaitFork,
     /// Its prompt was computed, alone.
     Prefill,
     /// Its prompt was computed, in steps that others shared.
@@ -34,7 +34,7 @@ pub enum Cause {
     Decode,
     /// Its output was computed, in steps that others' prompts made longer.
     DecodeShared,
-    /// It had a row, but the step had no tokens left for it.
+    /// It had a slot, but the step had no tokens left for it.
     Stalled,
     /// It had lost its blocks, and its KV with them.
     Preempted,
@@ -60,14 +60,14 @@ const LIMITS: usize = 4;
 impl Cause {
     /// Every cause, by the name that reports use, in order.
     pub const NAMES: [(Self, &'static str); CAUSES] = [
-        (Self::WaitRows, "wait_slots"),
-        (Self::WaitTokens, "wait_budget"),
+        (Self::WaitSlots, "wait_slots"),
+        (Self::WaitBudget, "wait_budget"),
         (Self::WaitBlocks, "wait_blocks"),
         (Self::WaitBatch, "wait_batch"),
-        (Self::WaitOrder, "wait_policy"),
-        (Self::WaitShare, "wait_fairness"),
+        (Self::WaitPolicy, "wait_policy"),
+        (Self::WaitFairness, "wait_fairness"),
         (Self::WaitStep, "wait_step"),
-        (Self::WaitSibling, "wait_fork"),
+        (Self::WaitFork, "wait_fork"),
         (Self::Prefill, "prefill"),
         (Self::PrefillShared, "prefill_shared"),
         (Self::Decode, "decode"),
@@ -88,7 +88,7 @@ impl Cause {
     }
 }
 
-/// Why a running sequence lost its blocks and row.
+/// Why a running sequence lost its blocks and slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum PreemptionReason {
@@ -157,9 +157,9 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// The limit that it waited for longest, if any: the end of a step or of a sibling's prompt is none.
+    /// The limit that it waited for longest, if any: the end of a step or of its parent's prompt is none.
     pub fn limit(&self) -> Option<Cause> {
-        let waits = &Cause::NAMES[..=Cause::WaitShare as usize];
+        let waits = &Cause::NAMES[..=Cause::WaitFairness as usize];
         let longest = waits.iter().map(|&(cause, _)| cause).max_by_key(|&cause| self.causes[cause as usize])?;
         (self.causes[longest as usize] > 0).then_some(longest)
     }
@@ -308,7 +308,7 @@ impl Account {
                 }
                 add(others, rest);
             }
-            State::Fork => add(Cause::WaitSibling, passed),
+            State::Fork => add(Cause::WaitFork, passed),
             State::Prefill => {
                 let shared = clocks.several - self.base[0];
                 add(Cause::PrefillShared, shared);

@@ -45,7 +45,7 @@ mod steps;
 mod waiting;
 mod work;
 
-pub use batch::{Chunk, Lens, Output, Outputs, Seated, StepBuffers, StepPlan};
+pub use batch::{Admitted, Chunk, Lens, Output, Outputs, StepBuffers, StepPlan};
 pub use block::{BlockId, BlockPool, BlockTable, Chain};
 pub use config::{Batching, Config, Reservation};
 pub use cost::{Load, StepModel};
@@ -63,6 +63,6 @@ pub use request::{FinishReason, Request, SeqId, Time, Token};
 pub use router::{EngineView, Router, RouterRequest, Routing};
 pub use scheduler::Scheduler;
 pub use settings::{SETTINGS, Setting, SettingError, SettingKind, Value};
-pub use snapshot::{RowSeen, Snapshot, WaitSeen};
+pub use snapshot::{SlotSeen, Snapshot, WaitSeen};
 pub use stats::{Counters, Occupancy, Stall, Stats};
 pub use work::{MAX_DECODE, decode_work, most_splits, prefill_work};

@@ -4,7 +4,7 @@
 
 use crate::config::Config;
 use crate::journal::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
-use crate::request::{FinishReason, Request, Ticket, Time, Token};
+use crate::request::{ArrivalNumber, FinishReason, Request, Time, Token};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
@@ -18,17 +18,17 @@ const REJECTED: Token = i32::MAX as Token;
 pub enum Call {
     /// A request.
     Add(Arc<Arrival>),
-    /// A sibling of another request.
+    /// Another answer to a request's prompt.
     Fork {
-        /// The place of the request among all requests and siblings.
-        parent: Ticket,
-        /// The sibling's tag.
+        /// The place of the request among all requests and forks.
+        parent: ArrivalNumber,
+        /// The fork's tag.
         tag: u64,
     },
     /// The end of a request, by its caller.
     End {
         /// The request's place.
-        ticket: Ticket,
+        arrival_number: ArrivalNumber,
         /// Whether the caller had what it asked for, left, or was left alone.
         reason: FinishReason,
     },
@@ -37,7 +37,7 @@ pub enum Call {
     /// Tokens proposed for a sequence.
     Draft {
         /// The request's place.
-        ticket: Ticket,
+        arrival_number: ArrivalNumber,
         /// How many.
         tokens: u32,
         /// How many of them the model would have sampled itself.
@@ -55,7 +55,7 @@ pub struct Sampled {
     /// Tags of the requests that ended otherwise than by length, and whether by an error.
     pub ended: Vec<(u64, bool)>,
     /// Requests with drafted tokens, and how many tokens each was given.
-    pub drafted: Vec<(Ticket, u32)>,
+    pub drafted: Vec<(ArrivalNumber, u32)>,
 }
 
 /// A recorded request.
@@ -63,8 +63,8 @@ pub struct Sampled {
 pub struct Arrival {
     /// When it came.
     pub time: Time,
-    /// Its place among all requests and siblings.
-    pub ticket: Ticket,
+    /// Its place among all requests and forks.
+    pub arrival_number: ArrivalNumber,
     /// Tokens of its prompt.
     pub prompt_tokens: u32,
     /// What it asked for, but for the prompt.
@@ -79,9 +79,9 @@ pub struct ParsedJournal {
     /// Its calls with their times, in order.
     pub calls: Vec<(Time, Call)>,
     /// Names of full blocks, by request and number.
-    names: FxHashMap<(Ticket, u32), u64>,
-    /// Whose prompt a sibling has: the first of the family.
-    parents: FxHashMap<Ticket, Ticket>,
+    names: FxHashMap<(ArrivalNumber, u32), u64>,
+    /// Whose prompt a fork has: the first of the family.
+    parents: FxHashMap<ArrivalNumber, ArrivalNumber>,
     /// Whether the file ends within a frame, as after a crash: the calls are those before it.
     pub truncated: bool,
 }
@@ -90,9 +90,9 @@ pub struct ParsedJournal {
 #[derive(Default)]
 struct Progress {
     now: Time,
-    tickets: Ticket,
+    arrivals: ArrivalNumber,
     /// The calls with the drafts that are not committed yet.
-    drafts: FxHashMap<Ticket, usize>,
+    drafts: FxHashMap<ArrivalNumber, usize>,
 }
 
 impl ParsedJournal {
@@ -132,7 +132,7 @@ impl ParsedJournal {
         if kind != Kind::Draft {
             progress.now = progress.now.wrapping_add(reader.number()?);
         }
-        let known = |ticket: &Ticket| *ticket < progress.tickets;
+        let known = |arrival_number: &ArrivalNumber| *arrival_number < progress.arrivals;
         let call = match kind {
             Kind::Add => {
                 let arrival = self.read_arrival(reader, progress)?;
@@ -141,19 +141,19 @@ impl ParsedJournal {
             Kind::Fork => {
                 let (parent, tag) = (reader.number().filter(known)?, reader.number()?);
                 let first = self.parents.get(&parent).copied().unwrap_or(parent);
-                self.parents.insert(progress.tickets, first);
-                progress.tickets += 1;
+                self.parents.insert(progress.arrivals, first);
+                progress.arrivals += 1;
                 Call::Fork { parent, tag }
             }
             Kind::End => {
-                let ticket = reader.number().filter(known)?;
-                Call::End { ticket, reason: *REASONS.get(reader.number()? as usize)? }
+                let arrival_number = reader.number().filter(known)?;
+                Call::End { arrival_number, reason: *REASONS.get(reader.number()? as usize)? }
             }
             Kind::Expire => Call::Expire,
             Kind::Draft => {
-                let (ticket, tokens) = (reader.number().filter(known)?, reader.small()?);
-                progress.drafts.insert(ticket, self.calls.len());
-                Call::Draft { ticket, tokens, accepted: 0 }
+                let (arrival_number, tokens) = (reader.number().filter(known)?, reader.small()?);
+                progress.drafts.insert(arrival_number, self.calls.len());
+                Call::Draft { arrival_number, tokens, accepted: 0 }
             }
             Kind::Plan => Call::Plan(reader.word()?),
             Kind::Commit => Call::Commit(self.read_commit(reader, progress)?),
@@ -164,7 +164,7 @@ impl ParsedJournal {
     }
 
     fn read_arrival(&mut self, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<Arrival> {
-        let (time, ticket) = (progress.now, progress.tickets);
+        let (time, arrival_number) = (progress.now, progress.arrivals);
         let (tag, prompt_tokens, max_new_tokens) = (reader.number()?, reader.small()?, reader.small()?);
         let longest = u64::from(prompt_tokens) + u64::from(max_new_tokens);
         if prompt_tokens == 0 || max_new_tokens == 0 || longest > self.config.max_model_len.into() {
@@ -177,9 +177,9 @@ impl ParsedJournal {
         let tenant = reader.text()?.into();
         for block in 0..prompt_tokens / self.config.block_size {
             let name = reader.word()?;
-            self.names.insert((ticket, block), name);
+            self.names.insert((arrival_number, block), name);
         }
-        progress.tickets += 1;
+        progress.arrivals += 1;
         let request = Request {
             tag,
             max_new_tokens,
@@ -192,7 +192,7 @@ impl ParsedJournal {
             predicted_tokens,
             ..Request::default()
         };
-        Some(Arrival { time, ticket, prompt_tokens, request })
+        Some(Arrival { time, arrival_number, prompt_tokens, request })
     }
 
     fn read_commit(&mut self, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<Sampled> {
@@ -201,10 +201,10 @@ impl ParsedJournal {
             sampled.ended.push((reader.number()?, reader.number()? == 1));
         }
         for _ in 0..reader.number()? {
-            let (ticket, given) = (reader.number()?, reader.small()?);
-            sampled.drafted.push((ticket, given));
+            let (arrival_number, given) = (reader.number()?, reader.small()?);
+            sampled.drafted.push((arrival_number, given));
             // Which drafted tokens were right is known only now.
-            let draft = progress.drafts.remove(&ticket).and_then(|at| self.calls.get_mut(at));
+            let draft = progress.drafts.remove(&arrival_number).and_then(|at| self.calls.get_mut(at));
             if let Some((_, Call::Draft { accepted, .. })) = draft {
                 *accepted = given.saturating_sub(1);
             }
@@ -219,26 +219,26 @@ impl ParsedJournal {
 
     /// A made-up token for a place in a sequence: equal to another's exactly
     /// where full blocks of that name are.
-    pub fn token(&self, ticket: Ticket, position: u32) -> Token {
+    pub fn token(&self, arrival_number: ArrivalNumber, position: u32) -> Token {
         let size = self.config.block_size;
-        let own = self.names.get(&(ticket, position / size));
-        let name = own.or_else(|| self.names.get(&(*self.parents.get(&ticket)?, position / size)));
+        let own = self.names.get(&(arrival_number, position / size));
+        let name = own.or_else(|| self.names.get(&(*self.parents.get(&arrival_number)?, position / size)));
         let of = match name {
             Some(&name) => fold(name ^ u64::from(position % size), SEED),
-            None => fold(fold(ticket ^ SEED, SEED) ^ u64::from(position), SEED),
+            None => fold(fold(arrival_number ^ SEED, SEED) ^ u64::from(position), SEED),
         };
         (of >> 34) as Token + 1
     }
 
     /// The request of an arrival, with made-up tokens.
     pub fn request(&self, arrival: &Arrival) -> Request {
-        let prompt = (0..arrival.prompt_tokens).map(|position| self.token(arrival.ticket, position)).collect();
+        let prompt = (0..arrival.prompt_tokens).map(|position| self.token(arrival.arrival_number, position)).collect();
         Request { prompt, ..arrival.request.clone() }
     }
 
     /// Drafted tokens from `position` on, of which the first `accepted` are those that the sequence will have.
-    pub(crate) fn draft(&self, ticket: Ticket, position: u32, tokens: u32, accepted: u32) -> Vec<Token> {
-        (0..tokens).map(|at| if at < accepted { self.token(ticket, position + at) } else { REJECTED }).collect()
+    pub(crate) fn draft(&self, arrival_number: ArrivalNumber, position: u32, tokens: u32, accepted: u32) -> Vec<Token> {
+        (0..tokens).map(|at| if at < accepted { self.token(arrival_number, position + at) } else { REJECTED }).collect()
     }
 }
 

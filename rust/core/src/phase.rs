@@ -87,11 +87,11 @@ impl Need {
     /// What the timeline calls it.
     pub(crate) fn cause(self) -> Cause {
         match self {
-            Self::Slot => Cause::WaitRows,
-            Self::Budget => Cause::WaitTokens,
+            Self::Slot => Cause::WaitSlots,
+            Self::Budget => Cause::WaitBudget,
             Self::Blocks(_) | Self::NextStep | Self::Commit | Self::NonPreemptible => Cause::WaitBlocks,
             Self::Batch => Cause::WaitBatch,
-            Self::Prefix => Cause::WaitOrder,
+            Self::Prefix => Cause::WaitPolicy,
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! docs/scheduling.md tells each policy's source, and what it promises.
 
-use crate::request::{Ticket, Time};
+use crate::request::{ArrivalNumber, Time};
 
 /// The order in which waiting sequences are served.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub(crate) struct Key {
     /// Class or tenant, where the policy knows such.
     pub(crate) group: i64,
     pub(crate) rank: u64,
-    pub(crate) ticket: Ticket,
+    pub(crate) arrival_number: ArrivalNumber,
 }
 
 impl Policy {
@@ -72,13 +72,13 @@ impl Policy {
 
     /// Where a sequence stands; `rank` is what the policy measures: the latest time to start (deadline), microseconds of work
     /// left (shortest), how short the cached prefix is (prefix).
-    pub(crate) fn key(self, priority: i32, tenant: u32, rank: u64, ticket: Ticket) -> Key {
+    pub(crate) fn key(self, priority: i32, tenant: u32, rank: u64, arrival_number: ArrivalNumber) -> Key {
         match self {
-            Self::Fcfs => Key { group: 0, rank: 0, ticket },
-            Self::Priority => Key { group: priority.into(), rank: 0, ticket },
-            Self::Fair | Self::Vtc => Key { group: tenant.into(), rank: 0, ticket },
-            Self::Deadline => Key { group: priority.into(), rank, ticket },
-            Self::Shortest | Self::Prefix => Key { group: 0, rank, ticket },
+            Self::Fcfs => Key { group: 0, rank: 0, arrival_number },
+            Self::Priority => Key { group: priority.into(), rank: 0, arrival_number },
+            Self::Fair | Self::Vtc => Key { group: tenant.into(), rank: 0, arrival_number },
+            Self::Deadline => Key { group: priority.into(), rank, arrival_number },
+            Self::Shortest | Self::Prefix => Key { group: 0, rank, arrival_number },
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The waiting sequences, in the order they are served.
 
 use crate::policy::{Key, Policy};
-use crate::request::{SeqId, Ticket};
+use crate::request::{ArrivalNumber, SeqId};
 use crate::share::Shares;
 use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Included, Unbounded};
@@ -15,7 +15,7 @@ pub(crate) struct Queue {
     policy: Policy,
     order: BTreeMap<Key, SeqId>,
     /// By arrival, where the order is another.
-    by_age: BTreeMap<Ticket, SeqId>,
+    by_age: BTreeMap<ArrivalNumber, SeqId>,
     /// The tenants' turns, where they take turns.
     shares: Shares,
 }
@@ -35,9 +35,9 @@ impl Queue {
     /// Adds a sequence; `returns` if it ran before.
     pub(crate) fn push(&mut self, key: Key, id: SeqId, returns: bool) {
         let before = self.order.insert(key, id);
-        debug_assert!(before.is_none(), "two sequences with ticket {}", key.ticket);
+        debug_assert!(before.is_none(), "two sequences with arrival number {}", key.arrival_number);
         if self.policy != Policy::Fcfs {
-            self.by_age.insert(key.ticket, id);
+            self.by_age.insert(key.arrival_number, id);
         }
         if self.policy.has_tenants() {
             let tenant = key.group as u32;
@@ -47,7 +47,7 @@ impl Queue {
 
     /// Moves a sequence within its group.
     pub(crate) fn reorder(&mut self, from: Key, to: Key, id: SeqId) {
-        debug_assert_eq!((from.group, from.ticket), (to.group, to.ticket));
+        debug_assert_eq!((from.group, from.arrival_number), (to.group, to.arrival_number));
         let removed = self.order.remove(&from);
         debug_assert!(removed.is_some(), "a waiting sequence is queued");
         self.order.insert(to, id);
@@ -57,7 +57,7 @@ impl Queue {
         let removed = self.order.remove(&key);
         debug_assert!(removed.is_some(), "a waiting sequence is queued");
         if self.policy != Policy::Fcfs {
-            self.by_age.remove(&key.ticket);
+            self.by_age.remove(&key.arrival_number);
         }
         if self.policy.has_tenants() {
             self.shares.leave(key.group as u32);

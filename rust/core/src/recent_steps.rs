@@ -15,16 +15,16 @@ pub struct StepSeen {
     pub step: u64,
     /// When.
     pub planned: Time,
-    /// One byte a row: `d` decodes, `p` computes its prompt, `r` computes again what it had lost, `-` is held
+    /// One byte a slot: `d` decodes, `p` computes its prompt, `r` computes again what it had lost, `-` is held
     /// but has no token in this step, and a space is free.
-    pub rows: Vec<u8>,
+    pub slots: Vec<u8>,
     /// Tokens in the pass.
     pub tokens: u32,
     /// Sequences that wait.
     pub waiting: usize,
-    /// Who took a row in it: row and tag.
-    pub seated: Vec<(u32, u64)>,
-    /// Who lost a row for it, by tag.
+    /// Who took a slot in it: slot and tag.
+    pub admitted: Vec<(u32, u64)>,
+    /// Who lost a slot for it, by tag.
     pub preempted: Vec<u64>,
 }
 

@@ -70,10 +70,10 @@ impl Recorder {
 
     /// See [`Scheduler::fork`].
     pub fn fork(&mut self, parent: SeqId, tag: u64, now: Time) -> Option<SeqId> {
-        let ticket = self.scheduler.sequence(parent)?.spec().ticket;
+        let arrival_number = self.scheduler.sequence(parent)?.spec().arrival_number;
         let id = self.scheduler.fork(parent, tag, now)?;
         if let Some(journal) = &mut self.journal {
-            journal.call(Kind::Fork, now).number(ticket).number(tag);
+            journal.call(Kind::Fork, now).number(arrival_number).number(tag);
         }
         Some(id)
     }
@@ -97,7 +97,7 @@ impl Recorder {
         let Some(seq) = self.scheduler.sequence(id) else { return false };
         if let Some(journal) = &mut self.journal {
             let code = REASONS.iter().position(|&known| known == reason).expect("a caller's reason");
-            journal.call(Kind::End, now).number(seq.spec().ticket).number(code as u64);
+            journal.call(Kind::End, now).number(seq.spec().arrival_number).number(code as u64);
         }
         self.scheduler.end(id, reason, now)
     }
@@ -115,7 +115,7 @@ impl Recorder {
         let taken = self.scheduler.draft(id, tokens);
         if let Some(journal) = self.journal.as_mut().filter(|_| taken) {
             let seq = self.scheduler.sequence(id).expect("it took the draft");
-            journal.note(Kind::Draft).number(seq.spec().ticket).number(seq.draft().len() as u64);
+            journal.note(Kind::Draft).number(seq.spec().arrival_number).number(seq.draft().len() as u64);
         }
         taken
     }
@@ -147,7 +147,7 @@ impl Recorder {
                     .iter()
                     .filter(|(_, drafted)| *drafted)
                     .filter_map(|&(id, _)| self.scheduler.sequence(id))
-                    .map(|seq| (seq.spec().ticket, seq.spec().tag)),
+                    .map(|seq| (seq.spec().arrival_number, seq.spec().tag)),
             );
         }
         self.scheduler.commit(plan, sampled, now, outputs);
@@ -155,7 +155,7 @@ impl Recorder {
         self.record_names(outputs);
     }
 
-    /// Records who ended otherwise than by length, and how many tokens each drafted sequence got, by ticket and tag.
+    /// Records who ended otherwise than by length, and how many tokens each drafted sequence got, by arrival number and tag.
     fn record_commit(&mut self, now: Time, outputs: &Outputs, drafted: &[(u64, u64)]) {
         let Some(journal) = &mut self.journal else { return };
         let ends = || outputs.ended.iter().filter(|ledger| matches!(ledger.finish, Some(FinishReason::Stop | FinishReason::Error)));
@@ -164,9 +164,9 @@ impl Recorder {
             journal.number(ledger.tag).number(u64::from(ledger.finish == Some(FinishReason::Error)));
         }
         journal.number(drafted.len() as u64);
-        for &(ticket, tag) in drafted {
+        for &(arrival_number, tag) in drafted {
             let given = outputs.tokens.iter().filter(|output| output.tag == tag).count();
-            journal.number(ticket).number(given as u64);
+            journal.number(arrival_number).number(given as u64);
         }
     }
 
@@ -177,10 +177,10 @@ impl Recorder {
             self.scheduler.name_blocks(id);
             let Some(seq) = self.scheduler.sequence(id) else { continue };
             let size = self.scheduler.config().block_size as usize;
-            let (ticket, tag, len) = (seq.spec().ticket, seq.spec().tag, seq.tokens().len());
+            let (arrival_number, tag, len) = (seq.spec().arrival_number, seq.spec().tag, seq.tokens().len());
             let given = if drafted { outputs.tokens.iter().filter(|output| output.tag == tag).count() } else { 1 };
             for block in (len - given) / size..len / size {
-                journal.note(Kind::Name).number(ticket).number(block as u64).name(seq.blocks.names()[block]);
+                journal.note(Kind::Name).number(arrival_number).number(block as u64).name(seq.blocks.names()[block]);
             }
         }
     }

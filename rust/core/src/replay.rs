@@ -6,7 +6,7 @@ use crate::error::ConfigError;
 use crate::journal::{digest, digest_seed};
 use crate::ledger::Ledger;
 use crate::parsed_journal::{Call, ParsedJournal, STOP, Sampled};
-use crate::request::{SeqId, Ticket, Time};
+use crate::request::{ArrivalNumber, SeqId, Time};
 use crate::scheduler::Scheduler;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
@@ -64,7 +64,7 @@ pub struct Event<'a> {
 #[derive(Default)]
 struct LiveIds {
     ids: Vec<SeqId>,
-    by_id: FxHashMap<SeqId, (Ticket, u64)>,
+    by_id: FxHashMap<SeqId, (ArrivalNumber, u64)>,
 }
 
 impl ParsedJournal {
@@ -104,10 +104,12 @@ impl ParsedJournal {
             let positions = sampled.len()..sampled.len() + 1 + chunk.drafted as usize;
             // Of one that has ended meanwhile nothing is read.
             sampled.resize(positions.end, 1);
-            let (Some(&(ticket, tag)), Some((tokens, _))) = (live.by_id.get(&chunk.seq), scheduler.tokens(chunk.seq)) else { continue };
-            let given = recorded.drafted.iter().find(|(drafted, _)| *drafted == ticket).map_or(1, |&(_, given)| given.max(1));
+            let (Some(&(arrival_number, tag)), Some((tokens, _))) = (live.by_id.get(&chunk.seq), scheduler.tokens(chunk.seq)) else {
+                continue;
+            };
+            let given = recorded.drafted.iter().find(|(drafted, _)| *drafted == arrival_number).map_or(1, |&(_, given)| given.max(1));
             for (at, place) in positions.clone().enumerate() {
-                sampled[place] = self.token(ticket, tokens.len() as u32 + at as u32) as i32;
+                sampled[place] = self.token(arrival_number, tokens.len() as u32 + at as u32) as i32;
             }
             if let Some(&(_, failed)) = recorded.ended.iter().find(|(ended, _)| *ended == tag) {
                 let last = (positions.start + given as usize - 1).min(positions.end - 1);
@@ -158,28 +160,28 @@ impl Replay {
             Call::Add(arrival) => {
                 let id = self.scheduler.add(journal.request(arrival), now);
                 // A queue too full then is too full now; it was not recorded.
-                self.live.enter(id.unwrap_or_default(), arrival.ticket, arrival.request.tag);
+                self.live.enter(id.unwrap_or_default(), arrival.arrival_number, arrival.request.tag);
             }
             Call::Fork { parent, tag } => {
-                let ticket = self.live.ids.len() as Ticket;
+                let arrival_number = self.live.ids.len() as ArrivalNumber;
                 let id = self.scheduler.fork(self.live.ids[*parent as usize], *tag, now).unwrap_or_default();
                 for (token, position) in self.scheduler.tokens_mut(id).unwrap_or_default().iter_mut().zip(0..) {
-                    *token = journal.token(ticket, position);
+                    *token = journal.token(arrival_number, position);
                 }
-                self.live.enter(id, ticket, *tag);
+                self.live.enter(id, arrival_number, *tag);
             }
-            Call::End { ticket, reason } => {
-                let id = self.live.ids[*ticket as usize];
+            Call::End { arrival_number, reason } => {
+                let id = self.live.ids[*arrival_number as usize];
                 let tag = self.live.by_id.get(&id).map(|&(_, tag)| tag);
                 self.scheduler.end(id, *reason, now);
                 self.ended.extend(tag.and_then(|tag| self.scheduler.explain(tag)));
             }
             Call::Expire => self.scheduler.expire(now, &mut self.ended),
             Call::Plan(recorded) => self.plan(now, *recorded),
-            Call::Draft { ticket, tokens, accepted } => {
-                let id = self.live.ids[*ticket as usize];
+            Call::Draft { arrival_number, tokens, accepted } => {
+                let id = self.live.ids[*arrival_number as usize];
                 let len = self.scheduler.tokens(id).map_or(0, |(tokens, _)| tokens.len() as u32);
-                self.scheduler.draft(id, &journal.draft(*ticket, len, *tokens, *accepted));
+                self.scheduler.draft(id, &journal.draft(*arrival_number, len, *tokens, *accepted));
             }
             // Only a journal that differs already can lack a plan here.
             Call::Commit(recorded) => return self.commit(journal, now, recorded),
@@ -218,9 +220,9 @@ impl Replay {
 }
 
 impl LiveIds {
-    fn enter(&mut self, id: SeqId, ticket: Ticket, tag: u64) {
-        debug_assert_eq!(self.ids.len() as Ticket, ticket);
+    fn enter(&mut self, id: SeqId, arrival_number: ArrivalNumber, tag: u64) {
+        debug_assert_eq!(self.ids.len() as ArrivalNumber, arrival_number);
         self.ids.push(id);
-        self.by_id.insert(id, (ticket, tag));
+        self.by_id.insert(id, (arrival_number, tag));
     }
 }

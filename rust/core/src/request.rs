@@ -10,7 +10,7 @@ pub type Token = u32;
 pub type Time = u64;
 
 /// The order of arrival.
-pub(crate) type Ticket = u64;
+pub(crate) type ArrivalNumber = u64;
 
 new_key_type! {
     /// A sequence's handle. Never reused: a plan may outlive the sequences it

@@ -8,7 +8,7 @@ use crate::kv::SeqBlocks;
 use crate::ledger::{Account, Cause, Clocks};
 use crate::phase::{Phase, Stage};
 use crate::place::Place;
-use crate::request::{FinishReason, Request, SeqId, Ticket, Time, Token};
+use crate::request::{ArrivalNumber, FinishReason, Request, SeqId, Time, Token};
 use std::sync::Arc;
 
 /// Preemptions after which a request is protected: none of its policy takes its slot, and it is the last to lose its blocks.
@@ -69,7 +69,7 @@ pub(crate) struct Spec {
     pub(crate) priority: i32,
     pub(crate) weight: u32,
     pub(crate) predicted: Option<u32>,
-    pub(crate) ticket: Ticket,
+    pub(crate) arrival_number: ArrivalNumber,
     pub(crate) deadline: Option<Time>,
     pub(crate) ttft_deadline: Option<Time>,
 }
@@ -107,7 +107,7 @@ struct Family {
 
 impl Sequence {
     /// Checks a request on its own; what the pool can hold is the scheduler's business.
-    pub(crate) fn new(request: Request, ticket: Ticket, max_model_len: u32, now: Time) -> Result<Self, Rejected> {
+    pub(crate) fn new(request: Request, arrival_number: ArrivalNumber, max_model_len: u32, now: Time) -> Result<Self, Rejected> {
         let (prompt, new) = (request.prompt.len() as u64, u64::from(request.max_new_tokens));
         if prompt == 0 {
             return Err(Rejected::EmptyPrompt);
@@ -131,7 +131,7 @@ impl Sequence {
                 priority: request.priority,
                 weight: request.weight.max(1),
                 predicted: request.predicted_tokens,
-                ticket,
+                arrival_number,
                 deadline: request.deadline,
                 ttft_deadline: request.ttft_deadline,
             },

@@ -1,4 +1,4 @@
-//! What a dashboard shows: who has which row, who waits and why, which blocks
+//! What a dashboard shows: who has which slot, who waits and why, which blocks
 //! are held, and who rode in the newest steps.
 
 use crate::ledger::Cause;
@@ -6,11 +6,11 @@ use crate::recent_steps::StepSeen;
 use crate::request::Time;
 use std::sync::Arc;
 
-/// A sequence that has a row.
+/// A sequence that has a slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RowSeen {
-    /// Its row.
-    pub row: u32,
+pub struct SlotSeen {
+    /// Its slot.
+    pub slot: u32,
     /// Which sequence.
     pub tag: u64,
     /// Whose.
@@ -44,21 +44,21 @@ pub struct WaitSeen {
     pub cause: Cause,
     /// Tokens of its prompt.
     pub prompt_tokens: u32,
-    /// Tokens generated before it lost its row.
+    /// Tokens generated before it lost its slot.
     pub output_tokens: u32,
-    /// Microseconds since it was added, or lost its row.
+    /// Microseconds since it was added, or lost its slot.
     pub waited: Time,
 }
 
 /// A look at everything.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Those with rows, in the order of their admission.
-    pub rows: Vec<RowSeen>,
-    /// The first of those that wait, in the queue's order; siblings that wait for a prompt are in no queue.
+    /// Those with slots, in the order of their admission.
+    pub slots: Vec<SlotSeen>,
+    /// The first of those that wait, in the queue's order; forks that wait for a prompt are in no queue.
     pub waiting: Vec<WaitSeen>,
     /// The KV blocks in their order: [`FREE`](Self::FREE), [`CACHED`](Self::CACHED), [`SHARED`](Self::SHARED), or
-    /// [`HELD`](Self::HELD) plus the row of its one holder. A cell of several blocks shows what most of them are.
+    /// [`HELD`](Self::HELD) plus the slot of its one holder. A cell of several blocks shows what most of them are.
     pub cells: Vec<u32>,
     /// Blocks to a cell.
     pub blocks_per_cell: usize,
@@ -73,6 +73,6 @@ impl Snapshot {
     pub const CACHED: u32 = 1;
     /// Several sequences hold it.
     pub const SHARED: u32 = 2;
-    /// The sequence of row 0 holds it.
+    /// The sequence of slot 0 holds it.
     pub const HELD: u32 = 3;
 }

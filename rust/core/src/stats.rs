@@ -57,14 +57,14 @@ pub struct Counters {
 pub struct Stats {
     /// Counters since the start.
     pub counters: Counters,
-    /// Sequences that hold a row.
+    /// Sequences that hold a slot.
     pub running: usize,
     /// Sequences that wait, swapped ones not included.
     pub waiting: usize,
     /// Sequences that wait with their KV in host memory.
     pub swapped: usize,
     /// Rows there are.
-    pub rows: usize,
+    pub slots: usize,
     /// Blocks that sequences can hold.
     pub total_blocks: usize,
     /// Of those, blocks that nobody holds.
@@ -94,7 +94,7 @@ pub struct Stats {
 /// How full it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Occupancy {
-    /// Sequences that hold a row.
+    /// Sequences that hold a slot.
     pub running: usize,
     /// Sequences that do not, swapped ones included.
     pub waiting: usize,

@@ -6,7 +6,7 @@ use crate::hash::BlockHash;
 use crate::phase::Phase;
 use crate::policy::Key;
 use crate::queue::{Queue, Walk};
-use crate::request::{SeqId, Ticket, Time};
+use crate::request::{ArrivalNumber, SeqId, Time};
 use crate::sequence::Sequence;
 
 /// Requests that never ran, forks not counted.
@@ -49,7 +49,7 @@ pub(crate) struct Waiting {
     /// Requests that this plan has found not to fit.
     rejected: Vec<SeqId>,
     /// Requests that have arrived, forks included.
-    arrived: Ticket,
+    arrived: ArrivalNumber,
 }
 
 impl Waiting {
@@ -67,7 +67,7 @@ impl Waiting {
     }
 
     /// The number of the next request to arrive.
-    pub(crate) fn next_ticket(&self) -> Ticket {
+    pub(crate) fn next_arrival(&self) -> ArrivalNumber {
         self.arrived
     }
 

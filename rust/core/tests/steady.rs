@@ -63,17 +63,17 @@ impl World {
 
     fn fill(&mut self, plan: &StepPlan) {
         let max_blocks = self.scheduler.config().max_blocks_per_seq() as usize;
-        let [input_ids, positions, slots, query_starts, context_lens, rows, sample_at, sample_rows, copies, block_tables] =
+        let [input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, sample_at, sample_slots, copies, block_tables] =
             self.arrays.each_mut().map(|array| Cell::from_mut(array.as_mut_slice()).as_slice_of_cells());
         let buffers = StepBuffers {
             input_ids,
             positions,
-            slots,
+            slot_mapping,
             query_starts,
             context_lens,
-            rows,
+            batch_slots,
             sample_at,
-            sample_rows,
+            sample_slots,
             copies,
             block_tables,
             table_writes: &[],

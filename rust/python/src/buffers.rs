@@ -74,12 +74,12 @@ impl StepBuffers {
         Some(core::StepBuffers {
             input_ids: cells(py, &self.input_ids)?,
             positions: cells(py, &self.positions)?,
-            slots: cells(py, &self.slot_mapping)?,
+            slot_mapping: cells(py, &self.slot_mapping)?,
             query_starts: cells(py, &self.query_starts)?,
             context_lens: cells(py, &self.context_lens)?,
-            rows: cells(py, &self.batch_slots)?,
+            batch_slots: cells(py, &self.batch_slots)?,
             sample_at: cells(py, &self.sample_at)?,
-            sample_rows: cells(py, &self.sample_slots)?,
+            sample_slots: cells(py, &self.sample_slots)?,
             copies: cells(py, &self.copies)?,
             block_tables: cells(py, &self.block_tables)?,
             table_writes: match &self.table_writes {

@@ -85,7 +85,7 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
         ("running", stats.running),
         ("waiting", stats.waiting),
         ("swapped", stats.swapped),
-        ("slots", stats.rows),
+        ("slots", stats.slots),
         ("total_blocks", stats.total_blocks),
         ("free_blocks", stats.free_blocks),
         ("used_tokens", stats.used_tokens),
@@ -158,9 +158,9 @@ pub(crate) fn usage<'py>(py: Python<'py>, usage: &core::Usage) -> PyResult<Bound
 pub(crate) fn snapshot<'py>(py: Python<'py>, seen: &core::Snapshot) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     let running = PyList::empty(py);
-    for row in &seen.rows {
+    for row in &seen.slots {
         let one = PyDict::new(py);
-        one.set_item("slot", row.row)?;
+        one.set_item("slot", row.slot)?;
         one.set_item("tag", row.tag)?;
         one.set_item("tenant", &*row.tenant)?;
         one.set_item("priority", row.priority)?;
@@ -191,10 +191,10 @@ pub(crate) fn snapshot<'py>(py: Python<'py>, seen: &core::Snapshot) -> PyResult<
         let one = PyDict::new(py);
         one.set_item("step", step.step)?;
         one.set_item("planned_us", step.planned)?;
-        one.set_item("slots", step.rows.iter().map(|&state| char::from(state)).collect::<String>())?;
+        one.set_item("slots", step.slots.iter().map(|&state| char::from(state)).collect::<String>())?;
         one.set_item("tokens", step.tokens)?;
         one.set_item("waiting", step.waiting)?;
-        one.set_item("admitted", &step.seated)?;
+        one.set_item("admitted", &step.admitted)?;
         one.set_item("preempted", &step.preempted)?;
         steps.append(one)?;
     }

@@ -150,7 +150,7 @@ impl Scheduler {
         let view = buffers.view(py).ok_or_else(|| PyValueError::new_err("the step buffers changed their layout"))?;
         let Some(plan) = inner.core.plan(now) else { return Ok(None) };
         let lens = plan.fill(&inner.core, &view);
-        let admitted = plan.seated.iter().map(|one| (one.row, one.seq.to_bits(), one.tag, one.cached_tokens, one.queued));
+        let admitted = plan.admitted.iter().map(|one| (one.slot, one.seq.to_bits(), one.tag, one.cached_tokens, one.queued));
         Ok(Some(StepPlan {
             num_tokens: lens.tokens,
             num_seqs: lens.seqs,

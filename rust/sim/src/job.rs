@@ -18,8 +18,8 @@ pub struct Job {
     pub names: Vec<u64>,
     /// Tokens of a block that has a name.
     pub name_block: u32,
-    /// The tag of the request whose sibling it is: that one came before.
-    pub sibling_of: Option<u64>,
+    /// The tag of the request that it is a fork of: that one came before.
+    pub fork_of: Option<u64>,
     /// When its caller goes, if that is before its end.
     pub cancelled_at: Option<Time>,
 }

@@ -32,8 +32,8 @@ pub(crate) struct Replica<'a> {
     live: Vec<Option<Live>>,
     vacant: Vec<usize>,
     by_tag: HashMap<u64, usize>,
-    /// Who runs, by row.
-    rows: Vec<usize>,
+    /// Who runs, by slot.
+    slots: Vec<usize>,
     /// Jobs whose callers leave, by when.
     cancellations: BTreeSet<(Time, u64)>,
     report: Report,
@@ -52,7 +52,7 @@ impl<'a> Replica<'a> {
             live: Vec::new(),
             vacant: Vec::new(),
             by_tag: HashMap::new(),
-            rows: vec![0; config.max_seqs as usize],
+            slots: vec![0; config.max_seqs as usize],
             cancellations: BTreeSet::new(),
             report: Report::default(),
             sampling: Vec::new(),
@@ -81,10 +81,10 @@ impl<'a> Replica<'a> {
         if self.scheduler.is_idle() {
             self.now = self.now.max(job.time);
         }
-        let Job { time, request, len, output, sibling_of, cancelled_at, .. } = job;
+        let Job { time, request, len, output, fork_of, cancelled_at, .. } = job;
         let (tag, most) = (request.tag, request.max_new_tokens);
         let (tenant, prompt) = (Arc::clone(&request.tenant), request.prompt.len() as u32);
-        let id = match sibling_of {
+        let id = match fork_of {
             Some(parent) => self.by_tag.get(&parent).and_then(|&at| self.scheduler.fork(self.live[at].as_ref()?.id, tag, time)),
             None => self.scheduler.add(request, time).ok(),
         };
@@ -128,12 +128,12 @@ impl<'a> Replica<'a> {
     }
 
     fn run(&mut self, plan: StepPlan) {
-        for seated in &plan.seated {
-            let at = self.by_tag[&seated.tag];
-            self.rows[seated.row as usize] = at;
+        for admitted in &plan.admitted {
+            let at = self.by_tag[&admitted.tag];
+            self.slots[admitted.slot as usize] = at;
             let live = self.live[at].as_mut().expect("it was just admitted");
             if !std::mem::replace(&mut live.started, true) {
-                self.report.service.prompt(&live.tenant, self.now, live.prompt - seated.cached_tokens);
+                self.report.service.prompt(&live.tenant, self.now, live.prompt - admitted.cached_tokens);
             }
         }
         self.look(Some(&plan));
@@ -144,7 +144,7 @@ impl<'a> Replica<'a> {
         self.report.chunks += plan.chunks.len() as u64;
         self.report.step_times.add(took);
         self.sampling.clear();
-        self.sampling.extend(plan.chunks.iter().filter(|chunk| chunk.samples).map(|chunk| self.rows[chunk.row as usize]));
+        self.sampling.extend(plan.chunks.iter().filter(|chunk| chunk.samples).map(|chunk| self.slots[chunk.slot as usize]));
         self.sampled.clear();
         for &at in &self.sampling {
             let live = self.live[at].as_mut().expect("nobody goes while a step runs");

@@ -13,7 +13,7 @@ pub fn simulate(config: Config, jobs: impl IntoIterator<Item = Job>, machine: &M
 }
 
 /// As [`simulate`], with so many engines alike, at least one; a report for
-/// each. Siblings are for one engine only: elsewhere their parents may be.
+/// each. Forks are for one engine only: elsewhere their parents may be.
 pub fn simulate_fleet(
     config: Config,
     jobs: impl IntoIterator<Item = Job>,

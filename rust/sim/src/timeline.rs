@@ -11,7 +11,7 @@ pub struct Sample {
     pub batch: usize,
     /// Its tokens.
     pub tokens: usize,
-    /// Sequences with a row.
+    /// Sequences with a slot.
     pub running: usize,
     /// Sequences without.
     pub waiting: usize,
@@ -47,7 +47,7 @@ pub struct Sums {
 }
 
 /// The most samples that are kept.
-const MOST: usize = 4096;
+const MAX_SAMPLES: usize = 4096;
 
 /// What was true from each change to the next: summed up whole, and all of it
 /// kept while that is little; else the last of each stretch of time, of one
@@ -92,7 +92,7 @@ impl Timeline {
             Some(last) => *last = sample,
             None => self.samples.push(sample),
         }
-        while self.samples.len() > MOST {
+        while self.samples.len() > MAX_SAMPLES {
             self.every *= 2;
             self.thin();
         }
@@ -137,7 +137,7 @@ mod tests {
             timeline.add(sample);
         }
         let samples = timeline.samples();
-        assert!(MOST / 2 <= samples.len() && samples.len() <= MOST);
+        assert!(MAX_SAMPLES / 2 <= samples.len() && samples.len() <= MAX_SAMPLES);
         assert!(samples.windows(2).all(|pair| pair[0].time / timeline.every < pair[1].time / timeline.every));
         let busy = samples.iter().filter(|sample| sample.batch > 0).count();
         assert!(busy.abs_diff(samples.len() / 2) < samples.len() / 20, "{busy} of {}", samples.len());
@@ -147,9 +147,9 @@ mod tests {
     #[test]
     fn few_samples_are_kept_however_long_the_pauses() {
         let mut timeline = Timeline::default();
-        for hour in 0..3 * MOST as Time {
+        for hour in 0..3 * MAX_SAMPLES as Time {
             timeline.add(at(hour * 3_600_000_000, 1, 1));
         }
-        assert!(timeline.samples().len() <= MOST);
+        assert!(timeline.samples().len() <= MAX_SAMPLES);
     }
 }

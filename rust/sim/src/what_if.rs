@@ -13,19 +13,19 @@ pub fn jobs(journal: &ParsedJournal, ended: &[Ledger]) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
     let begins = journal.begins();
     for (time, call) in &journal.calls {
-        let (request, sibling_of) = match call {
+        let (request, fork_of) = match call {
             Call::Add(arrival) => (journal.request(arrival), None),
             Call::Fork { parent, tag } => {
-                // Requests and siblings are numbered in the order of their coming.
+                // Requests and forks are numbered in the order of their coming.
                 let parent = &jobs[*parent as usize].request;
                 (Request { tag: *tag, ..parent.clone() }, Some(parent.tag))
             }
             _ => continue,
         };
-        let (ticket, tag) = (jobs.len() as u64, request.tag);
+        let (arrival_number, tag) = (jobs.len() as u64, request.tag);
         // Times count from the beginning, deadlines with them.
         let shift = |at: Option<Time>| at.map(|at| at - begins);
-        let request = match sibling_of {
+        let request = match fork_of {
             None => Request { deadline: shift(request.deadline), ttft_deadline: shift(request.ttft_deadline), ..request },
             Some(_) => request,
         };
@@ -40,10 +40,10 @@ pub fn jobs(journal: &ParsedJournal, ended: &[Ledger]) -> Vec<Job> {
         jobs.push(Job {
             time: time - begins,
             len,
-            output: (0..len).map(|i| journal.token(ticket, prompt + i)).collect(),
+            output: (0..len).map(|i| journal.token(arrival_number, prompt + i)).collect(),
             cancelled_at: ledger.filter(|_| left).map(|ledger| ledger.ended - begins),
             request,
-            sibling_of,
+            fork_of,
             ..Job::default()
         });
     }

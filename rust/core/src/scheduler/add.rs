@@ -15,7 +15,7 @@ impl Scheduler {
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
         self.accounts.tick(now);
         let tenant = Arc::clone(&request.tenant);
-        let seq = Sequence::new(request, self.waiting.next_ticket(), self.config.max_model_len, now)?;
+        let seq = Sequence::new(request, self.waiting.next_arrival(), self.config.max_model_len, now)?;
         // The last token's KV is never needed.
         let (needed, have) = ((seq.limit() - 1).div_ceil(self.config.block_size), self.config.usable_blocks());
         if needed > have {
@@ -39,8 +39,8 @@ impl Scheduler {
         let tenant = Arc::clone(self.accounts.tenant(seq.member()));
         let waits = !seq.is_decoding() && seq.times().first_token.is_none();
         let request = seq.fork_request(tag, Arc::clone(&tenant));
-        let ticket = self.waiting.next_ticket();
-        let mut seq = Sequence::new(request, ticket, self.config.max_model_len, now).expect("its parent was sound");
+        let arrival_number = self.waiting.next_arrival();
+        let mut seq = Sequence::new(request, arrival_number, self.config.max_model_len, now).expect("its parent was sound");
         seq.make_fork(parent, waits);
         let id = self.insert(seq, &tenant);
         if waits {
@@ -63,7 +63,7 @@ impl Scheduler {
             return 0;
         }
         let slots = self.running.slots() as usize;
-        let mut left: Vec<f64> = self.seated().map(|seq| self.expected_output_left(seq)).collect();
+        let mut left: Vec<f64> = self.running_seqs().map(|seq| self.expected_output_left(seq)).collect();
         let running = left.len().max(1) as f64;
         let usual = self.accounts.mean_output().unwrap_or_else(|| left.iter().sum::<f64>() / running);
         left.resize(slots, 0.0);
@@ -76,7 +76,7 @@ impl Scheduler {
 
     /// Microseconds that the prompts that have begun should still take. O(slots).
     pub fn prefill_backlog(&self) -> Time {
-        let prompts = self.seated().filter(|seq| seq.uncomputed() > 1);
+        let prompts = self.running_seqs().filter(|seq| seq.uncomputed() > 1);
         prompts.map(|seq| self.model.prefill(seq.computed().into(), seq.uncomputed().into())).sum::<f64>() as Time
     }
 

@@ -1,7 +1,7 @@
 //! Who of those that wait gets a slot and blocks.
 
 use super::Scheduler;
-use crate::batch::{Seated, StepPlan};
+use crate::batch::{Admitted, StepPlan};
 use crate::config::{Batching, Reservation};
 use crate::kv::Grant;
 use crate::phase::{Need, Phase};
@@ -60,7 +60,7 @@ impl Scheduler {
             Policy::Prefix => u64::from(u32::MAX - (seq.len() - seq.uncached())),
             Policy::Fcfs | Policy::Priority | Policy::Fair | Policy::Vtc => 0,
         };
-        self.config.policy.key(seq.spec().priority, seq.member().tenant, rank, seq.spec().ticket)
+        self.config.policy.key(seq.spec().priority, seq.member().tenant, rank, seq.spec().arrival_number)
     }
 
     /// Under the prefix policy, has a waiting sequence await the block after those that the cache has of it.
@@ -175,7 +175,7 @@ impl Scheduler {
         if seq.pending() > 0 {
             return Err(Need::Commit);
         }
-        let measured = !(self.steps.plan_number() + seq.spec().ticket).is_multiple_of(MEASURED_FOR);
+        let measured = !(self.steps.plan_number() + seq.spec().arrival_number).is_multiple_of(MEASURED_FOR);
         if let Some(blocks) = seq.place.needs_blocks().filter(|&blocks| measured && blocks > room) {
             return Err(Need::Blocks(blocks));
         }
@@ -198,7 +198,7 @@ impl Scheduler {
         let size = self.config.block_size;
         if self.running.reserved().is_stale() {
             let mut reserved = std::mem::take(self.running.reserved());
-            reserved.renew(self.seated().map(|seq| Growth::of(seq, seq.blocks.held(), reservation, size)));
+            reserved.renew(self.running_seqs().map(|seq| Growth::of(seq, seq.blocks.held(), reservation, size)));
             *self.running.reserved() = reserved;
         }
         let seq = &self.seqs[id];
@@ -260,7 +260,7 @@ impl Scheduler {
         }
         let slot = self.running.assign(id, seq);
         let queued = seq.times().started.unwrap_or(now) - seq.times().arrived;
-        plan.seated.push(Seated { row: slot, seq: id, tag: seq.spec().tag, cached_tokens: seq.cached_tokens(), queued });
+        plan.admitted.push(Admitted { slot, seq: id, tag: seq.spec().tag, cached_tokens: seq.cached_tokens(), queued });
         self.accounts.runs(member);
         self.accounts.enter(seq, Phase::Running { slot, stage });
         self.accounts.hold_blocks(seq);

@@ -26,7 +26,7 @@ impl Scheduler {
         if self.config.reservation == Reservation::MaxTokens {
             let size = self.config.block_size;
             let growth = |seq: &Sequence| Growth::of(seq, seq.blocks.held(), Reservation::MaxTokens, size).whole(size);
-            assert!(self.seated().map(growth).sum::<usize>() <= self.kv.free(), "blocks that were reserved are gone");
+            assert!(self.running_seqs().map(growth).sum::<usize>() <= self.kv.free(), "blocks that were reserved are gone");
         }
         if self.config.batching == Batching::Continuous {
             assert_eq!(self.waiting.batch_remaining(), 0);

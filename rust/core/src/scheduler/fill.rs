@@ -10,28 +10,28 @@ impl StepPlan {
     pub fn fill(&self, scheduler: &Scheduler, out: &StepBuffers<'_>) -> Lens {
         let block_size = scheduler.config().block_size;
         let mut lens = Lens { seqs: self.chunks.len(), copies: self.copies.len(), ..Lens::default() };
-        assert!(lens.seqs < out.query_starts.len() && lens.seqs <= out.context_lens.len() && lens.seqs <= out.rows.len());
+        assert!(lens.seqs < out.query_starts.len() && lens.seqs <= out.context_lens.len() && lens.seqs <= out.batch_slots.len());
         out.query_starts[0].set(0);
-        let per_seq = out.query_starts[1..].iter().zip(out.context_lens).zip(out.rows);
-        for (chunk, ((end, context), row)) in self.chunks.iter().zip(per_seq) {
+        let per_seq = out.query_starts[1..].iter().zip(out.context_lens).zip(out.batch_slots);
+        for (chunk, ((end, context), slot)) in self.chunks.iter().zip(per_seq) {
             out.input_ids[lens.tokens].set(chunk.token);
             out.positions[lens.tokens].set(chunk.start as i32);
-            out.slots[lens.tokens].set(chunk.slot as i32);
+            out.slot_mapping[lens.tokens].set(chunk.kv_slot as i32);
             lens.tokens += 1;
             if chunk.table_from != WHOLE_TABLE {
                 fill_rest(chunk, &scheduler.seqs[chunk.seq], block_size, &mut lens, out);
             }
             end.set(lens.tokens as i32);
             context.set((chunk.start + chunk.len) as i32);
-            row.set(chunk.row as i32);
+            slot.set(chunk.slot as i32);
             if chunk.samples && chunk.drafted == 0 {
                 out.sample_at[lens.samples].set(lens.tokens as i32 - 1);
-                out.sample_rows[lens.samples].set(chunk.row as i32);
+                out.sample_slots[lens.samples].set(chunk.slot as i32);
                 lens.samples += 1;
             } else if chunk.samples {
                 for back in (0..=chunk.drafted as usize).rev() {
                     out.sample_at[lens.samples].set((lens.tokens - 1 - back) as i32);
-                    out.sample_rows[lens.samples].set(chunk.row as i32);
+                    out.sample_slots[lens.samples].set(chunk.slot as i32);
                     lens.samples += 1;
                 }
             }
@@ -49,13 +49,13 @@ impl StepPlan {
 fn fill_rest(chunk: &Chunk, seq: &Sequence, block_size: u32, lens: &mut Lens, out: &StepBuffers<'_>) {
     let ids = seq.blocks.ids();
     for position in chunk.start + 1..chunk.start + chunk.len {
-        out.input_ids[lens.tokens].set(seq.input_at(chunk.row, position as usize));
+        out.input_ids[lens.tokens].set(seq.input_at(chunk.slot, position as usize));
         out.positions[lens.tokens].set(position as i32);
-        out.slots[lens.tokens].set(seq.blocks.kv_slot(position, block_size) as i32);
+        out.slot_mapping[lens.tokens].set(seq.blocks.kv_slot(position, block_size) as i32);
         lens.tokens += 1;
     }
     let fresh = &ids[chunk.table_from as usize..];
-    let first = chunk.row as usize * out.max_blocks + chunk.table_from as usize;
+    let first = chunk.slot as usize * out.max_blocks + chunk.table_from as usize;
     out.block_tables[first..][..fresh.len()].iter().zip(fresh).for_each(|(cell, id)| cell.set(id.0 as i32));
     if !out.table_writes.is_empty() {
         let pairs = &out.table_writes[2 * lens.table_writes..][..2 * fresh.len()];

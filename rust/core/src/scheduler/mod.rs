@@ -233,7 +233,7 @@ impl Scheduler {
 
     /// Requests that have arrived, forks included.
     pub(crate) fn arrived(&self) -> u64 {
-        self.waiting.next_ticket()
+        self.waiting.next_arrival()
     }
 
     /// The tenant of a sequence.
@@ -265,7 +265,7 @@ impl Scheduler {
     }
 
     /// The sequences that have a slot, in the order of their admission.
-    fn seated(&self) -> impl Iterator<Item = &Sequence> {
+    fn running_seqs(&self) -> impl Iterator<Item = &Sequence> {
         self.running.iter().filter_map(|id| self.seqs.get(id)).filter(|seq| seq.is_running())
     }
 }

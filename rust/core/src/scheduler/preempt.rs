@@ -91,7 +91,7 @@ impl Scheduler {
                 Policy::Shortest => self.work_left(seq) as i64,
                 Policy::Fcfs | Policy::Prefix | Policy::Vtc => 0,
             };
-            (!seq.is_protected(), rank, Reverse(seq.computed()), seq.spec().ticket)
+            (!seq.is_protected(), rank, Reverse(seq.computed()), seq.spec().arrival_number)
         });
         first.map(|(id, _)| id)
     }

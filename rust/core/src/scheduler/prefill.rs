@@ -62,7 +62,7 @@ impl Scheduler {
             self.plan_prompts(plan, budget, 0, blocked.is_none());
             self.plan_waiting(plan, budget, reserved, blocked);
         } else {
-            self.running.sort_prompts(|&id| (!is_starved(&seqs[id], now, ageing), seqs[id].uncomputed(), seqs[id].spec().ticket));
+            self.running.sort_prompts(|&id| (!is_starved(&seqs[id], now, ageing), seqs[id].uncomputed(), seqs[id].spec().arrival_number));
             let wanted = self.running.prompts().iter().map(|&id| seqs[id].uncomputed()).fold(0, u32::saturating_add);
             let kept = budget.div_ceil(2).min(wanted);
             let guaranteed = budget.div_ceil(GUARANTEE);
@@ -79,7 +79,7 @@ impl Scheduler {
     /// runs, nor before one that was stalled for too long.
     fn plan_prompts(&mut self, plan: &mut StepPlan, budget: &mut u32, guaranteed: u32, urgent: bool) {
         let prompts = self.running.prompts().iter().copied();
-        let oldest = prompts.min_by_key(|&id| self.seqs[id].spec().ticket).filter(|_| guaranteed > 0);
+        let oldest = prompts.min_by_key(|&id| self.seqs[id].spec().arrival_number).filter(|_| guaranteed > 0);
         let mut reserved = oldest.map_or(0, |id| guaranteed.min(self.seqs[id].uncomputed()));
         for at in 0..self.running.prompts().len() {
             let id = self.running.prompts()[at];

@@ -8,7 +8,7 @@ use crate::phase::{Phase, Stage};
 use crate::recent_steps::StepSeen;
 use crate::request::Time;
 use crate::sequence::Sequence;
-use crate::snapshot::{RowSeen, Snapshot, WaitSeen};
+use crate::snapshot::{SlotSeen, Snapshot, WaitSeen};
 use std::sync::Arc;
 
 impl Scheduler {
@@ -18,7 +18,7 @@ impl Scheduler {
     pub fn snapshot(&mut self, now: Time, max_waiting: usize, max_cells: usize) -> Snapshot {
         let (cells, blocks_per_cell) = self.cells(max_cells);
         Snapshot {
-            rows: self.seated().map(|seq| self.row_seen(seq, now)).collect(),
+            slots: self.running_seqs().map(|seq| self.slot_seen(seq, now)).collect(),
             waiting: self.waiting.iter().take(max_waiting).map(|(_, id)| self.wait_seen(&self.seqs[id], now)).collect(),
             cells,
             blocks_per_cell,
@@ -31,12 +31,12 @@ impl Scheduler {
         if !self.accounts.recent().wants(plan.planned) {
             return;
         }
-        let mut rows = vec![b' '; self.config.max_seqs as usize];
-        for slot in self.seated().filter_map(Sequence::slot) {
-            rows[slot as usize] = b'-';
+        let mut slots = vec![b' '; self.config.max_seqs as usize];
+        for slot in self.running_seqs().filter_map(Sequence::slot) {
+            slots[slot as usize] = b'-';
         }
         for chunk in &plan.chunks {
-            rows[chunk.row as usize] = match () {
+            slots[chunk.slot as usize] = match () {
                 () if self.seqs[chunk.seq].is_recomputing() => b'r',
                 () if chunk.start < self.seqs[chunk.seq].spec().prompt_len => b'p',
                 () => b'd',
@@ -45,24 +45,24 @@ impl Scheduler {
         let step = StepSeen {
             step: plan.step,
             planned: plan.planned,
-            rows,
+            slots,
             tokens: plan.chunks.iter().map(|chunk| chunk.len).sum(),
             waiting: self.waiting.len() + self.waiting.kinds().on_parent,
-            seated: plan.seated.iter().map(|one| (one.row, one.tag)).collect(),
+            admitted: plan.admitted.iter().map(|one| (one.slot, one.tag)).collect(),
             preempted: plan.preempted.clone(),
         };
         self.accounts.recent().note(step);
     }
 
-    fn row_seen(&self, seq: &Sequence, now: Time) -> RowSeen {
+    fn slot_seen(&self, seq: &Sequence, now: Time) -> SlotSeen {
         let state = match seq.phase() {
             Phase::Running { stage: Stage::Decode, .. } => "decode",
             Phase::Running { stage: Stage::Recompute, .. } => "recompute",
             Phase::Running { stage: Stage::Stalled, .. } => "stalled",
             _ => "prefill",
         };
-        RowSeen {
-            row: seq.slot().expect("it runs"),
+        SlotSeen {
+            slot: seq.slot().expect("it runs"),
             tag: seq.spec().tag,
             tenant: Arc::clone(self.accounts.tenant(seq.member())),
             priority: seq.spec().priority,
@@ -104,7 +104,7 @@ impl Scheduler {
             BlockUse::Held => Snapshot::HELD,
         };
         let mut blocks: Vec<u32> = self.kv.uses().map(cell).collect();
-        for seq in self.seated() {
+        for seq in self.running_seqs() {
             for id in seq.blocks.ids() {
                 let block = &mut blocks[id.0 as usize - 1];
                 if *block == Snapshot::HELD {

@@ -21,11 +21,11 @@ impl Scheduler {
         self.kv.lookups()
     }
 
-    /// Counters, and what is true now. O(rows).
+    /// Counters, and what is true now. O(slots).
     pub fn stats(&self) -> Stats {
         let Occupancy { running, waiting, .. } = self.occupancy();
         let (mut used_tokens, mut held_slots) = (0, 0);
-        for seq in self.seated() {
+        for seq in self.running_seqs() {
             used_tokens += seq.computed() as usize;
             held_slots += seq.blocks.held() * self.config.block_size as usize;
         }
@@ -35,7 +35,7 @@ impl Scheduler {
             running,
             waiting: waiting - swapped,
             swapped,
-            rows: self.config.max_seqs as usize,
+            slots: self.config.max_seqs as usize,
             total_blocks: self.config.usable_blocks() as usize,
             free_blocks: self.kv.free(),
             used_tokens,
@@ -54,7 +54,7 @@ impl Scheduler {
     fn waiting_by_cause(&self) -> [usize; CAUSES] {
         let mut by_cause = [0; CAUSES];
         let Kinds { returning, swapped, on_parent } = self.waiting.kinds();
-        by_cause[Cause::WaitSibling as usize] = on_parent;
+        by_cause[Cause::WaitFork as usize] = on_parent;
         by_cause[Cause::Swapped as usize] = swapped;
         by_cause[Cause::Preempted as usize] = returning - swapped;
         let waiting = self.waiting.len() - returning;
@@ -81,7 +81,7 @@ impl Scheduler {
         let left = |seq: &Sequence| 1.0 - f64::from(seq.computed()) / f64::from(seq.expected_len());
         let stalled = stalled.map(left).sum::<f64>().ceil() as usize;
         let waiting = if stall == Some(Stall::Batch) { 0 } else { (self.waiting.len() + stalled) as u64 };
-        let (arrived, now) = (self.waiting.next_ticket(), self.accounts.now());
+        let (arrived, now) = (self.waiting.next_arrival(), self.accounts.now());
         self.accounts.saturation().planned(waiting, arrived, now);
     }
 

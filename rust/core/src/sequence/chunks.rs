@@ -57,13 +57,13 @@ impl Sequence {
         progress.pending += 1;
         Chunk {
             seq: id,
-            row: slot,
+            slot,
             start,
             len: 1,
             drafted: 0,
             samples: true,
             token,
-            slot: kv_slot,
+            kv_slot,
             table_from: WHOLE_TABLE,
             preemptions: progress.preemptions,
         }
@@ -88,7 +88,7 @@ impl Sequence {
         } else {
             progress.fast_path_limit = 0;
         }
-        Chunk { seq: id, row: slot, start, len, drafted, samples, token, slot: kv_slot, table_from, preemptions: progress.preemptions }
+        Chunk { seq: id, slot, start, len, drafted, samples, token, kv_slot, table_from, preemptions: progress.preemptions }
     }
 
     /// Notes that a step which samples for it is committed.

@@ -33,7 +33,7 @@ fn the_queue_holds_as_many_requests_as_it_may_and_not_one_more() {
     lab.add(ask(6, 10, 5));
     lab.add(ask(7, 10, 5));
     assert!(lab.try_add(ask(8, 10, 5)).is_err());
-    // Siblings are no requests of their own.
+    // Forks are no requests of their own.
     (20..25).for_each(|tag| lab.fork(2, tag));
     assert_eq!(lab.scheduler.stats().counters.rejected_queue_full, 3);
     lab.abort(7);
@@ -133,12 +133,12 @@ fn blocks_stay_free_for_those_that_run() {
         let mut lab = Lab::new(Config { num_blocks: 21, watermark: 2, ..plenty(Policy::Fcfs) });
         lab.add(ask(1, 160, 9));
         lab.add(ask(2, prompt, 9));
-        assert_eq!(lab.step().seated.contains(&2), starts, "with a prompt of {prompt}");
+        assert_eq!(lab.step().admitted.contains(&2), starts, "with a prompt of {prompt}");
     }
     // Alone, a request may have all there are.
     let mut lab = Lab::new(Config { num_blocks: 21, watermark: 2, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 320, 1));
-    assert_eq!(lab.step().seated, [1]);
+    assert_eq!(lab.step().admitted, [1]);
 }
 
 /// Request 1 holds 10 of 20 blocks for 60 steps, request 2 needs 15, and 600 requests of one block and one step come after.
@@ -170,8 +170,8 @@ fn a_request_that_does_not_fit_lets_others_pass_for_its_ageing_bound() {
     let mut last = 0;
     while !lab.started.contains(&2) {
         let now = lab.now;
-        let seated = lab.step().seated;
-        if !seated.contains(&2) && !seated.is_empty() {
+        let admitted = lab.step().admitted;
+        if !admitted.contains(&2) && !admitted.is_empty() {
             last = now;
         }
     }
@@ -188,7 +188,7 @@ fn sixty_four_that_do_not_fit_are_looked_past_and_no_more() {
         lab.step();
         (100..100 + large).for_each(|tag| lab.add(ask(tag, 240, 3)));
         lab.add(ask(3, 8, 1));
-        assert_eq!(lab.step().seated.contains(&3), starts, "behind {large}");
+        assert_eq!(lab.step().admitted.contains(&3), starts, "behind {large}");
     }
 }
 
@@ -231,7 +231,7 @@ fn what_a_request_needs_is_measured_anew_as_the_cache_fills() {
     lab.step();
     lab.add(stem(1, 3, 1280, 19 * 128, 1));
     lab.add(stem(1, 4, 1280, 1281, 120));
-    assert_eq!(lab.step().seated, [4]);
+    assert_eq!(lab.step().admitted, [4]);
     // When the second has ended, nine are free: enough for what the fourth does not have.
     lab.step_until_started(3);
     assert_eq!((lab.explain(3).cached_tokens, lab.explain(1).finish, lab.explain(4).finish), (1280, None, None));

@@ -11,7 +11,7 @@ fn batches(batching: Batching) -> Config {
 fn nobody_joins_a_static_batch_that_runs() {
     let mut lab = Lab::new(batches(Batching::Static { size: 2 }));
     (1..=2).for_each(|tag| lab.add(ask(tag, 10, 1 + 2 * tag as u32)));
-    assert_eq!(lab.step().seated, [1, 2]);
+    assert_eq!(lab.step().admitted, [1, 2]);
     (3..=5).for_each(|tag| lab.add(ask(tag, 10, 2)));
     // The first ends with its third token, the second with its fifth: rows stay empty till then.
     assert_eq!(lab.step().chunks, [(1, 1), (2, 1)]);
@@ -19,10 +19,10 @@ fn nobody_joins_a_static_batch_that_runs() {
     assert_eq!(lab.step().chunks, [(2, 1)]);
     assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitBatch as usize], 3);
     assert_eq!(lab.step().chunks, [(2, 1)]);
-    assert_eq!(lab.step().seated, [3, 4]);
-    assert_eq!(lab.step().seated, []);
+    assert_eq!(lab.step().admitted, [3, 4]);
+    assert_eq!(lab.step().admitted, []);
     // A static batch does not wait to be full.
-    assert_eq!(lab.step().seated, [5]);
+    assert_eq!(lab.step().admitted, [5]);
     // From the second step on to the sixth.
     assert_eq!(lab.ended[&3].causes[Cause::WaitBatch as usize], 4000);
     assert_eq!(lab.ended[&3].limit(), Some(Cause::WaitBatch));
@@ -52,12 +52,12 @@ fn a_dynamic_batch_departs_when_it_is_full_or_when_its_first_has_waited() {
     lab.now = 9999;
     assert!(lab.try_step().is_none());
     lab.now = 10_000;
-    assert_eq!(lab.step().seated, [1, 2]);
+    assert_eq!(lab.step().admitted, [1, 2]);
     assert_eq!((lab.scheduler.stats().stall, lab.scheduler.wake_at()), (None, None));
 
     let mut lab = Lab::new(config);
     (1..=4).for_each(|tag| lab.add(ask(tag, 10, 1)));
-    assert_eq!(lab.step().seated, [1, 2, 3]);
+    assert_eq!(lab.step().admitted, [1, 2, 3]);
     assert!(lab.try_step().is_none());
 }
 
@@ -71,14 +71,14 @@ fn who_is_preempted_may_rejoin_its_batch() {
     lab.add(ask(2, 48, 30));
     lab.add(ask(3, 32, 8));
     lab.add(ask(4, 10, 5));
-    assert_eq!(lab.step().seated, [1, 2, 3]);
+    assert_eq!(lab.step().admitted, [1, 2, 3]);
     assert_eq!(lab.step().preempted, [3]);
     lab.step_until_ended(1);
     // It comes back beside the second; the fourth stays outside till both have ended.
-    assert_eq!(lab.step().seated, [3]);
+    assert_eq!(lab.step().admitted, [3]);
     lab.step_until_ended(2);
     assert!(lab.ended.contains_key(&3) && !lab.started.contains(&4));
-    assert_eq!(lab.step().seated, [4]);
+    assert_eq!(lab.step().admitted, [4]);
 }
 
 #[test]

@@ -40,7 +40,7 @@ impl Market {
             }
         }
         let step = self.lab.step();
-        for tag in step.seated {
+        for tag in step.admitted {
             *self.service.entry(self.owner[&tag]).or_default() += u64::from(PROMPT);
         }
         // Every chunk reaches its sequence's end: a step has tokens for eight prompts and more.
@@ -167,8 +167,8 @@ fn what_a_tenant_waits_for_is_a_row_in_its_turn_and_its_share_otherwise() {
     let waited = |tag: u64, cause: Cause| -> Time { lab.ended[&tag].causes[cause as usize] };
     assert_eq!(lab.started, [1, 3, 2]);
     // So it is its turn for the row, which comes free after nine more steps.
-    assert_eq!((waited(2, Cause::WaitRows), waited(2, Cause::WaitShare)), (10_000, 9000));
-    assert_eq!((waited(3, Cause::WaitRows), waited(3, Cause::WaitShare)), (9000, 0));
+    assert_eq!((waited(2, Cause::WaitSlots), waited(2, Cause::WaitFairness)), (10_000, 9000));
+    assert_eq!((waited(3, Cause::WaitSlots), waited(3, Cause::WaitFairness)), (9000, 0));
 }
 
 #[test]
@@ -179,12 +179,12 @@ fn a_tenant_with_nothing_takes_rows_of_one_that_has_more_than_twice_as_many_even
     (101..=105).for_each(|tag| lab.add(Request { tenant: "b".into(), ..ask(tag, 16, 1000) }));
     // Twice 1 is less than 8, and twice 2 less than 7; but twice 3 is not less than 6. Who has the least to lose goes.
     let step = lab.step();
-    assert_eq!((step.preempted, step.seated), (vec![1], vec![101]));
+    assert_eq!((step.preempted, step.admitted), (vec![1], vec![101]));
     // Its first prompt puts the newcomer ahead for a moment: it takes no more than its turn.
     assert_eq!(lab.step().preempted, []);
     let steps: Vec<_> = (0..50).map(|_| lab.step()).collect();
     let of = |tags: fn(&Step) -> &Vec<u64>| steps.iter().flat_map(|step| tags(step).clone()).collect::<Vec<_>>();
-    assert_eq!((of(|step| &step.preempted), of(|step| &step.seated)), (vec![2], vec![102]));
+    assert_eq!((of(|step| &step.preempted), of(|step| &step.admitted)), (vec![2], vec![102]));
     assert_eq!(lab.explain(1).preempted_by, [101]);
     assert_eq!(lab.explain(1).preempted_for, [0, 0, 1, 0], "for fairness");
 }
@@ -198,5 +198,5 @@ fn a_tenants_requests_that_do_not_fit_do_not_hide_those_of_another() {
     (100..200).for_each(|tag| lab.add(Request { tenant: "b".into(), ..ask(tag, 240, 3) }));
     lab.steps(2);
     lab.add(Request { tenant: "a".into(), ..ask(2, 8, 1) });
-    assert_eq!(lab.step().seated, [2]);
+    assert_eq!(lab.step().admitted, [2]);
 }

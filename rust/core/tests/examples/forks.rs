@@ -1,4 +1,4 @@
-//! Siblings share the blocks of their prompt.
+//! Forks share the blocks of their prompt.
 
 use crate::lab::{Lab, ask, plenty};
 use chairlift_core::{Cause, Config, Policy};
@@ -15,7 +15,7 @@ fn siblings_share_full_blocks_and_copy_the_partly_filled_one() {
         lab.add(ask(1, 40, 10));
         lab.fork(1, 2);
         lab.fork(1, 3);
-        assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitSibling as usize], 2);
+        assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitFork as usize], 2);
         let step = lab.step();
         assert_eq!((step.chunks.as_slice(), lab.held()), (&[(1, 40)][..], 3), "they wait for the prompt");
         // Then each computes the prompt's last token in a block of its own, the copy of the parent's third.
@@ -26,7 +26,7 @@ fn siblings_share_full_blocks_and_copy_the_partly_filled_one() {
         assert!(from[0] == from[1] && to[0] != to[1] && !to.contains(&from[0]));
         lab.finish();
         assert_eq!([1, 2, 3].map(|tag| lab.ended[&tag].computed_tokens), [49, 10, 10]);
-        assert_eq!([1, 2, 3].map(|tag| lab.ended[&tag].causes[Cause::WaitSibling as usize]), [0, 1000, 1000]);
+        assert_eq!([1, 2, 3].map(|tag| lab.ended[&tag].causes[Cause::WaitFork as usize]), [0, 1000, 1000]);
     }
 }
 
@@ -38,7 +38,7 @@ fn a_prompt_of_whole_blocks_is_shared_but_for_the_last() {
         lab.fork(1, 2);
         lab.step();
         let step = lab.step();
-        // The parent has a third block for its first token; the sibling computes the prompt's last token in a copy.
+        // The parent has a third block for its first token; the fork computes the prompt's last token in a copy.
         assert_eq!((step.chunks.as_slice(), step.copies.len()), (&[(1, 1), (2, 1)][..], 1));
         assert_eq!(lab.held(), 3 + 2 - shared);
         lab.finish();
@@ -70,7 +70,7 @@ fn siblings_wait_while_the_prompt_is_computed_in_pieces() {
     assert_eq!(lab.step().chunks, [(1, 10)]);
     assert_eq!(lab.step().chunks, [(1, 1), (2, 1)]);
     lab.finish();
-    assert_eq!(lab.ended[&2].causes[Cause::WaitSibling as usize], 3000);
+    assert_eq!(lab.ended[&2].causes[Cause::WaitFork as usize], 3000);
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn if_the_parent_goes_before_its_prompt_is_done_the_siblings_compute_it() {
         lab.abort(1);
         lab.finish();
         assert_eq!([2, 3].map(|tag| lab.ended[&tag].output_tokens), [3, 3]);
-        // One block was there; when the second sibling starts, two. Without a cache, each computes all of it.
+        // One block was there; when the second fork starts, two. Without a cache, each computes all of it.
         let computed = [2, 3].map(|tag| lab.ended[&tag].computed_tokens);
         assert_eq!(computed, if prefix_caching { [50 - 16 + 2, 50 - 32 + 2] } else { [52, 52] });
     }

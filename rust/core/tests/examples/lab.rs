@@ -23,7 +23,7 @@ pub(crate) struct Step {
     /// Who computed how many tokens, in batch order.
     pub(crate) chunks: Vec<(u64, u32)>,
     pub(crate) rows: HashMap<u64, u32>,
-    pub(crate) seated: Vec<u64>,
+    pub(crate) admitted: Vec<u64>,
     pub(crate) preempted: Vec<u64>,
     /// (device, host), (host, device) and (from, to).
     pub(crate) swap_out: Vec<(u32, u32)>,
@@ -41,7 +41,7 @@ pub(crate) struct Lab {
     pub(crate) started: Vec<u64>,
     ids: HashMap<u64, SeqId>,
     tags: HashMap<SeqId, u64>,
-    seated: HashSet<u64>,
+    admitted: HashSet<u64>,
     stopping: HashSet<u64>,
     /// Steps from one look at all invariants to the next.
     pub(crate) check_every: u64,
@@ -85,7 +85,7 @@ impl Lab {
             started: Vec::new(),
             ids: HashMap::new(),
             tags: HashMap::new(),
-            seated: HashSet::new(),
+            admitted: HashSet::new(),
             stopping: HashSet::new(),
             check_every: 1,
             planned: 0,
@@ -153,7 +153,7 @@ impl Lab {
         let plan = self.scheduler.plan(self.now)?;
         self.check();
         let step = self.read(&plan);
-        self.started.extend(step.seated.iter().filter(|&&tag| self.seated.insert(tag)));
+        self.started.extend(step.admitted.iter().filter(|&&tag| self.admitted.insert(tag)));
         self.now += self.cost.of(&plan.load);
         let tags = plan.chunks.iter().filter(|chunk| chunk.samples).map(|chunk| self.tags[&chunk.seq]);
         let sampled: Vec<i32> = tags.map(|tag| if self.stopping.contains(&tag) { STOPS } else { GOES_ON }).collect();
@@ -227,8 +227,8 @@ impl Lab {
     fn read(&self, plan: &StepPlan) -> Step {
         Step {
             chunks: plan.chunks.iter().map(|chunk| (self.tags[&chunk.seq], chunk.len)).collect(),
-            rows: plan.chunks.iter().map(|chunk| (self.tags[&chunk.seq], chunk.row)).collect(),
-            seated: plan.seated.iter().map(|seated| seated.tag).collect(),
+            rows: plan.chunks.iter().map(|chunk| (self.tags[&chunk.seq], chunk.slot)).collect(),
+            admitted: plan.admitted.iter().map(|admitted| admitted.tag).collect(),
             preempted: plan.preempted.clone(),
             swap_out: plan.swap_out.iter().map(|&(block, host)| (block.0, host)).collect(),
             swap_in: plan.swap_in.iter().map(|&(host, block)| (host, block.0)).collect(),

@@ -36,10 +36,10 @@ fn a_life_is_told_in_causes() {
     // 200 till the next plan, then two steps for the row, its prompt of 1500, and its second token.
     let second = &lab.ended[&2];
     assert_eq!(time(second, &[Cause::WaitStep]), 200);
-    assert_eq!(time(second, &[Cause::WaitRows]), 2000);
+    assert_eq!(time(second, &[Cause::WaitSlots]), 2000);
     assert_eq!(time(second, &[Cause::Prefill]), 1500);
     assert_eq!(time(second, &[Cause::Decode]), 1000);
-    assert_eq!((second.limit(), second.queued()), (Some(Cause::WaitRows), 2200));
+    assert_eq!((second.limit(), second.queued()), (Some(Cause::WaitSlots), 2200));
     assert_eq!(first.limit(), None);
 }
 
@@ -78,9 +78,9 @@ fn the_limit_that_binds_is_named() {
     lab.add(ask(1, 100, 1));
     lab.add(ask(2, 10, 1));
     lab.step();
-    assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitTokens as usize], 1);
+    assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitBudget as usize], 1);
     lab.finish();
-    assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[Cause::WaitTokens])), (Some(Cause::WaitTokens), 1000));
+    assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[Cause::WaitBudget])), (Some(Cause::WaitBudget), 1000));
     // Blocks: ten, of which the first has six.
     let mut lab = Lab::new(Config { num_blocks: 11, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 90, 6));
@@ -97,11 +97,11 @@ fn the_limit_that_binds_is_named() {
     lab.add(ask(3, 10, 5));
     lab.step();
     let waiting = lab.scheduler.stats().waiting_by_cause;
-    assert_eq!((waiting[Cause::WaitRows as usize], waiting[Cause::WaitOrder as usize]), (1, 1));
+    assert_eq!((waiting[Cause::WaitSlots as usize], waiting[Cause::WaitPolicy as usize]), (1, 1));
     lab.finish();
     // Four steps behind the first, while it is the third's turn; five behind the third, which are its own.
-    assert_eq!((time(&lab.ended[&2], &[Cause::WaitOrder]), time(&lab.ended[&2], &[Cause::WaitRows])), (4000, 5000));
-    assert_eq!((time(&lab.ended[&3], &[Cause::WaitOrder]), time(&lab.ended[&3], &[Cause::WaitRows])), (0, 4000));
+    assert_eq!((time(&lab.ended[&2], &[Cause::WaitPolicy]), time(&lab.ended[&2], &[Cause::WaitSlots])), (4000, 5000));
+    assert_eq!((time(&lab.ended[&3], &[Cause::WaitPolicy]), time(&lab.ended[&3], &[Cause::WaitSlots])), (0, 4000));
 }
 
 #[test]
@@ -218,7 +218,7 @@ fn keep_books(config: Config, requests: u64, dice: &mut Dice) -> HashMap<u64, Le
             let seen = seen.get_mut(tag).expect("known");
             (seen.running, seen.off_since) = (false, planned);
         }
-        for tag in &step.seated {
+        for tag in &step.admitted {
             let seen = seen.get_mut(tag).expect("known");
             if seen.started {
                 seen.off += planned - seen.off_since;
@@ -236,7 +236,7 @@ fn keep_books(config: Config, requests: u64, dice: &mut Dice) -> HashMap<u64, Le
 }
 
 fn compare(ledger: &Ledger, seen: &Seen) {
-    let waits: Vec<Cause> = Cause::NAMES.iter().map(|&(cause, _)| cause).filter(|&cause| cause <= Cause::WaitSibling).collect();
+    let waits: Vec<Cause> = Cause::NAMES.iter().map(|&(cause, _)| cause).filter(|&cause| cause <= Cause::WaitFork).collect();
     assert_eq!(ledger.causes.iter().sum::<Time>(), ledger.ended - ledger.arrived, "{ledger:?}");
     assert_eq!(ledger.arrived, seen.arrived);
     assert_eq!(ledger.started.is_some(), seen.started);

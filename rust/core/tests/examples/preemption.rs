@@ -31,10 +31,10 @@ fn the_one_that_loses_least_goes_and_nobody_comes_in_that_step() {
     // Both need a block for their next token, and there is one.
     lab.add(ask(4, 1, 1));
     let step = lab.step();
-    assert_eq!((step.preempted.as_slice(), step.seated.len(), step.chunks.as_slice()), (&[2][..], 0, &[(1, 1)][..]));
+    assert_eq!((step.preempted.as_slice(), step.admitted.len(), step.chunks.as_slice()), (&[2][..], 0, &[(1, 1)][..]));
     let ledger = lab.explain(2);
     assert_eq!((ledger.preempted_by.as_slice(), ledger.swaps), (&[][..], 0), "for its own want of room");
-    assert_eq!(lab.step().seated, [4], "its old place is before the fourth's, but it does not fit");
+    assert_eq!(lab.step().admitted, [4], "its old place is before the fourth's, but it does not fit");
     lab.finish();
     assert_eq!([1, 2].map(|tag| lab.ended[&tag].output_tokens), [40, 40]);
     let counters = lab.scheduler.stats().counters;
@@ -69,12 +69,12 @@ fn cheap_copies_are_swapped_out_and_in() {
     assert_eq!(stats.waiting_by_cause[Cause::Swapped as usize], 1);
     let step = loop {
         let step = lab.step();
-        if !step.seated.is_empty() {
+        if !step.admitted.is_empty() {
             break step;
         }
     };
     // What went out comes back, and the next token is the first it computes.
-    assert_eq!((step.seated.as_slice(), step.chunks.as_slice()), (&[2][..], &[(2, 1)][..]));
+    assert_eq!((step.admitted.as_slice(), step.chunks.as_slice()), (&[2][..], &[(2, 1)][..]));
     assert_eq!((step.swap_out.len(), step.swap_in.len()), (0, 3));
     assert_eq!(lab.scheduler.stats().free_host_blocks, 6);
     lab.finish();
@@ -94,7 +94,7 @@ fn what_the_cache_still_has_is_not_copied_back() {
     // The other one leaves before it has written over any of them.
     lab.abort(1);
     let step = lab.step();
-    assert_eq!((step.seated.as_slice(), step.swap_in.len()), (&[2][..], 0));
+    assert_eq!((step.admitted.as_slice(), step.swap_in.len()), (&[2][..], 0));
     assert_eq!(lab.scheduler.stats().free_host_blocks, 6);
     lab.finish();
 }

@@ -33,7 +33,7 @@ fn a_request_waits_for_blocks_that_another_computes_and_finds_them_then() {
     // Half of each step was there for it, but most of what it needs is just being computed. Then it has 44 left.
     assert_eq!(lab.step().chunks, [(1, 56)]);
     assert_eq!(lab.step().chunks, [(1, 1), (2, 44)]);
-    assert_eq!((lab.explain(2).cached_tokens, lab.explain(2).causes[Cause::WaitOrder as usize]), (256, 2000));
+    assert_eq!((lab.explain(2).cached_tokens, lab.explain(2).causes[Cause::WaitPolicy as usize]), (256, 2000));
     // First come, first served would have had it compute 156 of them itself: only a hundred were there.
     let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(Policy::Fcfs) });
     lab.add(stem(1, 1, 256, 256, 9));
@@ -117,8 +117,8 @@ fn requests_that_await_a_long_shared_prefix_cost_a_plan_next_to_nothing() {
             let step = lab.step();
             let lookups = lab.scheduler.block_lookups() - before;
             // Who is admitted is given 200 blocks one by one.
-            let most = LOOKUPS + 204 * step.seated.len() as u64;
-            assert!(lookups <= most, "{policy:?}: {lookups} lookups in a plan that admits {}", step.seated.len());
+            let most = LOOKUPS + 204 * step.admitted.len() as u64;
+            assert!(lookups <= most, "{policy:?}: {lookups} lookups in a plan that admits {}", step.admitted.len());
         }
         if policy == Policy::Prefix {
             assert!((2..1002).all(|tag| lab.ended[&tag].cached_tokens == 3200), "all but the first find the prefix in the cache");
@@ -142,7 +142,7 @@ fn requests_that_do_not_fit_are_not_looked_up_in_every_plan() {
             let before = lab.scheduler.block_lookups();
             let step = lab.step();
             let lookups = lab.scheduler.block_lookups() - before;
-            assert_eq!(step.seated, []);
+            assert_eq!(step.admitted, []);
             // One of 64 is measured anew in each plan.
             assert!(lookups <= LOOKUPS + 202, "{policy:?}: {lookups} lookups");
         }

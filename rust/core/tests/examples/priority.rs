@@ -34,12 +34,12 @@ fn an_urgent_request_takes_the_row_of_the_less_urgent_one_that_loses_least() {
     lab.add(urgent(3, 30, 2));
     // Both are of one class: the one with 20 computed tokens goes, not the one with 100.
     let step = lab.step();
-    assert_eq!((step.preempted, step.seated), (vec![2], vec![3]));
+    assert_eq!((step.preempted, step.admitted), (vec![2], vec![3]));
     assert_eq!(step.chunks, [(1, 1), (3, 30)]);
     // It comes back to the row when the urgent one has its two tokens, and computes its prompt and its one token again.
     lab.step();
     let step = lab.step();
-    assert_eq!((step.preempted, step.seated), (vec![], vec![2]));
+    assert_eq!((step.preempted, step.admitted), (vec![], vec![2]));
     // One block of its prompt is in the cache still: 21 - 16.
     assert_eq!(step.chunks, [(1, 1), (2, 5)]);
     let ledger = lab.explain(2);
@@ -71,7 +71,7 @@ fn an_urgent_request_takes_blocks_as_well() {
     assert_eq!(lab.held(), 9);
     lab.add(urgent(3, 40, 2));
     let step = lab.step();
-    assert_eq!((step.preempted, step.seated), (vec![2], vec![3]));
+    assert_eq!((step.preempted, step.admitted), (vec![2], vec![3]));
     assert_eq!(lab.held(), 8);
 }
 
@@ -84,10 +84,10 @@ fn nobody_is_preempted_for_one_who_could_not_start_then_either() {
     lab.step();
     lab.add(urgent(3, 140, 2));
     let step = lab.step();
-    assert_eq!((step.preempted.len(), step.seated.len()), (0, 0));
+    assert_eq!((step.preempted.len(), step.admitted.len()), (0, 0));
     // When the other one has ended, it is worth it.
     let step = lab.step();
-    assert_eq!((step.preempted, step.seated), (vec![1], vec![3]));
+    assert_eq!((step.preempted, step.admitted), (vec![1], vec![3]));
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn equals_are_never_preempted() {
     for _ in 0..19 {
         assert_eq!(lab.step().chunks, [(1, 1)]);
     }
-    assert_eq!(lab.step().seated, [2]);
+    assert_eq!(lab.step().admitted, [2]);
 }
 
 #[test]
@@ -126,8 +126,8 @@ fn after_two_preemptions_no_urgent_request_takes_the_slot_and_it_has_blocks_to_g
         assert_eq!(lab.scheduler.stats().held_slots, 2 * 16);
         lab.add(urgent(tag, 10, 1));
         let step = lab.step();
-        assert_eq!((step.preempted, step.seated), (vec![1], vec![tag]));
-        assert_eq!(lab.step().seated, [1]);
+        assert_eq!((step.preempted, step.admitted), (vec![1], vec![tag]));
+        assert_eq!(lab.step().admitted, [1]);
     }
     // Its 20 tokens and 8 blocks more.
     assert_eq!(lab.scheduler.stats().held_slots, 10 * 16);
@@ -191,7 +191,7 @@ fn nobody_is_preempted_where_there_is_room() {
     lab.step();
     lab.add(urgent(9, 6 * 16, 1));
     let step = lab.step();
-    assert_eq!((step.preempted, step.seated), (vec![], vec![9]));
+    assert_eq!((step.preempted, step.admitted), (vec![], vec![9]));
 }
 
 #[test]
@@ -204,7 +204,7 @@ fn an_urgent_request_leaves_blocks_free_for_those_that_run() {
         lab.step();
         lab.add(urgent(3, prompt, 2));
         let step = lab.step();
-        assert_eq!((step.preempted, step.seated), (preempted, vec![3]), "with a prompt of {prompt}");
+        assert_eq!((step.preempted, step.admitted), (preempted, vec![3]), "with a prompt of {prompt}");
     }
 }
 

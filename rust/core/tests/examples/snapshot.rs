@@ -22,13 +22,13 @@ fn rows_and_those_who_wait_are_there_with_what_they_wait_for() {
     lab.now += 500;
     lab.add(ask(4, 9, 5));
     let seen = look(&mut lab);
-    let rows: Vec<_> =
-        seen.rows.iter().map(|row| (row.tag, row.state, row.prompt_tokens, row.computed_tokens, row.blocks, row.age)).collect();
-    assert_eq!(rows, [(1, "decode", 16, 16, 1, 1500), (2, "prefill", 40, 16, 3, 1500)]);
-    assert_eq!((&*seen.rows[0].tenant, seen.rows[0].priority, seen.rows[0].output_tokens), ("a", 3, 1));
-    assert_ne!(seen.rows[0].row, seen.rows[1].row);
+    let slots: Vec<_> =
+        seen.slots.iter().map(|row| (row.tag, row.state, row.prompt_tokens, row.computed_tokens, row.blocks, row.age)).collect();
+    assert_eq!(slots, [(1, "decode", 16, 16, 1, 1500), (2, "prefill", 40, 16, 3, 1500)]);
+    assert_eq!((&*seen.slots[0].tenant, seen.slots[0].priority, seen.slots[0].output_tokens), ("a", 3, 1));
+    assert_ne!(seen.slots[0].slot, seen.slots[1].slot);
     let waiting: Vec<_> = seen.waiting.iter().map(|one| (one.tag, one.cause, one.prompt_tokens, one.waited)).collect();
-    assert_eq!(waiting, [(3, Cause::WaitRows, 8, 1500), (4, Cause::WaitStep, 9, 0)]);
+    assert_eq!(waiting, [(3, Cause::WaitSlots, 8, 1500), (4, Cause::WaitStep, 9, 0)]);
     assert_eq!(lab.scheduler.snapshot(lab.now, 1, 1).waiting.len(), 1);
 }
 
@@ -58,7 +58,7 @@ fn every_block_is_free_cached_shared_or_somebodys() {
     lab.step();
     let seen = look(&mut lab);
     let count = |kind: u32| seen.cells.iter().filter(|&&cell| cell == kind).count();
-    let row = |tag: u64| Snapshot::HELD + seen.rows.iter().find(|row| row.tag == tag).expect("it runs").row;
+    let row = |tag: u64| Snapshot::HELD + seen.slots.iter().find(|row| row.tag == tag).expect("it runs").slot;
     // Two blocks of the stem are held by both, each has a third of its own, and the first one's third had no name.
     assert_eq!((count(Snapshot::SHARED), count(row(2)), count(row(3))), (2, 1, 1));
     assert_eq!((count(Snapshot::CACHED), count(Snapshot::FREE), seen.blocks_per_cell), (0, 6, 1));
@@ -80,14 +80,14 @@ fn steps_are_noted_while_somebody_looks() {
     lab.add(ask(2, 60, 3));
     lab.steps(3);
     let seen = look(&mut lab);
-    let of = |tag: u64| seen.rows.iter().find(|row| row.tag == tag).expect("it runs").row;
+    let of = |tag: u64| seen.slots.iter().find(|row| row.tag == tag).expect("it runs").slot;
     let (first, second) = (of(1) as usize, of(2) as usize);
-    let told: Vec<_> = seen.steps.iter().map(|step| (step.step, step.tokens, step.rows[first], step.rows[second])).collect();
+    let told: Vec<_> = seen.steps.iter().map(|step| (step.step, step.tokens, step.slots[first], step.slots[second])).collect();
     assert_eq!(told, [(1, 32, b'd', b'p'), (2, 30, b'd', b'p'), (3, 2, b'd', b'd')]);
-    assert_eq!(seen.steps[0].seated, [(second as u32, 2)]);
+    assert_eq!(seen.steps[0].admitted, [(second as u32, 2)]);
     assert!(look(&mut lab).steps.is_empty(), "each is told once");
     lab.steps(2);
-    assert_eq!(look(&mut lab).steps[1].rows[second], b' ', "its row is free again");
+    assert_eq!(look(&mut lab).steps[1].slots[second], b' ', "its row is free again");
     lab.now += 4_000_000;
     lab.step();
     assert!(look(&mut lab).steps.is_empty(), "nobody had looked for long");
@@ -103,7 +103,7 @@ fn a_row_without_tokens_and_work_done_again_are_told_apart() {
     while lab.ended.len() < 2 {
         lab.step();
     }
-    let kinds: String = look(&mut lab).steps.iter().flat_map(|step| step.rows.iter()).map(|&kind| char::from(kind)).collect();
+    let kinds: String = look(&mut lab).steps.iter().flat_map(|step| step.slots.iter()).map(|&kind| char::from(kind)).collect();
     assert!(kinds.contains('r') && kinds.contains('p') && kinds.contains('d'), "{kinds}");
 }
 

@@ -22,7 +22,7 @@ pub(crate) enum Op {
         new: u32,
         stop: bool,
         salt: u8,
-        /// Siblings, and whether they come at once or later.
+        /// Forks, and whether they come at once or later.
         forks: usize,
         priority: i32,
         tenant: u8,
@@ -80,7 +80,7 @@ struct Live {
     stop: Option<Token>,
     priority: i32,
     tenant: std::sync::Arc<str>,
-    /// The first of its siblings, or itself.
+    /// The first of its forks, or itself.
     family: u64,
     /// Its cells were broken, or it may have shared the blocks of a request that failed: it may fail.
     exposed: bool,
@@ -226,7 +226,7 @@ impl World {
         }
     }
 
-    /// Adds a sibling of a request, which begins where that one began.
+    /// Adds a fork of a request, which begins where that one began.
     fn fork(&mut self, of: u64) {
         let Some(parent) = self.live.get(&of) else { return };
         let (tokens, prompt_len) = self.scheduler.tokens(parent.seq).unwrap();
@@ -271,9 +271,9 @@ impl World {
         let plan = self.scheduler.plan(self.now)?;
         let (max_tokens, max_seqs, max_blocks) =
             (config.max_tokens as usize, config.max_seqs as usize, config.max_blocks_per_seq() as usize);
-        for seated in &plan.seated {
-            self.row_tag[seated.row as usize] = seated.tag;
-            self.row_salt[seated.row as usize] = self.live[&seated.tag].salt;
+        for admitted in &plan.admitted {
+            self.row_tag[admitted.slot as usize] = admitted.tag;
+            self.row_salt[admitted.slot as usize] = self.live[&admitted.tag].salt;
         }
         if config.reservation == Reservation::MaxTokens {
             assert!(plan.preempted.is_empty(), "preempted though blocks were reserved");
@@ -288,12 +288,12 @@ impl World {
             &StepBuffers {
                 input_ids: cells(&mut ids),
                 positions: cells(&mut positions),
-                slots: cells(&mut slots),
+                slot_mapping: cells(&mut slots),
                 query_starts: cells(&mut starts),
                 context_lens: cells(&mut lens),
-                rows: cells(&mut rows),
+                batch_slots: cells(&mut rows),
                 sample_at: cells(&mut sample_at),
-                sample_rows: cells(&mut sample_rows),
+                sample_slots: cells(&mut sample_rows),
                 copies: cells(&mut copies),
                 block_tables: cells(&mut self.tables),
                 table_writes: cells(&mut writes),
@@ -357,7 +357,7 @@ impl World {
 
     /// Nobody is admitted in a step that preempted, but those for whom that was done.
     fn check_order(&self, plan: &StepPlan) {
-        if plan.preempted.is_empty() || plan.seated.is_empty() {
+        if plan.preempted.is_empty() || plan.admitted.is_empty() {
             return;
         }
         let class = |tag: &u64| self.live[tag].priority;
@@ -365,11 +365,11 @@ impl World {
             Policy::Shortest => {}
             Policy::Fair => {
                 let whose = |tag: &u64| &self.live[tag].tenant;
-                assert_eq!(plan.seated.len(), 1, "preempted for more than one");
-                assert!(plan.preempted.iter().all(|tag| whose(tag) != whose(&plan.seated[0].tag)), "preempted for its own tenant");
+                assert_eq!(plan.admitted.len(), 1, "preempted for more than one");
+                assert!(plan.preempted.iter().all(|tag| whose(tag) != whose(&plan.admitted[0].tag)), "preempted for its own tenant");
             }
             Policy::Priority | Policy::Deadline => {
-                let most = plan.seated.iter().map(|seated| class(&seated.tag)).max();
+                let most = plan.admitted.iter().map(|admitted| class(&admitted.tag)).max();
                 assert!(most < plan.preempted.iter().map(class).min(), "preempted for one that is no more urgent");
             }
             _ => panic!("admitted in a step that preempted"),
@@ -381,10 +381,10 @@ impl World {
         let config = self.scheduler.config();
         let (size, max_blocks) = (config.block_size as usize, config.max_blocks_per_seq() as usize);
         for (reader, chunk) in plan.chunks.iter().enumerate() {
-            if plan.seated.iter().any(|seated| seated.seq == chunk.seq) {
+            if plan.admitted.iter().any(|admitted| admitted.seq == chunk.seq) {
                 continue; // what it found may be completed in this very step
             }
-            let (row, start) = (chunk.row as usize, positions[starts[reader] as usize] as usize);
+            let (row, start) = (chunk.slot as usize, positions[starts[reader] as usize] as usize);
             let had: Vec<usize> = (0..start).map(|p| self.tables[row * max_blocks + p / size] as usize * size + p % size).collect();
             let written = &slots[..*starts[..=plan.chunks.len()].last().unwrap() as usize];
             assert!(written.iter().all(|&slot| !had.contains(&(slot as usize))), "wrote into a cell that row {row} reads");
