@@ -73,8 +73,9 @@ def test_arrows_point_down_between_crates(crate: str) -> None:
     assert used <= CRATES[crate] | {crate}
 
 
-def test_the_scheduler_s_parts_know_their_owner_only() -> None:
-    """Each part of the scheduler sees its fields and no other part's functions by path: they meet in its methods."""
+def test_parts_of_a_module_know_their_owner_only() -> None:
+    """A part of the scheduler or of a sequence sees its fields, and no other part's functions by path: they meet in its methods."""
+    owners = {"scheduler": "Scheduler", "sequence": "Sequence"}
     for module, path in sources("core"):
         for name in re.findall(r"\bsuper::(\w+)", code(path)):
-            assert (module, name) == ("scheduler", "Scheduler"), f"{path.name} imports {name} from its sibling"
+            assert name == owners.get(module), f"{path.name} imports {name} from its sibling"
