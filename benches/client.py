@@ -21,7 +21,7 @@ from scheduler import machine
 from streams import PEER, ROOT, server
 
 from chairlift.bench import load
-from chairlift.bench.client import Answer, Target
+from chairlift.bench.client import StreamReader, Target
 from chairlift.bench.http import Response
 from chairlift.bench.record import Record
 from chairlift.bench.workload import Job
@@ -55,10 +55,10 @@ async def general(port: int, request: bytes) -> int:
     async def one(client: httpx.AsyncClient) -> int:
         response, record = Response(), Record(0.0)
         response.status = 200
-        answer = Answer(record, chat=True)
+        answer = StreamReader(record, chat=True)
         async with client.stream("POST", f"http://127.0.0.1:{port}{PATH}", content=request.partition(b"\r\n\r\n")[2]) as stream:
             async for body in stream.aiter_raw():
-                answer.take(response, body, time.perf_counter())
+                answer.feed(response, body, time.perf_counter())
         return len(record.times)
 
     limits = httpx.Limits(max_connections=STREAMS)

@@ -28,10 +28,10 @@ import chairlift.runner
 from chairlift import EngineConfig
 from chairlift.bench.traces import read
 from chairlift.runner.memory.machine import usable_cores
-from chairlift.sim.calibrate import calibrate, pace
+from chairlift.sim.calibrate import calibrate, slowdown
 from chairlift.sim.compare import Variant
 from chairlift.sim.devices import Profile
-from chairlift.sim.live import really_run
+from chairlift.sim.live import run_live
 from chairlift.sim.result import Result
 from chairlift.sim.run import simulate
 from chairlift.sim.workload import Workload
@@ -69,14 +69,14 @@ def lived(config: EngineConfig, trace: Workload, profile: Profile) -> tuple[dict
 
     with tempfile.TemporaryDirectory(prefix="chairlift-") as directory:
         journal = Path(directory) / "lived.journal"
-        side = really_run(trace, Variant("engine", "", "", replace(config, journal=str(journal))), watch)
-        slower = pace(journal, profile)
-    rides = side.rides
+        result = run_live(trace, Variant("engine", "", "", replace(config, journal=str(journal))), watch)
+        slower = slowdown(journal, profile)
+    spans = result.spans
     figures = {
-        "TTFT": (rides["first_token"] - rides["arrived"]) / 1e6,
+        "TTFT": (spans["first_token"] - spans["arrived"]) / 1e6,
         "ITL": np.array(gaps) / 1e6,
-        "E2EL": (rides["ended"] - rides["arrived"]) / 1e6,
-        "span": np.array([side.span]),
+        "E2EL": (spans["ended"] - spans["arrived"]) / 1e6,
+        "span": np.array([result.duration]),
     }
     return figures, slower
 

@@ -37,14 +37,14 @@ from chairlift.bench.client import Target
 from chairlift.bench.figures import Figures
 from chairlift.bench.measure import measure, wait_for, wait_until_ready
 from chairlift.bench.traces import TraceRequest
-from chairlift.bench.workload import Job, due, random_jobs
+from chairlift.bench.workload import Job, random_jobs, with_due_times
 from chairlift.runner.memory.machine import usable_cores
-from chairlift.sim.calibrate import calibrate, from_journal, pace
+from chairlift.sim.calibrate import calibrate, from_journal, slowdown
 from chairlift.sim.devices import Profile
-from chairlift.sim.mix import Mix
 from chairlift.sim.plan import Band, Plan, Point, Targets, plan
 from chairlift.sim.run import simulate
 from chairlift.sim.workload import Workload
+from chairlift.sim.workload_spec import WorkloadSpec
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benches" / "results" / "plan.md"
@@ -54,7 +54,7 @@ ALLOWED = 0.15
 """The part by which the plan may be off."""
 SEED = 100
 """The first run's: the plan's own spells have other seeds."""
-FEWEST = 64
+MIN_REQUESTS = 64
 """Requests of a run, at least."""
 
 
@@ -97,8 +97,8 @@ def served(model: str, settings: dict[str, int], journal: Path) -> Iterator[tupl
 
 def jobs_of(args: argparse.Namespace, rate: float, seed: int) -> list[Job]:
     """Requests as `bench sweep` makes them."""
-    jobs = random_jobs(max(FEWEST, math.ceil(rate * args.duration)), args.input_len, args.output_len, seed=seed)
-    return due(jobs, arrivals(len(jobs), rate, seed=seed))
+    jobs = random_jobs(max(MIN_REQUESTS, math.ceil(rate * args.duration)), args.input_len, args.output_len, seed=seed)
+    return with_due_times(jobs, arrivals(len(jobs), rate, seed=seed))
 
 
 def run(args: argparse.Namespace, target: Target, session: int, profile: Profile, settings: dict[str, int], rate: float, seed: int) -> Run:
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace, target: Target, session: int, profile: Profile
     if figures.failed:
         raise SystemExit(f"{figures.failed} of {figures.requests} requests failed at {rate:.3g} a second: {dict(figures.failures)}")
     ttft, itl = (figures.latencies[name].percentile(args.percentile) for name in ("ttft", "itl"))
-    lines = [TraceRequest(job.due or 0.0, job.prompt_tokens, job.output_tokens) for job in jobs]
+    lines = [TraceRequest(job.with_due_times or 0.0, job.prompt_tokens, job.output_tokens) for job in jobs]
     told = simulate(Workload.of(lines), device=profile, **settings)
     simulated = Point(rate, float(np.percentile(told.ttft(), args.percentile)), told.itl(args.percentile) or 0.0)
     return Run(Point(rate, ttft, itl), simulated, len(jobs), others, done.notes)
@@ -155,7 +155,7 @@ def sweep(args: argparse.Namespace, target: Target, session: int, profile: Profi
         )
 
     for share in SHARES[:: 3 if args.quick else 1]:
-        add(share * found.most.rate)
+        add(share * found.capacity.rate)
     for _ in range(3):
         points = [one.measured for one in runs]
         if knee(points, found.targets) is None:
@@ -165,7 +165,7 @@ def sweep(args: argparse.Namespace, target: Target, session: int, profile: Profi
 
 def report(args: argparse.Namespace, profile: Profile, found: Plan, runs: Sequence[Run], again: Plan | None, slower: float) -> str:
     """The page."""
-    targets, most = found.targets, found.most
+    targets, most = found.targets, found.capacity
     measured = knee([one.measured for one in runs], targets)
     told = knee([one.simulated for one in runs], targets)
     missed = min((one.measured.rate for one in runs if not targets.met(one.measured)), default=None)
@@ -187,7 +187,8 @@ def report(args: argparse.Namespace, profile: Profile, found: Plan, runs: Sequen
         "| | requests a second | beside what was measured |",
         "|---|---|---|",
         f"| planned | {band(most)} | {ratio(most.rate, measured)} |",
-        f"| planned with the steps of the server's journal | {band(again and again.most)} | {ratio(again and again.most.rate, measured)} |",
+        f"| planned with the steps of the server's journal | {band(again and again.capacity)} | "
+        f"{ratio(again and again.capacity.rate, measured)} |",
         f"| simulated with the requests that were sent | {number(told)} | {ratio(told, measured)} |",
         f"| measured, where latencies that never fall as rates rise cross the targets | {number(measured)} | 1 |",
         f"| measured, the first rate that missed a target, and the last that kept both | {extremes} | |",
@@ -196,8 +197,8 @@ def report(args: argparse.Namespace, profile: Profile, found: Plan, runs: Sequen
         f"{profile.errors.get('p50', 0):.1%} (p50) and {profile.errors.get('p90', 0):.1%} (p90).",
         f"While serving, steps took {slower:.3f} times what was calibrated: what the server's process and the client take of the cores,",
         "and what the machine's pace has changed by.",
-        f"Binds: {found.binds}. With twice as much: "
-        + ", ".join(f"{name} {rate:.3g}" for name, rate in found.brings.items())
+        f"Binds: {found.bottleneck}. With twice as much: "
+        + ", ".join(f"{name} {rate:.3g}" for name, rate in found.sensitivity.items())
         + f". With the settings as they come: {band(found.default)}.",
         "",
         f"| requests a second | requests | TTFT {percent} measured | simulated | ITL {percent} measured | simulated | kept | others' CPU |",
@@ -252,14 +253,14 @@ def main() -> None:
     profile = Profile.load(args.profile) if args.profile else calibrate(EngineConfig(model=args.model), args.seconds)
     args.model = profile.model or args.model
     targets = Targets(ttft=args.ttft_ms / 1e3, itl=args.itl_ms / 1e3, percentile=args.percentile)
-    mix = Mix(prompt_tokens=args.input_len, output_tokens=args.output_len)
+    mix = WorkloadSpec(prompt_tokens=args.input_len, output_tokens=args.output_len)
     found = plan(mix, targets, device=profile)
-    say(f"planned: {band(found.most)} requests a second, {found.settings or 'defaults'}")
+    say(f"planned: {band(found.capacity)} requests a second, {found.settings or 'defaults'}")
     with tempfile.TemporaryDirectory(prefix="chairlift-") as directory:
         journal = Path(directory) / "served.journal"
         with served(args.model, found.settings, journal) as (target, session):
             runs = sweep(args, target, session, profile, found)
-        slower = pace(journal, profile)
+        slower = slowdown(journal, profile)
         again = None
         with contextlib.suppress(chairlift.errors.InvalidSetting):
             again = plan(mix, targets, device=from_journal(journal, args.model), config=EngineConfig(model=args.model, **found.settings))

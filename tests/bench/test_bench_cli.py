@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-import chairlift.cli.bench_serve
+import chairlift.cli.bench_load
 from chairlift.bench.record import Record, Run
 from chairlift.cli.main import main
 
@@ -51,7 +51,7 @@ def test_a_real_server(port, tmp_path, capsys):
     found = json.loads((tmp_path / "new" / "r.json").read_text())
     assert (found["completed"], found["failed"], found["goodput_attainment"], found["a"]) == (20, 0, 1.0, "b")
     assert found["output_lens"] == [4] * 20
-    assert [record["wanted_tokens"] for record in found["records"]] == [4] * 20
+    assert [record["requested_tokens"] for record in found["records"]] == [4] * 20
     assert found["p50_e2el_ms"] == found["median_e2el_ms"] > 0
     assert "Serving benchmark" in (tmp_path / "r.html").read_text()
 
@@ -61,7 +61,7 @@ def test_a_trace_goes_without_what_is_too_long(port, tmp_path, capsys):
     trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,3,2\n0.1,3,600\n0.2,4,3\n")
     assert bench("serve", "--port", port, "--dataset-path", trace, "--speedup", 10, "--ignore-eos", "--disable-tqdm") == 0
     told = capsys.readouterr().out
-    assert "1 of 3 requests are longer than the 504 tokens that the server takes: left out." in told
+    assert "1 of 3 requests exceed the server's limit of 504 tokens and are left out." in told
     assert "at the trace's times, 10 times as fast" in told
     assert "Total generated tokens:                  5 " in told
 
@@ -81,13 +81,13 @@ def test_a_sweep_of_a_real_server(port, tmp_path, capsys):
     ]
     assert bench("sweep", "--port", port, "--max-concurrencies", "1,2", *load, *result) == 0
     told = capsys.readouterr().out
-    assert "The largest load with 95 % of the requests within E2EL ≤ 60000 ms: 2 at a time" in told
+    assert "Largest load with 95 % of requests within E2EL ≤ 60000 ms: 2 at a time" in told
     found = json.loads((tmp_path / "s").read_text())
     assert found["knee"] == 2
     assert (found["request_rate"], found["max_concurrency"], found["burstiness"]) == ("inf", [1, 2], 1)
-    assert "1, 2 at a time, each when a seat is free" in (tmp_path / "s.html").read_text()
+    assert "1, 2 at a time, each when another has finished" in (tmp_path / "s.html").read_text()
     assert [point["completed"] for point in found["points"]] == [4, 4]
-    assert "Against load" in (tmp_path / "s.html").read_text()
+    assert "By load" in (tmp_path / "s.html").read_text()
     saved = ["--save-result", "--result-dir", tmp_path / "named", "--burstiness", "inf"]
     assert bench("sweep", "--port", port, "--request-rates", "100", *load, *saved) == 0
     [file] = (tmp_path / "named").iterdir()
@@ -116,16 +116,16 @@ def test_without_a_server(byte_model, tmp_path, capsys, name):
         (["serve", "--goodput", "itl:5"], "--goodput itl:5: expected pairs like ttft:500"),
         (["serve", "--percentile-metrics", "ttft,x"], "--percentile-metrics x: expected some of ttft,tpot,itl,e2el"),
         (["serve", "--dataset-name", "sharegpt"], "--dataset-name sharegpt needs --dataset-path"),
-        (["serve", "--dataset-name", "random", "--dataset-path", "t.csv"], "name two different things"),
+        (["serve", "--dataset-name", "random", "--dataset-path", "t.csv"], "exclude each other"),
         (["serve", "--header", "a"], "a: expected KEY=VALUE"),
         (["serve", "--result-dir", "/", "--result-filename", "tmp"], "--result-filename: /tmp is a directory"),
         (["serve", "--model", "m", "--self-timed"], "--self-timed needs a --dataset-path"),
         (["serve", "--model", "m", "--ramp-up-strategy", "linear"], "--ramp-up-strategy needs --ramp-up-start-rps"),
-        (["serve", "--model", "m", "--speedup", "2"], "--speedup is for the times of a trace"),
+        (["serve", "--model", "m", "--speedup", "2"], "--speedup needs a --dataset-path"),
         (["serve", "--model", "m", "--ramp-up-end-rps", "4"], "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy"),
-        (["serve", "--port", "1"], "no server answers at http://127.0.0.1:1"),
+        (["serve", "--port", "1"], "no server at http://127.0.0.1:1"),
         (["serve", "--model", "m", "--dataset-path", "/nowhere"], "/nowhere: cannot be read"),
-        (["sweep", "--model", "m"], "a search needs targets: --goodput"),
+        (["sweep", "--model", "m"], "a search needs targets: set --goodput"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_sent(arguments, says, capsys):
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_told_before_anything_is_sent(arguments, says, capsys)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["serve", "--num-prompts", "0"], "--num-prompts: expected a whole number from 1 to 100,000,000, got 0"),
+        (["serve", "--num-prompts", "0"], "--num-prompts/--num-requests: expected a whole number from 1 to 100,000,000, got 0"),
         (["serve", "--num-warmups", "-1"], "--num-warmups: expected a whole number from 0 to 1,000,000, got -1"),
         (["serve", "--request-rate", "-1"], "--request-rate: expected a number from 1e-06 to 1,000,000, or inf, got -1"),
         (["serve", "--burstiness", "1e-9"], "--burstiness: expected a number from 0.01 to 1,000,000, or inf, got 1e-9"),
@@ -166,7 +166,7 @@ def test_sharegpt_has_other_prompts_at_each_load(monkeypatch, tmp_path, capsys):
         runs.append({job.text for job in jobs})
         return Run([Record(0.0, failure="unsent") for _ in jobs])
 
-    monkeypatch.setattr(chairlift.cli.bench_serve, "measure", measure)
+    monkeypatch.setattr(chairlift.cli.bench_load, "measure", measure)
     talk = [{"conversations": [{"value": f"question {number}"}, {"value": "answer"}]} for number in range(1000)]
     (tmp_path / "talk.json").write_text(json.dumps(talk))
     bench("sweep", "--model", "m", "--dataset-path", tmp_path / "talk.json", "--max-concurrencies", "8,8", "--disable-tqdm")
@@ -181,7 +181,7 @@ def test_each_run_of_a_sweep_has_prompts_of_its_own_at_its_rate(monkeypatch, cap
         runs.append(jobs)
         return Run([])
 
-    monkeypatch.setattr(chairlift.cli.bench_serve, "measure", measure)
+    monkeypatch.setattr(chairlift.cli.bench_load, "measure", measure)
     assert bench("sweep", "--model", "m", "--request-rates", "10,20", "--burstiness", "inf", "--random-input-len", 8) == 1
     assert [len(jobs) for jobs in runs] == [300, 600]
     assert [runs[0][1].due, runs[1][1].due] == pytest.approx([0.1, 0.05])

@@ -32,14 +32,14 @@ def test_a_server_that_dies_on_the_way(bench):
     assert set(found["failures"]) <= {"connection lost", "no connection"}
     assert found["completed"] + found["failed"] == 41
     assert status == (0 if found["completed"] else 1)
-    assert "of 41 requests failed, most of them with no connection: " in told
+    assert "of 41 requests failed, most often with no connection: " in told
 
 
 def test_a_server_that_only_fails(bench):
     status, told, found = bench(["broken"] * 5, "--num-warmups", "0")
     assert (status, found["completed"], found["failures"]) == (1, 0, {"HTTP 500": 5})
     assert "Failed requests:                         5 " in told
-    assert "Note: 5 of 5 requests failed, most of them with HTTP 500: out of memory (--save-detailed tells of each)." in told
+    assert "Note: 5 of 5 requests failed, most often with HTTP 500: out of memory (see --save-detailed)." in told
 
 
 def test_a_server_that_fails_at_once_is_told_without_a_run(bench):
@@ -51,7 +51,7 @@ def test_a_server_that_fails_at_once_is_told_without_a_run(bench):
 def test_a_server_that_hangs(bench):
     status, told, found = bench(["silent", "silent", "good"], "--request-timeout", "2")
     assert (status, found["completed"], found["failures"]) == (0, 1, {"timed out": 2})
-    assert "most of them with timed out: no end after 2 s" in told
+    assert "most often with timed out: no end within 2 s" in told
 
 
 @pytest.mark.parametrize("word", ["torn", "odd", "cut", "backwards", "garbage"])
@@ -69,7 +69,7 @@ def test_ctrl_c_tells_what_there_is(bench, processes, tmp_path):
     status, told, found = bench(words, *rate, "--report", str(tmp_path / "r.html"))
     assert status == 130
     assert 0 < found["completed"] < 5
-    assert f"Note: Interrupted: {found['completed']} of 5 requests had ended, and the numbers are of these." in told
+    assert f"Note: Interrupted: {found['completed']} of 5 requests had ended; the figures cover these." in told
     assert f"Successful requests:                     {found['completed']} " in told
     assert found["failed"] == 0, "what was under way is in no figure"
     assert (tmp_path / "r.html").exists()

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from chairlift.bench.client import Answer
+from chairlift.bench.client import StreamReader
 from chairlift.bench.figures import Figures, Goodput, concurrency, mean_over_time, over_time
 from chairlift.bench.http import Response
 from chairlift.bench.measure import notes
@@ -13,7 +13,7 @@ from chairlift.errors import InvalidSetting
 
 def record(due, sent, times, tokens=None, failure="", **more):
     more.setdefault("end", times[-1] if times else sent)
-    more.setdefault("wanted_tokens", tokens or len(times))
+    more.setdefault("requested_tokens", tokens or len(times))
     return Record(due, due, sent, times, prompt_tokens=10, output_tokens=len(times) if tokens is None else tokens, failure=failure, **more)
 
 
@@ -21,10 +21,10 @@ def answered(events, *, chat=False, status=200, began=100.0):
     """The record of a stream whose events come at 101, 102, ... by the clock, of a run that began at 100."""
     response, one = Response(), Record(0.0)
     response.status = status
-    answer = Answer(one, chat=chat, began=began)
+    answer = StreamReader(one, chat=chat, started=began)
     for number, event in enumerate(events, 1):
         data = event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode() + b"\n\n"
-        answer.take(response, data, began + number)
+        answer.feed(response, data, began + number)
     answer.finish(response)
     return one
 
@@ -80,7 +80,7 @@ def test_failures_have_a_kind_and_the_servers_words():
 def test_latencies_count_from_when_a_request_was_due():
     late = record(due=1.0, sent=3.0, times=[4.0, 5.0])
     assert (late.ttft, late.e2el, late.lag) == (3.0, 4.0, 2.0)
-    late.seated = 2.5  # it waited for a seat until then, which is not the client's slowness
+    late.admitted = 2.5  # it waited for a seat until then, which is not the client's slowness
     assert (late.ttft, late.lag) == (3.0, 0.5)
     found = Figures([late]).latencies
     assert found["ttft"].values == (3.0,)
@@ -182,7 +182,9 @@ P99 ITL (ms):                            200.00
 
 
 def test_the_block_is_vllms_line_for_line():
-    shown = block(Figures(RUN, Goodput.parse(["ttft:201", "tpot:151"])), rate=2, seats=4, names=["ttft", "tpot", "itl"], percentiles=[99.0])
+    shown = block(
+        Figures(RUN, Goodput.parse(["ttft:201", "tpot:151"])), rate=2, max_concurrency=4, names=["ttft", "tpot", "itl"], percentiles=[99.0]
+    )
     assert shown.startswith(BLOCK)
     assert shown.endswith("=" * 50)
     assert "Failed, HTTP 429:                        1" in shown
@@ -190,7 +192,7 @@ def test_the_block_is_vllms_line_for_line():
 
 
 def test_the_block_shows_what_is_asked_for():
-    shown = block(Figures(RUN), rate=None, seats=None, names=["e2el"], percentiles=[50.0, 99.9])
+    shown = block(Figures(RUN), rate=None, max_concurrency=None, names=["e2el"], percentiles=[50.0, 99.9])
     assert "End-to-end Latency" in shown
     assert "P99.9 E2EL (ms):" in shown
     for absent in ("TTFT", "goodput", "Maximum request concurrency", "Request rate configured"):
@@ -199,15 +201,15 @@ def test_the_block_shows_what_is_asked_for():
 
 def test_notes_say_what_disturbed_the_numbers():
     assert notes([record(0.0, 0.0, [1.0, 2.0])], 0.5) == []
-    told = " ".join(notes([record(0.0, 0.5, [1.0, 2.0], tokens=4, wanted_tokens=8, cached_tokens=9, counted=False)], 0.95))
-    for word in ("95% of a core", "500 ms", "usage", "2.0 tokens", "1 of 1 answers are shorter", "90% of the prompt"):
+    told = " ".join(notes([record(0.0, 0.5, [1.0, 2.0], tokens=4, requested_tokens=8, cached_tokens=9, counted=False)], 0.95))
+    for word in ("95% of a core", "500 ms", "usage", "2.0 tokens", "1 of 1 outputs are shorter", "90% of the prompt"):
         assert word in told
 
 
 def test_the_commonest_failure_is_told():
     refused = [record(0.0, 0.0, [], failure="HTTP 429", detail=f"try in {number} s") for number in (1, 2, 2)]
     (told,) = notes([*refused, record(0.0, 0.0, [], failure="timed out", detail="no end after\n2 s"), record(0.0, 0.0, [1.0, 2.0])], 0.5)
-    assert told == "4 of 5 requests failed, most of them with HTTP 429: try in 2 s (--save-detailed tells of each)."
+    assert told == "4 of 5 requests failed, most often with HTTP 429: try in 2 s (see --save-detailed)."
 
 
 def test_a_record_goes_through_json():

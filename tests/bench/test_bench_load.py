@@ -16,13 +16,13 @@ def job(text, tokens=4, due=0.0):
     return Job(len(text.split()), tokens, text=text, due=due)
 
 
-def drive(jobs, seats=None, endpoint="/v1/completions", **settings):
+def drive(jobs, max_concurrency=None, endpoint="/v1/completions", **settings):
     """The records of jobs that a scripted server gets, and that server."""
 
     async def run():
         server = Scripted()
         async with server.serving() as url:
-            records, _ = await load.drive(Target(url, endpoint, "m", **settings), jobs, seats)
+            records, _ = await load.drive(Target(url, endpoint, "m", **settings), jobs, max_concurrency)
         return records, server
 
     return asyncio.run(run())
@@ -32,7 +32,7 @@ def test_each_request_is_sent_as_asked_and_its_answer_read():
     records, server = drive(
         [job("one two", 3), Job(1, 2, text="uno", due=0.0, client="alice")], fields={"ignore_eos": True}, headers={"x-a": "b"}
     )
-    assert [(r.ok, r.prompt_tokens, r.output_tokens, len(r.times), r.wanted_tokens) for r in records] == [
+    assert [(r.ok, r.prompt_tokens, r.output_tokens, len(r.times), r.requested_tokens) for r in records] == [
         (True, 3, 3, 3, 3),
         (True, 2, 2, 2, 2),
     ]
@@ -118,21 +118,21 @@ def test_where_the_server_counts_nothing_pieces_are_tokens():
 
 
 def test_seats_hold_and_a_request_that_waits_for_one_was_due_all_the_same():
-    records, server = drive([job("a", due=0.0) for _ in range(20)], seats=3)
+    records, server = drive([job("a", due=0.0) for _ in range(20)], max_concurrency=3)
     assert server.most_open == 3
     assert [r.due for r in records] == [0.0] * 20
-    assert all(r.seated >= min(other.end for other in records) for r in records[3:])
-    assert all(r.ttft >= r.seated for r in records)  # the wait is in the latency, whoever made them wait
-    assert all(r.lag <= r.ttft - r.seated for r in records)
+    assert all(r.admitted >= min(other.end for other in records) for r in records[3:])
+    assert all(r.ttft >= r.admitted for r in records)  # the wait is in the latency, whoever made them wait
+    assert all(r.lag <= r.ttft - r.admitted for r in records)
 
 
 def test_without_times_requests_are_due_when_a_seat_is_free():
-    records, server = drive([job("a", due=None) for _ in range(20)], seats=2)
+    records, server = drive([job("a", due=None) for _ in range(20)], max_concurrency=2)
     assert server.most_open == 2
     ends = sorted(r.end for r in records)
     assert all(r.due >= ends[index] for index, r in enumerate(records[2:]))
     assert [r.due for r in records] == sorted(r.due for r in records)
-    assert [r.seated for r in records] == [r.due for r in records]
+    assert [r.admitted for r in records] == [r.due for r in records]
 
 
 def test_requests_go_out_whatever_has_come_back():
@@ -142,9 +142,9 @@ def test_requests_go_out_whatever_has_come_back():
 
 
 def test_connections_are_used_again():
-    _, server = drive([job("a", due=None) for _ in range(10)], seats=2)
+    _, server = drive([job("a", due=None) for _ in range(10)], max_concurrency=2)
     assert server.connections == 2
-    _, server = drive([job("drop", due=None) for _ in range(3)], seats=1)
+    _, server = drive([job("drop", due=None) for _ in range(3)], max_concurrency=1)
     assert server.connections == 3
 
 
@@ -167,7 +167,7 @@ def test_a_run_is_warmed_up_with_other_prompts_and_a_refusal_ends_it():
     with Scripted().elsewhere() as url:
         run = measure(Target(url, model="m"), [job("untold", 3)])
         assert [r.ok for r in run.records] == [True]
-        told = "The server tells no usage: output tokens are the pieces of its streams, input tokens what was asked for."
+        told = "The server reports no usage: output tokens are counted as stream events, input tokens as requested."
         assert told in run.notes  # on a busy machine others say that it was
         with pytest.raises(ChairliftError, match=r"the first request .* failed: no HTTP"):
             measure(Target(url, model="garbage", fields={"prompt": "garbage"}), [job("a")])
@@ -185,5 +185,5 @@ def test_a_server_that_still_loads_is_waited_for():
 def test_what_a_server_lists():
     with Scripted().elsewhere() as url:
         assert wait_for(Target(url), 0) == [{"id": "scripted", "max_model_len": 1000}]
-    with pytest.raises(ChairliftError, match="no server answers at"):
+    with pytest.raises(ChairliftError, match="no server at"):
         asyncio.run(models(Target(url)))

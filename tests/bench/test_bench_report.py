@@ -29,7 +29,7 @@ def test_a_page_needs_nothing_but_itself_and_says_what_happened():
     assert len(html) < 100_000
     assert len(drawings(html)) == 8
     for told in (
-        "50 of 51 requests were answered",
+        "50 of 51 requests succeeded",
         "98.0% of all requests met the targets: TTFT ≤ 150 ms",
         "HTTP 429",
         "A note &amp; more.",
@@ -54,7 +54,7 @@ def test_runs_side_by_side_share_plots():
 
 def test_a_run_where_nothing_succeeded_has_a_page():
     html = serving.page({"a": run(count=0, failures=3)}).html()
-    assert "None of 3 requests was answered." in html
+    assert "None of 3 requests succeeded." in html
     drawings(html)
 
 
@@ -63,7 +63,7 @@ def test_a_sweep_shows_its_knee():
     points = [Point(rate, one := run(rate / 2, failures=0), Figures(one.records, goodput), rate < 3) for rate in (1.0, 2.0, 4.0)]
     html = sweep.page(points, {}, goodput, closed=False).html()
     assert "The largest load that met the targets (TTFT ≤ 150 ms) is 2 requests a second." in html
-    assert '<tr class="chosen"><td>2</td>' in html
+    assert '<tr class="highlighted"><td>2</td>' in html
     assert len(drawings(html)) == 4
     assert "At 2: A note &amp; more." in html
     assert "No load met the targets" in sweep.page(points[2:], {}, goodput, closed=True).html()

@@ -81,9 +81,9 @@ def test_a_trace_without_blocks_shares_nothing_and_goes_by_faster():
 
 def test_times_and_seats():
     jobs = workload.random_jobs(2, 5, 5)
-    assert [job.due for job in workload.due(jobs, [0.0, 2.0])] == [0.0, 2.0]
-    assert [job.due for job in workload.at_once(jobs, None)] == [0.0, 0.0]
-    assert [job.due for job in workload.at_once(jobs, 3)] == [None, None]
+    assert [job.due for job in workload.with_due_times(jobs, [0.0, 2.0])] == [0.0, 2.0]
+    assert [job.due for job in workload.as_fast_as_possible(jobs, None)] == [0.0, 0.0]
+    assert [job.due for job in workload.as_fast_as_possible(jobs, 3)] == [None, None]
 
 
 def test_too_long_ones_are_left_out():

@@ -63,17 +63,17 @@ def answering(answers):
 
 
 def test_top_prints_one_picture_where_nobody_could_see_it_move(monkeypatch, capsys):
-    monkeypatch.setattr(top, "SETTLING", 0)
+    monkeypatch.setattr(top, "RATES_SECONDS", 0)
     with answering({"/dashboard/data": (200, STATE)}) as (url, keys):
         assert main.main(["top", "--url", f"{url}/v1", "--api-key", "sk-1"]) == 0
     shown = capsys.readouterr().out
     assert keys == ["Bearer sk-1"] * 2
     lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert lines[0] == "chairlift org/model live 1,234 tokens/s generated 50 of prompts 30 steps/s"
+    assert lines[0] == "chairlift org/model live 1,234 tokens/s generated 50 tokens/s of prompts 30 steps/s"
     assert [line.split(" ", 2)[2] for line in lines[2:5]] == [
-        "50% 1 of 2 run, 4 wait",
-        "25% 12% free, 25% cached, 12% shared, 50% held alone",
-        "95% work that arrived, of what could be served in 10 s",
+        "50% 1 of 2 running, 4 waiting",
+        "25% 12% free, 25% cached, 12% shared, 50% exclusive",
+        "95% work that arrived in 10 s, as a share of the capacity",
     ]
     assert "first token 250 ms 1.5 s - swapped 2 lost its blocks to host memory" in lines
     assert [line for line in lines if line.startswith(("2 ", "7 "))] == [
@@ -110,7 +110,7 @@ def test_top_of_a_server_that_has_seen_nothing(monkeypatch, capsys):
     assert keys == [None]
     shown = capsys.readouterr().out
     assert "the model is loading" in shown
-    assert "nobody" in shown
+    assert "none" in shown
 
 
 def test_explain_is_plain_text_in_a_pipe(capsys):
@@ -148,9 +148,9 @@ def test_every_part_of_a_bar_is_seen_and_none_goes_beyond_the_whole():
         ((404, {"error": {"message": "no request 'x' is known"}}), "chairlift: no request 'x' is known\n"),
         (
             (401, {"error": {"message": "No API key"}}),
-            "chairlift: the server wants a key: give it with --api-key or CHAIRLIFT_CLIENT_API_KEY\n",
+            "chairlift: the server requires an API key: set it with --api-key or CHAIRLIFT_CLIENT_API_KEY\n",
         ),
-        ((502, b"<html>a proxy</html>"), "chairlift: the server answers 502\n"),
+        ((502, b"<html>a proxy</html>"), "chairlift: the server returned status 502\n"),
     ],
 )
 def test_what_the_server_says_is_passed_on(answer, told, capsys):
@@ -172,7 +172,7 @@ def test_a_certificate_that_is_not_trusted(monkeypatch, capsys):
     untrusted.verify_message = "self-signed certificate"
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: (_ for _ in ()).throw(urllib.error.URLError(untrusted)))
     assert main.main(["explain", "x", "--url", "https://localhost:1"]) == 1
-    assert "not trusted (self-signed certificate): if it is your own, name it in the variable SSL_CERT_FILE" in capsys.readouterr().err
+    assert "not trusted (self-signed certificate): if it is your own, set the variable SSL_CERT_FILE to its path" in capsys.readouterr().err
 
 
 def test_something_else_that_listens_there_is_not_taken_for_a_server(capsys):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from chairlift import _core
-from chairlift.cli import changes, main
+from chairlift.cli import main, replay_settings
 from chairlift.errors import InvalidSetting
 from chairlift.sim.calibrate import from_journal
 
@@ -119,14 +119,14 @@ def test_a_journal_proves_itself(replay, file):
     first, second, *_ = output.splitlines()
     steps = int(rows(output)["steps"][0])
     assert re.fullmatch(rf"{file}: 24 requests, {steps} steps in 0\.\d+ s", first)
-    assert re.fullmatch(r"Every decision came out the same: hash [0-9a-f]{16}\.", second)
+    assert re.fullmatch(r"Every decision is the same: hash [0-9a-f]{16}\.", second)
     table = rows(output)
     ended = [int(table[name][0]) for name in ("finished", "missed their deadline")]
     assert sum(ended) == 24
     assert ended[1] > 0
     assert "refused" not in table, "the journal does not tell"
-    assert table["time to first token, p99"][0].endswith("ms")
-    assert table["prompt tokens found in cache"][0].endswith("%")
+    assert table["TTFT, p99"][0].endswith("ms")
+    assert table["prefix cache hit rate"][0].endswith("%")
     assert "failed" not in table
     assert all(len(cells) == 1 for label, cells in table.items() if label in ("requests", "steps", "output tokens a second"))
 
@@ -169,10 +169,10 @@ def test_a_change_stands_beside_the_simulation_without_it(replay, file):
     table = rows(output)
     assert table["recorded"] == ["as recorded", "changed", "change"]
     assert table["requests"] == ["24", "24", "24", "="]
-    slower = table["time in queue, p99"]
+    slower = table["queue time, p99"]
     assert len(slower) == 4
     assert slower[3].startswith("+")
-    assert "'recorded' is what really happened" in " ".join(output.split())
+    assert "'recorded' is the recorded run" in " ".join(output.split())
     assert "Compare changed runs with 'as recorded'" in " ".join(output.split())
 
 
@@ -211,7 +211,7 @@ def test_json_has_all_numbers(replay, file):
         assert 0 < figures["ttft_p50_s"] <= figures["ttft_p90_s"] <= figures["ttft_p99_s"] <= figures["end_to_end_p99_s"] < 10
         assert 0 < figures["time_per_output_token_p50_s"] < figures["end_to_end_p50_s"]
         assert figures["queue_p99_s"] <= figures["ttft_p99_s"]
-        assert sum(run["causes_mean_s"].values()) > 0
+        assert sum(run["states_mean_s"].values()) > 0
     # The machine that was recorded is as simple as the model that is fitted to it.
     assert as_recorded["figures"]["end_to_end_p50_s"] == pytest.approx(recorded["figures"]["end_to_end_p50_s"], rel=0.1)
 
@@ -249,7 +249,7 @@ def test_every_setting_reaches_the_scheduler_in_its_units(replay, file, setting,
 
 def test_no_name_is_left_out_above():
     tried = {re.split("=", mark)[0].replace("-", "_") for mark, *_ in _settings()}
-    assert tried | {"static_batch_size", "batch_timeout_ms"} == set(changes.NAMES)
+    assert tried | {"static_batch_size", "batch_timeout_ms"} == set(replay_settings.NAMES)
 
 
 def _settings():
@@ -294,7 +294,7 @@ def test_refusals_of_a_shorter_queue_are_counted(replay, file):
 
 def test_copies_that_cost_nothing_are_pointed_out(replay, file):
     def pointed_out(*arguments):
-        return "are taken to cost nothing" in " ".join(replay(file, *arguments)[1].split())
+        return "Swapping is simulated at no cost" in " ".join(replay(file, *arguments)[1].split())
 
     assert pointed_out("--set", "host_blocks=8")
     assert not pointed_out("--set", "host_blocks=8", "--set", "swap_ns_per_block=9")
@@ -305,7 +305,7 @@ def test_copies_that_cost_nothing_are_pointed_out(replay, file):
     ("arguments", "says"),
     [
         (["--set", "max_num_seqs"], "expected NAME=VALUE, like max_num_seqs=64, got 'max_num_seqs'"),
-        (["--set", "speed=2"], "'speed' cannot be changed in a replay; what can: max_num_seqs, max_num_batched_tokens, "),
+        (["--set", "speed=2"], "'speed' cannot be changed in a replay; expected one of max_num_seqs, max_num_batched_tokens, "),
         (["--set", "block_size=32"], "'block_size' cannot be changed in a replay"),
         (["--set", "max_num_seqs=many"], "max_num_seqs: not a size: 'many'"),
         (["--set", "max_num_seqs=none"], "max_num_seqs: not a size: 'none'"),
@@ -335,7 +335,7 @@ def test_wrong_usage_is_one_line_and_status_2(arguments, says, capsys):
         (["static_batch_size=2"], "--static-batch-size needs --batching static or --batching dynamic"),
         (["max_num_seqs=0"], "--max-num-seqs must be at least 1"),
         (["num_kv_blocks=1"], "num_blocks must be a whole number from 2 to 4294967295, got 1"),
-        (["num_kv_blocks=1T"], "these settings make no scheduler"),
+        (["num_kv_blocks=1T"], "these settings are impossible"),
         (["max_num_seqs=2,64"], "--max-num-batched-tokens (32) must be at least --max-num-seqs (64)"),
     ],
 )
@@ -352,8 +352,8 @@ def test_a_journal_that_a_crash_cut_off_is_replayed_to_there(replay, journal, tm
     status, output, complaint = replay(path, "--set", "max_num_seqs=2")
     assert (status, complaint) == (0, "")
     assert "The file is cut off, as after a crash" in output
-    assert "Every decision came out the same" in output
-    assert int(rows(output)["unfinished at the end"][0]) > 0
+    assert "Every decision is the same" in output
+    assert int(rows(output)["unfinished"][0]) > 0
 
 
 def test_an_empty_day_is_a_journal_too(replay, tmp_path):
@@ -361,7 +361,7 @@ def test_an_empty_day_is_a_journal_too(replay, tmp_path):
     path.write_bytes(record(requests=0))
     status, output, _ = replay(path, "--policy", "fair")
     assert status == 0
-    assert rows(output)["time to first token, p50"] == ["-"] * 4
+    assert rows(output)["TTFT, p50"] == ["-"] * 4
 
 
 def test_decisions_that_differ_are_told(replay, file, monkeypatch):
@@ -369,7 +369,7 @@ def test_decisions_that_differ_are_told(replay, file, monkeypatch):
     monkeypatch.setattr(_core, "replay", lambda journal: real(journal) | {"differs_at": 6})
     status, output, complaint = replay(file)
     assert (status, complaint) == (1, "")
-    assert "The decisions differ, first at plan 7: another version of chairlift" in output
+    assert "The decisions differ from plan 7 on: another version of chairlift" in output
 
 
 def test_a_journal_with_a_changed_byte_is_refused(replay, file, journal):
@@ -411,19 +411,19 @@ def test_a_panic_of_the_core_is_one_line_too(replay, file, monkeypatch):
         raise PanicException("index out of bounds")
 
     monkeypatch.setattr(_core, "step_times", panic)
-    with pytest.raises(InvalidSetting, match="the journal is damaged, its calls make no sense: index out of bounds"):
+    with pytest.raises(InvalidSetting, match="the journal is damaged, its calls contradict each other: index out of bounds"):
         from_journal(file)
     monkeypatch.setattr(_core, "replay", panic)
     status, output, complaint = replay(file)
     assert (status, output) == (1, "")
-    assert "its calls make no sense: index out of bounds" in complaint
+    assert "its calls contradict each other: index out of bounds" in complaint
 
 
 def test_a_setting_that_is_named_twice_is_refused(replay, file):
     for twice in (["--set", "max_num_seqs=1", "--set", "max_num_seqs=2"], ["--set", "scheduling_policy=fair", "--policy", "fcfs"]):
         status, output, complaint = replay(file, *twice)
         assert (status, output) == (1, "")
-        assert "is set twice: name it once, with commas between its values" in complaint
+        assert "is set twice: separate its values with commas" in complaint
 
 
 def test_a_file_that_is_not_there_is_one_line_and_status_1(replay, tmp_path):
@@ -466,10 +466,10 @@ def test_the_page_shows_what_was_and_what_would_have_been_in_each_plot(replay, f
     assert list(page.plots) == ["TTFT", "ITL", "TPOT", "E2EL", "Batch", "Waiting", "KV cache", "Tokens in a step"]
     assert all(curves == ["recorded", "as recorded", "max_num_seqs=1", "max_num_seqs=2"] for curves in page.plots.values()), page.plots
     for words in (
-        "Every decision came out the same",
+        "Every decision is the same",
         "Changed: max_num_seqs 4",
-        "what really happened",
-        "KV cache held, mean",
+        "is the recorded run",
+        "KV cache used, mean",
         "wait_slots",
     ):
         assert words in page.words
@@ -497,7 +497,7 @@ def test_help_teaches_by_example_and_names_every_setting(capsys):
     assert left.value.code == 0
     text = capsys.readouterr().out
     assert "chairlift replay" in text.split("examples:")[1]
-    assert all(name in text for name in changes.NAMES)
+    assert all(name in text for name in replay_settings.NAMES)
 
 
 def test_a_table_needs_no_torch(file):

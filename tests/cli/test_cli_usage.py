@@ -124,10 +124,10 @@ def test_flags_win_over_variables_and_variables_over_defaults(monkeypatch):
     monkeypatch.setenv("CHAIRLIFT_MODEL", "from/variable")
     monkeypatch.setenv("CHAIRLIFT_MAX_MODEL_LEN", "2k")
     monkeypatch.setenv("CHAIRLIFT_ENABLE_PREFIX_CACHING", "off")
-    given = vars(main._parser().parse_args(["serve", "--port", "2"]))
+    given = vars(main.build_parser().parse_args(["serve", "--port", "2"]))
     assert flags.read(ServerConfig, given).port == 2
     assert flags.read(EngineConfig, given) == EngineConfig(model="from/variable", max_model_len=2000, enable_prefix_caching=False)
-    given = vars(main._parser().parse_args(["serve", "from/argument", "--enable-prefix-caching", "--max-num-batched-tokens", "1K"]))
+    given = vars(main.build_parser().parse_args(["serve", "from/argument", "--enable-prefix-caching", "--max-num-batched-tokens", "1K"]))
     engine = flags.read(EngineConfig, given)
     assert (engine.model, engine.enable_prefix_caching, engine.max_num_batched_tokens) == ("from/argument", True, 1024)
 

@@ -27,7 +27,7 @@ def actions():
                 yield parser.prog, action
 
     commands = ("chairlift bench ", "chairlift simulate", "chairlift calibrate", "chairlift plan", "chairlift compare")
-    return [(prog, action) for prog, action in below(main._parser()) if prog.startswith(commands) and action.type is not None]
+    return [(prog, action) for prog, action in below(main.build_parser()) if prog.startswith(commands) and action.type is not None]
 
 
 def test_every_flag_says_what_is_allowed():

@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 from fake_async_engine import MODEL, FakeEngine
@@ -93,7 +94,7 @@ def download(port: int) -> int:
 
     _fakes()
     client.locate = lambda *_: time.sleep(3600)
-    return serve.run({}, EngineConfig(), ServerConfig(port=port), time.perf_counter())
+    return serve.run(Namespace(engine=EngineConfig(), server=ServerConfig(port=port), started=time.perf_counter()))
 
 
 if __name__ == "__main__":

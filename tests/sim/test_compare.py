@@ -12,7 +12,7 @@ from chairlift.bench.traces import TraceRequest
 from chairlift.cli import main
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.sim import compare, picture
+from chairlift.sim import compare, compare_plot
 from chairlift.sim.devices import Profile
 from chairlift.sim.run import machine, run
 from chairlift.sim.steps import StepTime
@@ -24,31 +24,31 @@ WAYS = ("static", "dynamic", "continuous")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def sides(outputs, arrivals=None, *, seats=2, ways=WAYS, timeout=2.0, **settings):
+def results(outputs, arrivals=None, *, slots=2, ways=WAYS, timeout=2.0, **settings):
     """Requests with a prompt of one token and so many tokens of output, in steps of a millisecond."""
     lines = [TraceRequest(at / 1000, 1, output) for at, output in zip(arrivals or [0] * len(outputs), outputs, strict=True)]
     found = {}
-    for variant in compare.variants(EngineConfig(max_num_seqs=seats, **settings), ways, ["fcfs"], None, timeout):
+    for variant in compare.variants(EngineConfig(max_num_seqs=slots, **settings), ways, ["fcfs"], None, timeout):
         scheduler, _ = machine(None, "cpu", variant.config)
-        found[variant.name] = compare.of(variant, run(Workload.of(lines), scheduler, StepTime.constant(1000)))
+        found[variant.name] = compare.from_simulation(variant, run(Workload.of(lines), scheduler, StepTime.constant(1000)))
     return found
 
 
 def drawn(found):
-    return ElementTree.fromstring(picture.picture(list(found.values()), "A & B", "<told>"))
+    return ElementTree.fromstring(compare_plot.plot(list(found.values()), "A & B", "<told>"))
 
 
 def marked(root, kind, tag="rect"):
     return [element for element in root.iter(f"{SVG}{tag}") if element.get("class") == kind]
 
 
-def test_a_bus_takes_as_long_as_its_longest_rider_and_a_chairlift_as_all_of_them() -> None:
-    # 4 + 2 + 3 + 1 tokens on two seats: buses of 4 and 3 steps, or 10 / 2 steps without an empty chair.
-    found = sides([4, 2, 3, 1])
+def test_a_static_batch_takes_as_long_as_its_longest_request() -> None:
+    # 4 + 2 + 3 + 1 tokens on two slots: batches of 4 and 3 steps, or 10 / 2 steps without a free slot.
+    found = results([4, 2, 3, 1])
     static, lift = found["static"].figures(), found["continuous"].figures()
-    assert (static["all_done_s"], lift["all_done_s"]) == (0.007, 0.005)
+    assert (static["duration_s"], lift["duration_s"]) == (0.007, 0.005)
     assert (static["tokens_per_s"], lift["tokens_per_s"]) == (pytest.approx(10 / 0.007), pytest.approx(10 / 0.005))
-    assert (static["seats_used"], lift["seats_used"]) == (pytest.approx(10 / 14), pytest.approx(1.0))
+    assert (static["slot_utilisation"], lift["slot_utilisation"]) == (pytest.approx(10 / 14), pytest.approx(1.0))
     # First tokens come a step after boarding: at 0, 0, 4, 4, or at 0, 0, 2, 4.
     assert (static["wait_mean_s"], lift["wait_mean_s"]) == (pytest.approx(0.002), pytest.approx(0.0015))
     assert [static[f"ttft_p{percent}_s"] for percent in (50, 95)] == [0.001, 0.005]
@@ -56,38 +56,40 @@ def test_a_bus_takes_as_long_as_its_longest_rider_and_a_chairlift_as_all_of_them
     assert found["dynamic"].figures() == static, "with all there from the start no bus has to wait"
 
 
-def test_seats_are_kept_until_the_bus_is_back() -> None:
-    found = sides([4, 2, 3, 1])
-    assert found["static"].held().tolist() == [4000, 4000, 7000, 7000]
-    assert found["static"].seating() == [0, 1, 0, 1]
-    assert sides([2, 4, 1, 3])["static"].held().tolist() == [4000, 4000, 7000, 7000], "whoever is the last of them"
-    assert found["continuous"].held().tolist() == [4000, 2000, 5000, 5000]
-    assert found["continuous"].seating() == [0, 1, 1, 0]
+def test_slots_are_idle_until_the_batch_ends() -> None:
+    found = results([4, 2, 3, 1])
+    assert found["static"].slot_free_at().tolist() == [4000, 4000, 7000, 7000]
+    assert found["static"].assign_slots() == [0, 1, 0, 1]
+    assert results([2, 4, 1, 3])["static"].slot_free_at().tolist() == [4000, 4000, 7000, 7000], "whoever is the last of them"
+    assert found["continuous"].slot_free_at().tolist() == [4000, 2000, 5000, 5000]
+    assert found["continuous"].assign_slots() == [0, 1, 1, 0]
 
 
-def test_a_dynamic_bus_waits_to_fill_but_not_for_ever() -> None:
+def test_a_dynamic_batch_waits_to_fill_until_its_timeout() -> None:
     # The first has waited its 2 ms at 2, and leaves alone; who came at 3 has waited long enough when that bus is back, at 6.
-    dynamic = sides([4, 2], [0, 3], ways=["dynamic"])["dynamic"]
-    assert dynamic.rides["started"].tolist() == [2000, 6000]
-    assert dynamic.span == 0.008
-    assert sides([4, 2], [0, 1], ways=["dynamic"])["dynamic"].rides["started"].tolist() == [1000, 1000]
+    dynamic = results([4, 2], [0, 3], ways=["dynamic"])["dynamic"]
+    assert dynamic.spans["started"].tolist() == [2000, 6000]
+    assert dynamic.duration == 0.008
+    assert results([4, 2], [0, 1], ways=["dynamic"])["dynamic"].spans["started"].tolist() == [1000, 1000]
 
 
 def test_the_lift_is_never_behind_the_bus() -> None:
-    workload = Workload.of(compare.made_up(60, 64, 96, 10.0))
-    for seats in (2, 8, 16):
-        config = EngineConfig(max_num_seqs=seats)
-        rates = [compare.simulated(workload, one, None, "cpu").figures() for one in compare.variants(config, WAYS, ["fcfs"], None, 500.0)]
+    workload = Workload.of(compare.synthetic_requests(60, 64, 96, 10.0))
+    for slots in (2, 8, 16):
+        config = EngineConfig(max_num_seqs=slots)
+        rates = [
+            compare.simulate_variant(workload, one, None, "cpu").figures() for one in compare.variants(config, WAYS, ["fcfs"], None, 500.0)
+        ]
         assert rates[2]["tokens_per_s"] > max(rates[0]["tokens_per_s"], rates[1]["tokens_per_s"])
-        assert rates[2]["seats_used"] > max(rates[0]["seats_used"], rates[1]["seats_used"])
+        assert rates[2]["slot_utilisation"] > max(rates[0]["slot_utilisation"], rates[1]["slot_utilisation"])
         assert all(one["served"] == 60 for one in rates)
 
 
 def test_made_up_lengths_have_the_means_asked_for() -> None:
-    lines = compare.made_up(4000, 64, 96, 5.0)
+    lines = compare.synthetic_requests(4000, 64, 96, 5.0)
     for lengths, mean in (([line.prompt_tokens for line in lines], 64), ([line.output_tokens for line in lines], 96)):
         assert np.mean(lengths) == pytest.approx(mean, rel=0.05)
-        assert max(lengths) / min(lengths) == pytest.approx(compare.SPREAD, rel=0.1)
+        assert max(lengths) / min(lengths) == pytest.approx(compare.LENGTH_RATIO, rel=0.1)
     assert [line.arrival for line in lines[:3]] == [0.0, 0.2, 0.4]
 
 
@@ -98,55 +100,55 @@ def test_variants_are_named_by_what_sets_them_apart() -> None:
     assert names(["static", "continuous"], ["fcfs"]) == ["static", "continuous"]
     assert names(["continuous"], ["fcfs", "shortest"]) == ["fcfs", "shortest"]
     assert names(["static", "continuous"], ["fcfs", "fair"]) == ["static, fcfs", "static, fair", "continuous, fcfs", "continuous, fair"]
-    with pytest.raises(InvalidSetting, match="named twice"):
+    with pytest.raises(InvalidSetting, match="given twice"):
         names(["static", "static"], ["fcfs"])
     with pytest.raises(InvalidSetting, match="--static-batch-size"):
         compare.variants(EngineConfig(max_num_seqs=1), ["static"], ["fcfs"], 2, 100.0)
 
 
-def test_the_picture_has_a_bar_for_each_request_on_a_seat_of_its_own() -> None:
-    found = sides([4, 2, 3, 1, 6, 2, 2], seats=3)
+def test_the_plot_has_a_bar_for_each_request() -> None:
+    found = results([4, 2, 3, 1, 6, 2, 2], slots=3)
     root = drawn(found)
-    rides = marked(root, "ride")
-    assert len(rides) == 3 * 7
+    spans = marked(root, "request")
+    assert len(spans) == 3 * 7
     assert len(marked(root, "prompt")) == 3 * 7 + 1, "and one in the legend"
     rows: dict[str, list[tuple[float, float]]] = {}
-    for ride in [*rides, *(kept for kept in marked(root, "kept") if kept.get("x") and kept.get("height") == rides[0].get("height"))]:
-        begin = float(ride.get("x", ""))
-        rows.setdefault(ride.get("y", ""), []).append((begin, begin + float(ride.get("width", ""))))
+    for span in [*spans, *(kept for kept in marked(root, "idle") if kept.get("x") and kept.get("height") == spans[0].get("height"))]:
+        begin = float(span.get("x", ""))
+        rows.setdefault(span.get("y", ""), []).append((begin, begin + float(span.get("width", ""))))
     assert len(rows) == 3 * 3
     for row in rows.values():
         assert all(end <= begin + 0.1 for (_, end), (begin, _) in pairwise(sorted(row))), "no two on one seat"
-        assert all(picture.LEFT <= begin < end <= picture.WIDTH - picture.RIGHT + 0.1 for begin, end in row)
+        assert all(compare_plot.LEFT <= begin < end <= compare_plot.WIDTH - compare_plot.RIGHT + 0.1 for begin, end in row)
     told = [text.text for text in root.iter(f"{SVG}text")]
     assert "A & B" in told
     assert "<told>" in told
-    assert "all done after 0.0 s" in told
+    assert "0.0 s" in told
 
 
-@pytest.mark.parametrize("why", ["many requests", "many seats"])
-def test_where_bars_would_be_too_many_the_picture_has_areas(why: str) -> None:
-    found = sides([1 + at % 5 for at in range(201)]) if why == "many requests" else sides([4, 2, 3], seats=65)
+@pytest.mark.parametrize("why", ["many requests", "many slots"])
+def test_where_bars_would_be_too_many_the_plot_has_areas(why: str) -> None:
+    found = results([1 + at % 5 for at in range(201)]) if why == "many requests" else results([4, 2, 3], slots=65)
     root = drawn(found)
-    assert not marked(root, "ride")
-    assert len(marked(root, "aboard", "path")) == 3
+    assert not marked(root, "request")
+    assert len(marked(root, "running", "path")) == 3
 
 
-def test_who_lost_a_seat_in_between_has_no_bar() -> None:
+def test_a_preempted_request_has_no_bar() -> None:
     [variant] = compare.variants(EngineConfig(max_num_seqs=2), ["continuous"], ["fcfs"], None, 1.0)
-    rides = [(tag, 0, tag * 1000, tag * 1000 + 500, 9000, 4, 3000) for tag in range(3)]
-    lost = compare.side(variant, 2, rides, 1)
-    assert lost.seating() is None
-    assert lost.figures()["seats_used"] == pytest.approx((9 + 8 + 7 - 9) / 18), "only while it had one"
+    spans = [(tag, 0, tag * 1000, tag * 1000 + 500, 9000, 4, 3000) for tag in range(3)]
+    lost = compare.variant_result(variant, 2, spans, 1)
+    assert lost.assign_slots() is None
+    assert lost.figures()["slot_utilisation"] == pytest.approx((9 + 8 + 7 - 9) / 18), "only while it had one"
     assert lost.figures()["unserved"] == 1
-    assert len(marked(drawn({"a": lost}), "aboard", "path")) == 1
+    assert len(marked(drawn({"a": lost}), "running", "path")) == 1
 
 
 def test_an_area_is_as_large_as_what_it_shows() -> None:
-    static = sides([4, 2, 3, 1])["static"]
-    across = picture._Across(static.span)
-    waits = across.mean(static.rides["arrived"], static.rides["started"])
-    assert waits.mean() * static.span == pytest.approx(2 * 0.004)
+    static = results([4, 2, 3, 1])["static"]
+    across = compare_plot._TimeScale(static.duration)
+    waits = across.mean_open(static.spans["arrived"], static.spans["started"])
+    assert waits.mean() * static.duration == pytest.approx(2 * 0.004)
     assert (waits[:10].tolist(), waits[-10:].tolist()) == ([2.0] * 10, [0.0] * 10)
 
 
@@ -160,20 +162,30 @@ def test_the_command_draws_the_readmes_picture_and_prints_its_table(tmp_path: Pa
 
 def test_the_command_runs_a_trace_and_makes_a_page_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{at / 9},40,{9 + at}\n" for at in range(30)))
-    asked = ["compare", "--trace", str(tmp_path / "trace.csv"), "--model", "Llama-3.1-8B", "--device", "H100", "--max-num-seqs", "4"]
+    asked = [
+        "compare",
+        "--trace",
+        str(tmp_path / "trace.csv"),
+        "--model",
+        "Llama-3.1-8B",
+        "--modelled-device",
+        "H100",
+        "--max-num-seqs",
+        "4",
+    ]
     page = tmp_path / "page.html"
     assert (
         main.main([*asked, "--batching", "continuous,static", "--policy", "fcfs,shortest", "--rate-scale", "9", "--report", str(page)]) == 0
     )
     table = capsys.readouterr().out
     assert "continuous, shortest" in table
-    assert "Weights are taken to be in bfloat16" in " ".join(table.split())
-    assert "The same 30 requests on the same 4 seats." in table
-    assert page.read_text().count('class="ride"') == 4 * 30
+    assert "Data types: weights bfloat16" in " ".join(table.split())
+    assert "The same 30 requests on the same 4 batch slots." in table
+    assert page.read_text().count('class="request"') == 4 * 30
     assert main.main([*asked, "--json", "--num-requests", "10"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [one["batching"] for one in told["sides"]] == list(WAYS)
-    assert all(one["figures"]["served"] == 10 for one in told["sides"])
+    assert [one["batching"] for one in told["variants"]] == list(WAYS)
+    assert all(one["figures"]["served"] == 10 for one in told["variants"])
 
 
 def test_the_model_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,17 +201,19 @@ def test_the_model_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, 
 def test_a_profile_without_a_model_names_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"num_kv_blocks": 1000, "block_size": 16, "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 256}
     Profile(name="here", model="", step=StepTime.constant(1000), sizes=sizes).save(tmp_path / "here.json")
-    assert main.main(["compare", "--device", str(tmp_path / "here.json"), "--batching", "continuous"]) == 0
+    assert main.main(["compare", "--modelled-device", str(tmp_path / "here.json"), "--batching", "continuous"]) == 0
     assert "over 5.2 s. here, simulated." in capsys.readouterr().out
 
 
 def test_really_run_the_same_requests_are_served(byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["compare", "--run", "--model", str(byte_model), "--load-format", "none", "--num-requests", "12", "--output-tokens", "8"]
+    asked = ["compare", "--run", "--model", str(byte_model), "--load-format", "none", "--num-requests", "12", "--output-len", "8"]
     drawing = tmp_path / "run.svg"
     assert main.main([*asked, "--request-rate", "1000", "--batch-timeout-ms", "5", "--json", "-o", str(drawing)]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [(one["name"], one["figures"]["served"], one["figures"]["unserved"]) for one in told["sides"]] == [(way, 12, 0) for way in WAYS]
-    assert len(marked(ElementTree.parse(drawing).getroot(), "ride")) == 3 * 12
+    assert [(one["name"], one["figures"]["served"], one["figures"]["unserved"]) for one in told["variants"]] == [
+        (way, 12, 0) for way in WAYS
+    ]
+    assert len(marked(ElementTree.parse(drawing).getroot(), "request")) == 3 * 12
 
 
 def test_requests_that_fit_nowhere_are_counted(byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,17 +237,17 @@ def status(arguments: list[str]) -> object:
     [
         (["--batching", "bus"], "expected some of continuous, static, dynamic, got 'bus'"),
         (["--policy", "fcfs,first"], "got 'first'"),
-        (["-o", "picture.png"], "expected a name that ends in .svg; --report writes a page"),
+        (["-o", "picture.png"], "expected a name that ends in .svg; --report writes an HTML page"),
         (["--num-requests", "0"], "expected a whole number"),
         (["--batch-timeout-ms", "0"], "expected a number"),
-        (["--run", "--device", "H100"], "with --run this one does the work"),
-        (["--rate-scale", "2"], "--rate-scale is for a trace: name one with --trace"),
-        (["--trace", "x.csv", "--output-tokens", "9"], "--output-tokens is for made-up requests: leave out --trace"),
+        (["--run", "--modelled-device", "H100"], "--run uses this machine"),
+        (["--rate-scale", "2"], "--rate-scale has no effect here: it is for a --trace"),
+        (["--trace", "x.csv", "--output-len", "9"], "--output-len has no effect here: it is for synthetic requests, without --trace"),
         (["--static-batch-size", "9"], "--static-batch-size (9) must be at most --max-num-seqs (8)"),
-        (["--batching", "static,static"], "named twice"),
-        (["--threads", "2"], "--threads does nothing here: it is for the engine that --run runs"),
-        (["--batching", "continuous", "--static-batch-size", "2"], "--static-batch-size does nothing here"),
-        (["--batching", "static", "--batch-timeout-ms", "2"], "--batch-timeout-ms does nothing here: only dynamic batches wait to fill"),
+        (["--batching", "static,static"], "given twice"),
+        (["--threads", "2"], "--threads has no effect here: it is for --run"),
+        (["--batching", "continuous", "--static-batch-size", "2"], "--static-batch-size has no effect here"),
+        (["--batching", "static", "--batch-timeout-ms", "2"], "--batch-timeout-ms has no effect here: it is for dynamic batching"),
         (["--max-model-len", "8"], "none of 32 requests was served"),
     ],
 )

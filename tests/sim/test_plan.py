@@ -13,15 +13,16 @@ from traces import ARENA, workload
 
 from chairlift.bench.traces import TraceRequest
 from chairlift.cli import main
-from chairlift.cli import plan as command
+from chairlift.cli import plan as plan_command
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.errors import InvalidSetting
+from chairlift.sim import plan_report
 from chairlift.sim.devices import DEVICES, Profile
-from chairlift.sim.mix import FEWEST, MOST, Mix
-from chairlift.sim.plan import Plan, Point, Targets, _changes, plan
+from chairlift.sim.plan import Plan, Point, Targets, _candidates, plan
 from chairlift.sim.run import machine
 from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import Workload
+from chairlift.sim.workload_spec import MAX_REQUESTS, MIN_REQUESTS, WorkloadSpec
 
 SIZES = {"num_kv_blocks": 10_001, "block_size": 16, "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 256}
 FIXED = EngineConfig(max_num_seqs=64, max_num_batched_tokens=256, watermark=0.0)
@@ -37,66 +38,66 @@ def made_up(step: StepTime, error: float = 0.0, **sizes: int) -> Profile:
 def test_seats_bind_where_steps_cost_the_same_however_many_ride() -> None:
     # A request holds one of 4 seats for 50 steps of 10 ms: 8 a second.
     config = replace(FIXED, max_num_seqs=4)
-    found = plan(Mix(prompt_tokens=10, output_tokens=50), Targets(ttft=2.0, itl=0.02), device=made_up(TEN_MS), config=config)
-    assert 0.85 * 8 < found.most.rate < 1.03 * 8
-    assert found.binds == "seats"
-    assert found.brings["seats"] == pytest.approx(2 * found.most.rate, rel=0.15)
-    assert found.brings["kv"] == pytest.approx(found.most.rate, rel=0.03)
-    assert found.brings["itl"] == pytest.approx(found.most.rate, rel=0.03)
+    found = plan(WorkloadSpec(prompt_tokens=10, output_tokens=50), Targets(ttft=2.0, itl=0.02), device=made_up(TEN_MS), config=config)
+    assert 0.85 * 8 < found.capacity.rate < 1.03 * 8
+    assert found.bottleneck == "slots"
+    assert found.sensitivity["slots"] == pytest.approx(2 * found.capacity.rate, rel=0.15)
+    assert found.sensitivity["kv"] == pytest.approx(found.capacity.rate, rel=0.03)
+    assert found.sensitivity["itl"] == pytest.approx(found.capacity.rate, rel=0.03)
     assert found.settings == {}
-    assert found.default == found.most
-    assert found.users(30).rate == 30 * found.most.rate
+    assert found.default == found.capacity
+    assert found.users(30).rate == 30 * found.capacity.rate
 
 
 def test_the_kv_cache_binds_where_it_holds_few() -> None:
     # A request has 11 blocks for 16 steps of 10 ms, and there are 44: 4 / 0.16 s.
     found = plan(
-        Mix(prompt_tokens=160, output_tokens=16),
+        WorkloadSpec(prompt_tokens=160, output_tokens=16),
         Targets(ttft=1.0, itl=0.02),
         device=made_up(TEN_MS, num_kv_blocks=45, max_num_batched_tokens=2048),
         config=replace(FIXED, max_num_batched_tokens=2048),
     )
-    assert 0.85 * 25 < found.most.rate < 1.03 * 25
-    assert found.binds == "kv"
-    assert found.brings["kv"] == pytest.approx(2 * found.most.rate, rel=0.15)
-    assert found.brings["seats"] == pytest.approx(found.most.rate, rel=0.03)
+    assert 0.85 * 25 < found.capacity.rate < 1.03 * 25
+    assert found.bottleneck == "kv"
+    assert found.sensitivity["kv"] == pytest.approx(2 * found.capacity.rate, rel=0.15)
+    assert found.sensitivity["slots"] == pytest.approx(found.capacity.rate, rel=0.03)
     assert found.figures["kv_used_max"] == 1
 
 
 def test_compute_binds_where_tokens_take_all_the_time() -> None:
     # 100 tokens of 1 ms and no answer to speak of: 10 a second.
-    found = plan(Mix(prompt_tokens=100, output_tokens=1), Targets(ttft=4.0, itl=1.0), device=made_up(PER_TOKEN), config=FIXED)
-    assert 0.9 * 10 < found.most.rate < 1.03 * 10
-    assert found.binds == "compute"
-    assert found.brings["compute"] == pytest.approx(2 * found.most.rate, rel=0.1)
+    found = plan(WorkloadSpec(prompt_tokens=100, output_tokens=1), Targets(ttft=4.0, itl=1.0), device=made_up(PER_TOKEN), config=FIXED)
+    assert 0.9 * 10 < found.capacity.rate < 1.03 * 10
+    assert found.bottleneck == "compute"
+    assert found.sensitivity["compute"] == pytest.approx(2 * found.capacity.rate, rel=0.1)
     assert [point.rate for point in found.points] == sorted(point.rate for point in found.points)
-    assert next(point for point in found.points if point.rate == found.most.rate).ttft <= 4.0
+    assert next(point for point in found.points if point.rate == found.capacity.rate).ttft <= 4.0
     assert found.points[-1].ttft > 4.0
 
 
 def test_the_target_itself_binds_where_more_could_ride_more_slowly() -> None:
     # Steps of 40 ms and 5 ms a rider: within 60 ms for 4, and so for 4 / 60 ms / 20 tokens = 3.3 a second; within 120 ms for 16.
     step = StepTime(((0.0, 40_000.0), (1.0, 40_000.0)), decode_seq=5000.0)
-    found = plan(Mix(prompt_tokens=1, output_tokens=20), Targets(ttft=5.0, itl=0.0605), device=made_up(step), config=FIXED)
-    assert 0.25 * 3.3 < found.most.rate < 3.3
-    assert found.binds == "itl"
-    assert found.brings["itl"] > 1.5 * found.most.rate
-    assert found.brings["ttft"] == found.most.rate
+    found = plan(WorkloadSpec(prompt_tokens=1, output_tokens=20), Targets(ttft=5.0, itl=0.0605), device=made_up(step), config=FIXED)
+    assert 0.25 * 3.3 < found.capacity.rate < 3.3
+    assert found.bottleneck == "itl"
+    assert found.sensitivity["itl"] > 1.5 * found.capacity.rate
+    assert found.sensitivity["ttft"] == found.capacity.rate
 
 
 def test_a_target_that_one_alone_misses_is_refused_with_the_number_that_would_do() -> None:
-    mix, on = Mix(prompt_tokens=10, output_tokens=2), made_up(TEN_MS)
-    with pytest.raises(InvalidSetting, match=r"10 ms to its first token and 10 ms between.*--ttft-ms 10 at least"):
+    mix, on = WorkloadSpec(prompt_tokens=10, output_tokens=2), made_up(TEN_MS)
+    with pytest.raises(InvalidSetting, match=r"10 ms of TTFT and 10 ms of ITL.*at least --ttft-ms 10"):
         plan(mix, Targets(ttft=0.005, itl=1.0), device=on)
     burst = Workload.of([TraceRequest(0.0, 10, 2)] + [TraceRequest(1.0, 10, 2)] * 99)
-    with pytest.raises(InvalidSetting, match=r"a request alone keeps them, but so many come at the same moment"):
-        plan(Mix(trace=burst, timed=True), Targets(ttft=0.015, itl=1.0), device=on, config=replace(FIXED, max_num_seqs=1))
-    with pytest.raises(InvalidSetting, match=r"ask for --ttft-ms 10 and --itl-ms 11 at least"):
+    with pytest.raises(InvalidSetting, match=r"isolated requests meet them, but the trace has bursts"):
+        plan(WorkloadSpec(trace=burst, timed=True), Targets(ttft=0.015, itl=1.0), device=on, config=replace(FIXED, max_num_seqs=1))
+    with pytest.raises(InvalidSetting, match=r"at least --ttft-ms 10 and --itl-ms 11"):
         plan(mix, Targets(ttft=0.001, itl=0.001), device=on)
     # Then 95 of 100 must come while nobody is served, which each is for 20 ms: 5 % / 20 ms.
     found = plan(mix, Targets(ttft=0.010, itl=0.0101), device=on, config=FIXED)
-    assert found.most.rate == pytest.approx(2.5, rel=0.3)
-    assert found.binds == "ttft"
+    assert found.capacity.rate == pytest.approx(2.5, rel=0.3)
+    assert found.bottleneck == "ttft"
 
 
 def test_laxer_targets_never_bring_less() -> None:
@@ -105,7 +106,7 @@ def test_laxer_targets_never_bring_less() -> None:
     @cache
     def rate(ttft: float, itl: float, percentile: float = 95.0) -> float:
         targets = Targets(ttft=ttft, itl=itl, percentile=percentile)
-        return plan(Mix(prompt_tokens=60, output_tokens=20), targets, device=made_up(step), config=FIXED).most.rate
+        return plan(WorkloadSpec(prompt_tokens=60, output_tokens=20), targets, device=made_up(step), config=FIXED).capacity.rate
 
     firsts = [rate(ttft, 0.5) for ttft in (0.15, 0.4, 1.0)]
     assert firsts == sorted(firsts)
@@ -117,26 +118,26 @@ def test_laxer_targets_never_bring_less() -> None:
 
 
 def test_the_range_is_as_wide_as_steps_may_be_off() -> None:
-    mix, targets = Mix(prompt_tokens=100, output_tokens=1), Targets(ttft=4.0, itl=1.0)
+    mix, targets = WorkloadSpec(prompt_tokens=100, output_tokens=1), Targets(ttft=4.0, itl=1.0)
     sure, unsure = (plan(mix, targets, device=made_up(PER_TOKEN, error), config=FIXED) for error in (0.0, 0.2))
-    assert sure.most.low <= sure.most.rate <= sure.most.high < 1.1 * sure.most.low
-    assert unsure.most.rate == sure.most.rate
-    assert unsure.most.low == pytest.approx(sure.most.rate / 1.2, rel=0.08)
-    assert unsure.most.high == pytest.approx(sure.most.rate * 1.2, rel=0.08)
+    assert sure.capacity.low <= sure.capacity.rate <= sure.capacity.high < 1.1 * sure.capacity.low
+    assert unsure.capacity.rate == sure.capacity.rate
+    assert unsure.capacity.low == pytest.approx(sure.capacity.rate / 1.2, rel=0.08)
+    assert unsure.capacity.high == pytest.approx(sure.capacity.rate * 1.2, rel=0.08)
 
 
 def test_smaller_steps_are_chosen_for_the_time_between_tokens() -> None:
     # A step of 256 tokens takes 266 ms; the prompts of 1,000 tokens fill four. Steps of 64 keep 100 ms, those of 128 do not.
     step = StepTime(((0.0, 10_000.0), (1.0, 11_000.0)))
     # A large target turns the default limit on steps off, which would keep 100 ms by itself most of the time.
-    mix, targets, config = Mix(prompt_tokens=1000, output_tokens=20), Targets(ttft=4.0, itl=0.1), EngineConfig(target_itl_ms=1e5)
+    mix, targets, config = WorkloadSpec(prompt_tokens=1000, output_tokens=20), Targets(ttft=4.0, itl=0.1), EngineConfig(target_itl_ms=1e5)
     found = plan(mix, targets, config=config, device=made_up(step, 0.05))
     assert found.settings["max_num_batched_tokens"] in (32, 64)
-    assert found.most.rate > 2 * found.default.rate
+    assert found.capacity.rate > 2 * found.default.rate
 
 
-def test_the_same_plan_comes_out_again_and_tells_how_far_it_is() -> None:
-    mix, targets, heard = Mix(prompt_tokens=100, output_tokens=1), Targets(ttft=4.0, itl=1.0), list[float]()
+def test_the_same_plan_comes_out_again_and_reports_progress() -> None:
+    mix, targets, heard = WorkloadSpec(prompt_tokens=100, output_tokens=1), Targets(ttft=4.0, itl=1.0), list[float]()
     found = plan(mix, targets, device=made_up(PER_TOKEN, 0.05), config=replace(FIXED, max_num_seqs=None), on_progress=heard.append)
     again = plan(mix, targets, device=made_up(PER_TOKEN, 0.05), config=replace(FIXED, max_num_seqs=None))
     assert again.document() == found.document()
@@ -146,7 +147,7 @@ def test_the_same_plan_comes_out_again_and_tells_how_far_it_is() -> None:
 
 def test_only_what_nobody_set_and_what_was_measured_is_tried() -> None:
     def tried(config: EngineConfig, largest: int | None = None) -> list[dict[str, int]]:
-        return _changes(config, machine(None, made_up(TEN_MS), config)[0], largest)
+        return _candidates(config, machine(None, made_up(TEN_MS), config)[0], largest)
 
     assert tried(FIXED) == []
     sizes = [change for change in tried(EngineConfig()) if "max_num_batched_tokens" in change]
@@ -159,46 +160,46 @@ def test_only_what_nobody_set_and_what_was_measured_is_tried() -> None:
 
 
 def test_spells_are_so_long_and_a_trace_is_stretched() -> None:
-    mix = Mix(prompt_tokens=10, output_tokens=5, spread=0.5)
-    spell = mix.spell(10.0, 120.0, 1)
+    mix = WorkloadSpec(prompt_tokens=10, output_tokens=5, spread=0.5)
+    spell = mix.sample(10.0, 120.0, 1)
     assert len(spell) == 1200
     assert spell.column("arrival_us")[-1] == pytest.approx(120e6, rel=0.01)
     assert (spell.column("prompt").min(), spell.column("prompt").max()) == (5, 15)
-    assert (mix.spell(10.0, 120.0, 2).requests != spell.requests).any()
-    assert len(mix.spell(0.1, 120.0, 0)) == FEWEST
-    assert len(mix.spell(1e6, 120.0, 0)) == MOST
-    assert mix.longest_wait(1e6, 120.0) == MOST / 1e6 / 20
+    assert (mix.sample(10.0, 120.0, 2).requests != spell.requests).any()
+    assert len(mix.sample(0.1, 120.0, 0)) == MIN_REQUESTS
+    assert len(mix.sample(1e6, 120.0, 0)) == MAX_REQUESTS
+    assert mix.max_wait(1e6, 120.0) == MAX_REQUESTS / 1e6 / 20
     trace = workload(ARENA).first(50)
-    timed = Mix(trace=trace, timed=True)
+    timed = WorkloadSpec(trace=trace, timed=True)
     assert len(timed.seeds) == 1
     own = 50 / (trace.column("arrival_us")[-1] / 1e6)
-    assert np.abs(timed.spell(2 * own, 1.0, 0).column("arrival_us") * 2 - trace.column("arrival_us")).max() <= 1
-    at_random = Mix(trace=trace).spell(3.0, 120.0, 0)
-    assert len(at_random) == FEWEST
+    assert np.abs(timed.sample(2 * own, 1.0, 0).column("arrival_us") * 2 - trace.column("arrival_us")).max() <= 1
+    at_random = WorkloadSpec(trace=trace).sample(3.0, 120.0, 0)
+    assert len(at_random) == MIN_REQUESTS
     assert (at_random.column("prompt")[:50] == trace.column("prompt")).all()
-    assert (np.diff(timed.alone().column("arrival_us")) >= 1e9).all()
+    assert (np.diff(timed.isolated().column("arrival_us")) >= 1e9).all()
 
 
 def test_requests_that_are_too_long_are_left_out() -> None:
     lines = [TraceRequest(0, 100, 10, (1,)), TraceRequest(1, 5000, 10, tuple(range(2, 12))), TraceRequest(2, 600, 10, (1, 40))]
-    mix = Mix(trace=Workload.of(lines))
+    mix = WorkloadSpec(trace=Workload.of(lines))
     fits = mix.fitting(4096)
-    assert mix.left_out(fits) == 1
+    assert mix.excluded(fits) == 1
     assert fits.trace is not None
     assert fits.trace.column("prompt").tolist() == [100, 600]
     assert fits.trace.names.tolist() == [1, 1, 40]
-    with pytest.raises(InvalidSetting, match="all requests of the trace are longer"):
+    with pytest.raises(InvalidSetting, match="all requests of the trace exceed"):
         mix.fitting(50)
     with pytest.raises(InvalidSetting, match=r"up to 4200 tokens.*4096"):
-        plan(Mix(prompt_tokens=4100, output_tokens=100), device=made_up(TEN_MS))
+        plan(WorkloadSpec(prompt_tokens=4100, output_tokens=100), device=made_up(TEN_MS))
 
 
 def test_what_is_no_mix_and_no_target_is_refused() -> None:
     for wrong in ({"prompt_tokens": 0}, {"spread": 1.0}, {"burstiness": 0.0}, {"timed": True}, {"trace": Workload.of([])}):
         with pytest.raises(InvalidSetting):
-            Mix(**wrong)
+            WorkloadSpec(**wrong)
     with pytest.raises(InvalidSetting, match="--no-self-timed"):
-        Mix(trace=Workload.of([TraceRequest(0, 1, 1)]), timed=True)
+        WorkloadSpec(trace=Workload.of([TraceRequest(0, 1, 1)]), timed=True)
     for wrong in ({"ttft": 0.0}, {"itl": -1.0}, {"percentile": 0.0}):
         with pytest.raises(InvalidSetting):
             Targets(**wrong)
@@ -207,11 +208,11 @@ def test_what_is_no_mix_and_no_target_is_refused() -> None:
 
 def test_refusals_are_no_way_to_keep_a_target() -> None:
     config = replace(FIXED, max_num_seqs=1, max_num_queued_reqs=1)
-    found = plan(Mix(prompt_tokens=10, output_tokens=10), Targets(ttft=1.0, itl=1.0), device=made_up(TEN_MS), config=config)
+    found = plan(WorkloadSpec(prompt_tokens=10, output_tokens=10), Targets(ttft=1.0, itl=1.0), device=made_up(TEN_MS), config=config)
     assert any(math.isinf(point.ttft) for point in found.points), "of more than 5 in 100 at the highest rates"
     json.dumps(found.document(), allow_nan=False)
     # One is served in 100 ms and one may wait: 95 of 100 get a place (M/D/1/2) up to 3 to 5 a second, where the mean would allow 10.
-    assert 2.0 < found.most.rate < 6.0
+    assert 2.0 < found.capacity.rate < 6.0
 
 
 def profile(tmp_path: Path) -> str:
@@ -223,7 +224,7 @@ def profile(tmp_path: Path) -> str:
 def test_the_command_says_it_in_words_json_and_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["plan", "--device", profile(tmp_path), "--input-len", "1000", "--output-len", "20", "--ttft-ms", "4000"]
+    asked = ["plan", "--modelled-device", profile(tmp_path), "--input-len", "1000", "--output-len", "20", "--ttft-ms", "4000"]
     asked += ["--target-itl-ms", "100000"]  # without the default limit on steps
     found: list[Plan] = []
 
@@ -231,39 +232,50 @@ def test_the_command_says_it_in_words_json_and_a_page(
         found.append(plan(*given, **named))
         return found[-1]
 
-    monkeypatch.setattr(command, "plan", planned)
+    monkeypatch.setattr(plan_command, "plan", planned)
     page = tmp_path / "plan.html"
     assert main.main([*asked, "--users-every", "60", "--report", str(page)]) == 0
     told = capsys.readouterr().out
-    assert "people" in told
+    assert "users" in told
     assert "every 60 s" in told
     assert "chairlift serve --max-num-batched-tokens" in told
-    assert "without them" in told
-    assert "95 of 100 first tokens within 4 s" in told
-    assert all(words in told for words in command.MORE.values())
+    assert "default settings" in told
+    assert "p95 of TTFT within 4 s" in told
+    assert all(words in told for words in plan_report.DOUBLED.values())
     html = page.read_text()
     assert html.count("<svg") == 2
     assert "target" in html
     with monkeypatch.context() as patch:
-        patch.setattr(command, "plan", lambda *_, **__: found[0])
+        patch.setattr(plan_command, "plan", lambda *_, **__: found[0])
         assert main.main([*asked, "--json"]) == 0
     raw = json.loads(capsys.readouterr().out)
-    assert raw["users"] == 30 * raw["most"]["rate"]
-    assert set(raw["brings"]) == set(command.MORE) == set(command.WORDS)
+    assert raw["users"] == 30 * raw["capacity"]["rate"]
+    assert set(raw["sensitivity"]) == set(plan_report.DOUBLED) == set(plan_report.BOTTLENECKS)
     assert raw["settings"]["max_num_batched_tokens"] <= 64
     assert main.main([*asked, "--itl-ms", "1"]) == 1
-    assert "--itl-ms 11 at least" in capsys.readouterr().err
+    assert "at least --itl-ms 11" in capsys.readouterr().err
 
 
 def test_the_command_plans_for_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--device", profile(tmp_path), "--trace", str(ARENA), "--num-requests", "60", "--max-num-seqs", "64", "--json"]
+    asked = [
+        "plan",
+        "--modelled-device",
+        profile(tmp_path),
+        "--trace",
+        str(ARENA),
+        "--num-requests",
+        "60",
+        "--max-num-seqs",
+        "64",
+        "--json",
+    ]
     asked += ["--max-num-batched-tokens", "64"]
     assert main.main(asked) == 0
     timed = json.loads(capsys.readouterr().out)
-    assert "the first 60 requests" in timed["told"]["traffic"]
-    assert "its own times" in timed["told"]["traffic"]
+    assert "the first 60 requests" in timed["summary"]["traffic"]
+    assert "the trace's times" in timed["summary"]["traffic"]
     assert main.main([*asked, "--no-self-timed"]) == 0
-    assert "at random (Poisson)" in json.loads(capsys.readouterr().out)["told"]["traffic"]
+    assert "at random times (Poisson)" in json.loads(capsys.readouterr().out)["summary"]["traffic"]
 
 
 def test_without_a_device_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,29 +285,29 @@ def test_without_a_device_this_machine_is_measured(monkeypatch: pytest.MonkeyPat
         asked.append(seconds)
         return made_up(TEN_MS)
 
-    monkeypatch.setattr(command, "calibrate", calibrate)
+    monkeypatch.setattr(plan_command, "calibrate", calibrate)
     sizes = ["--max-num-seqs", "4", "--max-num-batched-tokens", "256"]
     assert main.main(["plan", "--input-len", "10", "--output-len", "50", *sizes]) == 0
     told = capsys.readouterr()
     assert asked == [60]
     assert "measuring this machine" in told.err
-    assert "seats" in told.out
+    assert "slots" in told.out
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--swap-space", "1G"], "--swap-space: a measured machine's blocks have no size here"),
-        (["--kv-cache-memory-bytes", "1G"], "--kv-cache-memory-bytes: a measured machine's blocks have no size here"),
-        (["--num-requests", "9"], "--num-requests does nothing here: it is for the requests of a --trace"),
-        (["--no-self-timed"], "--self-timed does nothing here: it is for the requests of a --trace"),
-        (["--trace", "x.csv", "--input-len", "9"], "--input-len does nothing here: a --trace has lengths of its own"),
+        (["--swap-space", "1G"], "--swap-space: the block size of a measured machine is unknown"),
+        (["--kv-cache-memory-bytes", "1G"], "--kv-cache-memory-bytes: the block size of a measured machine is unknown"),
+        (["--num-requests", "9"], "--num-requests has no effect here: it is for the requests of a --trace"),
+        (["--no-self-timed"], "--self-timed has no effect here: it is for the requests of a --trace"),
+        (["--trace", "x.csv", "--input-len", "9"], "--input-len has no effect here: a --trace has its own lengths"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_measured(
     flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "calibrate", None)
+    monkeypatch.setattr(plan_command, "calibrate", None)
     assert main.main(["plan", *flags]) == 1
     told = capsys.readouterr()
     [line] = told.err.splitlines()
@@ -304,17 +316,19 @@ def test_what_cannot_be_is_told_before_anything_is_measured(
 
 
 def test_words_are_whole_without_a_gain() -> None:
-    found = plan(Mix(prompt_tokens=100, output_tokens=1), Targets(ttft=4.0, itl=1.0), device=made_up(PER_TOKEN), config=FIXED)
+    found = plan(WorkloadSpec(prompt_tokens=100, output_tokens=1), Targets(ttft=4.0, itl=1.0), device=made_up(PER_TOKEN), config=FIXED)
     assert isinstance(found, Plan)
-    told = command.told_of(found, made_up(PER_TOKEN), DEFAULT_MODEL, "traffic", 30.0)
-    assert "without them" not in told
-    assert "left out" not in told
+    told = plan_report.summary(found, made_up(PER_TOKEN), DEFAULT_MODEL, "traffic", 30.0, "")
+    assert "default settings" not in told
+    assert "excluded" not in told
     assert told["settings"].startswith("the defaults")
-    assert "guess" not in told["range"]
-    other = command.told_of(replace(found, settings={"max_num_seqs": 8}, left_out=3), DEVICES["h100"], "./my model", "traffic", 30.0)
+    assert "assumption" not in told["range"]
+    other = plan_report.summary(
+        replace(found, settings={"max_num_seqs": 8}, excluded=3), DEVICES["h100"], "./my model", "traffic", 30.0, ""
+    )
     assert other["settings"] == "chairlift serve './my model' --max-num-seqs 8"
-    assert "guess" in other["range"], "nobody measured an H100"
-    assert "3 requests" in other["left out"]
-    nameless = command.told_of(replace(found, settings={"max_num_seqs": 8}), made_up(PER_TOKEN), "", "traffic", 30.0)
+    assert "assumption" in other["range"], "nobody measured an H100"
+    assert "3 requests" in other["excluded"]
+    nameless = plan_report.summary(replace(found, settings={"max_num_seqs": 8}), made_up(PER_TOKEN), "", "traffic", 30.0, "")
     assert nameless["title"].startswith("made up: about ")
     assert nameless["settings"] == "chairlift serve MODEL --max-num-seqs 8"

@@ -13,7 +13,8 @@ from traces import ARENA, CONV, mooncake, workload
 
 import chairlift
 from chairlift.bench.traces import TraceRequest
-from chairlift.cli import main, simulate_flags
+from chairlift.cli import main
+from chairlift.cli.simulate import _EXAMPLES
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, InvalidTrace, ModelNotFound
 from chairlift.sim import table
@@ -53,7 +54,7 @@ def test_every_request_ends_and_its_account_adds_up() -> None:
     result = simulate(trace, model="Llama-3.1-8B", device="L4")
     one = result.requests
     assert sorted(one["tag"]) == list(range(500))
-    assert (sum(one[name] for name in result.cause_names) == one["ended"] - one["arrived"]).all()
+    assert (sum(one[name] for name in result.state_names) == one["ended"] - one["arrived"]).all()
     by_tag = one[np.argsort(one["tag"])]
     assert (by_tag["output_tokens"] == trace.column("output")).all()
     assert (by_tag["arrived"] == trace.column("arrival_us")).all()
@@ -82,7 +83,7 @@ def test_what_each_tenant_was_given_adds_up_and_is_told_over_time(capsys: pytest
         assert len(values) <= result.requests["ended"].max() / 1e6 // window + 1
     document = result.document()
     assert document["tenants"].keys() == document["service"]["tenants"].keys() == told.keys()
-    assert main.main(["simulate", "--trace", str(ARENA), "--model", "Llama-3.1-8B", "--device", "L4", "--num-requests", "50"]) == 0
+    assert main.main(["simulate", "--trace", str(ARENA), "--model", "Llama-3.1-8B", "--modelled-device", "L4", "--num-requests", "50"]) == 0
     assert "tenant" in capsys.readouterr().out
     assert table.tenants(simulate(workload(CONV).first(20), model="Llama-3.1-8B", device="L4")) == [], "there is only one"
 
@@ -159,10 +160,10 @@ def test_sizes_follow_the_machines_memory() -> None:
     settings, _ = machine("Llama-3.1-8B", "H100", EngineConfig())
     free = 0.92 * 80e9 - 2 * 8.03e9 - 2 * 2**30
     assert settings["num_blocks"] == pytest.approx(free / (16 * 131072), rel=0.001)
-    with pytest.raises(InvalidSetting, match="no room for a KV cache"):
+    with pytest.raises(InvalidSetting, match="no memory for a KV cache"):
         machine("Llama-3.1-70B", "H100", EngineConfig())
     for small in ({"block_size": 10**9}, {"kv_cache_memory_bytes": 10}, {"num_kv_blocks": 1}):
-        with pytest.raises(InvalidSetting, match=r"a KV cache needs two blocks, and [01] of "):
+        with pytest.raises(InvalidSetting, match=r"the KV cache needs two blocks, but [01] of "):
             machine("Llama-3.1-8B", "H100", EngineConfig(**small))
     with pytest.raises(InvalidSetting, match="num_blocks must be a whole number from 2 to 4294967295, got 4294967296"):
         simulate([TraceRequest(0, 1, 1)], model="Llama-3.1-8B", device="H100", num_kv_blocks=2**32)
@@ -178,11 +179,9 @@ def test_the_cpu_keeps_weights_as_asked_and_says_how() -> None:
     usual, none = (machine("Llama-3.2-1B", "cpu", EngineConfig(quantization=how))[1](one) for how in ("auto", "none"))
     assert none > 3 * usual, "four bytes a weight for one"
     said = basis("Llama-3.2-1B", device("cpu"), EngineConfig(quantization="none", kv_cache_dtype="int8"))
-    assert said.endswith("Weights are taken to be in float32, keys and values in int8.")
-    assert basis(None, device("cpu"), EngineConfig(model="Llama-3.2-1B")).endswith(
-        "Weights are taken to be in int8, keys and values in float32."
-    )
-    assert basis("Llama-3.1-8B", device("H100"), EngineConfig()).endswith("in bfloat16, keys and values in bfloat16.")
+    assert said.endswith("weights float32, KV cache int8.")
+    assert basis(None, device("cpu"), EngineConfig(model="Llama-3.2-1B")).endswith("weights int8, KV cache float32.")
+    assert basis("Llama-3.1-8B", device("H100"), EngineConfig()).endswith("weights bfloat16, KV cache bfloat16.")
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
@@ -235,17 +234,17 @@ class _Page(HTMLParser):
 
 
 def test_the_command_prints_a_table_json_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    asked = ["simulate", "--trace", str(CONV), "--model", "Llama-3.1-8B", "--device", "H100", "--num-requests", "300"]
+    asked = ["simulate", "--trace", str(CONV), "--model", "Llama-3.1-8B", "--modelled-device", "H100", "--num-requests", "300"]
     assert main.main([*asked, "--policy", "shortest", "--max-num-seqs", "8", "--report", str(tmp_path / "page.html")]) == 0
     table = capsys.readouterr().out
-    assert "simulated with 300 requests of it" in (tmp_path / "page.html").read_text()
-    assert "time to first token, p50" in table
+    assert "simulated with 300 of its requests" in (tmp_path / "page.html").read_text()
+    assert "TTFT, p50" in table
     assert "times real time" in table
     page = _Page()
     page.feed((tmp_path / "page.html").read_text())
     assert not page.outside, "the page needs no network"
     for told in (" ".join(table.split()), (tmp_path / "page.html").read_text()):
-        assert "80% of its bandwidth, 60% of its peak, 0.5 ms a step more) are assumptions, not measurements" in told
+        assert "80% of its bandwidth, 60% of its peak, 0.5 ms overhead) are assumptions, not measurements" in told
     assert main.main([*asked, "--json", "--batching", "static", "--static-batch-size", "4", "--max-num-seqs", "4"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["figures"]["finished"] == 300
@@ -257,4 +256,4 @@ def test_the_command_prints_a_table_json_and_a_page(capsys: pytest.CaptureFixtur
 
 def test_the_help_names_every_machine_and_model() -> None:
     for name in [*(one.name for one in DEVICES.values()), *KNOWN]:
-        assert name in simulate_flags.EXAMPLES
+        assert name in _EXAMPLES

@@ -1,1 +1,1 @@
-"""Load on a server, what came of it, and reports: nothing here knows whose server it is."""
+"""Benchmarks of OpenAI-compatible servers: traces, load, figures and reports."""

@@ -1,4 +1,4 @@
-"""When requests come: arrival processes, the same for the same seed."""
+"""Arrival processes, reproducible by seed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections.abc import Iterable
 def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
     """`count` times in seconds at `rate` requests a second on average, the first at 0.
 
-    Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, more is more even, infinity is
-    a metronome. The times are stretched to end where they should on average, so that two seeds offer the same load (as in vLLM).
+    Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, more is more even, and infinity is
+    constant. As in vLLM, the times are scaled to end at their mean, so that two seeds have the same load.
     """
     gaps = _gaps(itertools.repeat(rate, count), burstiness, seed)
     times = list(itertools.accumulate(gaps))
-    whole = times[-1] or 1.0  # very bursty gaps may all be too short for a number
-    return [(time - times[0]) / whole * (count / rate) for time in times]
+    total = times[-1] or 1.0  # very bursty gaps can all underflow to 0
+    return [(time - times[0]) / total * (count / rate) for time in times]
 
 
-def gaps_in_words(burstiness: float) -> str:
-    """How the gaps between arrivals are spread, in words."""
+def describe_gaps(burstiness: float) -> str:
+    """The distribution of the gaps between arrivals, as text."""
     return "Poisson" if burstiness == 1 else f"gamma, burstiness {burstiness:g}"
 
 
@@ -37,7 +37,7 @@ def ramp(count: int, start: float, end: float, *, exponential: bool = False, bur
 
 
 def _gaps(rates: Iterable[float], burstiness: float, seed: int) -> list[float]:
-    draw = random.Random(f"arrivals {seed}")
+    generator = random.Random(f"arrivals {seed}")
     if math.isinf(burstiness):
         return [1 / rate for rate in rates]
-    return [draw.gammavariate(burstiness, 1 / (rate * burstiness)) for rate in rates]
+    return [generator.gammavariate(burstiness, 1 / (rate * burstiness)) for rate in rates]

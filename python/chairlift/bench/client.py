@@ -1,4 +1,4 @@
-"""One request to a server that speaks OpenAI's API, and what came back as a Record.
+"""Sends one request to an OpenAI-compatible server and records its stream.
 
 Kinds of failure: `HTTP 429` and the like (refused), `no connection`, `connection lost`, `timed out`, `error in the stream`, `cut off`
 (the stream ended without an end), `no tokens`, `no HTTP`.
@@ -19,7 +19,7 @@ from chairlift.bench.workload import Job
 from chairlift.errors import ChairliftError
 
 DETAIL = 300
-"""Characters that are kept of what a server says to a failure."""
+"""The most characters of an error message that a record keeps."""
 
 _KINDS: tuple[tuple[type[Exception], str], ...] = (
     (Unreachable, "no connection"),
@@ -28,37 +28,37 @@ _KINDS: tuple[tuple[type[Exception], str], ...] = (
     (Malformed, "no HTTP"),
     (Exception, "error in the stream"),
 )
-"""What an exchange that raises is counted as."""
+"""The kind of failure of each exception."""
 
 _DELTAS = ("content", "reasoning_content", "reasoning", "tool_calls")
-"""What a chat's delta may bring tokens in."""
+"""The fields of a chat delta that can have output tokens."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Which server, and how it is asked. It goes to other processes as it is."""
+    """The server and the settings of its requests. It is pickled for other processes."""
 
     url: str
     endpoint: str = "/v1/completions"
     model: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What each body has beside the prompt and the lengths: `temperature`, `ignore_eos`."""
+    """Additional fields of each request's body, such as `temperature` and `ignore_eos`."""
     timeout: float = 3600.0
-    """Seconds after which a request is given up."""
+    """Seconds until a request times out."""
     insecure: bool = False
 
     @property
     def chat(self) -> bool:
-        """Whether prompts go out as messages."""
+        """Whether requests are chat completions."""
         return self.endpoint.endswith("chat/completions")
 
     def http(self) -> Http:
-        """A client of that server."""
+        """An HTTP client for the server."""
         return Http(Address.parse(self.url), self.headers, insecure=self.insecure)
 
     def request(self, http: Http, job: Job) -> bytes:
-        """The bytes that ask for a job."""
+        """The bytes of a job's HTTP request."""
         prompt = {"messages": [{"role": "user", "content": job.prompt()}]} if self.chat else {"prompt": job.prompt()}
         body: dict[str, Any] = {"model": self.model, **prompt, "max_tokens": job.output_tokens, "stream": True}
         body["stream_options"] = {"include_usage": True}
@@ -67,27 +67,26 @@ class Target:
         return http.request("POST", self.endpoint, json.dumps(body | dict(self.fields)).encode())
 
 
-class Answer:
-    """Reads a stream of completions into a record; `began` is when the run began, by the clock of `take`."""
+class StreamReader:
+    """Parses a response stream into a record. `started` is the start of the run, by the clock of `feed`."""
 
-    def __init__(self, record: Record, *, chat: bool, began: float = 0.0) -> None:
+    def __init__(self, record: Record, *, chat: bool, started: float = 0.0) -> None:
         self._record = record
         self._chat = chat
-        self._began = began
+        self._started = started
         self._events = Events()
         self._error = b""
-        self._pieces = 0
-        self._told = False
+        self._usage_reported = False
         self._ended = False
 
-    def take(self, response: Response, body: bytes, now: float) -> None:
-        """A piece of the body that came at `now`."""
+    def feed(self, response: Response, body: bytes, now: float) -> None:
+        """Parses a part of the body that arrived at `now`."""
         if response.status != 200:
             self._error += body
             return
         for event in self._events.feed(body):
             if event.startswith(b"{"):
-                self._event(json.loads(event), now - self._began)
+                self._event(json.loads(event), now - self._started)
             elif event == b"[DONE]":
                 self._ended = True
 
@@ -95,36 +94,36 @@ class Answer:
         for choice in event.get("choices") or ():
             ended = choice.get("finish_reason") is not None
             self._ended = self._ended or ended
-            if self._brings(choice, ended):
+            if self._has_output(choice, ended):
                 self._record.times.append(now)
         if usage := event.get("usage"):
             self._record.prompt_tokens = int(usage["prompt_tokens"])
             self._record.output_tokens = int(usage["completion_tokens"])
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
             self._record.cached_tokens = None if cached is None else int(cached)
-            self._told = True
+            self._usage_reported = True
         if error := event.get("error"):
             self._fail("error in the stream", error.get("message", "") if isinstance(error, dict) else str(error))
 
-    def _brings(self, choice: Mapping[str, Any], ended: bool) -> bool:
-        """Whether an event brought tokens: text, or none yet of a character that takes several; but a role or an end alone is none."""
+    def _has_output(self, choice: Mapping[str, Any], ended: bool) -> bool:
+        """Whether an event has output tokens. Empty text counts, as part of a character; a role or a finish reason alone does not."""
         if self._chat:
             delta = choice.get("delta") or {}
             return any(delta.get(name) for name in _DELTAS) or not (ended or "role" in delta)
         return bool(choice.get("text")) or not ended
 
     def finish(self, response: Response) -> None:
-        """The answer is over; tells whether it was one."""
+        """Completes the record at the end of the response."""
         record = self._record
-        record.counted = self._told
-        if not self._told:
+        record.counted = self._usage_reported
+        if not self._usage_reported:
             record.output_tokens = len(record.times)
         if response.status != 200:
             self._fail(f"HTTP {response.status}", _message(self._error))
         elif not self._ended:
             self._fail("cut off", "the stream ended without a finish_reason")
         elif not record.times:
-            self._fail("no tokens", "the answer is empty")
+            self._fail("no tokens", "the response is empty")
 
     def _fail(self, kind: str, detail: str) -> None:
         if self._record.ok:
@@ -132,43 +131,43 @@ class Answer:
 
 
 def _message(body: bytes) -> str:
-    """What an error's body says, in OpenAI's form or any other."""
+    """The message of an error body, in OpenAI's format or any other."""
     text = body.decode(errors="replace")
     try:
-        found = json.loads(text)["error"]
-        return str(found["message"] if isinstance(found, dict) else found)
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return text
 
 
-async def ask(http: Http, target: Target, request: bytes, record: Record, began: float) -> None:
-    """Sends a request and fills its record; whatever goes wrong is in it. Where there is no open connection, making one is part of it."""
-    answer = Answer(record, chat=target.chat, began=began)
-    record.sent = time.perf_counter() - began
+async def send_request(http: Http, target: Target, request: bytes, record: Record, started: float) -> None:
+    """Sends a request and fills its record, failures included. Connects first if there is no idle connection."""
+    reader = StreamReader(record, chat=target.chat, started=started)
+    record.sent = time.perf_counter() - started
     try:
         async with asyncio.timeout(target.timeout):
-            response = await http.exchange(request, answer.take)
-        answer.finish(response)
-    except Exception as error:  # a server may send anything
+            response = await http.exchange(request, reader.feed)
+        reader.finish(response)
+    except Exception as error:  # a server can send anything
         record.failure = next(name for kind, name in _KINDS if isinstance(error, kind))
-        told = str(error) or (f"no end after {target.timeout:g} s" if isinstance(error, TimeoutError) else repr(error))
-        record.detail = told[:DETAIL]
-    record.end = time.perf_counter() - began
+        detail = str(error) or (f"no end within {target.timeout:g} s" if isinstance(error, TimeoutError) else repr(error))
+        record.detail = detail[:DETAIL]
+    record.end = time.perf_counter() - started
 
 
 async def models(target: Target) -> list[dict[str, Any]]:
-    """What the server's /v1/models lists; raises ChairliftError where it doesn't."""
+    """The models that /v1/models lists. Raises ChairliftError if it lists none."""
     http, body = target.http(), bytearray()
-    hint = "is the server up, and is --base-url its address?"
+    hint = "check that the server is up and that --base-url is its address"
     try:
         async with asyncio.timeout(60):
             response = await http.exchange(http.request("GET", "/v1/models"), lambda _, data, now: body.extend(data))
         if response.status == 401:
-            raise ChairliftError(f"{target.url} wants an API key: give it with --api-key or --header Authorization='Bearer KEY'")
+            raise ChairliftError(f"{target.url} requires an API key: set it with --api-key or --header Authorization='Bearer KEY'")
         return [dict(model) for model in json.loads(body)["data"]]
     except OSError as error:
-        raise ChairliftError(f"no server answers at {target.url} ({str(error) or 'not within a minute'}); {hint}") from None
+        raise ChairliftError(f"no server at {target.url} ({str(error) or 'not within a minute'}); {hint}") from None
     except (Malformed, ValueError, KeyError, TypeError) as error:
-        raise ChairliftError(f"{target.url}/v1/models lists no models ({error}): name one with --model; {hint}") from None
+        raise ChairliftError(f"{target.url}/v1/models lists no models ({error}): set --model, or {hint}") from None
     finally:
         http.close()

@@ -1,4 +1,4 @@
-"""Arithmetic on records: latencies, rates and goodput, as vLLM's benchmark defines them, and how all went over time."""
+"""Figures of a run: latencies, rates and goodput as vLLM defines them, and time series."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from chairlift.bench.record import Record
 from chairlift.errors import InvalidSetting
 
 TARGETS = ("ttft", "tpot", "e2el")
-"""What a request can be asked to meet."""
+"""The latencies that can have a target."""
 
 
 @dataclass(frozen=True)
 class Latency:
-    """One kind of latency over all requests; seconds. All 0 where there is none, as in vLLM."""
+    """One kind of latency of all requests, in seconds. Its figures are 0 if there are no values, as in vLLM."""
 
     values: tuple[float, ...]
     """Sorted."""
@@ -35,19 +35,19 @@ class Latency:
         return float(np.std(self.values or 0))
 
     def percentile(self, percent: float) -> float:
-        """The value below which `percent` of a hundred are, interpolated between the two around it."""
+        """A percentile, linearly interpolated."""
         return float(np.percentile(self.values or 0, percent))
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Targets for each request: at most so many milliseconds of `ttft`, `tpot` and `e2el` (DistServe, OSDI'24)."""
+    """Targets for each request: upper limits of `ttft`, `tpot` and `e2el` in milliseconds (DistServe, OSDI'24)."""
 
     limits: Mapping[str, float]
 
     @classmethod
     def parse(cls, pairs: Iterable[str]) -> Goodput:
-        """Reads `ttft:200`; raises InvalidSetting."""
+        """Parses pairs like `ttft:200`; raises InvalidSetting."""
         limits = {}
         for pair in pairs:
             name, _, text = pair.partition(":")
@@ -60,7 +60,7 @@ class Goodput:
         return cls(limits)
 
     def met(self, record: Record) -> bool:
-        """Whether a request ended well and met all targets; one of a single token has no time per token to miss."""
+        """Whether a request succeeded and met all targets. A single token has no TPOT and always meets that target."""
         if not record.ok:
             return False
         seconds = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.e2el}
@@ -71,7 +71,7 @@ class Goodput:
 
 
 class Figures:
-    """All figures of a run; failures are counted by kind and are in no latency."""
+    """The figures of a run. Latencies cover successful requests; failures are counted by kind."""
 
     def __init__(self, records: Sequence[Record], goodput: Goodput | None = None) -> None:
         done = [record for record in records if record.ok]
@@ -81,31 +81,31 @@ class Figures:
         """Seconds from the start to the last end."""
         self.input_tokens = sum(record.prompt_tokens for record in done)
         self.output_tokens = sum(record.output_tokens for record in done)
-        told = [record.cached_tokens for record in done if record.cached_tokens is not None]
-        self.cached_tokens = sum(told) if told else None
+        cached = [record.cached_tokens for record in done if record.cached_tokens is not None]
+        self.cached_tokens = sum(cached) if cached else None
         self.latencies = {
             "ttft": _latency(record.ttft for record in done),
             "tpot": _latency(tpot for record in done if (tpot := record.tpot) is not None),
             "itl": _latency(itl for record in done for itl in record.itls),
             "e2el": _latency(record.e2el for record in done),
             "lag": _latency(record.lag for record in records),
-            "wait": _latency(record.seated - record.due for record in records),
+            "wait": _latency(record.admitted - record.due for record in records),
         }
-        """By name; `lag` is how late the client sent for reasons of its own, `wait` how long requests waited for a seat."""
+        """By name. `lag` is the delay of sends by the client itself, `wait` the time spent waiting for the concurrency limit."""
         self.goodput = goodput
         self.good = sum(map(goodput.met, records)) if goodput else None
-        """Requests that met the targets, where there are some."""
+        """Requests that met the targets; None without targets."""
         first = min((record.sent for record in done), default=0.0)
         seconds = ((int(record.sent - first), int(record.times[-1] - first) + 1) for record in done)
         self.peak_concurrency = max(concurrency(seconds)[1], default=0)
-        """Most requests that were in flight within one second, one after the other or at a time."""
+        """The most requests in flight during any one second, not necessarily at the same instant."""
         per_second: dict[int, float] = {}
         for record in done:
             for time in record.times:
                 second = int(time - first)
                 per_second[second] = per_second.get(second, 0.0) + record.output_tokens / len(record.times)
         self.peak_output_rate = max(per_second.values(), default=0.0)
-        """Most output tokens in one second; those of a piece that brings several count as evenly spread over the answer's pieces."""
+        """The most output tokens in one second. A request's tokens are spread evenly over its events."""
 
     def rate(self, count: float) -> float:
         """`count` a second over the whole run."""
@@ -113,11 +113,11 @@ class Figures:
 
     @property
     def attainment(self) -> float | None:
-        """The part of all requests that met the targets; one that failed did not."""
+        """The share of all requests, including failed ones, that met the targets."""
         return None if self.good is None or not self.requests else self.good / self.requests
 
     def to_json(self, percentiles: Sequence[float] = (50, 90, 95, 99)) -> dict[str, Any]:
-        """The figures under the names that vLLM's result files have, and our own."""
+        """The figures as JSON, with the names of vLLM's result files where it has them."""
         plain: dict[str, Any] = {
             "duration": self.duration,
             "completed": self.completed,
@@ -146,11 +146,11 @@ def _latency(values: Iterable[float]) -> Latency:
 
 
 def concurrency(spans: Iterable[tuple[float, float]]) -> tuple[list[float], list[int]]:
-    """How many spans are open: times at which that changes, and the number from then on. One that ends as another begins leaves first."""
+    """The number of open spans over time: the times of changes, and the number from then on. Ends come before starts at the same time."""
     changes = Counter[float]()
-    for began, ended in spans:
-        if ended > began:
-            changes[began] += 1
+    for start, ended in spans:
+        if ended > start:
+            changes[start] += 1
             changes[ended] -= 1
     times, counts, count = [], [], 0
     for time in sorted(changes):
@@ -161,19 +161,19 @@ def concurrency(spans: Iterable[tuple[float, float]]) -> tuple[list[float], list
 
 
 def over_time(points: Iterable[tuple[float, float]], width: float, percent: float) -> tuple[list[float], list[float]]:
-    """A percentile of values in windows of `width` seconds: the windows' middles, and the value in each that has any."""
+    """A percentile of values in windows of `width` seconds: the middles of windows that have values, and the percentiles."""
     windows: dict[int, list[float]] = {}
     for time, value in points:
         windows.setdefault(int(time // width), []).append(value)
-    found = sorted(windows.items())
-    return [(window + 0.5) * width for window, _ in found], [float(np.percentile(values, percent)) for _, values in found]
+    ordered = sorted(windows.items())
+    return [(window + 0.5) * width for window, _ in ordered], [float(np.percentile(values, percent)) for _, values in ordered]
 
 
 def mean_over_time(spans: Sequence[tuple[float, float]], width: float) -> tuple[list[float], list[float]]:
-    """How many spans are open on average in each window of `width` seconds from 0 on: the windows' middles, and the means."""
+    """The mean number of open spans in windows of `width` seconds: the middles of the windows, and the means."""
     last = max((ended for _, ended in spans), default=0.0)
     means = [0.0] * math.ceil(last / width)
-    for began, ended in spans:
-        for window in range(int(began / width), min(int(ended / width) + 1, len(means))):
-            means[window] += max(0.0, min(ended, (window + 1) * width) - max(began, window * width)) / width
+    for start, ended in spans:
+        for window in range(int(start / width), min(int(ended / width) + 1, len(means))):
+            means[window] += max(0.0, min(ended, (window + 1) * width) - max(start, window * width)) / width
     return [(window + 0.5) * width for window in range(len(means))], means

@@ -1,7 +1,4 @@
-"""HTTP/1.1 answers as they come in, with little work for each piece: a client that is slow makes its server look slow.
-
-`benches/client.py` measures that work, beside a general client's.
-"""
+"""A minimal HTTP/1.1 client, because a slow client makes its server look slow. `benches/client.py` measures it."""
 
 from __future__ import annotations
 
@@ -14,68 +11,68 @@ from urllib.parse import urlsplit
 
 from chairlift.errors import InvalidSetting
 
-IDLE = 2.0
-"""Seconds after which a connection is not used again: servers close them after five or more, and a request may meet that."""
+MAX_IDLE = 2.0
+"""Seconds of idleness after which a connection is not reused: a server may be closing it."""
 
-HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 
 
 class Malformed(Exception):
-    """What came is no HTTP/1.1."""
+    """The response is no HTTP/1.1."""
 
 
 class Unreachable(OSError):
-    """No connection came about."""
+    """The connection failed."""
 
 
 class Response:
-    """An answer, fed with the bytes that come: the status, the headers, and the body piece by piece."""
+    """An incremental parser of a response: status, headers and body."""
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.done = False
         self._rest = b""
-        self._left: int | None = 0
-        """Bytes of the body to come; None where it ends with the connection."""
+        self._body_left: int | None = 0
+        """Remaining bytes of the body; None if it ends with the connection."""
         self._chunked = False
 
     def feed(self, data: bytes) -> bytes:
-        """What `data` adds to the body; raises Malformed."""
+        """Parses `data` and returns its part of the body. Raises Malformed."""
         data = self._rest + data if self._rest else data
         self._rest = b""
         if not self.status:
-            head, found, data = data.partition(b"\r\n\r\n")
-            if not found:
-                if len(head) > HEAD_BYTES:
-                    raise Malformed(f"headers of more than {HEAD_BYTES} bytes")
+            head, separator, data = data.partition(b"\r\n\r\n")
+            if not separator:
+                if len(head) > MAX_HEAD_BYTES:
+                    raise Malformed(f"headers of more than {MAX_HEAD_BYTES} bytes")
                 self._rest = head
                 return b""
             self._read_head(head)
-            if not self.status:  # "100 Continue" and the like: the answer follows
+            if not self.status:  # an interim response such as "100 Continue"
                 return self.feed(data)
         if self._chunked:
             return self._chunks(data)
-        if self._left is not None:
-            data = data[: self._left]
-            self._left -= len(data)
-            self.done = not self._left
+        if self._body_left is not None:
+            data = data[: self._body_left]
+            self._body_left -= len(data)
+            self.done = not self._body_left
         return data
 
     def close(self) -> None:
-        """The connection has ended, which may be the end of the body."""
-        self.done = self.done or bool(self.status and self._left is None)
+        """Handles the end of the connection, which can be the end of the body."""
+        self.done = self.done or bool(self.status and self._body_left is None)
 
     @property
     def reusable(self) -> bool:
-        """Whether the connection takes another request after this."""
-        return self.done and self._left is not None and self.headers.get("connection", "").lower() != "close"
+        """Whether the connection can be reused."""
+        return self.done and self._body_left is not None and self.headers.get("connection", "").lower() != "close"
 
     def _read_head(self, head: bytes) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
         version, _, rest = first.partition(" ")
         if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
-            raise Malformed(f"the answer begins with {first!r:.60}, which is no HTTP/1.1")
+            raise Malformed(f"expected HTTP/1.1, got {first!r:.60}")
         self.headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         status = int(rest[:3])
         if status < 200:
@@ -83,8 +80,8 @@ class Response:
         self.status = status
         self._chunked = self.headers.get("transfer-encoding", "").lower() == "chunked"
         length = self.headers.get("content-length")
-        self._left = 0 if self._chunked or status in (204, 304) else int(length) if length and length.isdigit() else None
-        self.done = self._left == 0 and not self._chunked
+        self._body_left = 0 if self._chunked or status in (204, 304) else int(length) if length and length.isdigit() else None
+        self.done = self._body_left == 0 and not self._chunked
 
     def _chunks(self, data: bytes) -> bytes:
         body, at = [], 0
@@ -107,30 +104,30 @@ class Response:
 
 
 class Events:
-    """The data of server-sent events, from the body's pieces."""
+    """An incremental parser of server-sent events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The `data:` lines that are whole now, without the field's name."""
+        """The values of the complete `data:` lines."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is."""
+    """The address of a server."""
 
     host: str
     port: int
     path: str
-    """What comes before each route's path."""
+    """The prefix of each route's path."""
     tls: bool
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Reads `http://host:port/path`; raises InvalidSetting."""
+        """Parses `http://host:port/path`; raises InvalidSetting."""
         parts = urlsplit(url)
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -142,19 +139,19 @@ class Address:
 
     @property
     def authority(self) -> str:
-        """Host and port as the header Host has them."""
+        """Host and port for the Host header."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class _Connection(asyncio.Protocol):
-    """A connection, which serves one exchange after the other."""
+    """A connection, for one exchange after the other."""
 
     transport: asyncio.Transport
 
     def __init__(self) -> None:
         self.response = Response()
-        self.take: Callable[[Response, bytes, float], None] = _ignore
-        self.over: asyncio.Future[None] | None = None
+        self.on_body: Callable[[Response, bytes, float], None] = _ignore
+        self.ended: asyncio.Future[None] | None = None
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -163,62 +160,62 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        if self.over is None or self.over.done():
-            self.transport.abort()  # nobody asked
+        if self.ended is None or self.ended.done():
+            self.transport.abort()  # unexpected data
             return
         try:
             if body := self.response.feed(data):
-                self.take(self.response, body, now)
-        except Exception as error:  # the caller's affair, who waits for it
-            self.over.set_exception(error)
+                self.on_body(self.response, body, now)
+        except Exception as error:  # raised by `exchange`
+            self.ended.set_exception(error)
             return
         if self.response.done:
-            self.over.set_result(None)
+            self.ended.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.over is None or self.over.done():
+        if self.ended is None or self.ended.done():
             return
         self.response.close()
         if self.response.done:
-            self.over.set_result(None)
+            self.ended.set_result(None)
         else:
-            self.over.set_exception(exc or ConnectionResetError("the connection was closed before the answer's end"))
+            self.ended.set_exception(exc or ConnectionResetError("the connection was closed before the end of the response"))
 
 
 def _ignore(response: Response, body: bytes, now: float) -> None:
-    """Takes nothing."""
+    """Ignores the body."""
 
 
 class Http:
-    """Connections to one server, used again where it lets us; for one event loop."""
+    """A pool of connections to one server, for one event loop."""
 
     def __init__(self, address: Address, headers: Mapping[str, str], *, insecure: bool = False) -> None:
         self._address = address
         self._head = "".join(f"{name}: {value}\r\n" for name, value in {"host": address.authority, **headers}.items())
         self._idle: list[_Connection] = []
-        self._where = (address.host, address.port)
+        self._peer = (address.host, address.port)
         self._tls: ssl.SSLContext | None = None
         if address.tls:
             self._tls = ssl._create_unverified_context() if insecure else ssl.create_default_context()
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The bytes of a request, which `exchange` sends."""
+        """The bytes of a request for `exchange`."""
         length = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
         return f"{method} {self._address.path}{path} HTTP/1.1\r\n{self._head}{length}\r\n".encode() + body
 
-    async def exchange(self, request: bytes, take: Callable[[Response, bytes, float], None]) -> Response:
-        """Sends a request and returns when the answer is over; `take` gets each piece of its body and the time when it came.
+    async def exchange(self, request: bytes, on_body: Callable[[Response, bytes, float], None]) -> Response:
+        """Sends a request and returns at the end of the response. `on_body` gets each part of the body and the time of its arrival.
 
-        Raises Unreachable, OSError where a connection breaks, Malformed, and what `take` raises.
+        Raises Unreachable, OSError if the connection breaks, Malformed, and what `on_body` raises.
         """
-        connection = self._reused() or await self._connect()
-        connection.response, connection.take = Response(), take
-        connection.over = asyncio.get_running_loop().create_future()
+        connection = self._pop_idle() or await self._connect()
+        connection.response, connection.on_body = Response(), on_body
+        connection.ended = asyncio.get_running_loop().create_future()
         try:
             connection.transport.write(request)
-            await connection.over
+            await connection.ended
         finally:
-            if connection.response.reusable and connection.over.done() and not connection.transport.is_closing():
+            if connection.response.reusable and connection.ended.done() and not connection.transport.is_closing():
                 connection.idle_since = time.perf_counter()
                 self._idle.append(connection)
             else:
@@ -226,15 +223,15 @@ class Http:
         return connection.response
 
     def close(self) -> None:
-        """Closes what is open and idle."""
+        """Closes the idle connections."""
         for connection in self._idle:
             connection.transport.abort()
         self._idle.clear()
 
-    def _reused(self) -> _Connection | None:
+    def _pop_idle(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if time.perf_counter() - connection.idle_since < IDLE and not connection.transport.is_closing():
+            if time.perf_counter() - connection.idle_since < MAX_IDLE and not connection.transport.is_closing():
                 return connection
             connection.transport.abort()
         return None
@@ -242,10 +239,10 @@ class Http:
     async def _connect(self) -> _Connection:
         try:
             transport, connection = await asyncio.get_running_loop().create_connection(
-                _Connection, *self._where, ssl=self._tls, server_hostname=self._address.host if self._tls else None
+                _Connection, *self._peer, ssl=self._tls, server_hostname=self._address.host if self._tls else None
             )
         except OSError as error:
             raise Unreachable(str(error)) from None
-        # A name is looked up once: that goes through a thread, and a name may have addresses where nobody listens.
-        self._where = transport.get_extra_info("peername")[:2]
+        # Resolve a name only once: it uses a thread, and other addresses of the name may not listen.
+        self._peer = transport.get_extra_info("peername")[:2]
         return connection

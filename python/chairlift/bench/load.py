@@ -1,4 +1,4 @@
-"""Sends requests when they are due, whatever has come back by then, and gathers their records."""
+"""Open-loop load: sends each request at its due time and collects the records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 
-from chairlift.bench.client import Target, ask
+from chairlift.bench.client import Target, send_request
 from chairlift.bench.record import Record
 from chairlift.bench.workload import Job
 from chairlift.errors import ChairliftError
@@ -20,50 +20,51 @@ HEAD_START = 0.05
 async def drive(
     target: Target,
     jobs: Sequence[Job],
-    seats: int | None = None,
+    max_concurrency: int | None = None,
     start: Callable[[], float] | None = None,
     on_end: Callable[[bool], None] | None = None,
 ) -> tuple[list[Record], float]:
-    """The records of all jobs, and the part of a core that sending and reading them took.
+    """Sends all jobs. Returns their records, and the share of a core that the client used.
 
-    Jobs go out when they are due, at most `seats` at a time; those without a time go when a seat is free, which is when they are due.
-    `start` is called when all is prepared and gives the start by `time.perf_counter`, which all processes share; `on_end` hears of each
-    end, and whether it was a good one. Cancelling it, as Ctrl-C does, ends the load: the records are of those that have ended.
+    Jobs are sent at their due times, at most `max_concurrency` at a time. A job without a due time is due as soon as the limit allows.
+    `start` is called once all requests are prepared and returns the start time by `time.perf_counter`, which all processes share.
+    `on_end` is called at each end, with whether the request succeeded. Cancelling this (Ctrl-C) ends the load and returns the records of
+    the requests that have ended.
     """
     _allow_sockets()
     http = target.http()
     requests = [target.request(http, job) for job in jobs]
-    # A collection in the middle would look like a pause of the server.
+    # A garbage collection during the run would look like a pause of the server.
     gc.collect()
     gc.freeze()
-    began = time.perf_counter() + HEAD_START if start is None else start()
-    seat = None if seats is None else asyncio.Semaphore(seats)
+    started = time.perf_counter() + HEAD_START if start is None else start()
+    limit = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     records: list[Record] = []
     running: set[asyncio.Task[None]] = set()
 
-    async def one(job: Job, request: bytes, record: Record) -> None:
-        if seat and job.due is not None:
-            await seat.acquire()
-            record.seated = time.perf_counter() - began
+    async def send(job: Job, request: bytes, record: Record) -> None:
+        if limit and job.due is not None:
+            await limit.acquire()
+            record.admitted = time.perf_counter() - started
         try:
-            await ask(http, target, request, record, began)
+            await send_request(http, target, request, record, started)
         finally:
-            if seat:
-                seat.release()
+            if limit:
+                limit.release()
         if on_end is not None:
             on_end(record.ok)
 
     cpu = time.process_time()
     try:
-        await asyncio.sleep(began - time.perf_counter())
+        await asyncio.sleep(started - time.perf_counter())
         for job, request in zip(jobs, requests, strict=True):
             if job.due is not None:
-                await asyncio.sleep(max(0.0, began + job.due - time.perf_counter()))
-            elif seat:
-                await seat.acquire()
-            due = time.perf_counter() - began if job.due is None else job.due
-            records.append(Record(due, due, wanted_tokens=job.output_tokens, prompt_tokens=job.prompt_tokens))
-            task = asyncio.create_task(one(job, request, records[-1]))
+                await asyncio.sleep(max(0.0, started + job.due - time.perf_counter()))
+            elif limit:
+                await limit.acquire()
+            due = time.perf_counter() - started if job.due is None else job.due
+            records.append(Record(due, due, requested_tokens=job.output_tokens, prompt_tokens=job.prompt_tokens))
+            task = asyncio.create_task(send(job, request, records[-1]))
             running.add(task)
             task.add_done_callback(running.discard)
         await asyncio.gather(*running)
@@ -74,22 +75,22 @@ async def drive(
             task.cancel()
         http.close()
         gc.unfreeze()
-    return records, (time.process_time() - cpu) / max(time.perf_counter() - began, HEAD_START)
+    return records, (time.process_time() - cpu) / max(time.perf_counter() - started, HEAD_START)
 
 
 async def warm_up(target: Target, jobs: Sequence[Job]) -> None:
-    """Runs jobs one after the other, which are in no result; raises ChairliftError with the server's words if one fails."""
+    """Runs jobs one after the other, without records. Raises ChairliftError with the server's message if one fails."""
     for job in jobs:
         http = target.http()
         record = Record(0.0)
-        await ask(http, target, target.request(http, job), record, time.perf_counter())
+        await send_request(http, target, target.request(http, job), record, time.perf_counter())
         http.close()
         if not record.ok:
             raise ChairliftError(f"the first request to {target.url}{target.endpoint} failed: {record.failure}: {record.detail}")
 
 
 def _allow_sockets() -> None:
-    """Lets this process have as many sockets as the system allows."""
+    """Raises the limit of open sockets as far as the system allows."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

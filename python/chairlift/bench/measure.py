@@ -1,4 +1,4 @@
-"""One run against a server, from its warm-up to what the reader has to know about its numbers."""
+"""One benchmark run: readiness check, warm-up, load, and notes on the validity of the figures."""
 
 from __future__ import annotations
 
@@ -22,103 +22,107 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-BUSY = 0.8
-"""The part of a core from which on a client process delays what it measures."""
+MAX_CPU_SHARE = 0.8
+"""The share of a core above which a client process delays its own measurements."""
 
-LATE = 0.01
-"""Seconds of lateness at p99 that a reader should know of."""
+MAX_LAG = 0.01
+"""Seconds of p99 lateness of sends above which a note is added."""
 
 WARM_UP = (64, 16)
-"""Prompt and output of a warm-up request."""
+"""Prompt and output length of a warm-up request."""
 
 _POLL = 0.25
 
 
 def wait_for(target: Target, seconds: float) -> list[dict[str, Any]]:
-    """What the server's /v1/models lists, once it answers; raises ChairliftError if it doesn't within `seconds`."""
-    return _within(seconds, lambda: asyncio.run(models(target)))
+    """The models that /v1/models lists, once the server responds. Raises ChairliftError after `seconds`."""
+    return _retry(seconds, lambda: asyncio.run(models(target)))
 
 
 def wait_until_ready(target: Target, seconds: float) -> None:
-    """Returns when a request succeeds: a server may list models that it still loads. Raises ChairliftError after `seconds`."""
-    _within(seconds, lambda: asyncio.run(warm_up(target, random_jobs(1, *WARM_UP, seed=-1))))
+    """Waits until a request succeeds: a server can list models that are still loading. Raises ChairliftError after `seconds`."""
+    _retry(seconds, lambda: asyncio.run(warm_up(target, random_jobs(1, *WARM_UP, seed=-1))))
 
 
-def _within(seconds: float, attempt: Callable[[], Result]) -> Result:
-    until = time.monotonic() + seconds
+def _retry(seconds: float, attempt: Callable[[], Result]) -> Result:
+    deadline = time.monotonic() + seconds
     while True:
         try:
             return attempt()
         except ChairliftError:
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise
             time.sleep(_POLL)
 
 
 def measure(
-    target: Target, jobs: Sequence[Job], *, seats: int | None = None, workers: int = 1, warmups: int = 1, progress: str | None = None
+    target: Target,
+    jobs: Sequence[Job],
+    *,
+    max_concurrency: int | None = None,
+    workers: int = 1,
+    warmups: int = 1,
+    progress: str | None = None,
 ) -> Run:
-    """Warms the server up, puts the load on it from `workers` processes, and notes what disturbed the numbers.
+    """Warms the server up and runs the load from `workers` processes.
 
-    `progress` is what the bar says; None shows none. Ctrl-C ends the load, and the run is of what had ended by then. Raises ChairliftError
-    if the server refuses the very first request.
+    `progress` is the label of a progress bar; None shows none. After Ctrl-C the run has the requests that had ended. Raises ChairliftError
+    if a warm-up request fails.
     """
     with _bar(progress, len(jobs)) as on_end:
         if warmups:
-            # Words of their own: a prompt of the run would be in the server's cache when its turn comes.
+            # A different seed: prompts of the run must not be in the server's cache.
             asyncio.run(warm_up(target, random_jobs(warmups, *WARM_UP, seed=-1)))
-        records, share = processes.drive(target, jobs, seats, workers, on_end)
+        records, share = processes.drive(target, jobs, max_concurrency, workers, on_end)
     run = Run(records, cpu_share=share, notes=notes(records, share), interrupted=len(records) < len(jobs))
     if run.interrupted:
-        run.notes.insert(0, f"Interrupted: {len(records)} of {len(jobs)} requests had ended, and the numbers are of these.")
+        run.notes.insert(0, f"Interrupted: {len(records)} of {len(jobs)} requests had ended; the figures cover these.")
     return run
 
 
 def notes(records: Sequence[Record], cpu_share: float | None) -> list[str]:
-    """What a reader has to know about the numbers, in whole sentences."""
+    """Notes on the validity of the figures, as sentences."""
     done = [record for record in records if record.ok]
-    found = []
+    result = []
     if failures := Counter(record.failure for record in records if not record.ok):
         kind = failures.most_common(1)[0][0]
-        said = Counter(record.detail for record in records if record.failure == kind).most_common(1)[0][0]
-        found.append(
-            f"{failures.total()} of {len(records)} requests failed, most of them with {kind}: {' '.join(said.split())} (--save-detailed "
-            "tells of each)."
+        detail = Counter(record.detail for record in records if record.failure == kind).most_common(1)[0][0]
+        result.append(
+            f"{failures.total()} of {len(records)} requests failed, most often with {kind}: {' '.join(detail.split())} (see "
+            "--save-detailed)."
         )
-    if cpu_share is not None and cpu_share > BUSY:
-        found.append(
-            f"One process of the client used {cpu_share:.0%} of a core: its own delays are in these numbers. Give it more with --processes."
-        )
+    if cpu_share is not None and cpu_share > MAX_CPU_SHARE:
+        result.append(f"A client process used {cpu_share:.0%} of a core, so the figures include its own delays. Use more --processes.")
     lags = sorted(record.lag for record in records)
-    if lags and lags[int(len(lags) * 0.99)] > LATE:
-        found.append(
-            f"Requests were sent late, by {lags[int(len(lags) * 0.99)] * 1e3:.0f} ms at p99. Latencies count from when they were due, so "
-            "this is in them."
+    if lags and lags[int(len(lags) * 0.99)] > MAX_LAG:
+        result.append(
+            f"The client sent requests late, by {lags[int(len(lags) * 0.99)] * 1e3:.0f} ms at p99. Latencies count from the due times and "
+            "include this."
         )
     if done and not any(record.counted for record in done):
-        found.append("The server tells no usage: output tokens are the pieces of its streams, input tokens what was asked for.")
-    pieces, tokens = sum(len(record.times) for record in done), sum(record.output_tokens for record in done)
-    if pieces and tokens / pieces > 1.05:
-        found.append(f"A piece of a stream brings {tokens / pieces:.1f} tokens on average: ITL is the gap between pieces, not tokens.")
-    short = sum(record.output_tokens < record.wanted_tokens for record in done)
+        result.append("The server reports no usage: output tokens are counted as stream events, input tokens as requested.")
+    events, tokens = sum(len(record.times) for record in done), sum(record.output_tokens for record in done)
+    if events and tokens / events > 1.05:
+        result.append(f"A stream event has {tokens / events:.1f} tokens on average: ITL is the gap between events, not tokens.")
+    short = sum(record.output_tokens < record.requested_tokens for record in done)
     if short:
-        mean = statistics.fmean(record.output_tokens / record.wanted_tokens for record in done)
-        found.append(
-            f"{short} of {len(done)} answers are shorter than asked for ({mean:.0%} of the length on average): the model ended them. "
-            "--ignore-eos makes it go on, where the server can."
+        mean = statistics.fmean(record.output_tokens / record.requested_tokens for record in done)
+        result.append(
+            f"{short} of {len(done)} outputs are shorter than requested ({mean:.0%} of the length on average), because the model stopped. "
+            "--ignore-eos generates the full length, if the server supports it."
         )
     cached, prompts = sum(record.cached_tokens or 0 for record in done), sum(record.prompt_tokens for record in done)
     if cached > 0.01 * prompts:
-        found.append(
-            f"{cached / prompts:.0%} of the prompt tokens were in the server's cache. If the workload shares no beginnings, they are left "
-            "from a run with the same seed: change --seed."
+        result.append(
+            f"{cached / prompts:.0%} of the prompt tokens came from the server's prefix cache. If the prompts share no prefixes, an "
+            "earlier run with the same seed left them there: change --seed."
         )
-    return found
+    return result
 
 
 @contextmanager
 def _bar(text: str | None, total: int) -> Iterator[Callable[[bool], None] | None]:
-    """A progress bar on stderr, where somebody sees it; yields what is to hear of each end."""
+    """Shows a progress bar on stderr. Yields the function to call at each end, or None without a bar."""
     if text is None:
         yield None
         return

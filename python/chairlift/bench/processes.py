@@ -1,4 +1,4 @@
-"""The same load from several processes, for servers that are faster than one client process can read."""
+"""The load from several client processes, for servers that are faster than one client process."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from chairlift.bench.workload import Job
 from chairlift.errors import ChairliftError, InvalidSetting
 
 START = 0.2
-"""Seconds between the moment when all processes are prepared and the start."""
+"""Seconds between the preparation of all processes and the start."""
 
 
 def drive(
-    target: Target, jobs: Sequence[Job], seats: int | None, processes: int, on_end: Callable[[bool], None] | None = None
+    target: Target, jobs: Sequence[Job], max_concurrency: int | None, processes: int, on_end: Callable[[bool], None] | None = None
 ) -> tuple[list[Record], float]:
-    """What `load.drive` gives, from as many processes, which take turns at the jobs; the share is of the busiest.
+    """Runs `load.drive` in several processes, with the jobs dealt out in turn. The CPU share is that of the busiest process.
 
-    Raises InvalidSetting for more processes than seats: each has some of its own.
+    Raises InvalidSetting for more processes than `max_concurrency`, which is divided between them.
     """
     if processes == 1:
-        return asyncio.run(load.drive(target, jobs, seats, on_end=on_end))
-    if seats is not None and seats < processes:
-        raise InvalidSetting(f"--processes {processes} is more than --max-concurrency {seats}: give each process a request at least")
-    # A forked process would share the parent's threads and sockets.
+        return asyncio.run(load.drive(target, jobs, max_concurrency, on_end=on_end))
+    if max_concurrency is not None and max_concurrency < processes:
+        raise InvalidSetting(f"--processes {processes} is more than --max-concurrency {max_concurrency}: each process needs at least one")
+    # A forked process would inherit threads and sockets.
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     try:
         for index in range(processes):
             ours, theirs = context.Pipe()
-            own = None if seats is None else seats // processes + (index < seats % processes)
-            context.Process(target=_work, args=(target, jobs[index::processes], own, theirs), daemon=True).start()
+            share = None if max_concurrency is None else max_concurrency // processes + (index < max_concurrency % processes)
+            context.Process(target=_work, args=(target, jobs[index::processes], share, theirs), daemon=True).start()
             theirs.close()
             pipes.append(ours)
         parts = _gather(pipes, on_end)
     except EOFError:
-        raise ChairliftError("a process of the client died; with less memory in use, or fewer --processes, it may live") from None
+        raise ChairliftError("a client process died, perhaps for lack of memory: use fewer --processes") from None
     finally:
         for child in multiprocessing.active_children():
             child.terminate()
@@ -57,46 +57,46 @@ def drive(
 def _gather(pipes: Sequence[Connection], on_end: Callable[[bool], None] | None) -> list[tuple[list[Record], float]]:
     for pipe in pipes:
         pipe.recv()  # prepared
-    began = time.perf_counter() + START
+    started = time.perf_counter() + START
     for pipe in pipes:
-        pipe.send(began)
+        pipe.send(started)
     parts, open_ = [], set(pipes)
-    with _interrupts_told_to(pipes):
+    with _forward_interrupts(pipes):
         while open_:
             for pipe in [pipe for pipe in wait(list(open_)) if isinstance(pipe, Connection)]:
-                told = pipe.recv()
-                if not isinstance(told, bool):
-                    parts.append(told)
+                message = pipe.recv()
+                if not isinstance(message, bool):
+                    parts.append(message)
                     open_.discard(pipe)
                 elif on_end is not None:
-                    on_end(told)
+                    on_end(message)
     return parts
 
 
 @contextlib.contextmanager
-def _interrupts_told_to(pipes: Sequence[Connection]) -> Iterator[None]:
-    """Ctrl-C asks the processes for what they have so far; a second one ends at once."""
-    if threading.current_thread() is not threading.main_thread():  # signals come to the main thread only
+def _forward_interrupts(pipes: Sequence[Connection]) -> Iterator[None]:
+    """Ctrl-C makes the processes return their records so far; a second one exits at once."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
+    previous = signal.getsignal(signal.SIGINT)
 
-    def ask(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, previous)
         for pipe in pipes:
-            with contextlib.suppress(OSError):  # it is done
+            with contextlib.suppress(OSError):  # the process has ended
                 pipe.send(None)
 
-    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
-def _work(target: Target, jobs: Sequence[Job], seats: int | None, pipe: Connection) -> None:
-    """One process's part; a message after the start, or the other side's end, ends it early."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all processes; the first of them passes it on
+def _work(target: Target, jobs: Sequence[Job], max_concurrency: int | None, pipe: Connection) -> None:
+    """Runs one process's part of the load. A message after the start, or a closed pipe, ends it early."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal signals all processes; the parent forwards it
 
     async def part() -> tuple[list[Record], float]:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -105,15 +105,15 @@ def _work(target: Target, jobs: Sequence[Job], seats: int | None, pipe: Connecti
         def listen() -> None:
             with contextlib.suppress(OSError, EOFError):
                 pipe.recv()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the load has ended and the loop is closed
                 loop.call_soon_threadsafe(task.cancel)
 
         def start() -> float:
             pipe.send(True)
-            began: float = pipe.recv()
+            started: float = pipe.recv()
             threading.Thread(target=listen, daemon=True).start()
-            return began
+            return started
 
-        return await load.drive(target, jobs, seats, start, pipe.send)
+        return await load.drive(target, jobs, max_concurrency, start, pipe.send)
 
     pipe.send(asyncio.run(part()))

@@ -1,4 +1,4 @@
-"""What is known of one request after it: when it was due, when pieces of its answer came, or how it failed."""
+"""The record of a request: its times and tokens, or its failure."""
 
 from __future__ import annotations
 
@@ -9,83 +9,80 @@ from typing import Any
 
 @dataclass(slots=True)
 class Record:
-    """One request and what came of it; all times are seconds since the run began.
-
-    Whoever serves it may be a server, this process, or a simulation.
-    """
+    """A request and its result. Times are seconds since the start of the run."""
 
     due: float
-    """When it was to be sent: latencies count from here, so that a client that is late makes no server look quick."""
-    seated: float = 0.0
-    """When the concurrency cap let it go; `due` where there is none."""
+    """When it was due. Latencies count from here, so that a late client does not make the server look faster."""
+    admitted: float = 0.0
+    """When the concurrency limit admitted it; `due` without a limit."""
     sent: float = 0.0
-    """When the client began to send it, and to connect where it had no open connection."""
+    """When the client started to send it, or to connect first."""
     times: list[float] = field(default_factory=list)
-    """When each piece of the answer came: a token, or several where a server sends them together."""
+    """When each event with output arrived. An event has one token or several."""
     end: float = 0.0
-    """When the answer was over, or failed."""
+    """When the response ended or failed."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int | None = None
-    """Tokens of the prompt that the server found in its cache, where it tells."""
-    wanted_tokens: int = 0
-    """The length of the answer that was asked for."""
+    """Prompt tokens from the server's prefix cache, if reported."""
+    requested_tokens: int = 0
+    """`max_tokens` of the request."""
     counted: bool = True
-    """Whether the server told how many tokens there were; where not, pieces are counted."""
+    """Whether the server reported token counts. If not, events are counted."""
     failure: str = ""
-    """The kind of failure, "" for none; see `client.py` for the kinds."""
+    """The kind of failure (see `client.py`), or ""."""
     detail: str = ""
-    """What the server or the system said to a failure."""
+    """The failure's message."""
 
     @property
     def ok(self) -> bool:
-        """Whether the whole answer came."""
+        """Whether the request succeeded."""
         return not self.failure
 
     @property
     def ttft(self) -> float:
-        """Seconds from when it was due to the first token."""
+        """Seconds from the due time to the first token."""
         return self.times[0] - self.due
 
     @property
     def e2el(self) -> float:
-        """Seconds from when it was due to the last token."""
+        """Seconds from the due time to the last token."""
         return self.times[-1] - self.due
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds of an output token after the first; None where there is only one."""
+        """Mean seconds of an output token after the first; None for a single token."""
         return (self.times[-1] - self.times[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between pieces of the answer."""
+        """Seconds between events with output."""
         return [after - before for before, after in pairwise(self.times)]
 
     @property
     def lag(self) -> float:
-        """Seconds by which the client sent it late, for reasons of its own: not those that it waited for a seat."""
-        return self.sent - max(self.due, self.seated)
+        """Seconds by which the client sent it late, without the wait for the concurrency limit."""
+        return self.sent - max(self.due, self.admitted)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, times to the microsecond."""
+        """Plain data, with times in microsecond precision."""
         plain = asdict(self)
-        for name in ("due", "seated", "sent", "end"):
+        for name in ("due", "admitted", "sent", "end"):
             plain[name] = round(plain[name], 6)
         return plain | {"times": [round(time, 6) for time in self.times]}
 
 
 @dataclass
 class Run:
-    """What came of a load: a run of a server, of this process, or of a simulation."""
+    """The records of one run."""
 
     records: list[Record]
-    """By the time they were due."""
+    """Ordered by due time."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What the reader has to know of how it was made: names and values."""
+    """The settings of the run, for reports."""
     cpu_share: float | None = None
-    """The part of a core that the busiest process of the client used, where there was one."""
+    """The share of a core that the busiest client process used, if any."""
     notes: list[str] = field(default_factory=list)
-    """What the reader has to know about the numbers."""
+    """Notes on the validity of the figures."""
     interrupted: bool = False
-    """Whether somebody ended it early; what had not ended by then is not among the records."""
+    """Whether the run was interrupted. Records then lack the unfinished requests."""

@@ -1,4 +1,4 @@
-"""Where a server is full: the same load at several rates, and the largest that still meets the targets."""
+"""Finds the capacity of a server: the largest load that meets the targets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from chairlift.bench.figures import Figures
 from chairlift.bench.record import Run
 
 DOUBLINGS = 20
-"""How often a search doubles or halves the rate at most."""
+"""The most times that a search doubles or halves the rate."""
 
-FEWEST = 32
-"""Requests at a rate, at least: percentiles of fewer say little."""
+MIN_REQUESTS = 32
+"""The fewest requests at a rate for which percentiles are useful."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Point:
     run: Run
     figures: Figures
     meets: bool | None
-    """Whether enough requests met the targets; None where there are no targets."""
+    """Whether enough requests met the targets; None without targets."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -34,10 +34,10 @@ class Point:
 
 
 def search(meets: Callable[[float], bool], start: float, steps: int, least: float = 0.0) -> float | None:
-    """The largest rate that `meets` says yes to, between neighbours that differ by 2^(1 / 2^steps); None if none does.
+    """The largest rate for which `meets` is true, to a factor of 2^(1 / 2^steps); None if there is none.
 
-    Doubles from `start` until it is too much (or halves until it is not, or below `least`: a server may be too slow for any), and then
-    halves the interval `steps` times on the logarithm's scale.
+    Doubles the rate from `start` until it is too high, or halves it until it is not or falls below `least`. Then bisects the interval
+    `steps` times on a logarithmic scale.
     """
     low = high = None
     rate = start
@@ -63,10 +63,10 @@ def search(meets: Callable[[float], bool], start: float, steps: int, least: floa
 
 
 def notes(points: Sequence[Point]) -> list[str]:
-    """What a reader has to know about the runs, each note with its load."""
+    """The notes on all runs, each with its load."""
     return [f"At {point.load:.3g}: {note}" for point in points for note in point.run.notes]
 
 
 def knee(points: Sequence[Point]) -> Point | None:
-    """The point of the largest load that meets the targets, if any does."""
+    """The point of the largest load that meets the targets, if any."""
     return max((point for point in points if point.meets), key=lambda point: point.load, default=None)

@@ -1,4 +1,4 @@
-"""The report in plain text: vLLM's block, line for line, so that scripts that read it work; what we add stands at its end."""
+"""The text report: vLLM's lines, so that scripts can read it, followed by our own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ HEADERS = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
-"""The latencies that the block can show, with vLLM's headings."""
+"""The latencies that the report can show, with vLLM's headings."""
 
 
-def block(figures: Figures, *, rate: float | None, seats: int | None, names: Sequence[str], percentiles: Sequence[float]) -> str:
-    """The block; `rate` and `seats` are what was asked for, None for no limit."""
+def block(figures: Figures, *, rate: float | None, max_concurrency: int | None, names: Sequence[str], percentiles: Sequence[float]) -> str:
+    """The report. `rate` and `max_concurrency` are the settings of the run, None for no limit."""
     lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
 
     def line(label: str, value: Any) -> None:
@@ -26,8 +26,8 @@ def block(figures: Figures, *, rate: float | None, seats: int | None, names: Seq
 
     line("Successful requests:", figures.completed)
     line("Failed requests:", figures.failed)
-    if seats is not None:
-        line("Maximum request concurrency:", seats)
+    if max_concurrency is not None:
+        line("Maximum request concurrency:", max_concurrency)
     if rate is not None:
         line("Request rate configured (RPS):", float(rate))
     line("Benchmark duration (s):", figures.duration)
@@ -55,8 +55,8 @@ def block(figures: Figures, *, rate: float | None, seats: int | None, names: Seq
     if figures.cached_tokens is not None:
         ours.append(("Input tokens found in cache:", figures.cached_tokens))
     ours.append(("P99 lateness of sends (ms):", figures.latencies["lag"].percentile(99) * 1e3))
-    if seats is not None and rate is not None:
-        ours.append(("P99 wait for a seat (ms):", figures.latencies["wait"].percentile(99) * 1e3))
+    if max_concurrency is not None and rate is not None:
+        ours.append(("P99 client-side queue time (ms):", figures.latencies["wait"].percentile(99) * 1e3))
     ours += [(f"Failed, {kind}:", count) for kind, count in figures.failures.most_common()]
     lines.append("Beyond vLLM's report".center(WIDTH, "-"))
     for label, value in ours:

@@ -1,4 +1,4 @@
-"""Request traces as their publishers wrote them: when requests came, and how long they and their answers were."""
+"""Readers of published request traces: arrival times, prompt and output lengths."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from chairlift.errors import InvalidTrace
 Row = TypeVar("Row")
 
 HASH_BLOCK = 512
-"""Tokens that a hash id of a Mooncake trace stands for."""
+"""Tokens of a block with a hash id in Mooncake's traces."""
 
-MOST_TOKENS = 10**7
+MAX_TOKENS = 10**7
 """Tokens of a prompt or an output at most: as many as the longest contexts have."""
 
-LONGEST = 1e9
-"""Seconds that a time may lie from that of the first line: thirty years."""
+MAX_SECONDS = 1e9
+"""The largest distance of a time from the first, in seconds: thirty years."""
 
 _LARGEST_ID = 2**62
 
 _MOONCAKE_TICK = 3.0
-"""Seconds that Mooncake's times were rounded to."""
+"""The rounding of Mooncake's times, in seconds."""
 
 _JITTER = 0.005
-"""Seconds by which such times may lie beside the tick, after they went through other hands."""
+"""The tolerance for times on ticks, in seconds; converted traces are not exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,19 @@ class TraceRequest:
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] | None = None
-    """One number for each `hash_block` tokens of the prompt: equal ones mean equal content up to and including that block.
+    """One number for each `hash_block` tokens of the prompt. Equal numbers mean equal tokens up to the end of that block.
 
-    The last block may be partly filled.
+    The last block can be partial.
     """
     client: str | None = None
     hash_block: int = HASH_BLOCK
     prompt: str | None = None
-    """The prompt's text, where the trace has it."""
+    """The prompt's text, if the trace has it."""
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """A CSV form: which column has what, and how times are written."""
+    """A CSV format: the names of its columns and the parser of its times."""
 
     arrival: str
     prompt: str
@@ -64,16 +64,16 @@ class _Columns:
     client: str = "client"
     time: Callable[[str], float] = float
     tick: float = 0.0
-    """Seconds that times were rounded to; 0 where they were not."""
+    """The rounding of times, in seconds; 0 if they are exact."""
 
 
-def _moment(text: str) -> float:
+def _timestamp(text: str) -> float:
     moment = datetime.fromisoformat(text)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-_FORMS = (
-    _Columns("TIMESTAMP", "ContextTokens", "GeneratedTokens", time=_moment),
+_FORMATS = (
+    _Columns("TIMESTAMP", "ContextTokens", "GeneratedTokens", time=_timestamp),
     _Columns("Timestamp", "Request tokens", "Response tokens", client="Session ID", tick=1.0),
     _Columns("arrival_s", "prompt_tokens", "output_tokens"),
 )
@@ -87,17 +87,17 @@ _EXPECTED = (
 
 
 def estimated_tokens(text: str) -> int:
-    """About how many tokens a text has where no tokenizer is at hand: one for each four bytes."""
+    """An estimate of the tokens of a text without a tokenizer: one for four bytes."""
     return -(-len(text.encode("utf-8", "replace")) // 4)
 
 
 def read(path: str | Path, tokens: Callable[[str], int] = estimated_tokens) -> list[TraceRequest]:
-    """The requests of a trace by arrival, the first at 0 s.
+    """Reads a trace and returns its requests by arrival, the first at 0 s.
 
-    The form is told by the content: CSV of Azure, BurstGPT or our own, Mooncake's JSON Lines, ShareGPT's JSON; plain or gzipped.
-    Requests without output (they failed when the trace was taken) are left out. Times that were rounded to ticks, Mooncake's to 3 s and
-    BurstGPT's to 1 s, are spread evenly over the tick. ShareGPT has texts but no times and no lengths: each conversation's first question
-    and answer, all at 0 s, counted with `tokens`. Raises InvalidTrace with the line at fault.
+    The format is detected: CSV of Azure, BurstGPT or our own, Mooncake's JSON Lines, or ShareGPT's JSON, each plain or gzipped. Requests
+    without output, which failed when the trace was recorded, are left out. Times that were rounded (Mooncake's to 3 s, BurstGPT's to 1 s)
+    are spread evenly over the interval. ShareGPT has texts without times and lengths: its requests are the first question and answer of
+    each conversation, at 0 s, counted with `tokens`. Raises InvalidTrace with the number of the faulty line.
     """
     try:
         with _open(Path(path)) as file:
@@ -107,7 +107,7 @@ def read(path: str | Path, tokens: Callable[[str], int] = estimated_tokens) -> l
     except UnicodeDecodeError:
         raise InvalidTrace(f"{path}: is not text; {_EXPECTED}") from None
     if not requests:
-        raise InvalidTrace(f"{path}: has no request with a prompt and an output; {_EXPECTED}")
+        raise InvalidTrace(f"{path}: no request has a prompt and an output; {_EXPECTED}")
     requests.sort(key=lambda request: request.arrival)
     first = requests[0].arrival
     return [replace(request, arrival=request.arrival - first) for request in requests]
@@ -115,9 +115,9 @@ def read(path: str | Path, tokens: Callable[[str], int] = estimated_tokens) -> l
 
 def _open(path: Path) -> TextIO:
     with path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    # A byte order mark is no part of the first column's name.
-    return gzip.open(path, "rt", encoding="utf-8-sig", newline="") if packed else path.open(encoding="utf-8-sig", newline="")
+        gzipped = file.read(2) == b"\x1f\x8b"
+    # utf-8-sig removes a byte order mark.
+    return gzip.open(path, "rt", encoding="utf-8-sig", newline="") if gzipped else path.open(encoding="utf-8-sig", newline="")
 
 
 def _requests(name: str, file: TextIO, tokens: Callable[[str], int]) -> Iterator[TraceRequest]:
@@ -139,11 +139,11 @@ def _csv(name: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
         header = rows.fieldnames or ()
     except csv.Error as error:
         raise InvalidTrace(f"{name}, line 1: is no CSV: {error}") from None
-    form = next((form for form in _FORMS if {form.arrival, form.prompt, form.output} <= set(header)), None)
-    if form is None:
+    columns = next((columns for columns in _FORMATS if {columns.arrival, columns.prompt, columns.output} <= set(header)), None)
+    if columns is None:
         raise InvalidTrace(f"{name}, line 1: has the columns {','.join(header)!r:.100}; {_EXPECTED}")
-    requests = _checked(name, _numbered(name, rows), lambda row: _from_row(form, row))
-    return _spread(requests, form.tick) if form.tick else requests
+    requests = _checked(name, _numbered(name, rows), lambda row: _from_row(columns, row))
+    return _spread(requests, columns.tick) if columns.tick else requests
 
 
 def _numbered(name: str, rows: csv.DictReader[str]) -> Iterator[tuple[int, Mapping[str, str]]]:
@@ -154,11 +154,11 @@ def _numbered(name: str, rows: csv.DictReader[str]) -> Iterator[tuple[int, Mappi
         raise InvalidTrace(f"{name}, line {rows.line_num}: is no CSV: {error}") from None
 
 
-def _from_row(form: _Columns, row: Mapping[str, str]) -> TraceRequest:
-    arrival = _read(form.time, row, form.arrival, "a time")
-    lengths = _read(_whole, row, form.prompt, "a whole number"), _read(_whole, row, form.output, "a whole number")
+def _from_row(columns: _Columns, row: Mapping[str, str]) -> TraceRequest:
+    arrival = _read(columns.time, row, columns.arrival, "a time")
+    lengths = _read(_whole, row, columns.prompt, "a whole number"), _read(_whole, row, columns.output, "a whole number")
     ids = _read(_ids, row, "hash_ids", "numbers with | between them") if row.get("hash_ids") else None
-    return TraceRequest(arrival, *lengths, ids, row.get(form.client) or None)
+    return TraceRequest(arrival, *lengths, ids, row.get(columns.client) or None)
 
 
 def _from_json(line: str) -> TraceRequest:
@@ -167,7 +167,7 @@ def _from_json(line: str) -> TraceRequest:
     except json.JSONDecodeError as error:
         raise ValueError(f"is no JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
-        raise ValueError("is JSON in too many brackets") from None
+        raise ValueError("is JSON nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError("expected a JSON object")
     arrival = _read(float, row, "timestamp", "milliseconds") / 1000
@@ -177,7 +177,7 @@ def _from_json(line: str) -> TraceRequest:
 
 
 def _whole(value: Any) -> int:
-    """A number of JSON or of a text; raises ValueError for one with a fraction, which `int` would cut off."""
+    """A whole number from JSON or text. Raises ValueError for a fraction, which `int` would truncate."""
     if isinstance(value, float) and not value.is_integer():
         raise ValueError
     return int(value)
@@ -202,17 +202,17 @@ def _read(kind: Callable[[Any], Row], row: Mapping[str, Any], name: str, expecte
         raise ValueError(f"{name} is {row[name]!r:.40}, expected {expected}") from None
 
 
-def _checked(name: str, rows: Iterable[tuple[int, Row]], made: Callable[[Row], TraceRequest]) -> Iterator[TraceRequest]:
-    """The requests that `made` makes of numbered lines, without those that failed."""
+def _checked(name: str, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], TraceRequest]) -> Iterator[TraceRequest]:
+    """Parses and checks numbered lines. Leaves out requests that failed."""
     first: float | None = None
     for number, row in rows:
         try:
-            request = made(row)
+            request = parse(row)
             first = request.arrival if first is None else first
-            if not abs(request.arrival - first) <= LONGEST:  # nor if one is not finite
-                raise ValueError(f"times must be finite, and at most {LONGEST:g} s from the first, got {request.arrival:g} s")
-            if not (0 <= request.prompt_tokens <= MOST_TOKENS and 0 <= request.output_tokens <= MOST_TOKENS):
-                raise ValueError(f"lengths must be from 0 to {MOST_TOKENS:,} tokens")
+            if not abs(request.arrival - first) <= MAX_SECONDS:  # also rejects NaN
+                raise ValueError(f"times must be finite, and at most {MAX_SECONDS:g} s from the first, got {request.arrival:g} s")
+            if not (0 <= request.prompt_tokens <= MAX_TOKENS and 0 <= request.output_tokens <= MAX_TOKENS):
+                raise ValueError(f"lengths must be from 0 to {MAX_TOKENS:,} tokens")
             if any(not 0 <= one < _LARGEST_ID for one in request.hash_ids or ()):
                 raise ValueError("hash ids must be from 0 to 2**62")
         except ValueError as error:
@@ -222,16 +222,16 @@ def _checked(name: str, rows: Iterable[tuple[int, Row]], made: Callable[[Row], T
 
 
 def _spread(requests: Iterable[TraceRequest], tick: float) -> Iterator[TraceRequest]:
-    """Moves the requests of each tick apart, evenly over the tick, in the file's order; leaves times that are on no ticks."""
+    """Spreads the requests of each tick evenly over it, in the file's order. Times that are not on ticks stay as they are."""
     ticks: dict[int, list[TraceRequest]] = {}
     for request in requests:
         ticks.setdefault(round(request.arrival / tick), []).append(request)
-    if any(abs(request.arrival - number * tick) > _JITTER for number, together in ticks.items() for request in together):
+    if any(abs(request.arrival - number * tick) > _JITTER for number, same_tick in ticks.items() for request in same_tick):
         return itertools.chain.from_iterable(ticks.values())
     return (
-        replace(request, arrival=(number + place / len(together)) * tick)
-        for number, together in ticks.items()
-        for place, request in enumerate(together)
+        replace(request, arrival=(number + index / len(same_tick)) * tick)
+        for number, same_tick in ticks.items()
+        for index, request in enumerate(same_tick)
     )
 
 
@@ -242,7 +242,7 @@ def _sharegpt(name: str, text: str, tokens: Callable[[str], int]) -> Iterator[Tr
     except json.JSONDecodeError as error:
         raise InvalidTrace(f"{name}, line {error.lineno}: is no JSON: {error.msg}") from None
     except RecursionError:
-        raise InvalidTrace(f"{name}: is JSON in too many brackets") from None
+        raise InvalidTrace(f"{name}: is JSON nested too deeply") from None
     for number, conversation in enumerate(conversations, 1):
         try:
             turns = [turn["value"] for turn in conversation["conversations"][:2]]

@@ -1,4 +1,4 @@
-"""What a load consists of: requests with their lengths, and prompts that are made of plain words."""
+"""The requests of a benchmark: their lengths, due times and prompts of random words."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ special easy
 """
 
 WORDS = tuple(_TEXT.split())
-"""Words that common vocabularies have a token for, with a space before them and without: so many words are as many tokens.
+"""Words that are one token each in common vocabularies, with and without a leading space.
 
-What a server adds (a beginning of text, a chat template) comes on top; what it counted is in its answers.
+A server may add tokens (beginning of text, chat template); its responses have the exact count.
 """
 
 Piece = tuple[str, int]
-"""A seed and how many words are drawn with it: equal pieces are equal text."""
+"""A seed and a number of words. Equal pieces are equal text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to be sent."""
+    """A request to send."""
 
     prompt_tokens: int
     output_tokens: int
-    """The most tokens that the answer may have."""
+    """`max_tokens` of the request."""
     pieces: tuple[Piece, ...] = ()
     text: str | None = None
-    """The prompt where it is given; else it is made of the pieces."""
+    """The prompt's text; without it, the prompt is made of the pieces."""
     due: float | None = None
-    """Seconds after the start at which it is sent; None: as soon as a seat is free."""
+    """Seconds after the start at which the request is sent; None: as soon as the concurrency limit allows."""
     client: str | None = None
 
     def prompt(self) -> str:
@@ -54,22 +54,22 @@ class Job:
         return " ".join(words(*piece) for piece in self.pieces) if self.text is None else self.text
 
 
-# As many as a trace's common beginnings may have blocks: 10 MiB.
+# Enough for the shared blocks of a trace: 10 MiB.
 @lru_cache(maxsize=4096)
 def words(seed: str, count: int) -> str:
-    """`count` words, the same for the same seed in every process; a shorter draw is the beginning of a longer one."""
+    """`count` words, determined by the seed. A shorter text is a prefix of a longer one with the same seed."""
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
 def random_jobs(count: int, input_len: int, output_len: int, *, range_ratio: float = 0.0, prefix_len: int = 0, seed: int = 0) -> list[Job]:
-    """Requests of random words whose lengths are drawn evenly from `[len * (1 - range_ratio), len * (1 + range_ratio)]`.
+    """Requests of random words with uniform lengths from `[len * (1 - range_ratio), len * (1 + range_ratio)]`.
 
-    All begin with the same `prefix_len` words, which come on top of `input_len`, as in vLLM.
+    All share a prefix of `prefix_len` words, in addition to `input_len`, as in vLLM.
     """
-    draw = random.Random(seed)
+    generator = random.Random(seed)
 
     def length(mean: int) -> int:
-        return max(1, draw.randint(int(mean * (1 - range_ratio)), int(mean * (1 + range_ratio))))
+        return max(1, generator.randint(int(mean * (1 - range_ratio)), int(mean * (1 + range_ratio))))
 
     jobs = []
     for index in range(count):
@@ -80,9 +80,9 @@ def random_jobs(count: int, input_len: int, output_len: int, *, range_ratio: flo
 
 
 def trace_jobs(requests: Sequence[TraceRequest], *, seed: int = 0, speedup: float = 1.0) -> list[Job]:
-    """A trace's requests at their times, `speedup` times as fast; blocks of equal hash id become equal words.
+    """A trace's requests at their times divided by `speedup`. Blocks with equal hash ids become equal words.
 
-    Texts, which have no times, come in an order that the seed draws (as in vLLM): what is cut from its beginning is a sample.
+    Texts, which have no times, are shuffled by the seed (as in vLLM), so that the first N are a sample.
     """
     if any(request.prompt is not None for request in requests):
         requests = random.Random(f"order {seed}").sample(requests, len(requests))
@@ -100,25 +100,25 @@ def trace_jobs(requests: Sequence[TraceRequest], *, seed: int = 0, speedup: floa
 
 
 def _pieces(request: TraceRequest, own: str, seed: int) -> tuple[Piece, ...]:
-    """The blocks that a prompt is made of; what has no block is the prompt's own."""
-    pieces, left = [], request.prompt_tokens
+    """The pieces of a prompt: its blocks, and a unique piece for the rest."""
+    pieces, remaining = [], request.prompt_tokens
     for block in request.hash_ids or ():
-        if left > 0:
-            pieces.append((f"{seed} block {block}", min(left, request.hash_block)))
-            left -= request.hash_block
-    return (*pieces, (own, left)) if left > 0 else tuple(pieces)
+        if remaining > 0:
+            pieces.append((f"{seed} block {block}", min(remaining, request.hash_block)))
+            remaining -= request.hash_block
+    return (*pieces, (own, remaining)) if remaining > 0 else tuple(pieces)
 
 
-def due(jobs: Sequence[Job], times: Sequence[float]) -> list[Job]:
-    """The same requests at other times, seconds after the start."""
+def with_due_times(jobs: Sequence[Job], times: Sequence[float]) -> list[Job]:
+    """The same requests at `times`, in seconds after the start."""
     return [replace(job, due=time) for job, time in zip(jobs, times, strict=True)]
 
 
-def at_once(jobs: Sequence[Job], seats: int | None) -> list[Job]:
-    """The same requests as fast as they may be sent: each when one of `seats` is free, or all at the start."""
-    return [replace(job, due=0.0 if seats is None else None) for job in jobs]
+def as_fast_as_possible(jobs: Sequence[Job], max_concurrency: int | None) -> list[Job]:
+    """The same requests, each sent as soon as `max_concurrency` allows, or all at the start."""
+    return [replace(job, due=0.0 if max_concurrency is None else None) for job in jobs]
 
 
 def fitting(requests: Sequence[TraceRequest], longest: int | None) -> list[TraceRequest]:
-    """Those whose prompt and output are at most `longest` tokens together."""
+    """The requests with at most `longest` tokens of prompt and output."""
     return [request for request in requests if longest is None or request.prompt_tokens + request.output_tokens <= longest]

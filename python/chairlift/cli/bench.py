@@ -1,23 +1,29 @@
-"""`chairlift bench`: measures a server, or the engine in this process."""
+"""`chairlift bench`: the group of benchmark commands."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from chairlift.cli.remote import client_key
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.cli import bench_offline, bench_serve, bench_sweep, flags
+
+_EXAMPLES = """\
+examples:
+  chairlift bench serve                               100 random prompts at once to http://127.0.0.1:8000
+  chairlift bench serve --request-rate 4 --goodput ttft:500 tpot:50 --report today.html
+  chairlift bench serve --dataset-path azure.csv.gz --speedup 2
+  chairlift bench sweep --goodput ttft:1000 tpot:100 --report sweep.html
+  chairlift bench throughput --num-prompts 64         without a server
+  chairlift bench latency --batch-size 8
+
+Flags have vLLM's names. docs/benchmarks.md explains how to benchmark, and the figures.
+"""
 
 
-def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
-    """Runs one command of `chairlift bench`; 1 if no request succeeded, 130 if it was interrupted."""
-    if given["bench"] in ("latency", "throughput"):
-        from chairlift.cli import bench_offline
-
-        return bench_offline.run(given, engine)
-    from chairlift.cli import bench_serve, bench_sweep
-
-    bench_serve.check(given)
-    target, longest = bench_serve.target_of(given, client_key(given))
-    requests = bench_serve.Requests(given, longest)
-    return (bench_sweep.run if given["bench"] == "sweep" else bench_serve.run)(given, target, requests)
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the commands of `chairlift bench`."""
+    parser = flags.add_command(commands, "bench", summary, _EXAMPLES)
+    benchmarks = parser.add_subparsers(dest="bench", required=True, metavar="COMMAND")
+    bench_serve.add_parser(benchmarks)
+    bench_sweep.add_parser(benchmarks)
+    bench_offline.add_throughput_parser(benchmarks)
+    bench_offline.add_latency_parser(benchmarks)

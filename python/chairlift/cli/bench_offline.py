@@ -2,51 +2,96 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chairlift.bench import traces
 from chairlift.bench.figures import Latency
 from chairlift.bench.workload import Job, fitting, random_jobs, trace_jobs
+from chairlift.cli import bench_load, flags, values
 from chairlift.config import EngineConfig
-from chairlift.engine.llm import LLM
 from chairlift.errors import InvalidSetting
 from chairlift.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from chairlift.engine.llm import LLM
+
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
-
-def run(given: Mapping[str, Any], engine: EngineConfig) -> int:
-    """Loads the model, runs the requests, and prints vLLM's lines."""
-    if "enable_prefix_caching" not in given:
-        engine = replace(engine, enable_prefix_caching=False)  # what is computed once only is no measure
-    llm = LLM(**{field.name: getattr(engine, field.name) for field in fields(engine)})
-    told = _throughput(llm, given) if given["bench"] == "throughput" else _latency(llm, given)
-    if given["output_json"]:
-        Path(given["output_json"]).write_text(json.dumps(told, indent=1))
-    return 0
+_EXAMPLES = """\
+examples:
+  chairlift bench {name} --model ./my-model
+  chairlift bench {name} --load-format dummy --input-len 512 --output-len 64
+"""
 
 
-def _throughput(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All requests at once."""
-    if given["dataset_path"]:
-        requests = traces.read(given["dataset_path"], lambda text: len(llm.tokenizer.encode(text)))
-        jobs = trace_jobs(fitting(requests, llm.facts["max_model_len"]))[: given["num_prompts"]]
+def add_throughput_parser(commands: Any) -> None:
+    """Adds `chairlift bench throughput` and its flags."""
+    summary, examples = "run all requests at once in this process, without a server", _EXAMPLES.format(name="throughput")
+    parser = flags.add_command(commands, "throughput", summary, examples, run_throughput)
+    parser.add_argument(
+        "--num-prompts", "--num-requests", type=bench_load.request_count, default=100, metavar="N", help="requests (default: 100)"
+    )
+    parser.add_argument("--dataset-path", metavar="FILE", help="a trace, for its lengths (default: --input-len, --output-len)")
+    _add_engine(parser, input_len=1024)
+
+
+def add_latency_parser(commands: Any) -> None:
+    """Adds `chairlift bench latency` and its flags."""
+    summary, examples = "run one batch repeatedly in this process, without a server", _EXAMPLES.format(name="latency")
+    parser = flags.add_command(commands, "latency", summary, examples, run_latency)
+    parser.add_argument("--batch-size", type=bench_load.request_count, default=8, metavar="N", help="requests in the batch (default: 8)")
+    parser.add_argument("--num-iters-warmup", type=values.whole(0, 10**6), default=3, metavar="N", help="warm-up runs (default: 3)")
+    parser.add_argument("--num-iters", type=values.whole(1, 10**6), default=10, metavar="N", help="measured runs (default: 10)")
+    _add_engine(parser, input_len=32)
+
+
+def _add_engine(parser: argparse.ArgumentParser, input_len: int) -> None:
+    tokens = bench_load.token_count
+    parser.add_argument("--input-len", type=tokens, default=input_len, metavar="N", help=f"prompt length, in words (default: {input_len})")
+    parser.add_argument("--output-len", type=tokens, default=128, metavar="N", help="output length, in tokens (default: 128)")
+    parser.add_argument("--output-json", type=values.output, metavar="FILE", help="write the figures as JSON")
+    flags.add_model(parser)
+    flags.add_fields(parser, EngineConfig)
+
+
+def _load(args: argparse.Namespace) -> LLM:
+    from chairlift.engine.llm import LLM  # imports torch
+
+    config = args.engine
+    if "enable_prefix_caching" not in args:
+        config = replace(config, enable_prefix_caching=False)  # repeated prompts would be computed only once
+    return LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
+
+
+def _save(args: argparse.Namespace, figures: dict[str, Any]) -> None:
+    if args.output_json:
+        Path(args.output_json).write_text(json.dumps(figures, indent=1))
+
+
+def run_throughput(args: argparse.Namespace) -> int:
+    """Runs all requests at once and prints vLLM's lines."""
+    llm = _load(args)
+    if args.dataset_path:
+        requests = traces.read(args.dataset_path, lambda text: len(llm.tokenizer.encode(text)))
+        longest = llm.facts["max_model_len"]
+        jobs = trace_jobs(fitting(requests, longest))[: args.num_prompts]
         if not jobs:
-            raise InvalidSetting(f"all requests of {given['dataset_path']} are longer than --max-model-len {llm.facts['max_model_len']}")
+            raise InvalidSetting(f"all requests of {args.dataset_path} exceed --max-model-len {longest}")
     else:
-        jobs = random_jobs(given["num_prompts"], given["input_len"], given["output_len"])
-    _batch(llm, random_jobs(1, 16, 4, seed=-1))
-    seconds, prompts, outputs = _batch(llm, jobs)
+        jobs = random_jobs(args.num_prompts, args.input_len, args.output_len)
+    _run_batch(llm, random_jobs(1, 16, 4, seed=-1))
+    seconds, prompts, outputs = _run_batch(llm, jobs)
     rates = len(jobs) / seconds, (prompts + outputs) / seconds, outputs / seconds
     print(f"Throughput: {rates[0]:.2f} requests/s, {rates[1]:.2f} total tokens/s, {rates[2]:.2f} output tokens/s")
     print(f"Total num prompt tokens:  {prompts}")
     print(f"Total num output tokens:  {outputs}")
-    return {
+    figures = {
         "elapsed_time": seconds,
         "num_requests": len(jobs),
         "total_num_tokens": prompts + outputs,
@@ -54,28 +99,32 @@ def _throughput(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_per_second": rates[1],
         "output_tokens_per_second": rates[2],
     }
+    _save(args, figures)
+    return 0
 
 
-def _latency(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
-    """One batch, again and again."""
-    jobs = random_jobs(given["batch_size"], given["input_len"], given["output_len"])
-    for _ in range(given["num_iters_warmup"]):
-        _batch(llm, jobs)
-    seconds = [_batch(llm, jobs)[0] for _ in range(given["num_iters"])]
+def run_latency(args: argparse.Namespace) -> int:
+    """Runs one batch repeatedly and prints vLLM's lines."""
+    llm = _load(args)
+    jobs = random_jobs(args.batch_size, args.input_len, args.output_len)
+    for _ in range(args.num_iters_warmup):
+        _run_batch(llm, jobs)
+    seconds = [_run_batch(llm, jobs)[0] for _ in range(args.num_iters)]
     latency = Latency(tuple(sorted(seconds)))
     percentiles = {percent: latency.percentile(percent) for percent in PERCENTILES}
     print(f"Avg latency: {latency.mean} seconds")
     print(f"Std latency: {latency.std} seconds")
     for percent, value in percentiles.items():
         print(f"{percent}% percentile latency: {value} seconds")
-    return {"avg_latency": latency.mean, "std_latency": latency.std, "latencies": seconds, "percentiles": percentiles}
+    _save(args, {"avg_latency": latency.mean, "std_latency": latency.std, "latencies": seconds, "percentiles": percentiles})
+    return 0
 
 
-def _batch(llm: LLM, jobs: Sequence[Job]) -> tuple[float, int, int]:
+def _run_batch(llm: LLM, jobs: Sequence[Job]) -> tuple[float, int, int]:
     """Seconds, prompt tokens and output tokens of running all jobs together, to their full length."""
     prompts = [llm.tokenizer.encode(job.prompt()) for job in jobs]
     params = [SamplingParams(max_tokens=job.output_tokens, ignore_eos=True) for job in jobs]
-    began = time.perf_counter()
+    start = time.perf_counter()
     outputs = llm.generate(prompts, params, progress=False)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     return seconds, sum(map(len, prompts)), sum(len(output.token_ids) for output in outputs)

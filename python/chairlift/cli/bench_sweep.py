@@ -1,32 +1,102 @@
-"""`chairlift bench sweep`: the same load at several rates, and the largest that meets the targets."""
+"""`chairlift bench sweep`: the same load at several rates, and the largest rate that meets the targets."""
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from chairlift.bench import workload
-from chairlift.bench.arrivals import arrivals, gaps_in_words
+from chairlift.bench.arrivals import arrivals, describe_gaps
 from chairlift.bench.client import Target
 from chairlift.bench.figures import Figures, Goodput
-from chairlift.bench.sweep import FEWEST, Point, knee, notes, search
-from chairlift.cli.bench_serve import Requests, save, send, settings_of, status, tell
-from chairlift.errors import ChairliftError
+from chairlift.bench.sweep import MIN_REQUESTS, Point, knee, notes, search
+from chairlift.cli import bench_load, flags, values
+from chairlift.errors import ChairliftError, InvalidSetting
 
-LONGEST_POINT = 8
-"""A search gives up below the rate at which its fewest requests take so many times --duration."""
+MAX_DURATIONS = 8
+"""A search stops below the rate at which `MIN_REQUESTS` requests take this many times --duration."""
+
+_EXAMPLES = """\
+examples:
+  chairlift bench sweep --goodput ttft:1000 tpot:100            doubles the rate until it misses the targets, then bisects
+  chairlift bench sweep --request-rates 1,2,4,8 --report sweep.html
+  chairlift bench sweep --max-concurrencies 1,4,16,64 --ignore-eos
+"""
 
 
-def run(given: Mapping[str, Any], target: Target, requests: Requests) -> int:
-    """Runs the loads that are named, or searches for the largest; 1 if no request succeeded, 130 if it was interrupted."""
-    goodput = Goodput.parse(given["goodput"]) if given["goodput"] else None
+def add_parser(commands: Any) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(
+        commands, "sweep", "run a load at several rates, and find the largest that meets the targets", _EXAMPLES, run
+    )
+    bench_load.add_server(parser)
+    bench_load.add_requests(parser)
+    group = parser.add_argument_group("sweep")
+    loads = group.add_mutually_exclusive_group()
+    rates = values.several(bench_load.request_rate)
+    loads.add_argument("--request-rates", type=rates, metavar="X,X", help="requests a second to run (default: search)")
+    loads.add_argument(
+        "--max-concurrencies",
+        type=values.several(bench_load.request_count),
+        metavar="N,N",
+        help="numbers of requests in flight to run, instead of rates",
+    )
+    group.add_argument("--start-rate", type=bench_load.request_rate, default=1.0, metavar="X", help="first rate of the search (default: 1)")
+    group.add_argument("--steps", type=values.whole(0, 20), default=3, metavar="N", help="bisections after the doublings (default: 3)")
+    group.add_argument(
+        "--duration", type=values.number(1e-3, 1e6), default=30.0, metavar="S", help="seconds of requests at each rate (default: 30)"
+    )
+    group.add_argument(
+        "--attainment",
+        type=values.number(0, 100),
+        default=95.0,
+        metavar="X",
+        help="percent of requests that must meet all targets (default: 95)",
+    )
+    bench_load.add_results(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the given loads, or searches for the largest. Returns 1 if no request succeeded, 130 after an interrupt."""
+    if not (args.goodput or args.request_rates or args.max_concurrencies):
+        raise InvalidSetting("a search needs targets: set --goodput ttft:1000 tpot:100, or --request-rates")
+    bench_load.check(args)
+    target, longest = bench_load.connect(args)
+    goodput = Goodput.parse(args.goodput) if args.goodput else None
+    points, interrupted = _run_points(args, target, bench_load.RequestSource(args, longest), goodput)
+    points.sort(key=lambda point: point.load)
+    best, closed = knee(points), bool(args.max_concurrencies)
+    unit = "at a time" if closed else "requests a second"
+    if best is not None:
+        print(f"\nLargest load with {args.attainment:g} % of requests within {goodput}: {best.load:.3g} {unit}")
+    elif goodput is not None:
+        print(f"\nNo load had {args.attainment:g} % of requests within {goodput}.")
+    bench_load.print_notes(notes(points))
+    loads = [point.load for point in points]
+    if args.save_result or args.save_detailed:
+        load = {"request_rate": "inf", "max_concurrency": loads} if closed else {"request_rate": loads, "max_concurrency": None}
+        document = {**load, "points": [point.to_json() for point in points], "knee": None if best is None else best.load}
+        bench_load.save(args, target, "sweep", document, [record for point in points for record in point.run.records])
+    if args.report:
+        from chairlift.bench.report.sweep import page
+
+        kind = "at a time, each when another has finished" if closed else f"a second ({describe_gaps(args.burstiness)})"
+        description = f"{', '.join(f'{load:.3g}' for load in loads)} {kind}, one load after the other"
+        page(points, bench_load.settings(args, target, description), goodput, closed=closed).write(args.report)
+        print(f"Report: {args.report}")
+    return bench_load.exit_status((point.figures for point in points), interrupted)
+
+
+def _run_points(
+    args: argparse.Namespace, target: Target, source: bench_load.RequestSource, goodput: Goodput | None
+) -> tuple[list[Point], bool]:
+    """Runs each load and prints its line. Returns the points, and whether an interrupt ended the sweep."""
     points: list[Point] = []
-    closed, interrupted = bool(given["max_concurrencies"]), False
 
-    def try_(load: float) -> bool:
-        point = _point(given, target, requests, load, goodput, len(points))
-        if point.run.interrupted:  # part of a run says nothing of its load
+    def meets(load: float) -> bool:
+        point = _point(args, target, source, load, goodput, len(points))
+        if point.run.interrupted:  # an incomplete run is not comparable
             raise KeyboardInterrupt
         points.append(point)
         print(_row(point), flush=True)
@@ -34,52 +104,37 @@ def run(given: Mapping[str, Any], target: Target, requests: Requests) -> int:
 
     print(_HEADER)
     try:
-        if given["max_concurrencies"] or given["request_rates"]:
-            for load in given["max_concurrencies"] or given["request_rates"]:
-                try_(load)
+        if args.max_concurrencies or args.request_rates:
+            for load in args.max_concurrencies or args.request_rates:
+                meets(load)
         else:
-            # Few enough requests come at this rate that hardly two meet: a server that fails with it is too slow for one alone.
-            search(try_, given["start_rate"], given["steps"], least=FEWEST / (LONGEST_POINT * given["duration"]))
+            # Below this rate requests hardly overlap, so a server that fails is too slow for any rate.
+            search(meets, args.start_rate, args.steps, least=MIN_REQUESTS / (MAX_DURATIONS * args.duration))
     except (ChairliftError, KeyboardInterrupt) as error:
         if not points:
             raise
-        # The server is not there any more, or nobody wants to wait; what was measured is.
+        # Report the completed points.
         interrupted = isinstance(error, KeyboardInterrupt)
         print(f"The sweep ends here: {'interrupted' if interrupted else error}")
-    points.sort(key=lambda point: point.load)
-    best = knee(points)
-    unit = "at a time" if closed else "requests a second"
-    if best is not None:
-        share = f"{given['attainment']:g} % of the requests within {goodput}"
-        print(f"\nThe largest load with {share}: {best.load:.3g} {unit}")
-    elif goodput is not None:
-        print(f"\nNo load had {given['attainment']:g} % of the requests within {goodput}.")
-    tell(notes(points))
-    loads = [point.load for point in points]
-    if given["save_result"] or given["save_detailed"]:
-        came = {"request_rate": "inf", "max_concurrency": loads} if closed else {"request_rate": loads, "max_concurrency": None}
-        found = {**came, "points": [point.to_json() for point in points], "knee": None if best is None else best.load}
-        save(given, target, "sweep", found, [record for point in points for record in point.run.records])
-    if given["report"]:
-        from chairlift.bench.report.sweep import page
-
-        coming = "at a time, each when a seat is free" if closed else f"a second ({gaps_in_words(given['burstiness'])})"
-        told = f"{', '.join(f'{load:.3g}' for load in loads)} {coming}, one load after the other"
-        page(points, settings_of(given, target, told), goodput, closed=closed).write(given["report"])
-        print(f"Report: {given['report']}")
-    return status((point.figures for point in points), interrupted)
+        return points, interrupted
+    return points, False
 
 
-def _point(given: Mapping[str, Any], target: Target, requests: Requests, load: float, goodput: Goodput | None, index: int) -> Point:
-    """One run of a sweep, with prompts of its own: those of the run before are in the server's cache."""
-    seed, seats = given["seed"] + index, int(load) if given["max_concurrencies"] else None
-    usual = math.ceil(load * given["duration"]) if seats is None else 4 * seats
-    jobs = requests.jobs(given["num_prompts"] or max(FEWEST, usual), seed)
-    jobs = workload.at_once(jobs, seats) if seats else workload.due(jobs, arrivals(len(jobs), load, given["burstiness"], seed))
-    done = send(given, target, jobs, seats, f"{load:.3g}")
-    figures = Figures(done.records, goodput)
-    met = None if figures.attainment is None else figures.attainment * 100 >= given["attainment"]
-    return Point(load, done, figures, met)
+def _point(
+    args: argparse.Namespace, target: Target, source: bench_load.RequestSource, load: float, goodput: Goodput | None, index: int
+) -> Point:
+    """One run of a sweep. Its prompts differ from those of other runs, which the server has cached."""
+    seed, limit = args.seed + index, int(load) if args.max_concurrencies else None
+    default = math.ceil(load * args.duration) if limit is None else 4 * limit
+    jobs = source.jobs(args.num_prompts or max(MIN_REQUESTS, default), seed)
+    if limit:
+        jobs = workload.as_fast_as_possible(jobs, limit)
+    else:
+        jobs = workload.with_due_times(jobs, arrivals(len(jobs), load, args.burstiness, seed))
+    result = bench_load.send(args, target, jobs, limit, f"{load:.3g}")
+    figures = Figures(result.records, goodput)
+    met = None if figures.attainment is None else figures.attainment * 100 >= args.attainment
+    return Point(load, result, figures, met)
 
 
 _HEADER = "    load  requests  failed    req/s     tok/s    TTFT p50        p95    TPOT p50        p95     met"

@@ -1,30 +1,50 @@
-"""`chairlift calibrate`."""
+"""`chairlift calibrate`: measures the step times of this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
 from typing import Any
 
-from chairlift.cli.flag_checks import refuse
-from chairlift.cli.progress import bar
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.cli import flags, values
+from chairlift.cli.progress import progress_bar
+from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from chairlift.sim.calibrate import SECONDS, calibrate, from_journal
 
+_EXAMPLES = """\
+examples:
+  chairlift calibrate -o here.json                   a minute with the default model; leave the machine idle otherwise
+  chairlift calibrate --model ./my-model --seconds 120 -o mine.json
+  chairlift calibrate --from-journal day.journal -o day.json
+                                                     the step times of an engine while it served
+"""
 
-def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
-    """Measures what steps take here, writes it, and says how well it is told."""
-    journal = given["from_journal"]
-    if journal:
-        refuse("--from-journal runs nothing", seconds=given["seconds"])
-        profile = from_journal(journal, given["model"] or "")
+
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(commands, "calibrate", summary, _EXAMPLES, run)
+    flags.add_model(parser, f"{flags.MODEL_SOURCES} (default: {DEFAULT_MODEL}; unknown for a journal)")
+    parser.add_argument(
+        "-o", "--output", type=values.output, default="profile.json", metavar="FILE", help="file to write (default: profile.json)"
+    )
+    parser.add_argument("--seconds", type=values.number(0.1, 86400), metavar="N", help=f"seconds to measure (default: {SECONDS:.0f})")
+    parser.add_argument("--from-journal", metavar="FILE", help="use the steps that --journal recorded, and run nothing")
+    flags.add_fields(parser, EngineConfig)
+    flags.add_fields(parser, ServerConfig, ("log_level",))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures step times, writes them to a file, and prints the error of the fit."""
+    if args.from_journal:
+        flags.reject("--from-journal runs nothing", seconds=args.seconds)
+        profile = from_journal(args.from_journal, args.model or "")
     else:
-        with bar(f"calibrating with {engine.model}") as on_progress:
-            profile = calibrate(engine, given["seconds"] or SECONDS, on_progress)
-    profile.save(given["output"])
+        with progress_bar(f"calibrating with {args.engine.model}") as on_progress:
+            profile = calibrate(args.engine, args.seconds or SECONDS, on_progress)
+    profile.save(args.output)
     errors = profile.errors
     print(
-        f"{profile.measured['steps']:,} steps of up to {profile.measured['most_tokens']} tokens; what one takes is told to within "
-        f"{errors['p50']:.1%} (p50) and {errors['p90']:.1%} (p90).\n"
-        f"{given['output']} has it: chairlift simulate --device {given['output']} --trace FILE"
+        f"{profile.measured['steps']:,} steps of up to {profile.measured['most_tokens']} tokens. Error of the predicted step times: "
+        f"{errors['p50']:.1%} (p50), {errors['p90']:.1%} (p90).\n"
+        f"Written to {args.output}. Use it: chairlift simulate --modelled-device {args.output} --trace FILE"
     )
     return 0

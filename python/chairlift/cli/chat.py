@@ -1,32 +1,51 @@
-"""`chairlift chat`: a conversation in the terminal, or over a pipe."""
+"""`chairlift chat`: a conversation in the terminal or over a pipe."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
-from chairlift.cli.sampling import sampling
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.cli import flags
+from chairlift.cli.sampling import add_engine, add_sampling, sampling_settings
 from chairlift.engine.client import AsyncEngine
 from chairlift.errors import InvalidRequest
 
+_EXAMPLES = """\
+examples:
+  chairlift chat
+  chairlift chat --system "Answer in one short sentence." --temperature 0
+  echo "What is a chairlift?" | chairlift chat
 
-def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
-    """Talks until the input ends."""
+In the chat, /reset starts a new conversation, /exit or Ctrl-D exits, and Ctrl-C stops an answer.
+"""
+
+
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(commands, "chat", summary, _EXAMPLES, run)
+    flags.add_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_sampling(parser, max_tokens=None)
+    add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Chats until the input ends."""
     with suppress(ImportError):
-        import readline  # noqa: F401 (gives `input` its line editing)
-    chosen = sampling(given)
-    # A runner and not asyncio.run: the loop rests while the user types, so that Ctrl-C means what it means at a prompt.
+        import readline  # noqa: F401 (adds line editing to `input`)
+    sampling = sampling_settings(args)
+    # asyncio.Runner instead of asyncio.run: while the user types no event loop runs, and Ctrl-C acts as at any prompt.
     with asyncio.Runner() as runner:
-        chat = Chat(AsyncEngine(engine), chosen, given["system"])
-        runner.run(chat.engine.start(began))
+        chat = Chat(AsyncEngine(args.engine), sampling, args.system)
+        runner.run(chat.engine.start(args.started))
         try:
             if sys.stdin.isatty():
-                print(f"{engine.model}: /reset forgets, /exit leaves, Ctrl-C stops an answer")
-            while (line := _read()) is not None and line != "/exit":
+                print(f"{args.engine.model}: /reset starts a new conversation, /exit exits, Ctrl-C stops an answer")
+            while (line := _read_line()) is not None and line != "/exit":
                 if line == "/reset":
                     chat.reset()
                 elif line:
@@ -39,8 +58,8 @@ def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, be
     return 0
 
 
-def _read() -> str | None:
-    """The next line, without its ends; None when there are no more."""
+def _read_line() -> str | None:
+    """The next line of input, stripped; None at its end."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
@@ -57,11 +76,11 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything but the system's message."""
+        """Removes all messages but the system message."""
         self._messages: list[dict[str, str]] = list(self._system)
 
     async def answer(self, question: str) -> None:
-        """Prints the answer as it comes; what was shown is remembered, even when it is stopped half way."""
+        """Streams the answer to standard output. The conversation keeps an answer that was stopped, up to that point."""
         messages = [*self._messages, {"role": "user", "content": question}]
         pieces: list[str] = []
         try:

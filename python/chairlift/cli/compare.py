@@ -1,156 +1,187 @@
-"""`chairlift compare`."""
+"""`chairlift compare`: batching modes and policies on the same requests."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from chairlift.bench.report.page import Page
-from chairlift.bench.report.plot import Axis, Plot, cdf
 from chairlift.bench.traces import read
-from chairlift.cli import compare_flags
-from chairlift.cli.flag_checks import refuse
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.cli import flags, values
+from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.sim import table
-from chairlift.sim.compare import Side, made_up, simulated, variants
+from chairlift.sim import compare_report, table
+from chairlift.sim.compare import simulate_variant, synthetic_requests, variants
+from chairlift.sim.compare_plot import plot
 from chairlift.sim.devices import Profile, device
-from chairlift.sim.live import really_run
-from chairlift.sim.picture import picture
-from chairlift.sim.run import basis, ready
+from chairlift.sim.live import run_live
+from chairlift.sim.run import SETTINGS, basis, ready
 from chairlift.sim.workload import Workload
 
-_COLUMNS = (
-    ("all done", "all_done_s", "time"),
-    ("tokens/s", "tokens_per_s", "rate"),
-    ("seats used", "seats_used", "share"),
-    ("first token p50", "ttft_p50_s", "time"),
-    ("p95", "ttft_p95_s", "time"),
-    ("wait, mean", "wait_mean_s", "time"),
-    ("not served", "unserved", "rare"),
-)
-"""The table: heading, figure, and how it is written; rare ones are left out where they are 0."""
+TIMEOUT_MS = 500.0
+"""Default of `--batch-timeout-ms`."""
 
-_OF_MADE_UP = ("prompt_tokens", "output_tokens", "request_rate")
+SLOTS, REQUESTS, INPUT_LEN, OUTPUT_LEN, RATE = 8, 32, 64, 96, 6.0
+"""Defaults: few enough requests to follow by eye, and more than static batching can serve."""
+
+_EXAMPLES = """\
+examples:
+  chairlift compare                                  32 requests on 8 batch slots, as a table
+  chairlift compare -o compare.svg                   the same as a plot
+  chairlift compare --run                            run them on this machine's engine
+  chairlift compare --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --report page.html
+  chairlift compare --batching continuous --policy fcfs,shortest,fair --num-requests 200
+  chairlift compare --max-num-seqs 16 --request-rate inf --output-len 200
+
+Every variant gets the same requests. Without --run the comparison is simulated, as by 'chairlift simulate'; --trace, --model and
+--modelled-device work as there, and the same command gives the same numbers and the same plot.
+"""
+
+_VARIED = {"batching", "scheduling_policy", "static_batch_size", "batch_timeout_ms"}
+"""Settings in which the variants differ."""
 
 
-def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
-    """Runs the same requests under each variant, in virtual time or really, and shows them side by side."""
-    if given["run"] and given["machine"]:
-        raise InvalidSetting("--device names a machine to simulate: with --run this one does the work")
-    if not given["run"]:
-        refuse("it is for the engine that --run runs", load_format=given.get("load_format"), threads=given.get("threads"))
-    if set(given["batchings"]) == {"continuous"}:
-        refuse("continuous batching has no batches of a size", static_batch_size=given["batch"])
-    if "dynamic" not in given["batchings"]:
-        refuse("only dynamic batches wait to fill", batch_timeout_ms=given["timeout"])
-    if engine.max_num_seqs is None and not given["trace"]:
-        engine = replace(engine, max_num_seqs=min(compare_flags.SEATS, engine.max_num_batched_tokens or compare_flags.SEATS))
-    workload = _workload(given, engine)
-    sides = []
-    for variant in variants(engine, given["batchings"], given["policies"], given["batch"], given["timeout"] or compare_flags.TIMEOUT):
-        if given["run"]:
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(commands, "compare", summary, _EXAMPLES, run)
+    parser.add_argument("--run", dest="live", action="store_true", help="run the variants on this machine's engine, one after the other")
+    flags.add_model(parser, flags.SIMULATED_MODEL)
+    parser.add_argument("--modelled-device", metavar="NAME", help="device to simulate, or a file of 'chairlift calibrate' (default: cpu)")
+    _add_requests(parser.add_argument_group("requests"))
+    _add_variants(parser.add_argument_group("variants"))
+    group = parser.add_argument_group("results")
+    flags.add_json(group)
+    group.add_argument("-o", "--output", type=_svg, metavar="FILE", help="write a plot, as .svg")
+    flags.add_report(group)
+    flags.add_fields(parser, EngineConfig, [*(name for name in SETTINGS if name not in _VARIED), "load_format", "threads"])
+
+
+def _add_requests(group: argparse._ArgumentGroup) -> None:
+    tokens = values.whole(1, 10**6)
+    group.add_argument("--trace", metavar="FILE", help="use a trace's requests (default: synthetic ones)")
+    group.add_argument(
+        "--num-requests", type=values.whole(1, 10**8), metavar="N", help=f"requests (default: {REQUESTS}, or all of a trace)"
+    )
+    group.add_argument("--input-len", type=tokens, metavar="N", help=f"mean prompt length, in tokens (default: {INPUT_LEN})")
+    group.add_argument("--output-len", type=tokens, metavar="N", help=f"mean output length, in tokens (default: {OUTPUT_LEN})")
+    group.add_argument(
+        "--request-rate",
+        type=values.number(1e-6, 1e6, infinite=True),
+        metavar="X",
+        help=f"requests a second; inf: all at once (default: {RATE:g})",
+    )
+    group.add_argument("--rate-scale", type=values.number(1e-6, 1e6), metavar="X", help="multiply a trace's request rate by X (default: 1)")
+
+
+def _add_variants(group: argparse._ArgumentGroup) -> None:
+    for flag, name, field in (("--batching", "batchings", "batching"), ("--policy", "policies", "scheduling_policy")):
+        choices = EngineConfig.__dataclass_fields__[field].metadata["choices"]
+        default = ["static", "dynamic", "continuous"] if name == "batchings" else ["fcfs"]
+        shown = f"some of {', '.join(choices)} (default: {','.join(default)})"
+        group.add_argument(flag, dest=name, type=values.several(_one_of(choices)), default=default, metavar="NAME,NAME", help=shown)
+    group.add_argument(
+        "--static-batch-size",
+        dest="batch",
+        type=values.whole(1, 10**6),
+        metavar="N",
+        help="sequences in a static or dynamic batch (default: --max-num-seqs)",
+    )
+    group.add_argument(
+        "--batch-timeout-ms",
+        dest="timeout",
+        type=values.number(1e-3, 1e9),
+        metavar="MS",
+        help=f"longest wait for a dynamic batch to fill (default: {TIMEOUT_MS:g})",
+    )
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(choices)}, got {text!r:.50}")
+        return text
+
+    return parse
+
+
+def _svg(text: str) -> str:
+    if not text.endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"{text:.200}: expected a name that ends in .svg; --report writes an HTML page")
+    return values.output(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the same requests under each variant, simulated or live, and compares the results."""
+    engine = _checked_config(args)
+    workload = _workload(args, engine)
+    results = []
+    for variant in variants(engine, args.batchings, args.policies, args.batch, args.timeout or TIMEOUT_MS):
+        if args.live:
             print(f"running {len(workload):,} requests: {variant.name}", file=sys.stderr, flush=True)
-            sides.append(really_run(workload, variant))
+            results.append(run_live(workload, variant))
         else:
-            sides.append(simulated(workload, variant, given["model"], given["machine"] or "cpu"))
-    title, about = _title(workload, sides), _about(given, engine, workload)
-    rests = None if given["run"] else basis(given["model"], device(given["machine"] or "cpu"), engine)
-    if given["json"]:
-        print(json.dumps({"title": title, "about": about, "basis": rests, "sides": [_document(side) for side in sides]}, indent=1))
+            results.append(simulate_variant(workload, variant, args.model, args.modelled_device or "cpu"))
+    title, subtitle = compare_report.title(len(workload), results), _subtitle(args, engine, workload)
+    note = None if args.live else basis(args.model, device(args.modelled_device or "cpu"), engine)
+    if args.json:
+        variant_documents = [compare_report.document(result) for result in results]
+        print(json.dumps({"title": title, "subtitle": subtitle, "basis": note, "variants": variant_documents}, indent=1))
     else:
-        words = (f"{side.variant.title}. {side.variant.words}" for side in sides)
-        print("\n".join([f"{title}.", about, "", table.text(_lines(sides)), "", *words, *(["", table.wrapped([rests])] if rests else [])]))
-    if given["output"] or given["report"]:
-        drawn = picture(sides, title, about)
-        if given["output"]:
-            Path(given["output"]).write_text(drawn, encoding="utf-8")
-        if given["report"]:
-            _page(sides, drawn, [rests] if rests else []).write(given["report"])
+        descriptions = (f"{result.variant.title}: {result.variant.description}" for result in results)
+        lines = [f"{title}.", subtitle, "", table.text(compare_report.lines(results)), "", *descriptions]
+        print("\n".join([*lines, *(["", table.wrapped([note])] if note else [])]))
+    if args.output or args.report:
+        svg = plot(results, title, subtitle)
+        if args.output:
+            Path(args.output).write_text(svg, encoding="utf-8")
+        if args.report:
+            compare_report.page(results, svg, [note] if note else []).write(args.report)
     return 0
 
 
-def _lines(sides: Sequence[Side]) -> list[list[str]]:
-    """The sides in cells, each with how many times the tokens a second of the first it makes."""
-    figures = [side.figures() for side in sides]
-    columns = [column for column in _COLUMNS if column[2] != "rare" or any(one[column[1]] for one in figures)]
-    lines = [["", *(heading for heading, _, _ in columns)]]
-    lines += [[side.variant.name, *(_cell(one[key], kind) for _, key, kind in columns)] for side, one in zip(sides, figures, strict=True)]
-    if len(sides) > 1:
-        lines[0].insert(3, f"to {sides[0].variant.name}")
-        for line, one in zip(lines[1:], figures, strict=True):
-            line.insert(3, f"{one['tokens_per_s'] / figures[0]['tokens_per_s']:.2f}x")
-    return lines
+def _checked_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's settings. Raises InvalidSetting for flags that exclude each other."""
+    engine: EngineConfig = args.engine
+    if args.live and args.modelled_device:
+        raise InvalidSetting("--modelled-device is for a simulation: --run uses this machine")
+    if not args.live:
+        load_format, threads = getattr(args, "load_format", None), getattr(args, "threads", None)
+        flags.reject("it is for --run", load_format=load_format, threads=threads)
+    if set(args.batchings) == {"continuous"}:
+        flags.reject("continuous batching has no fixed batches", static_batch_size=args.batch)
+    if "dynamic" not in args.batchings:
+        flags.reject("it is for dynamic batching", batch_timeout_ms=args.timeout)
+    if engine.max_num_seqs is None and not args.trace:
+        engine = replace(engine, max_num_seqs=min(SLOTS, engine.max_num_batched_tokens or SLOTS))
+    return engine
 
 
-def _cell(value: float, kind: str) -> str:
-    return {"time": f"{value:,.2f} s", "rate": f"{value:,.0f}", "share": f"{value:.0%}"}.get(kind, f"{value:,}")
+def _workload(args: argparse.Namespace, engine: EngineConfig) -> Workload:
+    """The requests. Raises InvalidSetting for flags of synthetic requests beside a trace, and the other way round."""
+    if args.trace:
+        synthetic = {"input_len": args.input_len, "output_len": args.output_len, "request_rate": args.request_rate}
+        flags.reject("it is for synthetic requests, without --trace", **synthetic)
+        return ready(Workload.of(read(args.trace), engine.tenant_weights), args.rate_scale or 1.0, args.num_requests)
+    flags.reject("it is for a --trace", rate_scale=args.rate_scale)
+    lengths = args.input_len or INPUT_LEN, args.output_len or OUTPUT_LEN
+    return Workload.of(synthetic_requests(args.num_requests or REQUESTS, *lengths, args.request_rate or RATE))
 
 
-def _workload(given: Mapping[str, Any], engine: EngineConfig) -> Workload:
-    """What is asked for; raises InvalidSetting for flags of made-up requests beside a trace, and the other way round."""
-    beside = [f"--{name.replace('_', '-')}" for name in (_OF_MADE_UP if given["trace"] else ["rate_scale"]) if given[name] is not None]
-    if beside:
-        raise InvalidSetting(f"{beside[0]} is for {'made-up requests: leave out' if given['trace'] else 'a trace: name one with'} --trace")
-    if given["trace"]:
-        return ready(Workload.of(read(given["trace"]), engine.tenant_weights), given["rate_scale"] or 1.0, given["num_requests"])
-    count, prompt = given["num_requests"] or compare_flags.REQUESTS, given["prompt_tokens"] or compare_flags.PROMPT_TOKENS
-    output, rate = given["output_tokens"] or compare_flags.OUTPUT_TOKENS, given["request_rate"] or compare_flags.RATE
-    return Workload.of(made_up(count, prompt, output, rate))
-
-
-def _title(workload: Workload, sides: Sequence[Side]) -> str:
-    seats = {side.seats for side in sides}
-    return f"The same {len(workload):,} requests" + (f" on the same {seats.pop():,} seats" if len(seats) == 1 else "")
-
-
-def _about(given: Mapping[str, Any], engine: EngineConfig, workload: Workload) -> str:
-    """The requests and the machine in a sentence."""
+def _subtitle(args: argparse.Namespace, engine: EngineConfig, workload: Workload) -> str:
+    """One sentence on the requests and one on the machine."""
 
     def between(name: str) -> str:
         column = workload.column(name)
         return f"{column.min():,} to {column.max():,}"
 
     seconds = int(workload.column("arrival_us")[-1]) / 1e6
-    pace = f"over {seconds:,.1f} s" if seconds else "all at once"
-    on = device(given["machine"] or "cpu")
+    arrivals = f"over {seconds:,.1f} s" if seconds else "all at once"
+    on = device(args.modelled_device or "cpu")
     model = on.model if isinstance(on, Profile) else engine.model
-    where = "this machine, really run" if given["run"] else f"{'two cores of a Xeon' if on.name == 'cpu' else on.name}, simulated"
+    where = "this machine" if args.live else f"{'two cores of a Xeon' if on.name == 'cpu' else on.name}, simulated"
     which = f"{Path(model).name} on {where}" if model else where
-    return f"Prompts of {between('prompt')} tokens, answers of {between('output')}, {pace}. {which}."
-
-
-def _document(side: Side) -> dict[str, Any]:
-    config = side.variant.config
-    return {"name": side.variant.name, "batching": config.batching, "policy": config.scheduling_policy, "figures": side.figures()}
-
-
-def _page(sides: Sequence[Side], drawn: str, notes: Sequence[str]) -> Page:
-    page = Page("Ways to batch, side by side")
-    page.notes(notes)
-    page.drawing(drawn)
-    header, *rows = _lines(sides)
-    page.table(header, rows)
-    page.plots(
-        [
-            _shares(sides, "TTFT", "How long until an answer begins.", "first_token"),
-            _shares(sides, "E2EL", "How long until it is there.", "ended"),
-        ]
-    )
-    page.heading("Variants")
-    page.words({side.variant.name: f"{side.variant.title}. {side.variant.words}" for side in sides})
-    return page
-
-
-def _shares(sides: Sequence[Side], name: str, caption: str, until: str) -> Plot:
-    curves = [
-        cdf(side.variant.name, np.sort((side.rides[until] - side.rides["arrived"]) / 1e6).tolist(), colour)
-        for colour, side in enumerate(sides)
-    ]
-    return Plot(name, f"{caption} The share of requests for which it is so long at most.", Axis(name, "s"), Axis("share", "%"), curves)
+    return f"Prompts of {between('prompt')} tokens, outputs of {between('output')}, {arrivals}. {which}."

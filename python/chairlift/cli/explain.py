@@ -1,7 +1,8 @@
-"""`chairlift explain`: where a request's time went, as a bar."""
+"""`chairlift explain`: where a request's time went."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
@@ -10,45 +11,58 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chairlift.cli.remote import ask, client_key
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.cli import flags
+from chairlift.cli.remote import add_server, client_key, get_json
 from chairlift.timeline import STATES, described
 
+_EXAMPLES = """\
+examples:
+  chairlift explain cmpl-2d383f795c3348aab84c36a20f5df739
+  chairlift explain my-own-request-id                as sent in X-Request-Id
+"""
 
-def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
-    """Prints one request's explanation: coloured in a terminal, plain text elsewhere."""
-    explanation = ask(given["url"], f"/v1/requests/{quote(given['id'])}/explain", client_key(given))
+
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(commands, "explain", summary, _EXAMPLES, run)
+    parser.add_argument("id", metavar="ID", help="id of a response, or the X-Request-Id of its request")
+    add_server(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a request's explanation: with colours in a terminal, as plain text elsewhere."""
+    explanation = get_json(args.url, f"/v1/requests/{quote(args.id)}/explain", client_key(args))
     show(explanation, Console(highlight=False))
     return 0
 
 
 def show(explanation: Mapping[str, Any], console: Console) -> None:
-    """Prints the paragraph, and for each sequence its bar and what the bar's parts mean; no colours and no bars without a terminal."""
+    """Prints the summary, and each sequence's states with their times. A terminal also gets a coloured bar for each sequence."""
     console.print(Text(explanation["summary"]), soft_wrap=not console.is_terminal)
     sequences = explanation["sequences"]
-    longest = max((sum(sequence["states"].values()) for sequence in sequences), default=0.0) or 1.0
+    total = max((sum(sequence["states"].values()) for sequence in sequences), default=0.0) or 1.0
     for sequence in sequences:
         console.print()
         if len(sequences) > 1:
             console.print(f"sequence {sequence['tag']}", style="bold")
-        causes = sequence["states"]
-        ordered = [*(name for name in STATES if name in causes), *(name for name in causes if name not in STATES)]
-        parts = [(name, described(name).meaning, described(name).colour, causes[name]) for name in ordered if causes[name]]
+        states = sequence["states"]
+        ordered = [*(name for name in STATES if name in states), *(name for name in states if name not in STATES)]
+        parts = [(name, described(name).meaning, described(name).colour, states[name]) for name in ordered if states[name]]
         if console.is_terminal:
-            console.print(bar([(colour, seconds) for _, _, colour, seconds in parts], longest, console.width))
+            console.print(bar([(colour, seconds) for _, _, colour, seconds in parts], total, console.width))
         legend = Table.grid(padding=(0, 2))
-        for cause, meaning, colour, seconds in parts:
+        for state, meaning, colour, seconds in parts:
             mark = Text("█", style=colour) if console.is_terminal else Text("")
-            legend.add_row(mark, Text(f"{seconds * 1e3:,.1f} ms", justify="right"), cause, Text(meaning, style="dim"))
+            legend.add_row(mark, Text(f"{seconds * 1e3:,.1f} ms", justify="right"), state, Text(meaning, style="dim"))
         console.print(legend)
 
 
-def bar(parts: list[tuple[str, float]], whole: float, width: int) -> Text:
-    """A line of `width` cells for `whole` seconds, with a stretch of its colour for each part, at least a cell long."""
+def bar(parts: list[tuple[str, float]], total: float, width: int) -> Text:
+    """A bar of `width` characters for `total` seconds. Each part has at least one character in its colour."""
     text, done, drawn = Text(), 0.0, 0
     for colour, seconds in parts:
         done += seconds
-        end = max(drawn + 1, round(width * done / whole))
+        end = max(drawn + 1, round(width * done / total))
         end = min(end, width)
         text.append("█" * (end - drawn), style=colour)
         drawn = end

@@ -1,37 +1,96 @@
-"""Settings as flags: the fields of the config classes, with their environment variables."""
+"""Flags that several commands share, and flags for the fields of the config classes."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
+from chairlift.cli import values
 from chairlift.cli.suggestions import did_you_mean
-from chairlift.config import ENV_PREFIX, EngineConfig, ServerConfig, from_environment, parse_value
+from chairlift.config import DEFAULT_MODEL, ENV_PREFIX, EngineConfig, ServerConfig, from_environment, parse_value
+from chairlift.errors import InvalidSetting
 
 C = TypeVar("C")
 
+MODEL_SOURCES = "a directory in Hugging Face's layout, a .gguf file, or a hub name"
+SIMULATED_MODEL = f"a well-known model, or any of which the files are here (default: {DEFAULT_MODEL})"
 
-def command(commands: Any, name: str, help: str, epilog: str) -> argparse.ArgumentParser:
-    """Adds a command to argparse's `commands`: its line in the list, which is its description too, and examples."""
-    # Short forms of flags would break when a flag is added.
+
+def add_command(
+    commands: Any, name: str, summary: str, examples: str, run: Callable[[argparse.Namespace], int] | None = None
+) -> argparse.ArgumentParser:
+    """Adds a command to argparse's `commands`. `summary` is its line in the list of commands and its description."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
-        help=help,
-        description=help[0].upper() + help[1:] + ".",
-        epilog=epilog,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        allow_abbrev=False,  # an abbreviation breaks when a flag with the same beginning is added
     )
+    parser.set_defaults(run=run)
     return parser
 
 
-def add(parser: argparse.ArgumentParser, cls: type, names: Collection[str] | None = None) -> None:
-    """Adds a flag for each field of the dataclass `cls` that has help, under its group's heading; `names` are those wanted.
+def add_model(
+    parser: argparse.ArgumentParser, help: str = f"{MODEL_SOURCES} (default: {DEFAULT_MODEL})", *, positional: bool = True
+) -> None:
+    """Adds `--model`, and the model as a positional argument if `positional`."""
+    help += f" [{ENV_PREFIX}MODEL]"
+    if positional:
+        parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, action=_Model, help=help)
+        help = "the same as a flag"
+    parser.add_argument("--model", metavar="MODEL", action=_Model, help=help)
+    read_variable(parser, "model")
 
-    The field's environment variable is heeded by this command then.
+
+class _Model(argparse.Action):
+    """Stores the model; it is an error to give it twice."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        if value is None:
+            return
+        if getattr(namespace, "model", None) is not None:
+            raise argparse.ArgumentError(self, f"the model is named twice: {namespace.model} and {value}")
+        namespace.model = value
+
+
+def add_policy(parser: argparse._ActionsContainer) -> None:
+    """Adds `--policy`."""
+    parser.add_argument(
+        "--policy", dest="scheduling_policy", default=argparse.SUPPRESS, metavar="NAME", help="short for --scheduling-policy"
+    )
+
+
+def add_burstiness(parser: argparse._ActionsContainer) -> None:
+    """Adds `--burstiness`."""
+    burstiness = values.number(0.01, 1e6, infinite=True)
+    parser.add_argument(
+        "--burstiness",
+        type=burstiness,
+        default=1.0,
+        metavar="X",
+        help="1: Poisson arrivals; below 1: burstier; above: more even (default: 1)",
+    )
+
+
+def add_json(parser: argparse._ActionsContainer) -> None:
+    """Adds `--json`."""
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON, times in seconds")
+
+
+def add_report(parser: argparse._ActionsContainer) -> None:
+    """Adds `--report`."""
+    parser.add_argument("--report", type=values.output, metavar="FILE", help="write a self-contained HTML page with plots")
+
+
+def add_fields(parser: argparse.ArgumentParser, cls: type, names: Collection[str] | None = None) -> None:
+    """Adds a flag for each field of the config class `cls` that has help, or for those in `names`, under its group's heading.
+
+    The command also reads the fields' environment variables.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(cls):
@@ -40,13 +99,19 @@ def add(parser: argparse.ArgumentParser, cls: type, names: Collection[str] | Non
         heading = field.metadata["group"]
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
-        groups[heading].add_argument(_flag(field), dest=field.name, default=argparse.SUPPRESS, help=_help(field), **_shape(field))
-        heed(parser, field.name)
+        groups[heading].add_argument(_flag(field), dest=field.name, default=argparse.SUPPRESS, help=_help(field), **_argument(field))
+        read_variable(parser, field.name)
 
 
-def heed(parser: argparse._ActionsContainer, name: str) -> None:
-    """Makes the command heed the environment variable of the setting `name`, for which it has a flag of its own."""
-    parser.set_defaults(heeded={*(parser.get_default("heeded") or ()), name})
+def read_variable(parser: argparse._ActionsContainer, name: str) -> None:
+    """Makes the command read the environment variable of the setting `name`."""
+    parser.set_defaults(variables={*(parser.get_default("variables") or ()), name})
+
+
+def reject(reason: str, **flags: object) -> None:
+    """Raises InvalidSetting with `reason` if a flag is set (not None) that has no effect beside the others."""
+    if name := next((name for name, value in flags.items() if value is not None), None):
+        raise InvalidSetting(f"--{name.replace('_', '-')} has no effect here: {reason}")
 
 
 def read(cls: type[C], arguments: Mapping[str, Any]) -> C:
@@ -56,7 +121,7 @@ def read(cls: type[C], arguments: Mapping[str, Any]) -> C:
     """
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     flags = {name: value for name, value in arguments.items() if name in names and value is not None}
-    return cls(**{**from_environment(cls, arguments.get("heeded", ())), **flags})
+    return cls(**{**from_environment(cls, arguments.get("variables", ())), **flags})
 
 
 def check_variables(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
@@ -64,13 +129,13 @@ def check_variables(arguments: Mapping[str, Any], environ: Mapping[str, str] = o
 
     Other unknown variables are ignored: Kubernetes, for one, sets CHAIRLIFT_SERVICE_HOST beside a service named chairlift.
     """
-    heeded = arguments.get("heeded", ())
+    variables = arguments.get("variables", ())
     fields = {field.name for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls)}
-    settings = {ENV_PREFIX + name.upper() for name in fields.union(heeded)}
+    settings = {ENV_PREFIX + name.upper() for name in fields.union(variables)}
     unknown = [name for name in environ if name.startswith(ENV_PREFIX) and name not in settings]
     for name in unknown:
         # The prefix is a part of what is compared, so names that differ in a word are less similar than this.
-        if suggestion := did_you_mean(name, (ENV_PREFIX + one.upper() for one in heeded), 0.9):
+        if suggestion := did_you_mean(name, (ENV_PREFIX + one.upper() for one in variables), 0.9):
             raise ValueError(f"unknown variable {name}{suggestion}")
 
 
@@ -78,8 +143,8 @@ def _flag(field: dataclasses.Field[Any]) -> str:
     return "--" + field.name.replace("_", "-")
 
 
-def _shape(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """What argparse needs beside the name: how the value is read, and what stands for it in the help."""
+def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """The arguments of `add_argument` beside the name and help."""
     kind = str(field.type)
     if "bool" in kind:
         return {"action": argparse.BooleanOptionalAction}

@@ -1,155 +1,139 @@
-"""`chairlift plan`."""
+"""`chairlift plan`: how many users a machine can serve."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from chairlift.bench.arrivals import gaps_in_words
-from chairlift.bench.report.plot import duration
+from chairlift.bench.arrivals import describe_gaps
 from chairlift.bench.traces import read
-from chairlift.cli.flag_checks import refuse
-from chairlift.cli.progress import bar
-from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
-from chairlift.sim import table
+from chairlift.cli import flags, values
+from chairlift.cli.progress import progress_bar
+from chairlift.config import EngineConfig
+from chairlift.sim import plan_report
 from chairlift.sim.calibrate import SECONDS, calibrate
-from chairlift.sim.devices import Device, Profile
-from chairlift.sim.devices import device as known
-from chairlift.sim.mix import FEWEST, Mix
-from chairlift.sim.plan import Band, Plan, Targets, plan
-from chairlift.sim.run import basis, check_sizes, ready
+from chairlift.sim.devices import Profile
+from chairlift.sim.devices import device as known_device
+from chairlift.sim.plan import Targets, plan
+from chairlift.sim.run import SETTINGS, basis, check_sizes, ready
 from chairlift.sim.workload import Workload
+from chairlift.sim.workload_spec import MIN_REQUESTS, WorkloadSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+REQUESTS, INPUT_LEN, OUTPUT_LEN = 2000, 256, 128
+"""Defaults: requests of a trace, and lengths without one."""
 
-REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 2000, 256, 128
-"""Of a trace, and of a request without one, where nobody says."""
+_EXAMPLES = """\
+examples:
+  chairlift plan                                     this machine and the default model; measures for a minute first
+  chairlift plan --input-len 1000 --output-len 200 --range-ratio 0.5 --ttft-ms 1000 --itl-ms 50
+  chairlift plan --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --report plan.html
+  chairlift calibrate -o here.json && chairlift plan --modelled-device here.json
 
-WORDS = {
-    "compute": "compute: steps take all the time there is, and neither seats, KV cache nor laxer targets bring much",
-    "seats": "seats: requests wait for one of --max-num-seqs",
-    "kv": "KV cache: requests wait for blocks of it",
-    "ttft": "the target for first tokens: the machine could do more if they might come later",
-    "itl": "the target between tokens: the machine could do more if they might come slower",
-}
-"""What binds, for people."""
+Finds the largest request rate at which TTFT and ITL meet their targets, by simulation as in 'chairlift simulate --help', which
+lists the known devices and models. Requests arrive as 'chairlift bench sweep' sends them, or at the trace's times. The same
+command gives the same numbers for the same machine. docs/capacity.md has the accuracy of a plan.
+"""
 
-MORE = {
-    "compute": "a machine twice as fast",
-    "seats": "twice the seats",
-    "kv": "twice the KV cache",
-    "ttft": "twice the time to first tokens",
-    "itl": "twice the time between tokens",
-}
+_tokens = values.whole(1, 10**7)
+_milliseconds = values.number(0.001, 1e9)
 
 
-def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
-    """Says how many users fit."""
-    mix, traffic = _mix(given, engine)
-    targets = Targets(ttft=given["ttft_ms"] / 1e3, itl=given["itl_ms"] / 1e3, percentile=given["percentile"])
-    on = known(given["machine"]) if given["machine"] else _measured(engine)
-    with bar("planning") as on_progress:
-        found = plan(mix, targets, device=on, model=given["model"], config=engine, on_progress=on_progress)
-    model = on.model if isinstance(on, Profile) else engine.model
-    told = told_of(found, on, model, traffic, given["users_every"]) | {"rests on": basis(given["model"], on, engine)}
-    if given["json"]:
-        users = found.users(given["users_every"])
-        print(
-            json.dumps(
-                found.document() | {"users": users.rate, "machine": on.name, "model": model, "told": told}, indent=1, allow_nan=False
-            )
-        )
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(commands, "plan", summary, _EXAMPLES, run)
+    flags.add_model(parser, flags.SIMULATED_MODEL)
+    parser.add_argument(
+        "--modelled-device",
+        metavar="NAME",
+        help="device to plan for, or a file of 'chairlift calibrate' (default: this machine, measured for a minute)",
+    )
+    _add_targets(parser.add_argument_group("targets"))
+    _add_traffic(parser.add_argument_group("traffic"))
+    group = parser.add_argument_group("results")
+    flags.add_json(group)
+    flags.add_report(group)
+    flags.add_policy(parser)
+    flags.add_fields(parser, EngineConfig, SETTINGS)
+
+
+def _add_targets(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--ttft-ms", type=_milliseconds, default=2000.0, metavar="MS", help="time to the first token (default: 2000)")
+    group.add_argument("--itl-ms", type=_milliseconds, default=100.0, metavar="MS", help="time between two tokens (default: 100)")
+    group.add_argument(
+        "--percentile", type=values.number(1, 100), default=95.0, metavar="X", help="percentile that must meet the target (default: 95)"
+    )
+
+
+def _add_traffic(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--trace", metavar="FILE", help="a trace's requests, in any format that 'chairlift bench' reads")
+    group.add_argument(
+        "--num-requests",
+        type=values.whole(1, 10**6),
+        metavar="N",
+        help=f"the trace's first N requests; a shorter trace is repeated (default: {REQUESTS})",
+    )
+    group.add_argument(
+        "--self-timed", action=argparse.BooleanOptionalAction, help="use the trace's arrival times, scaled to each rate (default: if any)"
+    )
+    group.add_argument("--input-len", type=_tokens, metavar="N", help=f"prompt length without a trace, in tokens (default: {INPUT_LEN})")
+    group.add_argument("--output-len", type=_tokens, metavar="N", help=f"output length without a trace, in tokens (default: {OUTPUT_LEN})")
+    group.add_argument(
+        "--range-ratio", type=values.number(0, 0.999), metavar="X", help="lengths vary by this share up and down (default: 0)"
+    )
+    flags.add_burstiness(group)
+    group.add_argument(
+        "--users-every",
+        type=values.number(1e-3, 1e9),
+        default=30.0,
+        metavar="S",
+        help="each user sends a request every S seconds (default: 30)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans the capacity and reports it."""
+    spec, traffic = _workload_spec(args)
+    targets = Targets(ttft=args.ttft_ms / 1e3, itl=args.itl_ms / 1e3, percentile=args.percentile)
+    on = known_device(args.modelled_device) if args.modelled_device else _measure(args.engine)
+    with progress_bar("planning") as on_progress:
+        result = plan(spec, targets, device=on, model=args.model, config=args.engine, on_progress=on_progress)
+    model = on.model if isinstance(on, Profile) else args.engine.model
+    summary = plan_report.summary(result, on, model, traffic, args.users_every, basis(args.model, on, args.engine))
+    if args.json:
+        users = result.users(args.users_every).rate
+        document = result.document() | {"users": users, "machine": on.name, "model": model, "summary": summary}
+        print(json.dumps(document, indent=1, allow_nan=False))
     else:
-        print("\n".join(_lines(told, found)))
-    if given["report"]:
-        from chairlift.sim.plan_report import page
-
-        page(found, told, _more(found)).write(given["report"])
+        print("\n".join(plan_report.text(result, summary)))
+    if args.report:
+        plan_report.page(result, summary).write(args.report)
     return 0
 
 
-def told_of(found: Plan, on: Device | Profile, model: str, traffic: str, every: float) -> dict[str, str]:
-    """The plan in words, by what they are about."""
-    measured = isinstance(on, Profile)
-    targets, users, figures = found.targets, found.users(every), found.figures
-    flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in found.settings.items())
-    # A journal does not tell its model.
-    name = "" if model == DEFAULT_MODEL else f" {shlex.quote(model)}" if model else " MODEL"
-    told = {
-        "title": f"{f'{model} on ' if model else ''}{on.name}: about {_rates(found.most)} requests a second",
-        "users": f"{users.rate:,.0f} people ({users.low:,.0f} to {users.high:,.0f}) who each send one every {every:g} s",
-        "traffic": traffic,
-        "targets": f"{targets.percentile:g} of 100 first tokens within {duration(targets.ttft)}, as many times between tokens within "
-        f"{duration(targets.itl)}",
-        "binds": WORDS[found.binds],
-        "settings": f"chairlift serve{name}{flags}" if flags else "the defaults; others that were tried bring no more",
-    }
-    if flags:
-        told["without them"] = f"about {_rates(found.default)} requests a second"
-    at = next(point for point in found.points if point.rate == found.most.rate)
-    told["at that rate"] = (
-        f"first tokens within {duration(at.ttft)}, times between tokens within {duration(at.itl)}; "
-        f"{figures['batch_mean'] or 0:.3g} sequences a step, {figures['kv_used_max'] or 0:.0%} of the KV cache held at most, "
-        f"{figures['tokens_per_s'] or 0:,.0f} output tokens a second"
-    )
-    if found.left_out:
-        told["left out"] = f"{found.left_out:,} requests of the trace, which are longer than the machine takes"
-    spells = "from the unluckiest of five spells of traffic to the luckiest" if found.spells > 1 else "one spell of traffic"
-    told["range"] = (
-        f"{spells}, with steps {found.error:.1%} slower and faster{'' if measured else ' (a guess: nobody measured this machine)'}"
-    )
-    return told
+def _workload_spec(args: argparse.Namespace) -> tuple[WorkloadSpec, str]:
+    """The requested traffic, and its description."""
+    gaps = describe_gaps(args.burstiness)
+    if args.trace:
+        flags.reject("a --trace has its own lengths", input_len=args.input_len, output_len=args.output_len, range_ratio=args.range_ratio)
+        requests = Workload.of(read(args.trace), args.engine.tenant_weights)
+        trace = ready(requests, 1.0, args.num_requests or min(REQUESTS, len(requests)))
+        timed = bool(trace.column("arrival_us")[-1]) if args.self_timed is None else args.self_timed
+        short = f" (at least {MIN_REQUESTS} are better)" if timed and len(trace) < MIN_REQUESTS else ""
+        arrivals = "at the trace's times, scaled" if timed else f"at random times ({gaps})"
+        description = f"the first {len(trace):,} requests of {Path(args.trace).name}{short}, {arrivals}"
+        return WorkloadSpec(trace=trace, timed=timed, burstiness=args.burstiness), description
+    flags.reject("it is for the requests of a --trace", num_requests=args.num_requests, self_timed=args.self_timed)
+    prompt, output, spread = args.input_len or INPUT_LEN, args.output_len or OUTPUT_LEN, args.range_ratio or 0.0
+    description = f"prompts of {prompt:,} tokens, outputs of {output:,}{f' ± {spread:.0%}' if spread else ''}, at random times ({gaps})"
+    return WorkloadSpec(prompt_tokens=prompt, output_tokens=output, spread=spread, burstiness=args.burstiness), description
 
 
-def _rates(band: Band) -> str:
-    return f"{band.rate:.3g} ({band.low:.3g} to {band.high:.3g})"
-
-
-def _more(found: Plan) -> list[list[str]]:
-    """What there would be with more of something: a row each."""
-    return [[MORE[name], f"{rate:.3g}", f"{rate / found.most.rate - 1:+.0%}"] for name, rate in found.brings.items()]
-
-
-def _lines(told: Mapping[str, str], found: Plan) -> Iterator[str]:
-    yield f"{told['title']},"
-    yield f"{told['users']}."
-    yield ""
-    names = [name for name in told if name not in ("title", "users", "rests on")]
-    for name in names:
-        yield f"{name.ljust(max(map(len, names)))}  {told[name]}"
-    yield ""
-    yield "With more of one thing, requests a second:"
-    for what, rate, gain in _more(found):
-        yield f"  {what.ljust(max(map(len, MORE.values())))}  {rate:>7}  {gain:>6}"
-    yield ""
-    yield table.wrapped([told["rests on"]])
-
-
-def _mix(given: Mapping[str, Any], engine: EngineConfig) -> tuple[Mix, str]:
-    """The traffic that was asked for, and its words."""
-    shape = gaps_in_words(given["burstiness"])
-    if given["trace"]:
-        refuse("a --trace has lengths of its own", **{name: given[name] for name in ("input_len", "output_len", "range_ratio")})
-        every = Workload.of(read(given["trace"]), engine.tenant_weights)
-        trace = ready(every, 1.0, given["num_requests"] or min(REQUESTS, len(every)))
-        timed = bool(trace.column("arrival_us")[-1]) if given["self_timed"] is None else given["self_timed"]
-        few = f", which are few: its {FEWEST} would say more" if timed and len(trace) < FEWEST else ""
-        coming = "at its own times, faster or slower" if timed else f"at random ({shape})"
-        words = f"the first {len(trace):,} requests of {Path(given['trace']).name}{few}, {coming}"
-        return Mix(trace=trace, timed=timed, burstiness=given["burstiness"]), words
-    refuse("it is for the requests of a --trace", num_requests=given["num_requests"], self_timed=given["self_timed"])
-    prompt, output, spread = given["input_len"] or PROMPT_TOKENS, given["output_len"] or OUTPUT_TOKENS, given["range_ratio"] or 0.0
-    words = f"prompts of {prompt:,} tokens, answers of {output:,}{f' ± {spread:.0%}' if spread else ''}, at random ({shape})"
-    return Mix(prompt_tokens=prompt, output_tokens=output, spread=spread, burstiness=given["burstiness"]), words
-
-
-def _measured(engine: EngineConfig) -> Profile:
+def _measure(engine: EngineConfig) -> Profile:
     check_sizes(engine)
-    print(f"No --device: measuring this machine for {SECONDS:.0f} s (chairlift calibrate -o FILE keeps what is measured).", file=sys.stderr)
-    with bar(f"calibrating with {engine.model}") as on_progress:
+    seconds = f"{SECONDS:.0f} s"
+    print(f"No --modelled-device: measuring this machine for {seconds} (to measure once: chairlift calibrate -o FILE).", file=sys.stderr)
+    with progress_bar(f"calibrating with {engine.model}") as on_progress:
         return calibrate(engine, SECONDS, on_progress)

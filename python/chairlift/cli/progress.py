@@ -1,4 +1,4 @@
-"""The bar of a command that takes a while."""
+"""Progress bars."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def bar(text: str) -> Iterator[Callable[[float], None]]:
-    """Shows a bar in the terminal until it ends; what it gives hears which part is done, from 0 to 1."""
-    from rich.console import Console  # here, for most commands show none
+def progress_bar(text: str) -> Iterator[Callable[[float], None]]:
+    """Shows a progress bar in the terminal. Yields the function that sets the completed share, from 0 to 1."""
+    from rich.console import Console  # most commands show no bar
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as progress:

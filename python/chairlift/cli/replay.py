@@ -1,15 +1,17 @@
-"""`chairlift replay`."""
+"""`chairlift replay`: replays a journal and simulates it under other settings."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from chairlift.cli import changes
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.cli import flags, replay_settings
+from chairlift.cli.replay_settings import format_value
 from chairlift.engine.scheduler_settings import to_flags
 from chairlift.errors import InvalidSetting
 from chairlift.sim import table
@@ -17,81 +19,120 @@ from chairlift.sim.replay import Recording, Replay
 from chairlift.sim.report import page
 from chairlift.sim.result import Result
 
-_BASE = "as recorded"
-"""The run that changes are told from."""
+_EXAMPLES = """\
+examples:
+  chairlift serve --journal day.journal              record lengths and times, but no text and no tokens
+  chairlift replay day.journal                       check that every decision is the same, and report latencies
+  chairlift replay day.journal --set max_num_seqs=64 --policy fair
+  chairlift replay day.journal --set max_num_seqs=16,32,64
+                                                     several values: one run each
+  chairlift replay day.journal --set num_kv_blocks=2k --report day.html
+  chairlift replay day.journal --json | jq .runs[0].figures.ttft_p99_s
 
-_RECORDED = "'recorded' is what really happened, with its own times. Requests that were refused then are not in the journal."
+With --set or --policy, the recorded requests and their recorded output lengths go through the same scheduler in simulated
+time, first with the recorded settings and then with the changed ones. Step times come from a model fitted to the recorded
+steps, so compare simulated runs with each other. The recorded run is shown beside them.
+
+Settings for --set. They take the values of the flags of 'chairlift serve', or 'none' for no limit; --swap-space is replaced
+by its size in blocks and the time to copy one block:
+{names}
+
+Exit status: 0 if every recorded decision is reproduced, 1 if not.
+"""
+
+_BASE = "as recorded"
+"""The simulated run with the recorded settings, with which the changed runs are compared."""
+
+_RECORDED = "'recorded' is the recorded run with its real times. Requests that the server refused are not in the journal."
 
 _COMPARE = (
-    "'as recorded' is the same day simulated, with steps that take what a model fitted to the recorded ones says: what it and 'recorded' "
-    "differ by, that model misses. Compare changed runs with 'as recorded'."
+    "'as recorded' is a simulation with the recorded settings and the fitted step times. Its difference from 'recorded' is the error of "
+    "the simulation. Compare changed runs with 'as recorded'."
 )
 
-_FREE_COPIES = "Copies to host blocks are taken to cost nothing, as none were recorded: --set swap_ns_per_block=N tells what one does."
+_FREE_COPIES = "Swapping is simulated at no cost: the journal has no copy times. Set the cost with --set swap_ns_per_block=N."
 
 
-def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
-    """Replays a journal, simulates it under the changes asked for, and reports both; 1 if a decision came out otherwise."""
-    pairs = [*given["set"], *([given["policy"]] if given["policy"] else [])]
-    asked = dict(pairs)
-    if len(asked) < len(pairs):
-        twice = next(name for name in asked if sum(other == name for other, _ in pairs) > 1)
-        raise InvalidSetting(f"{twice} is set twice: name it once, with commas between its values (--set {twice}=A,B)")
-    recording = Recording(given["file"])
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    names = textwrap.fill(", ".join(replay_settings.NAMES), width=110, initial_indent="  ", subsequent_indent="  ")
+    parser = flags.add_command(commands, "replay", summary, _EXAMPLES.replace("{names}", names), run)
+    parser.add_argument("file", metavar="FILE", help="a journal that --journal wrote; it may be cut off by a crash")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=replay_settings.parse,
+        metavar="NAME=VALUE",
+        help="simulate with this setting; may be repeated, and take several values: NAME=A,B,C",
+    )
+    parser.add_argument("--policy", type=replay_settings.parse_policy, metavar="NAME", help="short for --set scheduling_policy=NAME")
+    flags.add_json(parser)
+    flags.add_report(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replays a journal, simulates the requested changes, and reports both. Returns 1 if a decision differs from the recorded one."""
+    pairs = [*args.set, *([args.policy] if args.policy else [])]
+    changes = dict(pairs)
+    if len(changes) < len(pairs):
+        twice = next(name for name in changes if sum(other == name for other, _ in pairs) > 1)
+        raise InvalidSetting(f"{twice} is set twice: separate its values with commas (--set {twice}=A,B)")
+    recording = Recording(args.file)
     replay = recording.replay()
     runs = {"recorded": replay.result}
-    if asked:
+    if changes:
         config = replay.result.config
-        # All that can be refused is refused before the first simulation.
-        wanted = {name: changes.apply(config, changed) for name, changed in _combinations(asked).items()}
+        # All settings are checked before the first simulation.
+        variants = {name: replay_settings.apply(config, changed) for name, changed in _combinations(changes).items()}
         runs[_BASE] = recording.what_if({})
-        runs |= {name: recording.what_if(settings) for name, settings in wanted.items()}
-    notes = [_RECORDED, _COMPARE] if asked else []
+        runs |= {name: recording.what_if(settings) for name, settings in variants.items()}
+    notes = [_RECORDED, _COMPARE] if changes else []
     if any(run.config["host_blocks"] and not run.config["swap_ns_per_block"] for run in runs.values()):
         notes.append(_FREE_COPIES)
-    said = [*_verdict(given["file"], replay), *([_changed(replay.result.config, asked)] if asked else [])]
-    base = _BASE if asked else None
-    if given["json"]:
-        print(json.dumps(_document(given["file"], replay, runs), indent=1))
+    summary = [*_summary(args.file, replay), *([_changed(replay.result.config, changes)] if changes else [])]
+    base = _BASE if changes else None
+    if args.json:
+        print(json.dumps(_document(args.file, replay, runs), indent=1))
     else:
-        went = [f"{name}: {table.causes(run)}" for name, run in runs.items()]
-        parts = [said, [table.text(table.cells(runs, base))], ["Where a request's time went, on average:", *went], [table.wrapped(notes)]]
+        states = [f"{name}: {table.states(run)}" for name, run in runs.items()]
+        parts = [summary, [table.text(table.cells(runs, base))], ["Mean time in each state:", *states], [table.wrapped(notes)]]
         print("\n\n".join("\n".join(lines) for lines in parts).rstrip())
-    if given["report"]:
-        page(runs, f"Replay: {Path(given['file']).name}", [*said, *notes], base).write(given["report"])
+    if args.report:
+        page(runs, f"Replay: {Path(args.file).name}", [*summary, *notes], base).write(args.report)
     return 0 if replay.differs_at is None else 1
 
 
-def _combinations(asked: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
-    """Every combination of the values asked for, by a name that says what sets it apart."""
-    many = [name for name, values in asked.items() if len(values) > 1]
-    combined = [dict(zip(asked, values, strict=True)) for values in product(*asked.values())]
-    return {", ".join(f"{name}={changes.shown(one[name])}" for name in many) or "changed": one for one in combined}
+def _combinations(changes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+    """All combinations of the changed values. Their names have the settings that differ between them."""
+    varied = [name for name, values in changes.items() if len(values) > 1]
+    combined = [dict(zip(changes, values, strict=True)) for values in product(*changes.values())]
+    return {", ".join(f"{name}={format_value(one[name])}" for name in varied) or "changed": one for one in combined}
 
 
-def _verdict(file: str, replay: Replay) -> list[str]:
+def _summary(file: str, replay: Replay) -> list[str]:
     result = replay.result
     lines = [f"{file}: {result.figures()['requests']:,} requests, {result.steps:,} steps in {result.span:,.3f} s"]
     if replay.truncated:
-        lines.append("The file is cut off, as after a crash: everything up to its last whole step was replayed.")
+        lines.append("The file is cut off, as after a crash. It was replayed up to its last complete step.")
     if replay.differs_at is None:
-        lines.append(f"Every decision came out the same: hash {replay.hash}.")
+        lines.append(f"Every decision is the same: hash {replay.hash}.")
     else:
         lines.append(
-            f"The decisions differ, first at plan {replay.differs_at + 1:,}: another version of chairlift recorded "
-            "this. The numbers are the replay's."
+            f"The decisions differ from plan {replay.differs_at + 1:,} on: another version of chairlift recorded "
+            "this journal. The figures are the replay's."
         )
     return lines
 
 
-def _changed(config: Mapping[str, Any], asked: Mapping[str, Sequence[Any]]) -> str:
+def _changed(config: Mapping[str, Any], changes: Mapping[str, Sequence[Any]]) -> str:
     before = to_flags(config)
-    shown = {name: ", ".join(map(changes.shown, values)) for name, values in asked.items()}
-    return "Changed: " + "; ".join(f"{name} {changes.shown(before[name])} → {values}" for name, values in shown.items())
+    shown = {name: ", ".join(map(format_value, values)) for name, values in changes.items()}
+    return "Changed: " + "; ".join(f"{name} {format_value(before[name])} → {values}" for name, values in shown.items())
 
 
 def _document(file: str, replay: Replay, runs: Mapping[str, Result]) -> dict[str, Any]:
-    """The same for programs, and each run's settings and counters as the scheduler names them."""
+    """The replay and its runs as JSON, with each run's scheduler settings and counters."""
     return {
         "file": file,
         "same": replay.differs_at is None,

@@ -1,59 +1,90 @@
-"""`chairlift serve`."""
+"""`chairlift serve`: the HTTP server."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from chairlift.checkpoint.locate import public_name
+from chairlift.cli import flags
 from chairlift.config import EngineConfig, ServerConfig
-from chairlift.engine.client import AsyncEngine
-from chairlift.server.http.sockets import check_certificate, is_loopback, open_path, open_port
-from chairlift.server.keys import Keys, read_keys
+
+if TYPE_CHECKING:
+    from chairlift.server.keys import Keys
 
 log = logging.getLogger("chairlift")
 
-LAST_SECONDS = 1.0
-"""How long the end waits for threads that still work."""
+THREADS_TIMEOUT = 1.0
+"""Seconds after which a process that has shut down exits although threads of it still run."""
+
+_EXAMPLES = """\
+examples:
+  chairlift serve                                    the default model, for this machine only
+  chairlift serve ./my-model --port 9000             a checkpoint of your own
+  chairlift serve model.gguf --max-model-len 8k      a GGUF file with a shorter context
+  chairlift serve --host 0.0.0.0 --api-key SECRET    on the network: set a key
+  chairlift serve --api-key-file keys.toml --max-num-queued-reqs 100
+                                                     per-tenant keys and limits, and a bounded queue
+  CHAIRLIFT_MAX_NUM_SEQS=16 chairlift serve          every flag has an environment variable; the flag wins
+
+then:
+  curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "Once upon a time"}'
+
+Sizes may be written 4096, 32k or 2G. Ctrl-C or SIGTERM lets running requests finish; a second one exits at once.
+"""
 
 
-def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(commands, "serve", summary, _EXAMPLES, run)
+    flags.add_model(parser)
+    flags.add_fields(parser, EngineConfig)
+    flags.add_fields(parser, ServerConfig)
+
+
+def run(args: argparse.Namespace) -> int:
     """Serves until a signal."""
+    from chairlift.server.http.sockets import check_certificate, is_loopback, open_path, open_port
+    from chairlift.server.keys import read_keys
+
+    server = args.server
     keys = read_keys(server.api_key, server.api_key_file)
     weights = {tenant.name: tenant.weight for tenant in keys if tenant.weight is not None}
-    engine = replace(engine, tenant_weights={**weights, **(engine.tenant_weights or {})} or None)
+    engine = replace(args.engine, tenant_weights={**weights, **(args.engine.tenant_weights or {})} or None)
     if server.ssl_certfile is not None:
         check_certificate(server.ssl_certfile, server.ssl_keyfile)
     with ExitStack() as sockets:
         listener = sockets.enter_context(open_port(server.host, server.port) if server.uds is None else open_path(server.uds, 0o660))
         admin = None if server.admin_socket is None else sockets.enter_context(open_path(server.admin_socket, 0o600))
         if not keys and server.uds is None and not is_loopback(server.host):
-            log.warning("whoever reaches %s may use this server: give it a key with --api-key-file or --api-key", server.host)
-        return asyncio.run(_serve(engine, server, keys, listener, admin, began))
+            log.warning("no API key is set: any host that reaches %s can use this server; see --api-key-file, --api-key", server.host)
+        return asyncio.run(_serve(engine, server, keys, listener, admin, args.started))
 
 
 async def _serve(
-    config: EngineConfig, server: ServerConfig, keys: Keys, listener: socket.socket, admin: socket.socket | None, began: float
+    config: EngineConfig, server: ServerConfig, keys: Keys, listener: socket.socket, admin: socket.socket | None, started: float
 ) -> int:
-    engine = AsyncEngine(config)
-    starting = asyncio.create_task(engine.start(began))
-    # The engine's process loads its model while this one imports its web framework, which takes a while too.
-    life = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
-    from chairlift.server.admin import serving  # imported by now
+    from chairlift.checkpoint.locate import public_name
+    from chairlift.engine.client import AsyncEngine
 
-    served = life.Supervisor(engine, server.served_model_name or public_name(config.model), server, keys)
-    async with nullcontext() if admin is None else serving(admin, served.admin()):
-        status: int = await served.run(starting, listener)
-    # A thread can't be ended, and asyncio and Python wait for all of them: one may fetch a model for another hour.
-    leaving = threading.Timer(LAST_SECONDS, os._exit, (status,))
-    leaving.daemon = True
-    leaving.start()
+    engine = AsyncEngine(config)
+    starting = asyncio.create_task(engine.start(started))
+    # The web framework is imported while the engine's process loads the model.
+    module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
+    from chairlift.server.admin import serving  # the supervisor has imported it
+
+    supervisor = module.Supervisor(engine, server.served_model_name or public_name(config.model), server, keys)
+    async with nullcontext() if admin is None else serving(admin, supervisor.admin()):
+        status: int = await supervisor.run(starting, listener)
+    # asyncio and Python wait for all threads at exit, and a thread may be downloading a model for an hour.
+    exit_timer = threading.Timer(THREADS_TIMEOUT, os._exit, (status,))
+    exit_timer.daemon = True
+    exit_timer.start()
     return status

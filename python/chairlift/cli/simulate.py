@@ -1,57 +1,105 @@
-"""`chairlift simulate`."""
+"""`chairlift simulate`: simulates a trace on a modelled device."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from chairlift.bench.traces import read
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.cli import flags, values
+from chairlift.config import EngineConfig
 from chairlift.sim import table
 from chairlift.sim.devices import Profile, device
 from chairlift.sim.report import SIMULATED, page
 from chairlift.sim.result import Result
-from chairlift.sim.run import basis, machine, ready
+from chairlift.sim.run import SETTINGS, basis, machine, ready
 from chairlift.sim.run import run as simulated
 from chairlift.sim.workload import Workload
 
+ROUTINGS = ("round-robin", "least-loaded", "prefix-aware", "predicted")
 
-def run(given: Mapping[str, Any], engine: EngineConfig, server: ServerConfig, began: float) -> int:
-    """Simulates a trace and says how its requests would have fared."""
-    workload = ready(Workload.of(read(given["trace"]), engine.tenant_weights), given["rate_scale"], given["num_requests"])
-    on = device(given["machine"])
-    settings, step_time = machine(given["model"], on, engine)
-    result = simulated(workload, settings, step_time, replicas=given["replicas"], routing=given["routing"])
-    rests = basis(given["model"], on, engine)
-    if given["json"]:
-        print(json.dumps(result.document() | _costs(result) | {"step_time": step_time.document(), "basis": rests}, indent=1))
+_EXAMPLES = """\
+examples:
+  chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100
+  chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --rate-scale 4 --policy shortest
+  chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device A100 --batching static --static-batch-size 32
+  chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --replicas 8 --num-requests 1000000
+  chairlift calibrate -o here.json && chairlift simulate --trace conv.csv --modelled-device here.json
+
+The scheduler is the one that serves. Only time is simulated: a step takes as long as a roofline of the device's bandwidth and
+peak says, or as 'chairlift calibrate' measured. The roofline assumes that kernels reach 80 % of a GPU's bandwidth and 60 % of
+its peak, and that each step has 0.5 ms of overhead. Use it to compare settings and devices: its absolute error is unknown. The
+same command gives the same numbers. Traces are read as by 'chairlift bench': Azure, BurstGPT, Mooncake, ShareGPT, or a CSV of
+arrival_s,prompt_tokens,output_tokens.
+
+Devices: H200, H100, A100, A10G, L4, RTX4090, cpu (two cores of a Xeon), or a file that 'chairlift calibrate' wrote.
+Models: Llama-3.1-8B, Llama-3.1-70B, Llama-3.2-1B, Llama-3.2-3B, Mistral-7B, Qwen2.5-7B, Qwen3-8B, Qwen3-32B, SmolLM2-135M,
+SmolLM2-1.7B; any other by its directory, .gguf file or hub name. A directory with a config.json takes precedence over a
+well-known model of the same name. A file of 'chairlift calibrate' names its model and data types.
+"""
+
+
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(commands, "simulate", summary, _EXAMPLES, run)
+    parser.add_argument("--trace", required=True, metavar="FILE", help="requests with their arrival times, prompt and output lengths")
+    flags.add_model(parser, flags.SIMULATED_MODEL)
+    parser.add_argument(
+        "--modelled-device", default="cpu", metavar="NAME", help="device to simulate, or a file of 'chairlift calibrate' (default: cpu)"
+    )
+    parser.add_argument(
+        "--rate-scale", type=values.number(1e-6, 1e6), default=1.0, metavar="X", help="multiply the trace's request rate by X (default: 1)"
+    )
+    parser.add_argument(
+        "--num-requests", type=values.whole(1, 10**8), metavar="N", help="the trace's first N requests; a shorter trace is repeated"
+    )
+    parser.add_argument("--replicas", type=values.whole(1, 1024), default=1, metavar="N", help="engines behind a router (default: 1)")
+    parser.add_argument(
+        "--routing", choices=ROUTINGS, default=ROUTINGS[0], help=f"how the router chooses a replica (default: {ROUTINGS[0]})"
+    )
+    flags.add_policy(parser)
+    flags.add_json(parser)
+    flags.add_report(parser)
+    flags.add_fields(parser, EngineConfig, SETTINGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulates a trace and reports latencies and throughput."""
+    engine = args.engine
+    workload = ready(Workload.of(read(args.trace), engine.tenant_weights), args.rate_scale, args.num_requests)
+    on = device(args.modelled_device)
+    settings, step_time = machine(args.model, on, engine)
+    result = simulated(workload, settings, step_time, replicas=args.replicas, routing=args.routing)
+    note = basis(args.model, on, engine)
+    if args.json:
+        print(json.dumps(result.document() | _cost(result) | {"step_time": step_time.document(), "basis": note}, indent=1))
     else:
-        print(_told(result, rests))
-    if given["report"]:
+        print(_summary(result, note))
+    if args.report:
         model = on.model if isinstance(on, Profile) else engine.model
-        title = f"Simulation: {model} on {given['machine']}" if model else f"Simulation: {given['machine']}"
-        page({Path(given["trace"]).name: result}, title, [SIMULATED, rests, *_asked(given)]).write(given["report"])
+        title = f"Simulation: {model} on {args.modelled_device}" if model else f"Simulation: {args.modelled_device}"
+        page({Path(args.trace).name: result}, title, [SIMULATED, note, *_changes(args)]).write(args.report)
     return 0
 
 
-def _asked(given: Mapping[str, Any]) -> list[str]:
-    """What was changed of the trace and of the machine, for the page."""
-    changed = [f"{given['num_requests']:,} requests of it"] if given["num_requests"] else []
-    changed += [f"{given['rate_scale']:g} times its rate"] if given["rate_scale"] != 1 else []
-    changed += [f"{given['replicas']:,} replicas behind a {given['routing']} router"] if given["replicas"] > 1 else []
+def _changes(args: argparse.Namespace) -> list[str]:
+    """A sentence on how the simulation differs from the trace, if it does."""
+    changed = [f"{args.num_requests:,} of its requests"] if args.num_requests else []
+    changed += [f"{args.rate_scale:g} times its rate"] if args.rate_scale != 1 else []
+    changed += [f"{args.replicas:,} replicas behind a {args.routing} router"] if args.replicas > 1 else []
     return [f"The trace was simulated with {', '.join(changed)}."] if changed else []
 
 
-def _told(result: Result, basis: str) -> str:
-    """The figures in words, and what they rest on."""
+def _summary(result: Result, basis: str) -> str:
+    """The figures as text, and the `basis` of the step times."""
     return "\n".join(
         [
             table.text(table.cells({"": result})[1:]),
             "",
             *([table.text(tenants), ""] if (tenants := table.tenants(result)) else []),
-            f"Where a request's time went, on average: {table.causes(result)}",
+            f"Mean time in each state: {table.states(result)}",
             f"{result.span:,.0f} s simulated in {result.wall:.2f} s ({result.span / result.wall:,.0f} times real time), "
             f"{result.decisions / result.wall / 1e6:.1f} million decisions a second.",
             table.wrapped([basis]),
@@ -59,8 +107,8 @@ def _told(result: Result, basis: str) -> str:
     )
 
 
-def _costs(result: Result) -> dict[str, Any]:
-    """What the simulation took, and what each replica did."""
+def _cost(result: Result) -> dict[str, Any]:
+    """The simulation's wall time and decisions, and each replica's share of the load."""
     return {
         "replicas": [{"requests": len(one.requests), "tokens": one.stats["generated_tokens"]} for one in result.replicas],
         "wall_s": result.wall,

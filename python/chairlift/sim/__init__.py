@@ -1,1 +1,1 @@
-"""The simulator: the scheduler that serves, in virtual time, on machines that need not be there."""
+"""The simulator: the real scheduler in simulated time, on modelled devices."""

@@ -1,4 +1,4 @@
-"""A machine's step times, measured: the real engine under loads of every size, or a journal that it wrote."""
+"""Measures step times: from a run of the engine under varying load, or from a journal."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from chairlift.sim.replay import Recording
 from chairlift.sim.steps import Load
 
 SECONDS = 60.0
-"""To measure for where nobody says."""
+"""The default duration of the measurement."""
 
-SHORTEST, LONGEST = 8, 2048
-"""Tokens of the prompts that are made up, unless the context is shorter."""
+MIN_PROMPT, MAX_PROMPT = 8, 2048
+"""The lengths of synthetic prompts, in tokens, within the context."""
 
-ANSWER = 128
-"""Tokens of the longest answers among short prompts."""
+MAX_OUTPUT = 128
+"""The longest outputs beside short prompts, in tokens."""
 
-_SHORT = 0.4
-"""The part of the time for short prompts."""
+_SHORT_SHARE = 0.4
+"""The share of the duration with short prompts only."""
 
-_REST = 6
-"""Steps without a prompt, before the next long one comes: what a batch takes alone, with ever more context, is to be told apart from
-what a prompt adds."""
+_DECODE_STEPS = 6
+"""Steps without prefill between two long prompts. The fit needs them to separate the cost of decoding from that of prefill."""
 
-_FIRST_STEPS = 4
-"""Steps that are not timed: memory is touched for the first time."""
+_SKIPPED_STEPS = 4
+"""Steps at the start that are not used, because they touch memory for the first time."""
 
 _SIZES = {
     "num_kv_blocks": "num_blocks",
@@ -46,94 +45,96 @@ _SIZES = {
     "max_num_seqs": "max_seqs",
     "max_num_batched_tokens": "max_tokens",
 }
-"""The sizes of a profile, and what the scheduler calls them."""
+"""The sizes of a profile, with the scheduler's names."""
 
-KEPT = ("dtype", "quantization", "kv_cache_dtype")
-"""The settings that say how weights and KV cache are kept."""
+DATA_TYPES = ("dtype", "quantization", "kv_cache_dtype")
+"""The settings for the data types of weights and KV cache."""
 
 
 def calibrate(config: EngineConfig, seconds: float = SECONDS, on_progress: Callable[[float], None] = lambda done: None) -> Profile:
-    """Runs the engine for so many seconds under loads that grow from one request to as many as it seats, and fits what steps take.
+    """Runs the engine for `seconds` under loads from one request to a full batch, and fits its step times.
 
-    First with short prompts, then with prompts of all lengths, one at a time; nothing else should run on the machine. `on_progress` hears
-    which part is done. Raises InvalidSetting if too few steps were made, or what the engine raises.
+    The first part has short prompts; the second part adds prompts of all lengths, one at a time. Nothing else should run on the machine.
+    `on_progress` gets the completed share, from 0 to 1. Raises InvalidSetting if there were too few steps, or what the engine raises.
     """
     with tempfile.TemporaryDirectory(prefix="chairlift-") as directory:
         path = Path(directory) / "steps.journal"
         _run(replace(config, journal=str(path)), seconds, on_progress)
-        return replace(from_journal(path, config.model), kept={name: getattr(config, name) for name in KEPT})
+        return replace(from_journal(path, config.model), data_types={name: getattr(config, name) for name in DATA_TYPES})
 
 
-def pace(path: str | Path, profile: Profile) -> float:
-    """How many times as long the steps of a journal took, in all, as a profile says; raises InvalidSetting.
+def slowdown(path: str | Path, profile: Profile) -> float:
+    """The total time of a journal's steps relative to the profile's prediction. Raises InvalidSetting.
 
-    Steps that took ten times as long do not count: the machine slept, or somebody else had it.
+    Steps that took ten times as long as predicted are ignored: the machine was suspended or busy.
     """
-    _, steps = _timed(path)
-    told, took = profile.step(Load(*steps[:, :4].T)), steps[:, 5]
-    kept = took < 10 * told
-    return float(took[kept].sum() / told[kept].sum())
+    _, steps = _busy_steps(path)
+    predicted, measured = profile.step(Load(*steps[:, :4].T)), steps[:, 5]
+    used = measured < 10 * predicted
+    return float(measured[used].sum() / predicted[used].sum())
 
 
 def from_journal(path: str | Path, model: str = "") -> Profile:
-    """Fits what steps take to those of a journal that 'chairlift serve --journal' wrote with that model; raises InvalidSetting."""
-    told, steps = _timed(path)
-    found = fit(Load(*steps[:, :4].T), steps[:, 5].astype(float))
-    return _profile(found, model, {name: told[core] for name, core in _SIZES.items()}, steps)
+    """Fits step times to the steps of a journal, recorded with `model`. Raises InvalidSetting."""
+    config, steps = _busy_steps(path)
+    result = fit(Load(*steps[:, :4].T), steps[:, 5].astype(float))
+    return _profile(result, model, {name: config[core] for name, core in _SIZES.items()}, steps)
 
 
-def _timed(path: str | Path) -> tuple[Mapping[str, Any], np.ndarray]:
-    """What a journal says of the scheduler's settings, and its steps: their loads, and microseconds to the end and to the next plan."""
-    told, steps = Recording(path).steps()
-    steps = steps[_FIRST_STEPS:]
-    # To the next plan, for what a busy engine does between two steps delays the next; steps before a pause have no such end.
-    return told, steps[steps[:, 5] > 0]
+def _busy_steps(path: str | Path) -> tuple[Mapping[str, Any], np.ndarray]:
+    """The scheduler's settings in a journal, and its steps with their loads and times (see `Recording.steps`)."""
+    config, steps = Recording(path).steps()
+    steps = steps[_SKIPPED_STEPS:]
+    # A step lasts until the next plan, because work between two steps delays the next one. Steps before a pause have no such time.
+    return config, steps[steps[:, 5] > 0]
 
 
-def _profile(found: Fit, model: str, sizes: Mapping[str, int], steps: np.ndarray) -> Profile:
+def _profile(result: Fit, model: str, sizes: Mapping[str, int], steps: np.ndarray) -> Profile:
     return Profile(
         name=f"{platform.machine()} {platform.node()}".strip(),
         model=model,
-        step=found.step,
+        step=result.step,
         sizes=dict(sizes),
-        errors={"p50": round(found.error_p50, 4), "p90": round(found.error_p90, 4)},
-        measured={"steps": found.steps, "held_up": found.dropped, "most_tokens": int(steps[:, :2].sum(axis=1).max())},
+        errors={"p50": round(result.error_p50, 4), "p90": round(result.error_p90, 4)},
+        measured={"steps": result.steps, "outliers": result.outliers, "most_tokens": int(steps[:, :2].sum(axis=1).max())},
     )
 
 
 def _run(config: EngineConfig, seconds: float, on_progress: Callable[[float], None]) -> None:
-    from chairlift.engine.loop import Engine  # here, for it brings torch
+    from chairlift.engine.loop import Engine  # imports torch
     from chairlift.sampling import SamplingParams
 
     engine = Engine(config)
     facts: Mapping[str, Any] = engine.facts
-    dice, began = random.Random(0), time.monotonic()
+    generator, start = random.Random(0), time.monotonic()
     live: set[int] = set()
-    silent: set[int] = set()  # those of whose answers nothing is there yet
+    prefilling: set[int] = set()
     tags = count()
 
-    def join(longest: int, answer: int) -> None:
-        tag, prompt = next(tags), round(SHORTEST * (longest / SHORTEST) ** dice.random())
-        tokens = [dice.randrange(facts["vocab_size"]) for _ in range(prompt)]
-        engine.add(tag, tokens, SamplingParams(max_tokens=answer, ignore_eos=True))
+    def add_request(longest: int, output: int) -> None:
+        tag, prompt = next(tags), round(MIN_PROMPT * (longest / MIN_PROMPT) ** generator.random())
+        tokens = [generator.randrange(facts["vocab_size"]) for _ in range(prompt)]
+        engine.add(tag, tokens, SamplingParams(max_tokens=output, ignore_eos=True))
         live.add(tag)
-        silent.add(tag)
+        prefilling.add(tag)
 
-    seats, most, rested = facts["max_num_seqs"], facts["max_model_len"] // 2, 0
+    slots, longest, decode_steps = facts["max_num_seqs"], facts["max_model_len"] // 2, 0
     try:
-        while (done := (time.monotonic() - began) / seconds) < 1:
+        while (done := (time.monotonic() - start) / seconds) < 1:
             on_progress(done)
-            if done < _SHORT:
-                for _ in range(round(seats ** (done / _SHORT)) - len(live)):
-                    join(min(2 * SHORTEST, most), round(SHORTEST * (min(ANSWER, most) / SHORTEST) ** dice.random()))
-            elif len(live) < seats and rested >= _REST:
-                join(min(LONGEST, most), most)
+            if done < _SHORT_SHARE:
+                for _ in range(round(slots ** (done / _SHORT_SHARE)) - len(live)):
+                    add_request(
+                        min(2 * MIN_PROMPT, longest), round(MIN_PROMPT * (min(MAX_OUTPUT, longest) / MIN_PROMPT) ** generator.random())
+                    )
+            elif len(live) < slots and decode_steps >= _DECODE_STEPS:
+                add_request(min(MAX_PROMPT, longest), longest)
             report = engine.step()
             if report is not None:
-                silent.difference_update(np.frombuffer(report.tags, np.uint64).tolist())
-                live.difference_update(ledger["tag"] for ledger in report.ended)
-            rested = 0 if silent else rested + 1
+                prefilling.difference_update(np.frombuffer(report.tags, np.uint64).tolist())
+                live.difference_update(timeline["tag"] for timeline in report.ended)
+            decode_steps = 0 if prefilling else decode_steps + 1
     finally:
-        for one in live:
-            engine.abort(one)
+        for tag in live:
+            engine.abort(tag)
         engine.close()

@@ -1,4 +1,4 @@
-"""Ways to batch side by side: the same requests on the same seats, and how they fared under each."""
+"""Compares batching modes and scheduling policies: the same requests on the same batch slots, under each variant."""
 
 from __future__ import annotations
 
@@ -19,121 +19,121 @@ from chairlift.sim.result import Result
 from chairlift.sim.run import machine, run
 from chairlift.sim.workload import Workload
 
-_LEDGER = ("tag", "arrived", "started", "first_token", "ended", "output_tokens")
-"""The numbers that a ride has from its ledger."""
+_TIMELINE = ("tag", "arrived", "started", "first_token", "ended", "output_tokens")
+"""The fields of a request span that come from its timeline."""
 
-RIDE = np.dtype([(name, "<i8") for name in (*_LEDGER, "away")])
-"""A request that took a seat: its times in microseconds since the first arrival, and how long it had lost its seat in between."""
+REQUEST_SPAN = np.dtype([(name, "<i8") for name in (*_TIMELINE, "preempted")])
+"""A request that got a batch slot: its times in microseconds since the first arrival, and how long it was preempted."""
 
-SPREAD = 16
-"""How many times as long as the shortest the longest of made-up prompts and answers may be, evenly by their logarithm: of eight
-answers the longest is then 2.2 times the mean, and 2.1 times in Azure's trace of conversations."""
+LENGTH_RATIO = 16
+"""The longest synthetic prompt or output relative to the shortest. Lengths are uniform on a log scale. The longest of eight outputs
+is then 2.2 times the mean; in Azure's conversation trace it is 2.1 times."""
 
 _TITLES = {
-    "static": ("Static batching: the bus", "It leaves with whoever is there. Nobody gets on until its last rider has got off."),
+    "static": ("Static batching", "A batch starts with the requests that are waiting. None joins until the whole batch has finished."),
     "dynamic": (
-        "Dynamic batching: the bus that waits to fill",
-        "It leaves when it is full{timeout}. Nobody gets on until its last rider has got off.",
+        "Dynamic batching",
+        "A batch starts when it is full{timeout}. None joins until the whole batch has finished.",
     ),
-    "continuous": ("Continuous batching: the chairlift", "It never stops. Every chair takes the next rider as soon as it is free."),
+    "continuous": ("Continuous batching", "A waiting request joins at the next step, as soon as a batch slot is free."),
 }
 
 _NEXT = {
-    "fcfs": "who came first, if it fits",
-    "priority": "who is of the most urgent class",
-    "fair": "whose tenant was served least",
-    "deadline": "who has the least slack",
-    "shortest": "who has the least left to do",
-    "vtc": "whose tenant was served least",
-    "prefix": "whose prompt is cached furthest",
+    "fcfs": "that arrived first, if it fits",
+    "priority": "with the most urgent priority",
+    "fair": "of the tenant that was served least",
+    "deadline": "with the least slack",
+    "shortest": "with the fewest tokens left",
+    "vtc": "of the tenant that was served least",
+    "prefix": "with the longest cached prefix",
 }
-"""Who is next in line, by policy."""
+"""The request that each policy admits next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to batch, what it is called among those that it is compared with, and what it does in plain words."""
+    """A batching mode and policy, with a short name, a title and a description."""
 
     name: str
     title: str
-    words: str
+    description: str
     config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """What came of the requests under one variant: `rides` is an array of `RIDE`, by the time at which they took a seat."""
+class VariantResult:
+    """The result of one variant. `spans` is an array of `REQUEST_SPAN`, ordered by the time at which they started."""
 
     variant: Variant
-    seats: int
-    rides: NDArray[Any]
+    slots: int
+    spans: NDArray[Any]
     unserved: int = 0
-    """Requests that were turned away or failed: they are in no other number."""
+    """Requests that were rejected or failed. No other figure includes them."""
 
     @property
-    def span(self) -> float:
+    def duration(self) -> float:
         """Seconds from the first arrival to the last end."""
-        return float(self.rides["ended"].max(initial=0)) / 1e6
+        return float(self.spans["ended"].max(initial=0)) / 1e6
 
     @property
     def in_batches(self) -> bool:
-        """Whether a seat that falls free stays so until all are."""
+        """Whether a free slot stays empty until the whole batch has finished."""
         return self.variant.config.batching != "continuous"
 
     def figures(self) -> dict[str, float]:
-        """The numbers by which sides are compared: names that end in `_s` are seconds. Percentiles are nearest ranks."""
-        rides, span = self.rides, self.span
-        first = (rides["first_token"] - rides["arrived"]) / 1e6
-        aboard = (rides["ended"] - rides["started"] - rides["away"]) / 1e6
+        """The figures to compare. Names that end in `_s` are seconds. Percentiles are nearest ranks."""
+        spans, duration = self.spans, self.duration
+        ttft = (spans["first_token"] - spans["arrived"]) / 1e6
+        running = (spans["ended"] - spans["started"] - spans["preempted"]) / 1e6
         return {
-            "served": len(rides),
+            "served": len(spans),
             "unserved": self.unserved,
-            "all_done_s": span,
-            "tokens_per_s": float(rides["output_tokens"].sum()) / span,
-            "seats_used": float(aboard.sum()) / (self.seats * span),
-            **{f"ttft_p{percent}_s": float(np.percentile(first, percent, method="inverted_cdf")) for percent in (50, 95)},
-            "wait_mean_s": float((rides["started"] - rides["arrived"]).mean()) / 1e6,
+            "duration_s": duration,
+            "tokens_per_s": float(spans["output_tokens"].sum()) / duration,
+            "slot_utilisation": float(running.sum()) / (self.slots * duration),
+            **{f"ttft_p{percent}_s": float(np.percentile(ttft, percent, method="inverted_cdf")) for percent in (50, 95)},
+            "wait_mean_s": float((spans["started"] - spans["arrived"]).mean()) / 1e6,
         }
 
-    def held(self) -> NDArray[np.int64]:
-        """Until when each ride's seat is kept from others, in microseconds: its end, or that of its batch.
+    def slot_free_at(self) -> NDArray[np.int64]:
+        """For each span, the microsecond at which its slot can be used again: its own end, or the end of its batch.
 
-        A batch boards when nobody is aboard, so batches are what overlaps in time.
+        A batch starts only when all slots are free, so spans that overlap in time are one batch.
         """
-        ended = np.maximum.accumulate(self.rides["ended"])
+        ended = np.maximum.accumulate(self.spans["ended"])
         if not self.in_batches:
-            return self.rides["ended"].astype(np.int64)
-        first = np.flatnonzero(np.append(True, self.rides["started"][1:] >= ended[:-1]))
-        lasts = np.append(first[1:], len(ended)) - 1
-        until: NDArray[np.int64] = np.repeat(ended[lasts], np.diff(np.append(first, len(ended))))
-        return until
+            return self.spans["ended"].astype(np.int64)
+        first = np.flatnonzero(np.append(True, self.spans["started"][1:] >= ended[:-1]))
+        last = np.append(first[1:], len(ended)) - 1
+        free_at: NDArray[np.int64] = np.repeat(ended[last], np.diff(np.append(first, len(ended))))
+        return free_at
 
-    def seating(self) -> list[int] | None:
-        """The seat of each ride: the lowest that is free; None if they are too few, as after preemptions."""
-        free, until, taken = set(range(self.seats)), self.held(), dict[int, int]()
-        seating = []
-        for ride, end in zip(self.rides, until, strict=True):
-            left = [seat for seat, ends in taken.items() if ends <= ride["started"]]
-            free.update(left)
-            for seat in left:
-                del taken[seat]
+    def assign_slots(self) -> list[int] | None:
+        """The slot of each span: the lowest free one. None if there are too few, which preemptions can cause."""
+        free, free_at, busy = set(range(self.slots)), self.slot_free_at(), dict[int, int]()
+        assigned = []
+        for span, end in zip(self.spans, free_at, strict=True):
+            released = [slot for slot, ends in busy.items() if ends <= span["started"]]
+            free.update(released)
+            for slot in released:
+                del busy[slot]
             if not free:
                 return None
-            seat = min(free)
-            free.remove(seat)
-            taken[seat] = int(end)
-            seating.append(seat)
-        return seating
+            slot = min(free)
+            free.remove(slot)
+            busy[slot] = int(end)
+            assigned.append(slot)
+        return assigned
 
 
 def variants(engine: EngineConfig, batchings: Sequence[str], policies: Sequence[str], batch: int | None, timeout: float) -> list[Variant]:
-    """Every combination of ways to batch and policies, named by what sets it apart; raises InvalidSetting for what can't be.
+    """All combinations of batching modes and policies. Raises InvalidSetting for an impossible one.
 
-    Static and dynamic batches are of `batch` sequences (None: of as many as there are seats); dynamic ones wait `timeout` milliseconds.
+    Static and dynamic batches have `batch` sequences (None: one for each slot). Dynamic batches wait up to `timeout` milliseconds.
     """
-    found = []
+    result = []
     for batching, policy in product(batchings, policies):
-        apart = [batching] * (len(batchings) > 1) + [policy] * (len(policies) > 1)
+        name = [batching] * (len(batchings) > 1) + [policy] * (len(policies) > 1)
         try:
             config = replace(
                 engine,
@@ -144,55 +144,53 @@ def variants(engine: EngineConfig, batchings: Sequence[str], policies: Sequence[
             )
         except ValueError as error:
             raise InvalidSetting(str(error)) from None
-        title, words = _TITLES[batching]
-        words = words.format(timeout=f", or after {timeout / 1000:g} s")
+        title, description = _TITLES[batching]
+        description = description.format(timeout=f", or after {timeout / 1000:g} s")
         if set(policies) != {"fcfs"}:
-            title, words = f"{title}, {policy}", f"The next rider is the one {_NEXT[policy]}."
-        found.append(Variant(", ".join(apart) or batching, title, words, config))
-    if len({variant.name for variant in found}) < len(found):
-        raise InvalidSetting("--batching, --policy: the same is named twice; name each once")
-    return found
+            title, description = f"{title}, {policy}", f"The next request is the one {_NEXT[policy]}."
+        result.append(Variant(", ".join(name) or batching, title, description, config))
+    if len({variant.name for variant in result}) < len(result):
+        raise InvalidSetting("--batching, --policy: a name is given twice")
+    return result
 
 
-def made_up(count: int, prompt_tokens: int, output_tokens: int, rate: float) -> list[TraceRequest]:
-    """Requests at even intervals, `rate` a second, whose lengths have these means, about, and vary by a factor of `SPREAD`."""
-    dice = random.Random(0)
-    scale = math.log(SPREAD) / (SPREAD - 1)
+def synthetic_requests(count: int, prompt_tokens: int, output_tokens: int, rate: float) -> list[TraceRequest]:
+    """Requests at even intervals, `rate` a second, with about these mean lengths, which vary by a factor of `LENGTH_RATIO`."""
+    generator = random.Random(0)
+    scale = math.log(LENGTH_RATIO) / (LENGTH_RATIO - 1)
 
     def length(mean: int) -> int:
-        return max(1, round(mean * scale * math.pow(SPREAD, dice.random())))
+        return max(1, round(mean * scale * math.pow(LENGTH_RATIO, generator.random())))
 
     return [TraceRequest(index / rate, length(prompt_tokens), length(output_tokens)) for index in range(count)]
 
 
-def simulated(workload: Workload, variant: Variant, model: str | None, on: str) -> Side:
-    """Runs the requests in virtual time on a machine (see `sim.run.machine`); raises InvalidSetting where it can't be."""
+def simulate_variant(workload: Workload, variant: Variant, model: str | None, on: str) -> VariantResult:
+    """Simulates a variant on a modelled device (see `sim.run.machine`). Raises InvalidSetting if it cannot be simulated."""
     settings, step_time = machine(model, on, variant.config)
-    return of(variant, run(workload, settings, step_time))
+    return from_simulation(variant, run(workload, settings, step_time))
 
 
-def of(variant: Variant, result: Result) -> Side:
-    """The side of a simulation."""
+def from_simulation(variant: Variant, result: Result) -> VariantResult:
+    """The variant's result from that of its simulation."""
     done = result.finished
-    away = done["preempted"] + done["swapped"]
-    rides = zip(*(done[name].tolist() for name in _LEDGER), away.tolist(), strict=True)
-    return side(variant, result.config["max_seqs"], rides, len(result.requests) + len(result.refused) - len(done))
+    preempted = done["preempted"] + done["swapped"]
+    spans = zip(*(done[name].tolist() for name in _TIMELINE), preempted.tolist(), strict=True)
+    return variant_result(variant, result.config["max_seqs"], spans, len(result.requests) + len(result.refused) - len(done))
 
 
-def side(variant: Variant, seats: int, rides: Iterable[tuple[int, ...]], unserved: int) -> Side:
-    """A side of rides in any order, with times by any clock; raises InvalidSetting if there are none."""
-    found = np.sort(np.array(list(rides), RIDE), order=["started", "tag"])
-    if not len(found):
-        raise InvalidSetting(
-            f"{variant.name}: none of {unserved:,} requests was served: are they longer than the context, or the KV cache?"
-        )
-    began = found["arrived"].min()
+def variant_result(variant: Variant, slots: int, spans: Iterable[tuple[int, ...]], unserved: int) -> VariantResult:
+    """A result from spans in any order, with times of any clock. Raises InvalidSetting if there are none."""
+    ordered = np.sort(np.array(list(spans), REQUEST_SPAN), order=["started", "tag"])
+    if not len(ordered):
+        raise InvalidSetting(f"{variant.name}: none of {unserved:,} requests was served. They may exceed the context or the KV cache")
+    start = ordered["arrived"].min()
     for name in ("arrived", "started", "first_token", "ended"):
-        found[name] -= began
-    return Side(variant, min(seats, variant.config.static_batch_size or seats), found, unserved)
+        ordered[name] -= start
+    return VariantResult(variant, min(slots, variant.config.static_batch_size or slots), ordered, unserved)
 
 
-def ride(ledger: Mapping[str, Any]) -> tuple[int, ...]:
-    """The `RIDE` of a request's ledger, as the engine gives it."""
-    causes = ledger["states"]
-    return (*(ledger[name] for name in _LEDGER), causes.get("preempted", 0) + causes.get("swapped", 0))
+def request_span(timeline: Mapping[str, Any]) -> tuple[int, ...]:
+    """The `REQUEST_SPAN` of a finished request's timeline, as the engine reports it."""
+    states = timeline["states"]
+    return (*(timeline[name] for name in _TIMELINE), states.get("preempted", 0) + states.get("swapped", 0))

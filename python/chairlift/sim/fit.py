@@ -1,4 +1,4 @@
-"""Steps that were timed, turned into what a step takes."""
+"""Fits a model of step times to measured steps."""
 
 from __future__ import annotations
 
@@ -10,40 +10,38 @@ from numpy.typing import NDArray
 from chairlift.errors import InvalidSetting
 from chairlift.sim.steps import Load, StepTime
 
-ENOUGH = 32
-"""Steps without which nothing can be said."""
+MIN_STEPS = 32
+"""The fewest steps that can be fitted."""
 
-_PER_KNOT = 12
-"""Steps that a piece of the curve needs."""
+_STEPS_PER_KNOT = 12
+"""The fewest steps for a segment of the curve."""
 
 _ROUNDS = 4
-"""Fits, each without the steps that the one before could not explain."""
+"""Rounds of fitting, each without the outliers of the round before."""
 
-
-_STOOD_STILL = 4.0
-"""So many times what a step should take says nothing of how long steps take."""
+_STALL_FACTOR = 4.0
+"""The measured time of a step counts up to this multiple of its predicted time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What steps take, and the part by which a step differs from that at p50 and p90; `dropped` steps were held up by something else."""
+    """A model of step times, the relative error of its predictions at p50 and p90, and the number of outliers among the steps."""
 
     step: StepTime
     error_p50: float
     error_p90: float
     steps: int
-    dropped: int
+    outliers: int
 
 
-def fit(load: Load, took: NDArray[np.float64]) -> Fit:
-    """Finds the steps' times by least squares of their relative errors, with no part below zero and a curve that never falls.
+def fit(load: Load, measured: NDArray[np.float64]) -> Fit:
+    """Fits step times by least squares of relative errors, with non-negative parts and a curve that never falls.
 
-    Steps that took more than four of the usual deviations longer than told say nothing of what is dear in a step, and are left out, a few
-    times over: something else held them up. In the end all parts are made so much larger that the steps' sum is right.
-    Raises InvalidSetting for fewer than `ENOUGH` steps.
+    Outliers, steps that measured more than four deviations longer than predicted, are left out of the next round of the fit. At the end all
+    parts are scaled so that the predicted total is the measured one. Raises InvalidSetting for fewer than `MIN_STEPS` steps.
     """
-    if len(took) < ENOUGH:
-        raise InvalidSetting(f"{len(took)} steps were timed, and at least {ENOUGH} are needed: run for longer")
+    if len(measured) < MIN_STEPS:
+        raise InvalidSetting(f"only {len(measured)} steps were measured, at least {MIN_STEPS} are needed: run for longer")
     load = Load(*(np.asarray(part, float) for part in load))
     tokens = load.prefill_tokens + load.decode_seqs
     knots = _knots(tokens)
@@ -52,56 +50,56 @@ def fit(load: Load, took: NDArray[np.float64]) -> Fit:
     ]
     attention = [load.decode_seqs, load.context_tokens, load.prefill_pairs]
     features = np.stack([np.ones_like(tokens), *pieces, *attention], axis=1)
-    kept = np.ones(len(took), bool)
+    used = np.ones(len(measured), bool)
     for _ in range(_ROUNDS):
-        weights = _least_squares(features[kept] / took[kept, None], np.ones(kept.sum()))
-        over = took / np.maximum(features @ weights, 1e-9) - 1
-        usual = 1.4826 * np.median(np.abs(over - np.median(over)))
-        kept = over <= np.median(over) + max(4 * usual, 0.05)
-    told = features @ weights
-    # Latencies are sums of steps, so what held some of them up belongs to the mean of all; one that stood still does not.
-    weights *= np.minimum(took, _STOOD_STILL * told).sum() / told.sum()
+        weights = _least_squares(features[used] / measured[used, None], np.ones(used.sum()))
+        excess = measured / np.maximum(features @ weights, 1e-9) - 1
+        deviation = 1.4826 * np.median(np.abs(excess - np.median(excess)))
+        used = excess <= np.median(excess) + max(4 * deviation, 0.05)
+    predicted = features @ weights
+    # Latencies are sums of steps, so ordinary delays belong to the mean. A machine that was suspended does not: it is capped.
+    weights *= np.minimum(measured, _STALL_FACTOR * predicted).sum() / predicted.sum()
     slopes = weights[1 : 1 + len(pieces)]
     heights = weights[0] + np.concatenate([[0.0], np.cumsum(slopes * np.diff(knots))])
     curve = tuple((float(knot), float(height)) for knot, height in zip(knots, heights, strict=True))
     step = StepTime(curve, *(float(weight) for weight in weights[1 + len(pieces) :]))
-    errors = np.abs(step(load) / took - 1)
-    return Fit(step, float(np.percentile(errors, 50)), float(np.percentile(errors, 90)), len(took), int((~kept).sum()))
+    errors = np.abs(step(load) / measured - 1)
+    return Fit(step, float(np.percentile(errors, 50)), float(np.percentile(errors, 90)), len(measured), int((~used).sum()))
 
 
 def _knots(tokens: NDArray[np.float64]) -> list[float]:
-    """Where the curve may bend: at powers of two, as long as there are steps enough between two."""
-    knots, most = [1.0], float(tokens.max())
+    """The knots of the curve: powers of two, with enough steps between them."""
+    knots, largest = [1.0], float(tokens.max())
     at = 2.0
-    while at < most:
-        if ((tokens > knots[-1]) & (tokens <= at)).sum() >= _PER_KNOT and (tokens > at).sum() >= _PER_KNOT:
+    while at < largest:
+        if ((tokens > knots[-1]) & (tokens <= at)).sum() >= _STEPS_PER_KNOT and (tokens > at).sum() >= _STEPS_PER_KNOT:
             knots.append(at)
         at *= 2
-    return [*knots, max(most, knots[-1] + 1)]
+    return [*knots, max(largest, knots[-1] + 1)]
 
 
-def _least_squares(features: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Weights that are not negative, by an active set (Lawson and Hanson, 1974)."""
+def _least_squares(features: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Non-negative least squares by an active set (Lawson and Hanson, 1974)."""
     scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
     features = features / scale
     weights = np.zeros(features.shape[1])
     active = np.zeros(features.shape[1], bool)
     for _ in range(3 * features.shape[1]):
-        gain = features.T @ (wanted - features @ weights)
+        gain = features.T @ (target - features @ weights)
         gain[active] = -np.inf
         best = int(np.argmax(gain))
-        if gain[best] <= 1e-9 * len(wanted):
+        if gain[best] <= 1e-9 * len(target):
             break
         active[best] = True
         while True:
-            found = np.zeros_like(weights)
-            found[active] = np.linalg.lstsq(features[:, active], wanted, rcond=None)[0]
-            if found[active].min() > 0:
-                weights = found
+            solution = np.zeros_like(weights)
+            solution[active] = np.linalg.lstsq(features[:, active], target, rcond=None)[0]
+            if solution[active].min() > 0:
+                weights = solution
                 break
-            low = active & (found <= 0)
-            ratio = np.min(weights[low] / np.maximum(weights[low] - found[low], 1e-300))
-            weights = weights + ratio * (found - weights)
+            low = active & (solution <= 0)
+            ratio = np.min(weights[low] / np.maximum(weights[low] - solution[low], 1e-300))
+            weights = weights + ratio * (solution - weights)
             active &= weights > 1e-12
             weights[~active] = 0.0
             if not active.any():

@@ -1,4 +1,4 @@
-"""The workload of a simulation, really run: the engine in this process, and requests at their times."""
+"""Runs a workload on the engine in this process, with each request at its arrival time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from numpy.typing import NDArray
 from chairlift.errors import EngineDead, InvalidRequest, QueueFull
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
-from chairlift.sim.compare import Side, Variant, ride, side
+from chairlift.sim.compare import Variant, VariantResult, request_span, variant_result
 from chairlift.sim.workload import Workload
 
 if TYPE_CHECKING:
     from chairlift.engine.loop import Engine
 
 _WARM_UP = 8
-"""Tokens of a prompt and of its answer that are run before, and not counted: memory is touched for the first time."""
+"""Prompt and output tokens of the warm-up request, which touches the memory for the first time."""
 
 
-def really_run(workload: Workload, variant: Variant, on_step: Callable[[Any], None] = lambda report: None) -> Side:
-    """Loads the model, gives the engine each request when it is due, and has it generate as many tokens as were asked for.
+def run_live(workload: Workload, variant: Variant, on_step: Callable[[Any], None] = lambda report: None) -> VariantResult:
+    """Loads the model and runs the workload. Each request generates its full output length.
 
-    Latencies count from when a request was due; `on_step` hears each step's report. Raises what the engine raises.
+    Latencies count from the time at which a request was due. `on_step` gets each step's report. Raises what the engine raises.
     """
-    from chairlift.engine.loop import Engine  # here, for it brings torch
+    from chairlift.engine.loop import Engine  # imports torch
 
     engine = Engine(variant.config)
     facts: dict[str, Any] = engine.facts
@@ -38,52 +38,52 @@ def really_run(workload: Workload, variant: Variant, on_step: Callable[[Any], No
         while engine.has_work:
             if engine.step() is None:
                 _sleep([engine.wakes_in()])
-        rides, unserved = _served(engine, workload, prompts, on_step)
+        spans, unserved = _serve(engine, workload, prompts, on_step)
     finally:
         engine.close()
-    return side(variant, facts["max_num_seqs"], rides, unserved)
+    return variant_result(variant, facts["max_num_seqs"], spans, unserved)
 
 
-def _served(
+def _serve(
     engine: Engine, workload: Workload, prompts: list[NDArray[np.int32]], on_step: Callable[[Any], None]
 ) -> tuple[list[tuple[int, ...]], int]:
-    """The rides of the requests, and how many there were of which none came."""
+    """The spans of the requests that finished, and the number of the others."""
     due, outputs, tenants = (workload.column(name).tolist() for name in ("arrival_us", "output", "tenant"))
-    began, sent = _now(), 0
-    rides: list[tuple[int, ...]] = []
+    start, sent = _now(), 0
+    spans: list[tuple[int, ...]] = []
     while sent < len(prompts) or engine.has_work:
-        while sent < len(prompts) and due[sent] <= _now() - began:
+        while sent < len(prompts) and due[sent] <= _now() - start:
             params = SamplingParams(max_tokens=outputs[sent], ignore_eos=True)
-            treated = Scheduling(tenant=workload.tenants[tenants[sent]][0])
+            scheduling = Scheduling(tenant=workload.tenants[tenants[sent]][0])
             with suppress(InvalidRequest, QueueFull):  # counted at the end
-                engine.add(sent, prompts[sent], params, treated, submitted=began + due[sent])
+                engine.add(sent, prompts[sent], params, scheduling, submitted=start + due[sent])
             sent += 1
         report = engine.step() if engine.has_work else None
         if report is not None:
             on_step(report)
-            rides += [ride(ledger) for ledger in report.ended if ledger["finish"] == "length"]
+            spans += [request_span(timeline) for timeline in report.ended if timeline["finish"] == "length"]
             continue
-        until_due = [(due[sent] - (_now() - began)) / 1e6] if sent < len(prompts) else []
+        until_due = [(due[sent] - (_now() - start)) / 1e6] if sent < len(prompts) else []
         _sleep([*until_due, *([engine.wakes_in()] if engine.has_work else [])])
-    return rides, len(prompts) - len(rides)
+    return spans, len(prompts) - len(spans)
 
 
 def _sleep(waits: Sequence[float | None]) -> None:
-    """Sleeps for the shortest of some times, None being for ever; raises EngineDead where that would be all."""
+    """Sleeps for the shortest of `waits`; None is unlimited. Raises EngineDead if all are unlimited."""
     seconds = [wait for wait in waits if wait is not None]
     if waits and not seconds:
-        raise EngineDead("the engine found nothing to run, with requests open")
+        raise EngineDead("the engine has open requests but nothing to run")
     time.sleep(max(0.0, min(seconds, default=0.0)))
 
 
 def _prompts(workload: Workload, vocabulary: int) -> list[NDArray[np.int32]]:
-    """Made-up tokens, equal as far as prompts' blocks have equal names."""
+    """Random tokens. Prompt blocks with equal names have equal tokens."""
     names, at, prompts = workload.names.tolist(), 0, []
     lengths, named = workload.column("prompt").tolist(), workload.column("names").tolist()
     for index, (length, count) in enumerate(zip(lengths, named, strict=True)):
         seeds = [(1, abs(name), workload.name_block) for name in names[at : at + count]]
-        own = max(0, length - count * workload.name_block)
-        pieces = [np.random.default_rng(seed[:2]).integers(0, vocabulary, seed[2]) for seed in (*seeds, (0, index, own))]
+        unnamed = max(0, length - count * workload.name_block)
+        pieces = [np.random.default_rng(seed[:2]).integers(0, vocabulary, seed[2]) for seed in (*seeds, (0, index, unnamed))]
         prompts.append(np.concatenate(pieces)[:length].astype(np.int32))
         at += count
     return prompts

@@ -1,30 +1,107 @@
-"""The page of a plan: latencies by the rate, beside their targets."""
+"""The text and the HTML page of a plan."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 
 from chairlift.bench.report.page import Page
 from chairlift.bench.report.plot import Axis, Curve, Plot, duration
-from chairlift.sim.plan import Plan
+from chairlift.config import DEFAULT_MODEL
+from chairlift.sim import table
+from chairlift.sim.devices import Device, Profile
+from chairlift.sim.plan import Band, Plan
+
+BOTTLENECKS = {
+    "compute": "compute: steps run back to back, and more batch slots, more KV cache or laxer targets add little",
+    "slots": "batch slots: requests wait for one of --max-num-seqs",
+    "kv": "KV cache: requests wait for free blocks",
+    "ttft": "TTFT target: the machine could serve more with a laxer one",
+    "itl": "ITL target: the machine could serve more with a laxer one",
+}
+"""Descriptions of `Plan.bottleneck`."""
+
+DOUBLED = {
+    "compute": "a machine twice as fast",
+    "slots": "twice the batch slots",
+    "kv": "twice the KV cache",
+    "ttft": "twice the TTFT target",
+    "itl": "twice the ITL target",
+}
+"""Descriptions of the keys of `Plan.sensitivity`."""
 
 
-def page(plan: Plan, told: Mapping[str, str], more: Sequence[Sequence[str]]) -> Page:
-    """`told` are its words, the title among them; `more` says what more of something would bring."""
-    made = Page("How many users fit")
-    made.text(f"{told['title']}: {told['users']}.")
-    most, targets = plan.most, plan.targets
+def summary(plan: Plan, on: Device | Profile, model: str, traffic: str, seconds: float, basis: str) -> dict[str, str]:
+    """The plan as sentences, by topic; each user sends a request every `seconds` seconds."""
+    targets, users, figures = plan.targets, plan.users(seconds), plan.figures
+    flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in plan.settings.items())
+    # A profile made from a journal has no model name.
+    name = "" if model == DEFAULT_MODEL else f" {shlex.quote(model)}" if model else " MODEL"
+    lines = {
+        "title": f"{f'{model} on ' if model else ''}{on.name}: about {_band(plan.capacity)} requests a second",
+        "users": f"{users.rate:,.0f} users ({users.low:,.0f} to {users.high:,.0f}) who each send a request every {seconds:g} s",
+        "traffic": traffic,
+        "targets": f"p{targets.percentile:g} of TTFT within {duration(targets.ttft)}, p{targets.percentile:g} of ITL within "
+        f"{duration(targets.itl)}",
+        "bottleneck": BOTTLENECKS[plan.bottleneck],
+        "settings": f"chairlift serve{name}{flags}" if flags else "the defaults; no other settings that were tried serve more",
+    }
+    if flags:
+        lines["default settings"] = f"about {_band(plan.default)} requests a second"
+    at = next(point for point in plan.points if point.rate == plan.capacity.rate)
+    lines["at that rate"] = (
+        f"p{targets.percentile:g} of TTFT {duration(at.ttft)}, of ITL {duration(at.itl)}; mean batch {figures['batch_mean'] or 0:.3g}, "
+        f"peak KV cache use {figures['kv_used_max'] or 0:.0%}, {figures['tokens_per_s'] or 0:,.0f} output tokens a second"
+    )
+    if plan.excluded:
+        lines["excluded"] = f"{plan.excluded:,} requests of the trace exceed the longest context"
+    seeds = f"the lowest and highest of {plan.seeds} seeds" if plan.seeds > 1 else "one run of the trace"
+    guess = "" if isinstance(on, Profile) else " (an assumption: this machine was not measured)"
+    lines["range"] = f"{seeds}, with steps {plan.error:.1%} slower and faster{guess}"
+    return lines | {"basis": basis}
+
+
+def _band(band: Band) -> str:
+    return f"{band.rate:.3g} ({band.low:.3g} to {band.high:.3g})"
+
+
+def _sensitivity(plan: Plan) -> list[list[str]]:
+    """A row for each doubled resource: its description, the rate and its change."""
+    return [[DOUBLED[name], f"{rate:.3g}", f"{rate / plan.capacity.rate - 1:+.0%}"] for name, rate in plan.sensitivity.items()]
+
+
+def text(plan: Plan, summary: Mapping[str, str]) -> Iterator[str]:
+    """The lines of the plan for a terminal."""
+    yield f"{summary['title']},"
+    yield f"{summary['users']}."
+    yield ""
+    names = [name for name in summary if name not in ("title", "users", "basis")]
+    for name in names:
+        yield f"{name.ljust(max(map(len, names)))}  {summary[name]}"
+    yield ""
+    yield "Requests a second with twice as much of one resource:"
+    for resource, rate, gain in _sensitivity(plan):
+        yield f"  {resource.ljust(max(map(len, DOUBLED.values())))}  {rate:>7}  {gain:>6}"
+    yield ""
+    yield table.wrapped([summary["basis"]])
+
+
+def page(plan: Plan, summary: Mapping[str, str]) -> Page:
+    """The HTML page of the plan: latencies by request rate, with their targets."""
+    made = Page("Capacity plan")
+    made.text(f"{summary['title']}: {summary['users']}.")
+    capacity, targets = plan.capacity, plan.targets
     made.facts(
         {
-            "requests a second": f"{most.rate:.3g}",
-            "at the least": f"{most.low:.3g}",
-            "at the most": f"{most.high:.3g}",
-            "binds": {"kv": "KV cache", "ttft": "TTFT target", "itl": "ITL target"}.get(plan.binds, plan.binds),
+            "requests a second": f"{capacity.rate:.3g}",
+            "low": f"{capacity.low:.3g}",
+            "high": f"{capacity.high:.3g}",
+            "bottleneck": {"kv": "KV cache", "ttft": "TTFT target", "itl": "ITL target"}.get(plan.bottleneck, plan.bottleneck),
         }
     )
-    made.words({name: words for name, words in told.items() if name not in ("title", "users")})
-    made.heading("By the rate")
+    made.words({name: line for name, line in summary.items() if name not in ("title", "users")})
+    made.heading("Latency by request rate")
     percent = f"p{targets.percentile:g}"
     made.plots(
         [
@@ -35,23 +112,21 @@ def page(plan: Plan, told: Mapping[str, str], more: Sequence[Sequence[str]]) -> 
     made.table(
         ["requests a second", f"TTFT {percent}", f"ITL {percent}"],
         [[f"{point.rate:.3g}", duration(point.ttft), duration(point.itl)] for point in plan.points],
-        [point.rate for point in plan.points].index(most.rate),
+        [point.rate for point in plan.points].index(capacity.rate),
     )
-    made.heading("With more of one thing")
-    made.table(["", "requests a second", ""], more)
+    made.heading("With twice as much of one resource")
+    made.table(["", "requests a second", ""], _sensitivity(plan))
     return made
 
 
 def _plot(plan: Plan, name: str, percent: str, target: float, latencies: Sequence[float]) -> Plot:
     rates = [point.rate for point in plan.points]
-    # A request that is refused has waited for ever, which is no place in a plot.
+    # The latency of a refused request is infinite and is not drawn.
     drawn = [(rate, latency) for rate, latency in zip(rates, latencies, strict=True) if math.isfinite(latency)]
     curves = [
         Curve(percent, [rate for rate, _ in drawn], [latency for _, latency in drawn]),
         Curve("target", [0.0, rates[-1]], [target, target], colour=1, dashed=True),
     ]
-    marks = [(plan.most.low, "low"), (plan.most.rate, "plan"), (plan.most.high, "high")]
-    caption = (
-        "The medians of all spells. Where the curve crosses the dashed line, the target ends it; the marks are the plan and its range."
-    )
+    marks = [(plan.capacity.low, "low"), (plan.capacity.rate, "plan"), (plan.capacity.high, "high")]
+    caption = "Median of all seeds. The dashed line is the target. The marks are the planned rate and its range."
     return Plot(f"{name} {percent}", caption, Axis("requests a second"), Axis(name, "s", log=True), curves, marks)

@@ -1,4 +1,4 @@
-"""A journal, lived again: as it was recorded, and under other settings."""
+"""Replays a journal, as it was recorded or under other settings."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from chairlift import _core
 from chairlift.errors import InvalidSetting
 from chairlift.sim.result import Result
 
-Answer = TypeVar("Answer")
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A journal's calls, made again: what came of the requests, and whether every decision came out the same.
+    """The result of making a journal's calls again, and whether every decision was the same.
 
-    `differs_at` is the first plan, counted from 0 and with the empty ones, that did not. `truncated`: the file is cut off,
-    as after a crash. `step_model`: microseconds of an empty step, a prompt token, a decoding sequence, a token of context,
-    a pair of tokens of a prompt.
+    `differs_at` is the index of the first plan that differs, counting empty ones. `truncated` is set if the file is cut off, as after a
+    crash. `step_model` has the microseconds of an empty step, a prompt token, a decoding sequence, a context token, and a pair of prompt
+    tokens.
     """
 
     result: Result
@@ -36,7 +36,7 @@ class Replay:
 
 
 class Recording:
-    """A journal's file, read whole; raises InvalidSetting where it can't be, or is none."""
+    """A journal. Raises InvalidSetting if the file cannot be read or is no journal."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -46,36 +46,36 @@ class Recording:
             raise InvalidSetting(f"{path}: cannot be read ({error.strerror}); name a file that --journal wrote") from None
 
     def replay(self) -> Replay:
-        """Makes every recorded call again; times are the recorded ones."""
-        began = time.perf_counter()
-        found = self._ask(self._unfit(), _core.replay)
-        result = Result([found["report"]], found["config"], time.perf_counter() - began, recorded=True)
-        return Replay(result, found["calls"], found["hash"], found["differs_at"], found["truncated"], found["step_model"])
+        """Makes every recorded call again, at the recorded times."""
+        start = time.perf_counter()
+        report = self._call(self._cannot_replay(), _core.replay)
+        result = Result([report["report"]], report["config"], time.perf_counter() - start, recorded=True)
+        return Replay(result, report["calls"], report["hash"], report["differs_at"], report["truncated"], report["step_model"])
 
     def what_if(self, settings: Mapping[str, Any]) -> Result:
-        """Simulates the requests under the recorded settings but for `settings`, by the names of `_core.Scheduler`."""
-        began = time.perf_counter()
-        found = self._ask("these settings make no scheduler", _core.what_if, dict(settings))
-        return Result([found["report"]], found["config"], time.perf_counter() - began)
+        """Simulates the recorded requests with the recorded settings, updated by `settings`, named as in `_core.Scheduler`."""
+        start = time.perf_counter()
+        report = self._call("these settings are impossible", _core.what_if, dict(settings))
+        return Result([report["report"]], report["config"], time.perf_counter() - start)
 
     def steps(self) -> tuple[Mapping[str, Any], NDArray[np.int64]]:
-        """The scheduler's settings, and its steps: int64 [N, 6], a load's four numbers, microseconds to the end and to the next plan.
+        """The scheduler's settings, and its steps as int64 [N, 6]: the four fields of `Load`, microseconds to the end and to the next plan.
 
-        The latter is -1 where nothing was planned at once.
+        The last is -1 if the next plan did not follow at once.
         """
-        told = self._ask(self._unfit(), _core.replay)["config"]
-        return told, np.frombuffer(self._ask(self._unfit(), _core.step_times), np.int64).reshape(-1, 6)
+        config = self._call(self._cannot_replay(), _core.replay)["config"]
+        return config, np.frombuffer(self._call(self._cannot_replay(), _core.step_times), np.int64).reshape(-1, 6)
 
-    def _unfit(self) -> str:
+    def _cannot_replay(self) -> str:
         return f"{self._path} cannot be replayed"
 
-    def _ask(self, unfit: str, function: Callable[..., Answer], *arguments: object) -> Answer:
+    def _call(self, problem: str, function: Callable[..., Returned], *arguments: object) -> Returned:
         try:
             return function(self._bytes, *arguments)
         except (ValueError, OverflowError) as error:
-            raise InvalidSetting(f"{unfit}: {error}") from None
+            raise InvalidSetting(f"{problem}: {error}") from None
         except BaseException as error:
-            # Records that can be read may yet make no sense together: the core takes that for its caller's mistake, and panics.
+            # The core panics if records are valid one by one but contradict each other.
             if type(error).__name__ != "PanicException":
                 raise
-            raise InvalidSetting(f"{self._path}: the journal is damaged, its calls make no sense: {error}") from None
+            raise InvalidSetting(f"{self._path}: the journal is damaged, its calls contradict each other: {error}") from None

@@ -1,4 +1,4 @@
-"""The page of what came of requests, or of several runs of them side by side."""
+"""The HTML page of one or several results."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from chairlift.sim import table
 from chairlift.sim.result import Result
 
 _POINTS = 400
-"""Points of a curve."""
+"""The most points of a curve."""
 
 SIMULATED = (
-    "Simulated: the scheduler's decisions are those that it would have made, and time is what the machine's step times say. Callers are "
-    "taken to come when they came, however they were served."
+    "Simulated: the scheduler's decisions are real, and time comes from the device's step times. Clients send their requests at the "
+    "trace's times, however they are served."
 )
-"""What the reader of a simulation has to know."""
+"""The note on simulated results."""
 
 
 def page(results: Mapping[str, Result], title: str, notes: Sequence[str], base: str | None = None) -> Page:
-    """Figures, latencies, the machine over time, and where requests' time went; the curves of each result have a colour.
+    """A page of figures, latencies, samples over time, and the time in each state. Each result has its colour.
 
-    Results after the one that `base` names are compared with it; its curves are dashed, so that what they cover is seen.
+    Results after the one named `base` are compared with it. Its curves are dashed, so that curves below them are visible.
     """
     made = Page(title)
     made.notes(notes)
@@ -36,14 +36,14 @@ def page(results: Mapping[str, Result], title: str, notes: Sequence[str], base: 
     made.plots(latencies(results, base))
     made.heading("Over time")
     if any(len(result.replicas) > 1 for result in results.values()):
-        made.text("Of the first replica.")
+        made.text("Only the first replica.")
     made.plots(timelines(results, base))
     made.heading("All figures")
     header, *rows = table.cells(results, base)
     made.table(header, rows)
-    made.heading("Where a request's time went, on average")
-    causes = sorted({cause for result in results.values() for cause in result.causes()})
-    made.table(["cause", *results], [[cause, *(duration(one.causes().get(cause, 0.0)) for one in results.values())] for cause in causes])
+    made.heading("Mean time in each state")
+    states = sorted({state for result in results.values() for state in result.states()})
+    made.table(["state", *results], [[state, *(duration(one.states().get(state, 0.0)) for one in results.values())] for state in states])
     made.heading("Settings")
     settings = {name: result.config for name, result in results.items()}
     keys = dict.fromkeys(key for config in settings.values() for key in config)
@@ -56,7 +56,7 @@ def _setting(value: object) -> str:
 
 
 def latencies(results: Mapping[str, Result], base: str | None) -> list[Plot]:
-    """The share of requests, or of tokens, with so short a time."""
+    """The distributions of latencies."""
 
     def plot(title: str, caption: str, of: Callable[[Result], Sequence[float]]) -> Plot:
         curves = [cdf(name, of(result), colour, name == base) for colour, (name, result) in enumerate(results.items())]
@@ -68,15 +68,15 @@ def latencies(results: Mapping[str, Result], base: str | None) -> list[Plot]:
         return [gap for percent in percents if (gap := result.itl(percent)) is not None]
 
     return [
-        plot("TTFT", "The share of requests whose answer had begun after so long.", lambda result: _thin(result.ttft())),
-        plot("ITL", "The share of gaps between two tokens that were so long at most.", itl),
-        plot("TPOT", "The share of requests with so much time per token at most.", lambda result: _thin(result.tpot())),
-        plot("E2EL", "The share of requests that were done after so long.", lambda result: _thin(result.e2e())),
+        plot("TTFT", "Share of requests with at most this time to the first token.", lambda result: _thin(result.ttft())),
+        plot("ITL", "Share of gaps between two tokens of at most this length.", itl),
+        plot("TPOT", "Share of requests with at most this mean time per output token.", lambda result: _thin(result.tpot())),
+        plot("E2EL", "Share of requests with at most this time from arrival to end.", lambda result: _thin(result.e2e())),
     ]
 
 
 def timelines(results: Mapping[str, Result], base: str | None) -> list[Plot]:
-    """How full the machine was."""
+    """The load over time."""
     time = Axis("time into the run", "s")
 
     def curves(name: str) -> list[Curve]:
@@ -90,18 +90,18 @@ def timelines(results: Mapping[str, Result], base: str | None) -> list[Plot]:
         Plot("Batch", "Sequences in a step.", time, Axis("sequences"), curves("batch")),
         Plot(
             "Waiting",
-            "Requests without a seat. A line that climbs to the end: more comes than is served.",
+            "Requests without a batch slot. A line that rises to the end shows overload.",
             time,
             Axis("requests"),
             curves("waiting"),
         ),
-        Plot("KV cache", "Blocks that requests hold.", time, Axis("blocks"), curves("blocks")),
-        Plot("Tokens in a step", "Of prompts and of answers.", time, Axis("tokens"), curves("tokens")),
+        Plot("KV cache", "Blocks held by requests.", time, Axis("blocks"), curves("blocks")),
+        Plot("Tokens in a step", "Prompt and output tokens.", time, Axis("tokens"), curves("tokens")),
     ]
 
 
 def _thin(values: np.ndarray) -> list[float]:
-    """Sorted values, as many as a curve has points: its nearest ranks."""
+    """The sorted values, or the nearest ranks of `_POINTS` of them."""
     ordered = np.sort(values)
     if len(ordered) > _POINTS:
         ordered = ordered[np.ceil(np.linspace(1 / _POINTS, 1, _POINTS) * len(ordered)).astype(int) - 1]

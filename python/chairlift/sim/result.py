@@ -1,4 +1,4 @@
-"""What came of requests: of a simulation's, or of those that a journal recorded."""
+"""The result of a simulation or of a replayed journal: its requests, samples over time, and figures."""
 
 from __future__ import annotations
 
@@ -25,41 +25,42 @@ _NUMBERS = (
     "block_us",
     "longest_gap",
 )
-"""The numbers of a request, as `_core.simulate` gives them; its times by cause come after them."""
+"""The columns of a request in the reports of `_core.simulate`. The time in each state follows them."""
 
 _SAMPLE = ("time", "batch", "tokens", "running", "waiting", "blocks", "saturation")
 STOP, LENGTH, ERROR, DEADLINE, ABORT = 1, 2, 3, 4, 5
-"""Finishes of requests, as numbers."""
+"""Values of the column `finish`."""
 
 _BUCKET = np.dtype([("time", "<i8"), ("count", "<i8")])
 
 
 class Result:
-    """What came of a workload: `requests` in the order in which they ended, times in microseconds, and the machine over time.
+    """The result of a run.
 
-    `requests` and `timeline` are structured arrays: `result.requests["ended"]`. A request has tag (its place in the workload), finish
-    (`STOP`, `LENGTH`, `ERROR`, `DEADLINE`, `ABORT`), arrived, started and first_token (-1: never), ended, prompt_tokens, cached_tokens,
-    output_tokens, computed_tokens, recomputed_tokens, preemptions, swaps, block_us, longest_gap, and its time by each cause of
-    docs/scheduling.md. The timeline has time, batch (sequences in the step), tokens, running, waiting, blocks in use, and saturation in
-    thousandths: samples, for plots; the figures are of all steps. With several replicas, `replicas` has one result for each, and this
-    one has all requests and the first's timeline. `recorded`: this is what really happened, and who was refused is not known.
+    `requests` is a structured array in the order in which requests ended, with times in microseconds: `result.requests["ended"]`. Its
+    columns are tag (the request's index in the workload), finish (`STOP`, `LENGTH`, `ERROR`, `DEADLINE`, `ABORT`), arrived, started and
+    first_token (-1: never), ended, prompt_tokens, cached_tokens, output_tokens, computed_tokens, recomputed_tokens, preemptions, swaps,
+    block_us, longest_gap, and the time in each state of docs/scheduling.md. `timeline` is a structured array of samples for plots: time,
+    batch (sequences in the step), tokens, running, waiting, blocks in use, and saturation in thousandths. Figures cover all steps. With
+    several replicas, `replicas` has a result for each, `requests` covers all, and `timeline` is that of the first. `recorded` is set for
+    a recorded run, whose refused requests are unknown.
     """
 
     def __init__(self, reports: Sequence[Mapping[str, Any]], config: Mapping[str, Any], wall: float, *, recorded: bool = False) -> None:
         first = reports[0]
-        line = np.dtype([(name, "<i8") for name in (*_NUMBERS, *first["states"])])
+        row = np.dtype([(name, "<i8") for name in (*_NUMBERS, *first["states"])])
         self.tenants: tuple[str, ...] = tuple(sorted({name for report in reports for name in report["tenants"]}))
-        """The tenants of the requests that ended, by name."""
+        """The sorted names of the tenants whose requests ended."""
         self.tenant: NDArray[np.int64] = np.concatenate([_tenant_numbers(report, self.tenants) for report in reports])
-        """Whose each of `requests` is: its place in `tenants`."""
+        """The tenant of each of `requests`, as an index into `tenants`."""
         self._service = [(report["service_window"], report["service"]) for report in reports]
         self.config = dict(config)
-        """The scheduler's settings, by the names of `_core.Scheduler`."""
+        """The scheduler's settings, named as in `_core.Scheduler`."""
         self.wall = wall
-        """Seconds that the simulation itself took."""
+        """Seconds that the simulation took to run."""
         self.recorded = recorded
-        self.cause_names: tuple[str, ...] = tuple(first["states"])
-        self.requests: NDArray[Any] = np.concatenate([np.frombuffer(report["ended"], line) for report in reports])
+        self.state_names: tuple[str, ...] = tuple(first["states"])
+        self.requests: NDArray[Any] = np.concatenate([np.frombuffer(report["ended"], row) for report in reports])
         self.refused: list[int] = [tag for report in reports for tag in report["refused"]]
         self.steps = sum(report["steps"] for report in reports)
         self.decisions = sum(report["chunks"] for report in reports)
@@ -81,49 +82,49 @@ class Result:
 
     @property
     def finished(self) -> NDArray[Any]:
-        """The requests that came to their own end."""
+        """The requests that finished by a stop condition or their length."""
         return self.requests[np.isin(self.requests["finish"], (STOP, LENGTH))]
 
     def ttft(self) -> NDArray[np.float64]:
-        """Seconds to the first token of each request that got one."""
-        told = self.requests[self.requests["first_token"] >= 0]
-        seconds: NDArray[np.float64] = (told["first_token"] - told["arrived"]) / 1e6
+        """Seconds to the first token, for each request that got one."""
+        answered = self.requests[self.requests["first_token"] >= 0]
+        seconds: NDArray[np.float64] = (answered["first_token"] - answered["arrived"]) / 1e6
         return seconds
 
     def tpot(self) -> NDArray[np.float64]:
-        """Seconds between two tokens, the mean of each request that finished with more than one."""
-        told = self.finished[self.finished["output_tokens"] > 1]
-        seconds: NDArray[np.float64] = (told["ended"] - told["first_token"]) / (told["output_tokens"] - 1) / 1e6
+        """Mean seconds between two tokens, for each request that finished with more than one."""
+        several = self.finished[self.finished["output_tokens"] > 1]
+        seconds: NDArray[np.float64] = (several["ended"] - several["first_token"]) / (several["output_tokens"] - 1) / 1e6
         return seconds
 
     def e2e(self) -> NDArray[np.float64]:
-        """Seconds from arrival to end of each request that finished."""
+        """Seconds from arrival to end, for each request that finished."""
         seconds: NDArray[np.float64] = (self.finished["ended"] - self.finished["arrived"]) / 1e6
         return seconds
 
     def itl(self, percent: float) -> float | None:
-        """Seconds between two tokens below which so many percent of all such times lie; None of nothing. True to 0.4 %."""
+        """A percentile of the seconds between two tokens, exact to 0.4 %; None if there are none."""
         return _weighted(self._gaps, percent)
 
     def step_time(self, percent: float) -> float | None:
-        """The same for what steps took."""
+        """A percentile of the seconds of a step."""
         return _weighted(self._steps, percent)
 
-    def causes(self) -> dict[str, float]:
-        """Seconds by cause, the mean of all requests that ended; causes that took no time are left out."""
+    def states(self) -> dict[str, float]:
+        """Mean seconds in each state, over all requests that ended. States without time are absent."""
         if not len(self.requests):
             return {}
-        means = {name: float(self.requests[name].mean()) / 1e6 for name in self.cause_names}
+        means = {name: float(self.requests[name].mean()) / 1e6 for name in self.state_names}
         return {name: mean for name, mean in means.items() if mean > 0}
 
     def tenant_figures(self) -> dict[str, dict[str, float | None]]:
-        """The numbers by which tenants are compared, for each tenant: `service` counts 1 a computed prompt token and 2 an output token."""
-        told = {}
+        """The figures of each tenant. `service` is 1 for each computed prompt token and 2 for each output token."""
+        figures = {}
         for number, name in enumerate(self.tenants):
             one = self.requests[self.tenant == number]
             started = one[one["first_token"] >= 0]
             done = one[np.isin(one["finish"], (STOP, LENGTH))]
-            told[name] = {
+            figures[name] = {
                 "requests": len(one),
                 "finished": len(done),
                 **_percentiles("ttft", (started["first_token"] - started["arrived"]) / 1e6, 50, 99),
@@ -132,28 +133,27 @@ class Result:
                 "service": int((one["prompt_tokens"] - one["cached_tokens"])[one["started"] >= 0].sum() + 2 * one["output_tokens"].sum()),
                 "preemptions": int(one["preemptions"].sum()),
             }
-        return told
+        return figures
 
     def service(self) -> tuple[float, dict[str, NDArray[np.int64]]]:
-        """Seconds of a window of time, and the service that each tenant was given in each; none is known of a replay."""
-        # Windows are a second, doubled as often as a long run needs: those of replicas differ by powers of two.
+        """The width of a window in seconds, and each tenant's service in each window. A replay has none."""
+        # Windows start at one second and double in long runs, so those of replicas differ by powers of two.
         widest = max(window for window, _ in self._service)
-        given: dict[str, NDArray[np.int64]] = {}
+        totals: dict[str, NDArray[np.int64]] = {}
         for window, tenants in self._service:
             for name, values in tenants.items():
-                each = widest // window
-                sums = np.add.reduceat(np.asarray(values, np.int64), np.arange(0, len(values), each))
-                before = given.get(name, np.zeros(0, np.int64))
+                factor = widest // window
+                sums = np.add.reduceat(np.asarray(values, np.int64), np.arange(0, len(values), factor))
+                before = totals.get(name, np.zeros(0, np.int64))
                 size = max(len(before), len(sums))
-                given[name] = np.pad(before, (0, size - len(before))) + np.pad(sums, (0, size - len(sums)))
-        return widest / 1e6, given
+                totals[name] = np.pad(before, (0, size - len(before))) + np.pad(sums, (0, size - len(sums)))
+        return widest / 1e6, totals
 
     def figures(self) -> dict[str, float | None]:
-        """The numbers by which runs are compared: names that end in `_s` are seconds; None for what is not known.
+        """The figures of the run. Names that end in `_s` are seconds. None is unknown.
 
-        Percentiles are nearest ranks. `batch_mean` (sequences in a step) and `kv_used_mean` (the part of the KV cache that sequences hold)
-        are averages over the time in which there was a step, of all replicas, and `batch_max` and `kv_used_max` the most of any: exact, of
-        every step.
+        Percentiles are nearest ranks. `batch_mean` (sequences in a step) and `kv_used_mean` (the share of KV blocks that sequences hold)
+        are means over the time of all steps of all replicas; `batch_max` and `kv_used_max` are the maxima. All are exact.
         """
         one, done, span = self.requests, self.finished, self.span
         started = np.where(one["started"] < 0, one["ended"], one["started"])
@@ -190,12 +190,12 @@ class Result:
         }
 
     def document(self) -> dict[str, Any]:
-        """The numbers as plain data, with the settings, the tenants, and the machine over time."""
+        """The figures, settings, tenants and samples as plain data."""
         window, service = self.service()
         return {
             "config": self.config,
             "figures": self.figures(),
-            "causes_mean_s": self.causes(),
+            "states_mean_s": self.states(),
             "stats": self.stats,
             "timeline": {name: self.timeline[name].tolist() for name in _SAMPLE},
             "tenants": self.tenant_figures(),
@@ -204,19 +204,19 @@ class Result:
 
 
 def _tenant_numbers(report: Mapping[str, Any], tenants: Sequence[str]) -> NDArray[np.int64]:
-    """Whose each request of a report is, by place in `tenants`."""
-    places = np.array([tenants.index(name) for name in report["tenants"]] or [0], np.int64)
-    numbers: NDArray[np.int64] = places[np.frombuffer(report["tenant"], np.int64)]
+    """The tenant of each request of a report, as an index into `tenants`."""
+    indices = np.array([tenants.index(name) for name in report["tenants"]] or [0], np.int64)
+    numbers: NDArray[np.int64] = indices[np.frombuffer(report["tenant"], np.int64)]
     return numbers
 
 
-def _sum(many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The counters of several schedulers together."""
-    summed = dict(many[0])
+def _sum(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The summed counters of several schedulers."""
+    summed = dict(stats[0])
     for name, value in summed.items():
         if isinstance(value, int):
-            summed[name] = sum(one[name] for one in many)
-    summed["saturation"] = sum(one["saturation"] for one in many) / len(many)
+            summed[name] = sum(one[name] for one in stats)
+    summed["saturation"] = sum(one["saturation"] for one in stats) / len(stats)
     return summed
 
 

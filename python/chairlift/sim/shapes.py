@@ -1,4 +1,4 @@
-"""The shapes of models: well-known ones by name, any other from its config.json or GGUF file."""
+"""Model shapes: well-known models by name, others from their config.json or GGUF file."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Qwen3-8B": _llama(36, 4096, 32, 8, 12288, 151936, 40960, architectures=["Qwen3ForCausalLM"], head_dim=128),
     "Qwen3-32B": _llama(64, 5120, 64, 8, 25600, 151936, 40960, architectures=["Qwen3ForCausalLM"], head_dim=128),
 }
-"""The config.json of models whose files need not be here, as their makers published them."""
+"""The config.json of well-known models, as published."""
 
 
 def shape(model: str) -> ModelShape:
-    """The shape of a directory's model, of a known one, of a GGUF file's or a hub's; raises ModelNotFound with the names that are known.
+    """The shape of a model: a directory, a well-known name, a GGUF file or a hub name. Raises ModelNotFound with the known names.
 
-    A directory with a config.json goes before a known model of its name, and what begins like a path is one.
+    A directory with a config.json takes precedence over a well-known model of the same name.
     """
     path = Path(model).expanduser()
     if not ((path / "config.json").exists() or model.startswith((".", "/", "~"))):
@@ -55,4 +55,4 @@ def shape(model: str) -> ModelShape:
     try:
         return load_shape(locate(model, None))
     except ModelNotFound as error:
-        raise ModelNotFound(f"{error}; without files there are {', '.join(KNOWN)}") from None
+        raise ModelNotFound(f"{error}; known without files: {', '.join(KNOWN)}") from None

@@ -1,4 +1,4 @@
-"""What a step takes: a curve over its tokens and a part for what they attend to, measured or from a roofline."""
+"""The time of a step: a curve over its tokens plus the cost of attention, measured or from a roofline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chairlift.models.shape import ModelShape
 
 
 class Load(NamedTuple):
-    """What a step has to do, as in `rust/core/src/cost.rs`: numbers, or arrays of them."""
+    """The work of a step, as in `rust/core/src/cost.rs`: numbers, or arrays of them."""
 
     prefill_tokens: Any
     decode_seqs: Any
@@ -27,8 +27,8 @@ class Load(NamedTuple):
 class StepTime:
     """Microseconds of a step.
 
-    `curve` has points (tokens, microseconds): linear between them, and beyond them as the last two. Then come microseconds for each
-    sequence that decodes, each token of context that is read, each pair of a prompt's token and one before it.
+    `curve` has points (tokens, microseconds). It is linear between them, and beyond the last as between the last two. The other fields are
+    microseconds for each decoding sequence, each context token read, and each pair of a prompt token and an earlier one.
     """
 
     curve: Sequence[tuple[float, float]]
@@ -38,45 +38,45 @@ class StepTime:
 
     @classmethod
     def constant(cls, microseconds: float) -> StepTime:
-        """Every step takes as long."""
+        """A constant time for every step."""
         return cls(((0.0, microseconds), (1.0, microseconds)))
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> StepTime:
-        """What `asdict` gave; raises InvalidSetting for anything else."""
+        """Parses the output of `document`; raises InvalidSetting."""
         try:
             curve = tuple((float(tokens), float(time)) for tokens, time in raw["curve"])
             parts = [float(raw[name]) for name in ("decode_seq", "context_token", "prefill_pair")]
             if len(curve) < 2 or not all(map(math.isfinite, [*parts, *itertools.chain(*curve)])):
-                raise ValueError("a curve needs two points or more, and finite times")
+                raise ValueError("a curve needs at least two points, and finite times")
             return cls(curve, *parts)
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidSetting(f"no usable step times ({error}): 'chairlift calibrate' writes some") from None
+            raise InvalidSetting(f"invalid step times ({error}): 'chairlift calibrate' writes them") from None
 
     def __call__(self, load: Load) -> Any:
-        """Microseconds of a step, or of each of several."""
-        (*_, (before, low), (last, high)) = self.curve
+        """Microseconds of one step, or of each of several."""
+        (*_, (previous, low), (last, high)) = self.curve
         tokens = np.asarray(load.prefill_tokens) + np.asarray(load.decode_seqs)
         points = np.asarray(self.curve)
-        alone = np.interp(tokens, points[:, 0], points[:, 1]) + np.maximum(0, tokens - last) * (high - low) / (last - before)
+        linear = np.interp(tokens, points[:, 0], points[:, 1]) + np.maximum(0, tokens - last) * (high - low) / (last - previous)
         attention = self.context_token * np.asarray(load.context_tokens) + self.prefill_pair * np.asarray(load.prefill_pairs)
-        return alone + attention + self.decode_seq * np.asarray(load.decode_seqs)
+        return linear + attention + self.decode_seq * np.asarray(load.decode_seqs)
 
     def times(self, factor: float) -> StepTime:
-        """Steps that take so many times as long."""
+        """Steps that take `factor` times as long."""
         curve = tuple((tokens, factor * time) for tokens, time in self.curve)
         return StepTime(curve, factor * self.decode_seq, factor * self.context_token, factor * self.prefill_pair)
 
     def document(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Plain data for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roof:
-    """What a machine can do at most, in bytes and FLOP a second, and which part of it kernels reach.
+    """A device's peak bandwidth and FLOP rate, per second, and the share of them that kernels reach.
 
-    `flops` are by the type that is computed in. `overhead_us` passes in each step whatever it does.
+    `flops` has a peak for each data type. `overhead_us` is added to every step.
     """
 
     bandwidth: float
@@ -87,11 +87,11 @@ class Roof:
 
 
 def roofline(model: ModelShape, roof: Roof, *, weights: str, weight_bytes: float, kv_bytes: float) -> StepTime:
-    """A model's step on a machine by its roofline (Williams et al., 2009).
+    """A model's step time by the roofline of a device (Williams et al., 2009).
 
-    Linear layers read all weights once or compute 2 FLOP a weight and token, whichever takes longer; attention reads `kv_bytes` for each
-    token of context, and computes 4 FLOP for each pair, head and number of a head. Sliding windows are taken to be open. `weights` is the
-    type that is computed in, `weight_bytes` what one takes.
+    Linear layers read all weights once or compute 2 FLOP for each weight and token, whichever takes longer. Attention reads `kv_bytes` for
+    each context token and computes 4 FLOP for each pair of tokens, head and head dimension. Sliding windows are ignored. `weights` is the
+    data type of the computation, `weight_bytes` the size of one weight.
     """
     table = model.vocab_size * model.hidden_size
     tied = bool(getattr(model, "tie_word_embeddings", False))

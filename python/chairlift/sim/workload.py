@@ -1,4 +1,4 @@
-"""What is asked of a simulated engine: requests by their lengths, in flat arrays."""
+"""The requests of a simulation, as flat arrays of lengths and times."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from chairlift.bench.traces import HASH_BLOCK, TraceRequest
 from chairlift.errors import InvalidTrace
 
 COLUMNS = ("arrival_us", "prompt", "output", "most", "tenant", "priority", "deadline_us", "ttft_deadline_us", "predicted", "names")
-"""The numbers of a request, as `_core.simulate` takes them."""
+"""The columns of a request, as `_core.simulate` takes them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Requests by arrival: int64 [N, len(COLUMNS)], -1 for a deadline or prediction that there is not.
+    """Requests ordered by arrival: int64 [N, len(COLUMNS)], -1 for no deadline or prediction.
 
-    `output` tokens are generated where the caller allowed `most`. `tenant` counts among `tenants`, each a name and a weight. `names` has
-    the names of all prompts' blocks of `name_block` tokens, one request's after another's, as many each as its column says: equal names
-    mean equal tokens up to the block's end.
+    A request generates `output` tokens and may generate `most`. `tenant` is an index into `tenants`, pairs of name and weight. `names` has
+    the names of all prompt blocks of `name_block` tokens, one request after the other; the column `names` has their number. Equal names
+    mean equal tokens up to the end of the block.
     """
 
     requests: NDArray[np.int64]
@@ -31,7 +31,7 @@ class Workload:
 
     @classmethod
     def of(cls, lines: Sequence[TraceRequest], weights: Mapping[str, int] | None = None) -> Workload:
-        """The requests of a trace; its clients are the tenants. Raises InvalidTrace where blocks of two sizes have names."""
+        """The requests of a trace, with its clients as tenants. Raises InvalidTrace if its hash ids are of blocks of several sizes."""
         sizes = {line.hash_block for line in lines if line.hash_ids} or {HASH_BLOCK}
         if len(sizes) > 1:
             raise InvalidTrace(f"hash ids of blocks of {' and '.join(map(str, sorted(sizes)))} tokens: expected one size")
@@ -64,12 +64,12 @@ class Workload:
         return len(self.requests)
 
     def column(self, name: str) -> NDArray[np.int64]:
-        """One number of every request, int64 [N]."""
+        """One column, int64 [N]."""
         column: NDArray[np.int64] = self.requests[:, COLUMNS.index(name)]
         return column
 
     def with_(self, **columns: int | NDArray[np.int64]) -> Workload:
-        """The same requests with other numbers in some columns; they stay as many, and in the order of their arrivals."""
+        """The same requests with some columns replaced. They must stay ordered by arrival."""
         requests = self.requests.copy()
         for name, numbers in columns.items():
             requests[:, COLUMNS.index(name)] = numbers
@@ -85,12 +85,12 @@ class Workload:
         return replace(self, requests=requests, names=self.names[: int(requests[:, COLUMNS.index("names")].sum())])
 
     def repeated(self, count: int) -> Workload:
-        """The same over and over until there are `count` requests; what comes again has names of its own."""
+        """The requests repeated up to `count`. Each repetition has its own block names."""
         times = -(-count // max(1, len(self)))
         arrivals = self.column("arrival_us")
         span = int(arrivals[-1] + arrivals[-1] // max(1, len(self) - 1) + 1)
         requests = np.tile(self.requests, (times, 1))
         requests[:, 0] += np.repeat(np.arange(times) * span, len(self))
-        known, places = np.unique(self.names, return_inverse=True)
-        names = np.tile(places, times) + np.repeat(np.arange(times) * len(known), len(places))
+        known, indices = np.unique(self.names, return_inverse=True)
+        names = np.tile(indices, times) + np.repeat(np.arange(times) * len(known), len(indices))
         return replace(self, requests=requests, names=names).first(count)

@@ -1,1 +1,1 @@
-"""Pages of figures, tables and plots that open without a network, wherever their numbers come from."""
+"""HTML reports with tables and plots that need no network."""

@@ -1,4 +1,4 @@
-"""A page: headings, facts, tables and plots in one HTML file that refers to nothing outside of it."""
+"""A self-contained HTML page of headings, figures, tables and plots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ svg path.mark { stroke: var(--dim); stroke-dasharray: 2 3 } svg text.mark { fill
 .wide { overflow-x: auto; margin-top: 1rem } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { text-align: right; padding: .25rem .55rem; border-bottom: 1px solid var(--line); white-space: nowrap }
 th { font-weight: 500; color: var(--dim) } th:first-child, td:first-child { text-align: left; padding-left: 0 }
-tr.chosen td { font-weight: 600; background: var(--card) }
+tr.highlighted td { font-weight: 600; background: var(--card) }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; max-width: 60rem } dt { color: var(--dim) } dd { margin: 0 }
 @media print { :root { color-scheme: light } body { margin: 0; max-width: none; font-size: 11px } .plots { grid-template-columns: 1fr 1fr }
   h2 { break-after: avoid } }
@@ -46,39 +46,39 @@ _COLOURS = "\n".join(
 
 
 class Page:
-    """A page that grows from top to bottom; all text is escaped."""
+    """A page. Each method appends to it; all text is escaped."""
 
     def __init__(self, title: str, subtitle: str = "") -> None:
         self._title = title
         self._parts = [f"<h1>{escape(title)}</h1>", f'<p class="dim">{escape(subtitle)}</p>' if subtitle else ""]
 
     def heading(self, text: str) -> None:
-        """Begins a section."""
+        """Appends a heading."""
         self._parts.append(f"<h2>{escape(text)}</h2>")
 
     def text(self, text: str) -> None:
-        """A paragraph."""
+        """Appends a paragraph."""
         self._parts.append(f"<p>{escape(text)}</p>")
 
     def notes(self, notes: Sequence[str]) -> None:
-        """Sentences that a reader must not miss."""
+        """Appends highlighted sentences."""
         self._parts += [f'<p class="note">{escape(note)}</p>' for note in notes]
 
     def facts(self, facts: Mapping[str, str]) -> None:
-        """The few numbers that matter most, by what they are."""
+        """Appends the key figures, by name."""
         tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in facts.items())
         self._parts.append(f'<div class="facts">{tiles}</div>')
 
-    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], chosen: int | None = None) -> None:
-        """A table, whose first column is names; `chosen` is the row that stands out."""
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], highlighted: int | None = None) -> None:
+        """Appends a table whose first column has names. The row `highlighted` stands out."""
         lines = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in header)}</tr>"]
         for index, row in enumerate(rows):
-            mark = ' class="chosen"' if index == chosen else ""
+            mark = ' class="highlighted"' if index == highlighted else ""
             lines.append(f"<tr{mark}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>")
         self._parts.append(f'<div class="wide"><table>{"".join(lines)}</table></div>')
 
     def plots(self, plots: Sequence[Plot]) -> None:
-        """Plots side by side, as many as there is room for; those without any point are left out."""
+        """Appends plots in a grid. Plots without points are left out."""
         drawn = []
         for plot in plots:
             curves = [curve for curve in plot.curves if curve.xs]
@@ -89,20 +89,20 @@ class Page:
                 for curve in curves
                 if curve.name
             )
-            told = f"<b>{escape(plot.title)}{key if len(curves) > 1 else ''}</b><span>{escape(plot.caption)}</span>"
-            drawn.append(f"<figure><figcaption>{told}</figcaption>{plot.svg()}</figure>")
+            caption = f"<b>{escape(plot.title)}{key if len(curves) > 1 else ''}</b><span>{escape(plot.caption)}</span>"
+            drawn.append(f"<figure><figcaption>{caption}</figcaption>{plot.svg()}</figure>")
         self._parts.append(f'<div class="plots">{"".join(drawn)}</div>')
 
     def drawing(self, svg: str) -> None:
-        """A drawing over the whole width, which escapes its own text."""
+        """Appends an SVG over the whole width, without escaping."""
         self._parts.append(f'<div class="wide">{svg}</div>')
 
     def words(self, words: Mapping[str, object]) -> None:
-        """Names and what they mean, or are."""
+        """Appends a list of names with descriptions or values."""
         self._parts.append(f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>' for name, value in words.items())}</dl>")
 
     def html(self) -> str:
-        """The whole page."""
+        """The page as HTML."""
         head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(self._title)}</title>'
         body = "\n".join(part for part in self._parts if part)
         return (
@@ -110,8 +110,8 @@ class Page:
         )
 
     def write(self, path: str | Path) -> None:
-        """Writes the page; raises InvalidSetting where it can't be."""
+        """Writes the page; raises InvalidSetting if it cannot."""
         try:
             Path(path).write_text(self.html(), encoding="utf-8")
         except OSError as error:
-            raise InvalidSetting(f"{path}: cannot be written ({error.strerror}); name a file in a directory that exists") from None
+            raise InvalidSetting(f"{path}: cannot be written ({error.strerror})") from None

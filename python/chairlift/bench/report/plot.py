@@ -1,7 +1,4 @@
-"""Plots as SVG: curves over two axes, drawn here, so that a page of ten is as small as one photograph.
-
-A plotting library in the page would be 4 MB of script; these need none, and print.
-"""
+"""Plots as SVG, without a JavaScript library in the page."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 28, 12, 44
-"""The plot's size and margins, in units of the SVG."""
+"""The size and margins of a plot, in SVG units."""
 
-MOST_POINTS = 600
-"""Points of a curve: more than a screen can show apart."""
+MAX_POINTS = 600
+"""The most points of a curve."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve: its points by `xs`, which ascend for lines and steps."""
+    """A curve. `xs` must ascend for lines and steps."""
 
     name: str
     xs: Sequence[float]
@@ -28,23 +25,23 @@ class Curve:
     kind: str = "line"
     """`line`, `step` (holds a value until the next), or `dots`."""
     colour: int = 0
-    """Its place among the page's colours."""
+    """Index of the page's colour."""
     dashed: bool = False
     labels: Sequence[str] = ()
-    """What is written beside each of its points, if anything."""
+    """Labels of its points."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: what it shows and how numbers are written on it."""
+    """An axis: its label and the format of its numbers."""
 
     label: str
     unit: str = ""
-    """`s` writes seconds as people do, `%` shares of 1, "" plain numbers."""
+    """`s` for seconds with a suitable unit, `%` for shares of 1, "" for plain numbers."""
     log: bool = False
 
     def text(self, value: float) -> str:
-        """A number of this axis."""
+        """A number in the format of this axis."""
         if self.unit == "s":
             return duration(value)
         return f"{value * 100:g} %" if self.unit == "%" else f"{value:,.10g}"
@@ -52,7 +49,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves, and what they say in a sentence or two."""
+    """Curves over two axes, with a title and a caption."""
 
     title: str
     caption: str
@@ -60,10 +57,10 @@ class Plot:
     y: Axis
     curves: Sequence[Curve]
     marks: Sequence[tuple[float, str]] = field(default=())
-    """Places on the x axis that a line and a word mark, such as a target."""
+    """Labelled vertical lines, such as a target: x and label."""
 
     def svg(self) -> str:
-        """The drawing."""
+        """The plot as SVG."""
         xs = [x for curve in self.curves for x in curve.xs] + [x for x, _ in self.marks]
         ys = [y for curve in self.curves for y in curve.ys]
         across = _Scale(self.x, xs, LEFT, WIDTH - RIGHT)
@@ -88,7 +85,7 @@ class Plot:
 
 
 class _Scale:
-    """Values to places: evenly, or by their logarithm."""
+    """Maps values to coordinates, on a linear or logarithmic scale."""
 
     def __init__(self, axis: Axis, values: Sequence[float], begin: float, end: float) -> None:
         self._begin, self._end = begin, end
@@ -112,14 +109,14 @@ class _Scale:
 
 
 def round_numbers(low: float, high: float) -> list[float]:
-    """Some four to eight round numbers from below `low` to above `high`."""
+    """About four to eight round numbers that enclose `low` and `high`."""
     size: float = 10 ** math.floor(math.log10((high - low) / 4))
     step = next(step for step in (size, size * 2, size * 5, size * 10) if (high - low) / step <= 6)
     return [index * step for index in range(math.floor(low / step), math.ceil(high / step - 1e-9) + 1)]
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Powers of ten around the span, and twos and fives between where it is short."""
+    """Powers of ten that enclose the range, with 2 and 5 times them if it is short."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     last = max(last, first + 1)
     if last - first > 3:
@@ -151,11 +148,11 @@ def _draw(curve: Curve, across: _Scale, up: _Scale, plot: Plot) -> str:
 
 
 def thinned(curve: Curve) -> list[tuple[float, float]]:
-    """At most some `MOST_POINTS` points of a curve, each stretch's highest among them: peaks must not get lost."""
+    """At most about `MAX_POINTS` points of a curve, including its peaks."""
     points = list(zip(curve.xs, curve.ys, strict=True))
-    if len(points) <= MOST_POINTS:
+    if len(points) <= MAX_POINTS:
         return points
-    every = -(-len(points) * 2 // MOST_POINTS)
+    every = -(-len(points) * 2 // MAX_POINTS)
     kept: list[tuple[float, float]] = []
     for index in range(0, len(points), every):
         stretch = points[index : index + every]
@@ -164,13 +161,13 @@ def thinned(curve: Curve) -> list[tuple[float, float]]:
 
 
 def cdf(name: str, values: Sequence[float], colour: int = 0, dashed: bool = False) -> Curve:
-    """The share of sorted `values` up to each of them."""
+    """The cumulative distribution of sorted `values`."""
     shares = [(index + 1) / len(values) for index in range(len(values))]
     return Curve(name, values, shares, "step", colour, dashed)
 
 
 def duration(seconds: float) -> str:
-    """A time as people write it."""
+    """A time with a suitable unit."""
     if seconds == 0:
         return "0"
     if seconds < 1e-3:

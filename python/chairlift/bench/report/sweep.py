@@ -1,4 +1,4 @@
-"""The page of a sweep: latency against load, the knee, and what throughput costs each user."""
+"""The HTML page of a sweep: latency by load, the knee, and throughput against speed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from chairlift.bench.figures import Goodput
 from chairlift.bench.report.page import Page
 from chairlift.bench.report.plot import Axis, Curve, Plot, duration
-from chairlift.bench.report.serving import WORDS
+from chairlift.bench.report.serving import GLOSSARY
 from chairlift.bench.sweep import Point, knee, notes
 
 
 def page(points: Sequence[Point], settings: Mapping[str, Any], goodput: Goodput | None, *, closed: bool) -> Page:
-    """The page of points by ascending load; `closed` says that loads are concurrencies, not rates."""
+    """The page of points, ordered by load. With `closed` (closed loop), loads are concurrencies instead of rates."""
     points = [point for point in points if point.figures.completed]
     load = "requests at a time" if closed else "requests a second"
     made = Page("Load sweep", str(settings.get("when", "")))
@@ -30,7 +30,7 @@ def page(points: Sequence[Point], settings: Mapping[str, Any], goodput: Goodput 
         [_row(point) for point in points],
         None if best is None else points.index(best),
     )
-    made.heading("Against load")
+    made.heading("By load")
     loads = [point.load for point in points]
     served = [point.figures.rate(point.figures.completed) for point in points]
     curves = [Curve("served", loads, served)]
@@ -45,26 +45,26 @@ def page(points: Sequence[Point], settings: Mapping[str, Any], goodput: Goodput 
         [
             Plot(
                 "Requests a second",
-                "Where the curve leaves the dashed line, or bends, the server is full.",
+                "The server is saturated where the curve leaves the dashed line or bends.",
                 x,
                 Axis("requests a second"),
                 curves,
                 marks,
             ),
-            _latency("TTFT", "ttft", points, x, marks, "It stays low until the server is full, and then rises like a wall."),
-            _latency("TPOT", "tpot", points, x, marks, "It rises with the batch: more riders, and each token takes a little longer."),
+            _latency("TTFT", "ttft", points, x, marks, "It rises steeply once the server is saturated."),
+            _latency("TPOT", "tpot", points, x, marks, "It rises with the batch size."),
             pareto(points, load),
         ]
     )
-    made.heading("How it was measured")
+    made.heading("Settings")
     made.words({key: value for key, value in settings.items() if value is not None})
-    made.heading("Words")
-    made.words(WORDS)
+    made.heading("Terms")
+    made.words(GLOSSARY)
     return made
 
 
 def pareto(points: Sequence[Point], load: str) -> Plot:
-    """Throughput of all against speed for each: what one costs of the other."""
+    """Total throughput against speed for each user."""
     timed = [point for point in points if point.figures.latencies["tpot"].percentile(50) > 0]
     curve = Curve(
         "",
@@ -74,7 +74,7 @@ def pareto(points: Sequence[Point], load: str) -> Plot:
         labels=[f"{point.load:.3g}" for point in timed],
     )
     dots = Curve("", curve.xs, curve.ys, "dots", 1)
-    caption = f"Each dot is a load ({load} beside it). Up is more for all, right is quicker for each: pick a place on the edge."
+    caption = f"Each dot is a load, labelled with its {load}. Up is more throughput, right is faster for each user."
     return Plot(
         "Throughput against speed",
         caption,

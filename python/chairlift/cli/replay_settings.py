@@ -1,4 +1,4 @@
-"""The settings that `chairlift replay` can change, by the names of their flags."""
+"""The settings that `chairlift replay` can change, named as their flags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIELDS = {field.name: field for field in fields(EngineConfig)}
 
 
 def parse(text: str) -> tuple[str, list[Any]]:
-    """Reads `NAME=VALUE` or `NAME=VALUE,VALUE`, NAME with - or _, VALUE as its flag takes it, or `none` where that is the default.
+    """Parses `NAME=VALUE` or `NAME=VALUE,VALUE`: NAME with - or _, VALUE as its flag takes it, or `none` if that is its default.
 
     Raises argparse.ArgumentTypeError.
     """
@@ -29,7 +29,7 @@ def parse(text: str) -> tuple[str, list[Any]]:
     if not equals:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, like max_num_seqs=64, got {text!r:.100}")
     if name not in NAMES:
-        raise argparse.ArgumentTypeError(f"{name!r:.100} cannot be changed in a replay; what can: {', '.join(NAMES)}")
+        raise argparse.ArgumentTypeError(f"{name!r:.100} cannot be changed in a replay; expected one of {', '.join(NAMES)}")
     try:
         return name, [_value(name, value.strip()) for value in values.split(",")]
     except ValueError as error:
@@ -37,7 +37,7 @@ def parse(text: str) -> tuple[str, list[Any]]:
 
 
 def parse_policy(text: str) -> tuple[str, list[Any]]:
-    """Reads `--policy`: one or more policies."""
+    """Parses `--policy`: one or more policies."""
     return parse(f"scheduling_policy={text}")
 
 
@@ -53,7 +53,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def apply(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings for `_core.what_if` that make `changes`, by flag, to a recorded `config`; raises InvalidSetting."""
+    """The settings for `_core.what_if` after `changes`, by flag, to the recorded `config`. Raises InvalidSetting."""
     before = to_flags(config)
     if "batching" in changes:
         before |= {"static_batch_size": None, "batch_timeout_ms": None}
@@ -65,7 +65,7 @@ def apply(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return of_flags(flags)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A setting's value as it is written on the command line."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()

@@ -1,4 +1,4 @@
-"""What comes: the lengths of requests, and how they arrive."""
+"""The workload that a plan tries at many rates: the lengths of requests and their arrival process."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from chairlift.bench.workload import random_jobs
 from chairlift.errors import InvalidSetting
 from chairlift.sim.workload import Workload
 
-FEWEST = 400
-"""Requests of a spell, at least: a 95th percentile rests on the slowest twenty of them."""
+MIN_REQUESTS, MAX_REQUESTS = 400, 20_000
+"""Requests of one workload. The slowest 5 % of 400 are 20 requests; more than 20,000 take long and change little."""
 
-MOST = 20_000
-"""And at most: many more say no more, and take long to simulate."""
-
-_APART_US = 3_600_000_000
-"""Between requests that are to be alone."""
+_ISOLATED_US = 3_600_000_000
+"""Microseconds between isolated requests."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Mix:
-    """Requests by their lengths, and when they come.
+class WorkloadSpec:
+    """The lengths of requests and their arrivals.
 
-    Prompts and outputs are drawn evenly from their length times `1 ± spread`, as `chairlift bench` draws them; a `trace` has lengths of
-    its own. They come as `bench.arrivals` says, or with `timed` when the trace says, faster or slower. Raises InvalidSetting.
+    Prompt and output lengths are uniform within `1 ± spread` times their mean, as in `chairlift bench`; a `trace` has its own lengths.
+    Arrivals come from `bench.arrivals`, or with `timed` from the trace, scaled to the rate. Raises InvalidSetting.
     """
 
     prompt_tokens: int = 256
@@ -41,24 +38,24 @@ class Mix:
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1 or not 0 <= self.spread < 1 or not self.burstiness > 0:
-            raise InvalidSetting("a mix needs lengths of one token at least, a spread from 0 to below 1, and a burstiness above 0")
+            raise InvalidSetting("expected lengths of at least one token, a spread from 0 to below 1, and a burstiness above 0")
         if self.trace is not None and not len(self.trace):
             raise InvalidSetting("the trace has no request")
         if self.timed and (self.trace is None or self.trace.column("arrival_us")[-1] == 0):
-            raise InvalidSetting("the trace has no times: let its requests come at random (--no-self-timed)")
+            raise InvalidSetting("the trace has no arrival times: use random ones (--no-self-timed)")
 
     @property
     def seeds(self) -> range:
-        """Seeds of spells that differ: a trace at its own times is always the same."""
+        """Seeds to try: one for a trace at its own times, which is always the same."""
         return range(1 if self.timed else 5)
 
     @property
     def mean_output(self) -> float:
-        """Tokens of an answer, the mean."""
+        """Mean output tokens of a request."""
         return self.output_tokens if self.trace is None else float(self.trace.column("output").mean())
 
-    def spell(self, rate: float, seconds: float, seed: int) -> Workload:
-        """About so many seconds of requests at `rate` a second, from `FEWEST` to `MOST`; a trace at its own times is taken whole."""
+    def sample(self, rate: float, seconds: float, seed: int) -> Workload:
+        """About `seconds` of requests at `rate` a second, within `MIN_REQUESTS` and `MAX_REQUESTS`. A timed trace is used whole."""
         if self.trace is not None and self.timed:
             own = len(self.trace) / (int(self.trace.column("arrival_us")[-1]) / 1e6)
             return self.trace.faster(rate / own)
@@ -66,43 +63,43 @@ class Mix:
         times = np.rint(np.array(arrivals(count, rate, self.burstiness, seed)) * 1e6).astype(np.int64)
         return self._requests(count, seed).with_(arrival_us=times)
 
-    def longest_wait(self, rate: float, seconds: float) -> float:
-        """Seconds that a request of such a spell may wait at most: a queue of a twentieth of it would grow if it went on."""
+    def max_wait(self, rate: float, seconds: float) -> float:
+        """The longest wait in seconds in a stable queue: 5 % of the duration. A longer one would grow without bound."""
         return math.inf if self.timed else self._count(rate, seconds) / rate / 20
 
-    def alone(self) -> Workload:
-        """Requests so far apart that none meets another."""
-        some = self._requests(FEWEST if self.trace is None else min(FEWEST, len(self.trace)), 0)
-        return some.with_(arrival_us=_APART_US * np.arange(len(some)))
+    def isolated(self) -> Workload:
+        """Requests so far apart that they never run together."""
+        requests = self._requests(MIN_REQUESTS if self.trace is None else min(MIN_REQUESTS, len(self.trace)), 0)
+        return requests.with_(arrival_us=_ISOLATED_US * np.arange(len(requests)))
 
-    def fitting(self, longest: int) -> Mix:
-        """The same without those of a trace of more than `longest` tokens, prompt and output; raises InvalidSetting if none is left."""
+    def fitting(self, longest: int) -> WorkloadSpec:
+        """The same without the requests of more than `longest` tokens, prompt and output. Raises InvalidSetting if none is left."""
         if self.trace is None:
             most = int(self.prompt_tokens * (1 + self.spread)) + int(self.output_tokens * (1 + self.spread))
             if most > longest:
-                raise InvalidSetting(f"prompt and answer are up to {most} tokens, and the longest context is {longest}: ask for fewer")
+                raise InvalidSetting(f"prompt and output have up to {most} tokens: the longest context is {longest}")
             return self
         fits = self.trace.column("prompt") + self.trace.column("output") <= longest
         if not fits.any():
-            raise InvalidSetting(f"all requests of the trace are longer than the longest context, {longest} tokens")
+            raise InvalidSetting(f"all requests of the trace exceed the longest context of {longest} tokens")
         names = self.trace.names[np.repeat(fits, self.trace.column("names"))]
         return replace(self, trace=replace(self.trace, requests=self.trace.requests[fits], names=names))
 
-    def left_out(self, fits: Mix) -> int:
-        """Requests of the trace that are not in `fits`."""
+    def excluded(self, fits: WorkloadSpec) -> int:
+        """The number of the trace's requests that `fits` lacks."""
         return 0 if self.trace is None or fits.trace is None else len(self.trace) - len(fits.trace)
 
     def _requests(self, count: int, seed: int) -> Workload:
         if self.trace is not None:
             return self.trace.first(count) if count <= len(self.trace) else self.trace.repeated(count)
-        # Powers of two are drawn once for several rates.
-        return _drawn(1 << (count - 1).bit_length(), self.prompt_tokens, self.output_tokens, self.spread, seed).first(count)
+        # Rounded up to a power of two, so that the cache serves several rates.
+        return _draw(1 << (count - 1).bit_length(), self.prompt_tokens, self.output_tokens, self.spread, seed).first(count)
 
     def _count(self, rate: float, seconds: float) -> int:
-        return min(MOST, max(FEWEST, math.ceil(rate * seconds)))
+        return min(MAX_REQUESTS, max(MIN_REQUESTS, math.ceil(rate * seconds)))
 
 
 @lru_cache(maxsize=32)
-def _drawn(count: int, prompt_tokens: int, output_tokens: int, spread: float, seed: int) -> Workload:
+def _draw(count: int, prompt_tokens: int, output_tokens: int, spread: float, seed: int) -> Workload:
     jobs = random_jobs(count, prompt_tokens, output_tokens, range_ratio=spread, seed=seed)
     return Workload.of([TraceRequest(0.0, job.prompt_tokens, job.output_tokens) for job in jobs])

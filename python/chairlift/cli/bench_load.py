@@ -1,0 +1,287 @@
+"""The flags and steps that `chairlift bench serve` and `bench sweep` share: the server, the requests and the result file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from chairlift.bench import traces, workload
+from chairlift.bench.client import Target
+from chairlift.bench.figures import Figures, Goodput
+from chairlift.bench.measure import measure, wait_for, wait_until_ready
+from chairlift.bench.record import Record, Run
+from chairlift.bench.workload import Job
+from chairlift.cli import flags, values
+from chairlift.cli.remote import add_api_key, client_key
+from chairlift.errors import ChairliftError, InvalidSetting
+
+NUM_PROMPTS = 100
+
+TEMPLATE_TOKENS = {False: 8, True: 128}
+"""Tokens that a server may add to a prompt, without and with a chat template."""
+
+token_count = values.whole(1, 10**7)
+request_count = values.whole(1, 10**8)
+request_rate = values.number(1e-6, 1e6)
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the server to benchmark."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--base-url", metavar="URL", help="address of the server (default: http://HOST:PORT)")
+    group.add_argument("--host", default="127.0.0.1", help="host of the server (default: 127.0.0.1)")
+    group.add_argument("--port", type=values.whole(1, 65535), default=8000, metavar="N", help="port of the server (default: 8000)")
+    group.add_argument(
+        "--backend", choices=("openai", "vllm", "openai-chat"), default="openai", help="completions or chat (default: completions)"
+    )
+    group.add_argument("--endpoint", metavar="PATH", help="route (default: /v1/completions, or /v1/chat/completions for openai-chat)")
+    group.add_argument("--model", metavar="NAME", help="model name (default: the first that the server lists)")
+    group.add_argument("--served-model-name", metavar="NAME", help="model name to send, if it differs from --model")
+    add_api_key(group)
+    group.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="headers of each request")
+    group.add_argument("--insecure", action="store_true", help="accept any TLS certificate")
+    group.add_argument(
+        "--request-timeout",
+        type=values.number(1e-3, 1e6, infinite=True),
+        default=3600.0,
+        metavar="S",
+        help="timeout of a request, in seconds (default: 3600)",
+    )
+    group.add_argument(
+        "--ready-check-timeout-sec",
+        type=values.number(0, 1e6, infinite=True),
+        default=0.0,
+        metavar="S",
+        help="seconds to wait for the server to be ready (default: 0)",
+    )
+
+
+def add_requests(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the requests to send."""
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--dataset-name",
+        choices=("random", "sharegpt", "burstgpt", "timed_trace", "trace"),
+        help="random words, or the trace in --dataset-path, whose format is detected (default: a trace if there is a path)",
+    )
+    group.add_argument("--dataset-path", metavar="FILE", help="a trace: Azure or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON, or ours")
+    group.add_argument(
+        "--num-prompts",
+        "--num-requests",
+        type=request_count,
+        metavar="N",
+        help="requests (default: 100, or all of a trace; in a sweep, as many as --duration needs)",
+    )
+    group.add_argument(
+        "--random-input-len", "--input-len", type=token_count, default=1024, metavar="N", help="prompt length, in words (default: 1024)"
+    )
+    group.add_argument(
+        "--random-output-len", "--output-len", type=token_count, default=128, metavar="N", help="tokens to generate (default: 128)"
+    )
+    group.add_argument(
+        "--random-range-ratio",
+        type=values.number(0, 0.999),
+        default=0.0,
+        metavar="X",
+        help="lengths vary by this share up and down (default: 0)",
+    )
+    group.add_argument(
+        "--random-prefix-len",
+        type=values.whole(0, 10**7),
+        default=0,
+        metavar="N",
+        help="words of a shared prefix of all prompts (default: 0)",
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="generate the full output length, if the server can")
+    group.add_argument("--temperature", type=values.number(0, 100), metavar="X", help="sampling temperature (default: the server's)")
+    group.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="additional fields of each request's body")
+    group.add_argument(
+        "--seed", type=values.whole(0, 2**63 - 1), default=0, metavar="N", help="seed of lengths, prompts and arrivals (default: 0)"
+    )
+    group.add_argument(
+        "--num-warmups", type=values.whole(0, 10**6), default=1, metavar="N", help="warm-up requests before the run (default: 1)"
+    )
+    flags.add_burstiness(group)
+    group.add_argument("--processes", type=values.whole(1, 1024), default=1, metavar="N", help="client processes (default: 1)")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
+
+
+def add_results(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Adds the flags of targets and results; returns their group."""
+    group = parser.add_argument_group("results")
+    group.add_argument(
+        "--goodput", nargs="+", default=[], metavar="KEY:MS", help="targets for each request: ttft:500 tpot:50 e2el:10000, milliseconds"
+    )
+    flags.add_report(group)
+    group.add_argument("--save-result", action="store_true", help="write the figures as JSON")
+    group.add_argument("--save-detailed", action="store_true", help="write the figures and each request's record as JSON")
+    group.add_argument(
+        "--result-dir", type=values.output_directory, default=".", metavar="DIR", help="directory of the JSON file (default: .)"
+    )
+    group.add_argument("--result-filename", metavar="NAME", help="name of the JSON file (default: from rate, model and time)")
+    group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="additional fields of the JSON file")
+    return group
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text}")
+    return value
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises InvalidSetting for flags that contradict each other, before any request is sent."""
+    Goodput.parse(args.goodput)
+    if args.dataset_name not in (None, "random") and not args.dataset_path:
+        raise InvalidSetting(f"--dataset-name {args.dataset_name} needs --dataset-path")
+    if args.dataset_name == "random" and args.dataset_path:
+        raise InvalidSetting("--dataset-name random and --dataset-path exclude each other")
+    if args.result_filename and (path := Path(args.result_dir, args.result_filename)).is_dir():
+        raise InvalidSetting(f"--result-filename: {path} is a directory")
+    for pair in (*args.header, *args.metadata):
+        if "=" not in pair:
+            raise InvalidSetting(f"{pair}: expected KEY=VALUE")
+
+
+def connect(args: argparse.Namespace) -> tuple[Target, int | None]:
+    """The server to benchmark, and the longest request that it accepts if it reports one. Waits until it is ready if requested."""
+    api_key = client_key(args)
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    headers |= {name.strip().lower(): value.strip() for name, _, value in (pair.partition("=") for pair in args.header)}
+    fields = dict(args.extra_body)
+    if args.ignore_eos:
+        fields["ignore_eos"] = True
+    if args.temperature is not None:
+        fields["temperature"] = args.temperature
+    target = Target(
+        (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1"),
+        args.endpoint or ("/v1/chat/completions" if args.backend == "openai-chat" else "/v1/completions"),
+        args.served_model_name or args.model or "",
+        headers,
+        fields,
+        args.request_timeout,
+        args.insecure,
+    )
+    try:
+        listed = wait_for(target, args.ready_check_timeout_sec)
+    except ChairliftError:
+        if not target.model or args.ready_check_timeout_sec:
+            raise
+        listed = []  # some servers do not list their models
+    if not listed and not target.model:
+        raise InvalidSetting(f"{target.url} lists no model: set --model")
+    target = replace(target, model=target.model or listed[0]["id"])
+    if args.ready_check_timeout_sec:
+        wait_until_ready(target, args.ready_check_timeout_sec)
+    longest = next((model.get("max_model_len") for model in listed if model.get("id") == target.model), None)
+    return target, longest - TEMPLATE_TOKENS[target.chat] if isinstance(longest, int) else None
+
+
+class RequestSource:
+    """The requests to send: a trace, or random words. Raises InvalidSetting if all of a trace exceed `longest` tokens."""
+
+    def __init__(self, args: argparse.Namespace, longest: int | None) -> None:
+        self._args = args
+        self._trace: list[traces.TraceRequest] = []
+        if path := args.dataset_path:
+            requests = traces.read(path)
+            self._trace = workload.fitting(requests, longest)
+            if not self._trace:
+                raise InvalidSetting(f"all requests of {path} exceed the server's limit of {longest} tokens")
+            if len(self._trace) < len(requests):
+                excluded = len(requests) - len(self._trace)
+                print(f"{excluded} of {len(requests)} requests exceed the server's limit of {longest} tokens and are left out.")
+
+    def jobs(self, count: int | None, seed: int) -> list[Job]:
+        """`count` requests, or all of a trace with its times. Each seed has different prompts."""
+        args = self._args
+        if self._trace:
+            return workload.trace_jobs(self._trace, seed=seed, speedup=getattr(args, "speedup", 1.0))[:count]
+        lengths = args.random_input_len, args.random_output_len
+        spread = {"range_ratio": args.random_range_ratio, "prefix_len": args.random_prefix_len}
+        return workload.random_jobs(count or NUM_PROMPTS, *lengths, **spread, seed=seed)
+
+
+def send(args: argparse.Namespace, target: Target, jobs: Sequence[Job], max_concurrency: int | None, text: str) -> Run:
+    """Sends the requests, with a progress bar named `text` in a terminal."""
+    progress = text if not args.disable_tqdm and sys.stderr.isatty() else None
+    return measure(target, jobs, max_concurrency=max_concurrency, workers=args.processes, warmups=args.num_warmups, progress=progress)
+
+
+def settings(args: argparse.Namespace, target: Target, arrivals: str, cpu_share: float | None = None) -> dict[str, Any]:
+    """The settings of a run for its report."""
+    if args.dataset_path:
+        requests = f"from {Path(args.dataset_path).name}"
+    else:
+        spread = f" ± {args.random_range_ratio:.0%}" if args.random_range_ratio else ""
+        requests = f"random words: input {args.random_input_len}, output {args.random_output_len}{spread}"
+    busy = "" if cpu_share is None else f", the busiest at {cpu_share:.0%} of a core"
+    return {
+        "server": target.url + target.endpoint,
+        "model": target.model,
+        "requests": requests,
+        "arrivals": arrivals,
+        "outputs": "full length (ignore_eos)" if args.ignore_eos else "until the model stops",
+        "client": f"{args.processes} process{'es' * (args.processes > 1)}{busy}",
+        "when": datetime.now().astimezone().isoformat(" ", "minutes"),
+        **_metadata(args),
+    }
+
+
+def _metadata(args: argparse.Namespace) -> dict[str, str]:
+    return dict(pair.split("=", 1) for pair in args.metadata)
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """Prints the notes on a run."""
+    for note in notes:
+        print(f"Note: {note}")
+
+
+def exit_status(runs: Iterable[Figures], interrupted: bool) -> int:
+    """130 after Ctrl-C, as in a shell; 1 if no request succeeded; else 0."""
+    return 130 if interrupted else 0 if any(figures.completed for figures in runs) else 1
+
+
+def save(args: argparse.Namespace, target: Target, load: str, figures: Mapping[str, Any], records: Sequence[Record]) -> None:
+    """Writes the figures with the names of vLLM's result files. `load` is part of the default file name."""
+    document = {
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "backend": args.backend,
+        "model_id": target.model,
+        "num_prompts": len(records),
+        "burstiness": "inf" if math.isinf(args.burstiness) else args.burstiness,
+        **_metadata(args),
+        **figures,
+    }
+    if args.save_detailed:
+        document |= {
+            "input_lens": [record.prompt_tokens for record in records],
+            "output_lens": [record.output_tokens for record in records],
+            "ttfts": [record.ttft if record.ok else 0.0 for record in records],
+            "itls": [record.itls for record in records],
+            "latencies": [record.e2el if record.ok else 0.0 for record in records],
+            "start_times": [record.sent for record in records],
+            "errors": [f"{record.failure}: {record.detail}" if record.failure else "" for record in records],
+            "records": [record.to_json() for record in records],
+        }
+    default = f"{args.backend}-{load}-{target.model.split('/')[-1]}-{document['date']}.json"
+    path = Path(args.result_dir, args.result_filename or default)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, allow_nan=False))
+    except OSError as error:
+        raise InvalidSetting(f"{path}: cannot be written ({error.strerror}); set --result-filename") from None
+    print(f"Figures: {path}")
