@@ -44,11 +44,12 @@ _DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms")
 def _size(text: str) -> int:
     """Reads `4096`, `32k`, `2G` or `1.5GiB`; decimal suffixes are lower case k/m/g, binary ones K/M/G or KiB/MiB/GiB."""
     text = text.strip()
-    number = text.rstrip("kKmMgGiBtT")
-    suffix = text[len(number) :].removesuffix("B").removesuffix("i")
-    base = 1000 if suffix.islower() else 1024
+    match = re.fullmatch(r"([^a-zA-Z]+)(?:([kmgt])|([KMGT])(?:iB)?)?", text)
     try:
-        return int(float(number) * base ** " kmgt".index(suffix.lower() or " "))
+        if match is None:
+            raise ValueError
+        number, decimal, binary = match.groups()
+        return int(float(number) * (1000 ** " kmgt".index(decimal) if decimal else 1024 ** " KMGT".index(binary or " ")))
     except (ValueError, OverflowError):
         raise ValueError(f"not a size: {text!r} (try 4096, 32k or 2G)") from None
 

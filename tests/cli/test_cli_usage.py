@@ -45,7 +45,7 @@ def test_every_command_explains_itself_by_example(command, capsys):
 
 def test_every_setting_has_a_flag_and_tells_its_variable(capsys):
     with pytest.raises(SystemExit):
-        main.main(["serve", "--help"])
+        main.main(["serve", "--help-all"])
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)):
         assert field.name == "model" or f" --{field.name.replace('_', '-')}" in text
@@ -157,6 +157,61 @@ def test_variables_act_only_where_their_command_has_the_flag(command, variables,
     assert figures() == plain
     monkeypatch.setenv("CHAIRLIFT_MAX_NUM_SEQS", "1")
     assert figures() != plain
+
+
+def test_help_shows_the_common_flags_and_help_all_the_rest(capsys):
+    for flag, hidden in (("--help", False), ("--help-all", True)):
+        with pytest.raises(SystemExit) as left:
+            main.main(["serve", flag])
+        assert left.value.code == 0
+        text = capsys.readouterr().out
+        shown = re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)
+        assert "--max-num-seqs" in shown
+        assert ("--queue-ageing-ms" in shown) == hidden
+        assert hidden or len(shown) <= 42
+
+
+@pytest.mark.parametrize("text", ["5km", "5kk", "5B", "k", "5iB", "1e3k", "nan", "-"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(SystemExit):
+        main.main(["serve", "--max-model-len", text])
+
+
+def test_a_config_file_gives_settings_and_flags_and_variables_win(tmp_path, monkeypatch):
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: from/file\nport: 1\nmax-num-seqs: 1k\nwatermark: 0.25\ntenant_weights: {alice: 2}\npolicy: fair\nmax_body_size: 7\n"
+    )
+    monkeypatch.setenv("CHAIRLIFT_MAX_BODY_SIZE", "9")
+    args = vars(main.build_parser().parse_args(["serve", "--config", str(file), "--port", "2"]))
+    args["file_settings"] = flags.read_config(args)
+    server, engine = flags.read(ServerConfig, args), flags.read(EngineConfig, args)
+    assert (server.port, server.max_body_size, engine.model, engine.max_num_seqs, engine.watermark) == (2, 9, "from/file", 1000, 0.25)
+    assert (engine.tenant_weights, engine.scheduling_policy) == ({"alice": 2}, "fair")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max-num-seq: 4", "unknown setting max-num-seq: did you mean max-num-seqs?"),
+        ("port: x", "port: expected a whole number"),
+        ("- a", "expected lines like"),
+    ],
+)
+def test_a_config_file_with_an_error_is_wrong_usage(text, says, tmp_path, capsys):
+    (tmp_path / "serve.yaml").write_text(text)
+    with pytest.raises(SystemExit) as left:
+        main.main(["serve", "--config", str(tmp_path / "serve.yaml")])
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_model_is_positional_or_a_flag_but_not_both(capsys):
+    for arguments in (["serve", "a/b"], ["serve", "--model", "a/b"], ["plan", "a/b"], ["chat", "--model=a/b"]):
+        assert flags.read(EngineConfig, vars(main.build_parser().parse_args(arguments))).model == "a/b"
+    with pytest.raises(SystemExit):
+        main.build_parser().parse_args(["serve", "a/b", "--model", "c/d"])
+    assert "the model is named twice: a/b and c/d" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["", " ", "secret "])

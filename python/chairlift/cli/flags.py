@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import Any, NoReturn, TypeVar
 
 from chairlift.cli import values
 from chairlift.cli.suggestions import did_you_mean
@@ -16,6 +17,15 @@ from chairlift.errors import InvalidSetting
 C = TypeVar("C")
 
 MODEL_SOURCES = "a directory in Hugging Face's layout, a .gguf file, or a hub name"
+COMMON = {
+    *("tokenizer", "device", "tensor_parallel_size", "threads", "dtype", "quantization", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "batching", "max_num_queued_reqs"),
+    *("target_itl_ms", "journal", "num_kv_blocks", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching", "swap_space"),
+    *("host", "port", "served_model_name", "api_key", "api_key_file", "cors_allow_origins", "ssl_certfile", "ssl_keyfile"),
+    *("admin_socket", "shutdown_timeout", "log_level", "log_format", "tool_call_parser"),
+}
+"""The settings that `--help` shows; `--help-all` shows all."""
+
 SIMULATED_MODEL = f"a well-known model, or any of which the files are here (default: {DEFAULT_MODEL})"
 
 
@@ -58,13 +68,6 @@ class _Model(argparse.Action):
         namespace.model = value
 
 
-def add_policy(parser: argparse._ActionsContainer) -> None:
-    """Adds `--policy`."""
-    parser.add_argument(
-        "--policy", dest="scheduling_policy", default=argparse.SUPPRESS, metavar="NAME", help="short for --scheduling-policy"
-    )
-
-
 def add_burstiness(parser: argparse._ActionsContainer) -> None:
     """Adds `--burstiness`."""
     burstiness = values.number(0.01, 1e6, infinite=True)
@@ -90,8 +93,13 @@ def add_report(parser: argparse._ActionsContainer) -> None:
 def add_fields(parser: argparse.ArgumentParser, cls: type, names: Collection[str] | None = None) -> None:
     """Adds a flag for each field of the config class `cls` that has help, or for those in `names`, under its group's heading.
 
-    The command also reads the fields' environment variables.
+    The command also reads the fields' environment variables, and `--config`. `--help` hides fields that are not in `COMMON`.
     """
+    help_all = next((action for action in parser._actions if isinstance(action, _HelpAll)), None)
+    if help_all is None:
+        help_all = _HelpAll(["--help-all"], "help_all", nargs=0, default=argparse.SUPPRESS, help="show all flags")
+        parser._add_action(help_all)
+        parser.add_argument("--config", metavar="FILE", help="read settings from a YAML file; flags and environment variables win")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(cls):
         if "help" not in field.metadata or (names is not None and field.name not in names):
@@ -99,7 +107,11 @@ def add_fields(parser: argparse.ArgumentParser, cls: type, names: Collection[str
         heading = field.metadata["group"]
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
-        groups[heading].add_argument(_flag(field), dest=field.name, default=argparse.SUPPRESS, help=_help(field), **_argument(field))
+        action = groups[heading].add_argument(
+            *_names(field), dest=field.name, default=argparse.SUPPRESS, help=_help(field), **_argument(field)
+        )
+        if field.name not in COMMON:
+            help_all.hide(action)
         read_variable(parser, field.name)
 
 
@@ -115,13 +127,49 @@ def reject(reason: str, **flags: object) -> None:
 
 
 def read(cls: type[C], arguments: Mapping[str, Any]) -> C:
-    """Makes a `cls` of its defaults, the variables that the command heeds, and the flags among `arguments`; the latter win.
+    """Makes a `cls` from its defaults, `--config`, environment variables and flags; the later ones win.
 
     Raises ValueError.
     """
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     flags = {name: value for name, value in arguments.items() if name in names and value is not None}
-    return cls(**{**from_environment(cls, arguments.get("variables", ())), **flags})
+    file = {name: value for name, value in arguments.get("file_settings", {}).items() if name in names}
+    return cls(**{**file, **from_environment(cls, arguments.get("variables", ())), **flags})
+
+
+def read_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in the YAML file `--config`: names of flags, with - or _, and their values. Raises ValueError."""
+    path = arguments.get("config")
+    if path is None:
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            document = import_module("yaml").safe_load(file)
+    except OSError as error:
+        raise ValueError(f"--config {path}: cannot be read ({error.strerror})") from None
+    except Exception as error:  # yaml.YAMLError, which is not imported
+        raise ValueError(f"--config {path}: is no YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"--config {path}: expected lines like max-num-seqs: 16")
+    fields = {field.name: field for cls in (ServerConfig, EngineConfig) for field in dataclasses.fields(cls)}
+    known = arguments.get("variables", ())
+    settings = {}
+    for key, value in document.items():
+        name = "scheduling_policy" if key == "policy" else str(key).replace("-", "_")
+        if name not in known or name not in fields:
+            raise ValueError(f"--config {path}: unknown setting {key}{did_you_mean(str(key), (one.replace('_', '-') for one in known))}")
+        try:
+            settings[name] = parse_value(fields[name].metadata, fields[name].type, _yaml_text(value))
+        except ValueError as error:
+            raise ValueError(f"--config {path}: {key}: {error}") from None
+    return settings
+
+
+def _yaml_text(value: Any) -> str:
+    """A YAML value as it would be written for a flag."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={weight}" for name, weight in value.items())
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def check_variables(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
@@ -139,8 +187,25 @@ def check_variables(arguments: Mapping[str, Any], environ: Mapping[str, str] = o
             raise ValueError(f"unknown variable {name}{suggestion}")
 
 
-def _flag(field: dataclasses.Field[Any]) -> str:
-    return "--" + field.name.replace("_", "-")
+def _names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """The flags of a field. The policy has the name that all commands share, and vLLM's."""
+    flag = "--" + field.name.replace("_", "-")
+    return ("--policy", flag) if field.name == "scheduling_policy" else (flag,)
+
+
+class _HelpAll(argparse.Action):
+    """Shows the help with the flags that `--help` hides."""
+
+    def hide(self, action: argparse.Action) -> None:
+        """Hides a flag from `--help`."""
+        self._hidden = [*getattr(self, "_hidden", ()), (action, action.help)]
+        action.help = argparse.SUPPRESS
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        for action, text in self._hidden:
+            action.help = text
+        parser.print_help()
+        parser.exit()
 
 
 def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:

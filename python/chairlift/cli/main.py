@@ -114,6 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.prog = f"{parser.prog} {args.command}"  # errors below refer to the help of this command
     try:
         flags.check_variables(vars(args))
+        args.file_settings = flags.read_config(vars(args))
         args.engine, args.server = flags.read(EngineConfig, vars(args)), flags.read(ServerConfig, vars(args))
     except ValueError as error:
         parser.error(str(error))

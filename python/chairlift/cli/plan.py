@@ -55,7 +55,6 @@ def add_parser(commands: Any, summary: str) -> None:
     group = parser.add_argument_group("results")
     flags.add_json(group)
     flags.add_report(group)
-    flags.add_policy(parser)
     flags.add_fields(parser, EngineConfig, SETTINGS)
 
 

@@ -59,7 +59,6 @@ def add_parser(commands: Any, summary: str) -> None:
     parser.add_argument(
         "--routing", choices=ROUTINGS, default=ROUTINGS[0], help=f"how the router chooses a replica (default: {ROUTINGS[0]})"
     )
-    flags.add_policy(parser)
     flags.add_json(parser)
     flags.add_report(parser)
     flags.add_fields(parser, EngineConfig, SETTINGS)
