@@ -10,7 +10,7 @@ RUST = Path(__file__).parent.parent / "rust"
 LAYERS = {
     "core": [
         {"request", "error", "host", "work"},
-        {"hash", "cost", "ledger", "policy", "recent_steps", "router", "saturation", "share"},
+        {"hash", "cost", "policy", "recent_steps", "router", "saturation", "share", "timeline"},
         {"block", "config", "group", "phase", "place", "queue", "snapshot", "stats"},
         {"batch", "kv", "settings"},
         {"sequence", "steps", "journal"},
@@ -20,7 +20,7 @@ LAYERS = {
         {"recorder", "replay"},
     ],
     "sim": [
-        {"histogram", "job", "service", "step_time", "timeline"},
+        {"histogram", "job", "service", "step_time", "utilization"},
         {"machine", "report", "what_if"},
         {"recorded", "replica"},
         {"run"},

@@ -2,7 +2,6 @@
 
 use crate::config::Config;
 use crate::group::{Groups, Member, Usage};
-use crate::ledger::{Cause, Clocks, Ledger, PreemptionReason};
 use crate::phase::{Need, Phase};
 use crate::policy::Policy;
 use crate::recent_steps::RecentSteps;
@@ -10,10 +9,11 @@ use crate::request::{FinishReason, Time};
 use crate::saturation::Saturation;
 use crate::sequence::Sequence;
 use crate::stats::Counters;
+use crate::timeline::{Clocks, PreemptionReason, Timeline, TimelineState};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Requests that ended whose ledgers are kept.
+/// Requests that ended whose timelines are kept.
 const EXPLAINED: usize = 10_000;
 
 /// What requests, tenants and classes used, and what is counted for the operator.
@@ -26,7 +26,7 @@ pub(crate) struct Accounts {
     counters: Counters,
     /// What a request generates, on average of late.
     mean_output: Option<f64>,
-    ended: VecDeque<Ledger>,
+    ended: VecDeque<Timeline>,
     saturation: Saturation,
     recent: RecentSteps,
 }
@@ -67,17 +67,17 @@ impl Accounts {
 
     /// From now on, it is the turn of a group, which lacks something.
     pub(crate) fn hold(&mut self, turn: Option<(u32, Need)>) {
-        self.clocks.hold(turn.map(|(group, need)| (group, need.cause())));
+        self.clocks.hold(turn.map(|(group, need)| (group, need.state())));
     }
 
     /// Whose turn it is, and what holds it up.
-    pub(crate) fn turn(&self) -> Option<(u32, Cause)> {
+    pub(crate) fn turn(&self) -> Option<(u32, TimelineState)> {
         self.clocks.turn()
     }
 
     /// What a sequence waits for when it is not its group's turn.
-    pub(crate) fn others(&self) -> Cause {
-        if self.policy.has_tenants() { Cause::WaitFairness } else { Cause::WaitPolicy }
+    pub(crate) fn others(&self) -> TimelineState {
+        if self.policy.has_tenants() { TimelineState::WaitFairness } else { TimelineState::WaitPolicy }
     }
 
     /// Enters a request under its tenant and class; says whether the tenant is a new one.
@@ -213,9 +213,9 @@ impl Accounts {
     }
 
     /// A sequence's account up to now.
-    pub(crate) fn ledger(&self, seq: &Sequence, finish: Option<FinishReason>) -> Ledger {
+    pub(crate) fn timeline(&self, seq: &Sequence, finish: Option<FinishReason>) -> Timeline {
         let (spec, times) = (seq.spec(), seq.times());
-        let mut ledger = Ledger {
+        let mut timeline = Timeline {
             tag: spec.tag,
             finish,
             arrived: times.arrived - seq.account.prepared(),
@@ -223,7 +223,7 @@ impl Accounts {
             started: times.started,
             first_token: times.first_token,
             ended: self.clocks.now(),
-            causes: Default::default(),
+            states: Default::default(),
             prompt_tokens: spec.prompt_len,
             cached_tokens: seq.cached_tokens(),
             output_tokens: seq.output_tokens(),
@@ -237,28 +237,28 @@ impl Accounts {
             tenant: Arc::clone(self.tenant(seq.member())),
             priority: spec.priority,
         };
-        seq.account.read(seq.phase().state(), &self.clocks, seq.member().group, self.others(), &mut ledger);
-        ledger
+        seq.account.read(seq.phase().state(), &self.clocks, seq.member().group, self.others(), &mut timeline);
+        timeline
     }
 
     /// Books the account of a request that has ended.
-    pub(crate) fn close(&mut self, member: Member, ledger: &Ledger) {
-        self.tenants.usage(member.tenant).book(ledger);
-        self.classes.usage(member.class).book(ledger);
+    pub(crate) fn close(&mut self, member: Member, timeline: &Timeline) {
+        self.tenants.usage(member.tenant).book(timeline);
+        self.classes.usage(member.class).book(timeline);
         self.tenants.leave(member.tenant);
         self.classes.leave(member.class);
-        if matches!(ledger.finish, Some(FinishReason::Stop | FinishReason::Length)) {
+        if matches!(timeline.finish, Some(FinishReason::Stop | FinishReason::Length)) {
             let (mean, gain) = self.mean_output.map_or((0.0, 1.0), |mean| (mean, 0.05));
-            self.mean_output = Some(mean + gain * (f64::from(ledger.output_tokens) - mean)).filter(|&mean| mean > 0.0);
+            self.mean_output = Some(mean + gain * (f64::from(timeline.output_tokens) - mean)).filter(|&mean| mean > 0.0);
         }
         if self.ended.len() == EXPLAINED {
             self.ended.pop_front();
         }
-        self.ended.push_back(ledger.clone());
+        self.ended.push_back(timeline.clone());
     }
 
     /// The accounts of the last requests that ended, in that order.
-    pub(crate) fn ended(&self) -> impl DoubleEndedIterator<Item = &Ledger> {
+    pub(crate) fn ended(&self) -> impl DoubleEndedIterator<Item = &Timeline> {
         self.ended.iter()
     }
 

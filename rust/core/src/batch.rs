@@ -2,8 +2,8 @@
 
 use crate::block::BlockId;
 use crate::cost::Load;
-use crate::ledger::Ledger;
 use crate::request::{FinishReason, SeqId, Time, Token};
+use crate::timeline::Timeline;
 use std::cell::Cell;
 
 /// Consecutive tokens of one sequence in one step: a piece of its prompt, a
@@ -108,7 +108,7 @@ pub struct Outputs {
     /// One a token, in batch order; several of one sequence stand together.
     pub tokens: Vec<Output>,
     /// One a request that ended.
-    pub ended: Vec<Ledger>,
+    pub ended: Vec<Timeline>,
 }
 
 /// Arrays that the caller owns (pinned, say, so that a copy to the device can

@@ -1,7 +1,7 @@
 //! Tenants and classes: who there is, and what each has used.
 
-use crate::ledger::Ledger;
 use crate::request::Time;
+use crate::timeline::Timeline;
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 
@@ -32,15 +32,15 @@ pub struct Usage {
 
 impl Usage {
     /// Adds a request that ended.
-    pub(crate) fn book(&mut self, ledger: &Ledger) {
+    pub(crate) fn book(&mut self, timeline: &Timeline) {
         self.requests += 1;
-        self.prompt_tokens += u64::from(ledger.prompt_tokens);
-        self.cached_tokens += u64::from(ledger.cached_tokens);
-        self.output_tokens += u64::from(ledger.output_tokens);
-        self.computed_tokens += ledger.computed_tokens;
-        self.block_us += ledger.block_us;
-        self.preemptions += u64::from(ledger.preemptions);
-        self.queued += ledger.queued();
+        self.prompt_tokens += u64::from(timeline.prompt_tokens);
+        self.cached_tokens += u64::from(timeline.cached_tokens);
+        self.output_tokens += u64::from(timeline.output_tokens);
+        self.computed_tokens += timeline.computed_tokens;
+        self.block_us += timeline.block_us;
+        self.preemptions += u64::from(timeline.preemptions);
+        self.queued += timeline.queued();
     }
 }
 

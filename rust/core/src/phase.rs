@@ -1,6 +1,6 @@
 //! Where a request is in its life, and what one that waits lacks.
 
-use crate::ledger::{Cause, State};
+use crate::timeline::{AccountState, TimelineState};
 
 /// Where a request is in its life. Nothing else says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,17 +42,17 @@ pub(crate) enum Stage {
 
 impl Phase {
     /// The state that a timeline books.
-    pub(crate) fn state(self) -> State {
+    pub(crate) fn state(self) -> AccountState {
         match self {
-            Self::New => State::New,
-            Self::Queued => State::Waiting,
-            Self::WaitingOnParent => State::Fork,
-            Self::Preempted => State::Preempted,
-            Self::Swapped { .. } => State::Swapped,
-            Self::Running { stage: Stage::Prefill, .. } => State::Prefill,
-            Self::Running { stage: Stage::Recompute, .. } => State::Recompute,
-            Self::Running { stage: Stage::Stalled, .. } => State::Stalled,
-            Self::Running { stage: Stage::Decode, .. } => State::Decode,
+            Self::New => AccountState::New,
+            Self::Queued => AccountState::Waiting,
+            Self::WaitingOnParent => AccountState::Fork,
+            Self::Preempted => AccountState::Preempted,
+            Self::Swapped { .. } => AccountState::Swapped,
+            Self::Running { stage: Stage::Prefill, .. } => AccountState::Prefill,
+            Self::Running { stage: Stage::Recompute, .. } => AccountState::Recompute,
+            Self::Running { stage: Stage::Stalled, .. } => AccountState::Stalled,
+            Self::Running { stage: Stage::Decode, .. } => AccountState::Decode,
         }
     }
 
@@ -85,13 +85,13 @@ pub(crate) enum Need {
 
 impl Need {
     /// What the timeline calls it.
-    pub(crate) fn cause(self) -> Cause {
+    pub(crate) fn state(self) -> TimelineState {
         match self {
-            Self::Slot => Cause::WaitSlots,
-            Self::Budget => Cause::WaitBudget,
-            Self::Blocks(_) | Self::NextStep | Self::Commit | Self::NonPreemptible => Cause::WaitBlocks,
-            Self::Batch => Cause::WaitBatch,
-            Self::Prefix => Cause::WaitPolicy,
+            Self::Slot => TimelineState::WaitSlots,
+            Self::Budget => TimelineState::WaitBudget,
+            Self::Blocks(_) | Self::NextStep | Self::Commit | Self::NonPreemptible => TimelineState::WaitBlocks,
+            Self::Batch => TimelineState::WaitBatch,
+            Self::Prefix => TimelineState::WaitPolicy,
         }
     }
 }

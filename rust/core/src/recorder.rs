@@ -3,10 +3,10 @@
 use crate::batch::{Chunk, Outputs, StepPlan};
 use crate::error::Rejected;
 use crate::journal::{Kind, REASONS, Writer, zigzag};
-use crate::ledger::{Cause, Ledger};
 use crate::request::{FinishReason, Request, SeqId, Time, Token};
 use crate::scheduler::Scheduler;
 use crate::snapshot::Snapshot;
+use crate::timeline::{Timeline, TimelineState};
 use std::ops::Deref;
 
 /// Makes a scheduler's calls, and writes them into a journal if it was asked to.
@@ -103,7 +103,7 @@ impl Recorder {
     }
 
     /// See [`Scheduler::expire`].
-    pub fn expire(&mut self, now: Time, ended: &mut Vec<Ledger>) {
+    pub fn expire(&mut self, now: Time, ended: &mut Vec<Timeline>) {
         if let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.has_due(now)) {
             journal.call(Kind::Expire, now);
         }
@@ -158,10 +158,10 @@ impl Recorder {
     /// Records who ended otherwise than by length, and how many tokens each drafted sequence got, by arrival number and tag.
     fn record_commit(&mut self, now: Time, outputs: &Outputs, drafted: &[(u64, u64)]) {
         let Some(journal) = &mut self.journal else { return };
-        let ends = || outputs.ended.iter().filter(|ledger| matches!(ledger.finish, Some(FinishReason::Stop | FinishReason::Error)));
+        let ends = || outputs.ended.iter().filter(|timeline| matches!(timeline.finish, Some(FinishReason::Stop | FinishReason::Error)));
         journal.call(Kind::Commit, now).number(ends().count() as u64);
-        for ledger in ends() {
-            journal.number(ledger.tag).number(u64::from(ledger.finish == Some(FinishReason::Error)));
+        for timeline in ends() {
+            journal.number(timeline.tag).number(u64::from(timeline.finish == Some(FinishReason::Error)));
         }
         journal.number(drafted.len() as u64);
         for &(arrival_number, tag) in drafted {
@@ -186,7 +186,7 @@ impl Recorder {
     }
 
     /// See [`Scheduler::prepared`]. Not recorded: no decision depends on it.
-    pub fn prepared(&mut self, id: SeqId, spent: &[(Cause, Time)]) {
+    pub fn prepared(&mut self, id: SeqId, spent: &[(TimelineState, Time)]) {
         self.scheduler.prepared(id, spent);
     }
 

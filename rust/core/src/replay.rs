@@ -4,10 +4,10 @@ use crate::batch::{Output, Outputs, StepPlan};
 use crate::cost::Load;
 use crate::error::ConfigError;
 use crate::journal::{digest, digest_seed};
-use crate::ledger::Ledger;
 use crate::parsed_journal::{Call, ParsedJournal, STOP, Sampled};
 use crate::request::{ArrivalNumber, SeqId, Time};
 use crate::scheduler::Scheduler;
+use crate::timeline::Timeline;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 
@@ -21,7 +21,7 @@ pub struct Replayed {
     /// The first plan whose hash is not the recorded one, counted with the empty ones.
     pub differs_at: Option<u64>,
     /// The accounts of the requests that ended, in that order.
-    pub ended: Vec<Ledger>,
+    pub ended: Vec<Timeline>,
     /// What each step had to do, and how long it took.
     pub timings: Vec<Timing>,
     /// The scheduler as it was left.
@@ -57,7 +57,7 @@ pub struct Event<'a> {
     /// Tokens that it brought.
     pub tokens: &'a [Output],
     /// Requests that it ended.
-    pub ended: &'a [Ledger],
+    pub ended: &'a [Timeline],
 }
 
 /// The requests of a replay that live.
@@ -130,7 +130,7 @@ struct Replay {
     /// Plans made, empty ones too.
     plans: u64,
     differs_at: Option<u64>,
-    ended: Vec<Ledger>,
+    ended: Vec<Timeline>,
     timings: Vec<Timing>,
     committed: usize,
     /// Whether there was something to do since the last plan.

@@ -5,10 +5,10 @@ mod chunks;
 use crate::error::Rejected;
 use crate::group::Member;
 use crate::kv::SeqBlocks;
-use crate::ledger::{Account, Cause, Clocks};
 use crate::phase::{Phase, Stage};
 use crate::place::Place;
 use crate::request::{ArrivalNumber, FinishReason, Request, SeqId, Time, Token};
+use crate::timeline::{Account, Clocks, TimelineState};
 use std::sync::Arc;
 
 /// Preemptions after which a request is protected: none of its policy takes its slot, and it is the last to lose its blocks.
@@ -175,7 +175,7 @@ impl Sequence {
     }
 
     /// Books the time in the present phase, and begins another. `others` is what the timeline calls a wait for other groups.
-    pub(crate) fn enter(&mut self, phase: Phase, clocks: &Clocks, others: Cause) {
+    pub(crate) fn enter(&mut self, phase: Phase, clocks: &Clocks, others: TimelineState) {
         self.account.enter(self.phase.state(), phase.state(), clocks, self.member.group, others);
         self.phase = phase;
     }

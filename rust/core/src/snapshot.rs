@@ -1,9 +1,9 @@
 //! What a dashboard shows: who has which slot, who waits and why, which blocks
 //! are held, and who rode in the newest steps.
 
-use crate::ledger::Cause;
 use crate::recent_steps::StepSeen;
 use crate::request::Time;
+use crate::timeline::TimelineState;
 use std::sync::Arc;
 
 /// A sequence that has a slot.
@@ -41,7 +41,7 @@ pub struct WaitSeen {
     /// Its class.
     pub priority: i32,
     /// What it waits for at present.
-    pub cause: Cause,
+    pub state: TimelineState,
     /// Tokens of its prompt.
     pub prompt_tokens: u32,
     /// Tokens generated before it lost its slot.

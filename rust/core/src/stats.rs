@@ -1,6 +1,6 @@
 //! What an operator wants to know: counters since the start, and what is true now.
 
-use crate::ledger::{CAUSES, PREEMPTION_REASONS};
+use crate::timeline::{PREEMPTION_REASONS, STATES};
 
 /// Why no step was planned although there are requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,8 +81,8 @@ pub struct Stats {
     pub queued_prompt_tokens: u64,
     /// Why nothing was planned when there was something to do.
     pub stall: Option<Stall>,
-    /// Sequences that wait, by [`Cause`].
-    pub waiting_by_cause: [usize; CAUSES],
+    /// Sequences that wait, by [`TimelineState`].
+    pub waiting_by_state: [usize; STATES],
     /// Microseconds that a request arriving now would wait.
     pub predicted_wait: u64,
     /// Microseconds that the last planned step should take.

@@ -35,13 +35,13 @@ mod _core {
     use crate::simulate::simulate;
     #[pymodule_export]
     use crate::work::{decode_work, max_splits, prefill_work};
-    use chairlift_core::{Cause, PreemptionReason};
+    use chairlift_core::{PreemptionReason, TimelineState};
     use pyo3::prelude::*;
     use pyo3::types::PyTuple;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        module.add("TIMELINE_STATES", PyTuple::new(module.py(), Cause::NAMES.map(|(_, name)| name))?)?;
+        module.add("TIMELINE_STATES", PyTuple::new(module.py(), TimelineState::NAMES.map(|(_, name)| name))?)?;
         module.add("PREEMPTION_REASONS", PyTuple::new(module.py(), PreemptionReason::NAMES.map(|(_, name)| name))?)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }

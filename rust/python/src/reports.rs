@@ -28,38 +28,38 @@ pub(crate) fn finish_code(finish: Option<core::FinishReason>) -> i64 {
 }
 
 /// A request's account; times in microseconds, states that took no time are left out.
-pub(crate) fn ledger<'py>(py: Python<'py>, ledger: &core::Ledger) -> PyResult<Bound<'py, PyDict>> {
+pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    dict.set_item("tag", ledger.tag)?;
-    dict.set_item("finish", ledger.finish.map(finish_word))?;
-    dict.set_item("arrived", ledger.arrived)?;
-    dict.set_item("submitted", ledger.submitted)?;
-    dict.set_item("started", ledger.started)?;
-    dict.set_item("first_token", ledger.first_token)?;
-    dict.set_item("ended", ledger.finish.map(|_| ledger.ended))?;
-    dict.set_item("prompt_tokens", ledger.prompt_tokens)?;
-    dict.set_item("cached_tokens", ledger.cached_tokens)?;
-    dict.set_item("output_tokens", ledger.output_tokens)?;
-    dict.set_item("computed_tokens", ledger.computed_tokens)?;
-    dict.set_item("recomputed_tokens", ledger.recomputed_tokens)?;
-    dict.set_item("preemptions", ledger.preemptions)?;
-    dict.set_item("swaps", ledger.swaps)?;
-    dict.set_item("block_us", ledger.block_us)?;
-    dict.set_item("tenant", &*ledger.tenant)?;
-    dict.set_item("priority", ledger.priority)?;
-    dict.set_item("limit", ledger.limit().map(core::Cause::name))?;
-    dict.set_item("preempted_by", &ledger.preempted_by)?;
+    dict.set_item("tag", timeline.tag)?;
+    dict.set_item("finish", timeline.finish.map(finish_word))?;
+    dict.set_item("arrived", timeline.arrived)?;
+    dict.set_item("submitted", timeline.submitted)?;
+    dict.set_item("started", timeline.started)?;
+    dict.set_item("first_token", timeline.first_token)?;
+    dict.set_item("ended", timeline.finish.map(|_| timeline.ended))?;
+    dict.set_item("prompt_tokens", timeline.prompt_tokens)?;
+    dict.set_item("cached_tokens", timeline.cached_tokens)?;
+    dict.set_item("output_tokens", timeline.output_tokens)?;
+    dict.set_item("computed_tokens", timeline.computed_tokens)?;
+    dict.set_item("recomputed_tokens", timeline.recomputed_tokens)?;
+    dict.set_item("preemptions", timeline.preemptions)?;
+    dict.set_item("swaps", timeline.swaps)?;
+    dict.set_item("block_us", timeline.block_us)?;
+    dict.set_item("tenant", &*timeline.tenant)?;
+    dict.set_item("priority", timeline.priority)?;
+    dict.set_item("limit", timeline.limit().map(core::TimelineState::name))?;
+    dict.set_item("preempted_by", &timeline.preempted_by)?;
     let reasons = PyDict::new(py);
     for (reason, name) in core::PreemptionReason::NAMES {
-        let times = ledger.preempted_for[reason as usize];
+        let times = timeline.preempted_for[reason as usize];
         if times > 0 {
             reasons.set_item(name, times)?;
         }
     }
     dict.set_item("preempted_for", reasons)?;
     let states = PyDict::new(py);
-    for (cause, name) in core::Cause::NAMES {
-        let time = ledger.causes[cause as usize];
+    for (cause, name) in core::TimelineState::NAMES {
+        let time = timeline.states[cause as usize];
         if time > 0 {
             states.set_item(name, time)?;
         }
@@ -69,10 +69,10 @@ pub(crate) fn ledger<'py>(py: Python<'py>, ledger: &core::Ledger) -> PyResult<Bo
 }
 
 /// Several accounts.
-pub(crate) fn ledgers<'py>(py: Python<'py>, many: &[core::Ledger]) -> PyResult<Bound<'py, PyList>> {
+pub(crate) fn timelines<'py>(py: Python<'py>, many: &[core::Timeline]) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for one in many {
-        list.append(ledger(py, one)?)?;
+        list.append(timeline(py, one)?)?;
     }
     Ok(list)
 }
@@ -123,8 +123,8 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
     dict.set_item("saturation", f64::from(stats.saturation) / 1000.0)?;
     dict.set_item("stall", stats.stall.map(core::Stall::name))?;
     let waiting = PyDict::new(py);
-    for (cause, name) in core::Cause::NAMES {
-        let count = stats.waiting_by_cause[cause as usize];
+    for (cause, name) in core::TimelineState::NAMES {
+        let count = stats.waiting_by_state[cause as usize];
         if count > 0 {
             waiting.set_item(name, count)?;
         }
@@ -179,7 +179,7 @@ pub(crate) fn snapshot<'py>(py: Python<'py>, seen: &core::Snapshot) -> PyResult<
         one.set_item("tag", wait.tag)?;
         one.set_item("tenant", &*wait.tenant)?;
         one.set_item("priority", wait.priority)?;
-        one.set_item("state", wait.cause.name())?;
+        one.set_item("state", wait.state.name())?;
         one.set_item("prompt_tokens", wait.prompt_tokens)?;
         one.set_item("output_tokens", wait.output_tokens)?;
         one.set_item("waited_us", wait.waited)?;

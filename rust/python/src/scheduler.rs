@@ -119,7 +119,7 @@ impl Scheduler {
 
     #[allow(clippy::needless_pass_by_value)] // what Python hands over
     fn prepared(&self, seq: u64, spent: Vec<(String, core::Time)>) -> PyResult<()> {
-        let cause = |name: &str| core::Cause::NAMES.iter().find(|(_, known)| *known == name).map(|&(cause, _)| cause);
+        let cause = |name: &str| core::TimelineState::NAMES.iter().find(|(_, known)| *known == name).map(|&(cause, _)| cause);
         let spent = spent.iter().map(|(name, time)| cause(name).map(|cause| (cause, *time))).collect::<Option<Vec<_>>>();
         let spent = spent.ok_or_else(|| PyValueError::new_err("no such state: TIMELINE_STATES has them all"))?;
         self.lock()?.core.prepared(core::SeqId::from_bits(seq), &spent);
@@ -141,7 +141,7 @@ impl Scheduler {
     fn expire<'py>(&self, py: Python<'py>, now: core::Time) -> PyResult<Bound<'py, PyList>> {
         let mut ended = Vec::new();
         self.lock()?.core.expire(now, &mut ended);
-        reports::ledgers(py, &ended)
+        reports::timelines(py, &ended)
     }
 
     fn plan(&self, py: Python<'_>, buffers: &StepBuffers, now: core::Time) -> PyResult<Option<StepPlan>> {
@@ -183,7 +183,7 @@ impl Scheduler {
             tags: packed(py, tokens, |output| output.tag.to_le_bytes())?,
             tokens: packed(py, tokens, |output| (output.token as i32).to_le_bytes())?,
             finishes: packed(py, tokens, |output| [finish_code(output.finish)])?,
-            ended: reports::ledgers(py, &outputs.ended)?.unbind(),
+            ended: reports::timelines(py, &outputs.ended)?.unbind(),
         })
     }
 
@@ -196,9 +196,9 @@ impl Scheduler {
 
     fn explain<'py>(&self, py: Python<'py>, tag: u64) -> PyResult<Option<Bound<'py, PyDict>>> {
         let inner = self.lock()?;
-        let Some(ledger) = inner.core.explain(tag) else { return Ok(None) };
-        let dict = reports::ledger(py, &ledger)?;
-        dict.set_item("queued_behind", inner.core.ahead(&ledger).iter().map(|(tenant, time)| (&**tenant, *time)).collect::<Vec<_>>())?;
+        let Some(timeline) = inner.core.explain(tag) else { return Ok(None) };
+        let dict = reports::timeline(py, &timeline)?;
+        dict.set_item("queued_behind", inner.core.ahead(&timeline).iter().map(|(tenant, time)| (&**tenant, *time)).collect::<Vec<_>>())?;
         Ok(Some(dict))
     }
 

@@ -101,53 +101,53 @@ pub(crate) fn packed<const N: usize>(py: Python<'_>, lines: impl Iterator<Item =
 
 /// What came of requests, as flat arrays.
 pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResult<Bound<'py, PyDict>> {
-    let ended = report.ended.iter().zip(&report.longest_gaps).map(|(ledger, &longest)| {
+    let ended = report.ended.iter().zip(&report.longest_gaps).map(|(timeline, &longest)| {
         let numbers: [i64; 15] = [
-            ledger.tag as i64,
-            reports::finish_code(ledger.finish),
-            ledger.arrived as i64,
-            or_none(ledger.started),
-            or_none(ledger.first_token),
-            ledger.ended as i64,
-            ledger.prompt_tokens.into(),
-            ledger.cached_tokens.into(),
-            ledger.output_tokens.into(),
-            ledger.computed_tokens as i64,
-            ledger.recomputed_tokens as i64,
-            ledger.preemptions.into(),
-            ledger.swaps.into(),
-            ledger.block_us as i64,
+            timeline.tag as i64,
+            reports::finish_code(timeline.finish),
+            timeline.arrived as i64,
+            or_none(timeline.started),
+            or_none(timeline.first_token),
+            timeline.ended as i64,
+            timeline.prompt_tokens.into(),
+            timeline.cached_tokens.into(),
+            timeline.output_tokens.into(),
+            timeline.computed_tokens as i64,
+            timeline.recomputed_tokens as i64,
+            timeline.preemptions.into(),
+            timeline.swaps.into(),
+            timeline.block_us as i64,
             longest as i64,
         ];
-        let mut line = [0; 15 + core::Cause::NAMES.len()];
+        let mut line = [0; 15 + core::TimelineState::NAMES.len()];
         line[..15].copy_from_slice(&numbers);
-        line[15..].iter_mut().zip(&ledger.causes).for_each(|(cell, &time)| *cell = time as i64);
+        line[15..].iter_mut().zip(&timeline.states).for_each(|(cell, &time)| *cell = time as i64);
         line
     });
     let dict = PyDict::new(py);
     dict.set_item("ended", packed(py, ended))?;
-    dict.set_item("states", core::Cause::NAMES.map(|(_, name)| name).to_vec())?;
+    dict.set_item("states", core::TimelineState::NAMES.map(|(_, name)| name).to_vec())?;
     dict.set_item("refused", &report.refused)?;
     dict.set_item("steps", report.steps)?;
     dict.set_item("chunks", report.chunks)?;
     dict.set_item("ended_at", report.ended_at)?;
-    let sums = report.timeline.sums();
+    let sums = report.utilization.sums();
     let sums = [sums.busy, sums.batch, sums.blocks, sums.most_batch as u64, sums.most_blocks as u64];
     dict.set_item("sums", sums.to_vec())?;
     dict.set_item("stats", report.stats.map(|stats| reports::stats(py, &stats)).transpose()?)?;
     for (name, histogram) in [("gaps", &report.gaps), ("step_times", &report.step_times)] {
         dict.set_item(name, packed(py, histogram.buckets().map(|(time, count)| [time as i64, count as i64])))?;
     }
-    let samples = report.timeline.samples().iter().map(|sample| {
+    let samples = report.utilization.samples().iter().map(|sample| {
         let sim::Sample { time, batch, tokens, running, waiting, blocks, saturation } = *sample;
         [time as i64, batch as i64, tokens as i64, running as i64, waiting as i64, blocks as i64, saturation.into()]
     });
     dict.set_item("timeline", packed(py, samples))?;
-    let mut tenants: Vec<&str> = report.ended.iter().map(|ledger| &*ledger.tenant).collect();
+    let mut tenants: Vec<&str> = report.ended.iter().map(|timeline| &*timeline.tenant).collect();
     tenants.sort_unstable();
     tenants.dedup();
     let number = |tenant: &str| tenants.binary_search(&tenant).map_or(-1, |number| number as i64);
-    dict.set_item("tenant", packed(py, report.ended.iter().map(|ledger| [number(&ledger.tenant)])))?;
+    dict.set_item("tenant", packed(py, report.ended.iter().map(|timeline| [number(&timeline.tenant)])))?;
     dict.set_item("tenants", &tenants)?;
     dict.set_item("service_window", report.service.window())?;
     let service = PyDict::new(py);

@@ -10,7 +10,7 @@ mod report;
 mod run;
 mod service;
 mod step_time;
-mod timeline;
+mod utilization;
 mod what_if;
 
 pub use histogram::Histogram;
@@ -21,5 +21,5 @@ pub use report::{Report, percentile};
 pub use run::{simulate, simulate_fleet};
 pub use service::Service;
 pub use step_time::StepTime;
-pub use timeline::{Sample, Sums, Timeline};
+pub use utilization::{Sample, Sums, Utilization};
 pub use what_if::jobs;

@@ -1,8 +1,8 @@
 //! A recorded day as it was, in the words of a simulation.
 
 use crate::report::Report;
-use crate::timeline::Sample;
-use chairlift_core::{ConfigError, Event, FinishReason, Ledger, ParsedJournal, Replayed, Time};
+use crate::utilization::Sample;
+use chairlift_core::{ConfigError, Event, FinishReason, ParsedJournal, Replayed, Time, Timeline};
 use std::collections::{HashMap, VecDeque};
 
 /// The replay of a journal, and what came of its requests in the time that
@@ -54,24 +54,24 @@ impl Seen {
             let (last, longest) = self.tokens.entry(output.tag).or_default();
             (*last, *longest) = (now, (*longest).max(gap.unwrap_or(0)));
         }
-        for ledger in event.ended {
-            report.longest_gaps.push(self.tokens.remove(&ledger.tag).map_or(0, |(_, longest)| longest));
-            let ledger = since(self.begins, ledger);
-            report.ended_at = report.ended_at.max(ledger.ended);
-            report.ended.push(ledger);
+        for timeline in event.ended {
+            report.longest_gaps.push(self.tokens.remove(&timeline.tag).map_or(0, |(_, longest)| longest));
+            let timeline = since(self.begins, timeline);
+            report.ended_at = report.ended_at.max(timeline.ended);
+            report.ended.push(timeline);
         }
-        report.timeline.add(Sample::of(now, event.scheduler, event.in_flight.front()));
+        report.utilization.add(Sample::of(now, event.scheduler, event.in_flight.front()));
     }
 }
 
-fn since(begins: Time, ledger: &Ledger) -> Ledger {
+fn since(begins: Time, timeline: &Timeline) -> Timeline {
     let shift = |time: Time| time - begins;
-    Ledger {
-        arrived: shift(ledger.arrived),
-        submitted: shift(ledger.submitted),
-        started: ledger.started.map(shift),
-        first_token: ledger.first_token.map(shift),
-        ended: shift(ledger.ended),
-        ..ledger.clone()
+    Timeline {
+        arrived: shift(timeline.arrived),
+        submitted: shift(timeline.submitted),
+        started: timeline.started.map(shift),
+        first_token: timeline.first_token.map(shift),
+        ended: shift(timeline.ended),
+        ..timeline.clone()
     }
 }

@@ -3,8 +3,8 @@
 use crate::job::{Job, token};
 use crate::machine::Machine;
 use crate::report::Report;
-use crate::timeline::Sample;
-use chairlift_core::{Config, ConfigError, EngineView, Ledger, Outputs, STOP, Scheduler, SeqId, StepPlan, Time, Token};
+use crate::utilization::Sample;
+use chairlift_core::{Config, ConfigError, EngineView, Outputs, STOP, Scheduler, SeqId, StepPlan, Time, Timeline, Token};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -116,14 +116,14 @@ impl<'a> Replica<'a> {
             self.cancellations.remove(&(at, tag));
             if let Some(live) = self.by_tag.get(&tag).and_then(|&at| self.live[at].as_ref()) {
                 self.scheduler.abort(live.id, self.now);
-                let ledger = self.scheduler.explain(tag).expect("one of the last that ended");
-                self.end(ledger);
+                let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
+                self.end(timeline);
             }
         }
         let mut missed = Vec::new();
         self.scheduler.expire(self.now, &mut missed);
-        for ledger in missed {
-            self.end(ledger);
+        for timeline in missed {
+            self.end(timeline);
         }
     }
 
@@ -158,26 +158,26 @@ impl<'a> Replica<'a> {
             self.report.service.output(&live.tenant, self.now);
         }
         self.scheduler.commit(plan, &self.sampled, self.now, &mut self.outputs);
-        for ledger in std::mem::take(&mut self.outputs.ended) {
-            self.end(ledger);
+        for timeline in std::mem::take(&mut self.outputs.ended) {
+            self.end(timeline);
         }
         if self.scheduler.is_idle() {
             self.look(None);
         }
     }
 
-    fn end(&mut self, ledger: Ledger) {
-        let live = self.by_tag.remove(&ledger.tag).and_then(|at| {
+    fn end(&mut self, timeline: Timeline) {
+        let live = self.by_tag.remove(&timeline.tag).and_then(|at| {
             self.vacant.push(at);
             self.live[at].take()
         });
         self.report.longest_gaps.push(live.map_or(0, |live| live.longest));
-        self.report.ended_at = self.report.ended_at.max(ledger.ended);
-        self.report.ended.push(ledger);
+        self.report.ended_at = self.report.ended_at.max(timeline.ended);
+        self.report.ended.push(timeline);
     }
 
     fn look(&mut self, step: Option<&StepPlan>) {
-        self.report.timeline.add(Sample::of(self.now, &self.scheduler, step));
+        self.report.utilization.add(Sample::of(self.now, &self.scheduler, step));
     }
 }
 

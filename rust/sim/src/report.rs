@@ -2,14 +2,14 @@
 
 use crate::histogram::Histogram;
 use crate::service::Service;
-use crate::timeline::Timeline;
-use chairlift_core::{FinishReason, Ledger, Stats, Time};
+use crate::utilization::Utilization;
+use chairlift_core::{FinishReason, Stats, Time, Timeline};
 
 /// What came of a simulation.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     /// The accounts of the requests that ended, in that order.
-    pub ended: Vec<Ledger>,
+    pub ended: Vec<Timeline>,
     /// For each of them, the longest time between two of its tokens.
     pub longest_gaps: Vec<Time>,
     /// Tags of those that were turned away.
@@ -27,23 +27,23 @@ pub struct Report {
     /// What steps took.
     pub step_times: Histogram,
     /// How full the machine was.
-    pub timeline: Timeline,
+    pub utilization: Utilization,
     /// What each tenant was given over time.
     pub service: Service,
 }
 
 impl Report {
     /// Microseconds to the first token of the requests that `which` picks and that got one, sorted.
-    pub fn ttft(&self, which: impl Fn(&Ledger) -> bool) -> Vec<Time> {
-        let picked = self.ended.iter().filter(|ledger| which(ledger));
-        let mut times: Vec<Time> = picked.filter_map(|ledger| Some(ledger.first_token? - ledger.arrived)).collect();
+    pub fn ttft(&self, which: impl Fn(&Timeline) -> bool) -> Vec<Time> {
+        let picked = self.ended.iter().filter(|timeline| which(timeline));
+        let mut times: Vec<Time> = picked.filter_map(|timeline| Some(timeline.first_token? - timeline.arrived)).collect();
         times.sort_unstable();
         times
     }
 
     /// Requests that came to their own end.
     pub fn completed(&self) -> usize {
-        self.ended.iter().filter(|ledger| matches!(ledger.finish, Some(FinishReason::Stop | FinishReason::Length))).count()
+        self.ended.iter().filter(|timeline| matches!(timeline.finish, Some(FinishReason::Stop | FinishReason::Length))).count()
     }
 }
 

@@ -1,15 +1,15 @@
 //! A recorded day, to be lived again under other settings.
 
 use crate::job::Job;
-use chairlift_core::{Call, FinishReason, Ledger, ParsedJournal, Request, Time};
+use chairlift_core::{Call, FinishReason, ParsedJournal, Request, Time, Timeline};
 use std::collections::HashMap;
 
 /// The requests of a journal, each with the output that it had, by the
 /// accounts of its [replay](ParsedJournal::replay). One that its caller left goes
 /// after as long; one that missed its deadline would have generated what its
 /// caller predicted, or all it was allowed.
-pub fn jobs(journal: &ParsedJournal, ended: &[Ledger]) -> Vec<Job> {
-    let by_tag: HashMap<u64, &Ledger> = ended.iter().map(|ledger| (ledger.tag, ledger)).collect();
+pub fn jobs(journal: &ParsedJournal, ended: &[Timeline]) -> Vec<Job> {
+    let by_tag: HashMap<u64, &Timeline> = ended.iter().map(|timeline| (timeline.tag, timeline)).collect();
     let mut jobs: Vec<Job> = Vec::new();
     let begins = journal.begins();
     for (time, call) in &journal.calls {
@@ -29,8 +29,8 @@ pub fn jobs(journal: &ParsedJournal, ended: &[Ledger]) -> Vec<Job> {
             None => Request { deadline: shift(request.deadline), ttft_deadline: shift(request.ttft_deadline), ..request },
             Some(_) => request,
         };
-        let ledger = by_tag.get(&tag);
-        let (made, finish) = ledger.map_or((request.max_new_tokens, None), |ledger| (ledger.output_tokens, ledger.finish));
+        let timeline = by_tag.get(&tag);
+        let (made, finish) = timeline.map_or((request.max_new_tokens, None), |timeline| (timeline.output_tokens, timeline.finish));
         let len = match finish {
             Some(FinishReason::Stop | FinishReason::Length | FinishReason::Error) => made.max(1),
             _ => request.predicted_tokens.unwrap_or(request.max_new_tokens).clamp(1, request.max_new_tokens),
@@ -41,7 +41,7 @@ pub fn jobs(journal: &ParsedJournal, ended: &[Ledger]) -> Vec<Job> {
             time: time - begins,
             len,
             output: (0..len).map(|i| journal.token(arrival_number, prompt + i)).collect(),
-            cancelled_at: ledger.filter(|_| left).map(|ledger| ledger.ended - begins),
+            cancelled_at: timeline.filter(|_| left).map(|timeline| timeline.ended - begins),
             request,
             fork_of,
             ..Job::default()

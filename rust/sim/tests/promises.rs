@@ -3,7 +3,7 @@
 //! The machine reads its weights in 20 ms, whatever it does with them; a prompt
 //! token takes 0.05 ms more, a decoding sequence 0.2 ms.
 
-use chairlift_core::{Config, Ledger, Policy, Request, STOP, Time, Token};
+use chairlift_core::{Config, Policy, Request, STOP, Time, Timeline, Token};
 use chairlift_sim::{Job, Machine, Report, StepTime, percentile, simulate};
 
 const MS: Time = 1000;
@@ -51,9 +51,9 @@ fn sorted(mut jobs: Vec<Job>) -> Vec<Job> {
 fn run(config: Config, jobs: &[Job]) -> Report {
     let report = simulate(config, jobs.iter().cloned(), &machine()).expect("a sound config");
     assert_eq!(report.ended.len() + report.refused.len(), jobs.len(), "every request ends");
-    for ledger in &report.ended {
-        assert_eq!(ledger.causes.iter().sum::<Time>(), ledger.ended - ledger.arrived);
-        assert!(ledger.preemptions <= 8, "preempted more often than promised");
+    for timeline in &report.ended {
+        assert_eq!(timeline.states.iter().sum::<Time>(), timeline.ended - timeline.arrived);
+        assert!(timeline.preemptions <= 8, "preempted more often than promised");
     }
     report
 }
@@ -85,7 +85,7 @@ fn at_four_times_overload_the_high_class_waits_at_most_half_as_long_again_as_alo
     let config = Config { policy: Policy::Priority, ..config() };
     let solo = percentile(&run(config, &high).ttft(|_| true), 99);
     let both = run(config, &sorted([high, low].concat()));
-    let beside = percentile(&both.ttft(|ledger| ledger.priority < 0), 99);
+    let beside = percentile(&both.ttft(|timeline| timeline.priority < 0), 99);
     println!("high class p99 TTFT: {solo} µs alone, {beside} beside the low class");
     assert!(2 * beside <= 3 * solo, "{beside} against {solo} alone");
     assert_eq!(both.completed(), both.ended.len(), "the low class ends too");
@@ -104,8 +104,8 @@ fn a_tenant_that_floods_does_not_delay_one_that_asks_once_a_second() {
     let config = Config { policy: Policy::Fair, max_tokens: 512, ..config() };
     let solo = percentile(&run(config, &few).ttft(|_| true), 99);
     let jobs = sorted([few, flood].concat());
-    let beside = percentile(&run(config, &jobs).ttft(|ledger| &*ledger.tenant == "few"), 99);
-    let fcfs = percentile(&run(Config { policy: Policy::Fcfs, ..config }, &jobs).ttft(|ledger| &*ledger.tenant == "few"), 99);
+    let beside = percentile(&run(config, &jobs).ttft(|timeline| &*timeline.tenant == "few"), 99);
+    let fcfs = percentile(&run(Config { policy: Policy::Fcfs, ..config }, &jobs).ttft(|timeline| &*timeline.tenant == "few"), 99);
     println!("one request a second, p99 TTFT: {solo} µs alone, {beside} beside the flood, {fcfs} under fcfs");
     assert!(beside <= 2 * solo, "{beside} against {solo} alone");
     assert!(fcfs > 10 * solo, "the flood is one: {fcfs}");
@@ -125,9 +125,9 @@ fn tenants_that_flood_share_by_their_weights() {
     let report = run(Config { policy: Policy::Fair, ..config() }, &sorted(jobs));
     // Service as VTC counts it, of what was served while all three had requests waiting.
     let mut service = [0.0; 3];
-    for ledger in report.ended.iter().filter(|ledger| ledger.ended < 60 * SECOND) {
-        let weight: usize = ledger.tenant.parse().unwrap();
-        service[weight - 1] += f64::from(ledger.prompt_tokens - ledger.cached_tokens) + 2.0 * f64::from(ledger.output_tokens);
+    for timeline in report.ended.iter().filter(|timeline| timeline.ended < 60 * SECOND) {
+        let weight: usize = timeline.tenant.parse().unwrap();
+        service[weight - 1] += f64::from(timeline.prompt_tokens - timeline.cached_tokens) + 2.0 * f64::from(timeline.output_tokens);
     }
     let total: f64 = service.iter().sum();
     println!("service by weight 1, 2, 3: {service:?}");
@@ -146,8 +146,8 @@ fn a_prompt_of_100_k_tokens_neither_holds_up_short_ones_nor_waits_without_bound(
     for burst in [0, 50] {
         let shorts = sorted((1..=burst).map(|tag| job(0, tag, 200, 60)).chain(later.iter().cloned()).collect());
         let (without, with) = (run(config, &shorts), run(config, &sorted([shorts, vec![long.clone()]].concat())));
-        let p99 = |report: &Report| percentile(&report.ttft(|ledger| ledger.tag != 0), 99);
-        let started = with.ended.iter().find(|ledger| ledger.tag == 0).and_then(|ledger| ledger.started).unwrap();
+        let p99 = |report: &Report| percentile(&report.ttft(|timeline| timeline.tag != 0), 99);
+        let started = with.ended.iter().find(|timeline| timeline.tag == 0).and_then(|timeline| timeline.started).unwrap();
         let (without, with) = (p99(&without), p99(&with));
         println!("short p99 TTFT, {burst} there before: {without} µs without the long one, {with} with it, which started at {started}");
         assert!(with <= 2 * without, "{with} against {without}");
@@ -190,7 +190,7 @@ fn at_twice_what_it_can_do_deadlines_are_met_half_as_often_again() {
         job.request.deadline = None;
     }
     let blind = run(config(), &untold);
-    let in_time = |ledger: &&Ledger| Some(ledger.ended) <= jobs[ledger.tag as usize].request.deadline;
+    let in_time = |timeline: &&Timeline| Some(timeline.ended) <= jobs[timeline.tag as usize].request.deadline;
     let blind = blind.ended.iter().filter(in_time).count();
     println!("of {} requests {deadline} met their deadlines, {fcfs} under fcfs, {blind} if it is not told of them", jobs.len());
     assert!(2 * deadline >= 3 * fcfs.max(blind), "{deadline} against {fcfs}, {blind}");
@@ -205,7 +205,7 @@ fn shortest_first_and_prefix_first_pay() {
     });
     let mean = |policy: Policy| {
         let report = run(Config { policy, max_seqs: 8, ..config() }, &jobs);
-        report.ended.iter().map(|ledger| ledger.ended - ledger.arrived).sum::<Time>() / report.ended.len() as Time
+        report.ended.iter().map(|timeline| timeline.ended - timeline.arrived).sum::<Time>() / report.ended.len() as Time
     };
     let (shortest, fcfs) = (mean(Policy::Shortest), mean(Policy::Fcfs));
     println!("mean time to the end: {shortest} µs shortest first, {fcfs} first come first served");
@@ -252,7 +252,7 @@ fn open_ended_requests_take_no_longer_than_ones_with_an_exact_limit() {
         let config = Config { num_blocks: blocks + 1, watermark, max_tokens: 512, max_seqs: 64, max_model_len: 8192, ..config() };
         let report = run(config, &(0..600).map(open_ended).collect::<Vec<_>>());
         let (preemptions, batch) = (report.stats.unwrap().counters.preemptions_recompute, report.chunks / report.steps);
-        most_preemptions = report.ended.iter().map(|ledger| ledger.preemptions).fold(most_preemptions, u32::max);
+        most_preemptions = report.ended.iter().map(|timeline| timeline.preemptions).fold(most_preemptions, u32::max);
         println!(
             "{blocks} blocks, {watermark} free, max_tokens {limit}: {} µs, {preemptions} preemptions, mean batch {batch}",
             report.ended_at
@@ -280,8 +280,8 @@ fn a_long_prompt_among_short_ones_takes_a_bounded_multiple_of_its_time_alone() {
             let shorts: Vec<Job> = (0..300 * SECOND / every).map(|i| job(i * every, i + 1, 300, 8)).collect();
             let without = percentile(&run(Config { policy, ..config }, &shorts).ttft(|_| true), 50);
             let report = run(Config { policy, ..config }, &sorted([shorts, vec![long.clone()]].concat()));
-            let with = report.ttft(|ledger| ledger.tag == 0)[0];
-            let short = percentile(&report.ttft(|ledger| ledger.tag != 0), 50);
+            let with = report.ttft(|timeline| timeline.tag == 0)[0];
+            let short = percentile(&report.ttft(|timeline| timeline.tag != 0), 50);
             println!("{} load {load}: long TTFT {with} µs, {alone} alone; shorts p50 {short}, {without} without it", policy.name());
             assert!(with <= 5 * alone, "{with} against {alone} alone at load {load}");
         }
@@ -325,7 +325,7 @@ fn preemption_for_fairness_costs_little_and_vtc_does_none() {
 
 /// Saturation in thousandths at `time`, the most that waited ten seconds before it, and the fewest in the last two.
 fn seen_at(report: &Report, time: Time) -> (u32, usize, usize) {
-    let samples = report.timeline.samples();
+    let samples = report.utilization.samples();
     let upto = |time: Time| samples.partition_point(|sample| sample.time <= time);
     let most = |from: Time, to: Time| samples[upto(from)..upto(to)].iter().map(|sample| sample.waiting).max().unwrap_or(0);
     let least = |from: Time, to: Time| samples[upto(from)..upto(to)].iter().map(|sample| sample.waiting).min().unwrap_or(0);

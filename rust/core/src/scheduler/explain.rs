@@ -1,8 +1,8 @@
 //! What became of one request, and who ran while it waited.
 
 use super::Scheduler;
-use crate::ledger::{Cause, Ledger};
 use crate::request::{SeqId, Time};
+use crate::timeline::{Timeline, TimelineState};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ const NAMED: usize = 4;
 
 impl Scheduler {
     /// The account of a request that lives, up to the last call, or of one of the last 10,000 that ended.
-    pub fn explain(&self, tag: u64) -> Option<Ledger> {
-        let ended = self.accounts.ended().rev().find(|ledger| ledger.tag == tag).cloned();
-        ended.or_else(|| self.seqs.values().find(|seq| seq.spec().tag == tag).map(|seq| self.accounts.ledger(seq, None)))
+    pub fn explain(&self, tag: u64) -> Option<Timeline> {
+        let ended = self.accounts.ended().rev().find(|timeline| timeline.tag == tag).cloned();
+        ended.or_else(|| self.seqs.values().find(|seq| seq.spec().tag == tag).map(|seq| self.accounts.timeline(seq, None)))
     }
 
     /// Books what a request was in before it was added, and for how many microseconds; none is as good as unknown.
     /// Its account begins that much earlier.
-    pub fn prepared(&mut self, id: SeqId, spent: &[(Cause, Time)]) {
+    pub fn prepared(&mut self, id: SeqId, spent: &[(TimelineState, Time)]) {
         if let Some(seq) = self.seqs.get_mut(id) {
             for &(cause, time) in spent {
                 // Nothing happened before the clock's zero.
@@ -31,7 +31,7 @@ impl Scheduler {
     /// Whose requests had begun and not ended while this one waited for its
     /// first step, as far as they are remembered: microseconds summed over
     /// sequences, the most first.
-    pub fn ahead(&self, of: &Ledger) -> Vec<(Arc<str>, Time)> {
+    pub fn ahead(&self, of: &Timeline) -> Vec<(Arc<str>, Time)> {
         let (from, to) = (of.submitted, of.submitted + of.queued());
         let mut times: BTreeMap<&Arc<str>, Time> = BTreeMap::new();
         let mut add = |tag: u64, tenant, started: Option<Time>, ended: Time| {
@@ -40,8 +40,8 @@ impl Scheduler {
                 *times.entry(tenant).or_default() += time;
             }
         };
-        for ledger in self.accounts.ended() {
-            add(ledger.tag, &ledger.tenant, ledger.started, ledger.ended);
+        for timeline in self.accounts.ended() {
+            add(timeline.tag, &timeline.tenant, timeline.started, timeline.ended);
         }
         for seq in self.seqs.values() {
             add(seq.spec().tag, self.accounts.tenant(seq.member()), seq.times().started, self.accounts.now());

@@ -2,11 +2,11 @@
 
 use super::Scheduler;
 use crate::batch::{Chunk, Output, Outputs};
-use crate::ledger::Ledger;
 use crate::phase::{Phase, Stage};
 use crate::request::{FinishReason, SeqId, Time, Token};
 use crate::sequence::Sequence;
 use crate::share::OUTPUT_TOKEN;
+use crate::timeline::Timeline;
 
 impl Scheduler {
     /// Appends what one chunk sampled, up to the first drafted token that the
@@ -54,8 +54,8 @@ impl Scheduler {
                 if reason == FinishReason::Error {
                     self.kv.forget(&seq.blocks, 0);
                 }
-                let ledger = self.remove(chunk.seq, reason);
-                outputs.ended.push(ledger);
+                let timeline = self.remove(chunk.seq, reason);
+                outputs.ended.push(timeline);
             }
         }
     }
@@ -91,16 +91,16 @@ impl Scheduler {
 
     /// Ends a request between steps. Its blocks lose the names that rest on
     /// steps not yet committed: should those fail, nobody would take them back.
-    pub(super) fn leave_early(&mut self, id: SeqId, reason: FinishReason) -> Ledger {
+    pub(super) fn leave_early(&mut self, id: SeqId, reason: FinishReason) -> Timeline {
         self.kv.forget(&self.seqs[id].blocks, self.steps.committed());
         self.remove(id, reason)
     }
 
     /// Frees all that a sequence holds, forgets it, and closes its account.
-    fn remove(&mut self, id: SeqId, reason: FinishReason) -> Ledger {
+    fn remove(&mut self, id: SeqId, reason: FinishReason) -> Timeline {
         self.release_forks(id);
         let seq = &self.seqs[id];
-        let ledger = self.accounts.ledger(seq, Some(reason));
+        let timeline = self.accounts.timeline(seq, Some(reason));
         match seq.phase() {
             Phase::Running { .. } => self.release_slot(id),
             Phase::WaitingOnParent => self.waiting.leave_parent(),
@@ -109,8 +109,8 @@ impl Scheduler {
         let mut seq = self.seqs.remove(id).expect("the caller looked");
         self.kv.free_all(&mut seq.blocks);
         self.deadlines.forget(&seq);
-        self.accounts.close(seq.member(), &ledger);
-        ledger
+        self.accounts.close(seq.member(), &timeline);
+        timeline
     }
 }
 

@@ -26,12 +26,12 @@ use crate::error::ConfigError;
 use crate::group::Usage;
 use crate::hash::{BlockHash, BlockHasher};
 use crate::kv::Kv;
-use crate::ledger::Ledger;
 use crate::phase::Phase;
 use crate::request::{FinishReason, SeqId, Time, Token};
 use crate::running::Running;
 use crate::sequence::Sequence;
 use crate::steps::Steps;
+use crate::timeline::Timeline;
 use crate::waiting::Waiting;
 use slotmap::SlotMap;
 use std::sync::Arc;
@@ -108,8 +108,8 @@ impl Scheduler {
 
     /// Ends every request that missed its deadline, and, under
     /// [`Policy::Deadline`](crate::Policy::Deadline), every one that cannot make it any more; adds their
-    /// ledgers to `ended`. To be called before each plan.
-    pub fn expire(&mut self, now: Time, ended: &mut Vec<Ledger>) {
+    /// timelines to `ended`. To be called before each plan.
+    pub fn expire(&mut self, now: Time, ended: &mut Vec<Timeline>) {
         if !self.has_due(now) {
             return;
         }

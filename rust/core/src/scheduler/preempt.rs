@@ -3,12 +3,12 @@
 use super::Scheduler;
 use crate::batch::StepPlan;
 use crate::config::{Batching, Reservation};
-use crate::ledger::PreemptionReason;
 use crate::phase::Phase;
 use crate::policy::{Policy, worth_preempting};
 use crate::queue::Walk;
 use crate::request::{SeqId, Time};
 use crate::sequence::Sequence;
+use crate::timeline::PreemptionReason;
 use std::cmp::Reverse;
 
 /// Waiting sequences for whom others are preempted in one step, at most.

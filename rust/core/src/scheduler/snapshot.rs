@@ -3,12 +3,12 @@
 use super::Scheduler;
 use crate::batch::StepPlan;
 use crate::block::BlockUse;
-use crate::ledger::Cause;
 use crate::phase::{Phase, Stage};
 use crate::recent_steps::StepSeen;
 use crate::request::Time;
 use crate::sequence::Sequence;
 use crate::snapshot::{SlotSeen, Snapshot, WaitSeen};
+use crate::timeline::TimelineState;
 use std::sync::Arc;
 
 impl Scheduler {
@@ -76,10 +76,10 @@ impl Scheduler {
     }
 
     fn wait_seen(&self, seq: &Sequence, now: Time) -> WaitSeen {
-        let cause = match (seq.phase(), self.accounts.turn()) {
-            (Phase::Swapped { .. }, _) => Cause::Swapped,
-            (Phase::Preempted, _) => Cause::Preempted,
-            (Phase::New, _) => Cause::WaitStep,
+        let state = match (seq.phase(), self.accounts.turn()) {
+            (Phase::Swapped { .. }, _) => TimelineState::Swapped,
+            (Phase::Preempted, _) => TimelineState::Preempted,
+            (Phase::New, _) => TimelineState::WaitStep,
             (_, Some((group, cause))) if group == seq.member().group => cause,
             _ => self.accounts.others(),
         };
@@ -88,7 +88,7 @@ impl Scheduler {
             tag: seq.spec().tag,
             tenant: Arc::clone(self.accounts.tenant(seq.member())),
             priority: seq.spec().priority,
-            cause,
+            state,
             prompt_tokens: seq.spec().prompt_len,
             output_tokens: seq.output_tokens(),
             waited: now.saturating_sub(since),

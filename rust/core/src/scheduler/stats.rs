@@ -2,10 +2,10 @@
 
 use super::Scheduler;
 use crate::cost::Load;
-use crate::ledger::{CAUSES, Cause};
 use crate::request::Time;
 use crate::sequence::Sequence;
 use crate::stats::{Counters, Occupancy, Stall, Stats};
+use crate::timeline::{STATES, TimelineState};
 use crate::waiting::Kinds;
 
 impl Scheduler {
@@ -44,28 +44,28 @@ impl Scheduler {
             free_host_blocks: host.1,
             queued_prompt_tokens: self.waiting.backlog().prompt_tokens,
             stall: self.steps.stall(),
-            waiting_by_cause: self.waiting_by_cause(),
+            waiting_by_state: self.waiting_by_state(),
             predicted_wait: self.predicted_wait(),
             predicted_step: self.steps.predicted(),
             saturation: self.saturation(self.accounts.now()),
         }
     }
 
-    fn waiting_by_cause(&self) -> [usize; CAUSES] {
-        let mut by_cause = [0; CAUSES];
+    fn waiting_by_state(&self) -> [usize; STATES] {
+        let mut by_state = [0; STATES];
         let Kinds { returning, swapped, on_parent } = self.waiting.kinds();
-        by_cause[Cause::WaitFork as usize] = on_parent;
-        by_cause[Cause::Swapped as usize] = swapped;
-        by_cause[Cause::Preempted as usize] = returning - swapped;
+        by_state[TimelineState::WaitFork as usize] = on_parent;
+        by_state[TimelineState::Swapped as usize] = swapped;
+        by_state[TimelineState::Preempted as usize] = returning - swapped;
         let waiting = self.waiting.len() - returning;
         // Without a turn all wait for the next plan that are new, and the others for their order.
         let (cause, count) = match self.accounts.turn() {
-            None => (Cause::WaitStep, self.waiting.new_len()),
+            None => (TimelineState::WaitStep, self.waiting.new_len()),
             Some((group, cause)) => (cause, self.accounts.waiting_of(group).unwrap_or(waiting)),
         };
-        by_cause[cause as usize] = count.min(waiting);
-        by_cause[self.accounts.others() as usize] = waiting - count.min(waiting);
-        by_cause
+        by_state[cause as usize] = count.min(waiting);
+        by_state[self.accounts.others() as usize] = waiting - count.min(waiting);
+        by_state
     }
 
     /// Work that arrived in the ten seconds before `now`, over the work that could be served in them, in thousandths:

@@ -1,7 +1,7 @@
 //! Who may wait, and who of those that wait is looked at.
 
 use crate::lab::{Cost, Lab, ask, plenty, stem};
-use chairlift_core::{Cause, Config, ConfigError, Policy, Rejected, Request, Scheduler};
+use chairlift_core::{Config, ConfigError, Policy, Rejected, Request, Scheduler, TimelineState};
 
 #[test]
 fn a_step_has_a_token_for_every_sequence() {
@@ -159,7 +159,7 @@ fn a_request_that_does_not_fit_lets_256_others_pass() {
     let before = lab.started.iter().take_while(|tag| **tag != 2).filter(|tag| **tag >= 1000).count();
     assert!(lab.ended.contains_key(&1));
     assert_eq!(before, 256);
-    assert_eq!(lab.explain(2).limit(), Some(Cause::WaitBlocks));
+    assert_eq!(lab.explain(2).limit(), Some(TimelineState::WaitBlocks));
     lab.finish();
 }
 

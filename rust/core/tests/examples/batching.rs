@@ -1,7 +1,7 @@
 //! Batches that nobody joins, as the classic servers have them.
 
 use crate::lab::{Lab, ask, plenty};
-use chairlift_core::{Batching, Cause, Config, Policy, Stall};
+use chairlift_core::{Batching, Config, Policy, Stall, TimelineState};
 
 fn batches(batching: Batching) -> Config {
     Config { batching, ..plenty(Policy::Fcfs) }
@@ -17,15 +17,15 @@ fn nobody_joins_a_static_batch_that_runs() {
     assert_eq!(lab.step().chunks, [(1, 1), (2, 1)]);
     assert_eq!(lab.step().chunks, [(1, 1), (2, 1)]);
     assert_eq!(lab.step().chunks, [(2, 1)]);
-    assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitBatch as usize], 3);
+    assert_eq!(lab.scheduler.stats().waiting_by_state[TimelineState::WaitBatch as usize], 3);
     assert_eq!(lab.step().chunks, [(2, 1)]);
     assert_eq!(lab.step().admitted, [3, 4]);
     assert_eq!(lab.step().admitted, []);
     // A static batch does not wait to be full.
     assert_eq!(lab.step().admitted, [5]);
     // From the second step on to the sixth.
-    assert_eq!(lab.ended[&3].causes[Cause::WaitBatch as usize], 4000);
-    assert_eq!(lab.ended[&3].limit(), Some(Cause::WaitBatch));
+    assert_eq!(lab.ended[&3].states[TimelineState::WaitBatch as usize], 4000);
+    assert_eq!(lab.ended[&3].limit(), Some(TimelineState::WaitBatch));
 }
 
 #[test]

@@ -34,8 +34,8 @@ fn a_request_that_cannot_make_it_is_dropped_before_it_runs() {
     lab.add(until(lab.now + 400_000, ask(1, 5000, 5)));
     lab.add(until(lab.now + 700_000, ask(2, 5000, 5)));
     assert_eq!(lab.expire(), [1]);
-    let ledger = &lab.ended[&1];
-    assert_eq!((ledger.finish, ledger.computed_tokens, ledger.started), (Some(FinishReason::Deadline), 0, None));
+    let timeline = &lab.ended[&1];
+    assert_eq!((timeline.finish, timeline.computed_tokens, timeline.started), (Some(FinishReason::Deadline), 0, None));
     lab.finish();
     assert_eq!(lab.ended[&2].finish, Some(FinishReason::Length));
     assert_eq!(lab.scheduler.stats().counters.expired, 1);
@@ -50,12 +50,12 @@ fn what_it_predicts_counts_and_what_it_may_generate_does_not() {
     assert_eq!(lab.expire(), [1]);
     lab.finish();
     // 50 steps of a millisecond; the last would have ended at the deadline, not before it.
-    let ledger = &lab.ended[&2];
-    assert_eq!(ledger.finish, Some(FinishReason::Deadline));
-    assert!((47..=50).contains(&ledger.output_tokens), "{}", ledger.output_tokens);
-    assert_eq!(ledger.computed_tokens, 10 + u64::from(ledger.output_tokens) - 1);
+    let timeline = &lab.ended[&2];
+    assert_eq!(timeline.finish, Some(FinishReason::Deadline));
+    assert!((47..=50).contains(&timeline.output_tokens), "{}", timeline.output_tokens);
+    assert_eq!(timeline.computed_tokens, 10 + u64::from(timeline.output_tokens) - 1);
     let used = lab.scheduler.tenants().next().expect("all are of one tenant").1;
-    assert!(used.output_tokens >= ledger.output_tokens.into(), "what was generated for it counts as used");
+    assert!(used.output_tokens >= timeline.output_tokens.into(), "what was generated for it counts as used");
 }
 
 #[test]
@@ -66,9 +66,9 @@ fn without_deadline_policy_a_request_has_until_its_deadline() {
         lab.add(until(deadline, Request { predicted_tokens: Some(500), ..ask(1, 20, 500) }));
         // The prompt's step takes 3 ms and the next four 1 ms each; a fifth begins at 7 ms, and ends too late.
         lab.finish();
-        let ledger = &lab.ended[&1];
-        assert_eq!((ledger.finish, ledger.output_tokens), (Some(FinishReason::Deadline), 6), "{policy:?}");
-        assert_eq!(ledger.ended, from + 8000);
+        let timeline = &lab.ended[&1];
+        assert_eq!((timeline.finish, timeline.output_tokens), (Some(FinishReason::Deadline), 6), "{policy:?}");
+        assert_eq!(timeline.ended, from + 8000);
     }
 }
 
@@ -131,8 +131,8 @@ fn no_token_is_computed_after_a_deadline() {
                 None => lab.now = lab.scheduler.wake_at().unwrap_or(lab.now),
             }
         }
-        let made = lab.ended.values().filter(|ledger| ledger.finish == Some(FinishReason::Length)).count();
-        let missed = lab.ended.values().filter(|ledger| ledger.finish == Some(FinishReason::Deadline)).count();
+        let made = lab.ended.values().filter(|timeline| timeline.finish == Some(FinishReason::Length)).count();
+        let missed = lab.ended.values().filter(|timeline| timeline.finish == Some(FinishReason::Deadline)).count();
         assert!(made >= 2 && missed >= 50 && made + missed == 200, "{name}: {made} made it, {missed} did not");
     }
 }

@@ -1,7 +1,7 @@
 //! Virtual token counters: service is a prompt token, or half an output token, over the tenant's weight.
 
 use crate::lab::{Lab, Step, ask, plenty};
-use chairlift_core::{Cause, Config, Policy, Request, Time};
+use chairlift_core::{Config, Policy, Request, Time, TimelineState};
 use std::collections::HashMap;
 
 const PROMPT: u32 = 64;
@@ -164,11 +164,11 @@ fn what_a_tenant_waits_for_is_a_row_in_its_turn_and_its_share_otherwise() {
     lab.add(Request { tenant: "a".into(), ..ask(2, 100, 10) });
     lab.add(Request { tenant: "b".into(), ..ask(3, 10, 10) });
     lab.finish();
-    let waited = |tag: u64, cause: Cause| -> Time { lab.ended[&tag].causes[cause as usize] };
+    let waited = |tag: u64, cause: TimelineState| -> Time { lab.ended[&tag].states[cause as usize] };
     assert_eq!(lab.started, [1, 3, 2]);
     // So it is its turn for the row, which comes free after nine more steps.
-    assert_eq!((waited(2, Cause::WaitSlots), waited(2, Cause::WaitFairness)), (10_000, 9000));
-    assert_eq!((waited(3, Cause::WaitSlots), waited(3, Cause::WaitFairness)), (9000, 0));
+    assert_eq!((waited(2, TimelineState::WaitSlots), waited(2, TimelineState::WaitFairness)), (10_000, 9000));
+    assert_eq!((waited(3, TimelineState::WaitSlots), waited(3, TimelineState::WaitFairness)), (9000, 0));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Forks share the blocks of their prompt.
 
 use crate::lab::{Lab, ask, plenty};
-use chairlift_core::{Cause, Config, Policy};
+use chairlift_core::{Config, Policy, TimelineState};
 
 fn caching(prefix_caching: bool) -> Config {
     Config { prefix_caching, ..plenty(Policy::Fcfs) }
@@ -15,7 +15,7 @@ fn siblings_share_full_blocks_and_copy_the_partly_filled_one() {
         lab.add(ask(1, 40, 10));
         lab.fork(1, 2);
         lab.fork(1, 3);
-        assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitFork as usize], 2);
+        assert_eq!(lab.scheduler.stats().waiting_by_state[TimelineState::WaitFork as usize], 2);
         let step = lab.step();
         assert_eq!((step.chunks.as_slice(), lab.held()), (&[(1, 40)][..], 3), "they wait for the prompt");
         // Then each computes the prompt's last token in a block of its own, the copy of the parent's third.
@@ -26,7 +26,7 @@ fn siblings_share_full_blocks_and_copy_the_partly_filled_one() {
         assert!(from[0] == from[1] && to[0] != to[1] && !to.contains(&from[0]));
         lab.finish();
         assert_eq!([1, 2, 3].map(|tag| lab.ended[&tag].computed_tokens), [49, 10, 10]);
-        assert_eq!([1, 2, 3].map(|tag| lab.ended[&tag].causes[Cause::WaitFork as usize]), [0, 1000, 1000]);
+        assert_eq!([1, 2, 3].map(|tag| lab.ended[&tag].states[TimelineState::WaitFork as usize]), [0, 1000, 1000]);
     }
 }
 
@@ -70,7 +70,7 @@ fn siblings_wait_while_the_prompt_is_computed_in_pieces() {
     assert_eq!(lab.step().chunks, [(1, 10)]);
     assert_eq!(lab.step().chunks, [(1, 1), (2, 1)]);
     lab.finish();
-    assert_eq!(lab.ended[&2].causes[Cause::WaitFork as usize], 3000);
+    assert_eq!(lab.ended[&2].states[TimelineState::WaitFork as usize], 3000);
 }
 
 #[test]

@@ -121,8 +121,8 @@ fn drafts_are_replayed_by_how_many_were_accepted() {
     assert!(day.core.draft(id, &[60, 0, 61]));
     day.step(&[60, 0, 61, 62, 7]);
     day.finish();
-    let ledger = day.core.explain(1).unwrap();
-    assert_eq!((ledger.finish, ledger.output_tokens), (Some(FinishReason::Stop), 7));
+    let timeline = day.core.explain(1).unwrap();
+    assert_eq!((timeline.finish, timeline.output_tokens), (Some(FinishReason::Stop), 7));
     assert_eq!(day.core.explain(2).unwrap().cached_tokens, 12);
     let journal = ParsedJournal::read(&day.bytes).unwrap();
     let drafts = journal.calls.iter().filter_map(|(_, call)| match call {
@@ -133,7 +133,7 @@ fn drafts_are_replayed_by_how_many_were_accepted() {
     let replayed = journal.replay().unwrap();
     assert_eq!(replayed.differs_at, None);
     let ended: Vec<_> =
-        replayed.ended.iter().map(|ledger| (ledger.tag, ledger.finish, ledger.output_tokens, ledger.cached_tokens)).collect();
+        replayed.ended.iter().map(|timeline| (timeline.tag, timeline.finish, timeline.output_tokens, timeline.cached_tokens)).collect();
     assert!(ended.contains(&(1, Some(FinishReason::Stop), 7, 0)) && ended.contains(&(2, Some(FinishReason::Length), 1, 12)), "{ended:?}");
 }
 

@@ -1,6 +1,6 @@
 //! A scheduler on a machine whose steps take what we say.
 
-use chairlift_core::{Config, Ledger, Load, Outputs, Policy, Rejected, Request, Scheduler, SeqId, StepPlan, Time, Token};
+use chairlift_core::{Config, Load, Outputs, Policy, Rejected, Request, Scheduler, SeqId, StepPlan, Time, Timeline, Token};
 use std::collections::{HashMap, HashSet};
 
 /// Sampled by every request that goes on, and by one that stops.
@@ -36,7 +36,7 @@ pub(crate) struct Lab {
     pub(crate) now: Time,
     pub(crate) cost: Cost,
     /// The accounts of all that ended, by tag.
-    pub(crate) ended: HashMap<u64, Ledger>,
+    pub(crate) ended: HashMap<u64, Timeline>,
     /// Everybody in the order of their first seats.
     pub(crate) started: Vec<u64>,
     ids: HashMap<u64, SeqId>,
@@ -131,8 +131,8 @@ impl Lab {
 
     pub(crate) fn abort(&mut self, tag: u64) {
         assert!(self.scheduler.abort(self.ids[&tag], self.now));
-        let ledger = self.scheduler.explain(tag).expect("it ended just now");
-        self.ended.insert(tag, ledger);
+        let timeline = self.scheduler.explain(tag).expect("it ended just now");
+        self.ended.insert(tag, timeline);
         self.check();
     }
 
@@ -158,7 +158,7 @@ impl Lab {
         let tags = plan.chunks.iter().filter(|chunk| chunk.samples).map(|chunk| self.tags[&chunk.seq]);
         let sampled: Vec<i32> = tags.map(|tag| if self.stopping.contains(&tag) { STOPS } else { GOES_ON }).collect();
         self.scheduler.commit(plan, &sampled, self.now, &mut self.outputs);
-        self.ended.extend(self.outputs.ended.drain(..).map(|ledger| (ledger.tag, ledger)));
+        self.ended.extend(self.outputs.ended.drain(..).map(|timeline| (timeline.tag, timeline)));
         self.check();
         Some(step)
     }
@@ -200,7 +200,7 @@ impl Lab {
     }
 
     /// The account of a request that lives or has ended.
-    pub(crate) fn explain(&self, tag: u64) -> Ledger {
+    pub(crate) fn explain(&self, tag: u64) -> Timeline {
         self.scheduler.explain(tag).expect("known")
     }
 
@@ -208,8 +208,8 @@ impl Lab {
         let mut late = Vec::new();
         self.scheduler.expire(self.now, &mut late);
         self.check();
-        let tags = late.iter().map(|ledger| ledger.tag).collect();
-        self.ended.extend(late.into_iter().map(|ledger| (ledger.tag, ledger)));
+        let tags = late.iter().map(|timeline| timeline.tag).collect();
+        self.ended.extend(late.into_iter().map(|timeline| (timeline.tag, timeline)));
         tags
     }
 

@@ -1,7 +1,7 @@
 //! When blocks run out: whose are taken, and whether their KV is copied or computed again.
 
 use crate::lab::{Cost, Lab, Step, ask, plenty};
-use chairlift_core::{Cause, Config, Policy, PreemptionReason};
+use chairlift_core::{Config, Policy, PreemptionReason, TimelineState};
 
 /// Eight blocks: two requests have 3 and 4 for 48 and 64 tokens; the one left over goes to the first that needs a fourth,
 /// and then the second needs a fifth.
@@ -32,8 +32,8 @@ fn the_one_that_loses_least_goes_and_nobody_comes_in_that_step() {
     lab.add(ask(4, 1, 1));
     let step = lab.step();
     assert_eq!((step.preempted.as_slice(), step.admitted.len(), step.chunks.as_slice()), (&[2][..], 0, &[(1, 1)][..]));
-    let ledger = lab.explain(2);
-    assert_eq!((ledger.preempted_by.as_slice(), ledger.swaps), (&[][..], 0), "for its own want of room");
+    let timeline = lab.explain(2);
+    assert_eq!((timeline.preempted_by.as_slice(), timeline.swaps), (&[][..], 0), "for its own want of room");
     assert_eq!(lab.step().admitted, [4], "its old place is before the fourth's, but it does not fit");
     lab.finish();
     assert_eq!([1, 2].map(|tag| lab.ended[&tag].output_tokens), [40, 40]);
@@ -55,7 +55,7 @@ fn who_needed_the_room_is_named() {
     assert_eq!(lab.ended[&2].preempted_by, [1]);
     assert_eq!(lab.ended[&2].preempted_for[PreemptionReason::Blocks as usize], 1);
     // It lost its place after a millisecond and came back when the first had its twenty tokens.
-    assert_eq!(lab.ended[&2].causes[Cause::Preempted as usize], 19_000);
+    assert_eq!(lab.ended[&2].states[TimelineState::Preempted as usize], 19_000);
 }
 
 #[test]
@@ -66,7 +66,7 @@ fn cheap_copies_are_swapped_out_and_in() {
     assert_eq!((step.preempted.as_slice(), step.swap_out.len(), step.swap_in.len()), (&[2][..], 3, 0));
     let stats = lab.scheduler.stats();
     assert_eq!((stats.swapped, stats.waiting, stats.running, stats.free_host_blocks), (1, 0, 1, 3));
-    assert_eq!(stats.waiting_by_cause[Cause::Swapped as usize], 1);
+    assert_eq!(stats.waiting_by_state[TimelineState::Swapped as usize], 1);
     let step = loop {
         let step = lab.step();
         if !step.admitted.is_empty() {
@@ -78,9 +78,9 @@ fn cheap_copies_are_swapped_out_and_in() {
     assert_eq!((step.swap_out.len(), step.swap_in.len()), (0, 3));
     assert_eq!(lab.scheduler.stats().free_host_blocks, 6);
     lab.finish();
-    let ledger = &lab.ended[&2];
-    assert_eq!((ledger.swaps, ledger.preemptions, ledger.recomputed_tokens, ledger.computed_tokens), (1, 1, 0, 48 + 39));
-    assert!(ledger.causes[Cause::Swapped as usize] > 0 && ledger.causes[Cause::Preempted as usize] == 0);
+    let timeline = &lab.ended[&2];
+    assert_eq!((timeline.swaps, timeline.preemptions, timeline.recomputed_tokens, timeline.computed_tokens), (1, 1, 0, 48 + 39));
+    assert!(timeline.states[TimelineState::Swapped as usize] > 0 && timeline.states[TimelineState::Preempted as usize] == 0);
     let counters = lab.scheduler.stats().counters;
     assert_eq!((counters.preemptions_swap, counters.preemptions_recompute, counters.swapped_blocks), (1, 0, 3));
 }

@@ -1,7 +1,7 @@
 //! Longest cached prefix first, and nobody computes what another is about to.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{Cause, Config, Policy, Request};
+use chairlift_core::{Config, Policy, Request, TimelineState};
 
 /// Block names looked up by a plan in which nobody is admitted, at most: 2 log2 of the blocks for each sequence that is moved.
 const LOOKUPS: u64 = 16 * 64;
@@ -33,7 +33,7 @@ fn a_request_waits_for_blocks_that_another_computes_and_finds_them_then() {
     // Half of each step was there for it, but most of what it needs is just being computed. Then it has 44 left.
     assert_eq!(lab.step().chunks, [(1, 56)]);
     assert_eq!(lab.step().chunks, [(1, 1), (2, 44)]);
-    assert_eq!((lab.explain(2).cached_tokens, lab.explain(2).causes[Cause::WaitPolicy as usize]), (256, 2000));
+    assert_eq!((lab.explain(2).cached_tokens, lab.explain(2).states[TimelineState::WaitPolicy as usize]), (256, 2000));
     // First come, first served would have had it compute 156 of them itself: only a hundred were there.
     let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(Policy::Fcfs) });
     lab.add(stem(1, 1, 256, 256, 9));

@@ -1,7 +1,7 @@
 //! Lower classes go first at every limit: rows, blocks and tokens.
 
 use crate::lab::{Lab, ask, plenty};
-use chairlift_core::{Cause, Config, Policy, Request};
+use chairlift_core::{Config, Policy, Request, TimelineState};
 
 fn urgent(tag: u64, prompt: u32, new: u32) -> Request {
     Request { priority: 0, ..ask(tag, prompt, new) }
@@ -42,12 +42,12 @@ fn an_urgent_request_takes_the_row_of_the_less_urgent_one_that_loses_least() {
     assert_eq!((step.preempted, step.admitted), (vec![], vec![2]));
     // One block of its prompt is in the cache still: 21 - 16.
     assert_eq!(step.chunks, [(1, 1), (2, 5)]);
-    let ledger = lab.explain(2);
-    assert_eq!((ledger.preemptions, ledger.preempted_by.as_slice()), (1, &[3][..]));
-    assert_eq!(ledger.preempted_for, [0, 1, 0, 0], "for its class, not for want of blocks");
+    let timeline = lab.explain(2);
+    assert_eq!((timeline.preemptions, timeline.preempted_by.as_slice()), (1, &[3][..]));
+    assert_eq!(timeline.preempted_for, [0, 1, 0, 0], "for its class, not for want of blocks");
     assert_eq!(lab.scheduler.stats().counters.preemptions_by_reason, [0, 1, 0, 0]);
-    assert_eq!(ledger.causes[Cause::Preempted as usize], 2000);
-    assert_eq!(ledger.recomputed_tokens, 20 - 16);
+    assert_eq!(timeline.states[TimelineState::Preempted as usize], 2000);
+    assert_eq!(timeline.recomputed_tokens, 20 - 16);
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn an_urgent_prompt_goes_ahead_of_one_that_has_begun() {
     assert_eq!(lab.step().chunks, [(2, 1), (3, 800), (1, 199)]);
     assert_eq!(lab.scheduler.stats().counters.preemptions_recompute, 0);
     lab.finish();
-    assert_eq!(lab.ended[&1].causes[Cause::Stalled as usize], 1000, "it had a row, and no tokens in one step");
+    assert_eq!(lab.ended[&1].states[TimelineState::Stalled as usize], 1000, "it had a row, and no tokens in one step");
 }
 
 #[test]
@@ -225,8 +225,8 @@ fn a_prompt_that_has_begun_goes_on_within_its_ageing_bound() {
             assert!(lab.now < 100_000, "never goes on");
         }
         // Two more pieces: each waits for the first step that begins more than five milliseconds after it was put off.
-        let ledger = &lab.ended[&1];
-        assert_eq!(ledger.causes[Cause::Stalled as usize], 2 * 6000, "beside {waiting} prompts of {prompt}");
-        assert_eq!(ledger.first_token, Some(1000 + 2 * 7000));
+        let timeline = &lab.ended[&1];
+        assert_eq!(timeline.states[TimelineState::Stalled as usize], 2 * 6000, "beside {waiting} prompts of {prompt}");
+        assert_eq!(timeline.first_token, Some(1000 + 2 * 7000));
     }
 }

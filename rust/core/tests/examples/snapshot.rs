@@ -1,7 +1,7 @@
 //! What a dashboard is shown.
 
 use crate::lab::{Lab, ask, plenty, stem};
-use chairlift_core::{Cause, Config, Policy, Request, Snapshot};
+use chairlift_core::{Config, Policy, Request, Snapshot, TimelineState};
 
 /// Ten blocks and two rows.
 fn small() -> Config {
@@ -27,8 +27,8 @@ fn rows_and_those_who_wait_are_there_with_what_they_wait_for() {
     assert_eq!(slots, [(1, "decode", 16, 16, 1, 1500), (2, "prefill", 40, 16, 3, 1500)]);
     assert_eq!((&*seen.slots[0].tenant, seen.slots[0].priority, seen.slots[0].output_tokens), ("a", 3, 1));
     assert_ne!(seen.slots[0].slot, seen.slots[1].slot);
-    let waiting: Vec<_> = seen.waiting.iter().map(|one| (one.tag, one.cause, one.prompt_tokens, one.waited)).collect();
-    assert_eq!(waiting, [(3, Cause::WaitSlots, 8, 1500), (4, Cause::WaitStep, 9, 0)]);
+    let waiting: Vec<_> = seen.waiting.iter().map(|one| (one.tag, one.state, one.prompt_tokens, one.waited)).collect();
+    assert_eq!(waiting, [(3, TimelineState::WaitSlots, 8, 1500), (4, TimelineState::WaitStep, 9, 0)]);
     assert_eq!(lab.scheduler.snapshot(lab.now, 1, 1).waiting.len(), 1);
 }
 
@@ -42,8 +42,8 @@ fn one_who_lost_its_row_waits_for_what_became_of_it() {
     assert_eq!(lab.step().preempted, [2]);
     let seen = look(&mut lab);
     assert_eq!(
-        seen.waiting.iter().map(|one| (one.tag, one.cause, one.output_tokens, one.waited)).collect::<Vec<_>>(),
-        [(2, Cause::Preempted, 1, 1000)]
+        seen.waiting.iter().map(|one| (one.tag, one.state, one.output_tokens, one.waited)).collect::<Vec<_>>(),
+        [(2, TimelineState::Preempted, 1, 1000)]
     );
     assert_eq!((seen.steps[0].preempted.as_slice(), seen.steps[0].waiting), (&[2][..], 1));
 }
@@ -115,8 +115,8 @@ fn who_ran_while_one_waited_is_named_by_tenant() {
     lab.add(Request { tenant: "c".into(), ..ask(3, 16, 1) });
     lab.steps(5);
     let ahead = |lab: &Lab, tag| {
-        let ledger = lab.scheduler.explain(tag).expect("it is known");
-        lab.scheduler.ahead(&ledger).iter().map(|(tenant, time)| (tenant.to_string(), *time)).collect::<Vec<_>>()
+        let timeline = lab.scheduler.explain(tag).expect("it is known");
+        lab.scheduler.ahead(&timeline).iter().map(|(tenant, time)| (tenant.to_string(), *time)).collect::<Vec<_>>()
     };
     // It still waits: four steps of the first, and the second's first.
     assert_eq!(ahead(&lab, 3), [("a".to_owned(), 4000), ("b".to_owned(), 1000)]);

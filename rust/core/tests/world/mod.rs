@@ -4,8 +4,8 @@
 //! calls come from.
 
 use chairlift_core::{
-    Config, FinishReason, Ledger, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Scheduler, SeqId, StepBuffers,
-    StepPlan, Token,
+    Config, FinishReason, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Scheduler, SeqId, StepBuffers,
+    StepPlan, Timeline, Token,
 };
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -163,8 +163,8 @@ impl World {
                 let seq = self.live[&tag].seq;
                 assert!(self.scheduler.abort(seq, self.now));
                 assert!(!self.scheduler.abort(seq, self.now), "aborted twice");
-                let ledger = self.scheduler.explain(tag).expect("one of the last that ended");
-                self.settle(&ledger);
+                let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
+                self.settle(&timeline);
             }
             Op::Draft { which, right, wrong } => {
                 let Some(tag) = self.pick(which) else { return };
@@ -189,9 +189,9 @@ impl World {
                     }
                     let Some(live) = self.live.get(&tag) else { continue };
                     assert!(self.scheduler.fail(live.seq, self.now));
-                    let ledger = self.scheduler.explain(tag).expect("one of the last that ended");
-                    assert_eq!(ledger.finish, Some(FinishReason::Error));
-                    self.settle(&ledger);
+                    let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
+                    assert_eq!(timeline.finish, Some(FinishReason::Error));
+                    self.settle(&timeline);
                 }
                 while self.in_flight.len() > lag {
                     self.commit();
@@ -242,19 +242,19 @@ impl World {
     fn expire(&mut self) {
         let mut ended = Vec::new();
         self.scheduler.expire(self.now, &mut ended);
-        for ledger in ended {
-            assert_eq!(ledger.finish, Some(FinishReason::Deadline));
-            self.settle(&ledger);
+        for timeline in ended {
+            assert_eq!(timeline.finish, Some(FinishReason::Deadline));
+            self.settle(&timeline);
         }
     }
 
     /// Forgets a request that ended, after a look at its account.
-    fn settle(&mut self, ledger: &Ledger) {
-        assert_eq!(ledger.causes.iter().sum::<u64>(), ledger.ended - ledger.arrived, "{ledger:?}");
-        assert!(ledger.preemptions <= 8, "{ledger:?}");
-        let early = matches!(ledger.finish, Some(FinishReason::Abort | FinishReason::Deadline | FinishReason::Error));
-        self.ended.push((ledger.tag, ledger.finish));
-        if let Some(live) = self.live.remove(&ledger.tag)
+    fn settle(&mut self, timeline: &Timeline) {
+        assert_eq!(timeline.states.iter().sum::<u64>(), timeline.ended - timeline.arrived, "{timeline:?}");
+        assert!(timeline.preemptions <= 8, "{timeline:?}");
+        let early = matches!(timeline.finish, Some(FinishReason::Abort | FinishReason::Deadline | FinishReason::Error));
+        self.ended.push((timeline.tag, timeline.finish));
+        if let Some(live) = self.live.remove(&timeline.tag)
             && early
             && live.exposed
         {
@@ -413,8 +413,8 @@ impl World {
             };
             assert_eq!(output.finish, expected);
         }
-        for ledger in &outputs.ended {
-            self.settle(ledger);
+        for timeline in &outputs.ended {
+            self.settle(timeline);
         }
         let finished = outputs.tokens.iter().filter(|output| output.finish.is_some()).count();
         assert_eq!(outputs.ended.len(), finished);
@@ -453,7 +453,7 @@ impl World {
         let replayed = journal.replay().expect("a sound config");
         assert_eq!(replayed.differs_at, None);
         assert_eq!(replayed.steps, self.scheduler.stats().counters.steps);
-        assert_eq!(replayed.ended.iter().map(|ledger| (ledger.tag, ledger.finish)).collect::<Vec<_>>(), self.ended);
+        assert_eq!(replayed.ended.iter().map(|timeline| (timeline.tag, timeline.finish)).collect::<Vec<_>>(), self.ended);
     }
 }
 

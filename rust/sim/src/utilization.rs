@@ -53,19 +53,19 @@ const MAX_SAMPLES: usize = 4096;
 /// kept while that is little; else the last of each stretch of time, of one
 /// twice as long each time that there are too many.
 #[derive(Clone, Debug)]
-pub struct Timeline {
+pub struct Utilization {
     samples: Vec<Sample>,
     every: Time,
     sums: Sums,
 }
 
-impl Default for Timeline {
+impl Default for Utilization {
     fn default() -> Self {
         Self { samples: Vec::new(), every: 1, sums: Sums::default() }
     }
 }
 
-impl Timeline {
+impl Utilization {
     /// What was true at the end of each stretch of time in which something changed.
     pub fn samples(&self) -> &[Sample] {
         &self.samples
@@ -118,38 +118,38 @@ mod tests {
 
     #[test]
     fn sums_are_of_all_changes_and_not_of_samples() {
-        let mut timeline = Timeline { every: 10_000, ..Timeline::default() };
+        let mut utilization = Utilization { every: 10_000, ..Utilization::default() };
         // Within one stretch: 2 sequences for 30 us, none for 70, 5 for 400; what is held between steps is not counted.
         for sample in [at(1000, 2, 10), at(1030, 0, 7), at(1100, 5, 20), at(1500, 0, 30)] {
-            timeline.add(sample);
+            utilization.add(sample);
         }
         let sums = Sums { busy: 430, batch: 2 * 30 + 5 * 400, blocks: 10 * 30 + 20 * 400, most_batch: 5, most_blocks: 30 };
-        assert_eq!(timeline.sums(), sums);
-        assert_eq!(timeline.samples(), [at(1500, 0, 30)]);
+        assert_eq!(utilization.sums(), sums);
+        assert_eq!(utilization.samples(), [at(1500, 0, 30)]);
     }
 
     #[test]
     fn samples_say_what_was_true_at_the_ends_of_stretches() {
-        let mut timeline = Timeline::default();
+        let mut utilization = Utilization::default();
         // A step of some 6 ms, then none for as long: every second change would be all busy, or all idle.
         let changes: Vec<Sample> = (0..20_000).map(|i| at(6007 * i, if i % 2 == 0 { 3 } else { 0 }, 0)).collect();
         for &sample in &changes {
-            timeline.add(sample);
+            utilization.add(sample);
         }
-        let samples = timeline.samples();
+        let samples = utilization.samples();
         assert!(MAX_SAMPLES / 2 <= samples.len() && samples.len() <= MAX_SAMPLES);
-        assert!(samples.windows(2).all(|pair| pair[0].time / timeline.every < pair[1].time / timeline.every));
+        assert!(samples.windows(2).all(|pair| pair[0].time / utilization.every < pair[1].time / utilization.every));
         let busy = samples.iter().filter(|sample| sample.batch > 0).count();
         assert!(busy.abs_diff(samples.len() / 2) < samples.len() / 20, "{busy} of {}", samples.len());
-        assert_eq!(timeline.sums().busy, 10_000 * 6007);
+        assert_eq!(utilization.sums().busy, 10_000 * 6007);
     }
 
     #[test]
     fn few_samples_are_kept_however_long_the_pauses() {
-        let mut timeline = Timeline::default();
+        let mut utilization = Utilization::default();
         for hour in 0..3 * MAX_SAMPLES as Time {
-            timeline.add(at(hour * 3_600_000_000, 1, 1));
+            utilization.add(at(hour * 3_600_000_000, 1, 1));
         }
-        assert!(timeline.samples().len() <= MAX_SAMPLES);
+        assert!(utilization.samples().len() <= MAX_SAMPLES);
     }
 }

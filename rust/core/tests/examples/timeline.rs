@@ -1,11 +1,11 @@
 //! Where a request's time went, and who used what.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Batching, Cause, Config, FinishReason, Ledger, Policy, Request, Time};
+use chairlift_core::{Batching, Config, FinishReason, Policy, Request, Time, Timeline, TimelineState};
 use std::collections::HashMap;
 
-fn time(ledger: &Ledger, causes: &[Cause]) -> Time {
-    causes.iter().map(|&cause| ledger.causes[cause as usize]).sum()
+fn time(timeline: &Timeline, states: &[TimelineState]) -> Time {
+    states.iter().map(|&cause| timeline.states[cause as usize]).sum()
 }
 
 #[test]
@@ -30,16 +30,16 @@ fn a_life_is_told_in_causes() {
     lab.finish();
     // Prompt alone: 1000 + 100 * 10; till the next plan 500; two tokens of 1000.
     let first = &lab.ended[&1];
-    assert_eq!(time(first, &[Cause::Prefill]), 2000);
-    assert_eq!(time(first, &[Cause::Decode, Cause::DecodeShared]), 500 + 2000);
+    assert_eq!(time(first, &[TimelineState::Prefill]), 2000);
+    assert_eq!(time(first, &[TimelineState::Decode, TimelineState::DecodeShared]), 500 + 2000);
     assert_eq!((first.arrived, first.started, first.first_token, first.ended), (0, Some(0), Some(2000), 4500));
     // 200 till the next plan, then two steps for the row, its prompt of 1500, and its second token.
     let second = &lab.ended[&2];
-    assert_eq!(time(second, &[Cause::WaitStep]), 200);
-    assert_eq!(time(second, &[Cause::WaitSlots]), 2000);
-    assert_eq!(time(second, &[Cause::Prefill]), 1500);
-    assert_eq!(time(second, &[Cause::Decode]), 1000);
-    assert_eq!((second.limit(), second.queued()), (Some(Cause::WaitSlots), 2200));
+    assert_eq!(time(second, &[TimelineState::WaitStep]), 200);
+    assert_eq!(time(second, &[TimelineState::WaitSlots]), 2000);
+    assert_eq!(time(second, &[TimelineState::Prefill]), 1500);
+    assert_eq!(time(second, &[TimelineState::Decode]), 1000);
+    assert_eq!((second.limit(), second.queued()), (Some(TimelineState::WaitSlots), 2200));
     assert_eq!(first.limit(), None);
 }
 
@@ -48,12 +48,15 @@ fn what_was_done_with_a_request_before_it_was_added_is_a_part_of_its_time_and_no
     let mut lab = Lab::new(plenty(Policy::Fcfs));
     lab.now = 10_000;
     let id = lab.scheduler.add(ask(1, 10, 2), 10_000).expect("it fits");
-    lab.scheduler.prepared(id, &[(Cause::Receive, 3000), (Cause::Tokenize, 1000), (Cause::Grammar, 1_000_000)]);
+    lab.scheduler.prepared(id, &[(TimelineState::Receive, 3000), (TimelineState::Tokenize, 1000), (TimelineState::Grammar, 1_000_000)]);
     let seen = lab.scheduler.explain(1).expect("it waits");
     // The clock began at zero: there was no time for more.
-    assert_eq!([Cause::Receive, Cause::Tokenize, Cause::Grammar].map(|cause| time(&seen, &[cause])), [3000, 1000, 6000]);
+    assert_eq!(
+        [TimelineState::Receive, TimelineState::Tokenize, TimelineState::Grammar].map(|cause| time(&seen, &[cause])),
+        [3000, 1000, 6000]
+    );
     assert_eq!((seen.arrived, seen.submitted, seen.queued()), (0, 10_000, 0));
-    assert_eq!(seen.causes.iter().sum::<Time>(), seen.ended - seen.arrived);
+    assert_eq!(seen.states.iter().sum::<Time>(), seen.ended - seen.arrived);
     assert_eq!(seen.limit(), None);
 }
 
@@ -65,10 +68,10 @@ fn steps_that_others_share_are_told_apart() {
     lab.add(ask(2, 10, 2));
     lab.finish();
     // Its prompt alone, a decode beside the other's prompt, and two more beside its decode or alone.
-    assert_eq!(time(&lab.ended[&1], &[Cause::Prefill]), 1000);
-    assert_eq!(time(&lab.ended[&1], &[Cause::DecodeShared]), 1000);
-    assert_eq!(time(&lab.ended[&1], &[Cause::Decode]), 2000);
-    assert_eq!(time(&lab.ended[&2], &[Cause::PrefillShared]), 1000);
+    assert_eq!(time(&lab.ended[&1], &[TimelineState::Prefill]), 1000);
+    assert_eq!(time(&lab.ended[&1], &[TimelineState::DecodeShared]), 1000);
+    assert_eq!(time(&lab.ended[&1], &[TimelineState::Decode]), 2000);
+    assert_eq!(time(&lab.ended[&2], &[TimelineState::PrefillShared]), 1000);
 }
 
 #[test]
@@ -78,17 +81,17 @@ fn the_limit_that_binds_is_named() {
     lab.add(ask(1, 100, 1));
     lab.add(ask(2, 10, 1));
     lab.step();
-    assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitBudget as usize], 1);
+    assert_eq!(lab.scheduler.stats().waiting_by_state[TimelineState::WaitBudget as usize], 1);
     lab.finish();
-    assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[Cause::WaitBudget])), (Some(Cause::WaitBudget), 1000));
+    assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[TimelineState::WaitBudget])), (Some(TimelineState::WaitBudget), 1000));
     // Blocks: ten, of which the first has six.
     let mut lab = Lab::new(Config { num_blocks: 11, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 90, 6));
     lab.add(ask(2, 70, 1));
     lab.step();
-    assert_eq!(lab.scheduler.stats().waiting_by_cause[Cause::WaitBlocks as usize], 1);
+    assert_eq!(lab.scheduler.stats().waiting_by_state[TimelineState::WaitBlocks as usize], 1);
     lab.finish();
-    assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[Cause::WaitBlocks])), (Some(Cause::WaitBlocks), 6000));
+    assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[TimelineState::WaitBlocks])), (Some(TimelineState::WaitBlocks), 6000));
     // Order: of two classes, the lower one has the row's turn, and the other waits for that.
     let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Priority) });
     lab.add(ask(1, 10, 5));
@@ -96,12 +99,12 @@ fn the_limit_that_binds_is_named() {
     lab.add(Request { priority: 1, ..ask(2, 10, 1) });
     lab.add(ask(3, 10, 5));
     lab.step();
-    let waiting = lab.scheduler.stats().waiting_by_cause;
-    assert_eq!((waiting[Cause::WaitSlots as usize], waiting[Cause::WaitPolicy as usize]), (1, 1));
+    let waiting = lab.scheduler.stats().waiting_by_state;
+    assert_eq!((waiting[TimelineState::WaitSlots as usize], waiting[TimelineState::WaitPolicy as usize]), (1, 1));
     lab.finish();
     // Four steps behind the first, while it is the third's turn; five behind the third, which are its own.
-    assert_eq!((time(&lab.ended[&2], &[Cause::WaitPolicy]), time(&lab.ended[&2], &[Cause::WaitSlots])), (4000, 5000));
-    assert_eq!((time(&lab.ended[&3], &[Cause::WaitPolicy]), time(&lab.ended[&3], &[Cause::WaitSlots])), (0, 4000));
+    assert_eq!((time(&lab.ended[&2], &[TimelineState::WaitPolicy]), time(&lab.ended[&2], &[TimelineState::WaitSlots])), (4000, 5000));
+    assert_eq!((time(&lab.ended[&3], &[TimelineState::WaitPolicy]), time(&lab.ended[&3], &[TimelineState::WaitSlots])), (0, 4000));
 }
 
 #[test]
@@ -116,14 +119,14 @@ fn use_adds_up_by_tenant_and_by_class() {
     // The first two run, both of y.
     assert!(now.contains(&("y".into(), 1, 2)) || now.contains(&("y".into(), 2, 2)), "{now:?}");
     lab.finish();
-    let of = |tags: &[u64], value: fn(&Ledger) -> u64| -> u64 { tags.iter().map(|tag| value(&lab.ended[tag])).sum() };
+    let of = |tags: &[u64], value: fn(&Timeline) -> u64| -> u64 { tags.iter().map(|tag| value(&lab.ended[tag])).sum() };
     for (name, tags) in [("x", &[3, 6][..]), ("y", &[1, 2, 4, 5])] {
         let (_, usage) = lab.scheduler.tenants().find(|(tenant, _)| &***tenant == name).expect("known");
         assert_eq!((usage.requests, usage.running, usage.waiting), (tags.len() as u64, 0, 0));
         assert_eq!((usage.prompt_tokens, usage.output_tokens), (10 * tags.iter().sum::<u64>(), tags.iter().sum()));
-        assert_eq!(usage.block_us, of(tags, |ledger| ledger.block_us));
-        assert_eq!(usage.computed_tokens, of(tags, |ledger| ledger.computed_tokens));
-        assert_eq!(usage.queued, of(tags, Ledger::queued));
+        assert_eq!(usage.block_us, of(tags, |timeline| timeline.block_us));
+        assert_eq!(usage.computed_tokens, of(tags, |timeline| timeline.computed_tokens));
+        assert_eq!(usage.queued, of(tags, Timeline::queued));
     }
     for (class, tags) in [(0, [2, 4, 6]), (1, [1, 3, 5])] {
         let (_, usage) = lab.scheduler.classes().find(|(priority, _)| **priority == class).expect("known");
@@ -142,8 +145,8 @@ fn the_last_ten_thousand_are_explained_and_those_that_live() {
     assert_eq!(lab.explain(1).finish, Some(FinishReason::Abort));
     lab.add(ask(50_000, 10, 2));
     lab.step();
-    let ledger = lab.explain(50_000);
-    assert_eq!((ledger.finish, ledger.output_tokens, time(&ledger, &[Cause::Prefill])), (None, 1, 1000));
+    let timeline = lab.explain(50_000);
+    assert_eq!((timeline.finish, timeline.output_tokens, time(&timeline, &[TimelineState::Prefill])), (None, 1, 1000));
 }
 
 /// Numbers that look random: xorshift (Marsaglia, 2003).
@@ -171,7 +174,7 @@ struct Seen {
 }
 
 /// Runs a sequence of random requests, keeps books of its own, and compares them with every account.
-fn keep_books(config: Config, requests: u64, dice: &mut Dice) -> HashMap<u64, Ledger> {
+fn keep_books(config: Config, requests: u64, dice: &mut Dice) -> HashMap<u64, Timeline> {
     let mut lab = Lab::new(config);
     lab.check_every = 64;
     lab.cost = Cost(300, 7, 13);
@@ -223,33 +226,38 @@ fn keep_books(config: Config, requests: u64, dice: &mut Dice) -> HashMap<u64, Le
             if seen.started {
                 seen.off += planned - seen.off_since;
             } else {
-                assert_eq!(lab.scheduler.explain(*tag).map(|ledger| ledger.started), Some(Some(planned)));
+                assert_eq!(lab.scheduler.explain(*tag).map(|timeline| timeline.started), Some(Some(planned)));
             }
             (seen.running, seen.started) = (true, true);
         }
     }
     assert!(seen.len() as u64 >= requests && lab.ended.len() == seen.len());
-    for (tag, ledger) in &lab.ended {
-        compare(ledger, &seen[tag]);
+    for (tag, timeline) in &lab.ended {
+        compare(timeline, &seen[tag]);
     }
     lab.ended
 }
 
-fn compare(ledger: &Ledger, seen: &Seen) {
-    let waits: Vec<Cause> = Cause::NAMES.iter().map(|&(cause, _)| cause).filter(|&cause| cause <= Cause::WaitFork).collect();
-    assert_eq!(ledger.causes.iter().sum::<Time>(), ledger.ended - ledger.arrived, "{ledger:?}");
-    assert_eq!(ledger.arrived, seen.arrived);
-    assert_eq!(ledger.started.is_some(), seen.started);
-    assert_eq!(time(ledger, &waits), ledger.queued(), "{ledger:?}");
+fn compare(timeline: &Timeline, seen: &Seen) {
+    let waits: Vec<TimelineState> =
+        TimelineState::NAMES.iter().map(|&(cause, _)| cause).filter(|&cause| cause <= TimelineState::WaitFork).collect();
+    assert_eq!(timeline.states.iter().sum::<Time>(), timeline.ended - timeline.arrived, "{timeline:?}");
+    assert_eq!(timeline.arrived, seen.arrived);
+    assert_eq!(timeline.started.is_some(), seen.started);
+    assert_eq!(time(timeline, &waits), timeline.queued(), "{timeline:?}");
     // Whoever ended without a row had been without it till then.
-    let off = seen.off + if seen.started && !seen.running { ledger.ended - seen.off_since } else { 0 };
-    assert_eq!(time(ledger, &[Cause::Preempted, Cause::Swapped]), off, "{ledger:?}");
-    if ledger.preemptions == 0
-        && let Some(first) = ledger.first_token
+    let off = seen.off + if seen.started && !seen.running { timeline.ended - seen.off_since } else { 0 };
+    assert_eq!(time(timeline, &[TimelineState::Preempted, TimelineState::Swapped]), off, "{timeline:?}");
+    if timeline.preemptions == 0
+        && let Some(first) = timeline.first_token
     {
-        let started = ledger.started.expect("it has a token");
-        assert_eq!(time(ledger, &[Cause::Decode, Cause::DecodeShared]), ledger.ended - first, "{ledger:?}");
-        assert_eq!(time(ledger, &[Cause::Prefill, Cause::PrefillShared, Cause::Stalled]), first - started, "{ledger:?}");
+        let started = timeline.started.expect("it has a token");
+        assert_eq!(time(timeline, &[TimelineState::Decode, TimelineState::DecodeShared]), timeline.ended - first, "{timeline:?}");
+        assert_eq!(
+            time(timeline, &[TimelineState::Prefill, TimelineState::PrefillShared, TimelineState::Stalled]),
+            first - started,
+            "{timeline:?}"
+        );
     }
 }
 
@@ -278,10 +286,10 @@ fn ten_thousand_accounts_are_right_to_the_microsecond() {
     }
     assert!(all.len() >= 10_000);
     // Every cause of the scheduler's occurs, or the comparison proves little.
-    for (cause, name) in Cause::NAMES.into_iter().filter(|&(cause, _)| cause < Cause::Receive) {
-        assert!(all.iter().any(|ledger| ledger.causes[cause as usize] > 0), "nothing of {name}");
+    for (cause, name) in TimelineState::NAMES.into_iter().filter(|&(cause, _)| cause < TimelineState::Receive) {
+        assert!(all.iter().any(|timeline| timeline.states[cause as usize] > 0), "nothing of {name}");
     }
     for reason in [FinishReason::Length, FinishReason::Abort, FinishReason::Deadline] {
-        assert!(all.iter().any(|ledger| ledger.finish == Some(reason)), "nobody ended by {reason:?}");
+        assert!(all.iter().any(|timeline| timeline.finish == Some(reason)), "nobody ended by {reason:?}");
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// What a request was doing, or waiting for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(usize)]
-pub enum Cause {
+pub enum TimelineState {
     /// Every slot of the batch was taken (`max_seqs`).
     WaitSlots,
     /// The step's tokens were (`max_tokens`, or what `target_itl` leaves).
@@ -52,14 +52,14 @@ pub enum Cause {
     Restart,
 }
 
-/// Causes there are.
-pub(crate) const CAUSES: usize = 20;
+/// States there are.
+pub(crate) const STATES: usize = 20;
 /// Those that can bind a whole group of waiting sequences: the first of them.
 const LIMITS: usize = 4;
 
-impl Cause {
+impl TimelineState {
     /// Every cause, by the name that reports use, in order.
-    pub const NAMES: [(Self, &'static str); CAUSES] = [
+    pub const NAMES: [(Self, &'static str); STATES] = [
         (Self::WaitSlots, "wait_slots"),
         (Self::WaitBudget, "wait_budget"),
         (Self::WaitBlocks, "wait_blocks"),
@@ -113,7 +113,7 @@ impl PreemptionReason {
 
 /// A request's account: disjoint intervals that sum to its life, and what it used.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ledger {
+pub struct Timeline {
     /// Which request.
     pub tag: u64,
     /// How it ended; `None` while it lives.
@@ -128,8 +128,8 @@ pub struct Ledger {
     pub first_token: Option<Time>,
     /// When it ended, or the time of the account.
     pub ended: Time,
-    /// Microseconds by [`Cause`]: they sum to `ended - arrived`.
-    pub causes: [Time; CAUSES],
+    /// Microseconds by [`TimelineState`]: they sum to `ended - arrived`.
+    pub states: [Time; STATES],
     /// Tokens of the prompt.
     pub prompt_tokens: u32,
     /// Of those, in the cache when it was first admitted.
@@ -156,12 +156,12 @@ pub struct Ledger {
     pub priority: i32,
 }
 
-impl Ledger {
+impl Timeline {
     /// The limit that it waited for longest, if any: the end of a step or of its parent's prompt is none.
-    pub fn limit(&self) -> Option<Cause> {
-        let waits = &Cause::NAMES[..=Cause::WaitFairness as usize];
-        let longest = waits.iter().map(|&(cause, _)| cause).max_by_key(|&cause| self.causes[cause as usize])?;
-        (self.causes[longest as usize] > 0).then_some(longest)
+    pub fn limit(&self) -> Option<TimelineState> {
+        let waits = &TimelineState::NAMES[..=TimelineState::WaitFairness as usize];
+        let longest = waits.iter().map(|&(cause, _)| cause).max_by_key(|&cause| self.states[cause as usize])?;
+        (self.states[longest as usize] > 0).then_some(longest)
     }
 
     /// Microseconds from its addition to its first chunk, or to the account if there was none.
@@ -173,7 +173,7 @@ impl Ledger {
 /// What a sequence is in, as far as its time is concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum State {
+pub(crate) enum AccountState {
     New,
     Waiting,
     Fork,
@@ -196,7 +196,7 @@ pub(crate) struct Clocks {
     in_prefill: bool,
     /// Per group of the queue: time that it was its turn and a limit held it up.
     groups: Vec<[Time; LIMITS]>,
-    turn: Option<(u32, Cause)>,
+    turn: Option<(u32, TimelineState)>,
 }
 
 impl Clocks {
@@ -222,12 +222,12 @@ impl Clocks {
     }
 
     /// From now on, it is the turn of `group`, which `limit` holds up.
-    pub(crate) fn hold(&mut self, turn: Option<(u32, Cause)>) {
+    pub(crate) fn hold(&mut self, turn: Option<(u32, TimelineState)>) {
         self.turn = turn;
     }
 
     /// Whose turn it is, and what holds it up.
-    pub(crate) fn turn(&self) -> Option<(u32, Cause)> {
+    pub(crate) fn turn(&self) -> Option<(u32, TimelineState)> {
         self.turn
     }
 
@@ -246,7 +246,7 @@ pub(crate) struct Account {
     since: Time,
     /// The clocks when the state began: the group's while waiting, the steps' while running.
     base: [Time; LIMITS],
-    causes: [Time; CAUSES],
+    states: [Time; STATES],
     swaps: u32,
     preempted_by: Vec<u64>,
     preempted_for: [u32; PREEMPTION_REASONS],
@@ -259,7 +259,7 @@ pub(crate) struct Account {
     held_since: Time,
 }
 
-/// The preemptors that a ledger names.
+/// The preemptors that a timeline names.
 const NAMED: usize = 4;
 
 impl Account {
@@ -269,8 +269,8 @@ impl Account {
     }
 
     /// Books time that was spent on the request before it was added.
-    pub(crate) fn prepare(&mut self, cause: Cause, time: Time) {
-        self.causes[cause as usize] += time;
+    pub(crate) fn prepare(&mut self, cause: TimelineState, time: Time) {
+        self.states[cause as usize] += time;
         self.prepared += time;
     }
 
@@ -286,43 +286,43 @@ impl Account {
 
     /// Books the time of the state that it leaves, and begins another. `others` is
     /// what it is called when it is not the group's turn.
-    pub(crate) fn enter(&mut self, leaves: State, enters: State, clocks: &Clocks, group: u32, others: Cause) {
+    pub(crate) fn enter(&mut self, leaves: AccountState, enters: AccountState, clocks: &Clocks, group: u32, others: TimelineState) {
         self.book(leaves, clocks, group, others);
         self.since = clocks.now;
         self.base = match enters {
-            State::Waiting => clocks.groups[group as usize],
+            AccountState::Waiting => clocks.groups[group as usize],
             _ => [clocks.several, clocks.prefill, 0, 0],
         };
     }
 
-    fn book(&mut self, state: State, clocks: &Clocks, group: u32, others: Cause) {
-        let mut add = |cause: Cause, time: Time| self.causes[cause as usize] += time;
+    fn book(&mut self, state: AccountState, clocks: &Clocks, group: u32, others: TimelineState) {
+        let mut add = |cause: TimelineState, time: Time| self.states[cause as usize] += time;
         let passed = clocks.now - self.since;
         match state {
-            State::New => add(Cause::WaitStep, passed),
-            State::Waiting => {
+            AccountState::New => add(TimelineState::WaitStep, passed),
+            AccountState::Waiting => {
                 let mut rest = passed;
                 for (limit, (clock, base)) in clocks.groups[group as usize].iter().zip(&self.base).enumerate() {
-                    add(Cause::NAMES[limit].0, clock - base);
+                    add(TimelineState::NAMES[limit].0, clock - base);
                     rest -= clock - base;
                 }
                 add(others, rest);
             }
-            State::Fork => add(Cause::WaitFork, passed),
-            State::Prefill => {
+            AccountState::Fork => add(TimelineState::WaitFork, passed),
+            AccountState::Prefill => {
                 let shared = clocks.several - self.base[0];
-                add(Cause::PrefillShared, shared);
-                add(Cause::Prefill, passed - shared);
+                add(TimelineState::PrefillShared, shared);
+                add(TimelineState::Prefill, passed - shared);
             }
-            State::Decode => {
+            AccountState::Decode => {
                 let shared = clocks.prefill - self.base[1];
-                add(Cause::DecodeShared, shared);
-                add(Cause::Decode, passed - shared);
+                add(TimelineState::DecodeShared, shared);
+                add(TimelineState::Decode, passed - shared);
             }
-            State::Stalled => add(Cause::Stalled, passed),
-            State::Preempted => add(Cause::Preempted, passed),
-            State::Swapped => add(Cause::Swapped, passed),
-            State::Recompute => add(Cause::Recompute, passed),
+            AccountState::Stalled => add(TimelineState::Stalled, passed),
+            AccountState::Preempted => add(TimelineState::Preempted, passed),
+            AccountState::Swapped => add(TimelineState::Swapped, passed),
+            AccountState::Recompute => add(TimelineState::Recompute, passed),
         }
     }
 
@@ -356,15 +356,15 @@ impl Account {
         self.computed_tokens
     }
 
-    /// The account up to now, of a sequence in `state`, into `ledger`.
-    pub(crate) fn read(&self, state: State, clocks: &Clocks, group: u32, others: Cause, ledger: &mut Ledger) {
-        let mut copy = Self { since: self.since, base: self.base, causes: self.causes, ..Self::default() };
+    /// The account up to now, of a sequence in `state`, into `timeline`.
+    pub(crate) fn read(&self, state: AccountState, clocks: &Clocks, group: u32, others: TimelineState, timeline: &mut Timeline) {
+        let mut copy = Self { since: self.since, base: self.base, states: self.states, ..Self::default() };
         copy.book(state, clocks, group, others);
-        ledger.causes = copy.causes;
-        ledger.block_us = self.block_us + self.held * (clocks.now - self.held_since);
-        ledger.recomputed_tokens = self.recomputed_tokens;
-        ledger.swaps = self.swaps;
-        ledger.preempted_by.clone_from(&self.preempted_by);
-        ledger.preempted_for = self.preempted_for;
+        timeline.states = copy.states;
+        timeline.block_us = self.block_us + self.held * (clocks.now - self.held_since);
+        timeline.recomputed_tokens = self.recomputed_tokens;
+        timeline.swaps = self.swaps;
+        timeline.preempted_by.clone_from(&self.preempted_by);
+        timeline.preempted_for = self.preempted_for;
     }
 }
