@@ -1,16 +1,16 @@
-"""What can go wrong, as types: every error that a caller of chairlift may want to catch."""
+"""Exceptions that callers of chairlift may want to catch."""
 
 from __future__ import annotations
 
 
 class ChairliftError(Exception):
-    """The base of every error that chairlift raises on purpose."""
+    """Base class of all exceptions that chairlift raises on purpose."""
 
 
 class InvalidRequest(ChairliftError, ValueError):
-    """A request that cannot be served as asked; the message says what is allowed.
+    """A request is invalid; the message says what is allowed.
 
-    `param` names the field at fault as an API client knows it, `code` is a stable word for programs.
+    `param` is the field at fault as an API client knows it, `code` is a stable identifier for programs.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -20,31 +20,31 @@ class InvalidRequest(ChairliftError, ValueError):
 
 
 class InvalidSetting(ChairliftError, ValueError):
-    """A setting that cannot work with this model on this machine; the message has the flag and the numbers."""
+    """A setting cannot work with this model on this machine; the message has the flag and the numbers."""
 
 
 class InvalidTrace(ChairliftError, ValueError):
-    """A request trace that cannot be read; the message has the line at fault and what was expected there."""
+    """A request trace cannot be read; the message has the line at fault and the expected content."""
 
 
 class ModelNotFound(ChairliftError):
-    """No model of that name could be found or fetched; the message names the ways out."""
+    """No model of that name could be found or downloaded; the message says what to try."""
 
 
 class UnsupportedModel(ChairliftError):
-    """The checkpoint is of a kind that chairlift cannot run or read."""
+    """chairlift cannot read or run this kind of checkpoint."""
 
 
 class RequestFailed(ChairliftError):
-    """The model gave no usable answer for this one request (logits that are not finite, say)."""
+    """The model gave no usable output for this one request, for example non-finite logits."""
 
 
 class OutOfMemory(ChairliftError):
-    """A device has too little memory, for the model or, for now, for one request; the message says what to do."""
+    """A device has too little memory, for the model or temporarily for a request; the message says what to do."""
 
 
 class QueueFull(ChairliftError):
-    """As many requests wait as may wait; `retry_after` is how many seconds a new one would wait now."""
+    """The queue is full; `retry_after` is the expected wait of a new request in seconds."""
 
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class QueueFull(ChairliftError):
 
 
 class DeadlineMissed(ChairliftError):
-    """A request was dropped because it missed, or would surely miss, its deadline; its token counts say what was used till then."""
+    """A request was dropped because it missed, or would certainly miss, its deadline; the token counts are what it used."""
 
     def __init__(self, message: str, *, prompt_tokens: int, completion_tokens: int) -> None:
         super().__init__(message)
@@ -61,8 +61,8 @@ class DeadlineMissed(ChairliftError):
 
 
 class EngineDead(ChairliftError):
-    """The engine's process ended; requests in flight are lost, and new ones are refused."""
+    """The engine's process ended; running requests are lost and new ones are refused."""
 
 
 class EngineClosed(EngineDead):
-    """The engine was ended on purpose before this request was done."""
+    """The engine was shut down before the request was complete."""

@@ -1,4 +1,4 @@
-"""What a caller gets back: a request's text, its tokens and why it ended."""
+"""Results of a request: its text, tokens, timings and finish reason."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When things happened to one request, in seconds from its arrival: the first byte of it that a server read; None if they did not."""
+    """Times of one request, in seconds from its arrival (the first byte that the server read); None if the event did not happen."""
 
     queued: float
-    """How long it was in the engine's queue, which begins when it is received, tokenized and its grammar compiled."""
+    """Time in the engine's queue, which the request enters once it is received, tokenized and its grammar compiled."""
     started: float
-    """When its first chunk was planned, or its end if none was."""
+    """When the scheduler planned its first chunk, or when it ended if none was planned."""
     first_token: float | None
     total: float
 
-    def beside(self, other: Timing | None) -> Timing:
-        """Both as one: from the first to begin until the last to end."""
+    def merge(self, other: Timing | None) -> Timing:
+        """Combines the timings of two answers: from the first start to the last end."""
         if other is None:
             return self
         firsts = [first for first in (self.first_token, other.first_token) if first is not None]
@@ -30,20 +30,20 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What became of one sequence's time in the engine; times are seconds on the machine's monotonic clock.
+    """Where one sequence's time in the engine went. Times are seconds on the machine's monotonic clock.
 
-    `states` says what it waited for and worked on, in seconds that sum to its life: `chairlift.timeline.STATES` has them. Those that
-    took no time are left out.
+    `states` has the seconds spent in each state of `chairlift.timeline.STATES`; they sum to the sequence's lifetime. States that took no
+    time are left out.
     """
 
     tag: int
-    """The engine's number for the sequence; `preempted_by` speaks of others by theirs."""
+    """The engine's number for the sequence; `preempted_by` holds such numbers."""
     finish: str | None
-    """`stop`, `length`, `error`, `deadline` or `abort`; None while it lives."""
+    """`stop`, `length`, `error`, `deadline` or `abort`; None while the sequence runs."""
     arrived: float
-    """When its first byte was read."""
+    """When the server read the first byte of the request."""
     submitted: float
-    """When it came into the engine's queue: received, tokenized, its grammar compiled."""
+    """When it entered the engine's queue: received, tokenized and its grammar compiled."""
     started: float | None
     first_token: float | None
     ended: float | None
@@ -51,86 +51,86 @@ class Timeline:
     cached_tokens: int
     output_tokens: int
     computed_tokens: int
-    """Tokens that went through the model for it, again where its blocks were lost meanwhile."""
+    """Tokens that the model computed for it, including recomputed ones."""
     recomputed_tokens: int
     preemptions: int
     swaps: int
     block_seconds: float
-    """How many KV blocks it held, times how long."""
+    """KV blocks held, multiplied by the seconds that it held them."""
     tenant: str
     priority: int
     limit: str | None
     """The limit that it waited for longest, if any."""
     preempted_by: tuple[int, ...]
     preempted_for: dict[str, int]
-    """How often it lost its blocks for each reason: `kv_blocks`, `priority`, `fairness`, `shortest`."""
+    """Number of preemptions by reason: `kv_blocks`, `priority`, `fairness`, `shortest`."""
     states: dict[str, float]
     queued_behind: dict[str, float] = field(default_factory=dict)
-    """Tenants whose requests ran while this one waited for its first step, with their seconds: only from `explain`."""
+    """Seconds by tenant that other requests ran while this one waited for its first step; set only by `explain`."""
 
     @classmethod
-    def read(cls, ledger: Mapping[str, Any]) -> Self:
-        """Makes one of the core's, whose times are microseconds."""
-        plain = dict(ledger)
+    def read(cls, core: Mapping[str, Any]) -> Self:
+        """Converts a timeline of the core, whose times are in microseconds."""
+        fields = dict(core)
         for name in ("arrived", "submitted", "started", "first_token", "ended"):
-            plain[name] = None if plain[name] is None else plain[name] / 1e6
-        plain["block_seconds"] = plain.pop("block_us") / 1e6
-        plain["preempted_by"] = tuple(plain["preempted_by"])
-        plain["queued_behind"] = {tenant: time / 1e6 for tenant, time in plain.get("queued_behind", ())}
-        plain["states"] = {cause: time / 1e6 for cause, time in plain["states"].items()}
-        return cls(**plain)
+            fields[name] = None if fields[name] is None else fields[name] / 1e6
+        fields["block_seconds"] = fields.pop("block_us") / 1e6
+        fields["preempted_by"] = tuple(fields["preempted_by"])
+        fields["queued_behind"] = {tenant: time / 1e6 for tenant, time in fields.get("queued_behind", ())}
+        fields["states"] = {state: time / 1e6 for state, time in fields["states"].items()}
+        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely one token was, at temperature 1 and before penalties, biases and masks; `top` are the likeliest, the best first."""
+    """Log-probability of one token, at temperature 1 and before penalties, biases and masks; `top` holds the most likely tokens."""
 
     token: int
     logprob: float
     rank: int
-    """1 for the likeliest."""
+    """1 for the most likely token."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token, log-probability), as many as were asked for."""
+    """(token, log-probability), most likely first, as many as the request asked for."""
 
     @classmethod
     def read(cls, lines: bytes, count: int) -> list[Self]:
-        """Makes those of the engine's lines, which have `count` likeliest tokens each: see `protocol.Step`."""
-        found = struct.iter_unpack(f"<ifi{count}i{count}f", lines)
-        return [cls(token, logprob, rank, tuple(zip(top[:count], top[count:], strict=True))) for token, logprob, rank, *top in found]
+        """Parses the engine's packed records, each with `count` top tokens: see `engine.frames`."""
+        records = struct.iter_unpack(f"<ifi{count}i{count}f", lines)
+        return [cls(token, logprob, rank, tuple(zip(top[:count], top[count:], strict=True))) for token, logprob, rank, *top in records]
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One finished or streaming request.
+    """The output of a request, whole or as an increment of a stream.
 
-    From `LLM.generate` it holds everything; from `AsyncEngine.generate` each one holds only what is new
-    (`text`, `token_ids`), and the last one has `finish_reason`.
+    `LLM.generate` returns whole outputs. `AsyncEngine.generate` yields increments: `text` and `token_ids` hold only new output, and the
+    last increment has a `finish_reason`.
     """
 
     text: str
     token_ids: list[int]
     prompt_token_ids: list[int]
     finish_reason: str | None = None
-    """`stop` (end of sequence, a stop string or token) or `length`; None while it runs.
+    """`stop` (end of sequence, a stop string or a stop token) or `length`; None while the request runs.
 
-    One of `LLM`'s may also be `error`, which failed alone, or `deadline`, which was dropped with what it had.
+    `LLM` also reports `error`, if this request alone failed, and `deadline`, if it was dropped with the output it had.
     """
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended it; None for the model's own end of sequence."""
+    """The stop string or stop token that ended the output; None for the model's own end of sequence."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV was found in the prefix cache."""
+    """Prompt tokens whose KV was in the prefix cache."""
     preemptions: int = 0
     timing: Timing | None = None
     """Set with `finish_reason`."""
     queued: float | None = None
-    """Seconds that it was in the engine's queue; set once the engine has begun it."""
+    """Seconds in the engine's queue; set once the engine has started the request."""
     index: int = 0
-    """Which of the request's `n` answers it belongs to."""
-    ledger: Timeline | None = None
-    """Set with `finish_reason`, unless a stop string ended the request: that is found outside the engine."""
+    """Which of the request's `n` answers this is."""
+    timeline: Timeline | None = None
+    """Set with `finish_reason`, unless a stop string ended the request: stop strings are found outside the engine."""
     logprobs: list[TokenLogprobs] | None = None
-    """One a token of `token_ids`, if asked for."""
+    """One entry for each of `token_ids`, if the request asked for log-probabilities."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One a token of the prompt, None for the first; on the first output of each answer, if asked for."""
+    """One entry for each prompt token, None for the first; on the first output of each answer, if the request asked for them."""
     text_offsets: list[int] | None = None
-    """With `logprobs`: where in the answer's text each token of `token_ids` begins, in characters; held-back text counts."""
+    """With `logprobs`: the offset in characters of each of `token_ids` in the answer's text, including text that is held back."""

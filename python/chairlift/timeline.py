@@ -1,4 +1,4 @@
-"""The states of a request's timeline, as they are shown."""
+"""The states of a request's timeline: what each means and how it is shown."""
 
 from __future__ import annotations
 
@@ -6,43 +6,51 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """What a state means, and its colour."""
+class TimelineState:
+    """One state of a timeline, as explanations, the dashboard and `chairlift top` show it."""
 
     meaning: str
     colour: str
+    waits_for: str | None = None
+    """Completes "waiting for ..."; None for states in which the request is computed."""
 
 
 STATES = {
-    "receive": State("its bytes were on their way", "#525252"),
-    "tokenize": State("parsed, template applied, tokenized", "#737373"),
-    "grammar": State("its grammar is compiled", "#969696"),
-    "restart": State("waits for the engine to start again", "#3f007d"),
-    "wait_step": State("waits for the step under way", "#fcbba1"),
-    "wait_slots": State("waits: max_num_seqs run already", "#67000d"),
-    "wait_budget": State("waits: the step has no tokens left", "#a50f15"),
-    "wait_blocks": State("waits: too few free KV blocks", "#cb181d"),
-    "wait_batch": State("waits for its batch", "#ef3b2c"),
-    "wait_policy": State("waits: others go first by policy", "#fb6a4a"),
-    "wait_fairness": State("waits: its tenant had its share", "#fc9272"),
-    "wait_fork": State("waits for its sibling's prompt", "#fee0d2"),
-    "prefill": State("its prompt is computed, alone", "#08519c"),
-    "prefill_shared": State("its prompt is computed, with others", "#6baed6"),
-    "stalled": State("runs, but the step has no tokens for it", "#fed976"),
-    "preempted": State("lost its blocks", "#54278f"),
-    "swapped": State("lost its blocks to host memory", "#807dba"),
-    "recompute": State("computed again", "#bcbddc"),
-    "decode": State("its output is computed", "#006d2c"),
-    "decode_shared": State("its output is computed, beside others' prompts", "#74c476"),
+    "receive": TimelineState("the request body is being received", "#525252", "the request body"),
+    "tokenize": TimelineState("the request is parsed, templated and tokenized", "#737373", "tokenization"),
+    "grammar": TimelineState("its grammar is compiled", "#969696", "its grammar to compile"),
+    "restart": TimelineState("waits for the engine to restart", "#3f007d", "the engine to restart"),
+    "wait_step": TimelineState("waits for the current step to finish", "#8d98a5", "the current step"),
+    "wait_slots": TimelineState("waits for a batch slot: max_num_seqs requests are running", "#cf3a3f", "a batch slot"),
+    "wait_budget": TimelineState("waits for token budget: the step is full", "#e5751f", "token budget"),
+    "wait_blocks": TimelineState("waits for free KV blocks", "#c99700", "KV blocks"),
+    "wait_batch": TimelineState("waits for its static batch to fill", "#9c7350", "its batch"),
+    "wait_policy": TimelineState("waits: the policy puts other requests first", "#c8428f", "requests that the policy puts first"),
+    "wait_fairness": TimelineState("waits: its tenant has used its share", "#e08aa9", "its tenant's share"),
+    "wait_fork": TimelineState("waits for the shared prompt of its fork group", "#5f93b3", "its shared prompt"),
+    "prefill": TimelineState("prefill, alone in the step", "#08519c"),
+    "prefill_shared": TimelineState("prefill, in steps with other requests", "#6baed6"),
+    "stalled": TimelineState("started, but the step has no token budget for it", "#fed976", "token budget after it started"),
+    "preempted": TimelineState("preempted: its KV blocks were freed", "#8250df", "KV blocks after a preemption"),
+    "swapped": TimelineState("preempted: its KV blocks are in host memory", "#5746af", "swap-in from host memory"),
+    "recompute": TimelineState("recomputes tokens whose KV blocks were freed", "#bcbddc"),
+    "decode": TimelineState("decode", "#006d2c"),
+    "decode_shared": TimelineState("decode, in steps with other requests' prefill", "#74c476"),
 }
-"""Every state by its name, in the order of a request's life: preparation grey, waiting red, prompts blue, preemption purple, outputs green.
-
-The names are the core's (`_core.TIMELINE_STATES`)."""
+"""Every state by name, in the order of a request's life. The names are the core's (`_core.TIMELINE_STATES`)."""
 
 WAITING = (*(name for name in STATES if name.startswith("wait_")), "preempted", "swapped")
 """The states of requests that are in the queue."""
 
+PREEMPTION_REASONS = {
+    "kv_blocks": "for KV blocks",
+    "priority": "for a higher priority",
+    "fairness": "for a tenant that has used less of its share",
+    "shortest": "for a request with less work left",
+}
+"""Why the scheduler preempts a running sequence; the names are the core's (`_core.PREEMPTION_REASONS`)."""
 
-def described(name: str) -> State:
-    """The state of this name; one that is not known, of a server of another version, is described by saying so."""
-    return STATES.get(name) or State("a state that this version does not know", "#bdbdbd")
+
+def describe_state(name: str) -> TimelineState:
+    """Returns the state called `name`, or a placeholder if another version of the server sent a state that is unknown here."""
+    return STATES.get(name) or TimelineState("a state that this version does not know", "#bdbdbd", name)

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and the chat template."""
+"""Tokenizes text, detokenizes, and renders chat templates."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ _SPACE = "\u2581"
 class Tokenizer:
     """A model's tokenizer: tokenizer.json for the tokens, tokenizer_config.json for their roles and the chat template.
 
-    It may be used from several threads. transformers is not needed, and text comes out the same as from its
-    tokenizers, but for byte tokens that form no character (see `decode`).
+    It is thread-safe and does not need transformers. Its text equals that of transformers, except for byte tokens that form no
+    character (see `decode`).
     """
 
     def __init__(self, directory: Path, source: str | Path | None = None) -> None:
-        """Loads the tokenizer of the model in `directory`; `source` names another directory or tokenizer.json for it.
+        """Loads the tokenizer of the model in `directory`; `source` names another directory or tokenizer.json.
 
-        Raises ModelNotFound when there is no tokenizer.json, UnsupportedModel when it cannot be read.
+        Raises ModelNotFound if there is no tokenizer.json, UnsupportedModel if it cannot be read.
         """
         self._model = directory
         file = self._file = tokenizer_file(directory, source)
         if not file.is_file():
-            raise ModelNotFound(f"{file.parent} has no {file.name}; name a directory or file that is one with --tokenizer")
+            raise ModelNotFound(f"{file.parent} has no {file.name}; name one with --tokenizer")
         self._backend = _backend(file)
-        # Some files ask for truncation or padding, which suited a training run.
+        # Some files enable truncation or padding for training.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._directory = file.parent
         self._config = _read_json(self._directory / "tokenizer_config.json")
         self.special_token_ids = frozenset(token for token, added in self._backend.get_added_tokens_decoder().items() if added.special)
-        """The control tokens, which `decode` leaves out."""
+        """Control tokens, which `decode` skips."""
         self._pieces: dict[int, bytes] = {}
-        self._spelling = _Spelling(self._backend, file)
+        self._token_bytes = _TokenBytes(self._backend, file)
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id; a model's own vocabulary may be padded beyond it."""
+        """The largest token id plus one; a model's own vocabulary may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def longest_token(self) -> int:
-        """The most characters of a text that one token stands for."""
+        """Length in characters of the longest token."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """Every token that ends an answer: see the function of this name."""
+        """All tokens that end an answer: see the function of this name."""
         return eos_token_ids(self._model, self._file, self._backend.token_to_id)
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """The tokens that have a role, as `bos_token`, `eos_token`, `unk_token`, `pad_token`: their texts."""
+        """Texts of the tokens with a role: `bos_token`, `eos_token`, `unk_token`, `pad_token` and so on."""
         names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-        return {name: text for name in names if (text := _role(self._config, name)) is not None}
+        return {name: text for name in names if (text := _special_token(self._config, name)) is not None}
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -75,25 +75,24 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str | None:
-        """The chat template as it is written, None where the model has no default one."""
+        """The source of the default chat template, None if there is none."""
         try:
             return self.template.default
         except InvalidRequest:
             return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of `text`; control tokens written in it become control tokens, as completion APIs have it.
+        """Returns the tokens of `text`; control tokens written in it become control tokens, as in completion APIs.
 
-        `add_special_tokens` puts before (or after) what the model expects there. Raises InvalidRequest for text with
-        surrogates, which is no Unicode.
+        `add_special_tokens` adds the tokens that the model expects around a text. Raises InvalidRequest for text with lone surrogates.
         """
         return self._encode(self._backend, text, "prompt", add_special_tokens)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
-        """The tokens of a conversation by the model's chat template; `kwargs` are variables for the template, like `tools`.
+        """Returns the tokens of a conversation, rendered by the chat template; `kwargs` are variables of the template, like `tools`.
 
-        Control tokens written inside messages or `kwargs` stay plain text: nobody can end their turn and begin the
-        system's. Raises InvalidRequest when there is no template, or the template refuses.
+        Control tokens written in messages or `kwargs` stay plain text, so that a user cannot end the user's message and begin a system
+        message. Raises InvalidRequest if there is no template, or the template fails.
         """
         pieces = self.template.render(messages, self.control_texts, add_generation_prompt=add_generation_prompt, **kwargs)
         ids: list[int] = []
@@ -102,10 +101,10 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; bytes that form no character become U+FFFD, and ids outside the vocabulary nothing.
+        """Returns the text of `ids`; invalid bytes become U+FFFD, and ids outside the vocabulary are skipped.
 
-        This is what the tokenizers package gives, except that for SentencePiece vocabularies it would turn a whole run
-        of byte tokens into U+FFFD when one of them is wrong; here the good ones stay.
+        The result equals that of the tokenizers package, except that for SentencePiece vocabularies the package replaces a whole run of
+        byte tokens if one of them is invalid; here only the invalid ones are replaced.
         """
         skipped = self.special_token_ids if skip_special_tokens else ()
         text = b"".join(self.piece(token) for token in ids if token not in skipped).decode("utf-8", "replace")
@@ -113,26 +112,26 @@ class Tokenizer:
 
     @property
     def strips_first_space(self) -> bool:
-        """Whether a text's first space stands for its beginning, and is not shown."""
-        return self._spelling.strips_first_space
+        """Whether decoding removes the first space of a text."""
+        return self._token_bytes.strips_first_space
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token stands for, which may be part of a character."""
+        """Returns the bytes of a token, which may be part of a character."""
         piece = self._pieces.get(token)
         if piece is None:
             text = self._backend.id_to_token(token) if 0 <= token < 2**32 else None
-            piece = self._pieces[token] = b"" if text is None else self._spelling.to_bytes(text)
+            piece = self._pieces[token] = b"" if text is None else self._token_bytes.to_bytes(text)
         return piece
 
     @cached_property
     def control_texts(self) -> tuple[str, ...]:
-        """The texts of the control tokens, longest first."""
+        """Texts of the control tokens, longest first."""
         texts = (self._backend.id_to_token(token) for token in self.special_token_ids)
         return tuple(sorted((text for text in texts if text), key=lambda text: (-len(text), text)))
 
     @cached_property
     def _plain_backend(self) -> Backend:
-        """A second tokenizer, to which control tokens are ordinary text."""
+        """A second tokenizer that treats control tokens as plain text."""
         from tokenizers import Tokenizer as Backend
 
         plain = Backend.from_str(self._backend.to_str())
@@ -144,19 +143,21 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            message = f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, which is no Unicode text"
+            message = (
+                f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, which is not valid Unicode"
+            )
             raise InvalidRequest(message, param=param) from None
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
 
 def tokenizer_file(directory: Path, source: str | Path | None = None) -> Path:
-    """Where the tokenizer.json is of the model in `directory`, if `source` does not name another directory or file for it."""
+    """Returns the path of the tokenizer.json of the model in `directory`, or of `source`, another directory or file."""
     path = Path(source).expanduser() if source else directory
     return path if path.suffix == ".json" else path / "tokenizer.json"
 
 
-class _Spelling:
-    """How a vocabulary writes bytes as text: GPT-2's alphabet of 256 characters, or SentencePiece's ▁ and <0x0A>."""
+class _TokenBytes:
+    """How a vocabulary represents bytes: GPT-2's alphabet of 256 characters, or SentencePiece's ▁ and <0x0A>."""
 
     def __init__(self, backend: Backend, file: Path) -> None:
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
@@ -165,7 +166,7 @@ class _Spelling:
         self._byte_fallback = "ByteFallback" in steps
         unknown = steps.keys() - {"ByteLevel", "ByteFallback", "Replace", "Fuse", "Strip", "Metaspace"}
         if unknown:
-            raise UnsupportedModel(f"{file} spells its tokens in a way that is not known: {', '.join(sorted(unknown))}")
+            raise UnsupportedModel(f"{file} uses unknown decoder steps: {', '.join(sorted(unknown))}")
         metaspace = steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
         self.strips_first_space: bool = metaspace or steps.get("Strip", {}).get("start", 0) > 0
 
@@ -173,7 +174,7 @@ class _Spelling:
         if self._alphabet is not None:
             try:
                 return bytes(self._alphabet[character] for character in token)
-            except KeyError:  # an added token, which is spelled as it is shown
+            except KeyError:  # an added token is stored as plain text
                 return token.encode()
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             try:
@@ -184,7 +185,7 @@ class _Spelling:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: visible Latin-1 characters stand for themselves, the others for 256 and up."""
+    """Returns GPT-2's alphabet for bytes: visible Latin-1 characters stand for themselves, the other bytes are 256 and up."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -195,33 +196,35 @@ def _backend(file: Path) -> Backend:
 
     try:
         return Backend.from_file(str(file))
-    except Exception as error:  # the tokenizers package raises nothing more precise
+    except Exception as error:  # the tokenizers package raises plain Exception
         raise UnsupportedModel(f"{file} cannot be read: {error}") from None
 
 
-def eos_token_ids(directory: Path, source: str | Path | None = None, number: Callable[[str], int | None] | None = None) -> frozenset[int]:
-    """Every token that ends an answer, by config.json, generation_config.json or tokenizer_config.json; for the paths see `Tokenizer`.
+def eos_token_ids(
+    directory: Path, source: str | Path | None = None, token_to_id: Callable[[str], int | None] | None = None
+) -> frozenset[int]:
+    """Returns all tokens that end an answer, from config.json, generation_config.json and tokenizer_config.json.
 
-    `number` says which number a token's text has. Without it, as where the engine asks, which knows tokens by number alone, the
-    tokenizer is loaded if its settings do not say: a tenth of a second.
+    The paths are those of `Tokenizer`. `token_to_id` maps a token's text to its id. Without it the tokenizer is loaded if the settings do
+    not have the id, which takes 0.1 s.
     """
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         value = _read_json(directory / name).get("eos_token_id")
-        found.update(one for one in (value if isinstance(value, list) else [value]) if type(one) is int and one >= 0)
+        ids.update(token for token in (value if isinstance(value, list) else [value]) if type(token) is int and token >= 0)
     file = tokenizer_file(directory, source)
     config = _read_json(file.parent / "tokenizer_config.json")
-    if (text := _role(config, "eos_token")) is None:
-        return frozenset(found)
+    if (text := _special_token(config, "eos_token")) is None:
+        return frozenset(ids)
     known = {int(token) for token, added in config.get("added_tokens_decoder", {}).items() if added.get("content") == text}
-    if not known and (number is not None or file.is_file()):
-        token = (number or _backend(file).token_to_id)(text)
+    if not known and (token_to_id is not None or file.is_file()):
+        token = (token_to_id or _backend(file).token_to_id)(text)
         known = set() if token is None else {token}
-    return frozenset(found | known)
+    return frozenset(ids | known)
 
 
-def _role(config: Mapping[str, Any], name: str) -> str | None:
-    """The text of the token that has a role, by tokenizer_config.json."""
+def _special_token(config: Mapping[str, Any], name: str) -> str | None:
+    """Returns the text of the token with a role in tokenizer_config.json."""
     value = config.get(name)
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None

@@ -81,9 +81,9 @@ def test_text_is_encoded_and_the_account_is_kept():
         assert last.prompt_token_ids == [97]
         assert (last.cached_tokens, last.preemptions) == (16, 1)
         assert (last.timing.queued, last.timing.first_token, last.timing.total) == (0.5, 1.0, 3.0)
-        assert last.ledger == Timeline.read(fake_engine.ledger(last.ledger.tag))
-        assert (last.ledger.finish, last.ledger.ended, last.ledger.block_seconds) == ("length", 4.0, 7.0)
-        assert sum(last.ledger.states.values()) == last.ledger.ended - last.ledger.arrived
+        assert last.timeline == Timeline.read(fake_engine.ledger(last.timeline.tag))
+        assert (last.timeline.finish, last.timeline.ended, last.timeline.block_seconds) == ("length", 4.0, 7.0)
+        assert sum(last.timeline.states.values()) == last.timeline.ended - last.timeline.arrived
 
     run(test)
 
@@ -139,7 +139,7 @@ def test_several_answers_come_side_by_side_and_each_to_its_own_end():
             own = [output for output in outputs if output.index == index]
             assert ids(own) == list(range(1000 + 100 * index, 1000 + 100 * index + count))
             assert [output.finish_reason for output in own] == [None] * (len(own) - 1) + ["stop" if index == 1 else "length"]
-            assert own[-1].ledger is not None
+            assert own[-1].timeline is not None
         assert sorted(output.index for output in outputs if output.finish_reason) == [0, 1, 2]
 
     run(test)
@@ -150,7 +150,7 @@ def test_answers_that_end_by_a_stop_string_are_aborted_one_by_one():
         outputs = await collect(engine, [1000], n=2, max_tokens=ENDLESS, stop=(text_of(1105, 2),), stop_token_ids=(1050,))
         ends = {output.index: output for output in outputs if output.finish_reason}
         assert (ends[0].stop_reason, ends[1].stop_reason) == (1050, text_of(1105, 2))
-        assert (ends[0].ledger is None, ends[1].ledger is None) == (False, True)
+        assert (ends[0].timeline is None, ends[1].timeline is None) == (False, True)
         await until(lambda: engine.stats()["aborted"] == 1 and engine.stats()["running"] == 0)
 
     run(test)
@@ -163,7 +163,7 @@ def test_the_best_answers_come_whole_at_the_end_and_the_best_first():
         for output in outputs:
             assert output.token_ids == list(range(output.token_ids[0], output.token_ids[0] + 4))
             assert output.text == text_of(output.token_ids[0], 4)
-            assert (output.finish_reason, output.ledger.finish) == ("length", "length")
+            assert (output.finish_reason, output.timeline.finish) == ("length", "length")
 
     run(test)
 
@@ -232,7 +232,7 @@ def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
 
     async def test(engine):
         outputs = await one(engine, "a", n=2)
-        ended = [output.ledger for output in outputs if output.finish_reason]
+        ended = [output.timeline for output in outputs if output.finish_reason]
         assert await engine.explain("a") == ended
         assert await engine.explain("unknown") == []
         await one(engine, None)

@@ -74,7 +74,7 @@ def test_several_answers_stand_in_order_after_their_prompt(llm):
         (0, 5000, 2),
     ]
     assert [output.text for output in outputs] == [text_of(output.token_ids[0], len(output.token_ids)) for output in outputs]
-    assert all(output.finish_reason == output.ledger.finish == "length" for output in outputs)
+    assert all(output.finish_reason == output.timeline.finish == "length" for output in outputs)
 
 
 @pytest.mark.parametrize("stop", [(), (text_of(1202, 2),)])

@@ -41,7 +41,7 @@ def serve() -> int:
     from chairlift.engine.client import AsyncEngine
     from chairlift.server.http import body, protocol
 
-    body.MAX_SECONDS = protocol.HEADERS_SECONDS = protocol.STALL_SECONDS = 1000  # type: ignore[misc]
+    body.BODY_TIMEOUT = protocol.HEADERS_SECONDS = protocol.STALL_SECONDS = 1000  # type: ignore[misc]
     AsyncEngine._command = ("-m", "paced_engine")
     return main()
 

@@ -33,7 +33,7 @@ class Served:
         """What must be as before when nobody is there any more."""
         told = self.told()
         self.http.get("/live")  # so that both clients' connections are open at each look: idle ones are closed
-        return {name: told[name] for name in ("running", "waiting", "used_tokens", "door")} | {
+        return {name: told[name] for name in ("running", "waiting", "used_tokens", "http")} | {
             "blocks": told["total_blocks"] - told["free_blocks"],
             "sockets": self.sockets(),
         }

@@ -93,7 +93,7 @@ def test_nothing_stays_of_ten_thousand_clients_that_left():
 
     with served("--max-num-seqs", "8", "--max-num-batched-tokens", "64") as server:
         golden, before = server.answer(), server.state()
-        assert before["door"] == {"open": 0, "waiting": 0}
+        assert before["http"] == {"open": 0, "waiting": 0}
         asyncio.run(storm(server.port, DISCONNECTS // 4))  # caches and pools have their size now
         until(lambda: server.state() == before)
         memory = server.memory()

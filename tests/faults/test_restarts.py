@@ -42,10 +42,10 @@ def metric(server: Served, start: str) -> float:
 def come(server: Served, threads: ThreadPoolExecutor, clients: range) -> list[Future[str]]:
     """Has the clients ask, one after the other."""
     asked = []
-    before = server.told()["door"]["open"]
+    before = server.told()["http"]["open"]
     for client in clients:
         asked.append(threads.submit(ask, server, client))
-        until(lambda: server.told()["door"]["open"] == before + len(asked))
+        until(lambda: server.told()["http"]["open"] == before + len(asked))
     return asked
 
 
@@ -76,7 +76,7 @@ def test_default_clients_lose_nothing_over_three_kills(server, expected):
                 until(lambda: server.status("/ready") == 200)
                 release()
                 assert [one.result() for one in asked] == expected
-    until(lambda: server.told()["door"] == {"open": 0, "waiting": 0})
+    until(lambda: server.told()["http"] == {"open": 0, "waiting": 0})
     assert metric(server, "engine_restarts_total") == restarts + KILLS
     assert metric(server, "request_success_total") == served_before + KILLS * CLIENTS  # each of them counts once
     assert metric(server, "admission_rejections_total") == 0

@@ -42,7 +42,7 @@ def load(server: Served) -> Iterator[tuple[Asked, Callable[[], None]]]:
             for stream in (False, True):
                 longest = {LONGEST.get(path, "max_tokens"): TOKENS}
                 asked.append((path, stream, threads.submit(server.http.post, path, json={**body, **longest, "stream": stream})))
-        until(lambda: server.state()["door"] == {"open": len(asked), "waiting": 0})
+        until(lambda: server.state()["http"] == {"open": len(asked), "waiting": 0})
         yield asked, release
 
 
@@ -84,7 +84,7 @@ def test_an_engine_that_is_killed_is_replaced_and_only_streams_that_have_begun_a
     assert server.engine() != engine
     assert server.status("/health") == 200
     assert server.answer() == golden
-    assert server.state()["door"] == {"open": 0, "waiting": 0}
+    assert server.state()["http"] == {"open": 0, "waiting": 0}
 
 
 def test_an_engine_that_is_stopped_is_unhealthy_and_goes_on_where_it_was(server):

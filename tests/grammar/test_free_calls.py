@@ -10,9 +10,7 @@ from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.source import calls_grammar, free_calls_grammar
 from chairlift.grammar.trial import Vocabulary
 from chairlift.sampling import StructuredOutput
-from chairlift.server.chat.tools.hermes import OPEN, Hermes
-from chairlift.server.chat.tools.llama import Llama
-from chairlift.server.chat.tools.mistral import MARK, Mistral
+from chairlift.server.chat.tools.formats import HERMES_OPEN, MISTRAL_MARK, Hermes, Llama, Mistral
 from chairlift.tokenizer import Tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
@@ -26,8 +24,8 @@ def takes(byte_model):
     [eos] = tokenizer.eos_token_ids
     grammars = Grammars(Vocabulary(byte_model / "tokenizer.json", 300, (eos,)))
 
-    def taken(form, text):
-        matcher = grammars.compile(form).result(60).matcher()
+    def taken(call_format, text):
+        matcher = grammars.compile(call_format).result(60).matcher()
         for token in [*tokenizer.encode(text), eos]:
             bitmask = torch.zeros(1, -(-300 // 32), dtype=torch.int32)
             matcher.mask(bitmask, 0)
@@ -57,14 +55,14 @@ GOOD, STOP, WRONG = (
         (f"{GOOD} bye", True, False),
         (WRONG, False, False),
         (f"Hello {GOOD}{WRONG}", False, False),
-        (f"{OPEN}\nhello", False, False),
+        (f"{HERMES_OPEN}\nhello", False, False),
         (GOOD.replace("weather", "unknown"), False, False),
     ],
 )
 def test_a_model_that_is_free_to_call_calls_as_it_should(takes, text, several, one):
-    form = Hermes.form("")
-    assert takes(free_calls_grammar(OPEN, form, TOOLS, {}, several=True), text) == several
-    assert takes(free_calls_grammar(OPEN, form, TOOLS, {}, several=False), text) == one
+    call_format = Hermes.call_format("")
+    assert takes(free_calls_grammar(HERMES_OPEN, call_format, TOOLS, {}, several=True), text) == several
+    assert takes(free_calls_grammar(HERMES_OPEN, call_format, TOOLS, {}, several=False), text) == one
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,7 @@ def test_a_model_that_is_free_to_call_calls_as_it_should(takes, text, several, o
     ],
 )
 def test_calls_without_a_mark(takes, text, good):
-    assert takes(free_calls_grammar("", Llama.form(""), TOOLS, {}, several=True), text) == good
+    assert takes(free_calls_grammar("", Llama.call_format(""), TOOLS, {}, several=True), text) == good
 
 
 def test_marks_that_are_control_tokens(takes):
@@ -87,9 +85,9 @@ def test_marks_that_are_control_tokens(takes):
         ("", 'So [CALL][{"name": "weather", "arguments": {"city":"Bern"}}, {"name": "stop", "arguments": {}}]'),
         ("[ARGS]", 'So [CALL]weather[ARGS]{"city":"Bern"}[CALL]stop[ARGS]{}'),
     ):
-        form = Mistral.form(template)
+        call_format = Mistral.call_format(template)
         # The tiny vocabulary's own mark stands for the model's.
-        renamed = type(form)(**{name: getattr(form, name).replace(MARK, "[CALL]") for name in form.__slots__})
+        renamed = type(call_format)(**{name: getattr(call_format, name).replace(MISTRAL_MARK, "[CALL]") for name in call_format.__slots__})
         free = free_calls_grammar("[CALL]", renamed, TOOLS, {"[CALL]": 268}, several=True)
         assert takes(free, good)
         assert takes(free, "no calls")
@@ -97,13 +95,13 @@ def test_marks_that_are_control_tokens(takes):
 
 
 def test_an_answer_that_is_calls_or_has_a_form(takes):
-    form = calls_grammar(Hermes.form(""), TOOLS, {}, several=True, instead=StructuredOutput("json", json.dumps(CITY)))
-    assert takes(form, '{"city":"Bern"}')
-    assert takes(form, f"{GOOD}\n{STOP}")
-    assert not takes(form, "{}")
-    assert not takes(form, "hello")
-    assert not takes(form, WRONG)
-    anything = calls_grammar(Hermes.form(""), TOOLS, {}, several=False, instead=StructuredOutput("json_object"))
+    call_format = calls_grammar(Hermes.call_format(""), TOOLS, {}, several=True, instead=StructuredOutput("json", json.dumps(CITY)))
+    assert takes(call_format, '{"city":"Bern"}')
+    assert takes(call_format, f"{GOOD}\n{STOP}")
+    assert not takes(call_format, "{}")
+    assert not takes(call_format, "hello")
+    assert not takes(call_format, WRONG)
+    anything = calls_grammar(Hermes.call_format(""), TOOLS, {}, several=False, instead=StructuredOutput("json_object"))
     assert takes(anything, '{"a":[1]}')
     assert takes(anything, GOOD)
 
@@ -111,5 +109,5 @@ def test_an_answer_that_is_calls_or_has_a_form(takes):
 @pytest.mark.parametrize(("syntax", "kind"), [(Hermes, "regex"), (Llama, "json")])
 def test_forms_that_an_answer_cannot_have_beside_calls(syntax, kind):
     with pytest.raises(InvalidRequest, match="leave out either") as refusal:
-        calls_grammar(syntax.form(""), TOOLS, {}, several=False, instead=StructuredOutput(kind, "a", "structured_outputs"))
+        calls_grammar(syntax.call_format(""), TOOLS, {}, several=False, instead=StructuredOutput(kind, "a", "structured_outputs"))
     assert refusal.value.param == "structured_outputs"

@@ -18,7 +18,7 @@ from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.server.app import build
-from chairlift.server.http.protocol import Http
+from chairlift.server.http.protocol import HttpProtocol
 from chairlift.server.keys import read_keys
 from chairlift.server.observability.metrics import Metrics
 from chairlift.server.service import Service
@@ -79,7 +79,7 @@ class FakeEngine:
         self.scheduled: list[Scheduling] = []
         self.named: list[str] = []
         self.spent: list[dict[str, float]] = []
-        self.ledgers: dict[str, list[Timeline]] = {}
+        self.timelines: dict[str, list[Timeline]] = {}
         self.released = False
         self.counters: dict[str, object] = {}
         self.others: list[Timeline] = []
@@ -105,10 +105,10 @@ class FakeEngine:
         return self.counters
 
     async def explain(self, request_id: str) -> list[Timeline]:
-        return self.ledgers.get(request_id, [])
+        return self.timelines.get(request_id, [])
 
     async def explain_sequences(self, tags: list[int]) -> list[Timeline]:
-        return [ledger for ledger in self.others if ledger.tag in tags]
+        return [timeline for timeline in self.others if timeline.tag in tags]
 
     async def look(self) -> dict[str, Any]:
         self.looks += 1
@@ -190,7 +190,7 @@ class FakeEngine:
                     break
         finally:
             tenant, priority = scheduling.tenant, scheduling.priority
-            self.ledgers[request_id] = [ledger(tenant=tenant, priority=priority) for _ in range(params.num_sequences)]
+            self.timelines[request_id] = [timeline(tenant=tenant, priority=priority) for _ in range(params.num_sequences)]
             if done:
                 self.finished += 1
             else:
@@ -203,7 +203,7 @@ def scored(token: int, likeliest: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.75, 3, top[:likeliest])
 
 
-def ledger(**changes: object) -> Timeline:
+def timeline(**changes: object) -> Timeline:
     """A ledger of a request that waited a while, ran and ended."""
     return replace(
         Timeline(
@@ -256,7 +256,7 @@ def serving(engine: FakeEngine, api_key: str | None = None, **settings: Any) -> 
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
             port=0,
-            http=Http,
+            http=HttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -79,7 +79,7 @@ def _engine(loads: str):
 
 
 async def main(port: int, shutdown_timeout: float, loads: str) -> int:
-    supervisor.pause_after = lambda failures: failures / 100
+    supervisor.restart_delay = lambda failures: failures / 100
     engine = _engine(loads)
     if isinstance(engine, FakeEngine):
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, engine, "released", True)

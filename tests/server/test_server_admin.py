@@ -3,7 +3,7 @@ import asyncio
 import httpx
 from fake_async_engine import MODEL, FakeEngine
 
-from chairlift.server.admin import Admin, serving
+from chairlift.server.admin import AdminApp, serve_admin
 from chairlift.server.http.sockets import open_path
 from chairlift.server.observability.metrics import Metrics
 from chairlift.server.service import Service
@@ -20,14 +20,14 @@ def test_the_operator_needs_no_key(tmp_path):
         transport = httpx.AsyncHTTPTransport(uds=str(path))
         with open_path(str(path), 0o600) as listener:
             async with (
-                serving(listener, Admin(service, lambda: drained.append(True))),
+                serve_admin(listener, AdminApp(service, lambda: drained.append(True))),
                 httpx.AsyncClient(transport=transport, base_url="http://admin") as client,
             ):
                 assert (await client.get("/health")).json() == {"status": "healthy"}
                 assert b"chairlift_num_requests_running" in (await client.get("/metrics")).content
                 assert (await client.get("/state")).json() == {
                     "running": 3,
-                    "door": {"open": 0, "waiting": 0},
+                    "http": {"open": 0, "waiting": 0},
                     "state": "ready",
                     "restarts": 0,
                 }

@@ -25,7 +25,7 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def _headers_at_once(monkeypatch):
-    monkeypatch.setattr("chairlift.server.streaming.PATIENCE", 0.05)
+    monkeypatch.setattr("chairlift.server.streaming.FIRST_EVENT_TIMEOUT", 0.05)
 
 
 def lifecycle():
@@ -147,20 +147,20 @@ def test_a_tenant_has_limits_of_its_own():
     admission = Admission(3, dict, lifecycle())
     alice, bob = Tenant("alice", max_queued=1, max_requests=2), Tenant("bob")
     first, second, third = (admission.ticket(alice) for _ in range(3))
-    first.take()
-    assert refusal(second) == (429, "alice has as many requests waiting as may, 1: try again later")
+    first.admit()
+    assert refusal(second) == (429, "tenant alice has 1 requests waiting, its limit: try again later")
     first.started()
-    second.take()
+    second.admit()
     second.started()
-    assert refusal(third) == (429, "alice has as many requests in flight as it may, 2: wait for one to end")
+    assert refusal(third) == (429, "tenant alice has 2 requests in flight, its limit: wait for one to end")
     others = [admission.ticket(bob) for _ in range(3)]
     for one in others:
-        one.take()
+        one.admit()
     assert refusal(admission.ticket(bob)) == (503, "3 requests are waiting, and 3 may (--max-num-queued-reqs)")
     first.release()
     assert refusal(third)[0] == 503  # now the server is full
     others[0].release()
-    third.take()
+    third.admit()
     for one in (second, third, *others):
         one.release()
         one.release()
@@ -169,7 +169,7 @@ def test_a_tenant_has_limits_of_its_own():
 
 def refusal(place):
     with pytest.raises(ApiError) as caught:
-        place.take()
+        place.admit()
     assert int(caught.value.headers["retry-after"]) >= 1
     kinds = {429: ("rate_limit_error", "rate_limit_exceeded"), 503: ("server_error", "queue_full")}
     error = caught.value.envelope["error"]
@@ -190,9 +190,9 @@ def refusal(place):
 def test_when_to_come_back_is_what_the_engine_predicts(stats, seconds):
     admission = Admission(4, lambda: stats, lifecycle())
     for _ in range(4):
-        admission.ticket(Tenant()).take()
+        admission.ticket(Tenant()).admit()
     with pytest.raises(ApiError) as caught:
-        admission.ticket(Tenant()).take()
+        admission.ticket(Tenant()).admit()
     assert caught.value.headers["retry-after"] == str(seconds)
 
 
@@ -203,12 +203,12 @@ def test_when_a_tenant_may_come_back_is_how_long_its_requests_take(monkeypatch):
     admission = Admission(None, dict, ready)
     alice = Tenant("alice", max_requests=2)
     first, second, third, fourth = (admission.ticket(alice) for _ in range(4))
-    first.take()
+    first.admit()
     first.release()
-    second.take()
-    third.take()
+    second.admit()
+    third.admit()
     with pytest.raises(ApiError) as caught:
-        fourth.take()
+        fourth.admit()
     assert caught.value.headers["retry-after"] == "6"
 
 

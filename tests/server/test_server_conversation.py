@@ -35,7 +35,7 @@ def call(**function):
 def checked(body):
     """Reads a request as the server does."""
     wanted, _ = ChatRequest.read(body)
-    return wanted.params({}), wanted.offer(), wanted.conversation(), wanted.variables()
+    return wanted.params({}), wanted.tool_spec(), wanted.conversation(), wanted.variables()
 
 
 WRONG = [

@@ -31,7 +31,7 @@ def busy() -> FakeEngine:
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(poller, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(poller, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(poller, "SAMPLE_SECONDS", 0.02)
 
 
@@ -80,7 +80,7 @@ def test_rates_are_those_of_the_counters_and_never_below_zero(quick):
 
 
 def test_the_engine_is_looked_at_only_while_somebody_watches(quick, monkeypatch):
-    monkeypatch.setattr(poller, "PATIENCE", 0.05)
+    monkeypatch.setattr(poller, "IDLE_SECONDS", 0.05)
     engine = busy()
     with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
         http.get("/live")
@@ -193,13 +193,13 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
         assert page.evaluate(COLOURS, "kv") >= 5
         box = page.locator("#batch").bounding_box()
         page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 30)
-        wait_until(lambda: page.evaluate("document.getElementById('tip').textContent.includes('row 1: decodes')"))
+        wait_until(lambda: page.evaluate("document.getElementById('tip').textContent.includes('slot 1: decode')"))
         page.locator("#kv").scroll_into_view_if_needed()
         box = page.locator("#kv").bounding_box()
         page.mouse.move(box["x"] + 3.5 * page.evaluate("blocks.size"), box["y"] + 3)
-        wait_until(lambda: page.evaluate("document.getElementById('tip').textContent.startsWith('block 4: held by row 1\\ncmpl-abc')"))
+        wait_until(lambda: page.evaluate("document.getElementById('tip').textContent.startsWith('block 4: held by slot 1\\ncmpl-abc')"))
         engine.counters = {**engine.counters, "waiting": 0, "waiting_by_state": {}}
-        page.get_by_text("nobody waits").wait_for()
+        page.get_by_text("no request is waiting").wait_for()
         assert all(url.startswith((base, "data:")) for url in asked)
         assert complaints == []
         context.close()
@@ -219,5 +219,5 @@ def test_the_page_says_when_the_server_is_gone_and_when_it_is_back(browser, quic
         page.get_by_text("the engine has been stuck for 12.0 s at stage run").wait_for()
         engine.stuck, engine.ready = None, False
         service.lifecycle.engine_ended()
-        page.get_by_text("the engine is being started again").wait_for()
+        page.get_by_text("the engine is restarting").wait_for()
         page.close()

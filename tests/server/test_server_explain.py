@@ -4,11 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, ledger, serving, wait_until
+from fake_async_engine import FakeEngine, serving, timeline, wait_until
 
-from chairlift.server import service
-from chairlift.server.observability.explanation import paragraph, sentence
-from chairlift.server.refusals import REMEMBERED, Refusal, Refusals
+from chairlift.server import registry
+from chairlift.server.observability.explanation import summary_line, summary_text
+from chairlift.server.registry import MAX_REFUSALS, Refusal, RequestRegistry
 
 
 def ask(http, **changes):
@@ -22,7 +22,7 @@ def test_a_request_is_explained_by_either_of_its_names(http):
     body = http.get(f"/v1/requests/{answer_id}/explain").json()
     assert body.keys() == {"id", "object", "summary", "sequences"}
     assert body["summary"] == (
-        "Waited 1.50 s: 1.50 s for KV blocks. Computed for 500 ms: 250 ms its prompt (5 tokens), 250 ms its output (3 tokens). "
+        "Waited 1.50 s: 1.50 s for KV blocks. Computed for 500 ms: 250 ms prompt (5 tokens), 250 ms output (3 tokens). "
         "Ended after 2.00 s (length)."
     )
     assert (body["id"], body["object"]) == (answer_id, "request.explanation")
@@ -60,14 +60,9 @@ def test_requests_that_are_not_known(http, name):
 
 
 def test_the_oldest_are_forgotten(http, server, monkeypatch):
-    monkeypatch.setattr(service, "REMEMBERED", 2)
+    monkeypatch.setattr(registry, "MAX_REQUESTS", 2)
     ids = [ask(http)[0] for _ in range(3)]
     assert [http.get(f"/v1/requests/{one}/explain").status_code for one in ids] == [404, 200, 200]
-    assert len(server[1]._prompts) == 2
-    assert len(server[1]._named) == 3
-    for _ in range(2):
-        ask(http, headers={"x-tenant-id": "alice"})
-    assert len(server[1]._named) == 4
 
 
 def test_tenants_see_their_own_requests_only():
@@ -97,7 +92,7 @@ SENTENCES = [
             "preempted_by": (17,),
             "preempted_for": {"kv_blocks": 1},
         },
-        "2.31 s: 1.80 s waiting for KV blocks, 0.21 s prefill (0.05 s shared), 0.30 s decode; preempted once for want of KV blocks "
+        "2.31 s: 1.80 s waiting for KV blocks, 0.21 s prefill (0.05 s shared), 0.30 s decode; preempted once for KV blocks "
         "(swapped), for request 17",
     ),
     (
@@ -106,24 +101,27 @@ SENTENCES = [
     ),
     (
         {"states": {"preempted": 1.0, "recompute": 0.5}, "preemptions": 3, "swaps": 1},
-        "1.50 s: 1.00 s preempted, 0.50 s computing again what was lost; preempted 3 times (1 of them swapped)",
+        "1.50 s: 1.00 s preempted, 0.50 s recompute; preempted 3 times (1 of them swapped)",
     ),
     (
         {"states": {"wait_slots": 0.5, "wait_step": 0.05}, "finish": None},
-        "0.55 s so far: 0.50 s waiting for a place in the batch, 0.05 s waiting for the step under way",
+        "0.55 s so far: 0.05 s waiting for the current step, 0.50 s waiting for a batch slot",
     ),
-    ({"states": {"wait_policy": 2.0}, "finish": "deadline"}, "2.00 s: 2.00 s waiting for requests that go first; it missed its deadline"),
-    ({"states": {}, "finish": "abort"}, "0 ms; its client left"),
+    (
+        {"states": {"wait_policy": 2.0}, "finish": "deadline"},
+        "2.00 s: 2.00 s waiting for requests that the policy puts first; it missed its deadline",
+    ),
+    ({"states": {}, "finish": "abort"}, "0 ms; its client disconnected"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "told"), SENTENCES, ids=range(len(SENTENCES)))
 def test_a_ledger_in_one_sentence(changes, told):
-    assert sentence(ledger(**changes)) == told
+    assert summary_line(timeline(**changes)) == told
 
 
 def test_preemptors_are_named_by_their_tenants_in_the_sentence_too():
-    told = sentence(ledger(preemptions=2, preempted_by=(3, 4)), {3: "beta", 4: ""})
+    told = summary_line(timeline(preemptions=2, preempted_by=(3, 4)), {3: "beta", 4: ""})
     assert told.endswith("; preempted twice (recomputed), for requests 3 of tenant beta and 4")
 
 
@@ -147,18 +145,18 @@ PARAGRAPHS = [
                 "cached_tokens": 2,
             }
         ],
-        "Waited 412 ms: 300 ms for KV blocks, 112 ms behind tenant x; preempted once by tenant y for a tenant that was served less "
-        "(swapped). "
-        "Computed for 350 ms: 300 ms its output (3 tokens), 50 ms its prompt (5 tokens, 2 of them cached). Ended after 762 ms (length).",
+        "Waited 412 ms: 300 ms for KV blocks, 112 ms behind tenant x; preempted once by tenant y "
+        "for a tenant that has used less of its share (swapped). "
+        "Computed for 350 ms: 300 ms output (3 tokens), 50 ms prompt (5 tokens, 2 of them cached). Ended after 762 ms (length).",
     ),
     (
         [{"states": {"wait_policy": 0.02, "wait_fairness": 0.03}, "finish": None, "preemptions": 2, "preempted_by": (9, 9)}],
         "Waited 50 ms: 50 ms behind other requests; preempted twice by request 9 (recomputed). "
-        "Nothing was computed. Came 50 ms ago, and goes on.",
+        "Nothing was computed. Arrived 50 ms ago and is still running.",
     ),
     (
         [{"states": {"decode": 1.0}}, {"states": {"decode": 12.25, "recompute": 0.004}, "recomputed_tokens": 8, "finish": "abort"}],
-        "The longest of 2 sequences: did not wait. Computed for 12.3 s: 12.2 s its output (3 tokens), 4.0 ms what was lost (8 tokens). "
+        "The longest of 2 sequences: did not wait. Computed for 12.3 s: 12.2 s output (3 tokens), 4.0 ms recompute (8 tokens). "
         "Ended after 12.3 s (abort).",
     ),
 ]
@@ -166,16 +164,16 @@ PARAGRAPHS = [
 
 @pytest.mark.parametrize(("sequences", "told"), PARAGRAPHS, ids=range(len(PARAGRAPHS)))
 def test_a_request_in_one_paragraph(sequences, told):
-    assert paragraph([ledger(**changes) for changes in sequences], {17: "y"}) == told
+    assert summary_text([timeline(**changes) for changes in sequences], {17: "y"}) == told
 
 
 def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_was():
     engine = FakeEngine()
-    engine.others = [ledger(tag=17, tenant="bob"), ledger(tag=18, tenant="alice"), ledger(tag=19, tenant="unasked")]
+    engine.others = [timeline(tag=17, tenant="bob"), timeline(tag=18, tenant="alice"), timeline(tag=19, tenant="unasked")]
     with serving(engine, "alice=sk-1,sk-3") as (base, _), httpx.Client(base_url=base) as client:
         answer_id, _ = ask(client, headers={"authorization": "Bearer sk-1"})
         crowded = {"states": {"wait_fairness": 1.0}, "queued_behind": {"bob": 2.0, "carol": 1.5, "alice": 1.0}, "tenant": "alice"}
-        engine.ledgers[answer_id] = [ledger(**crowded, preemptions=2, preempted_by=(17, 18))]
+        engine.timelines[answer_id] = [timeline(**crowded, preemptions=2, preempted_by=(17, 18))]
         operator, alice = (
             client.get(f"/v1/requests/{answer_id}/explain", headers={"authorization": f"Bearer {key}"}) for key in ("sk-3", "sk-1")
         )
@@ -214,7 +212,7 @@ def test_a_request_that_is_being_tokenized_is_found_by_those_who_may_ask():
                 assert (status, told["id"], told["sequences"]) == (200, "mine", [])
                 assert told["preparing"]["state"] == "tokenize"
                 assert told["preparing"]["states"].keys() == {"receive", "tokenize"}
-                assert "It is being tokenized. Came" in told["summary"]
+                assert "It is being tokenized. Arrived" in told["summary"]
             assert explained(client, bob)[0] == 404
         finally:
             finish.set()
@@ -222,7 +220,7 @@ def test_a_request_that_is_being_tokenized_is_found_by_those_who_may_ask():
         assert explained(client, alice)[1]["id"] == answer_id
         wrong = client.post("/v1/completions", content=b"{", headers=alice | {"x-request-id": "wrong", "content-type": "application/json"})
         assert wrong.status_code == 400
-        wait_until(lambda: not service.preparing._contexts)
+        wait_until(lambda: service.registry.preparing("", "wrong") is None)
 
 
 def test_a_refused_request_is_told_so_and_why(engine):
@@ -242,8 +240,8 @@ def test_a_refused_request_is_told_so_and_why(engine):
 
 
 def test_refusals_are_forgotten_in_time_and_a_tenants_are_its_own():
-    kept = Refusals()
-    for number in range(REMEMBERED + 1):
-        kept.add("alice", str(number), Refusal(503, {"message": "full"}))
-    assert kept.find("alice", "0") is kept.find("", "0") is kept.find("bob", "1") is None
-    assert kept.find("alice", "1") is kept.find("", "1") is not None
+    kept = RequestRegistry()
+    for number in range(MAX_REFUSALS + 1):
+        kept.add_refusal("alice", str(number), Refusal(503, {"message": "full"}))
+    assert kept.refusal("alice", "0") is kept.refusal("", "0") is kept.refusal("bob", "1") is None
+    assert kept.refusal("alice", "1") is kept.refusal("", "1") is not None

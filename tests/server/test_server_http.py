@@ -128,9 +128,9 @@ def test_who_reads_slowly_but_reads_is_not_cut():
         def call_later(self, _, call, size):
             self.later = lambda: call(size)
 
-    connection = object.__new__(protocol.Http)
+    connection = object.__new__(protocol.HttpProtocol)
     connection.transport, connection.loop = transport, loop = Transport(), Loop()
-    connection._watch(100)
+    connection._start_stall_timer(100)
     transport.size = 60
     loop.later()
     assert not transport.aborted

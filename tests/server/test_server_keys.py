@@ -66,7 +66,7 @@ FILES = {
     "a key with a line": (f'[alice]\nkey = "{SECRET}\\nx"', r"\[alice\]: a key must not .*control characters"),
     "a key twice": (f'[alice]\nkey = "{SECRET}"\n[bob]\nkey = "{SECRET}"', r"\[bob\]: the same key is there twice"),
     "a typing error": (f'[alice]\nkey = "{SECRET}"\nmax_queue = 3', r"\[alice\] has max_queue; it may have key, keys, weight"),
-    "a key as a setting": (f'[alice]\n{SECRET} = "key"', r"\[alice\] has something else; it may have"),
+    "a key as a setting": (f'[alice]\n{SECRET} = "key"', r"\[alice\] has an unknown setting; it may have"),
     "no weight": (f'[alice]\nkey = "{SECRET}"\nweight = 0', r"\[alice\]: weight must be a whole number from 1 to 10000"),
     "half a request": (f'[alice]\nkey = "{SECRET}"\nmax_requests = 1.5', r"\[alice\]: max_requests must be a whole number"),
     "true": (f'[alice]\nkey = "{SECRET}"\nmax_queued = true', r"\[alice\]: max_queued must be a whole number"),

@@ -9,7 +9,7 @@ from fake_async_engine import wait_until
 from fake_server import metric, own_process, running, status
 
 from chairlift.server.http.sockets import PortTaken, open_port
-from chairlift.server.supervisor import LONGEST_PAUSE, pause_after
+from chairlift.server.supervisor import MAX_RESTART_DELAY, restart_delay
 
 
 @contextlib.contextmanager
@@ -87,13 +87,13 @@ def test_a_dead_engine_is_started_again(loads):
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         log = process.stderr.read()
-    assert log.count("the engine has ended: starting it again") == (2 if loads == "well" else 3)
-    assert log.count("starting it again now") == 1
+    assert log.count("the engine died: restarting it") == (2 if loads == "well" else 3)
+    assert log.count("restarting it now") == 1
     assert ("could not be started: ModelNotFound: there is no such model" in log) == (loads == "limping")
 
 
 def test_each_pause_before_another_start_is_longer():
-    assert [pause_after(failures) for failures in range(8)] == [0, 1, 2, 4, 8, 16, 32, LONGEST_PAUSE]
+    assert [restart_delay(failures) for failures in range(8)] == [0, 1, 2, 4, 8, 16, 32, MAX_RESTART_DELAY]
 
 
 def test_sigterm_under_load_loses_no_request():

@@ -4,7 +4,7 @@ import pytest
 from fake_async_engine import FakeTokenizer
 
 from chairlift.outputs import TokenLogprobs
-from chairlift.server.schema.logprobs import Columns, of_prompt, places
+from chairlift.server.schema.logprobs import CompletionLogprobs, prompt_logprobs_json, text_offsets
 
 
 class Vocabulary(FakeTokenizer):
@@ -29,15 +29,15 @@ class Vocabulary(FakeTokenizer):
     ],
 )
 def test_where_tokens_begin_in_their_text(tokens, text, offsets):
-    assert places(Vocabulary(), tokens, text) == offsets
+    assert text_offsets(Vocabulary(), tokens, text) == offsets
 
 
 def test_what_json_cannot_say_is_very_unlikely():
     never = TokenLogprobs(97, -math.inf, 256, ((98, -0.5), (99, -math.inf)))
-    columns = Columns(FakeTokenizer(), 2, False).json([97], [never], [0])
+    columns = CompletionLogprobs(FakeTokenizer(), 2, False).json([97], [never], [0])
     assert columns["token_logprobs"] == [-9999.0]
     assert columns["top_logprobs"] == [{"b": -0.5, "c": -9999.0, "a": -9999.0}]
-    told = of_prompt(FakeTokenizer(), [None, never], 1)
+    told = prompt_logprobs_json(FakeTokenizer(), [None, never], 1)
     assert told == [
         None,
         {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}, "97": {"logprob": -9999.0, "rank": 256, "decoded_token": "a"}},

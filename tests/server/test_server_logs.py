@@ -7,7 +7,7 @@ from fake_async_engine import FakeEngine, serving
 
 from chairlift.cli import main
 from chairlift.server.observability.logs import JsonFormatter, redact_query
-from chairlift.server.observability.request_context import LOGGED, RequestContext
+from chairlift.server.observability.request_context import CURRENT_REQUEST, RequestContext
 
 
 @pytest.fixture
@@ -81,9 +81,9 @@ def test_a_line_is_one_line_of_plain_facts():
     assert (line["level"], line["logger"], line["message"]) == ("warning", "chairlift", "two\nlines of ä")
     assert line["time"].endswith("+00:00")
     assert line.keys() == {"time", "level", "logger", "message"}
-    token = LOGGED.set(RequestContext("mine"))
+    token = CURRENT_REQUEST.set(RequestContext("mine"))
     assert json.loads(JsonFormatter().format(record))["request_id"] == "mine"
-    LOGGED.reset(token)
+    CURRENT_REQUEST.reset(token)
 
 
 def test_the_flag_makes_the_whole_log_json(monkeypatch, capsys):

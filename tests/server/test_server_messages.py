@@ -7,7 +7,7 @@ from fake_async_engine import MODEL, answer
 from pydantic import TypeAdapter
 
 from chairlift.server.chat.completion import ChatCompletion, Delta
-from chairlift.server.chat.tools.call import CallDelta
+from chairlift.server.chat.tools.parser import ToolCallDelta
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
 HOT = {"name": "hot", "description": "is it", "input_schema": {"type": "object"}}
@@ -84,8 +84,8 @@ def test_the_anthropic_client_creates_streams_and_counts(claude):
 def test_calls_are_blocks_of_their_own(claude, says):
     says(
         Delta(0, "let me see"),
-        Delta(0, calls=[CallDelta(0, '{"in": ', id="call_1", name="hot")]),
-        Delta(0, calls=[CallDelta(0, '"Rome"}'), CallDelta(1, id="call_2", name="hot")]),
+        Delta(0, calls=[ToolCallDelta(0, '{"in": ', id="call_1", name="hot")]),
+        Delta(0, calls=[ToolCallDelta(0, '"Rome"}'), ToolCallDelta(1, id="call_2", name="hot")]),
         Delta(0, finish_reason="tool_calls"),
     )
     whole = claude.messages.create(**ONE, tools=[HOT])
@@ -102,19 +102,19 @@ def test_calls_are_blocks_of_their_own(claude, says):
 
 
 def test_a_call_that_is_cut_off_has_what_there_is_of_it(claude, says):
-    says(Delta(0, calls=[CallDelta(0, '{"in": "Rome", "at": "no', id="call_1", name="hot")]), Delta(0, finish_reason="length"))
+    says(Delta(0, calls=[ToolCallDelta(0, '{"in": "Rome", "at": "no', id="call_1", name="hot")]), Delta(0, finish_reason="length"))
     assert claude.messages.create(**ONE, tools=[HOT]).content[0].input == {"in": "Rome", "at": "no"}
-    says(Delta(0, calls=[CallDelta(0, "in Rome", id="call_1", name="hot")]), Delta(0, finish_reason="length"))
+    says(Delta(0, calls=[ToolCallDelta(0, "in Rome", id="call_1", name="hot")]), Delta(0, finish_reason="length"))
     assert claude.messages.create(**ONE, tools=[HOT]).content[0].input == {}
 
 
 def test_numbers_that_json_cannot_say_are_null(claude, says):
-    says(Delta(0, calls=[CallDelta(0, '{"in": 1e999, "at": NaN}', id="call_1", name="hot")]), Delta(0, finish_reason="tool_calls"))
+    says(Delta(0, calls=[ToolCallDelta(0, '{"in": 1e999, "at": NaN}', id="call_1", name="hot")]), Delta(0, finish_reason="tool_calls"))
     assert claude.messages.create(**ONE, tools=[HOT]).content[0].input == {"in": None, "at": None}
 
 
 def test_a_call_that_the_client_named_is_a_call(claude, says):
-    says(Delta(0, calls=[CallDelta(0, "{}", id="call_1", name="hot")]), Delta(0, finish_reason="stop"))  # as OpenAI ends it
+    says(Delta(0, calls=[ToolCallDelta(0, "{}", id="call_1", name="hot")]), Delta(0, finish_reason="stop"))  # as OpenAI ends it
     assert claude.messages.create(**ONE, tools=[HOT]).stop_reason == "tool_use"
 
 

@@ -9,8 +9,8 @@ from fake_async_engine import serving
 from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.server.observability import engine_metrics, status_line
-from chairlift.server.observability.engine_metrics import MOST_TENANTS, REJECTIONS
-from chairlift.server.observability.latencies import MOST_TENANTS as MOST_TIMED
+from chairlift.server.observability.engine_metrics import MAX_TENANTS, REJECTIONS
+from chairlift.server.observability.latencies import MAX_TENANTS as MOST_TIMED
 from chairlift.server.observability.metrics import Metrics
 
 LABELS = {"model_name": "org/fake-model", "engine": "0"}
@@ -85,7 +85,7 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
     }
     engine.counters |= {"waiting_by_state": {"wait_blocks": 4, "wait_policy": 1, "preempted": 2}}
     seen = scrape(http)
-    expected = {"num_requests_swapped": 2, "row_usage_perc": 0.75, "kv_cache_fragmentation_perc": 0.25, "swap_usage_perc": 0.6}
+    expected = {"num_requests_swapped": 2, "batch_slots_usage_perc": 0.75, "kv_cache_fragmentation_perc": 0.25, "swap_usage_perc": 0.6}
     expected |= {"computed_tokens_total": 90, "recomputed_tokens_total": 5, "swapped_blocks_total": 7}
     expected |= {"predicted_wait_seconds": 2.5, "predicted_step_seconds": 0.0015}
     assert {name: seen[name] for name in expected} == pytest.approx(expected)
@@ -94,14 +94,14 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
     assert by(http, "admission_rejections_total", "reason") == {**dict.fromkeys(REJECTIONS, 0), "queue_full": 6}
     waiting = {
         "blocks": 4,
-        "order": 1,
+        "policy": 1,
         "preempted": 2,
         "slots": 0,
-        "tokens": 0,
-        "share": 0,
+        "budget": 0,
+        "fairness": 0,
         "batch": 0,
         "step": 0,
-        "sibling": 0,
+        "fork": 0,
         "swapped": 0,
     }
     assert by(http, "num_requests_waiting_by_reason", "reason") == waiting
@@ -127,11 +127,11 @@ def test_few_tenants_have_labels_and_no_counter_goes_down():
 
     def told(**computed):
         stats["tenants"] = {name: use(tokens) for name, tokens in computed.items()}
-        return by(metrics.text().decode(), "computed_tokens_by_tenant_total", "tenant")
+        return by(metrics.render().decode(), "computed_tokens_by_tenant_total", "tenant")
 
-    large = {f"t{i}": 1000 + i for i in range(MOST_TENANTS - 1)}
+    large = {f"t{i}": 1000 + i for i in range(MAX_TENANTS - 1)}
     first = told(**large, a=20, b=10, c=5)
-    assert len(first) == MOST_TENANTS + 1
+    assert len(first) == MAX_TENANTS + 1
     assert (first["a"], first["other"]) == (20, 15)
     # b overtakes a: what it used before stays among the others', and what a uses now goes there.
     second = told(**large, a=21, b=50, c=6)
@@ -147,8 +147,8 @@ def test_few_tenants_have_labels_and_no_counter_goes_down():
 
 
 def test_names_that_were_made_up_are_forgotten(monkeypatch):
-    monkeypatch.setattr(engine_metrics, "MOST_LABELS", 5)
-    shares = engine_metrics._Shares("tenant", "tenant", engine_metrics._tenants)
+    monkeypatch.setattr(engine_metrics, "MAX_LABELS", 5)
+    shares = engine_metrics._UsageByLabel("tenant", "tenant", engine_metrics._tenants)
     for number in range(10):
         families = list(shares.families({}, {"a": use(number), f"t{number}": use(1)}))
         [told] = [family.samples for family in families if family.name == "chairlift_computed_tokens_by_tenant"]
@@ -180,7 +180,7 @@ def test_latencies_have_labels_for_so_many_tenants_and_no_more():
     for number in range(MOST_TIMED + 5):
         metrics.latencies(f"tenant{number}", 0).first_token.observe(0.02)
     metrics.latencies("tenant0", 0).first_token.observe(1000)
-    samples = [sample for family in text_string_to_metric_families(metrics.text().decode()) for sample in family.samples]
+    samples = [sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples]
     counts = {one.labels["tenant"]: one.value for one in samples if one.name == "chairlift_time_to_first_token_by_tenant_seconds_count"}
     assert len(counts) == MOST_TIMED + 2
     assert (counts["tenant0"], counts["tenant1"], counts["other"], counts["none"]) == (2, 1, 5, 0)
@@ -240,7 +240,7 @@ def test_counters_go_on_where_an_engine_is_started_again():
     metrics = Metrics("m", lambda: stats)
 
     def total():
-        text = metrics.text().decode()
+        text = metrics.render().decode()
         return by(text, "generation_tokens_total", "engine")["0"], by(text, "admission_rejections_total", "reason")["queue_full"]
 
     assert total() == (100, 2)
@@ -267,11 +267,11 @@ def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
         service.lifecycle.drain()
         assert ask() == 503
         assert http.get("/ready", headers={"authorization": "Bearer sk-1"}).status_code == 503
-        seen = by(service.metrics.text().decode(), "admission_rejections_total", "reason")
+        seen = by(service.metrics.render().decode(), "admission_rejections_total", "reason")
         # The full queue was the engine's: it counts that itself, as this one does not.
         assert seen == {"unauthorized": 2, "invalid": 1, "too_large": 1, "draining": 1, "not_ready": 1, "queue_full": 0, "tenant_limit": 0}
         with pytest.raises(KeyError):
-            service.metrics.rejected("a reason that somebody made up")
+            service.metrics.count_rejected("a reason that somebody made up")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
     ],
 )
 def test_saturation_is_the_engines(stats, full):
-    assert by(Metrics("m", lambda: stats).text().decode(), "saturation", "engine") == {"0": full}
+    assert by(Metrics("m", lambda: stats).render().decode(), "saturation", "engine") == {"0": full}
 
 
 def test_the_caches_size_is_told(http, engine):
@@ -296,8 +296,8 @@ def test_the_caches_size_is_told(http, engine):
 def test_vllms_names_have_the_same_values():
     metrics = Metrics("m", lambda: {"running": 3, "generated_tokens": 40}, lambda: {"block_size": 16}, alias=True)
     metrics.latencies("", 0).first_token.observe(0.3)
-    metrics.rejected("draining")
-    samples = [sample for family in text_string_to_metric_families(metrics.text().decode()) for sample in family.samples]
+    metrics.count_rejected("draining")
+    samples = [sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples]
     values = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in samples}
     theirs = {key: value for key, value in values.items() if key[0].startswith("vllm:")}
     for (name, *labels), value in theirs.items():
@@ -308,7 +308,7 @@ def test_vllms_names_have_the_same_values():
     assert theirs["vllm:generation_tokens_total", *common] == 40
     assert theirs["vllm:time_to_first_token_seconds_bucket", common[0], ("le", "0.5"), common[1]] == 1
     assert theirs["vllm:admission_rejections_total", common[1], ("reason", "draining")] == 1
-    assert b"vllm:" not in Metrics("m", dict).text()
+    assert b"vllm:" not in Metrics("m", dict).render()
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
@@ -323,28 +323,28 @@ def test_promtool_has_nothing_to_complain_of(http, engine):
 def test_the_status_line_tells_of_swapping_and_preemption_with_a_remedy():
     before = {"running": 1, "preemptions": 4}
     now = {"running": 1, "swapped": 2, "preemptions": 7, "preemptions_for_kv_blocks": 3, "total_blocks": 8, "free_blocks": 8}
-    assert status_line.line(before, now, 10) == (
+    assert status_line.format_line(before, now, 10) == (
         "running 1, waiting 0, swapped 2, KV cache 0.0%, prefix hits 0.0%, prompt 0.0 tokens/s, generation 0.0 tokens/s, "
-        "preemptions 3 (3 because the KV cache is too small: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
+        "preemptions 3 (3 for KV blocks: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
     )
     policy = {"running": 1, "preemptions": 7, "preemptions_for_priority": 2, "preemptions_for_fairness": 1}
-    told = status_line.line(before, policy, 10)
+    told = status_line.format_line(before, policy, 10)
     assert told is not None
-    assert told.endswith("preemptions 3 (2 for requests of higher priority, 1 for tenants that were served less)")
-    assert status_line.line({}, {"swapped": 1}, 10) is not None
+    assert told.endswith("preemptions 3 (2 for a higher priority, 1 for a tenant that has used less of its share)")
+    assert status_line.format_line({}, {"swapped": 1}, 10) is not None
 
 
 def test_the_status_line_tells_rates_and_is_silent_when_idle():
     quiet = {"prompt_tokens": 100, "generated_tokens": 50, "running": 0, "waiting": 0}
-    assert status_line.line(quiet, quiet, 10) is None
-    assert status_line.line({}, {}, 10) is None
+    assert status_line.format_line(quiet, quiet, 10) is None
+    assert status_line.format_line({}, {}, 10) is None
     busy = {"prompt_tokens": 300, "generated_tokens": 100, "running": 2, "waiting": 1, "total_blocks": 8, "free_blocks": 6}
-    assert status_line.line(quiet, busy | {"prefix_queries": 4, "prefix_hits": 1}, 10) == (
+    assert status_line.format_line(quiet, busy | {"prefix_queries": 4, "prefix_hits": 1}, 10) == (
         "running 2, waiting 1, KV cache 25.0%, prefix hits 25.0%, prompt 20.0 tokens/s, generation 5.0 tokens/s"
     )
-    assert status_line.line(busy, busy, 10) is not None  # something runs, though nothing moves
+    assert status_line.format_line(busy, busy, 10) is not None  # something runs, though nothing moves
     again = {"prompt_tokens": 20, "generated_tokens": 10, "running": 1}  # an engine that was started again
-    assert "prompt 2.0 tokens/s, generation 1.0 tokens/s" in status_line.line(busy, again, 10)
+    assert "prompt 2.0 tokens/s, generation 1.0 tokens/s" in status_line.format_line(busy, again, 10)
 
 
 @pytest.mark.parametrize("body", ["in one piece", "in two pieces"])

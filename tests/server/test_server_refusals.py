@@ -159,8 +159,8 @@ def test_a_message_says_what_is_allowed(http):
     assert "from 0 to 100" in told["temperature"]["message"]
     assert "suffix is not supported: leave it out or send ''" in told["suffix"]["message"]
     assert "'priority' or 'scale', got 'gold'" in told["service_tier"]["message"]
-    assert told["top_k"]["message"] == "top_k is not right: it should be a valid integer, got '3'"
-    assert told["messages"]["message"] == "messages is not right: it should have at least 1 item, not 0, got []"
+    assert told["top_k"]["message"] == "top_k is invalid: it should be a valid integer, got '3'"
+    assert told["messages"]["message"] == "messages is invalid: it should have at least 1 item, not 0, got []"
     assert told["model"]["code"] == "model_not_found"
     assert MODEL in told["model"]["message"]
 

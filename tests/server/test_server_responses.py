@@ -7,14 +7,14 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from chairlift.server.chat.completion import ChatCompletion, Delta
-from chairlift.server.chat.tools.call import CallDelta
+from chairlift.server.chat.tools.parser import ToolCallDelta
 
 RESPONSE, EVENT = TypeAdapter(Response), TypeAdapter(ResponseStreamEvent)
 HOT = {"type": "function", "name": "hot", "description": "is it", "parameters": {"type": "object"}, "strict": False}
 CALLS = [
     Delta(0, "let me see"),
-    Delta(0, calls=[CallDelta(0, '{"in": ', id="call_1", name="hot")]),
-    Delta(0, calls=[CallDelta(0, '"Rome"}'), CallDelta(1, "{}", id="call_2", name="hot")]),
+    Delta(0, calls=[ToolCallDelta(0, '{"in": ', id="call_1", name="hot")]),
+    Delta(0, calls=[ToolCallDelta(0, '"Rome"}'), ToolCallDelta(1, "{}", id="call_2", name="hot")]),
     Delta(0, finish_reason="tool_calls"),
 ]
 

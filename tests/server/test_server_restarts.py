@@ -14,7 +14,7 @@ from fake_server import metric, running, status
 from chairlift.server.admission import Admission
 from chairlift.server.errors import ApiError
 from chairlift.server.keys import Tenant
-from chairlift.server.lifecycle import FIRST_LOAD, Lifecycle, State
+from chairlift.server.lifecycle import FIRST_START_SECONDS, Lifecycle, ServerState
 
 COMPLETIONS = "/v1/completions"
 DYING = {"prompt": "once0", "max_tokens": 2}
@@ -44,29 +44,29 @@ def restarting(clock, took):
 
 def test_the_time_to_come_back_is_what_the_last_start_took(clock):
     lifecycle = restarting(clock, took=8.0)
-    assert lifecycle.ready_in == 8.0
+    assert lifecycle.seconds_until_ready == 8.0
     clock[0] += 6.5
-    assert lifecycle.ready_in == 1.5
+    assert lifecycle.seconds_until_ready == 1.5
     assert lifecycle.refusal().headers == {"retry-after": "2"}
     clock[0] += 5.5  # as overdue as that
-    assert lifecycle.ready_in == 4.0
+    assert lifecycle.seconds_until_ready == 4.0
     lifecycle.start_failed()
-    lifecycle.starting(after=2.0)
-    assert lifecycle.ready_in == 10.0
+    lifecycle.start_scheduled(delay=2.0)
+    assert lifecycle.seconds_until_ready == 10.0
     clock[0] += 12.0  # it took longer than the one before
     lifecycle.ready()
-    assert lifecycle.ready_in == 0.0
+    assert lifecycle.seconds_until_ready == 0.0
     lifecycle.engine_ended()
-    assert lifecycle.ready_in == 10.0
+    assert lifecycle.seconds_until_ready == 10.0
 
 
 def test_a_first_start_is_expected_to_take_a_usual_time_or_as_long_again(clock):
     lifecycle = Lifecycle()
-    assert lifecycle.ready_in == FIRST_LOAD
-    clock[0] += 0.3 * FIRST_LOAD
-    assert lifecycle.ready_in == pytest.approx(0.7 * FIRST_LOAD)
-    clock[0] += 1.7 * FIRST_LOAD
-    assert lifecycle.ready_in == pytest.approx(2 * FIRST_LOAD)
+    assert lifecycle.seconds_until_ready == FIRST_START_SECONDS
+    clock[0] += 0.3 * FIRST_START_SECONDS
+    assert lifecycle.seconds_until_ready == pytest.approx(0.7 * FIRST_START_SECONDS)
+    clock[0] += 1.7 * FIRST_START_SECONDS
+    assert lifecycle.seconds_until_ready == pytest.approx(2 * FIRST_START_SECONDS)
     assert lifecycle.refusal().headers == {"retry-after": "20"}
 
 
@@ -74,35 +74,35 @@ def test_a_queue_that_is_full_during_a_restart_waits_for_the_engine_too(clock):
     stats = {}
     lifecycle = restarting(clock, took=8.0)
     admission = Admission(1, lambda: stats, lifecycle)
-    admission.ticket(Tenant()).take()
+    admission.ticket(Tenant()).admit()
     with pytest.raises(ApiError) as refused:
-        admission.ticket(Tenant()).take()
+        admission.ticket(Tenant()).admit()
     assert (refused.value.status, refused.value.headers) == (503, {"retry-after": "8"})
 
 
 def test_an_end_counts_once_and_draining_is_final():
     lifecycle = Lifecycle()
     lifecycle.engine_ended()
-    assert (lifecycle.state, lifecycle.restarts) == (State.STARTING, 0)
+    assert (lifecycle.state, lifecycle.restarts) == (ServerState.STARTING, 0)
     lifecycle.ready()
     lifecycle.engine_ended()
     lifecycle.engine_ended()
     lifecycle.start_failed()
-    assert (lifecycle.state, lifecycle.restarts) == (State.FAILED, 1)
+    assert (lifecycle.state, lifecycle.restarts) == (ServerState.FAILED, 1)
     lifecycle.drain()
     lifecycle.ready()
-    assert lifecycle.state is State.DRAINING
+    assert lifecycle.state is ServerState.DRAINING
 
 
 def test_nobody_is_held_for_ever(monkeypatch):
-    monkeypatch.setattr("chairlift.server.lifecycle.SHORTEST_HOLD", 0.01)
+    monkeypatch.setattr("chairlift.server.lifecycle.MIN_HOLD_SECONDS", 0.01)
     lifecycle = Lifecycle()
     lifecycle.ready()
-    assert asyncio.run(lifecycle.hold()) is True
+    assert asyncio.run(lifecycle.wait_for_engine()) is True
     lifecycle.engine_ended()
     lifecycle.start_failed()
-    assert asyncio.run(lifecycle.hold()) is False
-    assert lifecycle.held == 0
+    assert asyncio.run(lifecycle.wait_for_engine()) is False
+    assert lifecycle.held_requests == 0
 
 
 def test_requests_that_come_during_a_restart_are_held_and_served():
@@ -179,7 +179,7 @@ def test_a_request_that_every_engine_ends_of_is_given_up():
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         log = process.stderr.read()
-    assert len(re.findall(r"request cmpl-\w+ was in work each time that the engine ended, 3 times in a row", log)) == 1
+    assert len(re.findall(r"request cmpl-\w+ was running each of the 3 times that the engine died", log)) == 1
 
 
 @pytest.mark.parametrize("deadline", ["deadline_ms", "ttft_deadline_ms"])
@@ -204,10 +204,10 @@ def test_a_client_that_leaves_is_not_held_any_longer():
 def test_a_server_that_ends_refuses_those_that_are_held():
     with running(1000, "waiting") as (process, client), ThreadPoolExecutor(1) as threads:
         wait_until(lambda: status(client, "/ready") == 200)
-        held = threads.submit(client.post, COMPLETIONS, json=DYING)
+        held_requests = threads.submit(client.post, COMPLETIONS, json=DYING)
         wait_until(lambda: status(client, "/ready") == 503)
         process.send_signal(signal.SIGTERM)
-        told = held.result()
+        told = held_requests.result()
         assert (told.status_code, told.json()["error"]["code"]) == (503, "shutting_down")
         assert process.wait(20) == 0
 
@@ -215,14 +215,14 @@ def test_a_server_that_ends_refuses_those_that_are_held():
 def test_after_a_failed_start_new_requests_are_refused_and_held_ones_wait():
     with running(loads="failing") as (process, client), ThreadPoolExecutor(1) as threads:
         wait_until(lambda: status(client, "/ready") == 200)
-        held = threads.submit(client.post, COMPLETIONS, json=DYING)
+        held_requests = threads.submit(client.post, COMPLETIONS, json=DYING)
         wait_until(lambda: client.get("/dashboard/data").json()["state"] == "failed")
         told = client.post(COMPLETIONS, json={"prompt": "new"})
         assert (told.status_code, told.json()["error"]["code"]) == (503, "engine_dead")
         assert int(told.headers["retry-after"]) >= 1
-        assert not held.done()
+        assert not held_requests.done()
         process.send_signal(signal.SIGUSR2)
-        assert held.result().status_code == 200
+        assert held_requests.result().status_code == 200
 
 
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGTERM, "shutting down: SIGTERM"), (signal.SIGINT, "shutting down: SIGINT")])

@@ -59,10 +59,16 @@ def test_deadlines_come_in_headers_too(http, engine):
     assert [(one.deadline_ms, one.ttft_deadline_ms) for one in engine.scheduled] == [(1500, 99.5), (1500, 7)]
 
 
-TIERS = [("auto", 0, "default"), ("default", 0, "default"), ("scale", 0, "default"), ("priority", -10, "priority"), ("flex", 10, "flex")]
+SERVICE_TIERS = [
+    ("auto", 0, "default"),
+    ("default", 0, "default"),
+    ("scale", 0, "default"),
+    ("priority", -10, "priority"),
+    ("flex", 10, "flex"),
+]
 
 
-@pytest.mark.parametrize(("tier", "priority", "served"), TIERS)
+@pytest.mark.parametrize(("tier", "priority", "served"), SERVICE_TIERS)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_service_tiers_are_priorities(http, engine, path, tier, priority, served):
     assert http.post(path, json=asked(path, service_tier=tier)).json()["service_tier"] == served
@@ -190,7 +196,7 @@ def test_a_stream_that_is_late_ends_with_the_error(http, path):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_headers_do_not_wait_for_ever(http, engine, monkeypatch, path):
-    monkeypatch.setattr(streaming, "PATIENCE", 0.0)
+    monkeypatch.setattr(streaming, "FIRST_EVENT_TIMEOUT", 0.0)
     with http.stream("POST", path, json=asked(path, "held late", stream=True, ttft_deadline_ms=5)) as response:
         assert response.status_code == 200
         engine.released = True

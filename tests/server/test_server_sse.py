@@ -11,8 +11,8 @@ from chairlift.server import streaming
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(streaming, "PATIENCE", 0.05)
-    monkeypatch.setattr(streaming, "QUIET", 0.1)
+    monkeypatch.setattr(streaming, "FIRST_EVENT_TIMEOUT", 0.05)
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.1)
     return FakeEngine()
 
 
@@ -102,7 +102,7 @@ def test_clients_pass_over_comments(engine, base):
 
 
 def test_an_engine_that_dies_while_a_stream_waits_ends_it_with_an_error(engine, base, server, monkeypatch):
-    monkeypatch.setattr("chairlift.server.lifecycle.SHORTEST_HOLD", 0.0)  # nobody starts another engine
+    monkeypatch.setattr("chairlift.server.lifecycle.MIN_HOLD_SECONDS", 0.0)  # nobody starts another engine
     body = {"prompt": "held die", "max_tokens": 3, "stream": True}
     with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=30) as response:
         lines = response.iter_lines()
@@ -118,4 +118,4 @@ def test_a_refilled_event_is_what_it_would_be_written_anew(text):
     def data(content):
         return {"id": "x", "choices": [{"index": 0, "delta": {"content": content}, "finish_reason": None}]}
 
-    assert streaming.Refill(data(streaming.Refill.HOLE)).event(text) == streaming.event(data(text))
+    assert streaming.EventTemplate(data(streaming.EventTemplate.PLACEHOLDER)).fill(text) == streaming.event(data(text))

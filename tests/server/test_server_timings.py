@@ -1,7 +1,7 @@
 import pytest
 
 from chairlift.outputs import Timing
-from chairlift.server.observability.timings import timings
+from chairlift.server.usage import timing_metrics
 
 NAMES = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
 
@@ -16,4 +16,4 @@ NAMES = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_
     ],
 )
 def test_an_answers_timings(timing, tokens, told):
-    assert timings(timing, tokens) == dict(zip(NAMES, told, strict=True))
+    assert timing_metrics(timing, tokens) == dict(zip(NAMES, told, strict=True))

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
-from fake_async_engine import MODEL, FakeEngine, ledger, serving, wait_until
+from fake_async_engine import MODEL, FakeEngine, serving, timeline, wait_until
 
 from chairlift.errors import EngineDead, InvalidSetting
 from chairlift.server.observability import traces
@@ -58,12 +58,12 @@ def values(span):
     return found
 
 
-def sent(*ledgers, about=None):
+def sent(*timelines, about=None):
     """The spans of these ledgers, as they arrive."""
 
     async def send(url):
         sender = Traces(url, MODEL)
-        for one in ledgers:
+        for one in timelines:
             sender.send(one, "cmpl-1", about)
         await sender.close()
 
@@ -76,7 +76,7 @@ def test_a_ledger_is_a_span_with_a_child_for_each_cause_end_to_end():
     now = time.monotonic()
     causes = {"decode": 0.25, "wait_blocks": 1.5, "swapped": 0.5, "prefill": 0.25}
     times = {"arrived": now - 2.5, "submitted": now - 2.5, "started": now - 1, "first_token": now - 0.75, "ended": now}
-    spans = sent(ledger(states=causes, tenant="alice", priority=-3, preemptions=1, swaps=1, **times), about=RequestContext("mine"))
+    spans = sent(timeline(states=causes, tenant="alice", priority=-3, preemptions=1, swaps=1, **times), about=RequestContext("mine"))
     *children, span = sorted(spans, key=lambda one: (one.name == "llm_request", one.start_time_unix_nano))
     assert [child.name for child in children] == ["wait_blocks", "prefill", "swapped", "decode"]
     lengths = [(child.end_time_unix_nano - child.start_time_unix_nano) / 1e9 for child in children]
@@ -99,13 +99,13 @@ def test_a_ledger_is_a_span_with_a_child_for_each_cause_end_to_end():
 
 
 def test_every_cause_has_its_place():
-    spans = sent(ledger(states=dict.fromkeys(STATES, 0.01)))
+    spans = sent(timeline(states=dict.fromkeys(STATES, 0.01)))
     assert sorted(span.name for span in spans) == sorted([*STATES, "llm_request"])
 
 
 def test_a_request_that_never_ran_and_one_that_goes_on():
     waits = {"started": None, "first_token": None, "states": {"wait_slots": 2.0}}
-    spans = sent(ledger(finish="abort", **waits), ledger(finish=None, ended=None, **waits))
+    spans = sent(timeline(finish="abort", **waits), timeline(finish=None, ended=None, **waits))
     whole = [span for span in spans if span.name == "llm_request"]
     assert [values(span)["gen_ai.response.finish_reasons"] for span in whole] == [["abort"], ["unknown"]]
     assert [len(span.events) for span in whole] == [0, 0]
@@ -143,22 +143,22 @@ def test_an_engine_that_has_ended_costs_the_trace_alone():
         async def explain(self, request_id):
             raise EngineDead("it ended")
 
-    async def follow(url):
+    async def trace_request(url):
         follower = Traces(url, MODEL)
-        follower.follow(Ended(), "cmpl-1", None)
+        follower.trace_request(Ended(), "cmpl-1", None)
         await follower.close()
 
     with receiver() as (url, spans):
-        asyncio.run(follow(url))
+        asyncio.run(trace_request(url))
     assert spans == []
 
 
 def test_a_receiver_that_is_not_there_does_not_hold_up_the_servers_end(monkeypatch, caplog):
-    monkeypatch.setattr(traces, "PATIENCE", 0.2)
+    monkeypatch.setattr(traces, "EXPORT_TIMEOUT", 0.2)
 
     async def end():
         lost = Traces("http://127.0.0.1:1/v1/traces", MODEL)
-        lost.send(ledger(), "cmpl-1", None)
+        lost.send(timeline(), "cmpl-1", None)
         await asyncio.wait_for(lost.close(), 20)
 
     asyncio.run(end())

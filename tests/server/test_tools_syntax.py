@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.server.chat.tools import SYNTAXES
-from chairlift.server.chat.tools.call import CallDelta
+from chairlift.server.chat.tools.formats import TOOL_PARSERS
 from chairlift.server.chat.tools.json_text import JsonText
+from chairlift.server.chat.tools.parser import ToolCallDelta
 
 NAMES = ("f", "get_weather")
 
@@ -15,14 +15,14 @@ NAMES = ("f", "get_weather")
 def parsed(syntax, pieces):
     """Content and calls of a text that comes in `pieces`, the calls as (id, name, arguments)."""
     numbers = itertools.count()
-    parser = SYNTAXES[syntax](NAMES, lambda: f"id{next(numbers)}")
+    parser = TOOL_PARSERS[syntax](NAMES, lambda: f"id{next(numbers)}")
     news = [one for piece in pieces for one in parser.push(piece)] + parser.end()
     calls = []
-    for call in (one for one in news if isinstance(one, CallDelta)):
+    for call in (one for one in news if isinstance(one, ToolCallDelta)):
         if call.name is not None:
-            assert call.position == len(calls)
+            assert call.index == len(calls)
             calls.append([call.id, call.name, ""])
-        assert call.position == len(calls) - 1
+        assert call.index == len(calls) - 1
         calls[-1][2] += call.arguments
     return "".join(one for one in news if isinstance(one, str)), [tuple(call) for call in calls]
 
@@ -113,7 +113,7 @@ PIECES = (
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from(sorted(SYNTAXES)), st.lists(st.sampled_from(PIECES), max_size=24), st.lists(st.integers(0, 200), max_size=12))
+@given(st.sampled_from(sorted(TOOL_PARSERS)), st.lists(st.sampled_from(PIECES), max_size=24), st.lists(st.integers(0, 200), max_size=12))
 def test_how_a_text_is_cut_changes_nothing(syntax, pieces, cuts):
     text = "".join(pieces)
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
@@ -135,17 +135,17 @@ JSON = st.recursive(
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(), JSON, max_size=4), st.booleans(), st.sampled_from((None, 1)))
 def test_arguments_come_through_whatever_they_are(arguments, ascii_only, indent):
-    written = json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)
+    to_json_bytes = json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)
     for syntax, text in (
-        ("hermes", f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'),
-        ("llama", f'{{"name": "f", "parameters": {written}}}'),
-        ("mistral", f"[TOOL_CALLS]f[ARGS]{written}"),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {to_json_bytes}}}</tool_call>'),
+        ("llama", f'{{"name": "f", "parameters": {to_json_bytes}}}'),
+        ("mistral", f"[TOOL_CALLS]f[ARGS]{to_json_bytes}"),
     ):
-        assert parsed(syntax, text) == ("", [("id0", "f", written)])
+        assert parsed(syntax, text) == ("", [("id0", "f", to_json_bytes)])
 
 
 def test_only_what_may_become_a_call_is_held_back():
-    parser = SYNTAXES["hermes"](NAMES)
+    parser = TOOL_PARSERS["hermes"](NAMES)
     assert parser.push("a < b <t") == ["a < b"]
     assert parser.push("able") == [" ", "<table"]
     assert parser.push("d \n") == ["d"]
@@ -172,15 +172,15 @@ def test_json_is_json_and_nothing_else(text, at, slip, cut):
 
 
 def test_a_call_is_told_as_it_comes():
-    parser = SYNTAXES["hermes"](NAMES, lambda: "id")
+    parser = TOOL_PARSERS["hermes"](NAMES, lambda: "id")
     assert parser.push('<tool_call>{"name": "f", "arguments"') == []
-    assert parser.push(': {"a') == [CallDelta(0, id="id", name="f"), CallDelta(0, '{"a')]
-    assert parser.push('": 1') == [CallDelta(0, '": 1')]
-    assert parser.push("}}</tool") == [CallDelta(0, "}")]
+    assert parser.push(': {"a') == [ToolCallDelta(0, id="id", name="f"), ToolCallDelta(0, '{"a')]
+    assert parser.push('": 1') == [ToolCallDelta(0, '": 1')]
+    assert parser.push("}}</tool") == [ToolCallDelta(0, "}")]
     assert parser.push("_call>") == parser.end() == []
 
 
 def test_mistral_s_ids_are_what_its_templates_take():
-    ids = {SYNTAXES["mistral"].new_id() for _ in range(20)}
+    ids = {TOOL_PARSERS["mistral"].new_id() for _ in range(20)}
     assert len(ids) == 20
     assert all(len(one) == 9 and one.isascii() and one.isalnum() for one in ids)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from chairlift.cli import flags
 from chairlift.cli.remote import add_server, client_key, get_json
-from chairlift.timeline import STATES, described
+from chairlift.timeline import STATES, describe_state
 
 _EXAMPLES = """\
 examples:
@@ -47,7 +47,7 @@ def show(explanation: Mapping[str, Any], console: Console) -> None:
             console.print(f"sequence {sequence['tag']}", style="bold")
         states = sequence["states"]
         ordered = [*(name for name in STATES if name in states), *(name for name in states if name not in STATES)]
-        parts = [(name, described(name).meaning, described(name).colour, states[name]) for name in ordered if states[name]]
+        parts = [(name, describe_state(name).meaning, describe_state(name).colour, states[name]) for name in ordered if states[name]]
         if console.is_terminal:
             console.print(bar([(colour, seconds) for _, _, colour, seconds in parts], total, console.width))
         legend = Table.grid(padding=(0, 2))

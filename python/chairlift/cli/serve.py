@@ -78,10 +78,10 @@ async def _serve(
     starting = asyncio.create_task(engine.start(started))
     # The web framework is imported while the engine's process loads the model.
     module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
-    from chairlift.server.admin import serving  # the supervisor has imported it
+    from chairlift.server.admin import serve_admin  # the supervisor has imported it
 
     supervisor = module.Supervisor(engine, server.served_model_name or public_name(config.model), server, keys)
-    async with nullcontext() if admin is None else serving(admin, supervisor.admin()):
+    async with nullcontext() if admin is None else serve_admin(admin, supervisor.admin()):
         status: int = await supervisor.run(starting, listener)
     # asyncio and Python wait for all threads at exit, and a thread may be downloading a model for an hour.
     exit_timer = threading.Timer(THREADS_TIMEOUT, os._exit, (status,))

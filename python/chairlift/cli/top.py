@@ -18,7 +18,7 @@ from rich.text import Text
 from chairlift.cli import flags
 from chairlift.cli.remote import add_server, client_key, get_json
 from chairlift.errors import ChairliftError
-from chairlift.timeline import described
+from chairlift.timeline import describe_state
 
 REFRESH_SECONDS = 0.5
 
@@ -169,7 +169,7 @@ def _waiting(stats: Mapping[str, Any]) -> Table:
     table = _table("waiting", "requests ", "meaning")
     states = stats.get("waiting_by_state", {})
     for name, count in sorted(states.items(), key=lambda item: -item[1]):
-        state = described(name)
+        state = describe_state(name)
         table.add_row(Text(name, style=state.colour), str(count), Text(state.meaning, style="dim"))
     if not states:
         table.add_row("none", "", "")

@@ -184,7 +184,7 @@ class Choice:
     def _close(self, output: RequestOutput) -> None:
         self.over = True
         output.cached_tokens = self._cached_tokens
-        ledger = output.ledger = self._ledger
+        ledger = output.timeline = self._ledger
         if ledger is not None and ledger.ended is not None:
             output.preemptions = ledger.preemptions
             started = ledger.ended if ledger.started is None else ledger.started

@@ -1,4 +1,4 @@
-"""The operator's own socket: what needs no key because only this user can reach it."""
+"""The admin API on a Unix socket. It needs no key, because only this user can connect to it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from chairlift.server.app import metrics
 from chairlift.server.errors import HANDLERS
-from chairlift.server.http.protocol import Http, HttpServer
+from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.responses import Json
 from chairlift.server.routes.ops.explain import explain
-from chairlift.server.routes.ops.health import health
+from chairlift.server.routes.ops.status import health, metrics
 from chairlift.server.service import Service, service_of
 
 
-class Admin:
-    """An ASGI application without keys; its requests are nobody's, and so find everybody's."""
+class AdminApp:
+    """The ASGI application of the admin socket. Its requests belong to no tenant and see all tenants' requests."""
 
     def __init__(self, service: Service, drain: Callable[[], None]) -> None:
-        """`drain` begins the server's end, as SIGTERM does."""
+        """`drain` begins the server's shutdown, as SIGTERM does."""
         self._drain = drain
         self._app = Starlette(
             routes=[
@@ -42,7 +41,7 @@ class Admin:
         self._app.state.service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Serves one request."""
         scope["state"] = {"tenant": ""}
         await self._app(scope, receive, send)
 
@@ -52,21 +51,21 @@ class Admin:
 
 
 async def _state(request: Request) -> Response:
-    """The engine's newest counters, how many requests the door let in, and what the server does with them."""
+    """Returns the engine's newest counters, the server's state, and its open and waiting requests."""
     service = service_of(request)
-    door = {"open": service.admission.open, "waiting": service.admission.waiting}
+    http = {"open": service.admission.open, "waiting": service.admission.waiting}
     lifecycle = service.lifecycle
-    return Json({**service.engine.stats(), "door": door, "state": lifecycle.state.value, "restarts": lifecycle.restarts})
+    return Json({**service.engine.stats(), "http": http, "state": lifecycle.state.value, "restarts": lifecycle.restarts})
 
 
 @contextlib.asynccontextmanager
-async def serving(listener: socket.socket, admin: Admin) -> AsyncIterator[None]:
-    """Serves on a Unix socket while its block lasts."""
-    # Without access_log=False, which would silence the log of the other server in this process too.
-    http = HttpServer(uvicorn.Config(admin, http=Http, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1))
-    task = asyncio.create_task(http.serve(sockets=[listener]))
+async def serve_admin(listener: socket.socket, admin: AdminApp) -> AsyncIterator[None]:
+    """Serves the admin API on `listener` for the duration of the block."""
+    # access_log=False would silence the other server's access log too.
+    server = HttpServer(uvicorn.Config(admin, http=HttpProtocol, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield
     finally:
-        http.should_exit = True
+        server.should_exit = True
         await task

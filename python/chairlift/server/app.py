@@ -1,4 +1,4 @@
-"""The routes."""
+"""Builds the ASGI application: routes and middleware."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-import chairlift
 from chairlift.config import ServerConfig
 from chairlift.server.errors import HANDLERS
-from chairlift.server.http.responses import Json
 from chairlift.server.http.sockets import is_loopback
 from chairlift.server.keys import Keys
 from chairlift.server.middleware.access import PROBE_PATHS, AccessMiddleware, AccessPolicy
@@ -20,44 +18,43 @@ from chairlift.server.observability.poller import SnapshotPoller
 from chairlift.server.routes.anthropic.messages import count_tokens, messages
 from chairlift.server.routes.openai.chat import chat_completions
 from chairlift.server.routes.openai.completions import completions
-from chairlift.server.routes.openai.embeddings import embeddings
-from chairlift.server.routes.openai.models import model, models
+from chairlift.server.routes.openai.models import embeddings, model, models
 from chairlift.server.routes.openai.openapi import openapi
 from chairlift.server.routes.openai.responses import responses
 from chairlift.server.routes.ops.dashboard import dashboard, data
 from chairlift.server.routes.ops.explain import explain
-from chairlift.server.routes.ops.health import health, live, ready
+from chairlift.server.routes.ops.status import health, index, live, metrics, ready, version
 from chairlift.server.routes.tokenize import detokenize, tokenize, tokenizer_info
-from chairlift.server.service import Service, service_of
+from chairlift.server.service import Service
 
 PROBES = ("/live", "/ready", "/health", "/ping", "/metrics", "/dashboard/data", "/state")
-"""Paths that machines ask again and again."""
+"""Paths that orchestrators and monitoring poll; they are left out of the access log."""
 
 
 def build(service: Service, config: ServerConfig, keys: Keys) -> ASGIApp:
-    """The server as an ASGI application, open to whom `config` and the `keys` let in."""
+    """Builds the ASGI application with the access rules of `config` and `keys`."""
     app = Starlette(
         routes=routes(),
-        exception_handlers={**HANDLERS, ClientDisconnect: _nobody},
+        exception_handlers={**HANDLERS, ClientDisconnect: _client_disconnected},
     )
     app.router.redirect_slashes = False  # a redirect would lose the body
     app.state.service = service
-    app.state.watch = SnapshotPoller(service)
+    app.state.poller = SnapshotPoller(service)
     app.state.max_body_size = config.max_body_size
     origins = config.cors_allow_origins or ()
     guards_host = not keys and config.uds is None and is_loopback(config.host)
-    # Without keys the check of the Host header guards /metrics.
+    # Without keys, the check of the Host header protects /metrics.
     open_paths = PROBE_PATHS | ({"/metrics"} if config.public_metrics and keys else set())
-    door = AccessMiddleware(app, service, AccessPolicy(keys, config.host if guards_host else None, origins, open_paths))
+    middleware = AccessMiddleware(app, service, AccessPolicy(keys, config.host if guards_host else None, origins, open_paths))
     if not origins:
-        return door
-    # Outside the door: browsers ask for leave without a key.
+        return middleware
+    # CORS wraps the access check: browsers send preflight requests without a key.
     exposed = ["x-request-id", "x-chairlift-ignored", "retry-after"]
-    return CORSMiddleware(door, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
+    return CORSMiddleware(middleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
 
 def routes() -> list[Route]:
-    """Every path that there is, the admin socket's apart."""
+    """All routes, except those of the admin socket."""
     return [
         Route("/", index),
         Route("/v1/completions", completions, methods=["POST"]),
@@ -84,25 +81,5 @@ def routes() -> list[Route]:
     ]
 
 
-async def index(request: Request) -> Response:
-    """What this server is, and where its parts are."""
-    links = {name: f"/{path}" for name, path in _LINKS.items()}
-    return Json({"name": "chairlift", "version": chairlift.__version__, "model": service_of(request).model, "links": links})
-
-
-_LINKS = {"models": "v1/models", "openapi": "openapi.json", "live": "live", "ready": "ready", "health": "health"}
-_LINKS |= {"metrics": "metrics", "dashboard": "dashboard"}
-
-
-async def version(request: Request) -> Response:
-    """The version of chairlift."""
-    return Json({"version": chairlift.__version__})
-
-
-async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
-    return Response(service_of(request).metrics.text(request.state.tenant), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-async def _nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # the client has gone: nobody reads this, but the access log shows it
+async def _client_disconnected(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody receives this response; the access log shows the status

@@ -1,4 +1,4 @@
-"""Every refusal and failure as OpenAI's error envelope."""
+"""API errors in OpenAI's and Anthropic's formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, OutOfMemory, QueueFull, RequestFailed
-from chairlift.server.refusals import Refusal
+from chairlift.server.registry import Refusal
 from chairlift.server.usage import Usage
 
 _brief = reprlib.Repr()
@@ -21,12 +21,12 @@ _brief.maxstring = _brief.maxother = _brief.maxlong = 60
 
 
 def brief(value: object) -> str:
-    """Shows what a client sent in at most about 60 characters a piece, so that no answer is longer than its question."""
+    """Abbreviates what a client sent to about 60 characters a piece, so that an error is not longer than the request."""
     return _brief.repr(value)[:100]
 
 
 class ApiError(Exception):
-    """An answer other than success: `status`, the envelope's four fields, and the tokens that it took all the same."""
+    """An error response: its `status`, OpenAI's error object, and the tokens used."""
 
     def __init__(
         self,
@@ -38,27 +38,27 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
         usage: Usage | None = None,
-        taken: bool = False,
+        admitted: bool = False,
     ) -> None:
-        """`taken` if the request had been let in: then it was not turned away, but failed."""
+        """`admitted` marks the failure of a request that had been accepted: it does not count as rejected."""
         super().__init__(message)
         self.status = status
-        self._taken = taken
+        self._admitted = admitted
         self.envelope: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code}}
         if usage is not None:
             self.envelope["usage"] = usage.json()
         self.headers = dict(headers or {})
 
     @property
-    def reason(self) -> str | None:
-        """Why a request was turned away, as the metrics count it; None if it was not, but failed."""
-        if self._taken:
+    def rejection_reason(self) -> str | None:
+        """Why the request was rejected, as a label of the metrics; None for an accepted request that failed."""
+        if self._admitted:
             return None
-        known = _CODES.get(self.envelope["error"]["code"]) or _STATUSES.get(self.status)
-        return known or ("invalid" if 400 <= self.status < 500 else None)
+        reason = _CODES.get(self.envelope["error"]["code"]) or _STATUSES.get(self.status)
+        return reason or ("invalid" if 400 <= self.status < 500 else None)
 
     def response(self) -> Response:
-        """The HTTP response that carries it."""
+        """Returns the HTTP response."""
         return Response(json.dumps(self.envelope), self.status, self.headers, "application/json")
 
 
@@ -67,37 +67,37 @@ _CODES |= dict.fromkeys(("not_ready", "engine_dead", "engine_stuck"), "not_ready
 _STATUSES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 429: "tenant_limit", 431: "too_large"}
 
 
-class MessagesError(ApiError):
-    """The same in Anthropic's envelope."""
+class AnthropicError(ApiError):
+    """The same error in Anthropic's format."""
 
     def __init__(self, error: ApiError) -> None:
-        told = error.envelope["error"]
-        super().__init__(error.status, told["message"], param=told["param"], code=told["code"], headers=error.headers)
+        fields = error.envelope["error"]
+        super().__init__(error.status, fields["message"], param=fields["param"], code=fields["code"], headers=error.headers)
         kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        self.envelope = {"type": "error", "error": told | {"type": kind}}
+        self.envelope = {"type": "error", "error": fields | {"type": kind}}
 
 
 _ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _ANTHROPIC |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
-def shaped(error: ApiError, path: str) -> ApiError:
-    """The error in the envelope that clients of the route at `path` read."""
-    return MessagesError(error) if path.startswith("/v1/messages") else error
+def for_route(error: ApiError, path: str) -> ApiError:
+    """Returns the error in the format of the API at `path`."""
+    return AnthropicError(error) if path.startswith("/v1/messages") else error
 
 
 _ROUTES = "GET /openapi.json lists all routes. The base URL ends with /v1 for OpenAI's clients, and without it for Anthropic's"
 
 
-def unavailable(message: str, code: str, retry_after: int, *, taken: bool = False) -> ApiError:
-    """503: the server cannot serve now; the client may come back after `retry_after` seconds. See `ApiError` for `taken`."""
-    return ApiError(503, message, type="server_error", code=code, headers={"retry-after": str(retry_after)}, taken=taken)
+def unavailable(message: str, code: str, retry_after: int, *, admitted: bool = False) -> ApiError:
+    """A 503 error that asks the client to retry after `retry_after` seconds. See `ApiError` for `admitted`."""
+    return ApiError(503, message, type="server_error", code=code, headers={"retry-after": str(retry_after)}, admitted=admitted)
 
 
-def api_error(error: Exception, asked: str = "the request") -> ApiError:
-    """Says `error` to a client; what was not raised on purpose is told as an internal error, without its text.
+def api_error(error: Exception, route: str = "the request") -> ApiError:
+    """Converts an exception to an API error; the text of an unexpected exception is not shown to clients.
 
-    `asked` is the method and path, for a route that does not exist.
+    `route` is the method and path, for a route that does not exist.
     """
     match error:
         case ApiError():
@@ -107,13 +107,13 @@ def api_error(error: Exception, asked: str = "the request") -> ApiError:
         case EngineClosed():
             return unavailable("the server is shutting down, and the answer was not finished in time", "shutting_down", 5)
         case EngineDead():
-            # Its text may quote what the process said as it died, which is for the log.
+            # The text may quote the process's last output, which belongs in the log only.
             return unavailable("the engine has stopped; the server's log has the reason", "engine_dead", 5)
         case QueueFull():
             return unavailable(str(error), "queue_full", max(1, math.ceil(error.retry_after)))
         case DeadlineMissed():
             usage = Usage(error.prompt_tokens, error.completion_tokens)
-            # OpenAI's clients would try again by themselves, and whoever waited has gone.
+            # OpenAI's clients would retry by themselves, although the deadline has passed.
             headers = {"x-should-retry": "false"}
             return ApiError(504, str(error), type="timeout_error", code="deadline_exceeded", headers=headers, usage=usage)
         case OutOfMemory():
@@ -121,27 +121,28 @@ def api_error(error: Exception, asked: str = "the request") -> ApiError:
         case RequestFailed():
             return ApiError(500, str(error), type="server_error", code="request_failed")
         case HTTPException(status_code=404):
-            return ApiError(404, f"{asked}: no such route. {_ROUTES}", code="not_found")
+            return ApiError(404, f"{route}: no such route. {_ROUTES}", code="not_found")
         case HTTPException(status_code=405):
             allowed = (error.headers or {}).get("Allow", "another method")
-            return ApiError(405, f"{asked}: this route takes {allowed}", code="method_not_allowed", headers=error.headers)
+            return ApiError(405, f"{route}: this route takes {allowed}", code="method_not_allowed", headers=error.headers)
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=error.headers)
     return ApiError(500, "internal error; the server's log has the details", type="server_error", code="internal_error")
 
 
-async def respond(request: Request, error: Exception) -> Response:
-    """Starlette's exception handler for all of the above."""
-    refusal = api_error(error, brief(f"{request.method} {request.url.path}")[1:-1])
-    # Probes are told no without being turned away, and a full queue of the engine's the engine counts.
-    if request.method == "POST" and refusal.reason is not None and not isinstance(error, QueueFull):
-        request.app.state.service.metrics.rejected(refusal.reason)
-    if request.method == "POST" and refusal.reason is not None and "context" in request.scope.get("state", {}):
-        refused = Refusal(refusal.status, refusal.envelope["error"])
-        request.app.state.service.refusals.add(request.state.tenant, request.state.context.request_id, refused)
-    return shaped(refusal, request.url.path).response()
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Starlette's exception handler: counts and registers rejected requests, and returns the error response."""
+    response = api_error(error, brief(f"{request.method} {request.url.path}")[1:-1])
+    if request.method == "POST" and response.rejection_reason is not None:
+        service = request.app.state.service
+        if not isinstance(error, QueueFull):  # the engine counts those that its own queue rejects
+            service.metrics.count_rejected(response.rejection_reason)
+        if "context" in request.scope.get("state", {}):
+            refusal = Refusal(response.status, response.envelope["error"])
+            service.registry.add_refusal(request.state.tenant, request.state.context.request_id, refusal)
+    return for_route(response, request.url.path).response()
 
 
 HANDLERS: dict[Any, Any] = dict.fromkeys(
-    (ApiError, InvalidRequest, QueueFull, DeadlineMissed, EngineDead, OutOfMemory, RequestFailed, HTTPException, Exception), respond
+    (ApiError, InvalidRequest, QueueFull, DeadlineMissed, EngineDead, OutOfMemory, RequestFailed, HTTPException, Exception), handle_error
 )

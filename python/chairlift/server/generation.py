@@ -1,4 +1,4 @@
-"""One API request at work: its prompts side by side in the engine, counted and timed."""
+"""Runs one API request: submits its prompts to the engine side by side, counts its tokens and measures its latencies."""
 
 from __future__ import annotations
 
@@ -11,103 +11,97 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from starlette.requests import Request
+
 from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull
 from chairlift.outputs import RequestOutput, Timing
 from chairlift.sampling import SamplingParams
-from chairlift.scheduling import Scheduling
-from chairlift.server.admission import Ticket
 from chairlift.server.errors import api_error
 from chairlift.server.observability.latencies import Latencies
-from chairlift.server.observability.request_context import RequestContext
-from chairlift.server.observability.timings import timings
-from chairlift.server.refusals import Refusal
-from chairlift.server.service import Service, engine_ids
+from chairlift.server.registry import Refusal, engine_ids
+from chairlift.server.schema.fields import GenerationRequest
+from chairlift.server.service import service_of
 from chairlift.server.submission import Submission
-from chairlift.server.usage import Usage
+from chairlift.server.usage import Usage, timing_metrics
 
-_AHEAD = 64
-"""Outputs that may wait for a slow reader of a request with several prompts."""
+_MAX_BUFFERED_OUTPUTS = 64
+"""Outputs of a request with several prompts that are buffered for a slow client."""
 
 
 class Generation:
-    """What one API request makes the engine do; `outputs` runs it, and leaving `outputs` early ends it in the engine too.
+    """The generation that one API request asks for. `outputs` runs it; closing `outputs` early aborts it in the engine.
 
-    `head` holds what every answer of it begins with: id, object, created, model and determinism.
+    `head` holds the fields that every response begins with: id, object, created, model and determinism.
     """
 
     def __init__(
         self,
-        service: Service,
+        request: Request,
+        body: GenerationRequest,
         prompts: list[list[int]],
         params: SamplingParams,
-        scheduling: Scheduling,
         *,
-        context: RequestContext,
-        ticket: Ticket,
         kind: str,
         prefix: str,
-        request_id: str,
-        stream: bool,
-        default: int | None = None,
+        default_max_tokens: int | None = None,
     ) -> None:
-        """Raises InvalidRequest for a prompt that cannot be served; `default` bounds the length where the request does not.
+        """Validates the prompts; raises InvalidRequest, and ApiError if they exceed the queue's limit.
 
-        Unless it is to `stream`, `outputs` yields nothing of a prompt before all of its answer is there.
+        `kind` is the `object` of the response and `prefix` begins its id. `default_max_tokens` applies where the request sets no limit.
         """
-        self._service = service
-        self._stream = stream
-        self._work = [(prompt, self._fit(prompt, params, default)) for prompt in prompts]
+        self._service = service_of(request)
+        self._scheduling = body.scheduling(request.state.tenant, request.headers)
+        self._stream = bool(body.stream)
+        self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens)) for prompt in prompts]
         self._n = params.n
-        self._scheduling = scheduling
-        self._context = context
-        self._arrived = self._context.arrived
-        self._request_id = request_id
-        self._ticket = ticket
-        self._ticket.widen(len(prompts))
+        self._context = request.state.context
+        self._request_id = body.request_id or self._context.request_id
+        self._ticket = request.state.ticket
+        self._ticket.add_prompts(len(prompts))
         answer_id = f"{prefix}{uuid.uuid4().hex}"
-        service.remember(scheduling.tenant, request_id, answer_id, len(prompts))
-        service.preparing.remove(scheduling.tenant, context)
-        self._ids = engine_ids(answer_id, len(prompts))
+        self._service.registry.add(self._scheduling.tenant, self._request_id, answer_id, len(prompts))
+        self._service.registry.remove_preparing(self._scheduling.tenant, self._context)
+        self._engine_ids = engine_ids(answer_id, len(prompts))
         self.head = {
             "id": answer_id,
             "object": kind,
             "created": int(time.time()),
-            "model": service.model,
-            "determinism": service.determinism,
+            "model": self._service.model,
+            "determinism": str(self._service.engine.facts["determinism"]),
         }
         self.usage = Usage(prompt=sum(map(len, prompts)))
         self._timing: Timing | None = None
 
-    def _fit(self, prompt: list[int], params: SamplingParams, default: int | None) -> SamplingParams:
-        fitted = self._service.engine.validate(prompt, params)
-        if params.max_tokens is None and default is not None and fitted.max_tokens is not None:
-            return replace(fitted, max_tokens=min(max(default, params.min_tokens), fitted.max_tokens))
-        return fitted
+    def _resolve_max_tokens(self, prompt: list[int], params: SamplingParams, default: int | None) -> SamplingParams:
+        resolved = self._service.engine.validate(prompt, params)
+        if params.max_tokens is None and default is not None and resolved.max_tokens is not None:
+            return replace(resolved, max_tokens=min(max(default, params.min_tokens), resolved.max_tokens))
+        return resolved
 
     def metrics(self) -> dict[str, Any]:
-        """The answer's `metrics` field, once one of its choices has ended; those of several count from the first to begin to the last."""
-        return {"metrics": timings(self._timing, self.usage.completion)} if self._timing else {}
+        """Returns the `metrics` field of the response, once an answer has ended; several answers are timed from first start to last end."""
+        return {"metrics": timing_metrics(self._timing, self.usage.completion)} if self._timing else {}
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """Yields (choice's index, what is new), as it comes; raises what the engine raises."""
-        if len(self._work) == 1:
-            async with aclosing(self._one(0)) as outputs:
+        """Yields (choice index, increment); raises the engine's errors. Without `stream` a prompt yields only when it is complete."""
+        if len(self._prompts) == 1:
+            async with aclosing(self._generate_prompt(0)) as outputs:
                 async for output in outputs:
                     yield output.index, output
             return
-        queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(_AHEAD)
+        queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(_MAX_BUFFERED_OUTPUTS)
 
         async def pump(index: int) -> None:
             end = None
             try:
-                async with aclosing(self._one(index)) as outputs:
+                async with aclosing(self._generate_prompt(index)) as outputs:
                     async for output in outputs:
                         await queue.put((index, output))
             except Exception as error:
                 end = error
             await queue.put((index, end))
 
-        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._work))]
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._prompts))]
         try:
             running = len(tasks)
             while running:
@@ -123,92 +117,93 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, index: int) -> AsyncGenerator[RequestOutput]:
-        """One prompt's outputs, with the metrics that they are good for."""
+    async def _generate_prompt(self, index: int) -> AsyncGenerator[RequestOutput]:
+        """Yields one prompt's increments and updates usage and metrics."""
         metrics, usage = self._service.metrics, self.usage
-        prompt, params = self._work[index]
+        prompt, params = self._prompts[index]
         latencies = metrics.latencies(self._scheduling.tenant, self._scheduling.priority)
-        tokens = _TokenTimes(latencies, self._arrived)
+        tokens = _TokenTimes(latencies, self._context.arrived)
         lengths: dict[int, int] = {}
         cached: int | None = None
         generated = 0
-        going = params.n
+        unfinished = params.n
         reason = "abort"
-        metrics.asked(params)
+        metrics.observe_params(params)
         submission = Submission(
             self._service,
             prompt,
             params,
             self._scheduling,
-            request_id=self._ids[index],
+            request_id=self._engine_ids[index],
             context=self._context,
-            whole=not self._stream,
+            buffered=not self._stream,
         )
         try:
-            async with aclosing(submission.outputs(self._ticket.started, tokens.observe, tokens.forget)) as outputs:
+            async with aclosing(submission.outputs(self._ticket.started, tokens.observe, tokens.reset)) as outputs:
                 async for output in outputs:
                     lengths[output.index] = lengths.get(output.index, 0) + len(output.token_ids)
                     generated += len(output.token_ids)
                     usage.completion += len(output.token_ids)
                     if output.finish_reason:
-                        # Siblings find what the first of them computed: the least is what was there before.
-                        least = output.cached_tokens if cached is None else min(cached, output.cached_tokens)
-                        usage.cached += least - (cached or 0)
-                        cached = least
-                        metrics.settled(output, lengths.get(output.index, 0), latencies)
-                        self._timing = output.timing if self._timing is None else self._timing.beside(output.timing)
-                        metrics.ended(output.finish_reason, time.monotonic() - self._arrived, latencies)
-                        going -= 1
+                        # Forks hit blocks that the first of them computed. The minimum is what was cached before the request.
+                        cached_before = output.cached_tokens if cached is None else min(cached, output.cached_tokens)
+                        usage.cached += cached_before - (cached or 0)
+                        cached = cached_before
+                        metrics.observe_answer(output, lengths.get(output.index, 0), latencies)
+                        self._timing = output.timing if self._timing is None else self._timing.merge(output.timing)
+                        metrics.count_finished(output.finish_reason, time.monotonic() - self._context.arrived, latencies)
+                        unfinished -= 1
                     yield output
-            if params.ranked:  # those that were not the best took tokens too
-                with contextlib.suppress(EngineDead):  # the answer is there: an engine that has ended since takes nothing from it
-                    drawn = sum(ledger.output_tokens for ledger in await self._service.engine.explain(self._ids[index]))
-                    usage.completion += max(0, drawn - generated)
+            if params.ranked:  # `best_of`: discarded answers count as usage too
+                with contextlib.suppress(EngineDead):  # the answer is complete even if the engine has ended since
+                    sampled_tokens = sum(timeline.output_tokens for timeline in await self._service.engine.explain(self._engine_ids[index]))
+                    usage.completion += max(0, sampled_tokens - generated)
         except (QueueFull, InvalidRequest) as error:
             if isinstance(error, QueueFull):
-                going = 0  # it never came in: the engine counts it
+                unfinished = 0  # the engine counts the requests that it rejects
             reason, refused = "error", api_error(error)
-            self._service.refusals.add(self._scheduling.tenant, self._request_id, Refusal(refused.status, refused.envelope["error"]))
+            refusal = Refusal(refused.status, refused.envelope["error"])
+            self._service.registry.add_refusal(self._scheduling.tenant, self._request_id, refusal)
             raise
         except DeadlineMissed as missed:
             reason = "deadline"
-            # Some of its tokens may never have been shown, and other prompts of the request took theirs.
+            # Usage counts tokens that were sampled but not sent, and those of the request's other prompts.
             usage.completion += missed.completion_tokens - generated
             raise DeadlineMissed(str(missed), prompt_tokens=usage.prompt, completion_tokens=usage.completion) from None
         except Exception:
             reason = "error"
             raise
         finally:
-            for _ in range(going):
-                metrics.ended(reason, time.monotonic() - self._arrived, latencies)
+            for _ in range(unfinished):
+                metrics.count_finished(reason, time.monotonic() - self._context.arrived, latencies)
             if self._service.traces is not None:
-                self._service.traces.follow(self._service.engine, self._ids[index], self._context)
+                self._service.traces.trace_request(self._service.engine, self._engine_ids[index], self._context)
 
 
 class _TokenTimes:
-    """The latencies of one prompt's tokens, observed as they come."""
+    """Measures TTFT, queue time and inter-token latency of one prompt's answers."""
 
     def __init__(self, latencies: Latencies, arrived: float) -> None:
         self._latencies = latencies
         self._arrived = arrived
-        self._begun = False
+        self._started = False
         self._latest: dict[int, float] = {}
-        """When each answer's newest token came, by its index."""
+        """Time of each answer's newest token, by the answer's index."""
 
     def observe(self, output: RequestOutput) -> None:
-        """Takes what came just now."""
+        """Records an increment that arrived just now."""
         if not output.token_ids:
             return
         now = time.monotonic()
-        if not self._begun:
-            self._begun = True
-            # Both at once, so that their percentiles are of the same requests.
+        if not self._started:
+            self._started = True
+            # Both histograms are updated together, so that their percentiles cover the same requests.
             self._latencies.first_token.observe(now - self._arrived)
             self._latencies.queued.observe(output.queued or 0.0)
         elif output.index in self._latest:
             self._latencies.between_tokens.observe(now - self._latest[output.index])
         self._latest[output.index] = now
 
-    def forget(self) -> None:
-        """Called when the answers begin anew: what lies between is not the time between two tokens."""
+    def reset(self) -> None:
+        """Called when the answers start over in a new engine: the gap is not an inter-token latency."""
         self._latest.clear()

@@ -1,4 +1,4 @@
-"""Where a server is between its start and its end, and how long its engine takes to come back."""
+"""The server's lifecycle state, and the time until its engine is ready."""
 
 from __future__ import annotations
 
@@ -9,122 +9,125 @@ from enum import Enum
 
 from chairlift.server.errors import ApiError, unavailable
 
-FIRST_LOAD = 10.0
-"""Seconds that the first start of an engine is expected to take; later ones are expected to take what the last one took."""
+FIRST_START_SECONDS = 10.0
+"""Expected duration of the engine's first start; a restart is expected to take as long as the last start."""
 
-SHORTEST_HOLD = 60.0
-"""Seconds that a request is held for an engine that is being started again; three times what the last start took, if that is more."""
+MIN_HOLD_SECONDS = 60.0
+"""Seconds that a request is held while the engine restarts, or three times the duration of the last start if that is more."""
 
 
-class State(Enum):
-    """What a server does with requests, and why."""
+class ServerState(Enum):
+    """What the server does with requests, and why."""
 
     STARTING = "starting"
-    """The first engine is being started: requests are refused."""
+    """The engine starts for the first time: requests are refused."""
     READY = "ready"
     """Requests are served."""
     RESTARTING = "restarting"
-    """The engine has ended and another one is being started: requests are held until it is ready."""
+    """The engine died and another one starts: requests are held until it is ready."""
     FAILED = "failed"
-    """The last attempt to start another one failed, and the next one follows: new requests are refused, those that are held stay."""
+    """The last restart failed and another follows: new requests are refused, held ones stay."""
     DRAINING = "draining"
-    """The server ends: new requests and those that are held are refused, those that run may finish. It stays so."""
+    """The server shuts down: new and held requests are refused, running ones may finish. This state is final."""
 
 
 class Lifecycle:
-    """The state of one server. The code that starts and ends engines moves it on; everybody else asks and waits."""
+    """The state of one server. The supervisor changes it; others read it and wait for the engine."""
 
     def __init__(self) -> None:
-        self.state = State.STARTING
+        self.state = ServerState.STARTING
         self.restarts = 0
-        """How many engines have ended by themselves after they had served."""
-        self.held = 0
-        """Requests that wait for an engine which is being started again."""
+        """Number of engines that died after they had been ready."""
+        self.held_requests = 0
+        """Requests that wait for an engine to restart."""
         self._start_began = time.monotonic()
-        """When the start that is under way began, or the next one will."""
+        """When the current start began, or the next one will."""
         self._start_took: float | None = None
-        """Seconds that the last successful start took."""
+        """Duration of the last successful start in seconds."""
         self._changed = asyncio.Event()
 
-    def starting(self, after: float = 0.0) -> None:
-        """Called when the start of an engine begins, or will begin `after` so many seconds."""
-        self._start_began = time.monotonic() + after
+    def start_scheduled(self, delay: float = 0.0) -> None:
+        """Called when an engine will start in `delay` seconds."""
+        self._start_began = time.monotonic() + delay
 
     def ready(self) -> None:
-        """Called when the engine takes requests."""
+        """Called when the engine accepts requests."""
         self._start_took = time.monotonic() - self._start_began
-        self._move(State.READY)
+        self._set_state(ServerState.READY)
 
     def engine_ended(self) -> None:
-        """Called when the engine has ended by itself; may be called again for the same end."""
-        if self.state is State.READY:
+        """Called when the engine died; repeated calls for one death are ignored."""
+        if self.state is ServerState.READY:
             self.restarts += 1
-            self.starting()
-            self._move(State.RESTARTING)
+            self.start_scheduled()
+            self._set_state(ServerState.RESTARTING)
 
     def start_failed(self) -> None:
-        """Called when an engine could not be started again."""
-        self._move(State.FAILED)
+        """Called when a restart failed."""
+        self._set_state(ServerState.FAILED)
 
     def drain(self) -> None:
-        """Called when the server is to end."""
-        self._move(State.DRAINING)
+        """Called when the server is about to shut down."""
+        self._set_state(ServerState.DRAINING)
 
     @property
-    def ready_in(self) -> float:
-        """Seconds until the engine should take requests, 0 if it does.
+    def seconds_until_ready(self) -> float:
+        """Estimated seconds until the engine accepts requests, 0 if it does.
 
-        That is what the last start took, less what has passed of this one. When more has passed it is overdue, and expected to take as
-        long again as it is overdue. Of a first start that has run for a while, half is taken to be over.
+        The estimate is the duration of the last start minus the time that this one has run. A start that takes longer is expected to need
+        the excess once more. A first start is expected to be half done once it exceeds `FIRST_START_SECONDS`.
         """
-        if self.has_engine:
+        if self.engine_available:
             return 0.0
         passed = time.monotonic() - self._start_began
         if self._start_took is None:
-            return max(FIRST_LOAD - passed, passed)
+            return max(FIRST_START_SECONDS - passed, passed)
         return abs(self._start_took - passed)
 
     @property
-    def has_engine(self) -> bool:
-        """Whether there is an engine to ask: one that is ready, or that of a server which ends."""
-        return self.state in (State.READY, State.DRAINING)
+    def engine_available(self) -> bool:
+        """Whether there is an engine to talk to: it is ready, or the server is draining."""
+        return self.state in (ServerState.READY, ServerState.DRAINING)
 
     def check_admission(self) -> None:
-        """Raises ApiError 503 unless new requests are taken, to be served or to be held."""
-        if self.state not in (State.READY, State.RESTARTING):
+        """Raises ApiError 503 unless new requests are served or held."""
+        if self.state not in (ServerState.READY, ServerState.RESTARTING):
             raise self.refusal()
 
-    def refusal(self, *, taken: bool = False) -> ApiError:
-        """What a request is told that is not served in this state; `taken` if it was let in, and so counts as failed."""
-        if self.state is State.DRAINING:
-            return unavailable("the server is shutting down", "shutting_down", 5, taken=taken)
-        after = max(1, math.ceil(self.ready_in))
-        if self.state is State.STARTING:
-            return unavailable("the model is still loading", "not_ready", after, taken=taken)
-        message = "the engine has ended and is being started again; the server's log has the reason"
-        return unavailable(message, "engine_dead", after, taken=taken)
+    def refusal(self, *, admitted: bool = False) -> ApiError:
+        """Returns the error for a request that cannot be served in this state.
 
-    async def hold(self, longest: float | None = None) -> bool:
-        """Waits while the engine is started again, `longest` seconds at most, and no longer than requests are held.
-
-        Returns whether there is an engine now.
+        `admitted` if it had been accepted, so it counts as failed.
         """
-        if self.has_engine:
+        if self.state is ServerState.DRAINING:
+            return unavailable("the server is shutting down", "shutting_down", 5, admitted=admitted)
+        after = max(1, math.ceil(self.seconds_until_ready))
+        if self.state is ServerState.STARTING:
+            return unavailable("the model is still loading", "not_ready", after, admitted=admitted)
+        message = "the engine died and is restarting; the server's log has the reason"
+        return unavailable(message, "engine_dead", after, admitted=admitted)
+
+    async def wait_for_engine(self, timeout: float | None = None) -> bool:
+        """Waits while the engine restarts, at most `timeout` seconds and at most as long as requests are held.
+
+        Returns whether an engine is available.
+        """
+        if self.engine_available:
             return True
-        limit = max(SHORTEST_HOLD, 3 * (self._start_took or 0.0))
-        self.held += 1
+        limit = max(MIN_HOLD_SECONDS, 3 * (self._start_took or 0.0))
+        self.held_requests += 1
         try:
-            async with asyncio.timeout(limit if longest is None else min(limit, longest)):
-                while not self.has_engine:
+            async with asyncio.timeout(limit if timeout is None else min(limit, timeout)):
+                while not self.engine_available:
                     await self._changed.wait()
         except TimeoutError:
             return False
         finally:
-            self.held -= 1
+            self.held_requests -= 1
         return True
 
-    def _move(self, state: State) -> None:
-        if self.state is not State.DRAINING:
+    def _set_state(self, state: ServerState) -> None:
+        if self.state is not ServerState.DRAINING:
             self.state = state
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()

@@ -1,4 +1,4 @@
-"""Answers as streams of server-sent events."""
+"""Streams answers as server-sent events."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from chairlift.server.errors import ApiError, api_error, shaped
-from chairlift.server.http.responses import written
+from chairlift.server.errors import ApiError, api_error, for_route
+from chairlift.server.http.responses import to_json_bytes
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
-PATIENCE = 1.0
-"""Seconds that a stream's headers wait for its first event.
+FIRST_EVENT_TIMEOUT = 1.0
+"""Seconds that the response headers wait for the first event.
 
-The door has turned away what finds a full queue, but the engine may still refuse (prompt tokens that wait, a deadline that
-nobody could make, logits that are not finite), and answers between two steps: what fails in that time has a status that says so.
+The engine may still reject an admitted request (queued prompt tokens, an impossible deadline, non-finite logits). An error within this
+time gets its own HTTP status.
 """
 
-QUIET = 10.0
-"""Seconds without an event after which a comment shows proxies and clients that the stream lives."""
+KEEP_ALIVE_SECONDS = 10.0
+"""Seconds without an event after which a comment is sent, so that proxies and clients keep the connection."""
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event with `data` as JSON."""
-    return b"data: " + written(data) + b"\n\n"
+    """Returns one server-sent event with `data` as JSON."""
+    return b"data: " + to_json_bytes(data) + b"\n\n"
 
 
 def typed_event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event whose name is the `type` of its data, as Anthropic's clients want it and OpenAI's responses have it."""
+    """Returns one server-sent event named by the `type` of its data, as in Anthropic's API and OpenAI's Responses API."""
     return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
 
 
-class Refill:
-    """Events that differ by one text: what is around that is written once. Most of a stream's are such, one a token."""
+class EventTemplate:
+    """Serializes events that differ only in one text: the JSON around the text is encoded once. Most events of a stream are such."""
 
-    HOLE = "\0"
-    """Stands for the text in the data of the event that is to be refilled."""
+    PLACEHOLDER = "\0"
+    """Marks the position of the text in the data of the template."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        self._before, self._after = event(data).rsplit(written(self.HOLE), 1)
+        self._before, self._after = event(data).rsplit(to_json_bytes(self.PLACEHOLDER), 1)
 
-    def event(self, text: str) -> bytes:
-        """The event with this text."""
-        return self._before + written(text) + self._after
+    def fill(self, text: str) -> bytes:
+        """Returns the event with `text`."""
+        return self._before + to_json_bytes(text) + self._after
 
 
 class EventStream(Response):
-    """A stream of server-sent events; an error before the first is the answer, and one on the way becomes the last of them."""
+    """A response of server-sent events. An error before the first event becomes the response, a later one the last event."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
-        # x-accel-buffering asks reverse proxies to pass events on as they come.
+        # x-accel-buffering tells reverse proxies not to buffer events.
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -70,51 +70,51 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             first = asyncio.ensure_future(anext(events))
             try:
-                await asyncio.wait((first,), timeout=PATIENCE)
+                await asyncio.wait((first,), timeout=FIRST_EVENT_TIMEOUT)
                 if first.done():
                     first.result()
             except Exception as error:
-                await shaped(told(error), scope["path"]).response()(scope, receive, send)
+                await for_route(client_error(error), scope["path"]).response()(scope, receive, send)
             else:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                # What stands around `send` minds an answer's start and end. Between them events pass it by: there is one a token.
-                await self._body(first, events, scope["path"], scope.get("state", {}).get("direct", send), send)
+                # Middleware only needs the start and the end of the response. Events skip it: there is one for each token.
+                await self._body(first, events, scope["path"], scope.get("state", {}).get("raw_send", send), send)
             finally:
-                # Nobody may close a generator that is still at work.
+                # A generator cannot be closed while it is running.
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
 
-    async def _body(self, first: Awaitable[bytes], events: AsyncGenerator[bytes], path: str, direct: Send, send: Send) -> None:
+    async def _body(self, first: Awaitable[bytes], events: AsyncGenerator[bytes], path: str, raw_send: Send, send: Send) -> None:
         now = asyncio.get_running_loop().time
         self._sent = now()
-        comments = asyncio.create_task(self._comment(direct))
+        keep_alives = asyncio.create_task(self._send_keep_alives(raw_send))
         try:
             data = await first
             self._sent = now()
-            await direct({"type": "http.response.body", "body": data, "more_body": True})
+            await raw_send({"type": "http.response.body", "body": data, "more_body": True})
             async for data in events:
                 self._sent = now()
-                await direct({"type": "http.response.body", "body": data, "more_body": True})
+                await raw_send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
-            envelope = shaped(told(error), path).envelope
+            envelope = for_route(client_error(error), path).envelope
             await send({"type": "http.response.body", "body": (typed_event if "type" in envelope else event)(envelope), "more_body": True})
         finally:
-            comments.cancel()
+            keep_alives.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _comment(self, send: Send) -> None:
-        """Sends a comment, which clients pass over, whenever there was nothing else for a while."""
+    async def _send_keep_alives(self, send: Send) -> None:
+        """Sends an SSE comment whenever the stream was silent for `KEEP_ALIVE_SECONDS`."""
         now = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(max(0.0, self._sent + QUIET - now()))
-            if now() >= self._sent + QUIET:
+            await asyncio.sleep(max(0.0, self._sent + KEEP_ALIVE_SECONDS - now()))
+            if now() >= self._sent + KEEP_ALIVE_SECONDS:
                 self._sent = now()
                 await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
 
 
-def told(error: Exception) -> ApiError:
-    """What a client is told of an error that ends its stream; the log has more of one that nobody expected."""
-    refusal = api_error(error)
-    if refusal.status == 500:
+def client_error(error: Exception) -> ApiError:
+    """Returns what a client sees of an error that ends its stream; an unexpected error is logged in full."""
+    shown = api_error(error)
+    if shown.status == 500:
         logger.error("a stream failed", exc_info=error)
-    return refusal
+    return shown

@@ -1,4 +1,4 @@
-"""One prompt on its way through the engine, and through the next one if that ends before the client has anything of the answer."""
+"""Submits one prompt to the engine, and again to the next engine if that one dies before the client has received output."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
-from chairlift.server.lifecycle import State
+from chairlift.server.lifecycle import ServerState
 from chairlift.server.observability.request_context import RequestContext
 from chairlift.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 MAX_RESUBMISSIONS = 2
-"""How often a request is submitted again: one that is what the engine dies of must not be for ever."""
+"""How often a request is resubmitted. A request that crashes the engine must not do so forever."""
 
-_AT_ONCE = 64
-"""Outputs of a whole answer that are handed on before other tasks get their turn."""
+_OUTPUTS_PER_YIELD = 64
+"""Buffered outputs that are passed on before other tasks get to run."""
 
 
 class Submission:
-    """One prompt, submitted until an engine has answered it or a part of the answer was handed on.
+    """One prompt, submitted until an engine has answered it or some of the output was delivered.
 
-    A whole answer is handed on when it is complete, a stream from its first text on: until then it can begin anew.
+    Output counts as delivered at the answer's end if `buffered`, else at the stream's first text. Until then the request can restart.
     """
 
     def __init__(
@@ -40,32 +40,32 @@ class Submission:
         *,
         request_id: str,
         context: RequestContext,
-        whole: bool,
+        buffered: bool,
     ) -> None:
-        """Deadlines count from the request's arrival; `whole` if nobody can use a part of the answer."""
+        """Deadlines count from the request's arrival. `buffered` collects the outputs and yields them when the answer is complete."""
         self._service = service
         self._prompt = prompt
         self._params = params
         self._scheduling = scheduling
         self._request_id = request_id
         self._context = context
-        self._prepared = context.elapsed()
-        self._ready = time.monotonic()
-        self._held = False
-        self._whole = whole
-        self._lost = 0
-        """Engines that ended while they had the request."""
+        self._spent_before_ready = context.elapsed()
+        self._ready_at = time.monotonic()
+        self._waited_for_engine = False
+        self._buffered = buffered
+        self._lost_engines = 0
+        """Number of engines that ended while they ran the request."""
 
     async def outputs(
         self, on_start: Callable[[], None], on_output: Callable[[RequestOutput], None], on_loss: Callable[[], None]
     ) -> AsyncGenerator[RequestOutput]:
-        """Yields outputs as they may be shown; raises what the engine raises, and ApiError 503 for a request that was lost with it.
+        """Yields outputs that may be sent; raises the engine's errors, and ApiError 503 if the request was lost with its engine.
 
-        `on_start` is called once, when the first engine begins the answer; `on_output` with every output as it comes, and `on_loss`
-        when all outputs so far mean nothing, since another engine begins anew.
+        `on_start` is called once, when the first engine starts the request; `on_output` for every output as it arrives; `on_loss` when the
+        outputs so far are void because another engine starts over.
         """
         pending: list[RequestOutput] = []
-        handed_on = False
+        delivered = False
         started = False
 
         def start() -> None:
@@ -75,26 +75,26 @@ class Submission:
                 on_start()
 
         while True:
-            await self._hold()
+            await self._wait_for_engine()
             try:
                 async with aclosing(self._generate(start)) as outputs:
                     async for output in outputs:
                         on_output(output)
                         pending.append(output)
-                        if not self._whole and (handed_on or output.text or output.finish_reason):
-                            handed_on = True
+                        if not self._buffered and (delivered or output.text or output.finish_reason):
+                            delivered = True
                             for one in pending:
                                 yield one
                             pending.clear()
                 break
             except EngineClosed:
                 raise
-            except EngineDead as death:
-                self._check_resubmission(death, handed_on)
+            except EngineDead as error:
+                self._check_resubmission(error, delivered)
             pending.clear()
             on_loss()
         for index, output in enumerate(pending):
-            if index % _AT_ONCE == _AT_ONCE - 1:
+            if index % _OUTPUTS_PER_YIELD == _OUTPUTS_PER_YIELD - 1:
                 await asyncio.sleep(0)
             yield output
 
@@ -109,38 +109,37 @@ class Submission:
         )
 
     def _spent(self) -> dict[str, float]:
-        """The states of the request's timeline until now, with their seconds."""
-        if self._held or self._lost:
-            return self._prepared | {"restart": time.monotonic() - self._ready}
+        """Returns the seconds that the request has spent in each state of its timeline before submission."""
+        if self._waited_for_engine or self._lost_engines:
+            return self._spent_before_ready | {"restart": time.monotonic() - self._ready_at}
         return self._context.elapsed()
 
-    async def _hold(self) -> None:
-        """Waits for an engine; raises DeadlineMissed, or ApiError 503 where none comes in time."""
+    async def _wait_for_engine(self) -> None:
+        """Waits for an engine; raises DeadlineMissed, or ApiError 503 if none becomes ready in time."""
         lifecycle = self._service.lifecycle
-        if lifecycle.has_engine:
+        if lifecycle.engine_available:
             return
-        limits = [limit for limit in (self._scheduling.deadline_ms, self._scheduling.ttft_deadline_ms) if limit is not None]
-        self._held = True
-        deadline = self._context.arrived + min(limits) / 1e3 if limits else None
-        if await lifecycle.hold(None if deadline is None else max(0.0, deadline - time.monotonic())):
+        deadlines = [ms for ms in (self._scheduling.deadline_ms, self._scheduling.ttft_deadline_ms) if ms is not None]
+        self._waited_for_engine = True
+        deadline = self._context.arrived + min(deadlines) / 1e3 if deadlines else None
+        if await lifecycle.wait_for_engine(None if deadline is None else max(0.0, deadline - time.monotonic())):
             return
         if deadline is not None and time.monotonic() >= deadline:
-            message = "the request missed its deadline while the engine was being started again: allow more time"
+            message = "the request missed its deadline while the engine was restarting: allow more time"
             raise DeadlineMissed(message, prompt_tokens=len(self._prompt), completion_tokens=0)
-        raise lifecycle.refusal(taken=True)
+        raise lifecycle.refusal(admitted=True)
 
-    def _check_resubmission(self, death: EngineDead, handed_on: bool) -> None:
-        """Raises ApiError 503 unless the request, whose engine has ended, may be submitted to the next one."""
+    def _check_resubmission(self, error: EngineDead, delivered: bool) -> None:
+        """Raises ApiError 503 unless the request may be resubmitted after its engine died."""
         lifecycle = self._service.lifecycle
-        self._lost += 1
-        if handed_on or lifecycle.state is State.DRAINING:
-            raise lifecycle.refusal(taken=True) from death
-        if self._lost > MAX_RESUBMISSIONS:
+        self._lost_engines += 1
+        if delivered or lifecycle.state is ServerState.DRAINING:
+            raise lifecycle.refusal(admitted=True) from error
+        if self._lost_engines > MAX_RESUBMISSIONS:
             logger.error(
-                "request %s was in work each time that the engine ended, %d times in a row: it is not submitted again, "
-                "since it may be what the engine ends of",
+                "request %s was running each of the %d times that the engine died: giving up on it, since it may be the cause",
                 self._request_id,
-                self._lost,
+                self._lost_engines,
             )
-            raise lifecycle.refusal(taken=True) from death
-        logger.info("request %s is submitted again, since the engine ended before anything of its answer was sent", self._request_id)
+            raise lifecycle.refusal(admitted=True) from error
+        logger.info("resubmitting request %s: the engine died before any of its output was sent", self._request_id)

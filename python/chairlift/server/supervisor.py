@@ -1,4 +1,4 @@
-"""The server's life: it listens while the model loads, serves, starts an engine that died again, drains, and ends."""
+"""The server's main task: listens while the model loads, serves, restarts a dead engine, drains and shuts down."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from chairlift.config import ServerConfig
-from chairlift.server.admin import Admin
+from chairlift.server.admin import AdminApp
 from chairlift.server.app import PROBES, build
-from chairlift.server.http.protocol import Http, HttpServer
+from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.sockets import address
 from chairlift.server.keys import Keys
 from chairlift.server.lifecycle import Lifecycle
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS = 2
-"""Seconds that answers cut short get to leave the machine."""
+FLUSH_SECONDS = 2
+"""Seconds that connections get at shutdown to send what is buffered."""
 
-KEEP_ALIVE = 75
-"""Seconds that an idle connection is kept: longer than clients and proxies keep theirs, so that it is they who close it."""
+KEEP_ALIVE_SECONDS = 75
+"""Seconds that an idle connection stays open: longer than the timeouts of clients and proxies, so that they close it first."""
 
-LONGEST_PAUSE = 60
-"""Seconds between two attempts to start the engine again, at most; the first comes at once."""
+MAX_RESTART_DELAY = 60
+"""Maximum seconds between two attempts to restart the engine; the first restart is immediate."""
 
-SERVED_WELL = 60
-"""Seconds after which an engine that dies was a good one: the next is started at once again."""
+STABLE_SECONDS = 60
+"""An engine that ran this long counts as stable: if it dies, the next restart is immediate again."""
 
 
-def _unprobed(record: logging.LogRecord) -> bool:
+def _is_not_probe(record: logging.LogRecord) -> bool:
     """Keeps probes out of the access log, whose records have the path as their third argument."""
     arguments = record.args
     return not (isinstance(arguments, tuple) and len(arguments) > 2 and str(arguments[2]).split("?")[0] in PROBES)
 
 
-def _unbroken(record: logging.LogRecord) -> bool:
-    """Keeps out of the log that clients left in the middle of a stream, which asyncio would tell of a line at a time."""
+def _is_not_broken_pipe(record: logging.LogRecord) -> bool:
+    """Drops asyncio's warning for each write to a client that has disconnected."""
     return record.msg != "socket.send() raised exception."
 
 
 class Supervisor:
-    """One server from its start to its end."""
+    """Runs one server from start to shutdown."""
 
     def __init__(self, engine: AsyncEngine, model: str, config: ServerConfig, keys: Keys) -> None:
         self._config = config
@@ -72,14 +72,14 @@ class Supervisor:
         )
         traces = None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint, model)
         self._service = Service(engine, model, metrics, config.tool_call_parser, traces, self._lifecycle)
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it has to tell of, this class tells
-        logging.getLogger("uvicorn.access").addFilter(_unprobed)
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the supervisor logs start and shutdown itself
+        logging.getLogger("uvicorn.access").addFilter(_is_not_probe)
         logging.getLogger("uvicorn.access").addFilter(redact_query)
-        logging.getLogger("asyncio").addFilter(_unbroken)
+        logging.getLogger("asyncio").addFilter(_is_not_broken_pipe)
         self._http = HttpServer(
             uvicorn.Config(
                 build(self._service, config, keys),
-                http=Http,
+                http=HttpProtocol,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 ws="none",
@@ -87,119 +87,118 @@ class Supervisor:
                 log_config=None,
                 proxy_headers=False,
                 server_header=False,
-                timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=LAST_WORDS,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
             )
         )
-        self._leave = asyncio.Event()
-        self._now = asyncio.Event()
+        self._stop_requested = asyncio.Event()
+        self._force_stop = asyncio.Event()
 
-    def admin(self) -> Admin:
-        """The application for the operator's own socket."""
-        return Admin(self._service, lambda: self._stop("asked to on the admin socket"))
+    def admin(self) -> AdminApp:
+        """Returns the application for the admin socket."""
+        return AdminApp(self._service, lambda: self._stop("request on the admin socket"))
 
     async def run(self, starting: asyncio.Task[None], listener: socket.socket) -> int:
-        """Serves on `listener` until a signal; `starting` is the engine's start. Returns the exit status_line.
+        """Serves on `listener` until a signal; `starting` is the task that starts the engine. Returns the exit status.
 
-        Raises what kept the engine from starting: nobody is served yet, and whoever started the server is there to hear why. When
-        the engine ends later it is started again, as often as it takes.
+        Raises the error of a failed first start. An engine that dies later is restarted, as often as needed.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number.name)
         http = asyncio.create_task(self._http.serve(sockets=[listener]))
-        reporting = asyncio.create_task(status_line.report(self._engine.stats))
-        tending = starting
+        status_task = asyncio.create_task(status_line.report(self._engine.stats))
+        engine_task = starting
         broken = False
         try:
-            await _first(starting, self._leave.wait())
+            await _wait_first(starting, self._stop_requested.wait())
             if starting.done():
                 starting.result()
-                self._take_requests()
+                self._mark_ready()
                 logger.info("listening on %s", address(listener, tls=self._config.ssl_certfile is not None))
-                tending = asyncio.create_task(self._keep_alive())
-                await _first(http, tending, self._leave.wait())
+                engine_task = asyncio.create_task(self._restart_loop())
+                await _wait_first(http, engine_task, self._stop_requested.wait())
                 self._lifecycle.drain()
-                if broken := not self._leave.is_set():
-                    ended = tending if tending.done() else http
+                if broken := not self._stop_requested.is_set():
+                    ended = engine_task if engine_task.done() else http
                     logger.critical("shutting down: a task of the server ended", exc_info=ended.exception())
-                tending.cancel()
+                engine_task.cancel()
                 await self._drain()
         finally:
-            # The engine first: what is still open ends with an error that says so, and only then the connections.
-            tending.cancel()
-            await asyncio.gather(tending, return_exceptions=True)
+            # The engine closes first: open requests end with an error message before their connections close.
+            engine_task.cancel()
+            await asyncio.gather(engine_task, return_exceptions=True)
             await self._engine.close()
             self._http.should_exit = True
-            self._http.force_exit = self._now.is_set()
-            reporting.cancel()
+            self._http.force_exit = self._force_stop.is_set()
+            status_task.cancel()
             await asyncio.gather(http, return_exceptions=True)
             if self._service.traces is not None:
                 await self._service.traces.close()
-        return 1 if self._now.is_set() or broken else 0
+        return 1 if self._force_stop.is_set() or broken else 0
 
     def _stop(self, reason: str) -> None:
-        """Begins the server's end, or ends it now if it had begun."""
-        logger.info("shutting down%s: %s", " now" if self._leave.is_set() else "", reason)
-        if self._leave.is_set():
-            self._now.set()
-        self._leave.set()
+        """Begins the shutdown; a second call ends it immediately."""
+        logger.info("shutting down%s: %s", " now" if self._stop_requested.is_set() else "", reason)
+        if self._stop_requested.is_set():
+            self._force_stop.set()
+        self._stop_requested.set()
 
-    def _take_requests(self) -> None:
-        """Says that the engine is ready, unless it has ended again since it said so."""
+    def _mark_ready(self) -> None:
+        """Marks the server as ready, unless the engine has already died again."""
         if self._engine.ready:
             self._lifecycle.ready()
 
-    async def _keep_alive(self) -> None:
-        """Starts the engine again whenever it has ended, for ever."""
+    async def _restart_loop(self) -> None:
+        """Restarts the engine whenever it dies, forever."""
         failures = 0
         while True:
             since = time.monotonic()
             await self._engine.ended()
-            if time.monotonic() - since > SERVED_WELL:
+            if time.monotonic() - since > STABLE_SECONDS:
                 failures = 0
-            pause = pause_after(failures)
+            delay = restart_delay(failures)
             failures += 1
-            logger.error("the engine has ended: starting it again %s", f"in {pause} s" if pause else "now")
-            self._lifecycle.starting(pause)
+            logger.error("the engine died: restarting it %s", f"in {delay} s" if delay else "now")
+            self._lifecycle.start_scheduled(delay)
             await self._engine.close()
-            await asyncio.sleep(pause)
+            await asyncio.sleep(delay)
             try:
                 await self._engine.start()
             except Exception as error:
                 self._lifecycle.start_failed()
                 logger.error("the engine could not be started: %s: %s", type(error).__name__, error)
             else:
-                logger.info("the engine is ready again: %d requests were held for it", self._lifecycle.held)
-                self._take_requests()
+                logger.info("the engine is ready again, %d requests waited for it", self._lifecycle.held_requests)
+                self._mark_ready()
 
     async def _drain(self) -> None:
-        """Waits until what is open has ended, or as long as it may, or a second signal."""
+        """Waits until all open requests have ended, the shutdown timeout expires, or a second signal arrives."""
         limit = self._config.shutdown_timeout
         if self._service.open:
-            logger.info("%d open requests get %g s to finish; a second signal ends them now", self._service.open, limit)
+            logger.info("waiting up to %g s for %d open requests; a second signal cancels them", limit, self._service.open)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
-                await _first(self._now.wait(), self._empty())
+                await _wait_first(self._force_stop.wait(), self._no_open_requests())
         if self._service.open:
-            logger.warning("ending %d open requests, which did not finish in time", self._service.open)
+            logger.warning("shutdown timeout reached: cancelling %d requests", self._service.open)
 
-    async def _empty(self) -> None:
+    async def _no_open_requests(self) -> None:
         while self._service.open:
             await asyncio.sleep(0.02)
 
 
-def pause_after(failures: int) -> int:
-    """Seconds to wait before the engine is started again, after so many that died young: 0, 1, 2, 4 and so on."""
-    return min(1 << (failures - 1), LONGEST_PAUSE) if failures else 0
+def restart_delay(failures: int) -> int:
+    """Seconds to wait before the next restart, after `failures` engines in a row that died early: 0, 1, 2, 4 and so on."""
+    return min(1 << (failures - 1), MAX_RESTART_DELAY) if failures else 0
 
 
-async def _first(*awaitables: Awaitable[object]) -> None:
-    """Waits until one of them is done; the others are cancelled, unless they came as tasks."""
-    tasks = [asyncio.ensure_future(one) for one in awaitables]
+async def _wait_first(*awaitables: Awaitable[object]) -> None:
+    """Waits until one of them is done, then cancels those that are not tasks of the caller."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for one, task in zip(awaitables, tasks, strict=True):
-            if one is not task:
+        for awaitable, task in zip(awaitables, tasks, strict=True):
+            if awaitable is not task:
                 task.cancel()

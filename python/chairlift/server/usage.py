@@ -1,21 +1,23 @@
-"""What a request used, counted in tokens."""
+"""The `usage` and `metrics` objects of an answer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from chairlift.outputs import Timing
+
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens that a request took so far: each prompt once, and all of its answers."""
+    """Tokens that a request has used so far: each prompt once, and all of its answers."""
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
 
     def json(self) -> dict[str, Any]:
-        """OpenAI's `usage` object."""
+        """Returns OpenAI's `usage` object."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -24,7 +26,7 @@ class Usage:
         }
 
     def response(self) -> dict[str, Any]:
-        """The `usage` object of OpenAI's Responses API; nothing is counted as reasoning, or as written to the cache."""
+        """Returns the `usage` object of OpenAI's Responses API; reasoning and cache-write tokens are always 0."""
         return {
             "input_tokens": self.prompt,
             "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
@@ -34,10 +36,31 @@ class Usage:
         }
 
     def message(self) -> dict[str, Any]:
-        """Anthropic's `usage` object, where what was found in the cache is not counted as input."""
+        """Returns Anthropic's `usage` object, which does not count cached tokens as input."""
         return {
             "input_tokens": self.prompt - self.cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self.cached,
             "output_tokens": self.completion,
         }
+
+
+def timing_metrics(timing: Timing, tokens: int) -> dict[str, float | None]:
+    """Returns the `metrics` object of an answer of `tokens` tokens, in vLLM's shape; milliseconds, None for what did not happen.
+
+    `generation_time_ms` is the time from the first token to the end, `mean_itl_ms` divides it by the tokens after the first, and
+    `tokens_per_second` divides all tokens by the time since the answer left the queue.
+    """
+    generation = None if timing.first_token is None else timing.total - timing.first_token
+    running = timing.total - timing.started
+    return {
+        "time_to_first_token_ms": _ms(timing.first_token),
+        "generation_time_ms": _ms(generation),
+        "queue_time_ms": _ms(timing.queued),
+        "mean_itl_ms": _ms(generation / (tokens - 1)) if generation is not None and tokens > 1 else None,
+        "tokens_per_second": round(tokens / running, 3) if tokens and running > 0 else None,
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)

@@ -1,1 +1,1 @@
-"""Chat: conversations in, messages and tool calls out."""
+"""Chat completions: conversation in, message and tool calls out."""

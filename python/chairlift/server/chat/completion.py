@@ -1,4 +1,4 @@
-"""One turn of the assistant, whatever the API that asked for it: the prompt made, the engine at work, calls told from content."""
+"""Chat completions for every chat API: renders the prompt, runs the generation, separates tool calls from content."""
 
 from __future__ import annotations
 
@@ -15,44 +15,42 @@ from chairlift.errors import InvalidRequest
 from chairlift.grammar.source import calls_grammar, free_calls_grammar
 from chairlift.outputs import RequestOutput, TokenLogprobs
 from chairlift.sampling import StructuredOutput
-from chairlift.server.chat.request import ChatRequest, Offer
-from chairlift.server.chat.tools import SYNTAXES, syntax_of
-from chairlift.server.chat.tools.call import CallDelta
-from chairlift.server.chat.tools.hermes import Hermes
-from chairlift.server.chat.tools.prompted import told
-from chairlift.server.chat.tools.syntax import Syntax
+from chairlift.server.chat.request import ChatRequest, ToolSpec
+from chairlift.server.chat.tools.formats import TOOL_PARSERS, Hermes, parser_for_template
+from chairlift.server.chat.tools.parser import ToolCallDelta, ToolParser
+from chairlift.server.chat.tools.prompted import add_tool_prompt
 from chairlift.server.generation import Generation
 from chairlift.server.http.responses import ignored_header
-from chairlift.server.schema.logprobs import check_scored
+from chairlift.server.schema.logprobs import check_prompt_logprobs
 from chairlift.server.schema.response_format import schema_text
 from chairlift.server.service import Service, service_of
 
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one answer; its content comes before its calls."""
+    """An increment of one choice; its content comes before its tool calls."""
 
     index: int
-    """Which of the `n` answers."""
+    """Index of the choice."""
     content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-    """One a call at most."""
+    calls: list[ToolCallDelta] = field(default_factory=list)
+    """At most one for each call."""
     logprobs: list[TokenLogprobs] | None = None
-    """Of the tokens since the last one, shown or not, if they were asked for."""
+    """Log-probabilities of all tokens since the last increment, including hidden ones, if the request asked for them."""
     finish_reason: str | None = None
-    """`stop`, `length` or `tool_calls` with the answer's last."""
+    """`stop`, `length` or `tool_calls`; set on the choice's last increment."""
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended it."""
+    """The stop string or stop token that ended the choice."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is content and nothing else."""
+        """Whether the increment holds content and nothing else."""
         return bool(self.content) and not self.calls and self.logprobs is None and self.finish_reason is None
 
 
 @dataclass(slots=True)
-class Call:
-    """A call that the model made; `arguments` is the text of a JSON object, unless the model wrote or left it otherwise."""
+class ToolCall:
+    """A tool call of the model. `arguments` should be the text of a JSON object, but is what the model wrote."""
 
     id: str
     name: str
@@ -60,190 +58,186 @@ class Call:
 
 
 @dataclass(slots=True)
-class Answer:
-    """One whole answer."""
+class ChatChoice:
+    """One complete choice."""
 
     content: str | None = None
-    """None where there are only calls."""
-    calls: list[Call] = field(default_factory=list)
+    """None if there are only tool calls."""
+    calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
 
 class ChatCompletion:
-    """The assistant's answers to one conversation.
+    """The completion of one conversation.
 
-    `generation` has their head and, as they come, their usage; `headers` belong to the HTTP response.
+    `generation` holds the response's head and its usage; `headers` belong to the HTTP response.
     """
 
-    def __init__(self, generation: Generation, reading: _Reading, answers: int, headers: dict[str, str]) -> None:
+    def __init__(self, generation: Generation, parser_config: _ParserConfig, n: int, headers: dict[str, str]) -> None:
         self.generation = generation
         self.headers = headers
         self.prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
-        """Of the prompt, once the first answer began, if they were asked for."""
-        self._reading = reading
-        self._answers = answers
+        """Set once the first choice has begun, if the request asked for them."""
+        self._parser_config = parser_config
+        self._n = n
 
     @classmethod
-    async def begin(cls, request: Request, wanted: ChatRequest, ignored: list[str], *, kind: str, prefix: str, stream: bool) -> Self:
-        """Checks everything and makes the prompt; `kind` is the answers' object and `prefix` begins their id.
+    async def begin(cls, request: Request, body: ChatRequest, ignored: list[str], *, kind: str, prefix: str) -> Self:
+        """Validates the request and renders its prompt; does not submit anything to the engine yet.
 
-        `ignored` are names of fields without effect. Raises InvalidRequest or ApiError; the engine has not been asked yet.
+        `kind` is the `object` of the response, `prefix` begins its id, and `ignored` are the names of fields without effect. Raises
+        InvalidRequest or ApiError.
         """
         service = service_of(request)
-        service.check_model(wanted.model)
-        scheduling = wanted.scheduling(request.state.tenant, request.headers)
-        params, offer = wanted.params(service.default_sampling), wanted.offer()
+        service.check_model(body.model)
+        params, tool_spec = body.params(service.default_sampling), body.tool_spec()
         try:
-            prompt, syntax = await _prompt(service, wanted, offer)
-            controls = service.engine.tokenizer.control_texts if offer else ()
-            reading = _Reading(offer, syntax, controls, hide=params.skip_special_tokens)
-            if reading.controls:
+            prompt, parser_type = await _render_prompt(service, body, tool_spec)
+            control_texts = service.engine.tokenizer.control_texts if tool_spec else ()
+            parser_config = _ParserConfig(tool_spec, parser_type, control_texts, hide=params.skip_special_tokens)
+            if parser_config.control_marks:
                 params = replace(params, skip_special_tokens=False)
-            if offer:
-                params = replace(params, structured_output=_form(service, reading, params.structured_output))
-            check_scored([prompt], params)
-            generation = Generation(
-                service,
-                [prompt],
-                params,
-                scheduling,
-                context=request.state.context,
-                ticket=request.state.ticket,
-                kind=kind,
-                prefix=prefix,
-                request_id=wanted.request_id or request.state.context.request_id,
-                stream=stream,
-            )
+            if tool_spec:
+                params = replace(params, structured_output=_tool_grammar(service, parser_config, params.structured_output))
+            check_prompt_logprobs([prompt], params)
+            generation = Generation(request, body, [prompt], params, kind=kind, prefix=prefix)
         except InvalidRequest as error:
-            if error.param == "prompt":  # as the engine calls what came as messages
+            if error.param == "prompt":  # the engine's name for what the client sent as messages
                 error.param = "messages"
             raise
-        return cls(generation, reading, params.n, ignored_header(ignored))
+        return cls(generation, parser_config, params.n, ignored_header(ignored))
 
     async def deltas(self) -> AsyncGenerator[Delta]:
-        """What is new, as it comes; raises what the engine raises. Leaving early ends the request: use `contextlib.aclosing`."""
-        choices = [_Choice(index, self._reading) for index in range(self._answers)]
+        """Yields increments; raises the engine's errors. Closing the generator aborts the request: use `contextlib.aclosing`."""
+        choices = [_ChoiceParser(index, self._parser_config) for index in range(self._n)]
         async with aclosing(self.generation.outputs()) as outputs:
             async for index, output in outputs:
                 if output.prompt_logprobs is not None:
                     self.prompt_logprobs = output.prompt_logprobs
-                for delta in choices[index].take(output):
+                for delta in choices[index].push(output):
                     yield delta
 
-    async def whole(self) -> list[Answer]:
-        """Every answer, put together; raises what the engine raises."""
-        answers = [Answer() for _ in range(self._answers)]
-        contents: list[list[str]] = [[] for _ in answers]
-        arguments: list[list[list[str]]] = [[] for _ in answers]
+    async def choices(self) -> list[ChatChoice]:
+        """Returns all complete choices; raises the engine's errors."""
+        choices = [ChatChoice() for _ in range(self._n)]
+        contents: list[list[str]] = [[] for _ in choices]
+        arguments: list[list[list[str]]] = [[] for _ in choices]
         async with aclosing(self.deltas()) as deltas:
             async for delta in deltas:
-                answer = answers[delta.index]
+                choice = choices[delta.index]
                 contents[delta.index].append(delta.content)
                 for call in delta.calls:
                     if call.id is not None and call.name is not None:
-                        answer.calls.append(Call(call.id, call.name))
+                        choice.calls.append(ToolCall(call.id, call.name))
                         arguments[delta.index].append([])
-                    arguments[delta.index][call.position].append(call.arguments)
+                    arguments[delta.index][call.index].append(call.arguments)
                 if delta.logprobs is not None:
-                    answer.logprobs = answer.logprobs or []
-                    answer.logprobs += delta.logprobs
+                    choice.logprobs = choice.logprobs or []
+                    choice.logprobs += delta.logprobs
                 if delta.finish_reason is not None:
-                    answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
-        for answer, content, parts in zip(answers, contents, arguments, strict=True):
+                    choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        for choice, content, parts in zip(choices, contents, arguments, strict=True):
             text = "".join(content)
-            answer.content = text if text or not answer.calls else None
-            for made, part in zip(answer.calls, parts, strict=True):
-                made.arguments = "".join(part)
-        return answers
+            choice.content = text if text or not choice.calls else None
+            for tool_call, part in zip(choice.calls, parts, strict=True):
+                tool_call.arguments = "".join(part)
+        return choices
 
 
-class _Reading:
-    """How a turn's text is read: what may be called in it, and how the model writes that."""
+class _ParserConfig:
+    """How to parse the output of a completion: the tools, the parser and the control tokens to hide."""
 
-    def __init__(self, offer: Offer, syntax: type[Syntax], controls: Sequence[str], *, hide: bool) -> None:
-        """`controls` are the texts of the vocabulary's control tokens; those that are no marks of calls are not shown if `hide`."""
-        self.offer = offer
-        self.syntax = syntax
-        marks = (*syntax.marks, *syntax.inner_marks)
-        self.controls = [text for text in controls if text in marks]
-        """The marks of calls that are control tokens: then those have to be in the text."""
-        hidden = [re.escape(text) for text in controls if text not in marks]
-        # Without marks among them the text has no control tokens, or those that the client wants to see.
-        self._hidden = re.compile("|".join(hidden)) if hide and hidden and self.controls else None
+    def __init__(self, tool_spec: ToolSpec, parser_type: type[ToolParser], control_texts: Sequence[str], *, hide: bool) -> None:
+        """`control_texts` are the texts of the vocabulary's control tokens; `hide` removes those that do not mark tool calls."""
+        self.tool_spec = tool_spec
+        self.parser_type = parser_type
+        marks = (*parser_type.marks, *parser_type.inner_marks)
+        self.control_marks = [text for text in control_texts if text in marks]
+        """The parser's marks that are control tokens: the engine must not remove them from the text."""
+        hidden = [re.escape(text) for text in control_texts if text not in marks]
+        # If no mark is a control token, the engine removes control tokens itself.
+        self._hidden = re.compile("|".join(hidden)) if hide and hidden and self.control_marks else None
 
-    def parser(self) -> Syntax | None:
-        """A parser for one answer; None if nothing can be called in it."""
-        return self.syntax([tool.function.name for tool in self.offer.tools]) if self.offer else None
+    def parser(self) -> ToolParser | None:
+        """Returns a parser for one choice; None if there are no tools."""
+        return self.parser_type([tool.function.name for tool in self.tool_spec.tools]) if self.tool_spec else None
 
-    def shown(self, text: str) -> str:
-        """What is to be shown of a text, in which no token is cut in two."""
+    def visible(self, text: str) -> str:
+        """Removes hidden control tokens from a text of whole tokens."""
         return self._hidden.sub("", text) if self._hidden else text
 
 
-async def prompt_of(service: Service, wanted: ChatRequest) -> list[int]:
-    """The tokens of a conversation as the model is given them; raises InvalidRequest."""
-    return (await _prompt(service, wanted, wanted.offer()))[0]
+async def prompt_of(service: Service, body: ChatRequest) -> list[int]:
+    """Returns the token ids of a conversation's prompt; raises InvalidRequest."""
+    return (await _render_prompt(service, body, body.tool_spec()))[0]
 
 
-async def _prompt(service: Service, wanted: ChatRequest, offer: Offer) -> tuple[list[int], type[Syntax]]:
-    """The prompt's tokens, and how calls are written in the answer."""
-    conversation, variables, syntax = await asyncio.to_thread(_told, service, wanted, offer)
-    return wanted.cut(await service.render(conversation, **variables)), syntax
+async def _render_prompt(service: Service, body: ChatRequest, tool_spec: ToolSpec) -> tuple[list[int], type[ToolParser]]:
+    """Returns the prompt's token ids, and the parser for tool calls in the output."""
+    conversation, variables, parser_type = await asyncio.to_thread(_template_inputs, service, body, tool_spec)
+    return body.truncate(await service.render(conversation, **variables)), parser_type
 
 
-def _form(service: Service, reading: _Reading, wanted: StructuredOutput | None) -> StructuredOutput | None:
-    """The form of an answer that may call functions, or has to, where the client `wanted` content of some form; None if any will do."""
-    offer, tokenizer = reading.offer, service.engine.tokenizer
-    strict = any(tool.function.strict for tool in offer.tools)
-    if not (offer.must or wanted or strict):
+def _tool_grammar(service: Service, parser_config: _ParserConfig, content: StructuredOutput | None) -> StructuredOutput | None:
+    """Returns the grammar of an output that may or must contain tool calls; None if the output is unconstrained.
+
+    `content` is the grammar that the client requested for an output without calls.
+    """
+    tool_spec, tokenizer = parser_config.tool_spec, service.engine.tokenizer
+    strict = any(tool.function.strict for tool in tool_spec.tools)
+    if not (tool_spec.required or content or strict):
         return None
-    free = not (offer.must or wanted)
-    tools = {tool.function.name: None if free and not tool.function.strict else tool.function.parameters for tool in offer.tools}
-    for name, schema in tools.items():
+    free = not (tool_spec.required or content)
+    schemas = {tool.function.name: None if free and not tool.function.strict else tool.function.parameters for tool in tool_spec.tools}
+    for name, schema in schemas.items():
         schema_text(schema or {}, "tools", f"the schema of {name}'s parameters")
         if (schema or {}).get("type", "object") != "object":
             raise InvalidRequest(f'the schema of {name}\'s parameters must have "type": "object"', param="tools")
-    control = {mark: tokenizer.encode(mark, add_special_tokens=False)[0] for mark in reading.controls}
-    form = reading.syntax.form(tokenizer.template.source)
+    control_ids = {mark: tokenizer.encode(mark, add_special_tokens=False)[0] for mark in parser_config.control_marks}
+    call_format = parser_config.parser_type.call_format(tokenizer.template.source)
     if not free:
-        return calls_grammar(form, tools, control, several=offer.several, instead=None if offer.must else wanted)
-    return free_calls_grammar(reading.syntax.marks[0] if form.begin else "", form, tools, control, several=offer.several)
+        instead = None if tool_spec.required else content
+        return calls_grammar(call_format, schemas, control_ids, several=tool_spec.parallel, instead=instead)
+    trigger = parser_config.parser_type.marks[0] if call_format.begin else ""
+    return free_calls_grammar(trigger, call_format, schemas, control_ids, several=tool_spec.parallel)
 
 
-def _told(service: Service, wanted: ChatRequest, offer: Offer) -> tuple[list[dict[str, Any]], dict[str, Any], type[Syntax]]:
-    """The conversation and the variables for the chat template, which may know tools or not, and how it writes calls."""
-    conversation, variables = wanted.conversation(), wanted.variables()
-    tools = [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in offer.tools]
-    if wanted.documents and not service.engine.tokenizer.template.uses("documents"):
+def _template_inputs(
+    service: Service, body: ChatRequest, tool_spec: ToolSpec
+) -> tuple[list[dict[str, Any]], dict[str, Any], type[ToolParser]]:
+    """Returns the conversation and variables for the chat template, and the parser for the calls that the template elicits."""
+    conversation, variables = body.conversation(), body.variables()
+    tools = [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in tool_spec.tools]
+    if body.documents and not service.engine.tokenizer.template.uses("documents"):
         raise InvalidRequest("this model's chat template has no place for documents: put them into a message", param="documents")
-    if not tools and not any(turn["role"] == "tool" or "tool_calls" in turn for turn in conversation):
+    if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in conversation):
         return conversation, variables, Hermes
     template = service.engine.tokenizer.template
     if not template.uses("tools"):
-        return told(conversation, tools), variables, Hermes
-    parser = service.tool_call_parser
-    syntax = syntax_of(template.source) if parser == "auto" else SYNTAXES[parser]
-    return conversation, {**variables, "tools": tools} if tools else variables, syntax
+        return add_tool_prompt(conversation, tools), variables, Hermes
+    name = service.tool_call_parser
+    parser_type = parser_for_template(template.source) if name == "auto" else TOOL_PARSERS[name]
+    return conversation, {**variables, "tools": tools} if tools else variables, parser_type
 
 
-class _Choice:
-    """One answer as it is read."""
+class _ChoiceParser:
+    """Converts the engine's outputs of one choice to increments."""
 
-    def __init__(self, index: int, reading: _Reading) -> None:
+    def __init__(self, index: int, parser_config: _ParserConfig) -> None:
         self._index = index
-        self._offer = reading.offer
-        self._shown = reading.shown
-        self._parser = reading.parser()
+        self._tool_spec = parser_config.tool_spec
+        self._visible = parser_config.visible
+        self._parser = parser_config.parser()
         self._called = False
         self._logprobs: list[TokenLogprobs] = []
 
-    def take(self, output: RequestOutput) -> list[Delta]:
-        """What is new with the next output: nothing, if that was half a character, or text that may become a stop string or a call."""
+    def push(self, output: RequestOutput) -> list[Delta]:
+        """Returns the increments of an output: none if its text is held back (half a character, a possible stop string or tool call)."""
         if output.logprobs:
             self._logprobs += output.logprobs
-        deltas = self._read(output) if self._parser else [Delta(self._index, output.text)] if output.text else []
+        deltas = self._parse(output) if self._parser else [Delta(self._index, output.text)] if output.text else []
         if output.finish_reason and not deltas:
             deltas.append(Delta(self._index))
         if not deltas:
@@ -252,35 +246,35 @@ class _Choice:
             deltas[0].logprobs, self._logprobs = self._logprobs, []
         if output.finish_reason:
             last = deltas[-1]
-            # OpenAI says `stop` where the client itself chose the function.
-            called = self._called and output.finish_reason == "stop" and not self._offer.named
+            # OpenAI returns `stop` if the client itself chose the function.
+            called = self._called and output.finish_reason == "stop" and not self._tool_spec.named
             last.finish_reason = "tool_calls" if called else output.finish_reason
             last.stop_reason = output.stop_reason
         return deltas
 
-    def _read(self, output: RequestOutput) -> list[Delta]:
-        """Text, as content and calls."""
+    def _parse(self, output: RequestOutput) -> list[Delta]:
+        """Separates text into content and calls."""
         assert self._parser is not None
-        news = self._parser.push(self._shown(output.text))
+        parsed = self._parser.push(self._visible(output.text))
         if output.finish_reason:
-            news += self._parser.end()
+            parsed += self._parser.end()
         deltas: list[Delta] = []
-        for piece in news:
-            if isinstance(piece, str):
+        for part in parsed:
+            if isinstance(part, str):
                 if not deltas or deltas[-1].calls:
                     deltas.append(Delta(self._index))
-                deltas[-1].content += piece
-            elif self._offer.several or piece.position == 0:
+                deltas[-1].content += part
+            elif self._tool_spec.parallel or part.index == 0:
                 self._called = True
                 if not deltas:
                     deltas.append(Delta(self._index))
-                _add(deltas[-1].calls, piece)
+                _append_call(deltas[-1].calls, part)
         return deltas
 
 
-def _add(calls: list[CallDelta], piece: CallDelta) -> None:
-    """Puts a call's next piece to what is new, as one with what is new of the same call."""
-    if calls and calls[-1].position == piece.position:
-        calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + piece.arguments)
+def _append_call(calls: list[ToolCallDelta], part: ToolCallDelta) -> None:
+    """Appends a call's next part, joined with the previous part of the same call."""
+    if calls and calls[-1].index == part.index:
+        calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + part.arguments)
     else:
-        calls.append(piece)
+        calls.append(part)

@@ -1,4 +1,4 @@
-"""A conversation as chat clients send it: messages, the functions that may be called, and what else the chat template is given."""
+"""The request of chat APIs: messages, tools, and further inputs of the chat template."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _RESERVED = frozenset(
         *("return_assistant_tokens_mask", "tokenizer_kwargs", "controls", "self"),
     )
 )
-"""What `chat_template_kwargs` may not set: fields of their own, and arguments of the calls that templates go through."""
+"""Names that `chat_template_kwargs` may not set: they have fields of their own or are arguments of the renderer."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 _PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]}
-"""A piece of a message's content, as /openapi.json tells of it."""
+"""A content part in /openapi.json."""
 
 
 class Function(BaseModel):
@@ -49,7 +49,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool, of which functions are the only kind here."""
+    """A tool; only functions are supported."""
 
     model_config = ConfigDict(strict=True)
     type: Literal["function"]
@@ -62,7 +62,7 @@ class _CalledFunction(BaseModel):
     arguments: str | dict[str, Any] = "{}"
 
 
-class _Called(BaseModel):
+class _MessageToolCall(BaseModel):
     model_config = ConfigDict(strict=True)
     id: str | None = None
     type: Literal["function"] = "function"
@@ -70,36 +70,36 @@ class _Called(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     model_config = ConfigDict(strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]})] = None
     refusal: str | None = None
     name: str | None = None
-    tool_calls: Annotated[list[_Called], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[_MessageToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     function_call: _CalledFunction | None = None
 
-    def turn(self, where: str) -> dict[str, Any]:
-        """The message as a chat template wants it; raises InvalidRequest, naming the message as `where`."""
-        # Templates know neither developers nor functions: OpenAI's newer word for system, and its older one for tool.
+    def for_template(self, where: str) -> dict[str, Any]:
+        """Converts the message for a chat template; raises InvalidRequest that names the message as `where`."""
+        # Templates do not know OpenAI's newer role `developer` and its older role `function`.
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        turn: dict[str, Any] = {"role": role, "content": self._text(f"{where}.content")}
-        called = self.tool_calls or ([_Called(function=self.function_call)] if self.function_call else [])
-        if called:
-            turn["tool_calls"] = [_as_told(one) for one in called]
+        message: dict[str, Any] = {"role": role, "content": self._text(f"{where}.content")}
+        calls = self.tool_calls or ([_MessageToolCall(function=self.function_call)] if self.function_call else [])
+        if calls:
+            message["tool_calls"] = [_call_for_template(call) for call in calls]
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
-                turn[name] = value
-        return turn
+                message[name] = value
+        return message
 
     def _text(self, where: str) -> str:
         match self.content:
             case str(text):
                 return text
             case None if self.role == "assistant":
-                return self.refusal or ""  # it only called tools, or refused
+                return self.refusal or ""  # it called tools or refused
             case list(parts) if parts:
                 return "\n".join(self._part(part, f"{where}[{i}]") for i, part in enumerate(parts))
         raise InvalidRequest(f"{where} must be a string or a list of text parts, got {brief(self.content)}", param="messages")
@@ -113,39 +113,39 @@ class Message(BaseModel):
         )
 
 
-def _as_told(called: _Called) -> dict[str, Any]:
-    """A call in the conversation as templates want it: with arguments as an object, if they are one."""
-    arguments = called.function.arguments
+def _call_for_template(call: _MessageToolCall) -> dict[str, Any]:
+    """Converts a tool call for a chat template, which expects arguments as an object if they are one."""
+    arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments)
-        except (ValueError, RecursionError):  # what a model wrote need not be JSON
+        except (ValueError, RecursionError):  # arguments that a model wrote may be invalid JSON
             parsed = None
         if isinstance(parsed, dict):
             arguments = parsed
     _check_depth("messages", arguments)
-    named = {} if called.id is None else {"id": called.id}
-    return {**named, "type": "function", "function": {"name": called.function.name, "arguments": arguments}}
+    id_field = {} if call.id is None else {"id": call.id}
+    return {**id_field, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """The functions that the model may call in its turn."""
+class ToolSpec:
+    """The tools of a request and how the model may use them."""
 
     tools: tuple[Tool, ...] = ()
-    must: bool = False
-    """It has to call one."""
+    required: bool = False
+    """The model must call a tool."""
     named: bool = False
-    """The client said which."""
-    several: bool = True
-    """It may call more than one."""
+    """The client chose the tool to call."""
+    parallel: bool = True
+    """The model may make more than one call."""
 
     def __bool__(self) -> bool:
         return bool(self.tools)
 
 
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions, and what other routes make of theirs."""
+    """POST /v1/chat/completions; other chat APIs convert their requests to it."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
@@ -163,34 +163,34 @@ class ChatRequest(GenerationRequest):
 
     @property
     def legacy(self) -> bool:
-        """Whether the client speaks of functions, as was the custom before tools."""
+        """Whether the client uses `functions`, the predecessor of `tools`."""
         return bool(self.functions)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as a chat template wants them; raises InvalidRequest."""
-        return [message.turn(f"messages[{i}]") for i, message in enumerate(self.messages)]
+        """Converts the messages for a chat template; raises InvalidRequest."""
+        return [message.for_template(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
     def variables(self) -> dict[str, Any]:
-        """What the chat template is given beside messages and tools; raises InvalidRequest."""
-        given = dict(self.chat_template_kwargs or {})
-        for name in given:
+        """Returns the chat template's inputs other than messages and tools; raises InvalidRequest."""
+        variables = dict(self.chat_template_kwargs or {})
+        for name in variables:
             if name in _RESERVED or not _VARIABLE.fullmatch(name):
                 raise InvalidRequest(f"chat_template_kwargs may not set {brief(name)}", param="chat_template_kwargs")
-        _check_depth("chat_template_kwargs", given)
+        _check_depth("chat_template_kwargs", variables)
         if self.documents:
             _check_depth("documents", self.documents)
-            given["documents"] = self.documents
+            variables["documents"] = self.documents
         if self.continue_final_message:
             if self.add_generation_prompt:
-                message = "continue_final_message goes on with the last message, add_generation_prompt begins one: leave out either"
+                message = "continue_final_message extends the last message, add_generation_prompt begins a new one: leave out one of them"
                 raise InvalidRequest(message, param="continue_final_message")
-            given["continue_final_message"] = True
+            variables["continue_final_message"] = True
         if self.continue_final_message or self.add_generation_prompt is False:
-            given["add_generation_prompt"] = False
-        return given
+            variables["add_generation_prompt"] = False
+        return variables
 
-    def offer(self) -> Offer:
-        """The functions that may be called; raises InvalidRequest."""
+    def tool_spec(self) -> ToolSpec:
+        """Returns the tools that may be called; raises InvalidRequest."""
         if self.legacy:
             if self.tools:
                 raise InvalidRequest("functions is the older name of tools: send one of them", param="functions")
@@ -198,49 +198,52 @@ class ChatRequest(GenerationRequest):
         else:
             tools = self.tools or []
         param = "functions" if self.legacy else "tools"
-        offered = {tool.function.name: tool for tool in tools}
-        if len(offered) < len(tools):
+        by_name = {tool.function.name: tool for tool in tools}
+        if len(by_name) < len(tools):
             raise InvalidRequest(f"{param} has two functions of one name: give each its own", param=param)
         _check_depth(param, [tool.function.parameters for tool in tools])
-        mode, names = self._choice()
+        mode, names = self._tool_choice()
         for name in names or ():
-            if name not in offered:
-                raise InvalidRequest(f"{self._chooser} names {brief(name)}, which is not among the {param}", param=self._chooser)
-        if mode == "required" and not offered:
-            raise InvalidRequest(f"{self._chooser} asks for a call, but there are no {param}", param=self._chooser)
-        chosen = () if mode == "none" else tuple(offered.values() if names is None else (offered[name] for name in dict.fromkeys(names)))
+            if name not in by_name:
+                raise InvalidRequest(f"{self._choice_field} names {brief(name)}, which is not among the {param}", param=self._choice_field)
+        if mode == "required" and not by_name:
+            raise InvalidRequest(f"{self._choice_field} asks for a call, but there are no {param}", param=self._choice_field)
+        chosen = () if mode == "none" else tuple(by_name.values() if names is None else (by_name[name] for name in dict.fromkeys(names)))
         named = mode == "named"
-        return Offer(chosen, mode in ("required", "named"), named, not (self.legacy or named or self.parallel_tool_calls is False))
+        return ToolSpec(chosen, mode in ("required", "named"), named, not (self.legacy or named or self.parallel_tool_calls is False))
 
     @property
-    def _chooser(self) -> str:
+    def _choice_field(self) -> str:
         return "function_call" if self.function_call is not None and self.tool_choice is None else "tool_choice"
 
-    def _choice(self) -> tuple[str, list[str] | None]:
-        """How the model chooses (`none`, `auto`, `required`, `named`), and among which functions, None for all."""
-        choice = self.function_call if self._chooser == "function_call" else self.tool_choice
+    def _tool_choice(self) -> tuple[str, list[str] | None]:
+        """Returns how the model chooses (`none`, `auto`, `required`, `named`), and the names of the functions to choose from (None.
+
+        All).
+        """
+        choice = self.function_call if self._choice_field == "function_call" else self.tool_choice
         match choice:
             case None:
                 return "auto", None
-            case "none" | "auto" | "required" if self._chooser == "tool_choice" or choice != "required":
+            case "none" | "auto" | "required" if self._choice_field == "tool_choice" or choice != "required":
                 return str(choice), None
-            case {"type": "function", "function": {"name": str(name)}} if self._chooser == "tool_choice":
+            case {"type": "function", "function": {"name": str(name)}} if self._choice_field == "tool_choice":
                 return "named", [name]
-            case {"name": str(name)} if self._chooser == "function_call":
+            case {"name": str(name)} if self._choice_field == "function_call":
                 return "named", [name]
             case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as allowed}}:
-                names = [_name(one) for one in allowed]
+                names = [_function_name(tool) for tool in allowed]
                 if None not in names:
                     return str(mode), [str(name) for name in names]
-        message = f"{self._chooser} must be none, auto, required or the name of a function in OpenAI's form, got {brief(choice)}"
-        raise InvalidRequest(message, param=self._chooser)
+        message = f"{self._choice_field} must be none, auto, required or the name of a function in OpenAI's format, got {brief(choice)}"
+        raise InvalidRequest(message, param=self._choice_field)
 
-    def limit(self) -> int | None:
-        """`max_completion_tokens` is the newer name of `max_tokens`, and wins."""
+    def token_limit(self) -> int | None:
+        """Returns `max_completion_tokens`, or its older name `max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def likeliest(self) -> int | None:
-        """OpenAI's chats say in two fields whether, and how many."""
+    def num_logprobs(self) -> int | None:
+        """Combines `logprobs` and `top_logprobs`."""
         if self.top_logprobs is not None and not self.logprobs:
             if self.top_logprobs:
                 raise InvalidRequest("top_logprobs needs logprobs: send true for it", param="top_logprobs")
@@ -248,10 +251,10 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """As for any request, but OpenAI's chats have no `best_of`, and none of their chunks has a place for the prompt."""
+        """Returns the sampling parameters; chats have no `best_of`, and their streams have no field for the prompt's log-probabilities."""
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(
-                "prompt_logprobs of a chat can't be streamed: leave out stream, or prompt_logprobs", param="prompt_logprobs"
+                "prompt_logprobs of a chat cannot be streamed: leave out stream, or prompt_logprobs", param="prompt_logprobs"
             )
         if self.best_of not in (None, 1):
             raise InvalidRequest("best_of is for /v1/completions: leave it out, or ask for n answers", param="best_of")
@@ -261,19 +264,19 @@ class ChatRequest(GenerationRequest):
             names = {"logprobs": "top_logprobs"}
             if self.max_completion_tokens is not None:
                 names["max_tokens"] = "max_completion_tokens"
-            raise renamed(error, names) from None
+            raise rename_fields(error, names) from None
 
 
-def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """A chat request's error as one of an API that is made into chats, where some of its fields have other `names`."""
+def rename_fields(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """Renames the chat fields in an error to the `names` of the API that the client used."""
     name = (error.param or "").partition("[")[0].partition(".")[0]
     if name not in names:
         return error
     return InvalidRequest(str(error).replace(name, names[name]), param=names[name], code=error.code)
 
 
-def _name(tool: object) -> str | None:
-    """The function that one of `allowed_tools` names."""
+def _function_name(tool: object) -> str | None:
+    """Returns the function that an entry of `allowed_tools` names."""
     match tool:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
@@ -284,13 +287,13 @@ def _check_depth(param: str, value: Any) -> None:
     """Raises InvalidRequest if `value` is nested too deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer)]
+        level = [inner for outer in level for inner in _children(outer)]
         if not level:
             return
     raise InvalidRequest(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)
 
 
-def _inside(value: Any) -> Iterator[Any]:
+def _children(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Reading a request's body: bounded, and only JSON that means one thing."""
+"""Reads JSON request bodies with a size limit and a timeout."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from starlette.requests import Request
 from chairlift.server.errors import ApiError
 from chairlift.server.service import service_of
 
-MAX_SECONDS = 20
-"""How long a body may take to arrive."""
+BODY_TIMEOUT = 20
+"""Seconds that a body may take to arrive."""
 
 
 async def read_json(request: Request, *, queued: bool = True) -> dict[str, Any]:
-    """The body as an object; raises ApiError 400, 408, 413 or 415, and Starlette's ClientDisconnect.
+    """Reads the body as a JSON object; raises ApiError 400, 408, 413 or 415, and Starlette's ClientDisconnect.
 
-    A request that will wait for the engine (`queued`) must find the server taking requests, and takes its place in the queue
-    before anything is done with its body: raises ApiError 429 or 503, too.
+    If the request is `queued` for the engine, it is admitted before its body is parsed: raises ApiError 429 or 503, too.
     """
     if queued:
         service_of(request).lifecycle.check_admission()
-    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != "application/json":
-        # A web page may send text/plain anywhere without asking; JSON it may not.
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media_type != "application/json":
+        # Web pages may send text/plain to any site without a preflight request, but not JSON.
         raise ApiError(415, "send the body with Content-Type: application/json", code="unsupported_media_type")
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise ApiError(415, "compressed bodies are not read; send plain JSON", code="unsupported_media_type")
+        raise ApiError(415, "compressed bodies are not supported; send plain JSON", code="unsupported_media_type")
     raw = await _read(request)
     request.state.context.body_received()
     if queued:
-        request.state.ticket.take()
-        service_of(request).preparing.add(request.state.tenant, request.state.context)
+        request.state.ticket.admit()
+        service_of(request).registry.add_preparing(request.state.tenant, request.state.context)
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -50,18 +49,18 @@ async def _read(request: Request) -> bytes:
         raise _too_large(limit)
     body = bytearray()
     try:
-        async with asyncio.timeout(MAX_SECONDS):
-            async for piece in request.stream():
-                body += piece
+        async with asyncio.timeout(BODY_TIMEOUT):
+            async for chunk in request.stream():
+                body += chunk
                 if len(body) > limit:
                     raise _too_large(limit)
     except TimeoutError:
-        message = f"the body did not arrive within {MAX_SECONDS} seconds"
+        message = f"the body did not arrive within {BODY_TIMEOUT} seconds"
         raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
     return bytes(body)
 
 
 def _too_large(limit: int) -> ApiError:
-    # The rest of the body is not read, so the connection cannot serve another request.
-    message = f"the body is larger than {limit} bytes, the limit that the server's --max-body-size sets"
+    # The rest of the body stays unread, so the connection cannot be reused.
+    message = f"the body is larger than {limit} bytes, the server's --max-body-size"
     return ApiError(413, message, code="request_too_large", headers={"connection": "close"})

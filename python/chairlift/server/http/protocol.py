@@ -1,4 +1,4 @@
-"""HTTP as uvicorn speaks it, without its signals, and with an end to the patience for clients that send or read nothing."""
+"""uvicorn's HTTP/1.1 protocol with timeouts for stalled clients, and without signal handlers."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from chairlift.server.errors import ApiError
 from chairlift.server.observability.request_context import FIRST_BYTE
 
 HEADER_BYTES = 64 << 10
-"""How large a request's headers may be together."""
+"""Maximum size of a request's headers in bytes."""
 
 READ_BYTES = 16 << 10
-"""How much of what came is read at a time."""
+"""Maximum bytes of one read from a connection."""
 
 HEADERS_SECONDS = 10.0
-"""How long the first headers may take from the connection on, later ones from their first byte on."""
+"""Timeout for headers: from the connection on for the first request, from the first byte on for later ones."""
 
-MOST_AHEAD = 1 << 16
-"""Bytes of further requests that are taken while one is being answered."""
+MAX_PIPELINED_BYTES = 1 << 16
+"""Bytes of pipelined requests that are read while one is being answered."""
 
 STALL_SECONDS = 60.0
-"""How long a client may take nothing of what was sent to it."""
+"""Timeout for a client that does not read its response."""
 
 LINGER_SECONDS = 10.0
-"""How long a client may go on sending after an answer that ends the connection."""
+"""Seconds that a client may go on sending after a response that closes the connection."""
 
 # An absolute-form request target (RFC 9112, section 3.2.2): authority without user info, then path and query.
 _ABSOLUTE = re.compile(rb"https?://([^/?#@]+)(/[^?#]*)?(\?[^#]*)?", re.IGNORECASE)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, but signals are ours: it would refuse connections at once instead of answering 503."""
+    """uvicorn's server without signal handlers: uvicorn would refuse connections during shutdown, the supervisor answers 503."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves them alone."""
+        """Installs no signal handlers."""
         yield
 
 
 class _Connection(h11.Connection):
-    """h11's state of a connection, but pieces of a chunked body pass it by: they change no state, and a stream sends one a token."""
+    """h11's connection state. Chunks of a response body bypass h11, because a stream sends one for each token."""
 
     _chunked = False
     refusal = ApiError(400, "this is not a valid HTTP request", code="invalid_http")
-    """What a client is told whose request raised RemoteProtocolError."""
+    """The error to send after RemoteProtocolError."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """The next event; a request has an origin-form target, and its version is HTTP/1.x, else raises RemoteProtocolError."""
+        """Returns the next event; accepts only HTTP/1.x requests, and converts absolute-form targets. Raises RemoteProtocolError."""
         event = super().next_event()
         if type(event) is not h11.Request:
             return event
@@ -68,7 +68,7 @@ class _Connection(h11.Connection):
         return event if event.target.startswith(b"/") else _origin_form(event)
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]  # its overloads say which events give no bytes
-        """The event's bytes."""
+        """Serializes an event."""
         if self._chunked and type(event) is h11.Data:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
         data = super().send(event)
@@ -80,19 +80,19 @@ class _Connection(h11.Connection):
 
 
 def _origin_form(request: h11.Request) -> h11.Request:
-    """The same request as a client sends it that takes this server for the origin; the authority of the target replaces Host."""
-    found = _ABSOLUTE.fullmatch(request.target)
-    if found is None:
+    """Converts a request with an absolute-form target to origin form; the target's authority replaces the Host header."""
+    match = _ABSOLUTE.fullmatch(request.target)
+    if match is None:
         return request
-    authority, path, query = found.groups(default=b"")
+    authority, path, query = match.groups(default=b"")
     headers = [(b"host", authority), *((name, value) for name, value in request.headers if name != b"host")]
     return h11.Request(method=request.method, headers=headers, target=(path or b"/") + query, http_version=request.http_version)
 
 
 class _LingeringTransport:
-    """asyncio's transport, but `close` asks `linger` first: while that says so, the connection stays open for reading.
+    """An asyncio transport whose `close` may linger: while `linger` returns True, the connection stays open for reading.
 
-    Closing a socket with unread data resets the connection, and the client may lose the answer.
+    Closing a socket with unread data resets the connection, and the client may lose the response.
     """
 
     def __init__(self, transport: asyncio.Transport, linger: Callable[[], bool]) -> None:
@@ -107,44 +107,44 @@ class _LingeringTransport:
         return self._closing or self._transport.is_closing()
 
     def close(self) -> None:
-        """Closes, or lingers; the second call closes in any case."""
+        """Closes or lingers; a second call always closes."""
         lingers = not self.is_closing() and self._linger()
         self._closing = True
         if not lingers:
             self._transport.close()
 
 
-class Http(H11Protocol):
-    """One connection. h11 bounds the size of headers, which httptools does not."""
+class HttpProtocol(H11Protocol):
+    """One HTTP connection. h11 limits the size of headers, httptools does not."""
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.conn = _Connection(h11.SERVER, HEADER_BYTES)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Expects a request."""
-        self._wire = cast(asyncio.Transport, transport)
-        super().connection_made(cast(asyncio.Transport, _LingeringTransport(self._wire, self._linger)))
-        # h11 takes a microsecond for each byte of a body in one-byte chunks: 256 KiB at a time would hold up everybody.
-        self._wire.max_size = READ_BYTES  # type: ignore[attr-defined]
-        # Whatever the system's buffer does not take counts as not read, not only what is more than 64 KiB.
+        """Starts the timeout for the first request."""
+        self._raw_transport = cast(asyncio.Transport, transport)
+        super().connection_made(cast(asyncio.Transport, _LingeringTransport(self._raw_transport, self._linger)))
+        # h11 needs 1 µs for each byte of a body in one-byte chunks: larger reads would block the event loop.
+        self._raw_transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        # Count any byte beyond the system's buffer as unread, not only those above asyncio's default of 64 KiB.
         self.transport.set_write_buffer_limits(high=1)
-        self._stalled: asyncio.TimerHandle | None = None
-        self._lingering: asyncio.TimerHandle | None = None
-        self._late: asyncio.TimerHandle | None = self.loop.call_later(HEADERS_SECONDS, self._too_late)
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._header_timer: asyncio.TimerHandle | None = self.loop.call_later(HEADERS_SECONDS, self._on_header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends what waits for the client."""
+        """Cancels all timers."""
         super().connection_lost(exc)
-        self._expect(False)
+        self._set_header_timer(False)
         self.resume_writing()
-        if self._lingering is not None:
-            self._lingering.cancel()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Takes what came, and expects the rest if it is a part of headers, or of a body that nobody reads."""
+        """Feeds data to h11 and restarts the timeouts for headers and for bodies that nobody reads."""
         if self.transport.is_closing():
-            return  # the client has its answer, and what it still sends is discarded
+            return  # the response is complete; discard further data
         before = self.conn.their_state
         if before in (h11.IDLE, h11.DONE) and not self.conn.trailing_data[0]:
             self._begin_request()
@@ -152,58 +152,58 @@ class Http(H11Protocol):
         theirs, ours = self.conn.their_state, self.conn.our_state
         ahead = len(self.conn.trailing_data[0]) if theirs in (h11.IDLE, h11.DONE) else 0
         if before is h11.SEND_BODY and theirs is h11.DONE and ahead:
-            self._begin_request()  # behind the end of this one's body
-        self._expect((theirs is h11.IDLE and ahead > 0) or (theirs is h11.SEND_BODY and ours is h11.DONE))
-        if theirs is h11.DONE and ahead < MOST_AHEAD:
-            self.flow.resume_reading()  # uvicorn stops at the next request, and would not see that the client leaves
+            self._begin_request()  # a pipelined request follows the body
+        self._set_header_timer((theirs is h11.IDLE and ahead > 0) or (theirs is h11.SEND_BODY and ours is h11.DONE))
+        if theirs is h11.DONE and ahead < MAX_PIPELINED_BYTES:
+            self.flow.resume_reading()  # uvicorn pauses reading at a pipelined request and would miss a disconnect
 
     def _begin_request(self) -> None:
-        """Notes when the first byte of the next request was read: uvicorn copies this into the request's scope."""
+        """Records the time of the next request's first byte; uvicorn copies it to the request's scope."""
         self.app_state = {**self.app_state, FIRST_BYTE: time.monotonic()}
 
     def shutdown(self) -> None:
-        """Closes the connection when its answer is complete; called as the server ends."""
+        """Called at server shutdown: closes the connection when its response is complete."""
         if self.transport.is_closing():
-            self.transport.close()  # lingers no longer
+            self.transport.close()  # stop lingering
         else:
             super().shutdown()
 
     def pause_writing(self) -> None:
-        """Called when the client does not read what it gets."""
+        """Called when the client does not read the response."""
         super().pause_writing()
-        self._watch(self.transport.get_write_buffer_size())
+        self._start_stall_timer(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """Called when it has read all of it."""
+        """Called when the client has read everything that was sent."""
         super().resume_writing()
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Says nothing: anybody could fill the log with it, and there is nothing to install."""
+        """Logs nothing: clients could flood the log."""
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP."""
+        """Rejects a malformed request."""
         refusal = cast(_Connection, self.conn).refusal
-        self._refuse(f"{refusal.status} {HTTPStatus(refusal.status).phrase}", refusal)
+        self._reject(f"{refusal.status} {HTTPStatus(refusal.status).phrase}", refusal)
 
-    def _expect(self, more: bool) -> None:
-        """Sets the limit for what is to come, if it is not set already, or lifts it."""
-        if self._late is not None and not more:
-            self._late.cancel()
-            self._late = None
-        elif self._late is None and more:
-            self._late = self.loop.call_later(HEADERS_SECONDS, self._too_late)
+    def _set_header_timer(self, more: bool) -> None:
+        """Starts the header timeout if `more` data is expected and it is not running, or cancels it."""
+        if self._header_timer is not None and not more:
+            self._header_timer.cancel()
+            self._header_timer = None
+        elif self._header_timer is None and more:
+            self._header_timer = self.loop.call_later(HEADERS_SECONDS, self._on_header_timeout)
 
-    def _too_late(self) -> None:
+    def _on_header_timeout(self) -> None:
         if self.conn.trailing_data[0]:
             message = f"the headers did not arrive within {HEADERS_SECONDS:g} seconds"
-            self._refuse("408 Request Timeout", ApiError(408, message, code="request_timeout"))
+            self._reject("408 Request Timeout", ApiError(408, message, code="request_timeout"))
         self.transport.close()
 
-    def _refuse(self, status: str, error: ApiError) -> None:
-        """Says why, if no answer is under way, and closes the connection."""
+    def _reject(self, status: str, error: ApiError) -> None:
+        """Sends an error, unless a response has begun, and closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
             body = json.dumps(error.envelope)
             head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -211,24 +211,24 @@ class Http(H11Protocol):
         self.transport.close()
 
     def _linger(self) -> bool:
-        """Whether the client still sends; if so, tells it that nothing more comes, and discards what it sends for some seconds."""
+        """If the client is still sending, half-closes the connection, discards input for some seconds and returns True."""
         theirs = self.conn.their_state
         if theirs not in (h11.SEND_BODY, h11.ERROR) and not (theirs is h11.IDLE and self.conn.trailing_data[0]):
             return False
-        self._expect(False)
-        self._lingering = self.loop.call_later(LINGER_SECONDS, self._wire.abort)
-        if self._wire.can_write_eof():
-            self._wire.write_eof()
+        self._set_header_timer(False)
+        self._linger_timer = self.loop.call_later(LINGER_SECONDS, self._raw_transport.abort)
+        if self._raw_transport.can_write_eof():
+            self._raw_transport.write_eof()
         self.flow.resume_reading()
         return True
 
-    def _watch(self, size: int) -> None:
-        self._stalled = self.loop.call_later(STALL_SECONDS, self._check_progress, size)
+    def _start_stall_timer(self, size: int) -> None:
+        self._stall_timer = self.loop.call_later(STALL_SECONDS, self._check_progress, size)
 
     def _check_progress(self, before: int) -> None:
-        """Cuts the connection if nothing was read since the buffer had this size."""
+        """Closes the connection if the client has read nothing since the write buffer held `before` bytes."""
         size = self.transport.get_write_buffer_size()
         if size < before:
-            self._watch(size)
+            self._start_stall_timer(size)
         else:
             self.transport.abort()

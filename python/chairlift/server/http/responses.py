@@ -1,4 +1,4 @@
-"""What whole answers have in common."""
+"""JSON responses and the header that lists ignored fields."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from urllib.parse import quote
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
-_LONGEST_NAME = 64
-_MOST_NAMED = 64
+_MAX_NAME_LENGTH = 64
+_MAX_NAMES = 64
 
 
 class Json(JSONResponse):
-    """A JSON answer."""
+    """A JSON response."""
 
     def render(self, content: Any) -> bytes:
-        """Writes `content`."""
-        return written(content)
+        """Serializes `content`."""
+        return to_json_bytes(content)
 
 
-def written(content: Any) -> bytes:
-    """JSON; null stands for numbers that it can't say, which are read where a client or a model writes 1e999.
+def to_json_bytes(content: Any) -> bytes:
+    """Serializes to JSON; numbers that JSON cannot express (1e999 in a request or in a model's output) become null.
 
-    A lone surrogate cannot get here, since requests and calls with one are not taken, and tokens decode to text.
+    Lone surrogates cannot occur: requests and tool calls that contain one are rejected, and tokens decode to valid text.
     """
     return to_json(content, inf_nan_mode="null")
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:
-    """The header that lists the fields of a request that had no effect, percent-encoded, cut and counted where they are too many."""
-    shown = [quote(name[:_LONGEST_NAME], safe="") or "%00" for name in names[:_MOST_NAMED]]
-    if len(names) > _MOST_NAMED:
-        shown.append(f"and {len(names) - _MOST_NAMED} more")
+    """Returns the header that lists the request's fields without effect, percent-encoded and limited in length and number."""
+    shown = [quote(name[:_MAX_NAME_LENGTH], safe="") or "%00" for name in names[:_MAX_NAMES]]
+    if len(names) > _MAX_NAMES:
+        shown.append(f"and {len(names) - _MAX_NAMES} more")
     return {"x-chairlift-ignored": ", ".join(shown)} if shown else {}

@@ -1,1 +1,1 @@
-"""What wraps every request: access control and disconnects."""
+"""Middleware around every request: access control and disconnects."""

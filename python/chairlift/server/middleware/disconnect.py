@@ -1,4 +1,4 @@
-"""Whether the client is still there: work for one that has left is ended at once."""
+"""Cancels a request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-async def while_present(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> bool:
-    """Runs `app`, cancelled when its client leaves between the end of its request and the end of the answer.
+async def run_until_disconnect(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> bool:
+    """Runs `app` and cancels it if the client disconnects before the response is complete.
 
-    Before that the application hears of it as it reads the body. Returns whether the client stayed.
+    A disconnect while the body is still being read reaches `app` as usual. Returns False if the client disconnected.
     """
-    patience = asyncio.timeout(None)
-    gone = asyncio.Event()
-    watching: asyncio.Task[None] | None = None
+    deadline = asyncio.timeout(None)
+    disconnected = asyncio.Event()
+    watcher: asyncio.Task[None] | None = None
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone.set()
-        patience.reschedule(0)  # long ago: now
+        disconnected.set()
+        deadline.reschedule(0)  # expire immediately
 
     async def received() -> Message:
-        nonlocal watching
-        if watching is not None:
-            await gone.wait()
+        nonlocal watcher
+        if watcher is not None:
+            await disconnected.wait()
             return {"type": "http.disconnect"}
         message = await receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
-            watching = asyncio.create_task(watch())
+            watcher = asyncio.create_task(watch())
         return message
 
     async def sent(message: Message) -> None:
-        if watching is not None and message["type"] == "http.response.body" and not message.get("more_body", False):
-            watching.cancel()  # whoever has the answer may go
+        if watcher is not None and message["type"] == "http.response.body" and not message.get("more_body", False):
+            watcher.cancel()  # the response is complete; a disconnect no longer matters
         await send(message)
 
     try:
-        async with patience:
+        async with deadline:
             await app(scope, received, sent)
     except TimeoutError:
-        if not patience.expired():
+        if not deadline.expired():
             raise
         return False
     finally:
-        if watching is not None:
-            watching.cancel()
+        if watcher is not None:
+            watcher.cancel()
     return True

@@ -1,1 +1,1 @@
-"""Metrics, logs, traces, and explanations of requests."""
+"""Metrics, logs, traces, the dashboard's data and explanations of requests."""

@@ -1,4 +1,4 @@
-"""What the engine counts, as Prometheus' families: read when scraped, and never going down."""
+"""The engine's counters as Prometheus metrics, read at each scrape."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from chairlift.server.observability import load
-from chairlift.timeline import WAITING
+from chairlift.server.observability import engine_stats
+from chairlift.timeline import PREEMPTION_REASONS, WAITING
 
 _REASONS = tuple(state.removeprefix("wait_") for state in WAITING)
-"""Why a request waits, as labels."""
+"""Label values for what a waiting request waits for."""
 
-MOST_TENANTS = 100
-"""Tenants that have a label of their own; the rest are summed as `other`."""
+MAX_TENANTS = 100
+"""Tenants with a label of their own; all others are summed as `other`."""
 
 _CONFIG = {
     "block_size": "block_size",
@@ -26,28 +26,25 @@ _CONFIG = {
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
 }
-"""Labels of `cache_config_info`, which are vLLM's where it has them, each with the engine's name for the fact."""
+"""Labels of `cache_config_info` (vLLM's names where it has them), each with the engine's name for the setting."""
 
-MOST_LABELS = 10_000
-"""Tenants whose sums are kept, in case that they get their label back; names can be made up without end."""
+MAX_LABELS = 10_000
+"""Tenants whose sums are kept in case they get a label again; clients can invent any number of names."""
 
 REJECTIONS = ("queue_full", "tenant_limit", "draining", "not_ready", "invalid", "unauthorized", "too_large")
-"""Why a request is turned away, as labels."""
-
-PREEMPTIONS = ("kv_blocks", "priority", "fairness", "shortest")
-"""Why a running request gives up its blocks, as labels; the core's names (`_core.PREEMPTION_REASONS`)."""
+"""Label values for why a request was rejected."""
 
 _COUNTERS = (
     ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache."),
-    ("num_preemptions", "preemptions", "Times that a running request gave up its blocks."),
-    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were started, those found in the cache included."),
+    ("num_preemptions", "preemptions", "Preemptions of running requests."),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were started, including cached ones."),
     ("generation_tokens", "generated_tokens", "Tokens generated."),
-    ("computed_tokens", "computed_tokens", "Tokens that went through the model, prompts and answers."),
-    ("recomputed_tokens", "recomputed_tokens", "Tokens that went through the model again, after a preemption."),
-    ("swapped_blocks", "swapped_blocks", "KV blocks copied to the host's memory."),
+    ("computed_tokens", "computed_tokens", "Tokens that the model computed, of prompts and answers."),
+    ("recomputed_tokens", "recomputed_tokens", "Tokens that the model computed again after a preemption."),
+    ("swapped_blocks", "swapped_blocks", "KV blocks copied to host memory."),
     ("engine_steps", "steps", "Forward passes."),
-    ("engine_steps_short_of_memory", "steps_short_of_memory", "Steps run in pieces since the device had too little memory for them."),
+    ("engine_steps_short_of_memory", "steps_short_of_memory", "Steps that were split because the device had too little memory."),
 )
 """Counters as (name, key in the engine's stats, help)."""
 
@@ -56,20 +53,20 @@ _USED = (
     ("prompt_tokens", "prompt_tokens", 1.0, "Prompt tokens"),
     ("prompt_tokens_cached", "cached_tokens", 1.0, "Prompt tokens found in the prefix cache"),
     ("generation_tokens", "output_tokens", 1.0, "Tokens generated"),
-    ("computed_tokens", "computed_tokens", 1.0, "Tokens that went through the model"),
-    ("kv_block_seconds", "block_us", 1e-6, "KV blocks held, times how long"),
-    ("num_preemptions", "preemptions", 1.0, "Times that a running request gave up its blocks"),
-    ("request_queue_seconds", "queued_us", 1e-6, "Time that requests which ended had waited for their first step"),
+    ("computed_tokens", "computed_tokens", 1.0, "Tokens that the model computed"),
+    ("kv_block_seconds", "block_us", 1e-6, "KV blocks held, multiplied by the time held"),
+    ("num_preemptions", "preemptions", 1.0, "Preemptions of running requests"),
+    ("request_queue_seconds", "queued_us", 1e-6, "Time that finished requests waited for their first step"),
 )
 """Counters by tenant and by class as (name, key in the engine's usage, unit, help)."""
 
 
 CLASSES = ("high", "default", "low")
-"""What `tier` may say."""
+"""The results of `priority_class`."""
 
 
-def tier(priority: int) -> str:
-    """The class of a priority as a label: clients choose among billions of numbers, a dashboard among three words."""
+def priority_class(priority: int) -> str:
+    """Returns the class of a priority as a label: clients choose among billions of priorities."""
     return "high" if priority < 0 else "low" if priority else "default"
 
 
@@ -77,21 +74,21 @@ _Family = CounterMetricFamily | GaugeMetricFamily
 _Usage = Mapping[Any, Mapping[str, float]]
 
 
-class _Shares:
-    """The engine's use by tenant or by class, as sums by label which never go down.
+class _UsageByLabel:
+    """Usage by tenant or by class, as sums by label that never decrease.
 
-    What is used counts for the label that its user has at the time: a tenant may get one of its own late, or lose it.
+    Usage counts for the label that its tenant has at the time: a tenant may get a label of its own late, or lose it.
     """
 
-    def __init__(self, by: str, label: str, choose: Callable[[_Usage], Mapping[Any, str]]) -> None:
+    def __init__(self, by: str, label: str, select: Callable[[_Usage], Mapping[Any, str]]) -> None:
         self._by = by
         self._label = label
-        self._choose = choose
+        self._choose = select
         self._sums: dict[str, dict[str, float]] = {}
         self._before: _Usage = {}
 
     def families(self, common: Mapping[str, str], usage: _Usage) -> Iterator[_Family]:
-        """Takes the engine's newest word on who used what; yields one family a gauge or counter."""
+        """Adds the engine's newest usage; yields one family for each gauge and counter."""
         labels = self._choose(usage)
         now: dict[str, dict[str, float]] = {label: {"running": 0, "waiting": 0} for label in labels.values()}
         for who, used in usage.items():
@@ -100,12 +97,12 @@ class _Shares:
                 now[label][key] = count + used[key]
             sums = self._sums.setdefault(label, defaultdict(float))
             for _, key, _, _ in _USED:
-                # What the engine has forgotten begins anew.
-                sums[key] += load.grown(before, used, key)
+                # The engine restarts the count of a tenant that it has forgotten.
+                sums[key] += engine_stats.increase(before, used, key)
         self._before = usage
-        if len(self._sums) > MOST_LABELS:
+        if len(self._sums) > MAX_LABELS:
             self._sums = {label: sums for label, sums in self._sums.items() if label in now}
-        for key, help in (("running", "Requests with a place in the batch"), ("waiting", "Requests waiting for a place")):
+        for key, help in (("running", "Requests in a batch slot"), ("waiting", "Requests in the queue")):
             values = {label: counts[key] for label, counts in now.items()}
             yield _gauge(f"num_requests_{key}_by_{self._by}", f"{help}, by {self._by}.", common, values, self._label)
         for name, key, unit, help in _USED:
@@ -114,19 +111,19 @@ class _Shares:
 
 
 def _tenants(usage: _Usage) -> dict[Any, str]:
-    largest = set(heapq.nlargest(MOST_TENANTS, usage, key=lambda name: usage[name]["computed_tokens"]))
+    largest = set(heapq.nlargest(MAX_TENANTS, usage, key=lambda name: usage[name]["computed_tokens"]))
     return {name: (name or "none") if name in largest else "other" for name in usage}
 
 
 def _classes(usage: _Usage) -> dict[Any, str]:
-    return {priority: tier(priority) for priority in usage}
+    return {priority: priority_class(priority) for priority in usage}
 
 
 class EngineMetrics(Collector):
-    """Turns the engine's newest counters into samples at each scrape.
+    """Converts the engine's newest counters to samples at each scrape.
 
-    An engine that was started again counts from 0: its counters are added to those of the one before. `rejected` counts, by reason,
-    the requests that never reached the engine; `restarts` says how many engines have ended by themselves.
+    A restarted engine counts from 0: its counters are added to those of its predecessors. `rejected` counts, by reason, the requests that
+    never reached the engine; `restarts` returns the number of engines that died.
     """
 
     def __init__(
@@ -144,50 +141,53 @@ class EngineMetrics(Collector):
         self._restarts = restarts
         self._newest: dict[str, float] = {}
         self._before: dict[str, float] = defaultdict(float)
-        self._shares = {"tenants": _Shares("tenant", "tenant", _tenants), "classes": _Shares("class", "priority", _classes)}
+        self._usage_by_label = {
+            "tenants": _UsageByLabel("tenant", "tenant", _tenants),
+            "classes": _UsageByLabel("class", "priority", _classes),
+        }
 
     def collect(self) -> Iterator[_Family]:
-        """Yields one family a counter; all are zero until the engine has reported."""
+        """Yields one family for each metric; all are zero until the engine has reported."""
         stats, common = self._stats(), self._labels
         for name, value, help in (
-            ("num_requests_running", stats.get("running", 0), "Requests with a place in the batch."),
-            ("num_requests_waiting", stats.get("waiting", 0), "Requests waiting for a place."),
-            ("num_requests_swapped", stats.get("swapped", 0), "Requests whose KV blocks wait in the host's memory."),
-            ("row_usage_perc", load.rows(stats), "Share of the batch's places that are taken, 0 to 1."),
-            ("kv_cache_usage_perc", load.kv_cache(stats), "Share of KV blocks that requests hold, 0 to 1."),
-            ("kv_cache_fragmentation_perc", load.fragmentation(stats), "Share of held KV slots without a token, 0 to 1."),
-            ("swap_usage_perc", load.swap(stats), "Share of the host's KV blocks in use, 0 to 1."),
+            ("num_requests_running", stats.get("running", 0), "Requests in a batch slot."),
+            ("num_requests_waiting", stats.get("waiting", 0), "Requests in the queue."),
+            ("num_requests_swapped", stats.get("swapped", 0), "Preempted requests whose KV blocks are in host memory."),
+            ("batch_slots_usage_perc", engine_stats.batch_slots(stats), "Share of the batch slots in use, 0 to 1."),
+            ("kv_cache_usage_perc", engine_stats.kv_cache(stats), "Share of the KV blocks that requests hold, 0 to 1."),
+            ("kv_cache_fragmentation_perc", engine_stats.fragmentation(stats), "Share of the held KV slots without a token, 0 to 1."),
+            ("swap_usage_perc", engine_stats.swap(stats), "Share of the host's KV blocks in use, 0 to 1."),
             (
                 "saturation",
-                load.saturation(stats),
-                "Work that arrived in the last 10 s over work that could be served; 1 and more when the queue grows.",
+                engine_stats.saturation(stats),
+                "Work that arrived in the last 10 s over the work that could be done; above 1 the queue grows.",
             ),
-            ("predicted_wait_seconds", stats.get("predicted_wait_us", 0) / 1e6, "How long a request that came now would wait."),
-            ("predicted_step_seconds", stats.get("predicted_step_us", 0) / 1e6, "How long the newest step was expected to take."),
+            ("predicted_wait_seconds", stats.get("predicted_wait_us", 0) / 1e6, "Expected wait of a request that arrives now."),
+            ("predicted_step_seconds", stats.get("predicted_step_us", 0) / 1e6, "Expected duration of the newest step."),
         ):
             yield _gauge(name, help, common, {None: value})
         waiting = dict.fromkeys(_REASONS, 0)
-        waiting |= {cause.removeprefix("wait_"): count for cause, count in stats.get("waiting_by_state", {}).items()}
-        yield _gauge("num_requests_waiting_by_reason", "Requests waiting for a place, by what they lack.", common, waiting, "reason")
+        waiting |= {state.removeprefix("wait_"): count for state, count in stats.get("waiting_by_state", {}).items()}
+        yield _gauge("num_requests_waiting_by_reason", "Requests in the queue, by what they wait for.", common, waiting, "reason")
         for name, key, help in _COUNTERS:
             yield _counter(name, help, common, {None: self._count(key)})
         restarts = {None: float(self._restarts())}
-        yield _counter("engine_restarts", "Times that the engine ended by itself, and another one was started.", common, restarts)
+        yield _counter("engine_restarts", "Times that the engine died and was restarted.", common, restarts)
         kinds = {kind: self._count(f"preemptions_{kind}") for kind in ("recompute", "swap")}
-        yield _counter("num_preemptions_by_kind", "Preemptions, by what becomes of the KV blocks.", common, kinds, "kind")
-        reasons = {reason: self._count(f"preemptions_for_{reason}") for reason in PREEMPTIONS}
-        yield _counter("num_preemptions_by_reason", "Preemptions, by why they were made.", common, reasons, "reason")
+        yield _counter("num_preemptions_by_kind", "Preemptions, by recompute or swap.", common, kinds, "kind")
+        reasons = {reason: self._count(f"preemptions_for_{reason}") for reason in PREEMPTION_REASONS}
+        yield _counter("num_preemptions_by_reason", "Preemptions, by reason.", common, reasons, "reason")
         rejected = {reason: float(self._rejected[reason]) for reason in REJECTIONS}
         rejected["queue_full"] += self._count("rejected_queue_full")
-        yield _counter("admission_rejections", "Requests turned away, by the server or at the engine's queue.", common, rejected, "reason")
-        for key, shares in self._shares.items():
-            yield from shares.families(common, stats.get(key, {}))
+        yield _counter("admission_rejections", "Requests rejected by the server or by the engine's queue.", common, rejected, "reason")
+        for key, usage_by_label in self._usage_by_label.items():
+            yield from usage_by_label.families(common, stats.get(key, {}))
         if facts := self._facts():
             config = {label: str(facts.get(fact, "")) for label, fact in _CONFIG.items()}
-            yield _gauge("cache_config_info", "The KV cache and the limits, as labels; always 1.", {**common, **config}, {None: 1})
+            yield _gauge("cache_config_info", "Size of the KV cache and limits, as labels; always 1.", {**common, **config}, {None: 1})
 
     def _count(self, key: str) -> float:
-        """One of the engine's counters, with those of the engines before it."""
+        """Returns one of the engine's counters, summed over all engines."""
         now: float = self._stats().get(key, 0)
         newest = self._newest.get(key, 0)
         if now < newest:
@@ -205,7 +205,7 @@ def _counter(name: str, help: str, common: Mapping[str, str], values: Mapping[An
 
 
 def _filled(family: _Family, common: Mapping[str, str], values: Mapping[Any, float]) -> _Family:
-    """With one sample a label; None stands for the only one of a family without."""
+    """Adds one sample for each label value; the key None stands for the only sample of a family without labels."""
     for label, value in values.items():
         family.add_metric([*common.values(), *([] if label is None else [label])], value)
     return family

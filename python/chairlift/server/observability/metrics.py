@@ -1,4 +1,4 @@
-"""Prometheus metrics: the server's own timings, beside what the engine counts."""
+"""Prometheus metrics: the server's latencies, and the engine's counters."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ _PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 
 _FINISHES = ("stop", "length", "abort", "error", "deadline")
 
-_SHOWN = {"ttft": "time_to_first_token", "itl": "inter_token_latency", "queue": "request_queue_time", "e2e": "e2e_request_latency"}
-"""The latencies that a dashboard shows percentiles of, by short name."""
+_DASHBOARD_LATENCIES = {
+    "ttft": "time_to_first_token",
+    "itl": "inter_token_latency",
+    "queue": "request_queue_time",
+    "e2e": "e2e_request_latency",
+}
+"""Latencies whose percentiles the dashboard shows, by short name."""
 
 _VLLM = frozenset(
     [
@@ -34,14 +39,14 @@ _VLLM = frozenset(
         *("request_params_max_tokens", "request_num_preemptions", "request_prefill_kv_computed_tokens"),
     ]
 )
-"""Metrics that vLLM has too, under the same name after its prefix."""
+"""Metrics that vLLM has under the same name after its prefix."""
 
 
 class Metrics:
-    """Every metric of one server; times are in seconds.
+    """All metrics of one server; times are in seconds.
 
-    `stats` and `facts` give the engine's newest word, and `restarts` how many engines have ended by themselves; with `alias` the
-    metrics that vLLM has are shown under its names too.
+    `stats` and `facts` return the engine's newest counters and settings, `restarts` the number of engines that died. `alias` also exports
+    the metrics that vLLM has under vLLM's names.
     """
 
     def __init__(
@@ -68,29 +73,33 @@ class Metrics:
         self._prefill = histogram("request_prefill_time_seconds", "From an answer's first step to its first token.", LATENCY)
         self._decode = histogram("request_decode_time_seconds", "From an answer's first token to its last.", LATENCY)
         self._inference = histogram("request_inference_time_seconds", "From an answer's first step to its last token.", LATENCY)
-        self._prompt = histogram("request_prompt_tokens", "Tokens of the prompt, once an answer.", _TOKENS)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of the prompt, counted once for each answer.", _TOKENS)
         self._generated = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
-        self._prefilled = histogram("request_prefill_kv_computed_tokens", "Tokens of the prompt that were not in the cache.", _TOKENS)
-        self._preempted = histogram("request_num_preemptions", "How often an answer lost its blocks.", _PREEMPTIONS)
-        self._longest = histogram("request_max_num_generation_tokens", "Most tokens that an answer may have.", _TOKENS)
-        self._max_tokens = histogram("request_params_max_tokens", "The max_tokens of requests.", _TOKENS)
-        self._answers = histogram("request_params_n", "The n of requests.", _ANSWERS)
-        finished = Counter("chairlift_request_success", "Requests by how they ended.", [*labels, "finished_reason"], registry=self.registry)
+        self._prefilled = histogram(
+            "request_prefill_kv_computed_tokens", "Tokens of the prompt that were not in the prefix cache.", _TOKENS
+        )
+        self._preempted = histogram("request_num_preemptions", "Preemptions of an answer.", _PREEMPTIONS)
+        self._longest = histogram("request_max_num_generation_tokens", "Maximum tokens that an answer may have.", _TOKENS)
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens of requests.", _TOKENS)
+        self._answers = histogram("request_params_n", "n of requests.", _ANSWERS)
+        finished = Counter(
+            "chairlift_request_success", "Finished requests, by reason.", [*labels, "finished_reason"], registry=self.registry
+        )
         self._finished = {reason: finished.labels(**labels, finished_reason=reason) for reason in _FINISHES}
 
-    def asked(self, params: SamplingParams) -> None:
-        """Counts what a request asks for, before it comes to the engine's queue."""
+    def observe_params(self, params: SamplingParams) -> None:
+        """Records a request's parameters, before it enters the engine's queue."""
         self._answers.observe(params.n)
         if params.max_tokens is not None:
             self._max_tokens.observe(params.max_tokens)
             self._longest.observe(params.max_tokens)
 
     def latencies(self, tenant: str, priority: int) -> Latencies:
-        """Where the times of such a request are noted."""
-        return self._latencies.of(tenant, priority)
+        """Returns where to record the latencies of such a request."""
+        return self._latencies.for_request(tenant, priority)
 
-    def settled(self, output: RequestOutput, tokens: int, latencies: Latencies) -> None:
-        """Counts where the time of an answer went, from its last increment; it had so many tokens in all."""
+    def observe_answer(self, output: RequestOutput, tokens: int, latencies: Latencies) -> None:
+        """Records an answer of `tokens` tokens by its last increment."""
         timing = output.timing
         if timing is None:
             return
@@ -105,26 +114,26 @@ class Metrics:
         self._generated.observe(tokens)
         self._preempted.observe(output.preemptions)
 
-    def ended(self, reason: str, seconds: float, latencies: Latencies) -> None:
-        """Counts a request that ended as `stop`, `length`, `abort`, `error` or `deadline` after so many seconds."""
+    def count_finished(self, reason: str, seconds: float, latencies: Latencies) -> None:
+        """Counts a request that ended as `stop`, `length`, `abort`, `error` or `deadline` after `seconds`."""
         self._finished[reason].inc()
         latencies.whole.observe(seconds)
 
-    def rejected(self, reason: str) -> None:
-        """Counts a request that the server turned away, for one of `REJECTIONS`; the engine counts those that it turned away itself."""
+    def count_rejected(self, reason: str) -> None:
+        """Counts a request that the server rejected, for one of `REJECTIONS`; the engine counts its own rejections."""
         self._rejected[reason] += 1
 
-    def text(self, tenant: str = "") -> bytes:
-        """The exposition format, for a scrape; a `tenant` is not told of the others."""
-        return generate_latest(_Shown(self.registry, self._alias, tenant))
+    def render(self, tenant: str = "") -> bytes:
+        """Returns the exposition format; a `tenant` does not see other tenants' samples."""
+        return generate_latest(_FilteredRegistry(self.registry, self._alias, tenant))
 
     def buckets(self) -> dict[str, dict[float, float]]:
-        """How many observations each latency of a dashboard had up to each bucket's upper bound, by short name."""
-        return {short: self._latencies.buckets(stem) for short, stem in _SHOWN.items()}
+        """Returns the cumulative bucket counts of the dashboard's latencies, by short name."""
+        return {short: self._latencies.buckets(stem) for short, stem in _DASHBOARD_LATENCIES.items()}
 
 
-class _Shown(CollectorRegistry):
-    """A registry as it is shown: without the times of creation and other tenants, and, if wanted, a second time under vLLM's names."""
+class _FilteredRegistry(CollectorRegistry):
+    """A registry without creation times and other tenants' samples, and optionally with copies under vLLM's names."""
 
     def __init__(self, registry: Collector, alias: bool, tenant: str) -> None:
         super().__init__()
@@ -141,12 +150,12 @@ class _Shown(CollectorRegistry):
                 yield _renamed(family, stem)
 
     def _is_shown(self, sample: Sample) -> bool:
-        foreign = self._tenant and sample.labels.get("tenant", self._tenant) != self._tenant
-        return not (foreign or sample.name.endswith("_created"))
+        other_tenant = self._tenant and sample.labels.get("tenant", self._tenant) != self._tenant
+        return not (other_tenant or sample.name.endswith("_created"))
 
 
 def _renamed(family: Metric, stem: str) -> Metric:
-    """The same values under vLLM's name, and with its labels."""
+    """Copies a family under vLLM's name and labels."""
     alias = Metric(f"vllm:{stem}", family.documentation, family.type)
     for sample in family.samples:
         labels = {name: value for name, value in sample.labels.items() if (stem, name) != ("admission_rejections", "engine")}

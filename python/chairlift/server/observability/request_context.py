@@ -1,4 +1,4 @@
-"""What the server knows about an HTTP request before its body is parsed: its id, its trace and its first timestamps."""
+"""Data about an HTTP request that is known before its body is parsed: id, trace headers and timestamps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 FIRST_BYTE = "first_byte"
-"""Entry of an ASGI scope's state: the monotonic time at which the request's first byte was read."""
+"""Key in an ASGI scope's state: the monotonic time when the request's first byte was read."""
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
-"""W3C Trace Context's headers."""
+"""Headers of W3C Trace Context."""
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """A request's id, its trace headers, and when its first byte and the end of its body were read."""
+    """A request's id and trace headers, and when its first byte and its body were read."""
 
     request_id: str
     trace: dict[str, str] = field(default_factory=dict)
@@ -29,11 +29,11 @@ class RequestContext:
         self.received = time.monotonic()
 
     def elapsed(self) -> dict[str, float]:
-        """The timeline's states so far, with their seconds."""
+        """Returns the seconds in each state of the timeline so far."""
         now = time.monotonic()
         received = now if self.received is None else self.received
         return {"receive": received - self.arrived, "tokenize": now - received}
 
 
-LOGGED: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
-"""The request that log records of this task belong to. Other code takes the context from `request.state.context`."""
+CURRENT_REQUEST: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
+"""The request that this task's log records belong to. Other code uses `request.state.context`."""

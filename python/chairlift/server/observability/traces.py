@@ -1,7 +1,7 @@
-"""OpenTelemetry: a span for each sequence, with a child for each cause in its ledger.
+"""OpenTelemetry traces: a span for each sequence, with a child span for each state of its timeline.
 
-The ledger knows how long each cause lasted in all, not when. The children are laid end to end, waiting first: their lengths and their
-sum are exact, their places are not where a sequence was preempted. The span's own times and its `first_token` event are exact.
+The timeline has the total time of each state, not when it occurred. The child spans are laid end to end, waiting first: their lengths and
+their sum are exact, their positions are not if the sequence was preempted. The parent span's times and its `first_token` event are exact.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 3.0
-"""Seconds that sending may take: the server's end waits for it."""
+EXPORT_TIMEOUT = 3.0
+"""Seconds that an export may take; the server's shutdown waits for it."""
 
 
 class Traces:
-    """Where the traces of one server go."""
+    """Exports the traces of one server."""
 
     def __init__(self, endpoint: str, model: str) -> None:
-        """`endpoint` is the URL for OTLP over HTTP, `/v1/traces` included; raises InvalidSetting where OpenTelemetry is not installed."""
+        """`endpoint` is the URL for OTLP over HTTP, including `/v1/traces`. Raises InvalidSetting if OpenTelemetry is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -41,69 +41,68 @@ class Traces:
             raise InvalidSetting(f"--otlp-traces-endpoint {endpoint}: expected a URL like http://127.0.0.1:4318/v1/traces")
         self._model = model
         self._provider = TracerProvider(resource=Resource.create({"service.name": "chairlift"}))
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=PATIENCE)))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT)))
         self._tracer = self._provider.get_tracer("chairlift")
-        self._asking: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def follow(self, engine: AsyncEngine, engine_id: str, about: RequestContext | None) -> None:
-        """Traces the sequences of a request that is over, however it ended, once the engine has given their ledgers."""
-        task = asyncio.create_task(self._ask(engine, engine_id, about))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+    def trace_request(self, engine: AsyncEngine, engine_id: str, request_context: RequestContext | None) -> None:
+        """Exports the sequences of a request that is over, once the engine has returned their timelines."""
+        task = asyncio.create_task(self._export(engine, engine_id, request_context))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Sends what was not sent yet."""
-        await asyncio.gather(*self._asking)
+        """Exports all pending spans."""
+        await asyncio.gather(*self._tasks)
         await asyncio.to_thread(self._provider.shutdown)
 
-    async def _ask(self, engine: AsyncEngine, engine_id: str, about: RequestContext | None) -> None:
+    async def _export(self, engine: AsyncEngine, engine_id: str, request_context: RequestContext | None) -> None:
         try:
-            ledgers = await engine.explain(engine_id)
+            timelines = await engine.explain(engine_id)
         except ChairliftError as error:
             logger.debug("no trace of %s: %s", engine_id, error)
             return
-        for ledger in ledgers:
-            self.send(ledger, engine_id, about)
+        for timeline in timelines:
+            self.send(timeline, engine_id, request_context)
 
-    def send(self, ledger: Timeline, engine_id: str, about: RequestContext | None) -> None:
-        """One sequence's span, with its children."""
+    def send(self, timeline: Timeline, engine_id: str, request_context: RequestContext | None) -> None:
+        """Exports one sequence's span with its children."""
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        context = TraceContextTextMapPropagator().extract(about.trace if about else {})
-        behind = time.time_ns() - time.monotonic_ns()
+        context = TraceContextTextMapPropagator().extract(request_context.trace if request_context else {})
+        clock_offset = time.time_ns() - time.monotonic_ns()
 
         def wall(seconds: float) -> int:
-            return int(seconds * 1e9) + behind
+            return int(seconds * 1e9) + clock_offset
 
-        attributes = self._attributes(ledger, engine_id, about)
-        begun = wall(ledger.arrived)
-        span = self._tracer.start_span("llm_request", context, SpanKind.SERVER, attributes, start_time=begun)
-        if ledger.first_token is not None:
-            span.add_event("first_token", timestamp=wall(ledger.first_token))
-        inside = set_span_in_context(span, context)
-        at = ledger.arrived
-        for cause in STATES:
-            if seconds := ledger.states.get(cause, 0.0):
-                child = self._tracer.start_span(cause, inside, attributes={"chairlift.seconds": seconds}, start_time=wall(at))
+        attributes = self._attributes(timeline, engine_id, request_context)
+        span = self._tracer.start_span("llm_request", context, SpanKind.SERVER, attributes, start_time=wall(timeline.arrived))
+        if timeline.first_token is not None:
+            span.add_event("first_token", timestamp=wall(timeline.first_token))
+        inner_context = set_span_in_context(span, context)
+        at = timeline.arrived
+        for state in STATES:
+            if seconds := timeline.states.get(state, 0.0):
+                child = self._tracer.start_span(state, inner_context, attributes={"chairlift.seconds": seconds}, start_time=wall(at))
                 at += seconds
                 child.end(wall(at))
-        span.end(wall(ledger.arrived + sum(ledger.states.values()) if ledger.ended is None else ledger.ended))
+        span.end(wall(timeline.arrived + sum(timeline.states.values()) if timeline.ended is None else timeline.ended))
 
-    def _attributes(self, ledger: Timeline, engine_id: str, about: RequestContext | None) -> dict[str, Any]:
-        """What is told of a sequence: OpenTelemetry's names for generative AI where there are some, then ours."""
-        times = {"time_to_first_token": ledger.first_token, "e2e": ledger.ended}
-        named = {f"gen_ai.latency.{name}": at - ledger.arrived for name, at in times.items() if at is not None}
-        if ledger.started is not None:
-            named["gen_ai.latency.time_in_queue"] = ledger.started - ledger.submitted
-        ours = ("tenant", "priority", "cached_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps", "block_seconds")
+    def _attributes(self, timeline: Timeline, engine_id: str, request_context: RequestContext | None) -> dict[str, Any]:
+        """Returns a span's attributes: OpenTelemetry's names for generative AI where they exist, then chairlift's."""
+        times = {"time_to_first_token": timeline.first_token, "e2e": timeline.ended}
+        latencies = {f"gen_ai.latency.{name}": at - timeline.arrived for name, at in times.items() if at is not None}
+        if timeline.started is not None:
+            latencies["gen_ai.latency.time_in_queue"] = timeline.started - timeline.submitted
+        own = ("tenant", "priority", "cached_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps", "block_seconds")
         return {
             "gen_ai.request.model": self._model,
             "gen_ai.response.id": engine_id,
-            "gen_ai.response.finish_reasons": [ledger.finish or "unknown"],
-            "gen_ai.usage.input_tokens": ledger.prompt_tokens,
-            "gen_ai.usage.output_tokens": ledger.output_tokens,
-            **named,
-            **{f"chairlift.{name}": getattr(ledger, name) for name in ours},
-            **({"chairlift.request_id": about.request_id} if about else {}),
+            "gen_ai.response.finish_reasons": [timeline.finish or "unknown"],
+            "gen_ai.usage.input_tokens": timeline.prompt_tokens,
+            "gen_ai.usage.output_tokens": timeline.output_tokens,
+            **latencies,
+            **{f"chairlift.{name}": getattr(timeline, name) for name in own},
+            **({"chairlift.request_id": request_context.request_id} if request_context else {}),
         }

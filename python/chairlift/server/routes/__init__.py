@@ -1,1 +1,1 @@
-"""The routes, a package for each API."""
+"""Routes, one package for each API."""

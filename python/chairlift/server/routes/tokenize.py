@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: the model's tokenizer for clients that count or score tokens themselves."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.schema.fields import Fields
-from chairlift.server.schema.logprobs import spelled
+from chairlift.server.schema.logprobs import token_text
 from chairlift.server.service import Service, service_of
 
 MAX_CHARACTERS = 1 << 20
@@ -23,7 +23,7 @@ MAX_TOKENS = 1 << 18
 
 
 class TokenizeRequest(Fields):
-    """POST /tokenize: a text, or a conversation as for /v1/chat/completions."""
+    """POST /tokenize: a text, or a conversation as in /v1/chat/completions."""
 
     prompt: Annotated[str, Field(max_length=MAX_CHARACTERS)] | None = None
     add_special_tokens: bool | None = None
@@ -35,7 +35,7 @@ class TokenizeRequest(Fields):
     return_token_strs: bool | None = None
 
     def chat(self) -> ChatRequest:
-        """The conversation; raises InvalidRequest."""
+        """Returns the conversation as a chat request; raises InvalidRequest."""
         return ChatRequest.read(self.model_dump(exclude={"prompt", "add_special_tokens", "return_token_strs"}, exclude_none=True))[0]
 
 
@@ -46,43 +46,43 @@ class DetokenizeRequest(Fields):
 
 
 async def tokenize(request: Request) -> Response:
-    """The tokens of a text or a conversation, and how many they are."""
+    """Returns the tokens of a text or a conversation, and their number."""
     service = service_of(request)
     service.lifecycle.check_admission()
-    wanted, ignored = TokenizeRequest.read(await read_json(request, queued=False))
-    service.check_model(wanted.model)
-    if (wanted.prompt is None) == (wanted.messages is None):
+    body, ignored = TokenizeRequest.read(await read_json(request, queued=False))
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either a prompt or messages", param="prompt")
-    if wanted.prompt is None:
-        tokens = await prompt_of(service, wanted.chat())
+    if body.prompt is None:
+        tokens = await prompt_of(service, body.chat())
     else:
-        tokens = await service.engine.encode(wanted.prompt, add_special_tokens=wanted.add_special_tokens is not False)
-    # As text they may be a megabyte, which takes a while to write.
-    return await asyncio.to_thread(_counted, service, tokens, bool(wanted.return_token_strs), ignored_header(ignored))
+        tokens = await service.engine.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    # The response may be a megabyte: serialize it in a thread.
+    return await asyncio.to_thread(_tokens_response, service, tokens, bool(body.return_token_strs), ignored_header(ignored))
 
 
-def _counted(service: Service, tokens: list[int], spell: bool, headers: dict[str, str]) -> Response:
+def _tokens_response(service: Service, tokens: list[int], with_texts: bool, headers: dict[str, str]) -> Response:
     tokenizer = service.engine.tokenizer
-    strings = [spelled(tokenizer, token) for token in tokens] if spell else None
+    strings = [token_text(tokenizer, token) for token in tokens] if with_texts else None
     limit = service.engine.facts["max_model_len"]
     return Json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}, headers=headers)
 
 
 async def detokenize(request: Request) -> Response:
-    """The text of tokens, control tokens too."""
+    """Returns the text of tokens, including control tokens."""
     service = service_of(request)
     service.lifecycle.check_admission()
-    wanted, ignored = DetokenizeRequest.read(await read_json(request, queued=False))
-    service.check_model(wanted.model)
+    body, ignored = DetokenizeRequest.read(await read_json(request, queued=False))
+    service.check_model(body.model)
     vocabulary = service.engine.facts["vocab_size"]
-    if any(not 0 <= token < vocabulary for token in wanted.tokens):
+    if any(not 0 <= token < vocabulary for token in body.tokens):
         raise InvalidRequest(f"tokens must be integers from 0 to {vocabulary - 1}", param="tokens")
-    text = await asyncio.to_thread(service.engine.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(service.engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return Json({"prompt": text}, headers=ignored_header(ignored))
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """The control tokens and the chat template, for clients that render conversations themselves."""
+    """Returns the control tokens and the chat template, for clients that render conversations themselves."""
     service = service_of(request)
     service.lifecycle.check_admission()
     tokenizer = service.engine.tokenizer

@@ -1,4 +1,4 @@
-"""The fields of a request, checked: nothing is coerced, and nothing that would change the answer is ignored."""
+"""Request fields and their validation. Nothing is coerced, and no field that would change the answer is ignored."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from chairlift.errors import InvalidRequest
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import LONGEST_MS, Scheduling
 from chairlift.server.errors import brief
-from chairlift.server.schema.response_format import Formats
+from chairlift.server.schema.response_format import StructuredOutputFields
 
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024
 
-# Fields that cannot be honoured, with the values that ask for nothing. Anything else is refused: an answer that silently
-# lacks what was asked for is worse than none.
+# Fields that are not supported, with the values that have no effect. Other values are rejected: silently ignoring them
+# # would change the answer.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "length_penalty": (1, 1.0),
@@ -33,7 +33,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "lora_request": (),
 }
 
-# Fields that never change the text: taken without a word.
+# Fields that never change the answer: accepted and ignored.
 _WITHOUT_EFFECT = frozenset(
     (
         *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
@@ -46,14 +46,14 @@ _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
 REQUEST_ID = r"^[A-Za-z0-9._:/+=@-]{1,128}$"
-"""What a request may be called."""
+"""Pattern of request ids."""
 
-TIERS = {"auto": 0, "default": 0, "scale": 0, "priority": -10, "flex": 10}
-"""OpenAI's service tiers as priorities, of which lower ones go first; `flex` is batch work."""
+SERVICE_TIERS = {"auto": 0, "default": 0, "scale": 0, "priority": -10, "flex": 10}
+"""OpenAI's service tiers as priorities, lower first; `flex` is batch work."""
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries beside text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
@@ -62,22 +62,22 @@ class StreamOptions(BaseModel):
 
 
 class Fields(BaseModel):
-    """A request's body: what it may hold, and `read`, which checks one."""
+    """A request body, and `read`, which validates one."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields that are refused, with the values of each that ask for nothing; one that a class declares is supported there."""
-    idle: ClassVar[frozenset[str]] = frozenset()
-    """Fields that never change the answer: taken without a word."""
+    """Fields that are rejected, with the values of each that have no effect. A class that declares a field supports it."""
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    """Fields that never change the answer: accepted and ignored."""
     model: str | None = None
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """Checks `body`; returns the request and the names of fields that mean nothing here. Raises InvalidRequest."""
+        """Validates `body`; returns the request and the names of unknown fields. Raises InvalidRequest."""
         refused = {name: harmless for name, harmless in cls.unsupported.items() if name not in cls.model_fields}
         for name, harmless in refused.items():
             value = body.get(name)
-            # The types are compared too: True equals 1.
+            # Compare types too: True equals 1.
             if value is not None and not any(_same(value, one) for one in harmless):
                 allowed = f"leave it out or send {' or '.join(map(repr, harmless))}" if harmless else "leave it out"
                 raise InvalidRequest(f"{name} is not supported: {allowed}", param=name, code="unsupported_parameter")
@@ -85,7 +85,7 @@ class Fields(BaseModel):
             request = cls.model_validate(body)
         except ValidationError as error:
             raise _invalid(error) from None
-        known = cls.model_fields.keys() | refused.keys() | cls.idle
+        known = cls.model_fields.keys() | refused.keys() | cls.without_effect
         ignored = [name for name in body if name not in known]
         for name in cls.model_fields:
             if isinstance(options := getattr(request, name), BaseModel):
@@ -93,11 +93,11 @@ class Fields(BaseModel):
         return request, ignored
 
 
-class GenerationParams(Fields, Formats):
-    """How a request may be sampled and scheduled, and what form its answer has, whatever the API that it belongs to."""
+class GenerationParams(Fields, StructuredOutputFields):
+    """Fields for sampling, scheduling and structured output, for every API."""
 
     unsupported = _UNSUPPORTED
-    idle = _WITHOUT_EFFECT
+    without_effect = _WITHOUT_EFFECT
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -124,13 +124,13 @@ class GenerationParams(Fields, Formats):
     metrics: bool | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
 
-    def tuned(self) -> dict[str, Any]:
-        """Those of these fields that were given."""
+    def shared_fields(self) -> dict[str, Any]:
+        """Returns those of these fields that the request sets."""
         return self.model_dump(include=set(GenerationParams.model_fields), exclude_none=True)
 
 
 class GenerationRequest(GenerationParams):
-    """What both of OpenAI's completion routes take."""
+    """Fields of OpenAI's completions and chat completions."""
 
     max_tokens: int | None = None
     stop: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})] = None
@@ -143,69 +143,69 @@ class GenerationRequest(GenerationParams):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that counts tokens."""
+        """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream counts tokens."""
+        """Whether every chunk of a stream has the usage."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def include_metrics(self) -> bool:
-        """Whether the answer ends with its timings."""
+        """Whether the response has `metrics`."""
         return bool(self.metrics or (self.stream_options and self.stream_options.include_metrics))
 
-    def limit(self) -> int | None:
-        """How many tokens may be generated, if the request says so."""
+    def token_limit(self) -> int | None:
+        """Maximum tokens to generate, if the request sets it."""
         return self.max_tokens
 
-    def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are told beside each of the answer's; None if not even its own log-probability is."""
+    def num_logprobs(self) -> int | None:
+        """Number of top log-probabilities to return for each generated token; None for no log-probabilities."""
         return None
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """The request's sampling settings, and the server's `defaults` for those that it does not set; raises InvalidRequest."""
+        """Returns the sampling parameters, with the server's `defaults` for those that the request does not set; raises InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: send true for it, or leave out stream_options", param="stream_options")
-        given: dict[str, Any] = {**defaults, "max_tokens": self.limit()}
-        given |= self._given("temperature", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        given |= self._given("ignore_eos", "min_tokens", "n", "best_of", "prompt_logprobs")
-        given |= self._given("include_stop_str_in_output", "skip_special_tokens")
-        given["logprobs"] = self.likeliest()
+        fields: dict[str, Any] = {**defaults, "max_tokens": self.token_limit()}
+        fields |= self._set_fields("temperature", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        fields |= self._set_fields("ignore_eos", "min_tokens", "n", "best_of", "prompt_logprobs")
+        fields |= self._set_fields("include_stop_str_in_output", "skip_special_tokens")
+        fields["logprobs"] = self.num_logprobs()
         if self.top_k is not None:
-            given["top_k"] = 0 if self.top_k == -1 else self.top_k  # both are in use for "off"
+            fields["top_k"] = 0 if self.top_k == -1 else self.top_k  # clients use both for "off"
         if self.stop is not None:
             if not isinstance(self.stop, (str, list)):
                 raise InvalidRequest(f"stop must be a string or a list of strings, got {brief(self.stop)}", param="stop")
-            given["stop"] = self.stop
+            fields["stop"] = self.stop
         for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
             if (listed := getattr(self, name)) is not None:
-                given[name] = tuple(listed)
+                fields[name] = tuple(listed)
         if self.logit_bias is not None:
-            given["logit_bias"] = _biases(self.logit_bias)
-        given["structured_output"] = self.structure()
-        return SamplingParams(**given)
+            fields["logit_bias"] = _biases(self.logit_bias)
+        fields["structured_output"] = self.structured_output()
+        return SamplingParams(**fields)
 
     def scheduling(self, tenant: str, headers: Mapping[str, str]) -> Scheduling:
-        """The request's place among others, `tenant` being whose it is; what `headers` say the body may overrule. Raises InvalidRequest."""
-        given: dict[str, Any] = {"tenant": tenant, "priority": TIERS[self.service_tier or "default"]}
+        """Returns the scheduling parameters of a request of `tenant`; fields of the body override `headers`. Raises InvalidRequest."""
+        fields: dict[str, Any] = {"tenant": tenant, "priority": SERVICE_TIERS[self.service_tier or "default"]}
         for name, header in (("deadline_ms", "x-request-deadline-ms"), ("ttft_deadline_ms", "x-request-ttft-deadline-ms")):
             if getattr(self, name) is None and header in headers:
-                given[name] = _milliseconds(header, headers[header])
-        return Scheduling(**given | self._given("priority", "deadline_ms", "ttft_deadline_ms", "cache_salt", "predicted_tokens"))
+                fields[name] = _milliseconds(header, headers[header])
+        return Scheduling(**fields | self._set_fields("priority", "deadline_ms", "ttft_deadline_ms", "cache_salt", "predicted_tokens"))
 
-    def tier(self) -> dict[str, Any]:
-        """What the answer repeats of the request: the tier that served it, if it asked for one."""
+    def service_tier_field(self) -> dict[str, Any]:
+        """Returns the response's `service_tier` field, if the request has one."""
         if self.service_tier is None:
             return {}
-        return {"service_tier": self.service_tier if TIERS[self.service_tier] else "default"}
+        return {"service_tier": self.service_tier if SERVICE_TIERS[self.service_tier] else "default"}
 
-    def cut(self, prompt: list[int]) -> list[int]:
-        """The end of a prompt's tokens, if the request wants no more of it."""
+    def truncate(self, prompt: list[int]) -> list[int]:
+        """Keeps the last `truncate_prompt_tokens` tokens of a prompt."""
         return prompt if self.truncate_prompt_tokens is None else prompt[-self.truncate_prompt_tokens :]
 
-    def _given(self, *names: str) -> dict[str, Any]:
+    def _set_fields(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -218,31 +218,31 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
 
     @property
-    def scoring(self) -> bool:
-        """Whether only the prompt is wanted back, with its log-probabilities say, and no answer to it."""
+    def prompt_only(self) -> bool:
+        """Whether the response repeats only the prompt, for its log-probabilities, without an answer."""
         return bool(self.echo) and self.max_tokens == 0
 
-    def limit(self) -> int | None:
-        """One token at least: the engine reads a prompt only to go on from it."""
-        return 1 if self.scoring else self.max_tokens
+    def token_limit(self) -> int | None:
+        """At least one token: the engine does not compute a prompt without generating."""
+        return 1 if self.prompt_only else self.max_tokens
 
-    def likeliest(self) -> int | None:
-        """What OpenAI calls `logprobs` here."""
+    def num_logprobs(self) -> int | None:
+        """Returns OpenAI's `logprobs`."""
         return self.logprobs
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """As for any request, but the best answers are known only when all have ended, and `echo` shows the prompt as it does answers."""
+        """Returns the sampling parameters; `best_of` cannot be streamed, and `echo` with `logprobs` includes the prompt's."""
         params = super().params(defaults)
-        if self.scoring:
-            params = replace(params, best_of=None)  # there are no answers to choose from
+        if self.prompt_only:
+            params = replace(params, best_of=None)  # there are no answers to rank
         if self.stream and params.ranked:
-            raise InvalidRequest("best_of above n can't be streamed: leave out stream, or best_of", param="best_of")
+            raise InvalidRequest("best_of above n cannot be streamed: leave out stream, or best_of", param="best_of")
         if self.echo and params.logprobs is not None:
             return replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
         return params
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts as a list, each a text or its token ids; raises InvalidRequest."""
+        """Returns the prompts, each a text or token ids; raises InvalidRequest."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -254,7 +254,7 @@ class CompletionRequest(GenerationRequest):
                     raise InvalidRequest(f"{len(prompt)} prompts in one request, at most {MAX_PROMPTS} are allowed", param="prompt")
                 answers = self.best_of or self.n or 1
                 if len(prompt) * answers > MAX_ANSWERS:
-                    message = f"{len(prompt)} prompts with {answers} answers each; at most {MAX_ANSWERS} answers are made for one request"
+                    message = f"{len(prompt)} prompts with {answers} answers each, at most {MAX_ANSWERS} answers in one request are allowed"
                     raise InvalidRequest(message, param="best_of" if self.best_of else "n")
                 return prompt
         raise InvalidRequest(
@@ -273,14 +273,14 @@ def _milliseconds(header: str, text: str) -> float:
     return value
 
 
-def _biases(given: object) -> dict[int, float]:
-    """OpenAI's map of token ids, written as strings, to what is added to their logits; SamplingParams has the bounds."""
-    if not isinstance(given, dict):
-        raise InvalidRequest(f"logit_bias must be an object of token ids and numbers, got {brief(given)}", param="logit_bias")
-    for token in given:
+def _biases(fields: object) -> dict[int, float]:
+    """Parses OpenAI's map of token ids, written as strings, to biases; SamplingParams checks the values."""
+    if not isinstance(fields, dict):
+        raise InvalidRequest(f"logit_bias must be an object of token ids and numbers, got {brief(fields)}", param="logit_bias")
+    for token in fields:
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
             raise InvalidRequest(f"logit_bias has {brief(token)}, which is no token id", param="logit_bias")
-    return {int(token): bias for token, bias in given.items()}
+    return {int(token): bias for token, bias in fields.items()}
 
 
 def _same(value: object, harmless: object) -> bool:
@@ -292,11 +292,11 @@ def _ids(value: object) -> bool:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """The first thing that is wrong, with the path of the field as a client writes it."""
+    """Converts the first validation error, with the field's path as the client wrote it."""
     first = error.errors(include_url=False, include_context=False)[0]
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).lstrip(".")
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is missing", param=path)
     _, should, wanted = first["msg"].replace(" after validation", "").partition(" should ")
     fault = f"it should {wanted}" if should else first["msg"]
-    return InvalidRequest(f"{path} is not right: {fault}, got {brief(first['input'])}", param=path)
+    return InvalidRequest(f"{path} is invalid: {fault}, got {brief(first['input'])}", param=path)

@@ -1,4 +1,4 @@
-"""Tokens and their log-probabilities as clients read them: OpenAI's form for completions, vLLM's for prompts."""
+"""Log-probabilities in responses: OpenAI's formats for completions and chats, vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from chairlift.sampling import SamplingParams
 if TYPE_CHECKING:
     from chairlift.tokenizer import Tokenizer
 
-MAX_SCORED = 1 << 18
-"""Log-probabilities of prompts' tokens in one answer: those of 128 k tokens and the likeliest beside each."""
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Maximum log-probabilities of prompts in one response: 128 k tokens with one alternative each."""
 
 LOWEST = -9999.0
-"""What stands for a probability of 0: JSON has no infinity. vLLM's number."""
+"""Stands for minus infinity, which JSON cannot express. vLLM's value."""
 
 
-def spelled(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text; `bytes:\\\\xe2\\\\x98` for one that is part of a character, as OpenAI spells it."""
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """Returns a token's text; `bytes:\\\\\\\\xe2\\\\\\x98` for a part of a character, as OpenAI writes it."""
     piece = tokenizer.piece(token)
     try:
         return piece.decode()
@@ -29,83 +29,83 @@ def spelled(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can say."""
+def json_logprob(logprob: float) -> float:
+    """Bounds a log-probability for JSON."""
     return max(logprob, LOWEST)
 
 
-class Columns:
-    """The `logprobs` of a completion's choice: four lists with one entry a token."""
+class CompletionLogprobs:
+    """Builds the `logprobs` of a completion's choice: four lists with one entry for each token."""
 
-    def __init__(self, tokenizer: Tokenizer, likeliest: int, as_ids: bool) -> None:
-        """So many of the `likeliest` are shown for each; `as_ids` writes tokens as `token_id:7`, which no two share."""
+    def __init__(self, tokenizer: Tokenizer, num_top: int, as_ids: bool) -> None:
+        """`num_top` alternatives are shown for each token; `as_ids` writes tokens as `token_id:7`, which is unique."""
         self._tokenizer = tokenizer
-        self._likeliest = likeliest
+        self._num_top = num_top
         self._as_ids = as_ids
 
-    def json(self, tokens: Sequence[int], found: Sequence[TokenLogprobs | None], offsets: Sequence[int]) -> dict[str, list[Any]]:
-        """The columns for `tokens`, of which one where nothing was `found`, as for a prompt's first, is null."""
+    def json(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offsets: Sequence[int]) -> dict[str, list[Any]]:
+        """Returns the lists for `tokens`; a token without log-probabilities, as a prompt's first, gets null."""
         return {
             "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [None if one is None else finite(one.logprob) for one in found],
-            "top_logprobs": [None if one is None else self._top(one) for one in found],
+            "token_logprobs": [None if one is None else json_logprob(one.logprob) for one in logprobs],
+            "top_logprobs": [None if one is None else self._top(one) for one in logprobs],
             "text_offset": list(offsets),
         }
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """The likeliest and the token itself, which need not be among them."""
-        top = {self._name(token): finite(logprob) for token, logprob in one.top[: self._likeliest]}
-        top.setdefault(self._name(one.token), finite(one.logprob))
+        """Returns the top tokens and the token itself, which may not be among them."""
+        top = {self._name(token): json_logprob(logprob) for token, logprob in one.top[: self._num_top]}
+        top.setdefault(self._name(one.token), json_logprob(one.logprob))
         return top
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self._as_ids else spelled(self._tokenizer, token)
+        return f"token_id:{token}" if self._as_ids else token_text(self._tokenizer, token)
 
 
-def check_scored(prompts: list[list[int]], params: SamplingParams) -> None:
-    """Raises InvalidRequest if the prompts' log-probabilities would be too many for one answer."""
+def check_prompt_logprobs(prompts: list[list[int]], params: SamplingParams) -> None:
+    """Raises InvalidRequest if the prompts' log-probabilities are too many for one response."""
     if params.prompt_logprobs is None:
         return
-    wanted = sum(map(len, prompts)) * params.n * (params.prompt_logprobs + 1)
-    if wanted > MAX_SCORED:
-        message = f"the prompts' log-probabilities would be {wanted} numbers, at most {MAX_SCORED} are given at once: ask for fewer"
+    count = sum(map(len, prompts)) * params.n * (params.prompt_logprobs + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        message = f"the prompts' log-probabilities would be {count} numbers, at most {MAX_PROMPT_LOGPROBS} are given at once: ask for fewer"
         raise InvalidRequest(f"{message}, or for fewer answers, or send the prompts one by one", param="logprobs")
 
 
-def of_prompt(tokenizer: Tokenizer, found: Sequence[TokenLogprobs | None], likeliest: int) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token so many of the likeliest and itself, by id."""
-    return [None if one is None else _ranked(tokenizer, one, likeliest) for one in found]
+def prompt_logprobs_json(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> list[dict[str, Any] | None]:
+    """Returns vLLM's `prompt_logprobs`: for each token the top `num_top` and the token itself, by id."""
+    return [None if one is None else _ranked(tokenizer, one, num_top) for one in logprobs]
 
 
-def _ranked(tokenizer: Tokenizer, one: TokenLogprobs, likeliest: int) -> dict[str, Any]:
-    ranks = {token: (logprob, rank) for rank, (token, logprob) in enumerate(one.top[:likeliest], 1)}
+def _ranked(tokenizer: Tokenizer, one: TokenLogprobs, num_top: int) -> dict[str, Any]:
+    ranks = {token: (logprob, rank) for rank, (token, logprob) in enumerate(one.top[:num_top], 1)}
     ranks[one.token] = one.logprob, one.rank
     return {
-        str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": spelled(tokenizer, token)}
+        str(token): {"logprob": json_logprob(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
         for token, (logprob, rank) in ranks.items()
     }
 
 
-def places(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
-    """Where in `text` each of its `tokens` begins, in characters; one that is not shown there takes no room."""
+def text_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
+    """Returns the offset in characters at which each of `tokens` begins in `text`; a token that is not shown there has no width."""
     decoder = getincrementaldecoder("utf-8")("replace")
-    at, found = 0, []
+    at, offsets = 0, []
     strips = tokenizer.strips_first_space
     for token in tokens:
-        found.append(at)
+        offsets.append(at)
         piece = decoder.decode(tokenizer.piece(token))
         if strips and piece.startswith(" "):
             piece, strips = piece[1:], False
         if text.startswith(piece, at):
             at += len(piece)
-    return found
+    return offsets
 
 
-def of_chat(tokenizer: Tokenizer, found: Sequence[TokenLogprobs], likeliest: int, as_ids: bool) -> list[dict[str, Any]]:
-    """OpenAI's `logprobs.content` of a chat: each token with its bytes, and so many of the likeliest beside it."""
+def chat_logprobs_json(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_top: int, as_ids: bool) -> list[dict[str, Any]]:
+    """Returns OpenAI's `logprobs.content` of a chat: each token with its bytes and its top alternatives."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = f"token_id:{token}" if as_ids else spelled(tokenizer, token)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(tokenizer.piece(token))}
+        text = f"token_id:{token}" if as_ids else token_text(tokenizer, token)
+        return {"token": text, "logprob": json_logprob(logprob), "bytes": list(tokenizer.piece(token))}
 
-    return [entry(one.token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top[:likeliest]]} for one in found]
+    return [entry(one.token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top[:num_top]]} for one in logprobs]

@@ -1,4 +1,4 @@
-"""The fields that bound an answer's form: `response_format`, `structured_outputs` and its older names, checked and made one."""
+"""Fields for structured output: `response_format`, `structured_outputs` and vLLM's older `guided_*`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
 from chairlift.server.errors import brief
 
 MAX_DEPTH = 32
-"""How deep a JSON schema may be nested, of which every level of properties is two, or what else a chat template is given."""
+"""Maximum nesting of a JSON schema, where each level of properties counts twice, and of the chat template's inputs."""
 MAX_REGEX = 8192
 MAX_CHOICES = 4096
 MAX_COUNT = 65_536
-"""How many characters, items or properties a schema may ask for at least: no answer has more."""
+"""Maximum for a schema's minimum number of characters, items or properties: no answer has more."""
 
-_LEAST = frozenset(("minLength", "minItems", "minProperties", "minContains"))
+_MINIMUM_KEYWORDS = frozenset(("minLength", "minItems", "minProperties", "minContains"))
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _RESPONSE_FORMAT = {
     "oneOf": [
@@ -48,8 +48,8 @@ _KIND_SCHEMAS: dict[str, Any] = {
 _STRUCTURED = {"type": "object", "properties": _KIND_SCHEMAS, "minProperties": 1, "maxProperties": 1, "additionalProperties": False}
 
 
-class Formats(BaseModel):
-    """The part of a request that bounds the answer's form; at most one field of it may be given."""
+class StructuredOutputFields(BaseModel):
+    """The structured-output fields of a request, of which at most one may be set."""
 
     response_format: Annotated[Any, WithJsonSchema(_RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, WithJsonSchema(_STRUCTURED)] = None
@@ -58,34 +58,34 @@ class Formats(BaseModel):
     guided_choice: Annotated[Any, WithJsonSchema(_KIND_SCHEMAS["choice"])] = None
     guided_grammar: Annotated[Any, WithJsonSchema(_KIND_SCHEMAS["grammar"])] = None
 
-    def structure(self) -> StructuredOutput | None:
-        """The form that the answer must have; raises InvalidRequest."""
-        given = [name for name in Formats.model_fields if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise InvalidRequest(f"{' and '.join(given)} are both given: an answer has one form", param=given[1])
-        if not given:
+    def structured_output(self) -> StructuredOutput | None:
+        """Returns the structured output that the request asks for; raises InvalidRequest."""
+        names = [name for name in StructuredOutputFields.model_fields if getattr(self, name) is not None]
+        if len(names) > 1:
+            raise InvalidRequest(f"{' and '.join(names)} are both set: send only one", param=names[1])
+        if not names:
             return None
-        [name] = given
+        [name] = names
         value = getattr(self, name)
         if name == "response_format":
             return _response_format(value)
         if name == "structured_outputs":
             return _structured_outputs(value)
-        return _structure(name.removeprefix("guided_"), value, name, name)
+        return _structured_output(name.removeprefix("guided_"), value, name, name)
 
 
 def schema_text(schema: object, param: str, where: str) -> str:
-    """A JSON schema as text; raises InvalidRequest for one that is too large or too deep, naming it as `where`.
+    """Serializes a JSON schema; raises InvalidRequest for one that is too large or too deep, naming it as `where`.
 
-    What can be told without compiling it is told here, in time that does not depend on how large it is.
+    Checks everything that needs no compilation, in bounded time for a schema of any size.
     """
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{where} must be a JSON schema, which is an object, got {brief(schema)}", param=param)
     size = 0
-    left: list[tuple[object, int]] = [(schema, 1)]
-    while left:
-        value, depth = left.pop()
-        # No more than the text will have: entries with the punctuation between them.
+    pending: list[tuple[object, int]] = [(schema, 1)]
+    while pending:
+        value, depth = pending.pop()
+        # A lower bound of the text's length: entries with the punctuation between them.
         match value:
             case str():
                 size += len(value)
@@ -100,18 +100,18 @@ def schema_text(schema: object, param: str, where: str) -> str:
         if isinstance(value, dict):
             _check_keywords(value, param, where)
             size += sum(map(len, value))
-            left += [(inner, depth + 1) for inner in value.values()]
+            pending += [(inner, depth + 1) for inner in value.values()]
         elif isinstance(value, list):
-            left += [(inner, depth + 1) for inner in value]
+            pending += [(inner, depth + 1) for inner in value]
     return _text(json.dumps(schema, ensure_ascii=False), MAX_GRAMMAR, param, where)
 
 
 def _check_keywords(schema: Mapping[str, Any], param: str, where: str) -> None:
     if isinstance(pattern := schema.get("pattern"), str):
         _text(pattern, MAX_REGEX, param, f"a pattern in {where}")
-    for keyword in _LEAST & schema.keys():
+    for keyword in _MINIMUM_KEYWORDS & schema.keys():
         if isinstance(schema[keyword], int | float) and schema[keyword] > MAX_COUNT:
-            message = f"{where} has {keyword} {brief(schema[keyword])}, which no answer can have: at most {MAX_COUNT} is allowed"
+            message = f"{where} has {keyword} {brief(schema[keyword])}, more than any answer has: at most {MAX_COUNT} is allowed"
             raise InvalidRequest(message, param=param)
 
 
@@ -134,14 +134,14 @@ def _response_format(value: object) -> StructuredOutput | None:
 def _structured_outputs(value: object) -> StructuredOutput:
     param = "structured_outputs"
     if isinstance(value, dict):
-        given = {kind: inner for kind, inner in value.items() if inner is not None and (kind, inner) != ("json_object", False)}
-        if len(given) == 1 and given.keys() <= set(_KINDS):
-            [(kind, inner)] = given.items()
-            return _structure(kind, inner, param, f"{param}.{kind}")
+        options = {kind: inner for kind, inner in value.items() if inner is not None and (kind, inner) != ("json_object", False)}
+        if len(options) == 1 and options.keys() <= set(_KINDS):
+            [(kind, inner)] = options.items()
+            return _structured_output(kind, inner, param, f"{param}.{kind}")
     raise InvalidRequest(f"structured_outputs must be an object with one of {', '.join(_KINDS)}, got {brief(value)}", param=param)
 
 
-def _structure(kind: str, value: object, param: str, where: str) -> StructuredOutput:
+def _structured_output(kind: str, value: object, param: str, where: str) -> StructuredOutput:
     match kind:
         case "json":
             return StructuredOutput(kind, schema_text(_parsed(value), param, where), param)
@@ -153,12 +153,12 @@ def _structure(kind: str, value: object, param: str, where: str) -> StructuredOu
             if len(value) > MAX_CHOICES:
                 raise InvalidRequest(f"{where} has {len(value)} choices, at most {MAX_CHOICES} are allowed", param=param)
             return StructuredOutput(kind, _text(json.dumps(value, ensure_ascii=False), MAX_GRAMMAR, param, where), param)
-    wanted = {"choice": "a list of strings, and not empty", "json_object": "true"}.get(kind, "a string")
-    raise InvalidRequest(f"{where} must be {wanted}, got {brief(value)}", param=param)
+    expected = {"choice": "a non-empty list of strings", "json_object": "true"}.get(kind, "a string")
+    raise InvalidRequest(f"{where} must be {expected}, got {brief(value)}", param=param)
 
 
 def _parsed(value: object) -> object:
-    """A schema that came as a text is taken for what it says."""
+    """Parses a schema that was sent as a string."""
     if not isinstance(value, str) or len(value) > MAX_GRAMMAR:
         return value
     try:
@@ -167,12 +167,12 @@ def _parsed(value: object) -> object:
         return value
 
 
-def _text(text: str, most: int, param: str, where: str) -> str:
-    if len(text) > most:
-        raise InvalidRequest(f"{where} has {len(text)} characters, at most {most} are allowed: make it shorter", param=param)
+def _text(text: str, maximum: int, param: str, where: str) -> str:
+    if len(text) > maximum:
+        raise InvalidRequest(f"{where} has {len(text)} characters, at most {maximum} are allowed: make it shorter", param=param)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = f"{where} has a lone surrogate (U+{ord(text[error.start]):04X}), which is no Unicode text"
+        message = f"{where} has a lone surrogate (U+{ord(text[error.start]):04X}), which is not valid Unicode"
         raise InvalidRequest(message, param=param) from None
     return text

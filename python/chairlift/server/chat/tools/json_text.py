@@ -1,4 +1,4 @@
-"""JSON read as it comes: where a value ends, and whether it is one, without reading anything twice."""
+"""An incremental JSON validator: finds the end of a value without reading any text twice."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
-class _Wrong(Exception):
-    """A character cannot belong to the value."""
+class _InvalidJson(Exception):
+    """The character cannot belong to the value."""
 
 
 class JsonText:
-    """One JSON value, of any depth, in pieces of any size.
+    """One JSON value of any depth, read in pieces of any size.
 
-    Control characters that a model writes raw into strings are escaped; everything else stays as it was written.
+    Raw control characters in strings are escaped; everything else stays as the model wrote it.
     """
 
     def __init__(self) -> None:
-        self.done = self.broken = False
+        self.done = self.invalid = False
         self._open: list[str] = []
         self._next = "value"
         self._key = False
-        self._rest = ""
+        self._remaining = ""
         self._number: list[str] = []
 
     def read(self, text: str, at: int) -> tuple[str, int]:
-        """Reads on in `text` from `at`: what it read, and where it stopped: behind the value if it is `done`, at the first character
-        that can belong to none if it is `broken`, else at the end.
+        """Reads on in `text` from `at`. Returns the text read and the position after it.
+
+        That is the end of the value if it is `done`, the first invalid character if it is `invalid`, else the end of `text`.
         """
         read: list[str] = []
         start = at
@@ -47,35 +48,35 @@ class JsonText:
                         start = at = at + 1
                         continue
                 at += self._take(text[at])
-        except _Wrong:
-            self.broken = True
+        except _InvalidJson:
+            self.invalid = True
         return "".join((*read, text[start:at])), at
 
     def _take(self, character: str) -> int:
-        """Takes one character; 0 for one that is already behind the value, as behind numbers."""
+        """Consumes one character; returns 0 for a character after the value, as after numbers."""
         match self._next:
             case "string":
                 self._in_string(character)
             case "escape":
                 if character not in '"\\/bfnrtu':
-                    raise _Wrong
-                self._next, self._rest = ("hex", "1234") if character == "u" else ("string", "")
+                    raise _InvalidJson
+                self._next, self._remaining = ("hex", "1234") if character == "u" else ("string", "")
             case "hex":
                 if character not in _HEX:
-                    raise _Wrong
-                self._rest = self._rest[1:]
-                if not self._rest:
+                    raise _InvalidJson
+                self._remaining = self._remaining[1:]
+                if not self._remaining:
                     self._next = "string"
             case "literal":
-                if character != self._rest[0]:
-                    raise _Wrong
-                self._rest = self._rest[1:]
-                if not self._rest:
+                if character != self._remaining[0]:
+                    raise _InvalidJson
+                self._remaining = self._remaining[1:]
+                if not self._remaining:
                     self._ended()
             case "number":
                 if character not in "0123456789+-.eE":
                     if not _NUMBER.fullmatch("".join(self._number)):
-                        raise _Wrong
+                        raise _InvalidJson
                     self._ended()
                     return 0
                 self._number.append(character)
@@ -92,7 +93,7 @@ class JsonText:
             self._ended()
 
     def _between(self, character: str) -> None:
-        """Takes a character that is neither space nor inside of a string, number or word."""
+        """Consumes a character outside of strings, numbers and literals."""
         expected = self._next
         if character in "}]" and self._open and character == self._open[-1] and expected in ("after", "first key", "first item"):
             self._open.pop()
@@ -106,10 +107,10 @@ class JsonText:
         elif expected in ("value", "first item"):
             self._begin(character)
         else:
-            raise _Wrong
+            raise _InvalidJson
 
     def _begin(self, character: str) -> None:
-        """Takes a value's first character."""
+        """Consumes the first character of a value."""
         if character == "{":
             self._open.append("}")
             self._next = "first key"
@@ -119,11 +120,11 @@ class JsonText:
         elif character == '"':
             self._next = "string"
         elif character in _LITERALS:
-            self._next, self._rest = "literal", _LITERALS[character][1:]
+            self._next, self._remaining = "literal", _LITERALS[character][1:]
         elif character in "-0123456789":
             self._next, self._number = "number", [character]
         else:
-            raise _Wrong
+            raise _InvalidJson
 
     def _ended(self) -> None:
         self.done = not self._open

@@ -1,4 +1,4 @@
-"""Tools for a model whose chat template knows none: told in the system message, with calls and results as text, in Hermes' way."""
+"""Tools for models whose chat template has no tools: described in the system message, with calls and results as Hermes text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_TEXT = """You may call functions to help the user. These are the functions, each with the JSON schema of its parameters:
+_TOOL_PROMPT = """You may call functions to help the user. These are the functions, each with the JSON schema of its parameters:
 <tools>
 {tools}
 </tools>
@@ -16,17 +16,17 @@ To call one, write its name and its arguments as JSON, like this, once for each 
 </tool_call>"""
 
 
-def told(conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation in words that every template knows, with `tools` described in its system message."""
+def add_tool_prompt(conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Describes `tools` in the system message and converts calls and results in the conversation to text."""
     turns: list[dict[str, Any]] = []
     for message in conversation:
-        turn = _in_text(message)
+        turn = _message_as_text(message)
         if message["role"] == "tool" and turns and turns[-1].get("results"):
-            turns[-1]["content"] += "\n" + turn["content"]  # templates may want the roles to take turns
+            turns[-1]["content"] += "\n" + turn["content"]  # templates may require alternating roles
         else:
             turns.append(turn)
     if tools:
-        text = _TEXT.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+        text = _TOOL_PROMPT.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
         if turns[0]["role"] == "system":
             turns[0]["content"] += f"\n\n{text}"
         else:
@@ -34,7 +34,7 @@ def told(conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
     return [{name: value for name, value in turn.items() if name != "results"} for turn in turns]
 
 
-def _in_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     turn = dict(message)
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.pop("tool_calls", ())]
     if calls:

@@ -1,4 +1,4 @@
-"""What /v1/messages takes: Anthropic's form of a conversation, made into a chat's."""
+"""The request of /v1/messages, converted to a chat request."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest
-from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, rename_fields
 from chairlift.server.errors import brief
 from chairlift.server.schema.fields import GenerationParams
 
 _BLOCKS = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
 
-RENAMED = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
-"""Fields of a chat request, as they are called here."""
+FIELD_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
+"""Names of chat fields in this API."""
 
 
 class AnthropicMessage(BaseModel):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     model_config = ConfigDict(strict=True)
     role: Literal["user", "assistant"]
@@ -27,7 +27,7 @@ class AnthropicMessage(BaseModel):
 
 
 class ClientTool(BaseModel):
-    """A function that the model may call, and the client runs; there are no other tools here."""
+    """A function that the model may call and the client runs; other kinds of tools are not supported."""
 
     model_config = ConfigDict(strict=True)
     type: Literal["custom"] | None = None
@@ -46,7 +46,7 @@ class ToolChoice(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """The form of the answer."""
+    """Structured output."""
 
     model_config = ConfigDict(strict=True)
     format: dict[str, Any] | None = None
@@ -54,10 +54,10 @@ class OutputConfig(BaseModel):
 
 
 class CountRequest(GenerationParams):
-    """POST /v1/messages/count_tokens: a conversation."""
+    """POST /v1/messages/count_tokens."""
 
     unsupported = GenerationParams.unsupported | {"container": (), "mcp_servers": ([],)}
-    idle = GenerationParams.idle | {"max_tokens", "inference_geo", "speed", "service_tier", "cache_control"}
+    without_effect = GenerationParams.without_effect | {"max_tokens", "inference_geo", "speed", "service_tier", "cache_control"}
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: _BLOCKS = None
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -66,16 +66,16 @@ class CountRequest(GenerationParams):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
-        """The chat request that asks for the same; raises InvalidRequest, with this one's names of fields."""
+        """Converts to a chat request; raises InvalidRequest with this API's field names."""
         try:
             return ChatRequest.read(self._body())[0]
         except InvalidRequest as error:
-            raise renamed(error, RENAMED) from None
+            raise rename_fields(error, FIELD_NAMES) from None
 
     def _body(self) -> dict[str, Any]:
-        body: dict[str, Any] = self.tuned()
+        body: dict[str, Any] = self.shared_fields()
         body |= {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs, "messages": self._conversation()}
-        if self.messages[-1].role == "assistant":  # the answer goes on with it
+        if self.messages[-1].role == "assistant":  # the answer continues it
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools:
             body["tools"] = [{"type": "function", "function": _function(tool)} for tool in self.tools]
@@ -85,17 +85,19 @@ class CountRequest(GenerationParams):
             if choice.disable_parallel_tool_use:
                 body["parallel_tool_calls"] = False
         if self.output_config and self.output_config.format:
-            wanted = self.output_config.format
-            schema = {"name": "answer", "schema": wanted.get("schema")}
-            body["response_format"] = {"type": "json_schema", "json_schema": schema} if wanted.get("type") == "json_schema" else wanted
+            output_format = self.output_config.format
+            if output_format.get("type") == "json_schema":
+                output_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": output_format.get("schema")}}
+            body["response_format"] = output_format
         return body
 
     def _conversation(self) -> list[dict[str, Any]]:
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system, "system")}]
-        messages: list[dict[str, Any]] = [message for message in system if message["content"]]
-        for index, turn in enumerate(self.messages):
+        messages: list[dict[str, Any]] = [entry for entry in system if entry["content"]]
+        for index, message in enumerate(self.messages):
             where = f"messages[{index}].content"
-            messages += _said(turn.content, where) if turn.role == "assistant" else _asked(turn.content, where)
+            convert = _assistant_messages if message.role == "assistant" else _user_messages
+            messages += convert(message.content, where)
         return messages
 
 
@@ -110,12 +112,12 @@ class MessagesRequest(CountRequest):
 
 
 def _function(tool: ClientTool) -> dict[str, Any]:
-    told = {} if tool.description is None else {"description": tool.description}
-    return {"name": tool.name, **told, "parameters": tool.input_schema}
+    description = {} if tool.description is None else {"description": tool.description}
+    return {"name": tool.name, **description, "parameters": tool.input_schema}
 
 
-def _said(content: object, where: str) -> list[dict[str, Any]]:
-    """The assistant's turn: text, and the calls after it."""
+def _assistant_messages(content: object, where: str) -> list[dict[str, Any]]:
+    """Converts an assistant message: text, then its tool calls."""
     if not isinstance(content, list):
         return [{"role": "assistant", "content": _text(content, where)}]
     texts, calls = [], []
@@ -125,14 +127,14 @@ def _said(content: object, where: str) -> list[dict[str, Any]]:
                 function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
                 calls.append({"id": id, "type": "function", "function": function})
             case {"type": "thinking" | "redacted_thinking"}:
-                pass  # what other models thought is not shown to this one
+                pass  # reasoning of other models is dropped
             case _:
                 texts.append(_block(block, f"{where}[{index}]"))
     return [{"role": "assistant", "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})}]
 
 
-def _asked(content: object, where: str) -> list[dict[str, Any]]:
-    """The user's turn: what tools gave back, then the text."""
+def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
+    """Converts a user message: tool results, then the text."""
     if not isinstance(content, list):
         return [{"role": "user", "content": _text(content, where)}]
     results, texts = [], []

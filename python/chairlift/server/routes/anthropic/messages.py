@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: the assistant's next turn in the form of Anthropic's API."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ from starlette.responses import Response
 
 from chairlift.errors import InvalidRequest
 from chairlift.server.chat.completion import ChatCompletion, Delta, prompt_of
-from chairlift.server.chat.request import renamed
+from chairlift.server.chat.request import rename_fields
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
-from chairlift.server.routes.anthropic.message_request import RENAMED, CountRequest, MessagesRequest
+from chairlift.server.routes.anthropic.message_request import FIELD_NAMES, CountRequest, MessagesRequest
 from chairlift.server.service import service_of
 from chairlift.server.streaming import EventStream, typed_event
 
 
 async def messages(request: Request) -> Response:
-    """Answers one request, as a stream or whole."""
-    wanted, ignored = MessagesRequest.read(await read_json(request))
-    chat = wanted.chat()
+    """Answers one request, streamed or whole."""
+    body, ignored = MessagesRequest.read(await read_json(request))
+    chat = body.chat()
     try:
-        turn = await ChatCompletion.begin(request, chat, ignored, kind="message", prefix="msg_", stream=bool(wanted.stream))
+        completion = await ChatCompletion.begin(request, chat, ignored, kind="message", prefix="msg_")
     except InvalidRequest as error:
-        raise renamed(error, RENAMED) from None
-    answer = _Answer(wanted, turn)
-    if wanted.stream:
-        return EventStream(answer.events(), turn.headers)
-    return Json(await answer.whole(), headers=turn.headers)
+        raise rename_fields(error, FIELD_NAMES) from None
+    builder = _MessageBuilder(body, completion)
+    if body.stream:
+        return EventStream(builder.events(), completion.headers)
+    return Json(await builder.whole(), headers=completion.headers)
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens a conversation has, with what the chat template adds."""
+    """Returns the number of tokens of a conversation, including the chat template's."""
     service = service_of(request)
     service.lifecycle.check_admission()
-    wanted, ignored = CountRequest.read(await read_json(request, queued=False))
-    service.check_model(wanted.model)
-    tokens = await prompt_of(service, wanted.chat())
+    body, ignored = CountRequest.read(await read_json(request, queued=False))
+    service.check_model(body.model)
+    tokens = await prompt_of(service, body.chat())
     return Json({"input_tokens": len(tokens)}, headers=ignored_header(ignored))
 
 
-class _Answer:
-    """The message as it grows: texts and calls one after the other, and the events that tell of them."""
+class _MessageBuilder:
+    """Builds the message from increments: text and tool_use blocks, and the events that report them."""
 
-    def __init__(self, wanted: MessagesRequest, turn: ChatCompletion) -> None:
-        self._wanted = wanted
-        self._turn = turn
+    def __init__(self, body: MessagesRequest, completion: ChatCompletion) -> None:
+        self._body = body
+        self._completion = completion
         self._blocks: list[dict[str, Any]] = []
         self._pieces: list[str] | None = None
-        """The text or arguments of the last block, while it grows."""
-        self._reason: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        """Text or arguments of the block in progress."""
+        self._stop_reason: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     async def whole(self) -> dict[str, Any]:
-        """The whole message; raises what the engine raises."""
-        async with aclosing(self._turn.deltas()) as deltas:
+        """Returns the whole message; raises the engine's errors."""
+        async with aclosing(self._completion.deltas()) as deltas:
             async for delta in deltas:
                 for _ in self._take(delta):
                     pass
         for _ in self._end():
             pass
-        metrics = self._turn.generation.metrics() if self._wanted.metrics else {}
-        return self._message() | {"content": self._blocks, **self._reason, **metrics}
+        metrics = self._completion.generation.metrics() if self._body.metrics else {}
+        return self._message() | {"content": self._blocks, **self._stop_reason, **metrics}
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The message as server-sent events; raises what the engine raises."""
-        begun = False
-        async with aclosing(self._turn.deltas()) as deltas:
+        """Yields the message as server-sent events; raises the engine's errors."""
+        started = False
+        async with aclosing(self._completion.deltas()) as deltas:
             async for delta in deltas:
-                if not begun:
-                    begun = True
+                if not started:
+                    started = True
                     yield typed_event({"type": "message_start", "message": self._message()})
                     yield typed_event({"type": "ping"})
                 for data in self._take(delta):
@@ -81,7 +81,7 @@ class _Answer:
             yield typed_event(data)
 
     def _message(self) -> dict[str, Any]:
-        head = self._turn.generation.head
+        head = self._completion.generation.head
         return {
             "id": head["id"],
             "type": "message",
@@ -91,33 +91,33 @@ class _Answer:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": self._turn.generation.usage.message(),
+            "usage": self._completion.generation.usage.message(),
         }
 
     def _take(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Adds what is new."""
+        """Adds an increment and yields its events."""
         if delta.content:
             if self._pieces is None or self._blocks[-1]["type"] != "text":
                 yield from self._close()
                 yield self._open({"type": "text", "text": ""})
-            yield self._more(delta.content, {"type": "text_delta", "text": delta.content})
+            yield self._append(delta.content, {"type": "text_delta", "text": delta.content})
         for call in delta.calls:
             if call.id is not None:
                 yield from self._close()
                 yield self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
             if call.arguments:
-                yield self._more(call.arguments, {"type": "input_json_delta", "partial_json": call.arguments})
+                yield self._append(call.arguments, {"type": "input_json_delta", "partial_json": call.arguments})
         if delta.finish_reason:
-            self._reason = _reason(delta, any(block["type"] == "tool_use" for block in self._blocks))
+            self._stop_reason = _stop_reason(delta, any(block["type"] == "tool_use" for block in self._blocks))
 
     def _end(self) -> Iterator[dict[str, Any]]:
-        """The events after the last token."""
+        """Yields the events after the last token."""
         yield from self._close()
         if not self._blocks:
             yield self._open({"type": "text", "text": ""})
             yield from self._close()
-        metrics = self._turn.generation.metrics() if self._wanted.metrics else {}
-        yield {"type": "message_delta", "delta": self._reason, "usage": self._turn.generation.usage.message(), **metrics}
+        metrics = self._completion.generation.metrics() if self._body.metrics else {}
+        yield {"type": "message_delta", "delta": self._stop_reason, "usage": self._completion.generation.usage.message(), **metrics}
         yield {"type": "message_stop"}
 
     def _open(self, block: dict[str, Any]) -> dict[str, Any]:
@@ -125,13 +125,13 @@ class _Answer:
         self._pieces = []
         return {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
 
-    def _more(self, piece: str, delta: dict[str, Any]) -> dict[str, Any]:
+    def _append(self, piece: str, delta: dict[str, Any]) -> dict[str, Any]:
         assert self._pieces is not None
         self._pieces.append(piece)
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _close(self) -> Iterator[dict[str, Any]]:
-        """Ends the block that grows, if there is one."""
+        """Completes the block in progress, if any."""
         if self._pieces is None:
             return
         block, whole = self._blocks[-1], "".join(self._pieces)
@@ -143,8 +143,8 @@ class _Answer:
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
 
-def _reason(delta: Delta, called: bool) -> dict[str, Any]:
-    """Why it ended, as Anthropic says it; OpenAI has "stop" for an answer that `called` the function that the client named."""
+def _stop_reason(delta: Delta, called: bool) -> dict[str, Any]:
+    """Returns Anthropic's stop reason; OpenAI's is "stop" if the answer `called` the function that the client chose."""
     if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
     if delta.finish_reason == "stop" and called:
@@ -154,9 +154,9 @@ def _reason(delta: Delta, called: bool) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object: as much of it as there is, where the model's JSON is cut off or wrong."""
+    """Parses a call's arguments as an object, as far as the model's JSON is valid."""
     try:
-        found = from_json(arguments, allow_partial="trailing-strings")
+        parsed = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text goes on from a prompt."""
+"""POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -16,166 +16,155 @@ from chairlift.server.generation import Generation
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.schema.fields import CompletionRequest
-from chairlift.server.schema.logprobs import Columns, check_scored, of_prompt, places
+from chairlift.server.schema.logprobs import CompletionLogprobs, check_prompt_logprobs, prompt_logprobs_json, text_offsets
 from chairlift.server.service import Service, service_of
 from chairlift.server.streaming import DONE, EventStream, event
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's, and every client's expectation."""
+"""OpenAI's default."""
 
 
 async def completions(request: Request) -> Response:
-    """Answers one completion request, as a stream or whole."""
+    """Answers one completion request, streamed or whole."""
     service = service_of(request)
-    wanted, ignored = CompletionRequest.read(await read_json(request))
-    service.check_model(wanted.model)
-    params = wanted.params(service.default_sampling)
-    scheduling = wanted.scheduling(request.state.tenant, request.headers)
-    given = wanted.prompts()
-    prompts = [wanted.cut(await _tokens(service, one, wanted)) for one in given]
-    check_scored(prompts, params)
-    generation = Generation(
-        service,
-        prompts,
-        params,
-        scheduling,
-        context=request.state.context,
-        ticket=request.state.ticket,
-        kind="text_completion",
-        prefix="cmpl-",
-        request_id=wanted.request_id or request.state.context.request_id,
-        stream=bool(wanted.stream),
-        default=DEFAULT_MAX_TOKENS,
-    )
-    choices = _Choices(service, generation, wanted, params, given, prompts)
+    body, ignored = CompletionRequest.read(await read_json(request))
+    service.check_model(body.model)
+    params = body.params(service.default_sampling)
+    raw_prompts = body.prompts()
+    prompts = [body.truncate(await _tokens(service, prompt, body)) for prompt in raw_prompts]
+    check_prompt_logprobs(prompts, params)
+    generation = Generation(request, body, prompts, params, kind="text_completion", prefix="cmpl-", default_max_tokens=DEFAULT_MAX_TOKENS)
+    choices = _Choices(service, generation, body, params, raw_prompts, prompts)
     headers = ignored_header(ignored)
-    if wanted.stream:
-        return EventStream(_events(generation, wanted, choices), headers)
-    whole = await _whole(generation, wanted, choices)
+    if body.stream:
+        return EventStream(_events(generation, body, choices), headers)
+    whole = await _whole(generation, body, choices)
     return await asyncio.to_thread(Json, whole, headers=headers) if params.prompt_logprobs is not None else Json(whole, headers=headers)
 
 
-async def _tokens(service: Service, prompt: str | list[int], wanted: CompletionRequest) -> list[int]:
+async def _tokens(service: Service, prompt: str | list[int], body: CompletionRequest) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
-    if wanted.truncate_prompt_tokens is None:
+    if body.truncate_prompt_tokens is None:
         service.check_length(prompt)
-    return await service.engine.encode(prompt, add_special_tokens=wanted.add_special_tokens is not False)
+    return await service.engine.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
 
 
 class _Choices:
-    """What is new in each choice, as it comes: the `choices` entries of a stream, of which a whole answer is the sum."""
+    """Formats the entries of `choices`, as increments for a stream; a whole response is their sum."""
 
     def __init__(
         self,
         service: Service,
         generation: Generation,
-        wanted: CompletionRequest,
+        body: CompletionRequest,
         params: SamplingParams,
-        given: list[str | list[int]],
+        raw_prompts: list[str | list[int]],
         prompts: list[list[int]],
     ) -> None:
         self._tokenizer = service.engine.tokenizer
-        self._columns = Columns(self._tokenizer, wanted.logprobs or 0, bool(wanted.return_tokens_as_token_ids))
+        self._logprobs_json = CompletionLogprobs(self._tokenizer, body.logprobs or 0, bool(body.return_tokens_as_token_ids))
         self._generation = generation
-        self._wanted = wanted
+        self._body = body
         self._params = params
-        self._given = given
+        self._raw_prompts = raw_prompts
         self._prompts = prompts
-        self._scored: dict[int, list[TokenLogprobs | None]] = {}
-        self._shown: dict[int, int] = {}
-        """Characters of the prompt that a choice began with."""
+        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        self._prompt_chars: dict[int, int] = {}
+        """Characters of the prompt that a choice began with, for `echo`."""
 
-    async def pieces(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yields a choice's next part; raises what the engine raises."""
-        scoring, answered = self._wanted.scoring, self._params.logprobs is not None
-        beginning = self._wanted.echo or self._params.prompt_logprobs is not None
+    async def deltas(self) -> AsyncGenerator[dict[str, Any]]:
+        """Yields increments of choices; raises the engine's errors."""
+        prompt_only, with_logprobs = self._body.prompt_only, self._params.logprobs is not None
+        with_prompt = self._body.echo or self._params.prompt_logprobs is not None
         async with aclosing(self._generation.outputs()) as outputs:
             async for index, output in outputs:
-                if scoring:
-                    # The one token is our way to have the prompt read, not the client's wish.
+                if prompt_only:
+                    # The engine generates one token to compute the prompt; it does not count.
                     self._generation.usage.completion = 0
-                if beginning and index not in self._shown:
-                    # A long prompt's log-probabilities take a while to write out: not while others wait for their tokens.
-                    yield await asyncio.to_thread(self._beginning, index, output)
+                if with_prompt and index not in self._prompt_chars:
+                    # Formatting a long prompt's log-probabilities takes long: do it in a thread.
+                    yield await asyncio.to_thread(self._prompt_delta, index, output)
                 if not output.text and not output.finish_reason and not output.logprobs:
-                    continue  # held back: half a character, or what may become a stop string
-                if scoring:
-                    yield _piece(index, "", "length") | {"stop_reason": None}
+                    continue  # held back: half a character or a possible stop string
+                if prompt_only:
+                    yield _delta(index, "", "length") | {"stop_reason": None}
                     continue
-                piece = _piece(index, output.text, output.finish_reason)
-                if answered:
-                    piece["logprobs"] = self._answered(index, output)
+                delta = _delta(index, output.text, output.finish_reason)
+                if with_logprobs:
+                    delta["logprobs"] = self._logprobs(index, output)
                 if output.finish_reason:
-                    piece["stop_reason"] = output.stop_reason
-                yield piece
+                    delta["stop_reason"] = output.stop_reason
+                yield delta
 
-    def _beginning(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """What a choice says of its prompt, before anything of its own."""
-        which = index // self._params.n
-        prompt, wanted = self._prompts[which], self._wanted
-        if output.prompt_logprobs is not None:  # the first of n answers brings them for all
-            self._scored[which] = output.prompt_logprobs
-        text = self._text(which) if wanted.echo else ""
-        self._shown[index] = len(text)
-        piece = _piece(index, text, None)
-        if wanted.echo and wanted.logprobs is not None:
-            piece["logprobs"] = self._columns.json(prompt, self._scored[which], places(self._tokenizer, prompt, text))
-        if wanted.prompt_logprobs is not None:
-            piece["prompt_logprobs"] = of_prompt(self._tokenizer, self._scored[which], wanted.prompt_logprobs)
-        return piece
+    def _prompt_delta(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """Returns a choice's first increment, with the prompt's text and log-probabilities."""
+        prompt_index = index // self._params.n
+        prompt, body = self._prompts[prompt_index], self._body
+        if output.prompt_logprobs is not None:  # the first of n answers has them for all
+            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
+        text = self._text(prompt_index) if body.echo else ""
+        self._prompt_chars[index] = len(text)
+        delta = _delta(index, text, None)
+        if body.echo and body.logprobs is not None:
+            delta["logprobs"] = self._logprobs_json.json(
+                prompt, self._prompt_logprobs[prompt_index], text_offsets(self._tokenizer, prompt, text)
+            )
+        if body.prompt_logprobs is not None:
+            delta["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, self._prompt_logprobs[prompt_index], body.prompt_logprobs)
+        return delta
 
-    def _text(self, which: int) -> str:
-        """A prompt as it was written, or as its tokens read."""
-        given, prompt = self._given[which], self._prompts[which]
-        if isinstance(given, str) and self._wanted.truncate_prompt_tokens is None:
-            return given
+    def _text(self, prompt_index: int) -> str:
+        """Returns a prompt's text as the client wrote it, or decoded from its tokens."""
+        raw, prompt = self._raw_prompts[prompt_index], self._prompts[prompt_index]
+        if isinstance(raw, str) and self._body.truncate_prompt_tokens is None:
+            return raw
         return self._tokenizer.decode(prompt, skip_special_tokens=self._params.skip_special_tokens)
 
-    def _answered(self, index: int, output: RequestOutput) -> dict[str, list[Any]]:
-        shown = self._shown.get(index, 0)
+    def _logprobs(self, index: int, output: RequestOutput) -> dict[str, list[Any]]:
+        shown = self._prompt_chars.get(index, 0)
         offsets = [shown + offset for offset in output.text_offsets or ()]
-        return self._columns.json(output.token_ids, output.logprobs or (), offsets)
+        return self._logprobs_json.json(output.token_ids, output.logprobs or (), offsets)
 
 
-def _piece(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+def _delta(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _longer(columns: dict[str, list[Any]] | None, more: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
-    """Log-probabilities so far, with the next."""
-    if columns is None or more is None:
-        return columns or more
-    for name, entries in more.items():
-        columns[name] += entries
-    return columns
+def _append_logprobs(logprobs: dict[str, list[Any]] | None, following: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
+    """Appends the next tokens' log-probabilities."""
+    if logprobs is None or following is None:
+        return logprobs or following
+    for name, entries in following.items():
+        logprobs[name] += entries
+    return logprobs
 
 
-async def _whole(generation: Generation, wanted: CompletionRequest, choices: _Choices) -> dict[str, Any]:
+async def _whole(generation: Generation, body: CompletionRequest, choices: _Choices) -> dict[str, Any]:
     whole: dict[int, dict[str, Any]] = {}
     texts: dict[int, list[str]] = {}
-    async with aclosing(choices.pieces()) as pieces:
-        async for piece in pieces:
-            index = piece["index"]
-            texts.setdefault(index, []).append(piece["text"])
-            choice = whole.setdefault(index, _piece(index, "", None))
-            choice |= piece | {"logprobs": _longer(choice["logprobs"], piece["logprobs"])}
+    async with aclosing(choices.deltas()) as deltas:
+        async for delta in deltas:
+            index = delta["index"]
+            texts.setdefault(index, []).append(delta["text"])
+            choice = whole.setdefault(index, _delta(index, "", None))
+            choice |= delta | {"logprobs": _append_logprobs(choice["logprobs"], delta["logprobs"])}
     for index, choice in whole.items():
         choice["text"] = "".join(texts[index])
-    metrics = generation.metrics() if wanted.include_metrics else {}
+    metrics = generation.metrics() if body.include_metrics else {}
     ordered = [whole[index] for index in sorted(whole)]
-    return {**generation.head, **wanted.tier(), "choices": ordered, "usage": generation.usage.json(), **metrics}
+    return {**generation.head, **body.service_tier_field(), "choices": ordered, "usage": generation.usage.json(), **metrics}
 
 
-async def _events(generation: Generation, wanted: CompletionRequest, choices: _Choices) -> AsyncGenerator[bytes]:
-    head: dict[str, Any] = generation.head | wanted.tier() | ({"usage": None} if wanted.include_usage else {})
-    async with aclosing(choices.pieces()) as pieces:
-        async for piece in pieces:
-            if wanted.continuous_usage:
+async def _events(generation: Generation, body: CompletionRequest, choices: _Choices) -> AsyncGenerator[bytes]:
+    head: dict[str, Any] = generation.head | body.service_tier_field() | ({"usage": None} if body.include_usage else {})
+    async with aclosing(choices.deltas()) as deltas:
+        async for delta in deltas:
+            if body.continuous_usage:
                 head["usage"] = generation.usage.json()
-            yield event({**head, "choices": [piece]})
-    if wanted.include_usage or wanted.include_metrics:
-        if wanted.include_usage:
+            yield event({**head, "choices": [delta]})
+    if body.include_usage or body.include_metrics:
+        if body.include_usage:
             head["usage"] = generation.usage.json()
-        yield event({**head, "choices": [], **(generation.metrics() if wanted.include_metrics else {})})
+        yield event({**head, "choices": [], **(generation.metrics() if body.include_metrics else {})})
     yield DONE

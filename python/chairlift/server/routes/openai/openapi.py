@@ -1,4 +1,4 @@
-"""GET /openapi.json: the API as an OpenAPI 3.1 document, made from the models that requests are checked with."""
+"""GET /openapi.json: an OpenAPI 3.1 document, generated from the request models."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from chairlift.server.service import service_of
 
 
 async def openapi(request: Request) -> Response:
-    """The document."""
+    """Returns the document."""
     return Json(document(service_of(request).model))
 
 
 _POST: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
-    ("/v1/completions", "Text goes on from a prompt", CompletionRequest, "Completion", True),
-    ("/v1/chat/completions", "The assistant's next turn", ChatRequest, "ChatCompletion", True),
-    ("/v1/responses", "The assistant's next turn, in the form of OpenAI's Responses API", ResponsesRequest, "Response", True),
-    ("/v1/messages", "The assistant's next turn, in Anthropic's form", MessagesRequest, "AnthropicAnswer", True),
-    ("/v1/messages/count_tokens", "How many tokens a conversation in Anthropic's form has", CountRequest, "TokenCount", False),
-    ("/tokenize", "The tokens of a text or a conversation", TokenizeRequest, "Tokens", False),
-    ("/detokenize", "The text of tokens", DetokenizeRequest, "Text", False),
-    ("/v1/embeddings", "Always refused: the model generates text", None, "", False),
+    ("/v1/completions", "Text completion", CompletionRequest, "Completion", True),
+    ("/v1/chat/completions", "Chat completion", ChatRequest, "ChatCompletion", True),
+    ("/v1/responses", "Chat completion in OpenAI's Responses API", ResponsesRequest, "Response", True),
+    ("/v1/messages", "Chat completion in Anthropic's Messages API", MessagesRequest, "AnthropicMessage_", True),
+    ("/v1/messages/count_tokens", "Token count of a conversation in Anthropic's format", CountRequest, "TokenCount", False),
+    ("/tokenize", "Tokens of a text or a conversation", TokenizeRequest, "Tokens", False),
+    ("/detokenize", "Text of tokens", DetokenizeRequest, "Text", False),
+    ("/v1/embeddings", "Always rejected: the model generates text", None, "", False),
 )
-"""Routes that take a body: path, summary, request, the answer's schema, and whether that can be a stream."""
+"""Routes with a body: path, summary, request model, response schema, and whether the response can be a stream."""
 
 _GET = (
-    ("/", "What this server is, and where its parts are", "Index"),
-    ("/v1/models", "What is served", "Models"),
-    ("/v1/models/{model}", "What is served, by name", "Model"),
+    ("/", "Name, version, model and links", "Index"),
+    ("/v1/models", "Served models", "Models"),
+    ("/v1/models/{model}", "Served model, by name", "Model"),
     ("/v1/requests/{id}/explain", "Where a request's time went", "Explanation"),
     ("/tokenizer_info", "Control tokens and the chat template", "TokenizerInfo"),
-    ("/version", "The version of chairlift", "Version"),
-    ("/live", "Whether the process answers", "Status"),
+    ("/version", "Version of chairlift", "Version"),
+    ("/live", "Whether the process responds", "Status"),
     ("/ready", "Whether a request sent now would be served", "Status"),
     ("/health", "Whether the engine makes progress", "Status"),
     ("/ping", "As /health", "Status"),
 )
 
-_MALFORMED = {400: "It can't be served as asked", 408: "The body took too long", 413: "The body is too large", 415: "The body is no JSON"}
-_TURNED_AWAY = {401: "No valid API key", 403: "A foreign web page", 404: "It does not exist", 431: "Too many headers"}
-_LIMITED = {429: "The tenant's own limit", 500: "It failed", 503: "Not now: see Retry-After", 504: "A deadline was missed"}
+_MALFORMED = {400: "Invalid request", 408: "Timeout while reading the body", 413: "Body too large", 415: "Body is not JSON"}
+_REJECTED = {401: "No valid API key", 403: "Foreign web page", 404: "Not found", 431: "Too many headers"}
+_LIMITED = {429: "Tenant's limit reached", 500: "Request failed", 503: "Unavailable: see Retry-After", 504: "Deadline missed"}
 
 
 @cache
 def document(served: str) -> dict[str, Any]:
-    """The OpenAPI document of a server that has the model `served`."""
+    """Returns the OpenAPI document of a server with the model `served`."""
     requests = [model for _, _, model, _, _ in _POST if model is not None]
     template = "#/components/schemas/{model}"
     _, schemas = models_json_schema([(model, "validation") for model in requests], ref_template=template)
@@ -65,14 +65,14 @@ def document(served: str) -> dict[str, Any]:
         path: {"post": _post(path, summary, model, answer, streams)} for path, summary, model, answer, streams in _POST
     }
     paths |= {path: {"get": _get(path, summary, answer, served)} for path, summary, answer in _GET}
-    paths["/metrics"] = {"get": _operation("Prometheus' text format", {"text/plain": {"schema": {"type": "string"}}}, _TURNED_AWAY)}
+    paths["/metrics"] = {"get": _operation("Prometheus' text format", {"text/plain": {"schema": {"type": "string"}}}, _REJECTED)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "chairlift", "version": chairlift.__version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
         "security": [{}, {"bearer": []}, {"apiKey": []}],
         "paths": paths,
         "components": {
-            "schemas": {**schemas["$defs"], **_ANSWERS},
+            "schemas": {**schemas["$defs"], **_RESPONSES},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -86,7 +86,7 @@ def _post(path: str, summary: str, model: type[BaseModel] | None, answer: str, s
     if content and streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
-    operation = _operation(summary, content, _MALFORMED | _TURNED_AWAY | _LIMITED, error)
+    operation = _operation(summary, content, _MALFORMED | _REJECTED | _LIMITED, error)
     schema = {"type": "object"} if model is None else _ref(model.__name__)
     return operation | {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -96,18 +96,18 @@ def _get(path: str, summary: str, answer: str, served: str) -> dict[str, Any]:
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     schemas = {"model": {"enum": [served]}, "id": {"type": "string", "pattern": REQUEST_ID}}
     parameters = [{"name": name, "in": "path", "required": True, "schema": schemas[name]} for name in names]
-    operation = _operation(summary, content, {400: _MALFORMED[400], **_TURNED_AWAY, 503: _LIMITED[503]})
+    operation = _operation(summary, content, {400: _MALFORMED[400], **_REJECTED, 503: _LIMITED[503]})
     if path in ("/health", "/ping"):
         operation["responses"]["503"]["content"] = content
     return operation | ({"parameters": parameters} if names else {})
 
 
 def _operation(summary: str, content: dict[str, Any] | None, failures: dict[int, str], error: str = "Error") -> dict[str, Any]:
-    answers = {"200": {"description": "The answer", "content": content}} if content else {}
-    told = {"application/json": {"schema": _ref(error)}}
+    answers = {"200": {"description": "Success", "content": content}} if content else {}
+    error_content = {"application/json": {"schema": _ref(error)}}
     return {
         "summary": summary,
-        "responses": answers | {str(status): {"description": text, "content": told} for status, text in sorted(failures.items())},
+        "responses": answers | {str(status): {"description": text, "content": error_content} for status, text in sorted(failures.items())},
     }
 
 
@@ -115,9 +115,9 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _object(required: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """An object with fields that are always there, and others that may be."""
-    return {"type": "object", "properties": required | more, "required": list(required)}
+def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    """An object schema with `required` fields and optional ones."""
+    return {"type": "object", "properties": required | optional, "required": list(required)}
 
 
 def _list(of: dict[str, Any]) -> dict[str, Any]:
@@ -138,8 +138,8 @@ _HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING
 _ENDED = {"index": _INTEGER, "finish_reason": _or_null("string")}
 _FAILURE = {"message": _STRING, "type": _STRING, "param": _or_null("string"), "code": _or_null("string")}
 
-# What answers have, as far as clients may count on it.
-_ANSWERS: dict[str, Any] = {
+# Schemas of responses: the fields that clients may rely on.
+_RESPONSES: dict[str, Any] = {
     "Error": _object({"error": _object(_FAILURE)}, usage=_USAGE),
     "AnthropicError": _object({"type": {"const": "error"}, "error": _object(_FAILURE)}),
     "Completion": _object(
@@ -162,7 +162,7 @@ _ANSWERS: dict[str, Any] = {
         },
         metrics=_OBJECT,
     ),
-    "AnthropicAnswer": _object(
+    "AnthropicMessage_": _object(
         {
             "id": _STRING,
             "type": {"const": "message"},

@@ -1,4 +1,4 @@
-"""What /v1/responses takes: OpenAI's newer form of a conversation, made into a chat's."""
+"""The request of /v1/responses, converted to a chat request."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest
-from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, rename_fields
 from chairlift.server.errors import brief
 from chairlift.server.schema.fields import GenerationParams
 
-RENAMED = {
+FIELD_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "logprobs": "top_logprobs",
 }
-"""Fields of a chat request, as they are called here."""
+"""Names of chat fields in this API."""
 
 _LOGPROBS = "message.output_text.logprobs"
 
 
 class FunctionTool(BaseModel):
-    """A function that the model may call; there are no other tools here."""
+    """A function that the model may call; other kinds of tools are not supported."""
 
     model_config = ConfigDict(strict=True)
     type: Literal["function"]
@@ -36,7 +36,7 @@ class FunctionTool(BaseModel):
 
 
 class TextOptions(BaseModel):
-    """The form of the answer's text."""
+    """Options of the output text."""
 
     model_config = ConfigDict(strict=True)
     format: dict[str, Any] | None = None
@@ -44,7 +44,7 @@ class TextOptions(BaseModel):
 
 
 class ResponsesRequest(GenerationParams):
-    """POST /v1/responses. Nothing is kept from one request to the next: the client sends the conversation each time."""
+    """POST /v1/responses. The server stores nothing: the client sends the whole conversation each time."""
 
     unsupported = GenerationParams.unsupported | {
         "previous_response_id": (),
@@ -53,7 +53,7 @@ class ResponsesRequest(GenerationParams):
         "prompt": (),
         "truncation": ("disabled",),
     }
-    idle = GenerationParams.idle | {"reasoning", "max_tool_calls", "stream_options"}
+    without_effect = GenerationParams.without_effect | {"reasoning", "max_tool_calls", "stream_options"}
     input: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -69,12 +69,12 @@ class ResponsesRequest(GenerationParams):
 
     @property
     def logprobs(self) -> bool:
-        """Whether the answer has the log-probabilities of its tokens."""
+        """Whether the response has log-probabilities."""
         return _LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
     def chat(self) -> ChatRequest:
-        """The chat request that asks for the same; raises InvalidRequest, with this one's names of fields."""
-        body: dict[str, Any] = self.tuned()
+        """Converts to a chat request; raises InvalidRequest with this API's field names."""
+        body: dict[str, Any] = self.shared_fields()
         for name in ("model", "service_tier", "parallel_tool_calls", "chat_template_kwargs"):
             body[name] = getattr(self, name)
         body["messages"] = self._messages()
@@ -84,12 +84,12 @@ class ResponsesRequest(GenerationParams):
         if self.tools:
             body["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools]
         body["tool_choice"] = self._choice()
-        if wanted := self.text and self.text.format:
-            body["response_format"] = _format(wanted)
+        if text_format := self.text and self.text.format:
+            body["response_format"] = _response_format(text_format)
         try:
             return ChatRequest.read(body)[0]
         except InvalidRequest as error:
-            raise renamed(error, RENAMED) from None
+            raise rename_fields(error, FIELD_NAMES) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -102,7 +102,7 @@ class ResponsesRequest(GenerationParams):
         if len(self.input) > MAX_MESSAGES:
             raise InvalidRequest(f"input has {len(self.input)} items, at most {MAX_MESSAGES} are allowed", param="input")
         for index, item in enumerate(self.input):
-            _add(messages, item, f"input[{index}]")
+            _append_item(messages, item, f"input[{index}]")
         return messages
 
     def _choice(self) -> Any:
@@ -110,20 +110,20 @@ class ResponsesRequest(GenerationParams):
             case {"type": "function", "name": str(name)}:
                 return {"type": "function", "function": {"name": name}}
             case {"type": "allowed_tools", "mode": str(mode), "tools": [*tools]}:
-                named = [{"type": "function", "function": {"name": tool.get("name")}} for tool in tools if isinstance(tool, dict)]
-                return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+                allowed = [{"type": "function", "function": {"name": tool.get("name")}} for tool in tools if isinstance(tool, dict)]
+                return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
         return self.tool_choice
 
 
-def _format(wanted: dict[str, Any]) -> dict[str, Any]:
-    """The form of the answer as a chat request has it, where a schema lies one level deeper."""
-    if wanted.get("type") != "json_schema":
-        return wanted
-    return {"type": "json_schema", "json_schema": {name: value for name, value in wanted.items() if name != "type"}}
+def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
+    """Converts `text.format` to `response_format`, which nests a schema one level deeper."""
+    if text_format.get("type") != "json_schema":
+        return text_format
+    return {"type": "json_schema", "json_schema": {name: value for name, value in text_format.items() if name != "type"}}
 
 
-def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:
-    """Puts an item of the input to the conversation; raises InvalidRequest, naming it as `where`."""
+def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> None:
+    """Appends an input item to the conversation; raises InvalidRequest that names it as `where`."""
     match item:
         case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
             if not messages or messages[-1]["role"] != "assistant":
@@ -133,8 +133,8 @@ def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:
         case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
             messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(output, f"{where}.output")})
         case {"type": "reasoning"}:
-            pass  # what other models thought is not shown to this one
-        case {"role": "user" | "assistant" | "system" | "developer" as role, "content": content, **more} if _is_message(more):
+            pass  # reasoning of other models is dropped
+        case {"role": "user" | "assistant" | "system" | "developer" as role, "content": content, **rest} if _is_message(rest):
             messages.append({"role": role, "content": _text(content, f"{where}.content")})
         case _:
             message = f"{where} must be a message, a function_call, a function_call_output or a reasoning item, got {brief(item)}"
@@ -158,4 +158,4 @@ def _part(part: object, where: str) -> str:
     match part:
         case {"type": "input_text" | "output_text" | "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return text
-    raise InvalidRequest(f"{where} must be text (input_text or output_text): nothing else is supported, got {brief(part)}", param="input")
+    raise InvalidRequest(f"{where} must be text (input_text or output_text), got {brief(part)}", param="input")

@@ -1,4 +1,4 @@
-"""POST /v1/responses: the assistant's next turn in the form of OpenAI's Responses API."""
+"""POST /v1/responses: OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -13,50 +13,52 @@ from starlette.responses import Response
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import TokenLogprobs
 from chairlift.server.chat.completion import ChatCompletion, Delta
-from chairlift.server.chat.request import renamed
+from chairlift.server.chat.request import rename_fields
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json
-from chairlift.server.routes.openai.response_request import RENAMED, ResponsesRequest
-from chairlift.server.schema.logprobs import of_chat
+from chairlift.server.routes.openai.response_request import FIELD_NAMES, ResponsesRequest
+from chairlift.server.schema.logprobs import chat_logprobs_json
 from chairlift.server.service import service_of
-from chairlift.server.streaming import EventStream, told, typed_event
+from chairlift.server.streaming import EventStream, client_error, typed_event
 
 
 async def responses(request: Request) -> Response:
-    """Answers one request, as a stream or whole."""
-    wanted, ignored = ResponsesRequest.read(await read_json(request))
-    chat = wanted.chat()
+    """Answers one request, streamed or whole."""
+    body, ignored = ResponsesRequest.read(await read_json(request))
+    chat = body.chat()
     try:
-        turn = await ChatCompletion.begin(request, chat, ignored, kind="response", prefix="resp_", stream=bool(wanted.stream))
+        completion = await ChatCompletion.begin(request, chat, ignored, kind="response", prefix="resp_")
     except InvalidRequest as error:
-        raise renamed(error, RENAMED) from None
-    answer = _Answer(wanted, chat.tier().get("service_tier", "default"), turn, service_of(request).engine.tokenizer)
-    if wanted.stream:
-        return EventStream(answer.events(), turn.headers)
-    return Json(await answer.whole(), headers=turn.headers)
+        raise rename_fields(error, FIELD_NAMES) from None
+    builder = _ResponseBuilder(
+        body, chat.service_tier_field().get("service_tier", "default"), completion, service_of(request).engine.tokenizer
+    )
+    if body.stream:
+        return EventStream(builder.events(), completion.headers)
+    return Json(await builder.whole(), headers=completion.headers)
 
 
 _Event = dict[str, Any]
 
 
-class _Answer:
-    """The response as it grows: messages and calls one after the other, and the events that tell of them."""
+class _ResponseBuilder:
+    """Builds the response from increments: messages and function calls, and the events that report them."""
 
-    def __init__(self, wanted: ResponsesRequest, tier: str, turn: ChatCompletion, tokenizer: Any) -> None:
-        self._wanted = wanted
-        self._tier = tier
-        self._turn = turn
+    def __init__(self, body: ResponsesRequest, service_tier_field: str, completion: ChatCompletion, tokenizer: Any) -> None:
+        self._body = body
+        self._service_tier = service_tier_field
+        self._completion = completion
         self._tokenizer = tokenizer
         self._done: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None
-        """The item that grows; what it has of text or arguments is in `_pieces` until it is whole."""
+        """The item in progress; its text or arguments are in `_pieces` until it is complete."""
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._finish_reason: str | None = None
 
     async def whole(self) -> dict[str, Any]:
-        """The whole response; raises what the engine raises."""
-        async with aclosing(self._turn.deltas()) as deltas:
+        """Returns the whole response; raises the engine's errors."""
+        async with aclosing(self._completion.deltas()) as deltas:
             async for delta in deltas:
                 for _ in self._take(delta):
                     pass
@@ -65,7 +67,7 @@ class _Answer:
         return response
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The response as server-sent events; raises what the engine raises before it begins, and tells of what fails later."""
+        """Yields the response as server-sent events; raises errors before the first event and reports later ones as an event."""
         number = 0
 
         def numbered(events: Iterable[_Event]) -> Iterator[bytes]:
@@ -74,36 +76,36 @@ class _Answer:
                 yield typed_event(event | {"sequence_number": number})
                 number += 1
 
-        begun = False
+        started = False
         try:
-            async with aclosing(self._turn.deltas()) as deltas:
+            async with aclosing(self._completion.deltas()) as deltas:
                 async for delta in deltas:
-                    if not begun:
-                        begun = True
-                        for data in numbered(self._beginning()):
+                    if not started:
+                        started = True
+                        for data in numbered(self._start()):
                             yield data
                     for data in numbered(self._take(delta)):
                         yield data
             for data in numbered(self._end()):
                 yield data
         except Exception as error:
-            if not begun:
+            if not started:
                 raise
-            failure = {"error": {"code": "server_error", "message": told(error).envelope["error"]["message"]}}
+            failure = {"error": {"code": "server_error", "message": client_error(error).envelope["error"]["message"]}}
             for data in numbered([{"type": "response.failed", "response": self._response("failed", **failure)}]):
                 yield data
 
-    def _beginning(self) -> Iterator[_Event]:
+    def _start(self) -> Iterator[_Event]:
         for name in ("created", "in_progress"):
             yield {"type": f"response.{name}", "response": self._response("in_progress")}
 
     def _take(self, delta: Delta) -> Iterator[_Event]:
-        """Adds what is new."""
+        """Adds an increment and yields its events."""
         if delta.content and (self._item is None or self._item["type"] != "message"):
             yield from self._close("completed")
             yield from self._open(_message())
         if (delta.content or delta.logprobs) and self._item is not None and self._item["type"] == "message":
-            yield self._more_text(delta.content, delta.logprobs)
+            yield self._append_text(delta.content, delta.logprobs)
         for call in delta.calls:
             if call.id is not None:
                 yield from self._close("completed")
@@ -111,20 +113,20 @@ class _Answer:
                 yield from self._open({**head, "arguments": "", "status": "in_progress"})
             if call.arguments:
                 self._pieces.append(call.arguments)
-                yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": call.arguments}
+                yield {"type": "response.function_call_arguments.delta", **self._item_fields(), "delta": call.arguments}
         if delta.finish_reason:
             self._finish_reason = delta.finish_reason
 
     def _end(self) -> Iterator[_Event]:
-        """The events after the last token, of which the last one has the whole response."""
+        """Yields the events after the last token; the last one has the whole response."""
         if self._item is None:
             yield from self._open(_message())
-        cut = self._finish_reason == "length"
-        yield from self._close("incomplete" if cut else "completed")
-        usage: dict[str, Any] = {"usage": self._turn.generation.usage.response()}
-        if self._wanted.metrics:
-            usage |= self._turn.generation.metrics()
-        if cut:
+        truncated = self._finish_reason == "length"
+        yield from self._close("incomplete" if truncated else "completed")
+        usage: dict[str, Any] = {"usage": self._completion.generation.usage.response()}
+        if self._body.metrics:
+            usage |= self._completion.generation.metrics()
+        if truncated:
             details = {"incomplete_details": {"reason": "max_output_tokens"}}
             yield {"type": "response.incomplete", "response": self._response("incomplete", **details, **usage)}
         else:
@@ -134,39 +136,39 @@ class _Answer:
         self._item, self._pieces, self._logprobs = item, [], []
         yield {"type": "response.output_item.added", "output_index": len(self._done), "item": dict(item)}
         if item["type"] == "message":
-            yield {"type": "response.content_part.added", **self._place(), "content_index": 0, "part": _part("", [])}
+            yield {"type": "response.content_part.added", **self._item_fields(), "content_index": 0, "part": _part("", [])}
 
     def _close(self, status: str) -> Iterator[_Event]:
-        """Ends the item that grows, if there is one."""
+        """Completes the item in progress, if any."""
         if self._item is None:
             return
         item, whole = self._item, "".join(self._pieces)
         if item["type"] == "message":
-            place = {**self._place(), "content_index": 0}
+            place = {**self._item_fields(), "content_index": 0}
             item["content"] = [_part(whole, self._logprobs)]
             yield {"type": "response.output_text.done", **place, "text": whole, "logprobs": self._logprobs}
             yield {"type": "response.content_part.done", **place, "part": item["content"][0]}
         else:
             item["arguments"] = whole
-            yield {"type": "response.function_call_arguments.done", **self._place(), "name": item["name"], "arguments": whole}
+            yield {"type": "response.function_call_arguments.done", **self._item_fields(), "name": item["name"], "arguments": whole}
         item["status"] = status
         yield {"type": "response.output_item.done", "output_index": len(self._done), "item": item}
         self._done.append(item)
         self._item = None
 
-    def _more_text(self, text: str, found: list[TokenLogprobs] | None) -> _Event:
+    def _append_text(self, text: str, new_logprobs: list[TokenLogprobs] | None) -> _Event:
         self._pieces.append(text)
-        logprobs = of_chat(self._tokenizer, found, self._wanted.top_logprobs or 0, False) if found else []
+        logprobs = chat_logprobs_json(self._tokenizer, new_logprobs, self._body.top_logprobs or 0, False) if new_logprobs else []
         self._logprobs += logprobs
-        return {"type": "response.output_text.delta", **self._place(), "content_index": 0, "delta": text, "logprobs": logprobs}
+        return {"type": "response.output_text.delta", **self._item_fields(), "content_index": 0, "delta": text, "logprobs": logprobs}
 
-    def _place(self) -> dict[str, Any]:
+    def _item_fields(self) -> dict[str, Any]:
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": len(self._done)}
 
-    def _response(self, status: str, **more: Any) -> dict[str, Any]:
-        """The response object as it is now; it repeats what the client asked for."""
-        wanted, head = self._wanted, self._turn.generation.head
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+        """Returns the response object in its current state, with the request's parameters."""
+        body, head = self._body, self._completion.generation.head
         return {
             "id": head["id"],
             "object": "response",
@@ -176,24 +178,24 @@ class _Answer:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": wanted.instructions,
-            "max_output_tokens": wanted.max_output_tokens,
-            "metadata": wanted.metadata or {},
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
             "model": head["model"],
             "output": list(self._done),
-            "parallel_tool_calls": wanted.parallel_tool_calls is not False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "service_tier": self._tier,
+            "service_tier": self._service_tier,
             "store": False,
-            "temperature": 1.0 if wanted.temperature is None else wanted.temperature,
-            "text": {"format": (wanted.text and wanted.text.format) or {"type": "text"}},
-            "tool_choice": "auto" if wanted.tool_choice is None else wanted.tool_choice,
-            "tools": [tool.model_dump() for tool in wanted.tools or ()],
-            "top_logprobs": wanted.top_logprobs or 0,
-            "top_p": 1.0 if wanted.top_p is None else wanted.top_p,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
-            **more,
+            **fields,
         }
 
 

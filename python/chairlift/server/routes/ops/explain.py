@@ -10,43 +10,45 @@ from starlette.responses import Response
 from chairlift.outputs import Timeline
 from chairlift.server.errors import ApiError, brief
 from chairlift.server.http.responses import Json
-from chairlift.server.keys import ANOTHER
-from chairlift.server.observability.explanation import paragraph, preparation, sentence
-from chairlift.server.service import REMEMBERED, service_of
+from chairlift.server.keys import HIDDEN_TENANT
+from chairlift.server.observability.explanation import summary_before_submission, summary_line, summary_text
+from chairlift.server.registry import MAX_REQUESTS
+from chairlift.server.service import service_of
 
 
 async def explain(request: Request) -> Response:
-    """The ledgers of a request's sequences, by the id of its answer or of its X-Request-Id.
+    """Returns the timelines of a request's sequences by answer id or X-Request-Id, why it was refused, or that it is being tokenized.
 
-    Or why it was refused, or that it is being tokenized. A tenant finds only its own.
+    A tenant finds only its own requests.
     """
     name: str = request.path_params["name"]
     service = service_of(request)
     tenant: str = request.state.tenant
-    if (context := service.preparing.find(tenant, name)) is not None:
+    if (context := service.registry.preparing(tenant, name)) is not None:
         states = context.elapsed()
-        explained = {"id": name, "object": "request.explanation", "summary": preparation(states)}
-        return Json({**explained, "preparing": {"state": "tokenize", "states": states}, "sequences": []})
-    if (refusal := service.refusals.find(tenant, name)) is not None:
+        explanation = {"id": name, "object": "request.explanation", "summary": summary_before_submission(states)}
+        return Json({**explanation, "preparing": {"state": "tokenize", "states": states}, "sequences": []})
+    if (refusal := service.registry.refusal(tenant, name)) is not None:
         return Json(refusal.explanation(name))
-    answer_id, found = await service.explain(tenant, name)
-    ledgers = [_seen_by(tenant, ledger) for ledger in found if tenant in ("", ledger.tenant)]
-    if not ledgers:
-        message = f"no request {brief(name)} is known: give the id of an answer, or its X-Request-Id, of the last {REMEMBERED} requests"
+    answer_id, all_timelines = await service.explain(tenant, name)
+    timelines = [_visible_to(tenant, timeline) for timeline in all_timelines if tenant in ("", timeline.tenant)]
+    if not timelines:
+        message = f"no request {brief(name)} is known: give the id of an answer, or its X-Request-Id, of the last {MAX_REQUESTS} requests"
         raise ApiError(404, message, code="request_not_found")
-    others = await service.engine.explain_sequences(sorted({tag for ledger in ledgers for tag in ledger.preempted_by}))
-    tenants = {other.tag: _name(tenant, other.tenant) for other in others}
-    sequences = [asdict(ledger) | {"summary": sentence(ledger, tenants)} for ledger in ledgers]
-    return Json({"id": answer_id, "object": "request.explanation", "summary": paragraph(ledgers, tenants), "sequences": sequences})
+    others = await service.engine.explain_sequences(sorted({tag for timeline in timelines for tag in timeline.preempted_by}))
+    tenants = {other.tag: _tenant_name(tenant, other.tenant) for other in others}
+    sequences = [asdict(timeline) | {"summary": summary_line(timeline, tenants)} for timeline in timelines]
+    return Json({"id": answer_id, "object": "request.explanation", "summary": summary_text(timelines, tenants), "sequences": sequences})
 
 
-def _name(reader: str, tenant: str) -> str:
-    return tenant if reader in ("", tenant) or not tenant else ANOTHER
+def _tenant_name(reader: str, tenant: str) -> str:
+    return tenant if reader in ("", tenant) or not tenant else HIDDEN_TENANT
 
 
-def _seen_by(reader: str, ledger: Timeline) -> Timeline:
-    """Without the names of others, whose times are summed."""
-    ahead: dict[str, float] = {}
-    for tenant, seconds in ledger.queued_behind.items():
-        ahead[_name(reader, tenant)] = ahead.get(_name(reader, tenant), 0.0) + seconds
-    return replace(ledger, queued_behind=ahead)
+def _visible_to(reader: str, timeline: Timeline) -> Timeline:
+    """Replaces the names of other tenants in `queued_behind` and sums their times."""
+    queued_behind: dict[str, float] = {}
+    for tenant, seconds in timeline.queued_behind.items():
+        name = _tenant_name(reader, tenant)
+        queued_behind[name] = queued_behind.get(name, 0.0) + seconds
+    return replace(timeline, queued_behind=queued_behind)

@@ -1,0 +1,285 @@
+"""Base class of the tool-call parsers: separates streamed text into content and tool calls."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from chairlift.grammar.source import ToolCallFormat
+from chairlift.server.chat.tools.json_text import JsonText
+
+ParserSteps = Generator[None, None, None]
+"""Part of a parser as a generator that yields when it needs more text."""
+
+_ARGUMENTS = ("arguments", "parameters")
+_CALL_KEYS = frozenset((*_ARGUMENTS, "name", "id", "type"))
+"""Allowed keys of a call's object; an object with other keys is not a call."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """An increment of one tool call. The first has the call's `id` and `name`; all have the next part of its arguments."""
+
+    index: int
+    """Index of the call in its answer."""
+    arguments: str = ""
+    """The next part of the arguments' JSON text."""
+    id: str | None = None
+    name: str | None = None
+
+
+class InvalidCall(Exception):
+    """Text that began like a call is not one, or stops being one."""
+
+
+class ToolParser(ABC):
+    """Parses one answer: takes its text in pieces, returns content and tool calls.
+
+    The result does not depend on how the text is cut, and the time is linear in its length. Text that may begin a call is held back until
+    it is known to be content. Text that looks like a call but is not (invalid JSON, an unknown function) is returned as content. A call is
+    returned as soon as its name is known and its arguments begin. Arguments that turn out to be invalid JSON are returned as the model
+    wrote them, up to the end of the call.
+    """
+
+    marks: ClassVar[tuple[str, ...]]
+    """Texts that begin a call or end one."""
+    end_mark: ClassVar[str]
+    """The mark that ends arguments that are invalid JSON."""
+    inner_marks: ClassVar[tuple[str, ...]] = ()
+    """Texts inside calls; like the marks they may be control tokens."""
+
+    def __init__(self, names: Collection[str], new_id: Callable[[], str] | None = None) -> None:
+        """`names` are the available functions; `new_id` creates call ids."""
+        self._names = names
+        self._new_id = new_id or self.new_id
+        self._text = ""
+        self._at = 0
+        self._over = False
+        self._output: list[str | ToolCallDelta] = []
+        self._spaces: list[str] = []
+        self._raw: list[str] = []
+        """Text of a call that may still turn out to be content."""
+        self._calls = 0
+        self._in_arguments = False
+        self._parser = self._parse()
+
+    @classmethod
+    @abstractmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """Returns the format for the grammar that makes a model with this chat template write calls."""
+
+    @staticmethod
+    def new_id() -> str:
+        """Returns a call id in OpenAI's format."""
+        return f"call_{secrets.token_hex(12)}"
+
+    def push(self, text: str) -> list[str | ToolCallDelta]:
+        """Parses the next piece of text; returns content as strings, and increments of calls, in order."""
+        self._text, self._at = self._text[self._at :] + text, 0
+        next(self._parser)
+        output, self._output = self._output, []
+        return output
+
+    def end(self) -> list[str | ToolCallDelta]:
+        """Ends the text; returns what was held back."""
+        self._over = True
+        for _ in self._parser:
+            pass
+        if not self._calls:
+            self._output += self._spaces
+        return self._output
+
+    @abstractmethod
+    def _parse(self) -> ParserSteps:
+        """Parses the answer to its end."""
+
+    def _emit_content(self, text: str) -> None:
+        """Returns text as content. Trailing space is held back: before a call it belongs to the call."""
+        stripped = text.rstrip()
+        if stripped:
+            self._output += (*self._spaces, stripped)
+            self._spaces.clear()
+        if len(stripped) < len(text):
+            self._spaces.append(text[len(stripped) :])
+
+    def _content(self) -> Generator[None, None, str]:
+        """Returns text as content up to the next mark. Consumes and returns the mark, or "" at the end of the text."""
+        pattern = re.compile("|".join(map(re.escape, self.marks)))
+        while not (match := pattern.search(self._text, self._at)):
+            end = self._safe_end(self.marks)
+            self._emit_content(self._text[self._at : end])
+            self._at = end
+            if self._over:
+                return ""
+            yield
+        self._emit_content(self._text[self._at : match.start()])
+        self._at = match.end()
+        self._raw = [match[0]]
+        return match[0]
+
+    def _safe_end(self, marks: tuple[str, ...]) -> int:
+        """Returns the end of the text, before any suffix that may begin a mark."""
+        if self._over:
+            return len(self._text)
+        longest = max(map(len, marks)) - 1
+        for start in range(max(self._at, len(self._text) - longest), len(self._text)):
+            if any(mark.startswith(self._text[start:]) for mark in marks):
+                return start
+        return len(self._text)
+
+    def _peek(self) -> Generator[None, None, str]:
+        """Returns the next character without consuming it; "" at the end."""
+        while self._at == len(self._text) and not self._over:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def _take(self) -> None:
+        """Consumes the peeked character."""
+        self._raw.append(self._text[self._at])
+        self._at += 1
+
+    def _skip_space(self, also: str = "") -> Generator[None, None, str]:
+        """Skips space and the characters `also`; returns the next character without consuming it, "" at the end."""
+        while (character := (yield from self._peek())) and (character.isspace() or character in also):
+            self._take()
+        return character
+
+    def _expect(self, expected: str) -> ParserSteps:
+        if (yield from self._skip_space()) != expected:
+            raise InvalidCall
+        self._take()
+
+    def _value(self, first: str) -> Generator[None, None, str]:
+        """Consumes and returns a JSON value that begins with one of the characters `first` (any if "")."""
+        character = yield from self._skip_space()
+        if not character or (first and character not in first):
+            raise InvalidCall
+        value, parts = JsonText(), []
+        while not value.done:
+            start = self._at
+            read, self._at = value.read(self._text, self._at)
+            parts.append(read)
+            self._raw.append(self._text[start : self._at])
+            if value.invalid or not (value.done or (yield from self._peek())):
+                raise InvalidCall
+        return "".join(parts)
+
+    def _attempt(self, steps: ParserSteps) -> ParserSteps:
+        """Parses one or more calls. From an invalid position on, the text is content, or the rest of the call's arguments."""
+        try:
+            yield from steps
+        except InvalidCall:
+            if self._in_arguments:
+                yield from self._rest_of_arguments()
+            else:
+                self._emit_content("".join(self._raw))
+        self._in_arguments = False
+        self._raw.clear()
+
+    def _rest_of_arguments(self) -> ParserSteps:
+        """Returns the text up to the end mark as arguments."""
+        while (end_at := self._text.find(self.end_mark, self._at)) < 0:
+            end = self._safe_end((self.end_mark,))
+            self._emit_arguments(self._text[self._at : end])
+            self._at = end
+            if self._over:
+                return
+            yield
+        self._emit_arguments(self._text[self._at : end_at])
+        self._at = end_at
+
+    def _objects(self) -> ParserSteps:
+        """Parses one call's object, or a list of them."""
+        if (yield from self._skip_space()) != "[":
+            yield from self._object()
+            return
+        self._take()
+        yield from self._object()
+        while (yield from self._skip_space()) != "]":
+            yield from self._expect(",")
+            yield from self._object()
+        self._take()
+
+    def _object(self) -> ParserSteps:
+        """Parses one call as an object with its name and arguments in any order."""
+        name: str | None = None
+        arguments: str | None = None
+        yield from self._expect("{")
+        while True:
+            key = json.loads((yield from self._value('"')))
+            if key not in _CALL_KEYS:
+                raise InvalidCall
+            yield from self._expect(":")
+            if key == "name":
+                name = json.loads((yield from self._value('"')))
+                if name not in self._names:
+                    raise InvalidCall
+            elif key not in _ARGUMENTS:
+                yield from self._value("")
+            elif name is not None and (yield from self._skip_space()) == "{":
+                yield from self._arguments(name)
+                break
+            else:
+                arguments = _object_text((yield from self._value('{"n')))
+            if (yield from self._skip_space()) != ",":
+                if name is None or (yield from self._peek()) != "}":
+                    raise InvalidCall
+                self._begin_call(name)
+                self._emit_arguments(arguments or "{}")
+                break
+            self._take()
+        # Ignore further keys of the call. Some models omit the last brace.
+        while (yield from self._skip_space()) == ",":
+            self._take()
+            yield from self._value('"')
+            yield from self._expect(":")
+            yield from self._value("")
+        if (yield from self._peek()) == "}":
+            self._take()
+        self._raw.clear()
+
+    def _arguments(self, name: str) -> ParserSteps:
+        """Parses a call's arguments, returning them as they arrive."""
+        self._begin_call(name)
+        self._in_arguments = True
+        value = JsonText()
+        while not value.done and (yield from self._peek()):
+            read, self._at = value.read(self._text, self._at)
+            self._emit_arguments(read)
+            if value.invalid:
+                raise InvalidCall
+        self._in_arguments = False
+
+    def _begin_call(self, name: str) -> None:
+        """Returns the first increment of a call."""
+        self._spaces.clear()
+        self._raw.clear()
+        self._output.append(ToolCallDelta(self._calls, id=self._new_id(), name=name))
+        self._calls += 1
+
+    def _emit_arguments(self, text: str) -> None:
+        """Returns the next arguments of the newest call."""
+        if text:
+            self._output.append(ToolCallDelta(self._calls - 1, text))
+
+
+def _object_text(text: str) -> str:
+    """Returns the text of an object that may be null, or encoded as a string as some models write it; raises InvalidCall."""
+    if text.startswith('"'):
+        text = json.loads(text).strip()
+        value = JsonText()
+        if value.read(text, 0)[1] < len(text) or not value.done:
+            raise InvalidCall
+        if _SURROGATE.search(text):  # not valid Unicode, so no response could carry it
+            raise InvalidCall
+    if text == "null":
+        return "{}"
+    if not text.startswith("{"):
+        raise InvalidCall
+    return text

@@ -1,0 +1,102 @@
+"""Recent requests by id: those being prepared, the ids of answers, and reasons of refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from chairlift.server.observability.request_context import RequestContext
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+MAX_REQUESTS = 10_000
+"""Requests that stay known after they end; the engine keeps as many timelines."""
+
+MAX_REFUSALS = 1000
+"""Refused requests that stay known: an overloaded server refuses more than anybody asks about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The HTTP status and OpenAI error object that a refused request got."""
+
+    status: int
+    error: Mapping[str, Any]
+
+    def explanation(self, request_id: str) -> dict[str, Any]:
+        """Returns the body of `GET /v1/requests/{id}/explain` for this request."""
+        code, message = self.error.get("code"), self.error["message"]
+        summary = f"Refused with status {self.status}{f' ({code})' if code else ''}: {message}"
+        refused = {"status": self.status, "code": code, "message": message}
+        return {"id": request_id, "object": "request.explanation", "summary": summary, "refused": refused, "sequences": []}
+
+
+class RequestRegistry:
+    """The newest requests by the reader who may ask and the request's id, which clients choose.
+
+    A reader is a tenant, who finds its own requests, or the operator "", who finds all.
+    """
+
+    def __init__(self) -> None:
+        self._prompt_counts: dict[str, int] = {}
+        """Number of prompts by the id of the answer."""
+        self._answer_ids: dict[tuple[str, str], str] = {}
+        self._refusals: dict[tuple[str, str], Refusal] = {}
+        self._preparing: dict[tuple[str, str], RequestContext] = {}
+        """Accepted requests that are not in the engine yet."""
+
+    def add(self, tenant: str, request_id: str, answer_id: str, prompts: int) -> None:
+        """Registers an accepted request of `prompts` prompts."""
+        self._prompt_counts[answer_id] = prompts
+        if len(self._prompt_counts) > MAX_REQUESTS:
+            del self._prompt_counts[next(iter(self._prompt_counts))]
+        for reader in {tenant, ""}:
+            self._refusals.pop((reader, request_id), None)
+            _put_last(self._answer_ids, (reader, request_id), answer_id, 2 * MAX_REQUESTS)
+
+    def add_preparing(self, tenant: str, context: RequestContext) -> None:
+        """Registers an accepted request whose prompt is about to be tokenized."""
+        for reader in {tenant, ""}:
+            self._preparing[reader, context.request_id] = context
+
+    def remove_preparing(self, tenant: str, context: RequestContext) -> None:
+        """Called when the request is prepared or over; a newer request of that id stays."""
+        for reader in {tenant, ""}:
+            if self._preparing.get((reader, context.request_id)) is context:
+                del self._preparing[reader, context.request_id]
+
+    def preparing(self, reader: str, request_id: str) -> RequestContext | None:
+        """Returns the request of that id if it is being prepared."""
+        return self._preparing.get((reader, request_id))
+
+    def add_refusal(self, tenant: str, request_id: str, refusal: Refusal) -> None:
+        """Registers a refused request."""
+        for reader in {tenant, ""}:
+            _put_last(self._refusals, (reader, request_id), refusal, 2 * MAX_REFUSALS)
+
+    def refusal(self, reader: str, request_id: str) -> Refusal | None:
+        """Returns why the newest request of that id was refused; None if it was not, or is not known."""
+        return self._refusals.get((reader, request_id))
+
+    def resolve(self, reader: str, name: str) -> tuple[str, list[str]]:
+        """Returns the answer's id and the engine's ids of the request called `name`, its request id or answer id.
+
+        The list is empty for an unknown request.
+        """
+        answer_id = name if name in self._prompt_counts else self._answer_ids.get((reader, name), name)
+        return answer_id, engine_ids(answer_id, self._prompt_counts.get(answer_id, 0))
+
+
+def engine_ids(answer_id: str, prompts: int) -> list[str]:
+    """Returns the engine's request id for each prompt of the request with this answer."""
+    return [answer_id] if prompts == 1 else [f"{answer_id}-{i}" for i in range(prompts)]
+
+
+def _put_last(entries: dict[_Key, _Value], key: _Key, value: _Value, limit: int) -> None:
+    """Sets `key` as the newest entry and drops the oldest entries above `limit`."""
+    entries.pop(key, None)
+    entries[key] = value
+    while len(entries) > limit:
+        del entries[next(iter(entries))]
