@@ -28,14 +28,14 @@ STATES = {
     "wait_policy": TimelineState("waits: the policy puts other requests first", "#c8428f", "requests that the policy puts first"),
     "wait_fairness": TimelineState("waits: its tenant has used its share", "#e08aa9", "its tenant's share"),
     "wait_fork": TimelineState("waits for the shared prompt of its fork group", "#5f93b3", "its shared prompt"),
-    "prefill": TimelineState("prefill, alone in the step", "#08519c"),
-    "prefill_shared": TimelineState("prefill, in steps with other requests", "#6baed6"),
+    "prefill": TimelineState("computes its prompt, alone in the step", "#08519c"),
+    "prefill_shared": TimelineState("computes its prompt, in steps with other requests", "#6baed6"),
     "stalled": TimelineState("started, but the step has no token budget for it", "#fed976", "token budget after it started"),
     "preempted": TimelineState("preempted: its KV blocks were freed", "#8250df", "KV blocks after a preemption"),
     "swapped": TimelineState("preempted: its KV blocks are in host memory", "#5746af", "swap-in from host memory"),
     "recompute": TimelineState("recomputes tokens whose KV blocks were freed", "#bcbddc"),
-    "decode": TimelineState("decode", "#006d2c"),
-    "decode_shared": TimelineState("decode, in steps with other requests' prefill", "#74c476"),
+    "decode": TimelineState("generates its output", "#006d2c"),
+    "decode_shared": TimelineState("generates its output, in steps with other requests' prefill", "#74c476"),
 }
 """Every state by name, in the order of a request's life. The names are the core's (`_core.TIMELINE_STATES`)."""
 

@@ -75,7 +75,7 @@ def test_top_prints_one_picture_where_nobody_could_see_it_move(monkeypatch, caps
         "25% 12% free, 25% cached, 12% shared, 50% exclusive",
         "95% work that arrived in 10 s, as a share of the capacity",
     ]
-    assert "first token 250 ms 1.5 s - swapped 2 lost its blocks to host memory" in lines
+    assert "first token 250 ms 1.5 s - swapped 2 preempted: its KV blocks are in host memory" in lines
     assert [line for line in lines if line.startswith(("2 ", "7 "))] == [
         "2 cmpl-abc alice decode 500/500 13 33 1.50 s",
         "7 #257 alice prefill 20/500 13 33 1.50 s",
@@ -121,9 +121,9 @@ def test_explain_is_plain_text_in_a_pipe(capsys):
     assert lines == [
         EXPLANATION["summary"],
         "",
-        "1,500.0 ms wait_blocks waits: too few free KV blocks",
-        "250.0 ms prefill its prompt is computed, alone",
-        "250.0 ms decode its output is computed",
+        "1,500.0 ms wait_blocks waits for free KV blocks",
+        "250.0 ms prefill computes its prompt, alone in the step",
+        "250.0 ms decode generates its output",
     ]
     assert "█" not in shown
 
