@@ -51,6 +51,15 @@ def answering(answers):
             self.end_headers()
             self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
 
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            text = " | ".join(message["content"] for message in asked["messages"]).upper()
+            self.send_response(200)
+            self.end_headers()
+            for delta in ({"role": "assistant"}, {"content": text}, {"content": f" {asked.get('temperature')}"}):
+                self.wfile.write(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+
         def log_message(self, *_):
             pass
 
@@ -252,3 +261,19 @@ def test_a_redirect_to_another_server_does_not_get_the_key(environ):
     with answering({path: (200, EXPLANATION)}) as (other, theirs), answering({path: (302, other + path)}) as (url, ours):
         assert main.main(["explain", "x", "--url", url, "--api-key", "K1"]) == 0
     assert (ours, theirs) == (["Bearer K1"], [None])
+
+
+def test_chat_with_a_running_server(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n/reset\nthree\n"))
+    with answering({"/v1/models": (200, {"data": [{"id": "m"}]})}) as (url, _):
+        assert main.main(["chat", "--url", url, "--system", "be brief", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "BE BRIEF | ONE 0.0",
+        "BE BRIEF | ONE | BE BRIEF | ONE 0.0 | TWO 0.0",
+        "BE BRIEF | THREE 0.0",
+    ]
+
+
+def test_chat_with_a_server_that_is_not_there(capsys):
+    assert main.main(["chat", "--url", "http://127.0.0.1:1"]) == 1
+    assert "no chairlift server at" in capsys.readouterr().err

@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 from chairlift.cli import flags
+from chairlift.cli.remote import add_api_key, client_key, get_json, stream_chat
 from chairlift.cli.sampling import add_engine, add_sampling, sampling_settings
 from chairlift.engine.client import AsyncEngine
-from chairlift.errors import InvalidRequest
+from chairlift.errors import ChairliftError, InvalidRequest
 
 _EXAMPLES = """\
 examples:
   chairlift chat
   chairlift chat --system "Answer in one short sentence." --temperature 0
+  chairlift chat --url http://127.0.0.1:8000         chat with a running server
   echo "What is a chairlift?" | chairlift chat
 
 In the chat, /reset starts a new conversation, /exit or Ctrl-D exits, and Ctrl-C stops an answer.
@@ -29,6 +31,8 @@ def add_parser(commands: Any, summary: str) -> None:
     parser = flags.add_command(commands, "chat", summary, _EXAMPLES, run)
     flags.add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--url", metavar="URL", help="chat with a running server instead of loading a model")
+    add_api_key(parser)
     add_sampling(parser, max_tokens=None)
     add_engine(parser)
 
@@ -38,24 +42,59 @@ def run(args: argparse.Namespace) -> int:
     with suppress(ImportError):
         import readline  # noqa: F401 (adds line editing to `input`)
     sampling = sampling_settings(args)
+    conversation = Conversation(args.system)
+    if args.url is not None:
+        return _run_remote(args, conversation, {name: value for name, value in sampling.items() if value is not None})
     # asyncio.Runner instead of asyncio.run: while the user types no event loop runs, and Ctrl-C acts as at any prompt.
     with asyncio.Runner() as runner:
-        chat = Chat(AsyncEngine(args.engine), sampling, args.system)
-        runner.run(chat.engine.start(args.started))
+        engine = AsyncEngine(args.engine)
+        runner.run(engine.start(args.started))
         try:
-            if sys.stdin.isatty():
-                print(f"{args.engine.model}: /reset starts a new conversation, /exit exits, Ctrl-C stops an answer")
-            while (line := _read_line()) is not None and line != "/exit":
-                if line == "/reset":
-                    chat.reset()
-                elif line:
-                    try:
-                        runner.run(chat.answer(line))
-                    except KeyboardInterrupt:
-                        print(" [stopped]")
+            _converse(args.engine.model, conversation, lambda question: runner.run(_answer(engine, sampling, conversation, question)))
         finally:
-            runner.run(chat.engine.close())
+            runner.run(engine.close())
     return 0
+
+
+def _run_remote(args: argparse.Namespace, conversation: Conversation, sampling: Mapping[str, Any]) -> int:
+    """Chats with the server at `--url`."""
+    key = client_key(args)
+    model = args.model or get_json(args.url, "/v1/models", key)["data"][0]["id"]
+
+    def answer(question: str) -> None:
+        with conversation.exchange(question) as (messages, pieces), _continuable():
+            for text in stream_chat(args.url, key, {"model": model, "messages": messages, **sampling}):
+                pieces.append(text)
+                print(text, end="", flush=True)
+            print()
+
+    _converse(f"{model} at {args.url}", conversation, answer)
+    return 0
+
+
+@contextmanager
+def _continuable() -> Iterator[None]:
+    """Turns an error of the server, after which the chat can continue, into InvalidRequest."""
+    try:
+        yield
+    except ChairliftError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def _converse(name: str, conversation: Conversation, answer: Callable[[str], None]) -> None:
+    """Reads questions until the input ends, and calls `answer` for each."""
+    if sys.stdin.isatty():
+        print(f"{name}: /reset starts a new conversation, /exit exits, Ctrl-C stops an answer")
+    while (line := _read_line()) is not None and line != "/exit":
+        if line == "/reset":
+            conversation.reset()
+        elif line:
+            try:
+                answer(line)
+            except KeyboardInterrupt:
+                print(" [stopped]")
+            except InvalidRequest as error:
+                print(f"chairlift: {error} (/reset starts a new conversation)", file=sys.stderr)
 
 
 def _read_line() -> str | None:
@@ -66,12 +105,10 @@ def _read_line() -> str | None:
         return None
 
 
-class Chat:
-    """One conversation."""
+class Conversation:
+    """The messages of a conversation."""
 
-    def __init__(self, engine: AsyncEngine, sampling: Mapping[str, Any], system: str | None) -> None:
-        self.engine = engine
-        self._sampling = sampling
+    def __init__(self, system: str | None) -> None:
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
 
@@ -79,19 +116,25 @@ class Chat:
         """Removes all messages but the system message."""
         self._messages: list[dict[str, str]] = list(self._system)
 
-    async def answer(self, question: str) -> None:
-        """Streams the answer to standard output. The conversation keeps an answer that was stopped, up to that point."""
-        messages = [*self._messages, {"role": "user", "content": question}]
-        pieces: list[str] = []
+    @contextmanager
+    def exchange(self, question: str) -> Iterator[tuple[list[dict[str, str]], list[str]]]:
+        """Yields the messages up to the question, and a list for the pieces of the answer.
+
+        The conversation keeps an answer that was stopped, up to that point.
+        """
+        messages, pieces = [*self._messages, {"role": "user", "content": question}], list[str]()
         try:
-            prompt = self.engine.tokenizer.chat(messages)
-            async with aclosing(self.engine.generate(prompt, self.engine.default_params(**self._sampling))) as outputs:
-                async for output in outputs:
-                    pieces.append(output.text)
-                    print(output.text, end="", flush=True)
-            print()
-        except InvalidRequest as error:
-            print(f"chairlift: {error} (/reset starts a new conversation)", file=sys.stderr)
+            yield messages, pieces
         finally:
             if pieces:
                 self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+
+async def _answer(engine: AsyncEngine, sampling: Mapping[str, Any], conversation: Conversation, question: str) -> None:
+    """Streams the answer of the engine to standard output."""
+    with conversation.exchange(question) as (messages, pieces):
+        async with aclosing(engine.generate(engine.tokenizer.chat(messages), engine.default_params(**sampling))) as outputs:
+            async for output in outputs:
+                pieces.append(output.text)
+                print(output.text, end="", flush=True)
+        print()

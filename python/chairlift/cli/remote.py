@@ -8,6 +8,8 @@ import os
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +19,8 @@ from chairlift.errors import ChairliftError, InvalidSetting
 from chairlift.server.keys import is_key_list
 
 URL = "http://127.0.0.1:8000"
-TIMEOUT = 10.0
+TIMEOUT, STREAM_TIMEOUT = 10.0, 600.0
+"""Seconds without a byte after which a request fails."""
 
 CLIENT_KEY = f"{ENV_PREFIX}CLIENT_API_KEY"
 """The variable of the key that a client sends. CHAIRLIFT_API_KEY has the server's keys, of all tenants, and is never sent."""
@@ -46,14 +49,40 @@ def client_key(args: argparse.Namespace) -> str | None:
 
 def get_json(url: str, path: str, api_key: str | None) -> Any:
     """The JSON body of GET `path` at the server `url`. Raises ChairliftError, with the server's message for an error status."""
+    with _errors(url, api_key), _open(url, path, api_key) as response:
+        return json.load(response)
+
+
+def stream_chat(url: str, api_key: str | None, body: Mapping[str, Any]) -> Iterator[str]:
+    """Posts a chat completion and yields the text of its events. Raises ChairliftError."""
+    with _errors(url, api_key), _open(url, "/v1/chat/completions", api_key, {**body, "stream": True}, STREAM_TIMEOUT) as response:
+        for line in response:
+            data = line.removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or data == b"[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise ChairliftError(event["error"]["message"])
+            for choice in event["choices"]:
+                if text := choice["delta"].get("content"):
+                    yield text
+
+
+def _open(url: str, path: str, api_key: str | None, body: Mapping[str, Any] | None = None, timeout: float = TIMEOUT) -> Any:
     if urlsplit(url).scheme not in ("http", "https"):
         raise ChairliftError(f"--url {url}: expected something like {URL}")
-    request = urllib.request.Request(url.rstrip("/").removesuffix("/v1") + path)
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url.rstrip("/").removesuffix("/v1") + path, data, {"content-type": "application/json"})
     if api_key is not None:
         request.add_unredirected_header("authorization", f"Bearer {api_key}")  # not sent to the target of a redirect
+    return urllib.request.urlopen(request, timeout=timeout)
+
+
+@contextmanager
+def _errors(url: str, api_key: str | None) -> Iterator[None]:
+    """Turns the errors of a request into ChairliftError."""
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-            return json.load(response)
+        yield
     except urllib.error.HTTPError as error:
         if error.code == 401:
             problem = "requires an API key" if api_key is None else "rejects this API key"
