@@ -1,4 +1,4 @@
-"""The simulator beside the engine on this CPU: the same trace at 30, 60 and 90 % of what it can do; writes benches/results/fidelity.md.
+"""Compares the simulator with the engine on this CPU, at 30, 60 and 90 % load; writes benches/results/fidelity.md.
 
     python benches/fidelity.py                       calibrates, runs and simulates: about half an hour
     python benches/fidelity.py --requests 20 --seconds 20 --shares 0.6

@@ -1,4 +1,4 @@
-"""What `chairlift plan` says of this machine beside what `chairlift bench` measures on it; writes benches/results/plan.md.
+"""Compares `chairlift plan` with measurements on this machine; writes benches/results/plan.md.
 
     python benches/plan.py                           calibrates, plans and measures: about twelve minutes
     python benches/plan.py --quick                   a short look of two or three minutes, too short to say much

@@ -1,8 +1,7 @@
-"""Chairlift: continuous batching for one box.
+"""Chairlift: LLM inference with continuous batching.
 
-`LLM` runs a model in this process, `AsyncEngine` runs it in a child process for asyncio programs, `simulate` says how a
-trace would fare on a machine that need not be there. Names are imported when they are first used, so that `import
-chairlift` costs nothing.
+`LLM` runs a model in this process. `AsyncEngine` runs a model in a child process, for asyncio programs. `simulate` simulates the engine
+on a trace. `import chairlift` imports nothing else: public names are imported at their first use.
 """
 
 from __future__ import annotations
@@ -84,5 +83,5 @@ def _version() -> str:
 
     try:
         return version("chairlift")
-    except PackageNotFoundError:  # run from a source tree that was never installed
+    except PackageNotFoundError:  # a source tree that is not installed
         return "0+source"

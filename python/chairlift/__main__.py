@@ -1,4 +1,4 @@
-"""The entry of the command line, `chairlift` or `python -m chairlift`."""
+"""The entry point of `chairlift` and `python -m chairlift`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 def main() -> int:
     """Runs one command and returns the exit status.
 
-    Until the command itself runs, and after it has ended, Ctrl-C ends the process without a traceback: an import has no handler that
-    could catch KeyboardInterrupt, and C extensions turn it into other errors.
+    During imports and after the command, Ctrl-C ends the process without a traceback: nothing catches KeyboardInterrupt in an import, and C
+    extensions turn it into other errors.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

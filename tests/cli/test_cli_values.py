@@ -1,4 +1,4 @@
-"""No value of a flag makes the commands that measure fall over: it is read, or one line says what is allowed."""
+"""Every value of a flag is accepted, or refused with one line that says what is allowed."""
 
 import argparse
 import math
@@ -11,10 +11,10 @@ from chairlift.config import EngineConfig
 
 HOSTILE = ["nan", "inf", "-inf", "1e999", "-1", "0", "1e-300", "1e300", "x", "", " ", "1,,2", "9" * 5000, "0x10", "٣", "1_0", "2.5", "\0"]
 UNLIMITED = {"--request-rate", "--burstiness", "--request-timeout", "--ready-check-timeout-sec"}
-"""What may be infinite."""
+"""Flags that may be infinite."""
 
 SETTINGS = set(EngineConfig.__dataclass_fields__)
-"""What is checked together, once all is read."""
+"""Settings that are checked together, after parsing."""
 
 
 def actions():

@@ -1,4 +1,4 @@
-"""Ways to batch side by side: numbers that can be checked by hand, and the picture of them."""
+"""Comparisons of batching modes, with figures that can be checked by hand, and their plot."""
 
 import json
 from itertools import pairwise

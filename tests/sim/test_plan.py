@@ -1,4 +1,4 @@
-"""How many users fit: numbers that can be known beforehand, on machines that are made up."""
+"""Capacity plans of synthetic machines, whose results are known in advance."""
 
 import json
 import math
