@@ -20,6 +20,7 @@ import chairlift.runner  # noqa: F401, before torch
 from chairlift import _core
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL, EngineConfig
+from chairlift.runner.build import build_runner
 from chairlift.runner.runner import ModelRunner
 
 OUT = Path(__file__).parent / "results" / "linear.md"
@@ -73,7 +74,7 @@ def with_config(linear: torch.nn.Linear) -> torch.nn.Linear:
 
 def runner(directory: Path, settings: dict[str, str]) -> ModelRunner:
     """The default model in one form."""
-    return ModelRunner(EngineConfig(device="cpu", max_num_seqs=256, max_model_len=512, num_kv_blocks=8193, **settings), directory)
+    return build_runner(EngineConfig(device="cpu", max_num_seqs=256, max_model_len=512, num_kv_blocks=8193, **settings), directory)
 
 
 def ours(model: ModelRunner, rows: int, context: int) -> Step:

@@ -8,9 +8,9 @@ import torch
 
 import chairlift.runner  # noqa: F401, before torch computes anything
 from chairlift.config import EngineConfig
+from chairlift.runner.build import build_runner
 from chairlift.runner.executor import Loader
 from chairlift.runner.memory.precision import Precision
-from chairlift.runner.runner import ModelRunner
 from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.tokenizer import Tokenizer
 
@@ -34,19 +34,18 @@ def logits(model_dir: Path, ids: list[int], *, in_torch: str | None = None, **se
     """Our own, of one step; with the weights of layers in a form of 8 bits for torch."""
     count = len(ids)
     config = EngineConfig(device="cpu", max_model_len=1024, num_kv_blocks=65, max_num_seqs=1, max_num_batched_tokens=1024, **settings)
-    runner = ModelRunner(config, model_dir, load=with_form(in_torch) if in_torch else None)
+    runner = build_runner(config, model_dir, load=with_quantization(in_torch) if in_torch else None)
     buffers, places = runner.buffers[0], np.arange(count)
     buffers.input_ids[:count], buffers.positions[:count] = ids, places
     buffers.block_tables[0, :64] = np.arange(1, 65)
     buffers.slot_mapping[:count] = 16 + places
     buffers.query_starts[1] = buffers.context_lens[0] = count
-    if runner._on_device is not None:
-        runner._on_device.load(0, 0)
+    runner.model.load_step(buffers, 0)
     runner.model.forward(buffers, count, 1)
     return runner.model.logits(places)
 
 
-def with_form(form: str) -> Loader:
+def with_quantization(form: str) -> Loader:
     """Loads the model in torch, in fp32, as a CUDA device would be asked to keep its weights."""
     precision = Precision("float32", form, "float32")
     return lambda config, directory, model, _: TorchExecutor.load(config, directory, model, precision)

@@ -318,15 +318,15 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab
 def steps_overlap(overlaps: bool) -> Iterator[None]:
     """Engines made within run the model in torch, on a CPU too, and plan a step while another runs, or do not."""
     from chairlift.engine import loop
-    from chairlift.runner.runner import ModelRunner
+    from chairlift.runner.build import build_runner
     from chairlift.runner.torch_executor import TorchExecutor
 
-    usual = loop._runner
-    loop._runner = lambda config, directory, eos, on_phase: ModelRunner(config, directory, on_phase, TorchExecutor.load, overlaps)
+    usual = loop._build_runner
+    loop._build_runner = lambda config, directory, eos, on_phase: build_runner(config, directory, on_phase, TorchExecutor.load, overlaps)
     try:
         yield
     finally:
-        loop._runner = usual
+        loop._build_runner = usual
 
 
 def _cell(value: Any) -> str:

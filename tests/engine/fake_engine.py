@@ -169,7 +169,7 @@ class FakeEngine:
     def explain(self, tag):
         return ledger(tag, None if tag in self.running else "length")
 
-    def look(self):
+    def snapshot(self):
         return {"running": [{"tag": tag} for tag in self.running], "waiting": [], "kv_map": b"", "steps": [], "now_us": 0}
 
     def stats(self):
@@ -229,12 +229,12 @@ async def _be_a_parent():
 
 
 def hurry(seconds, set=setattr):
-    """Makes the watchdog look often and lose patience within so few seconds; processes started with it in FAKE_ENGINE_HURRY do so too."""
+    """Shortens the intervals of the watchdog and the heartbeat to `seconds`. Child processes do the same with FAKE_ENGINE_HURRY."""
     from chairlift.engine import heartbeat, process, watchdog
 
     for module in (heartbeat, process, watchdog):
-        set(module, "LOOK", seconds / 5)
-    set(watchdog, "PATIENCE", seconds)
+        set(module, "CHECK_SECONDS", seconds / 5)
+    set(watchdog, "STUCK_SECONDS", seconds)
     set(heartbeat, "SILENT_AFTER", seconds)
 
 

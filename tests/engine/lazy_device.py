@@ -15,6 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from chairlift.runner.executor import ModelExecutor
+
 META, CPU = torch.device("meta"), torch.device("cpu")
 aten = torch.ops.aten
 
@@ -124,7 +126,7 @@ def _nothing() -> None:
     """What is left of work that was done."""
 
 
-class LazyCourier:
+class LazyCopyStream:
     """Brings tensors from the lazy device, in the place of `CopyStream`."""
 
     def __init__(self, lazy: LazyDevice) -> None:
@@ -155,7 +157,7 @@ _LOST = -1
 _MASK = 2**40 - 1
 
 
-class CellModel:
+class CellModel(ModelExecutor):
     """A `ModelExecutor` with one number a token for its KV: a function of the token and of all before it, so that no mistake stays unseen.
 
     What stands before position 0 is the same for all. It finds what is before a token through the block table that is on the device.
@@ -222,6 +224,3 @@ class CellModel:
 
     def synchronize(self) -> None:
         self._lazy.wait()
-
-    def close(self) -> None:
-        pass

@@ -252,7 +252,7 @@ def test_a_look_has_the_names_of_those_there():
         await collect(engine, [1000], max_tokens=1)
         async with aclosing(engine.generate([1000], SamplingParams(max_tokens=ENDLESS), request_id="open")) as stream:
             await anext(stream)
-            seen = await engine.look()
+            seen = await engine.take_snapshot()
             assert seen["names"] == [(seen["running"][0]["tag"], "open")]
 
     run(test)

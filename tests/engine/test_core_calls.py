@@ -100,6 +100,7 @@ class FakeRunner:
     num_kv_blocks, max_model_len, host_blocks, swap_ns_per_block = 101, 50, 7, 900
     max_num_seqs, max_num_batched_tokens = 30, 120
     batch_invariant = False
+    has_logprobs = True
     decisions = (("threads", "2", "why not"),)
     overlaps = False
     buffers = (SimpleNamespace(arrays=dict, sample_slots=np.zeros(1, dtype=np.int32)),)
@@ -110,19 +111,19 @@ class FakeRunner:
         self.seeds = {}
         self.launched = 0
 
-    def seat(self, row, params, tokens, prompt_len, seed, **rest):
-        self.seeds[row] = seed
-        self.calls.append("seat")
+    def add_request(self, slot, params, tokens, prompt_len, seed, **rest):
+        self.seeds[slot] = seed
+        self.calls.append("add")
 
     def swap(self, outs, ins):
         self.calls.append(("swap", outs, ins))
 
-    def leave(self, row):
-        self.calls.append(("leave", row))
+    def remove_request(self, slot):
+        self.calls.append(("remove", slot))
 
-    def launch(self, turn, *sizes):
+    def launch(self, buffer_index, sizes):
         self.launched += 1
-        self.calls.append(f"launch {self.launched} in {turn}")
+        self.calls.append(f"launch {self.launched} in {buffer_index}")
         return self.launched
 
     def sample(self, step):
@@ -144,10 +145,10 @@ def make(monkeypatch):
     names = {"Rejected": Rejected, "QueueFull": Full, "TooLong": TooLong, "NeverFits": NeverFits}
     names["NoNewTokens"] = type("NoNewTokens", (Rejected,), {})
     monkeypatch.setattr(loop, "_core", SimpleNamespace(Scheduler=FakeCore, StepBuffers=lambda **arrays: None, **names))
-    monkeypatch.setattr(loop, "_runner", FakeRunner)
+    monkeypatch.setattr(loop, "_build_runner", FakeRunner)
     monkeypatch.setattr(loop, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
     monkeypatch.setattr(loop, "tokenizer_file", lambda directory, tokenizer: directory)
-    monkeypatch.setattr(loop, "locate", lambda model, *_: model)
+    monkeypatch.setattr(loop, "locate", lambda model, *_: Path(model))
     monkeypatch.setattr(loop, "_now", lambda: NOW)
 
     def engine(**settings):
@@ -211,7 +212,7 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
 def test_what_the_runner_was_fitted_to_is_told(make, monkeypatch):
     facts = make(max_num_seqs=64).facts
     assert (facts["max_num_seqs"], facts["max_num_batched_tokens"]) == (30, 120)
-    assert facts["decisions"] == [["threads", "2", "why not"]]
+    assert facts["decisions"][0] == ["threads", "2", "why not"]
     assert facts["determinism"] == "best-effort"
     monkeypatch.setattr(FakeRunner, "batch_invariant", True)
     assert make().facts["determinism"] == "batch-invariant"
@@ -286,7 +287,7 @@ def test_a_step_swaps_before_it_runs_and_expires_before_it_plans(make):
     core.expiring = [2]
     core.plans.append(plan([(0, 10, 1, 16, 250)], ending=[3], swap_out=[(5, 0)], swap_in=[(1, 6)]))
     report = engine.step()
-    assert core.calls == ["expire", "plan", "seat", ("swap", [(5, 0)], [(1, 6)]), "launch 1 in 0", "sample 1", "collect 1", "commit"]
+    assert core.calls == ["expire", "plan", "add", ("swap", [(5, 0)], [(1, 6)]), "launch 1 in 0", "sample 1", "collect 1", "commit"]
     assert (report.tags, report.tokens, report.finishes) == (b"the tags", b"\4\0\0\0", b"\2")
     assert np.frombuffer(report.logprobs, "<f4").tolist() == [-0.5]
     assert report.started == [(1, 16, 250)]
@@ -304,13 +305,13 @@ def test_the_next_step_is_launched_before_this_one_is_collected_and_sampled_afte
     # In the second plan 2 has taken the row of 1, which lost it, and whose last token is on its way.
     core.plans += [plan([(0, 10, 1, 0, 0), (1, 30, 3, 0, 0)]), plan([(0, 20, 2, 0, 0)]), plan()]
     core.plans[0].ending, core.plans[1].ending = [1], [3]
-    seated = ["seat", ("swap", (), ())]
+    added = ["add", ("swap", (), ())]
     assert engine.step().started == [(1, 0, 0), (3, 0, 0), (2, 0, 0)]
-    first, second = ["plan", "seat", *seated, "launch 1 in 0", "sample 1"], ["plan", *seated, "launch 2 in 1", "collect 1", "commit"]
+    first, second = ["plan", "add", *added, "launch 1 in 0", "sample 1"], ["plan", *added, "launch 2 in 1", "collect 1", "commit"]
     assert core.calls == ["expire", *first, *second, "sample 2"]
     core.calls.clear()
     assert engine.step().ended == [{"tag": 3, "finish": "length"}]
-    last = ["plan", ("swap", (), ()), "launch 3 in 0", "collect 2", "commit", ("leave", 1), "sample 3"]
+    last = ["plan", ("swap", (), ()), "launch 3 in 0", "collect 2", "commit", ("remove", 1), "sample 3"]
     assert core.calls == ["expire", *last]
     core.calls.clear()
     assert engine.abort(2)
@@ -403,7 +404,7 @@ def test_the_journal_is_whole_when_the_work_is_done_and_when_the_engine_is_close
 
 
 def test_a_journal_that_cannot_be_written_is_named_before_anything_is_loaded(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "_runner", None)
+    monkeypatch.setattr(loop, "_build_runner", None)
     with pytest.raises(InvalidSetting, match=r"--journal .*missing/journal: cannot write there \(No such file or directory\)"):
         make(journal=str(tmp_path / "missing" / "journal"))
 
@@ -418,7 +419,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_work(make, caplog):
         assert engine.abort(tag)
     engine.close()
     assert [record.getMessage() for record in caplog.records if "journal" in record.getMessage()] == [
-        "the journal ends here, it cannot be written: [Errno 28] No space left on device"
+        "cannot write the journal, which ends here: [Errno 28] No space left on device"
     ]
     assert core.recorded == b""
 

@@ -24,12 +24,12 @@ def engine(tmp_path, monkeypatch):
 
 
 def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(engine):
-    engine.look()
+    engine.snapshot()
     for tag, tenant in ((1, "a"), (2, "b"), (3, "c")):
         engine.add(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=tenant, priority=tag))
     engine.step()
     engine.step()
-    seen = engine.look()
+    seen = engine.snapshot()
     rows = {row["tag"]: row for row in seen["running"]}
     assert rows.keys() == {1, 2}
     first = rows[1]

@@ -78,16 +78,16 @@ def test_without_a_model_there_are_no_log_probabilities(model_dir: Path, name: s
     assert not engine.has_work
 
 
-def test_a_sequence_that_cannot_be_seated_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_cannot_be_sampled_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answer(engine, 1, PROMPT)
-    seat, poison = engine._runner.seat, replace(GREEDY, seed=13)
+    add_request, poison = engine._runner.add_request, replace(GREEDY, seed=13)
 
-    def poisoned(row: int, params: SamplingParams, *rest: object, **more: object) -> None:
+    def poisoned(slot: int, params: SamplingParams, *rest: object, **more: object) -> None:
         if params is poison:
             raise ZeroDivisionError("a bug in the sampler")
-        seat(row, params, *rest, **more)
+        add_request(slot, params, *rest, **more)
 
-    monkeypatch.setattr(engine._runner, "seat", poisoned)
+    monkeypatch.setattr(engine._runner, "add_request", poisoned)
     engine.add(2, PROMPT, GREEDY)
     engine.add(3, [7, *PROMPT, *PROMPT], poison)  # it takes two steps to its first token, or what would be that
     engine.add(4, PROMPT, GREEDY)
@@ -124,5 +124,12 @@ def test_each_stage_of_a_step_is_told(engine: Engine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine, "_scheduler", Spy(engine._scheduler))
     monkeypatch.setattr(engine, "_runner", Spy(engine._runner))
     answer(engine, 1, PROMPT)
-    for call, stage in (("plan", "plan"), ("expire", "plan"), ("seat", "run"), ("launch", "run"), ("collect", "run"), ("commit", "commit")):
+    for call, stage in (
+        ("plan", "plan"),
+        ("expire", "plan"),
+        ("add_request", "run"),
+        ("launch", "run"),
+        ("collect", "run"),
+        ("commit", "commit"),
+    ):
         assert {at for name, at in seen if name == call} == {stage}

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lazy_device import BROKEN, CellModel, LazyCourier, LazyDevice
+from lazy_device import BROKEN, CellModel, LazyCopyStream, LazyDevice
 
 from chairlift import LLM, SamplingParams, Scheduling
 from chairlift.config import EngineConfig
@@ -21,7 +21,7 @@ from chairlift.engine import loop
 from chairlift.engine.loop import Engine
 from chairlift.engine.request import FINISH_REASONS
 from chairlift.kernels.sampling import reference
-from chairlift.runner.runner import ModelRunner
+from chairlift.runner.build import build_runner
 from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.sampling import StructuredOutput
 from chairlift.sim.replay import Recording
@@ -72,8 +72,8 @@ def lazy():
 @pytest.fixture
 def make(directory: Path, lazy: LazyDevice, monkeypatch: pytest.MonkeyPatch):
     """Makes engines on the lazy device, with steps that overlap and without."""
-    monkeypatch.setattr("chairlift.runner.runner.CopyStream", lambda device: LazyCourier(lazy))
-    monkeypatch.setattr("chairlift.runner.runner.time_swap", lambda model, blocks: 1)
+    monkeypatch.setattr("chairlift.runner.runner.CopyStream", lambda device: LazyCopyStream(lazy))
+    monkeypatch.setattr("chairlift.runner.build.time_swap", lambda model, blocks: 1)
 
     def sample(logits: torch.Tensor, *rest: object, **more: object) -> torch.Tensor:
         return lazy.run(reference.sample, (len(logits),), logits, *rest, **more)
@@ -88,9 +88,9 @@ def make(directory: Path, lazy: LazyDevice, monkeypatch: pytest.MonkeyPatch):
     def engine(overlaps: bool, **settings) -> Engine:
         def runner(config, directory, eos, on_phase):
             load = lambda *given: CellModel(lazy, VOCABULARY)  # noqa: E731
-            return ModelRunner(config, directory, on_phase, load, overlaps)
+            return build_runner(config, directory, on_phase, load, overlaps)
 
-        monkeypatch.setattr(loop, "_runner", runner)
+        monkeypatch.setattr(loop, "_build_runner", runner)
         small = {"num_kv_blocks": 60, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16, "max_model_len": LONGEST}
         return Engine(EngineConfig(model=str(directory), load_format="dummy", device="cpu", **small | settings))
 
@@ -318,9 +318,9 @@ def test_a_model_in_torch_answers_the_same_and_keeps_to_forms(byte_model, monkey
     for overlaps in (False, True):
 
         def runner(config, directory, eos, on_phase, overlaps=overlaps):
-            return ModelRunner(config, directory, on_phase, TorchExecutor.load, overlaps)
+            return build_runner(config, directory, on_phase, TorchExecutor.load, overlaps)
 
-        monkeypatch.setattr(loop, "_runner", runner)
+        monkeypatch.setattr(loop, "_build_runner", runner)
         llm = LLM(str(byte_model), load_format="dummy", device="cpu", num_kv_blocks=60, block_size=8, max_num_seqs=4)
         outputs.append(llm.generate([prompt[: 14 - index] for index in range(len(params))], params))
         assert not llm._engine.has_work

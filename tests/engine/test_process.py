@@ -27,7 +27,7 @@ from chairlift.engine.frames import (
     Rejected,
     Snapshot,
     SnapshotRequest,
-    Step,
+    StepOutputs,
     Stop,
     pack_fields,
     pack_tokens,
@@ -67,7 +67,7 @@ class Child:
         """Sends settings and takes what comes up to the first, empty step."""
         self.send(Config({"model": "/m", **settings}))
         frames = [self.receive() for _ in range(4)]
-        assert [type(frame) for frame in frames] == [Phase, Phase, Ready, Step], frames
+        assert [type(frame) for frame in frames] == [Phase, Phase, Ready, StepOutputs], frames
         return frames
 
 
@@ -90,7 +90,7 @@ def test_it_reports_phases_then_facts_then_counters():
         assert weights == Phase("weights", 0.25)
         assert ready.facts == fake_engine.FACTS
         counters = {"running": 0, "aborted": 0, "steps": 1, "tenants": {"": {"running": 0}}, "classes": {0: {}}}
-        assert step == Step(stats=counters, started=[], ended=[])
+        assert step == StepOutputs(stats=counters, started=[], ended=[])
 
 
 def test_one_frame_a_step_carries_every_request():

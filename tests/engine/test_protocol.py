@@ -24,7 +24,7 @@ from chairlift.engine.frames import (
     Rejected,
     Snapshot,
     SnapshotRequest,
-    Step,
+    StepOutputs,
     Stop,
 )
 from chairlift.sampling import SamplingParams
@@ -39,8 +39,8 @@ FRAMES = [
     Stop(),
     Phase("weights", 0.5),
     Ready({"max_model_len": 8192, "eos_token_ids": [2]}, [71, 72]),
-    Step(b"\1" * 8, b"\2" * 4, b"\0", b"\0" * 4, [[1, 0, 5]], [{"tag": 1, "limit": None, "states": {"decode": 7}}], {"running": 1}),
-    Step(started=[], ended=[], stats={"classes": {-1: {"waiting": 2}}, "tenants": {"a": {"waiting": 2}}}),
+    StepOutputs(b"\1" * 8, b"\2" * 4, b"\0", b"\0" * 4, [[1, 0, 5]], [{"tag": 1, "limit": None, "states": {"decode": 7}}], {"running": 1}),
+    StepOutputs(started=[], ended=[], stats={"classes": {-1: {"waiting": 2}}, "tenants": {"a": {"waiting": 2}}}),
     Rejected(9, "InvalidRequest", "too long", "prompt", "context_length_exceeded"),
     Rejected(9, "QueueFull", "too many", retry_after=0.25),
     Explained(7, [{"tag": 1, "finish": None}]),
@@ -150,7 +150,7 @@ def test_frame_too_long_is_not_sent(monkeypatch):
     ],
 )
 def test_garbage_is_named_so(payload):
-    with pytest.raises(BadFrame, match="makes no sense"):
+    with pytest.raises(BadFrame, match="is invalid"):
         frames.decode(payload)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from chairlift import LLM, AsyncEngine, SamplingParams
-from chairlift.engine.request import Choice, spelled
+from chairlift.engine.request import Choice, encode_bad_words
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import RequestOutput, TokenLogprobs
 from chairlift.tokenizer import Tokenizer
@@ -182,11 +182,11 @@ def test_bad_words_are_not_said_with_or_without_a_space(llm):
 
 def test_bad_words_are_spelled_as_the_tokenizer_does(model_dir):
     tokenizer = Tokenizer(model_dir)
-    words = spelled(SamplingParams(bad_words=("hello", "  world peace", (5, 6), " ")), tokenizer).bad_words
+    words = encode_bad_words(SamplingParams(bad_words=("hello", "  world peace", (5, 6), " ")), tokenizer).bad_words
     texts = ("hello", " hello", "world peace", " world peace")
     assert words == (*(tuple(tokenizer.encode(text)) for text in texts), (5, 6), tuple(tokenizer.encode(" ")))
     ids_alone = SamplingParams(bad_words=((1, 2),))
-    assert spelled(ids_alone, tokenizer) is ids_alone
+    assert encode_bad_words(ids_alone, tokenizer) is ids_alone
 
 
 def test_the_end_comes_from_the_tokenizers_settings_and_waits_for_min_tokens(llm):

@@ -102,7 +102,7 @@ def test_answers_are_the_same_swapped_recomputed_and_undisturbed(make, monkeypat
     assert answers(recomputing, params) == expected
     stats = recomputing.stats()
     assert stats["preemptions"] == stats["preemptions_recompute"] > 0
-    monkeypatch.setattr("chairlift.runner.runner.time_swap", lambda model, blocks: 1)  # so quick that it is always worth it
+    monkeypatch.setattr("chairlift.runner.build.time_swap", lambda model, blocks: 1)  # so quick that it is always worth it
     swapping = make(num_kv_blocks=24, max_model_len=100, swap_space=2**22)
     assert swapping.stats()["host_blocks"] > 100
     assert answers(swapping, params) == expected

@@ -28,7 +28,7 @@ MOMENTS = 3_000
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_step, "SHORT_FOR", MOMENTS)
+    monkeypatch.setattr(split_step, "LIMIT_MICROSECONDS", MOMENTS)
 
 
 def tight(engine: Engine, lazy: LazyDevice, fails: Callable[[Any, int, int], bool]) -> Counter[str]:  # noqa: F811
@@ -168,7 +168,7 @@ def test_sizes_that_fit_are_remembered_for_a_while(make, lazy, clock, caplog):  
     engine.add(3, list(range(60, 76)), GREEDY)
     engine.step()
     assert (seen["failed"], engine.stats()["steps_short_of_memory"]) == (4, 2)
-    assert sum("too little memory for a step of" in record.getMessage() for record in caplog.records) == 2
+    assert sum("out of memory in a step of" in record.getMessage() for record in caplog.records) == 2
     while engine.has_work:
         engine.step()
 
@@ -176,7 +176,7 @@ def test_sizes_that_fit_are_remembered_for_a_while(make, lazy, clock, caplog):  
 @pytest.mark.parametrize("lasts", [1, 10**9])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_blocks_are_copied_once_for_all_pieces_of_a_step(make, lazy, overlaps, lasts, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(split_step, "SHORT_FOR", lasts)
+    monkeypatch.setattr(split_step, "LIMIT_MICROSECONDS", lasts)
     engine = make(overlaps)
     seen = tight(engine, lazy, lambda buffers, num_tokens, num_seqs: num_tokens > 1)
     engine.add(1, list(range(8)), GREEDY)

@@ -226,10 +226,10 @@ class _Engine:
 
 class _Parent:
     def __init__(self):
-        self.told = []
+        self.sent = []
 
-    def tell(self, frame):
-        self.told.append(frame)
+    def send(self, frame):
+        self.sent.append(frame)
 
 
 def test_a_request_waits_for_its_grammar_beside_the_others():
@@ -249,7 +249,7 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
     assert engine.added == [2]
     time.sleep(0.02)
     drain(Explain(7, [1, 2, 99]))
-    [ledger] = parent.told.pop().ledgers
+    [ledger] = parent.sent.pop().timelines
     told = Timeline.read(ledger)
     assert (told.tag, told.finish, told.prompt_tokens, told.states["receive"]) == (1, None, len(PROMPT), 0.25)
     assert told.states["grammar"] >= 0.02
@@ -261,7 +261,7 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
         engine.compiling[text].set_result(None)
     drain(request(6, "slow"))
     assert engine.added == [2, 1, 6] or engine.added == [2, 6, 1]
-    assert parent.told == [Rejected(3, "InvalidRequest", "no good", "regex", None)]
+    assert parent.sent == [Rejected(3, "InvalidRequest", "no good", "regex", None)]
     assert [compiling.explain(tag) for tag in range(1, 7)] == [None] * 6
     # The time of the compilation is the grammar's, and what was before it is kept.
     spent = engine.spent[1]

@@ -13,7 +13,7 @@ from chairlift.engine import heartbeat, watchdog
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.frames import Alive
 from chairlift.engine.heartbeat import Heartbeat
-from chairlift.engine.watchdog import IDLE, PATIENCE, StallDetector, Watchdog
+from chairlift.engine.watchdog import IDLE, STUCK_SECONDS, StallDetector, Watchdog
 from chairlift.errors import EngineDead
 from chairlift.sampling import SamplingParams
 
@@ -42,55 +42,55 @@ def wait(monkeypatch):
     return wait
 
 
-def look(dog, wait, seconds):
-    """The watchdog's word after so many seconds of a look each."""
+def check(dog, wait, seconds):
+    """The heartbeat after one check per second."""
     for _ in range(seconds):
         wait(1)
-        said = dog.look()
+        said = dog.check()
     return said
 
 
 def test_time_that_nobody_was_awake_for_does_not_count(wait):
-    stillness = StallDetector()
-    assert stillness.look("a") == 0
+    stall = StallDetector()
+    assert stall.check("a") == 0
     wait(1)
-    assert stillness.look("a") == 1
+    assert stall.check("a") == 1
     wait(1000)
-    assert stillness.look("a") == 3
-    assert stillness.look("b") == 0
+    assert stall.check("a") == 3
+    assert stall.check("b") == 0
 
 
 def test_a_stage_that_lasts_is_named_and_everything_is_dumped_once(wait, capfd):
     engine = Engine()
-    dog = Watchdog(engine, print, first=0.1)
+    dog = Watchdog(engine, print, first_step=0.1)
     engine.stage = ("commit", 1.0)
-    assert look(dog, wait, 10) == Alive()
-    assert look(dog, wait, 1) == Alive("commit", 10.0)
-    assert look(dog, wait, 5) == Alive("commit", 15.0)
+    assert check(dog, wait, 10) == Alive()
+    assert check(dog, wait, 1) == Alive("commit", 10.0)
+    assert check(dog, wait, 5) == Alive("commit", 15.0)
     dump = capfd.readouterr().err
     assert dump.count("the engine is stuck: 10 s in 'commit'") == 1
     assert '"running": 3' in dump
     assert "in test_a_stage_that_lasts" in dump
     engine.stage = ("commit", 2.0)  # the same stage of the next step
-    assert look(dog, wait, 10) == Alive()
-    assert look(dog, wait, 1).stage == "commit"
+    assert check(dog, wait, 10) == Alive()
+    assert check(dog, wait, 1).stage == "commit"
     assert "the engine is stuck" in capfd.readouterr().err
 
 
 def test_an_idle_engine_is_never_stuck(wait):
     engine = Engine()
     engine.stage = (IDLE, 1.0)
-    assert look(Watchdog(engine, print, first=0.0), wait, 1000) == Alive()
+    assert check(Watchdog(engine, print, first_step=0.0), wait, 1000) == Alive()
 
 
-@pytest.mark.parametrize(("predicted_step_us", "first", "seconds"), [(3_000_000, 0.1, 60), (0, 2.0, 40), (100, 2.0, PATIENCE)])
+@pytest.mark.parametrize(("predicted_step_us", "first", "seconds"), [(3_000_000, 0.1, 60), (0, 2.0, 40), (100, 2.0, STUCK_SECONDS)])
 def test_a_step_that_should_be_long_may_be_longer(wait, predicted_step_us, first, seconds):
     engine = Engine()
     engine.predicted_step_us = predicted_step_us
     dog = Watchdog(engine, print, first)
-    dog.look()
-    assert look(dog, wait, int(seconds) - 1) == Alive()
-    assert look(dog, wait, 1) == Alive("plan", seconds)
+    dog.check()
+    assert check(dog, wait, int(seconds) - 1) == Alive()
+    assert check(dog, wait, 1) == Alive("plan", seconds)
 
 
 def test_an_engine_that_stays_silent_or_stuck_is_killed(monkeypatch):
@@ -104,7 +104,7 @@ def test_an_engine_that_stays_silent_or_stuck_is_killed(monkeypatch):
         async with asyncio.timeout(GUARD):
             while not watching.done():
                 if speaks:
-                    heart.hear(Alive("run", 12.5))
+                    heart.on_message(Alive("run", 12.5))
                 await asyncio.sleep(0)
         return killed
 

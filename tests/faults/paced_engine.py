@@ -22,17 +22,17 @@ STEP_SECONDS = 0.2
 
 def pace() -> None:
     """Makes every step of an engine in this process wait at the gate."""
-    from chairlift.runner.null_executor import NullExecutor
+    from chairlift.runner.null_runner import NullRunner
 
-    gate, launch = Path(os.environ[GATE]), NullExecutor.launch
+    gate, launch = Path(os.environ[GATE]), NullRunner.launch
 
-    def paced(self: NullExecutor, *arguments: Any) -> Any:
+    def paced(self: NullRunner, *arguments: Any) -> Any:
         end = time.monotonic() + STEP_SECONDS
         while gate.exists() and time.monotonic() < end:
             time.sleep(0.005)
         return launch(self, *arguments)
 
-    NullExecutor.launch = paced  # type: ignore[method-assign]
+    NullRunner.launch = paced  # type: ignore[method-assign]
 
 
 def serve() -> int:

@@ -10,7 +10,7 @@ from interpreted import DTYPES
 
 sys.path.append(str(Path(__file__).parents[1] / "layers"))
 
-from attention_steps import Step, dense
+from attention_steps import AttentionStep, dense
 
 from chairlift.kernels.paged_combine import paged_combine, paged_combine_reference
 from chairlift.layers.attention import paged_attention
@@ -29,7 +29,7 @@ SHAPES = [
 """KV heads, query heads to each, dimensions of keys and values, dtype."""
 
 
-def attend(step: Step, dtype: torch.dtype = torch.float32, **options: object) -> torch.Tensor:
+def attend(step: AttentionStep, dtype: torch.dtype = torch.float32, **options: object) -> torch.Tensor:
     """What the kernels make of a step."""
     if step.keys.dtype != torch.float8_e4m3fn:
         step.keys, step.values = step.keys.to(dtype), step.values.to(dtype)
@@ -40,7 +40,7 @@ def attend(step: Step, dtype: torch.dtype = torch.float32, **options: object) ->
     return paged_attention(step.query, step.keys, step.values, plan, **options)
 
 
-def check(step: Step, dtype: torch.dtype = torch.float32, **options: object) -> None:
+def check(step: AttentionStep, dtype: torch.dtype = torch.float32, **options: object) -> None:
     found = attend(step, dtype, **options)
     real = torch.tensor(step.slots >= 0)
     expected = dense(step, **{name: value for name, value in options.items() if name != "scales"})
@@ -52,7 +52,7 @@ def check(step: Step, dtype: torch.dtype = torch.float32, **options: object) -> 
 @pytest.mark.parametrize(("kv_heads", "group", "dim", "value_dim", "dtype"), SHAPES)
 def test_decodes_around_blocks_and_splits(kv_heads, group, dim, value_dim, dtype):
     lengths = AROUND_BLOCKS + AROUND_SPLITS
-    check(Step(lengths, heads=kv_heads * group, kv_heads=kv_heads, dim=dim, value_dim=value_dim, block_size=16), dtype)
+    check(AttentionStep(lengths, heads=kv_heads * group, kv_heads=kv_heads, dim=dim, value_dim=value_dim, block_size=16), dtype)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -61,7 +61,7 @@ def test_decodes_through_windows(window, sinks):
     # With a window of a split, a context of two splits and a half has parts of two, and the first split is not among them.
     drafted = [(1, 0), (1, 1), (1, 65), (2, SPLIT + 1), (3, 2 * SPLIT + 256)]
     for lengths in (drafted, [(1, context) for _, context in drafted]):
-        step = Step(lengths, heads=3, kv_heads=1, dim=32, value_dim=32, block_size=16)
+        step = AttentionStep(lengths, heads=3, kv_heads=1, dim=32, value_dim=32, block_size=16)
         check(step, window=window, sinks=torch.tensor([-3.0, 0.0, 4.0]) if sinks else None)
 
 
@@ -69,32 +69,32 @@ def test_decodes_through_windows(window, sinks):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_drafted_tokens_see_no_further_than_themselves(softcap, sinks):
     lengths = [(2, 2), (4, 4), (3, 17), (4, SPLIT + 2), (2, SPLIT + 1)]
-    check(Step(lengths, heads=4, kv_heads=2, dim=32, value_dim=32, block_size=16), softcap=softcap, sinks=sinks, scale=0.3)
+    check(AttentionStep(lengths, heads=4, kv_heads=2, dim=32, value_dim=32, block_size=16), softcap=softcap, sinks=sinks, scale=0.3)
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "dim", "value_dim", "dtype"), SHAPES)
 def test_prefills_around_tiles(kv_heads, group, dim, value_dim, dtype):
     lengths = [(5, 5), (16, 16), (17, 40), (1, 3), (33, 65), (7, 130), (10, 72), (9, 72), (8, 72)]
-    check(Step(lengths, heads=kv_heads * group, kv_heads=kv_heads, dim=dim, value_dim=value_dim, block_size=16), dtype)
+    check(AttentionStep(lengths, heads=kv_heads * group, kv_heads=kv_heads, dim=dim, value_dim=value_dim, block_size=16), dtype)
 
 
 @pytest.mark.parametrize("more", [{}, {"softcap": 1.5, "scale": 0.3}, {"sinks": torch.linspace(-3, 4, 8)}], ids=lambda more: "".join(more))
 @pytest.mark.parametrize("window", [None, 1, 20, 64, 100])
 def test_prefills_through_windows(window, more):
     lengths = [(2, 130), (40, 40), (6, 200), (1, 0), (70, 129)]
-    check(Step(lengths, heads=8, kv_heads=2, dim=32, value_dim=32, block_size=8), window=window, **more)
+    check(AttentionStep(lengths, heads=8, kv_heads=2, dim=32, value_dim=32, block_size=8), window=window, **more)
 
 
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_cache_of_8_bits(window):
-    step = Step([(1, 33), (2, SPLIT + 7), (20, 70)], heads=6, kv_heads=2, dim=32, value_dim=32, block_size=16)
+    step = AttentionStep([(1, 33), (2, SPLIT + 7), (20, 70)], heads=6, kv_heads=2, dim=32, value_dim=32, block_size=16)
     scales = torch.tensor([0.5, 0.01]), torch.tensor([2.0, 0.02])
     step.round_to_8_bits(scales)
     check(step, window=window, scales=scales)
 
 
 def test_queries_and_caches_may_have_any_strides():
-    step = Step([(1, 40), (9, 20)], heads=4, kv_heads=2, dim=32, value_dim=32, block_size=16)
+    step = AttentionStep([(1, 40), (9, 20)], heads=4, kv_heads=2, dim=32, value_dim=32, block_size=16)
     expected = attend(step)
     step.query = step.query.transpose(0, 1).contiguous().transpose(0, 1)
     pool = torch.full((len(step.keys), 16, 2, 2, 32), float("nan"))
@@ -107,7 +107,7 @@ def test_queries_and_caches_may_have_any_strides():
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(window):
     lengths = [(1, 30), (1, SPLIT + 60), (3, 2 * SPLIT + 1), (20, 90), (1, 0), (6, 300)]
-    step = Step(lengths, heads=4, kv_heads=1, dim=32, value_dim=32, block_size=16)
+    step = AttentionStep(lengths, heads=4, kv_heads=1, dim=32, value_dim=32, block_size=16)
     together = attend(step, window=window)
     slots, starts, lens, tables = step.arrays()
     for i, (_, context) in enumerate(lengths):
@@ -120,7 +120,7 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(window):
 
 def test_lists_may_be_shorter_than_the_grids_and_rows_anywhere():
     # As in a graph that is kept for several steps: bounds and addresses stay, what lies there does not.
-    step = Step([(1, 30), (1, SPLIT + 60), (8, 50)], heads=4, kv_heads=1, dim=32, value_dim=32, block_size=16)
+    step = AttentionStep([(1, 30), (1, SPLIT + 60), (8, 50)], heads=4, kv_heads=1, dim=32, value_dim=32, block_size=16)
     expected = attend(step)
     slots, starts, lens, blocks = map(torch.from_numpy, step.arrays())
     rows = torch.tensor([5, 0, 3], dtype=torch.int32)

@@ -49,7 +49,7 @@ def test_a_step_launches_what_its_rows_need_and_waits_for_nothing(launched, ways
         torch.zeros(1, device=meta).item()
     made = DeviceSampler(len(ways), 1000, meta)
     for row, way in enumerate(ways):
-        made.seat(row, SamplingParams(**way), np.array([1, 2, 2], dtype=np.int32), 1, row)
+        made.add_request(row, SamplingParams(**way), np.array([1, 2, 2], dtype=np.int32), 1, row)
     rows, logits = np.arange(len(ways)), torch.zeros(len(ways), 1000, device=meta)
     ours = torch.zeros(len(ways), dtype=torch.int32, device=meta)
     tokens = made.sample(logits, ours, ours, made.prepare(rows))

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 
-class Step:
+class AttentionStep:
     """Sequences (queries, context): the cache holds all of their keys and values but those of the queries, which are `new_k` and `new_v`.
 
     Whatever nobody wrote in the cache is NaN.
@@ -73,7 +73,7 @@ class Step:
 
 
 def dense(
-    step: Step,
+    step: AttentionStep,
     *,
     window: int | None = None,
     scale: float | None = None,

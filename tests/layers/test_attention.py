@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from attention_steps import Step, dense
+from attention_steps import AttentionStep, dense
 
 from chairlift.layers.attention import paged_attention, plan_attention, write_kv
 
@@ -13,7 +13,7 @@ LENGTHS = [(1, 1), (1, 13), (7, 7), (5, 12), (1, 4), (4, 24), (12, 12)]
 @pytest.mark.parametrize("more", [{}, {"scale": 0.3}, {"softcap": 1.5}, {"sinks": torch.linspace(-2, 3, 6)}], ids=str)
 @pytest.mark.parametrize("value_dim", [8, 5])
 def test_paged_attention_equals_attention_written_out(window, more, value_dim):
-    step = Step(LENGTHS, heads=6, kv_heads=2, dim=8, value_dim=value_dim, block_size=4)
+    step = AttentionStep(LENGTHS, heads=6, kv_heads=2, dim=8, value_dim=value_dim, block_size=4)
     plan = plan_attention(*step.arrays(), windows=frozenset({window}), block_size=4, device=torch.device("cpu"))
     write_kv(step.new_k, step.new_v, step.keys, step.values, plan)
     found = paged_attention(step.query, step.keys, step.values, plan, window=window, **more)
@@ -21,8 +21,8 @@ def test_paged_attention_equals_attention_written_out(window, more, value_dim):
 
 
 def test_layers_of_one_step_may_have_different_heads_and_windows():
-    wide = Step(LENGTHS, heads=6, kv_heads=2, dim=8, value_dim=8, block_size=4)
-    slim = Step(LENGTHS, heads=4, kv_heads=4, dim=6, value_dim=3, block_size=4)
+    wide = AttentionStep(LENGTHS, heads=6, kv_heads=2, dim=8, value_dim=8, block_size=4)
+    slim = AttentionStep(LENGTHS, heads=4, kv_heads=4, dim=6, value_dim=3, block_size=4)
     plan = plan_attention(*wide.arrays(), windows=frozenset({None, 5}), block_size=4, device=torch.device("cpu"))
     for step, window in ((wide, None), (slim, 5)):
         write_kv(step.new_k, step.new_v, step.keys, step.values, plan)
@@ -31,7 +31,7 @@ def test_layers_of_one_step_may_have_different_heads_and_windows():
 
 
 def test_a_cache_of_8_bits_gives_what_was_written_up_to_rounding():
-    step = Step(LENGTHS, heads=6, kv_heads=2, dim=8, value_dim=8, block_size=4)
+    step = AttentionStep(LENGTHS, heads=6, kv_heads=2, dim=8, value_dim=8, block_size=4)
     scales = torch.tensor([0.5, 0.01]), torch.tensor([2.0, 0.02])
     step.round_to_8_bits(scales)
     plan = plan_attention(*step.arrays(), windows=frozenset({None}), block_size=4, device=torch.device("cpu"))

@@ -145,7 +145,7 @@ def test_the_check_sees_a_window_that_is_only_in_the_mask():
     # PhiMoE does not tell attention of its window; one as wide as any sequence hides nothing.
     for window, longest in ((None, 128), (64, 64)):
         checked(adopted(build(configure("phimoe", sliding_window=window)), longest))
-    with pytest.raises(UnsupportedModel, match="it: in a paged cache transformers' code for it gives other logits"):
+    with pytest.raises(UnsupportedModel, match="the model's logits with a paged cache differ from transformers' own"):
         checked(adopted(build(configure("phimoe", sliding_window=64))))
 
 
@@ -154,7 +154,7 @@ def test_the_check_sees_what_is_kept_beside_keys_and_values(dtype):
     ours = adopted(build(configure("llama")).to(dtype))
     # As a convolution over tokens would: each sees the one before it on the token axis.
     ours.model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
-    with pytest.raises(UnsupportedModel, match="keeps or hides something"):
+    with pytest.raises(UnsupportedModel, match="it has state besides keys and values"):
         checked(ours)
 
 

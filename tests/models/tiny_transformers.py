@@ -8,7 +8,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from chairlift.layers.attention import plan_attention
-from chairlift.models.llama import Step
+from chairlift.models.llama import ForwardBatch
 from chairlift.models.transformers_config import ATTENTION, TransformersConfig
 from chairlift.models.transformers_model import TransformersModel
 from chairlift.runner.memory.kv_cache import KvCache
@@ -120,7 +120,7 @@ def logits_of(model: TransformersModel, prompts: list[list[int]], steps: list[li
         )
         ids = np.concatenate([np.array(prompts[i], dtype=np.int32)[at] for i, at in chunks])
         positions = np.concatenate([at for _, at in chunks]).astype(np.int32)
-        hidden = model.forward(Step(torch.from_numpy(ids), torch.from_numpy(positions), plan), cache.layers)
+        hidden = model.forward(ForwardBatch(torch.from_numpy(ids), torch.from_numpy(positions), plan), cache.layers)
         # The head is asked twice, in another order than the tokens were computed in.
         last = torch.arange(len(ids)).flip(0)
         half = len(ids) // 2

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from chairlift import LLM, SamplingParams
 from chairlift.engine import loop
 from chairlift.layers.device_attention import DevicePlan
-from chairlift.runner.runner import ModelRunner
+from chairlift.runner.build import build_runner
 from chairlift.runner.torch_executor import TorchExecutor
 
 VOCABULARY, SPLIT = 97, 512
@@ -50,8 +50,8 @@ def make(directory: Path, monkeypatch: pytest.MonkeyPatch):
 
     def engine(records: object, overlaps: bool, **settings: object) -> LLM:
         with monkeypatch.context() as patch:
-            patch.setattr("chairlift.runner.runner.recorder", lambda device: records)
-            patch.setattr(loop, "_runner", lambda config, path, eos, on_phase: ModelRunner(config, path, on_phase, load, overlaps))
+            patch.setattr("chairlift.runner.warm_up.graph_capture", lambda device: records)
+            patch.setattr(loop, "_build_runner", lambda config, path, eos, on_phase: build_runner(config, path, on_phase, load, overlaps))
             small = {
                 "num_kv_blocks": 200,
                 "block_size": 16,
@@ -121,10 +121,10 @@ def test_answers_are_the_same_with_graphs_and_without(seed, long, tokens, make):
         emulator = Emulator()
         llm = make(emulator, overlaps, max_num_batched_tokens=tokens)
         same(answers(llm, *asked), expected)
-        graphs = llm._engine._runner._graphs
-        recorded = {tier for graph in graphs._graphs for tier, replay in graph._samples.items() if replay}
+        graphs = llm._engine._runner.graphs
+        recorded = {tier for graph in graphs for tier, replay in graph._samples.items() if replay}
         # Penalties took new memory on the way.
-        assert max(tier.slots for tier in recorded) == 8
+        assert max(tier.count_rows for tier in recorded) == 8
         assert {tier.truncated for tier in recorded} == {False, True}
         assert emulator.replays > 20
 

@@ -32,11 +32,11 @@ class Driver:
 
         runner.model.logits = kept  # type: ignore[method-assign]
 
-    def seat(self, row: int, tokens: list[int], params: SamplingParams = GREEDY, seed: int = 0, **more: object) -> Riding:
-        self.runner.seat(row, params, np.array(tokens, dtype=np.int32), len(tokens), seed, **more)
+    def add_request(self, row: int, tokens: list[int], params: SamplingParams = GREEDY, seed: int = 0, **more: object) -> Riding:
+        self.runner.add_request(row, params, np.array(tokens, dtype=np.int32), len(tokens), seed, **more)
         return Riding(row, list(tokens))
 
-    def leave(self, riding: Riding) -> None:
+    def remove_request(self, riding: Riding) -> None:
         self.free += riding.blocks
 
     def step(self, chunks: list[tuple[Riding, int]], copies: list[tuple[int, int]] = ()) -> list[int]:

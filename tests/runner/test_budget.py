@@ -12,11 +12,11 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, OutOfMemory
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
-from chairlift.runner.memory.budget import Budget, graph_bytes
-from chairlift.runner.memory.device_memory import Memory, is_shortage, raise_out_of_memory
+from chairlift.runner.build import build_runner
+from chairlift.runner.memory.budget import DeviceBudget, graph_bytes
+from chairlift.runner.memory.device_memory import Memory, is_out_of_memory, raise_out_of_memory
 from chairlift.runner.memory.precision import decide, torch_weight_bytes
 from chairlift.runner.memory.sizing import StepSize, block_bytes
-from chairlift.runner.runner import ModelRunner
 from chairlift.runner.torch_executor import TorchExecutor
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -67,7 +67,7 @@ class Given:
 def fitted(memory: Given, weights: int = 16 * GIB, step: int = 2 * GIB, own: int = 512 * MIB, **settings: object):
     """Sizes for a model whose weights and steps take so much, and `own` bytes beside torch's allocator."""
     config = EngineConfig(device="cuda", **settings)
-    budget = Budget(memory, config.gpu_memory_utilization)
+    budget = DeviceBudget(memory, config.gpu_memory_utilization)
     memory.tensors += weights
     memory.others += own
 
@@ -100,7 +100,7 @@ def test_others_on_the_device_do_not_count_as_long_as_enough_is_free():
 
 def test_what_is_free_in_the_end_bounds_it_as_well():
     memory = Given()
-    budget = Budget(memory, 0.9)
+    budget = DeviceBudget(memory, 0.9)
     memory.tensors += 16 * GIB
     memory.others += 60 * GIB  # somebody came meanwhile
     assert budget.left() == 4 * GIB - 256 * MIB
@@ -112,7 +112,7 @@ def test_the_decisions_have_the_numbers():
     assert told["GPU memory"] == "72.0 GiB (0.9 of the device's 80.0 GiB (--gpu-memory-utilization))"
     assert told["weights"] == "16.0 GiB (measured)"
     assert told["a step"] == "2.0 GiB (measured, of 2048 tokens and 256 samples)"
-    graphs = re.fullmatch(r"([\d.]+) GiB \(kept for those of up to 256 sequences\)", told["graphs"])
+    graphs = re.fullmatch(r"([\d.]+) GiB \(reserved for up to 256 sequences\)", told["graphs"])
     assert graphs is not None
     assert "what is left of 72.0 GiB, beside 16.0 GiB of weights, 2.0 GiB for a step" in told["KV cache"]
     assert told["GPU memory left"].startswith("0 MiB")
@@ -144,7 +144,7 @@ def test_a_context_that_does_not_fit_is_shortened_or_refused():
 
 
 def test_a_step_that_does_not_fit_is_refused():
-    budget = Budget(Given(), 0.9)
+    budget = DeviceBudget(Given(), 0.9)
 
     def run(size: StepSize) -> None:
         with raise_out_of_memory():  # as a runner's passes and samples do
@@ -158,7 +158,7 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded():
     def refused(total: int, **settings: object) -> str:
         config = EngineConfig(device="cuda", **settings)
         with pytest.raises(OutOfMemory) as raised:
-            Budget(Given(total=total), 0.9).check(config, MODEL, decide(config, MODEL, 0))
+            DeviceBudget(Given(total=total), 0.9).check(config, MODEL, decide(config, MODEL, 0))
         return str(raised.value)
 
     numbers = "the weights take 15.0 GiB in bfloat16, 8.5 GiB in fp8, 8.5 GiB in int8, and there are 10.8 GiB for them"
@@ -172,19 +172,19 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded():
     assert ": use --dtype bfloat16, or" in refused(20 * GIB, dtype="float32")
     assert "GiB in int8 on each device" in refused(2 * GIB, tensor_parallel_size=2)
     assert torch_weight_bytes(MODEL, "bfloat16") < 16.2 * GIB
-    Budget(Given(total=17 * GIB), 0.9).check(CUDA, MODEL, decide(CUDA, MODEL, 0))
+    DeviceBudget(Given(total=17 * GIB), 0.9).check(CUDA, MODEL, decide(CUDA, MODEL, 0))
     # What transformers has of a checkpoint in fp8 is dequantised.
     given = {one.name: getattr(MODEL, one.name) for one in fields(ModelShape)}
     theirs = Theirs(**given | {"quantization": "fp8"})
     with pytest.raises(OutOfMemory, match=r"the weights take 15.0 GiB in bfloat16, and there are 10.8 GiB .* use a smaller model"):
-        Budget(Given(total=12 * GIB), 0.9).check(CUDA, theirs, decide(CUDA, theirs, 0))
+        DeviceBudget(Given(total=12 * GIB), 0.9).check(CUDA, theirs, decide(CUDA, theirs, 0))
     gptq = replace(MODEL, quantization="gptq")
-    Budget(Given(total=6 * GIB), 0.9).check(CUDA, gptq, decide(CUDA, gptq, 0))
+    DeviceBudget(Given(total=6 * GIB), 0.9).check(CUDA, gptq, decide(CUDA, gptq, 0))
 
 
 @pytest.mark.parametrize("text", ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"])
 def test_other_errors_for_want_of_memory_are_known(text):
-    assert is_shortage(RuntimeError(text))
+    assert is_out_of_memory(RuntimeError(text))
     with pytest.raises(OutOfMemory, match=r"^while it loaded: CUDA"), raise_out_of_memory("while it loaded: "):
         raise RuntimeError(text)
 
@@ -220,7 +220,7 @@ def test_a_runner_measures_its_largest_step_and_goes_on_with_a_fresh_cache(tmp_p
 
     memory = Watched(total=4 * GIB)
     config = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=150, max_num_seqs=9, block_size=8)
-    runner = ModelRunner(config, tmp_path, load=Model.load, overlaps=overlaps, memory=memory)
+    runner = build_runner(config, tmp_path, load=Model.load, overlaps=overlaps, memory=memory)
     assert sizes[:2] == [(150, 3, 1)] * 2  # two whole contexts and a piece, over one block
     assert {blocks for _, _, blocks in sizes[2:]} == {runner.num_kv_blocks}
     assert (runner.max_model_len, runner.max_num_batched_tokens, runner.max_num_seqs) == (64, 150, 9)

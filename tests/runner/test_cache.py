@@ -65,4 +65,4 @@ def test_memory_that_cannot_be_pinned_is_plain_memory_with_a_warning(monkeypatch
 
     monkeypatch.setattr(torch, "empty", strict)
     assert host_pool(3, 5, torch.float32, pinned=True).shape == (3, 5)
-    assert "swapping will be slow: 0.0 GiB cannot be pinned (CUDA error: out of memory): lower --swap-space" in caplog.text
+    assert "swapping will be slow: cannot page-lock 0.0 GiB (CUDA error: out of memory); lower --swap-space" in caplog.text

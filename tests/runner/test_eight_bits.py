@@ -18,9 +18,9 @@ from chairlift.errors import UnsupportedModel
 from chairlift.layers.linear import quantise
 from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.config import ModelConfig
+from chairlift.runner.build import build_runner
 from chairlift.runner.executor import Loader
 from chairlift.runner.memory.precision import Precision, torch_weight_bytes
-from chairlift.runner.runner import ModelRunner
 from chairlift.runner.tensor_parallel.shards import Shards
 from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.runner.weights import DummyWeights, SafetensorWeights
@@ -37,9 +37,11 @@ def with_changes(**changes: str) -> Loader:
 
 def logits(directory: Path, load: Loader, **settings: object) -> tuple[torch.Tensor, TorchExecutor]:
     """What a model says after each of some prompts, cut in two, and after three more tokens that are always the same; and the model."""
-    runner = ModelRunner(EngineConfig(**SMALL | settings), directory, load=load)
+    runner = build_runner(EngineConfig(**SMALL | settings), directory, load=load)
     driver = Driver(runner)
-    ridings = [driver.seat(row, np.random.default_rng(row).integers(0, 199, length + 3).tolist()) for row, length in enumerate(LENGTHS)]
+    ridings = [
+        driver.add_request(row, np.random.default_rng(row).integers(0, 199, length + 3).tolist()) for row, length in enumerate(LENGTHS)
+    ]
     whole = [riding.tokens for riding in ridings]
     for riding, length in zip(ridings, LENGTHS, strict=True):
         riding.tokens = riding.tokens[:length]

@@ -20,9 +20,9 @@ from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
+from chairlift.runner.build import build_runner
 from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.memory.precision import Precision
-from chairlift.runner.runner import ModelRunner
 from chairlift.runner.weights import GGUFWeights, gguf_sizes
 
 Kind = gguf.GGMLQuantizationType
@@ -197,7 +197,7 @@ def test_a_file_whose_model_only_transformers_computes_is_refused(tmp_path: Path
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
     directory = converted(tmp_path / "tiny.gguf", tiny_model("qwen2", rope_parameters=yarn), Kind.Q8_0)
     with pytest.raises(UnsupportedModel, match=r"tiny.gguf: rope type 'yarn' .*transformers' code reads safetensors alone"):
-        ModelRunner(EngineConfig(device="cpu"), directory)
+        build_runner(EngineConfig(device="cpu"), directory)
 
 
 def test_a_file_that_is_gone_or_too_short_is_refused_before_anything_is_served(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from tiny_models import write
 from chairlift._core import decode_work
 from chairlift.config import EngineConfig
 from chairlift.layers.device_attention import DecodeLists
-from chairlift.runner import cuda_graphs
-from chairlift.runner.runner import ModelRunner
+from chairlift.runner import cuda_graphs, warm_up
+from chairlift.runner.build import build_runner
 from chairlift.runner.torch_executor import TorchExecutor
 
 
@@ -30,7 +30,7 @@ def test_answers_are_the_same_with_graphs_and_without():
 def test_sizes_rise_to_the_largest_step_or_graph(most):
     found = cuda_graphs.sizes(most)
     assert found == sorted(set(found))
-    assert (found[0], found[-1]) == (1, min(most, cuda_graphs.LARGEST))
+    assert (found[0], found[-1]) == (1, min(most, cuda_graphs.MAX_SIZE))
     # What fills up a step is less than half of it, and from 8 on less than 8 sequences or a fifth.
     for smaller, larger in itertools.pairwise(found):
         assert larger - smaller <= (smaller if smaller < 8 else max(8, larger // 5))
@@ -54,15 +54,18 @@ def test_lists_have_room_for_any_step_and_hold_its_work(longest):
 
 
 def test_a_step_fits_the_smallest_graph_if_every_sequence_has_one_token():
-    made = cuda_graphs.Graphs.__new__(cuda_graphs.Graphs)
-    made.sizes = cuda_graphs.sizes(24)
-    made._graphs = [SimpleNamespace(size=size) for size in made.sizes]
-    assert [made.fit(count, count).size for count in (1, 3, 4, 5, 9, 24)] == [1, 4, 4, 8, 16, 24]
-    assert made.fit(25, 25) is made.fit(4, 3) is made.fit(512, 1) is None
+    graphs = [SimpleNamespace(size=size) for size in cuda_graphs.sizes(24)]
+
+    def fit(num_tokens, num_seqs):
+        return cuda_graphs.smallest_graph(graphs, num_tokens, num_seqs)
+
+    assert [fit(count, count).size for count in (1, 3, 4, 5, 9, 24)] == [1, 4, 4, 8, 16, 24]
+    assert fit(25, 25) is fit(4, 3) is fit(512, 1) is None
+    assert cuda_graphs.smallest_graph([], 1, 1) is None
 
 
 def test_a_tier_that_cannot_be_recorded_is_sampled_as_it_is():
-    asked, drawn, tier = [], [], cuda_graphs.SamplingVariant(truncated=True, slots=0)
+    asked, drawn, tier = [], [], cuda_graphs.SamplingVariant(truncated=True, count_rows=0)
 
     def record(work):
         asked.append(work)
@@ -79,15 +82,14 @@ def test_a_tier_that_cannot_be_recorded_is_sampled_as_it_is():
 def test_all_of_sampling_and_a_copy_are_compiled_at_the_start(tmp_path, monkeypatch):
     write("llama", tmp_path)
     config = EngineConfig(device="cpu", num_kv_blocks=80, max_num_seqs=4)
-    runner = ModelRunner(config, tmp_path, load=TorchExecutor.load, overlaps=False)
+    runner = build_runner(config, tmp_path, load=TorchExecutor.load, overlaps=False)
     monkeypatch.setattr(runner, "device", SimpleNamespace(type="cuda"))
-    monkeypatch.setattr("chairlift.runner.runner.recorder", lambda device: None)
-    drawer, tiers, scored, copied = runner._drawer, [], [], []
+    drawer, tiers, scored, copied = runner.sampler.tokens, [], [], []
     monkeypatch.setattr(runner.model, "copy", lambda pairs: copied.append(pairs.tolist()))
-    sample, score = drawer.sample, drawer.score
+    sample, score = drawer.sample, drawer.score_rows
     monkeypatch.setattr(drawer, "sample", lambda *given: tiers.append(given[-1]) or sample(*given))
-    monkeypatch.setattr(drawer, "score", lambda *given: scored.append(given[2].dtype) or score(*given))
-    runner._warm_up(config)
+    monkeypatch.setattr(drawer, "score_rows", lambda *given: scored.append(given[2].dtype) or score(*given))
+    warm_up.warm_up(runner)
     assert tiers == [cuda_graphs.PLAIN, cuda_graphs.PLAIN, (True, 4)]
     # Of prompts, and of what was drawn.
     assert scored == [torch.int64, torch.int32]

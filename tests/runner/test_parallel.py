@@ -52,9 +52,9 @@ def test_two_processes_answer_as_one_does(
 @pytest.mark.parametrize(
     ("family", "size", "says"),
     [
-        ("qwen3", 2, "the model has 1 KV heads, which cannot be cut into 2 equal parts"),
-        ("llama", 3, "2 KV heads, which cannot be cut into 3"),
-        ("llama", 4, "6 attention heads, which cannot be cut into 4"),
+        ("qwen3", 2, "the model has 1 KV heads, which cannot be split into 2 equal parts"),
+        ("llama", 3, "2 KV heads, which cannot be split into 3"),
+        ("llama", 4, "6 attention heads, which cannot be split into 4"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(family: str, size: int, says: str, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_too_little_memory_in_a_step_ends_all_and_is_not_tried_again(byte_model:
 def test_a_workers_buffers_are_those_of_the_other_process() -> None:
     passes: list[int] = []
     worker, cpu = Worker(), torch.device("cpu")
-    worker._peers = ALONE
+    worker._group = ALONE
     worker._part = SimpleNamespace(device=cpu, forward=lambda buffers, tokens, seqs: passes.append(buffers.input_ids[0]))
     # Blocks a row are fewer once the context is fitted to what there is.
     for blocks in (8, 8, 3):
@@ -130,7 +130,7 @@ def test_a_workers_buffers_are_those_of_the_other_process() -> None:
         there.host[1].input_ids[0] = blocks
         there.host[1].table_writes[:4] = 0, 7, 6 * blocks - 1, 9  # the first and the last entry of the tables
         there.load(1, 2)
-        worker.forward(list(there.sizes), *there.sent(), 1, 1)
+        worker.forward(list(there.sizes), *there.loaded(), 1, 1)
         assert torch.equal(worker._buffers.block_tables, there.block_tables)
     assert passes == [8, 8, 3]
 

@@ -93,10 +93,10 @@ def test_reasons_say_what_it_costs():
     assert reasons(decided(3 * GIB)) == {
         "weights": "float32: as in the checkpoint; float16 takes half the memory and traffic (--dtype); "
         "0 MiB of the 3.0 GiB of free memory",
-        "KV form": "float32: exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)",
+        "KV dtype": "float32: exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)",
     }
     asked = reasons(decided(dtype="bfloat16", quantization="int8", kv_cache_dtype="int8"))
-    assert asked == {"weights": "int8: --quantization says so", "KV form": "int8: --kv-cache-dtype says so"}
+    assert asked == {"weights": "int8: --quantization says so", "KV dtype": "int8: --kv-cache-dtype says so"}
     large = decide(EngineConfig(device="cpu", dtype="float32"), LARGE, 700 * MIB)
     assert reasons(large)["weights"] == "float32: --dtype says so; 29.9 GiB, though 0.7 GiB of memory are free"
 
@@ -112,7 +112,7 @@ def test_a_cuda_device_keeps_one_form_but_may_have_kv_in_8_bits():
     config = EngineConfig(device="cuda", dtype="float16", kv_cache_dtype="float16", quantization="none")
     assert decide(config, MODEL, 0) == Precision("float16", "none", "float16", "float16")
     assert decided(dtype="bfloat16", device="cuda", kv_cache_dtype="fp8") == Precision("bfloat16", "none", "fp8", "bfloat16")
-    with pytest.raises(InvalidSetting, match=r"--kv-cache-dtype int8: torch keeps KV in the form of the weights, float32, or .* in fp8"):
+    with pytest.raises(InvalidSetting, match=r"--kv-cache-dtype int8: torch stores KV in the weights' dtype, float32, or .* in fp8"):
         decided(device="cuda", kv_cache_dtype="int8")
     with pytest.raises(InvalidSetting, match="fp8 is for CUDA devices: int8 takes as little on a CPU"):
         decided(kv_cache_dtype="fp8")
@@ -136,7 +136,7 @@ def test_torch_on_a_cpu_has_fp32_where_it_fits():
 
 def test_torch_on_a_cpu_does_not_do_what_rust_does():
     for form in ("int8", "float16", "fp8"):
-        with pytest.raises(InvalidSetting, match=f"--kv-cache-dtype {form}: torch keeps KV in the form of the weights, float32"):
+        with pytest.raises(InvalidSetting, match=f"--kv-cache-dtype {form}: torch stores KV in the weights' dtype, float32"):
             in_torch(kv_cache_dtype=form)
 
 
@@ -144,7 +144,7 @@ def test_torch_keeps_the_weights_of_layers_in_8_bits():
     half = replace(MODEL, dtype="float16")
     there = decided(dtype="float16", device="cuda", quantization="int8")
     assert there == Precision("float16", "int8", "float16", "float16")
-    assert reasons(there) == {"weights": "int8, in float16: --quantization says so", "KV form": "float16: as what is computed in"}
+    assert reasons(there) == {"weights": "int8, in float16: --quantization says so", "KV dtype": "float16: the compute dtype"}
     assert in_torch(model=half, quantization="int8") == Precision("float32", "int8", "float32", "float32")
     # Products of fp8 are in bfloat16, whatever the checkpoint is in.
     both = decided(dtype="float16", device="cuda", quantization="fp8", kv_cache_dtype="fp8", model=LARGE)
@@ -184,7 +184,7 @@ def test_weights_of_8_bits_are_for_models_of_ours():
     names = [field.name for field in fields(ModelShape)]
     theirs = TheirShape(**{name: getattr(MODEL, name) for name in names})
     for form in ("int8", "fp8"):
-        with pytest.raises(InvalidSetting, match=f"--quantization {form} is for models with code of ours, and for LlamaForCausalLM there"):
+        with pytest.raises(InvalidSetting, match=f"--quantization {form} is for Chairlift's own models"):
             decide(EngineConfig(device="cuda", quantization=form), theirs, 10**12)
 
 
@@ -202,6 +202,6 @@ def test_a_quantised_checkpoint_is_computed_with_in_its_own_dtype():
     for device in ("cpu", "cuda"):
         kept = in_torch(0, model, device=device)
         assert kept == Precision("float16", "gptq", "float16", "float16")
-        assert reasons(kept) == {"weights": "gptq, in float16: as in the checkpoint", "KV form": "float16: as what is computed in"}
+        assert reasons(kept) == {"weights": "gptq, in float16: as in the checkpoint", "KV dtype": "float16: the compute dtype"}
     # Random weights are not quantised.
     assert in_torch(10**12, model, load_format="dummy") == Precision("float32", "none", "float32")

@@ -7,6 +7,7 @@ from tiny_models import FAMILIES, IN_TORCH, write
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, UnsupportedModel
 from chairlift.outputs import TokenLogprobs
+from chairlift.runner.build import build_runner
 from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.executor import time_swap
 from chairlift.runner.runner import ModelRunner
@@ -23,7 +24,7 @@ def runner_for(request):
 
     def make(directory, **settings) -> ModelRunner:
         small = {"num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-        return ModelRunner(EngineConfig(**{"device": "cpu"} | small | settings), directory, load=request.param)
+        return build_runner(EngineConfig(**{"device": "cpu"} | small | settings), directory, load=request.param)
 
     return make
 
@@ -41,7 +42,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for):
     reference = write(name, tmp_path)
     driver = Driver(runner_for(tmp_path))
-    a, b, c, d = (driver.seat(row, prompt(length)) for row, length in zip((3, 0, 5, 2), LENGTHS, strict=True))
+    a, b, c, d = (driver.add_request(row, prompt(length)) for row, length in zip((3, 0, 5, 2), LENGTHS, strict=True))
     # Whole prompts, chunks that start and end inside blocks, and decodes, mixed, in changing order.
     driver.step([(a, 20), (b, 1), (d, 30)])
     driver.step([(d, 11), (b, 1), (c, 18), (a, 17)])
@@ -66,17 +67,17 @@ def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path, runne
         # Every other of them has the log-probabilities of its prompt told, and those of its answer.
         params = SamplingParams(temperature=0.0, logprobs=3)
         others = [
-            driver.seat(row, ids, params, prompt=PromptLogprobs(row, np.array(ids, dtype=np.int32), 3) if row % 2 else None)
+            driver.add_request(row, ids, params, prompt=PromptLogprobs(row, np.array(ids, dtype=np.int32), 3) if row % 2 else None)
             for row, ids in enumerate((prompt(length, 1) for length in company), 1)
         ]
-        one = driver.seat(0, prompt(21))
+        one = driver.add_request(0, prompt(21))
         for other in others[1:]:
             driver.step([(other, len(other.tokens))])
         driver.step([(others[0], len(others[0].tokens)), (one, 21), *((other, 1) for other in others[1:])] if others else [(one, 21)])
         for _ in range(6):
             driver.step([*((other, 1) for other in others), (one, 1)])
         for riding in (one, *others):
-            driver.leave(riding)
+            driver.remove_request(riding)
         return one.logits
 
     alone = ride([])
@@ -91,17 +92,17 @@ def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkey
     tokens, short = prompt(21), prompt(9)
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    other = driver.seat(5, prompt(4))
+    other = driver.add_request(5, prompt(4))
     # The first cut in all ways; a second takes it up where the first lost its row, having computed a part of it again.
     for cuts in ([21], [1, 20], [20, 1], [5] * 4 + [1], [1] * 21, [8, "again", 16, 5]):
         told = PromptLogprobs(77, np.array(tokens, dtype=np.int32), 2)
-        riding, lines = driver.seat(0, tokens, prompt=told), []
-        neighbour = driver.seat(1, short, prompt=PromptLogprobs(78, np.array(short, dtype=np.int32), 5))
+        riding, lines = driver.add_request(0, tokens, prompt=told), []
+        neighbour = driver.add_request(1, short, prompt=PromptLogprobs(78, np.array(short, dtype=np.int32), 5))
         beside: list[tuple] = [(neighbour, 9)]
         for cut in cuts:
             if cut == "again":
-                driver.leave(riding)
-                riding = driver.seat(3, tokens, prompt=told)
+                driver.remove_request(riding)
+                riding = driver.add_request(3, tokens, prompt=told)
                 continue
             driver.step([*beside, (riding, cut)])
             found = dict(driver.sampled.prompts)
@@ -119,7 +120,7 @@ def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkey
         driver.step([(other, 1 if other.computed else 4), (riding, 1)])
         assert driver.sampled.prompts == []
         for one in (riding, neighbour):
-            driver.leave(one)
+            driver.remove_request(one)
 
 
 def test_timing_a_swap_changes_nothing(tmp_path, runner_for):
@@ -127,7 +128,7 @@ def test_timing_a_swap_changes_nothing(tmp_path, runner_for):
     logits = []
     for timed in (False, True):
         driver = Driver(runner_for(tmp_path, swap_space=2**20))
-        one = driver.seat(0, prompt(30))
+        one = driver.add_request(0, prompt(30))
         driver.step([(one, 30)])
         if timed:
             assert time_swap(driver.runner.model, 8) >= 1
@@ -139,9 +140,9 @@ def test_timing_a_swap_changes_nothing(tmp_path, runner_for):
 def test_blocks_are_copied_before_the_step(tmp_path, runner_for):
     write("llama", tmp_path)
     driver = Driver(runner_for(tmp_path))
-    one = driver.seat(0, prompt(13))
+    one = driver.add_request(0, prompt(13))
     driver.step([(one, 13)])
-    fork = driver.seat(1, one.tokens)
+    fork = driver.add_request(1, one.tokens)
     fork.computed, fork.blocks = 13, [one.blocks[0], driver.free.pop()]
     driver.step([(fork, 1)], copies=[(one.blocks[1], fork.blocks[1])])
     driver.step([(one, 1)])
@@ -153,7 +154,7 @@ def test_a_sequence_goes_on_bit_for_bit_after_its_blocks_were_swapped(tmp_path, 
     runner = runner_for(tmp_path, swap_space=2**20)
     assert runner.swap_ns_per_block > 0
     driver = Driver(runner)
-    one, twin, other = driver.seat(0, prompt(21)), driver.seat(1, prompt(21)), driver.seat(2, prompt(21, 1))
+    one, twin, other = driver.add_request(0, prompt(21)), driver.seat(1, prompt(21)), driver.seat(2, prompt(21, 1))
     driver.step([(one, 21), (twin, 21), (other, 21)])
     places = [5, 0, runner.host_blocks - 1]
     runner.swap(list(zip(one.blocks, places, strict=True)), [])
@@ -174,8 +175,8 @@ def test_a_row_with_logits_that_are_not_finite_fails_alone(tmp_path, runner_for)
     tensors["model.embed_tokens.weight"][5] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
     driver = Driver(runner_for(tmp_path))
-    good, bad = driver.seat(0, [3, 4]), driver.seat(1, [5, 6])
-    alone = Driver(driver.runner, seed=1).step([(driver.seat(2, [3, 4]), 2)])
+    good, bad = driver.add_request(0, [3, 4]), driver.seat(1, [5, 6])
+    alone = Driver(driver.runner, seed=1).step([(driver.add_request(2, [3, 4]), 2)])
     assert driver.step([(bad, 2), (good, 2)]) == [-1, *alone]
 
 
@@ -184,7 +185,7 @@ def test_halves_are_read_as_fp32_and_from_several_files(dtype, tmp_path, runner_
     reference = write("qwen2-sliding", tmp_path, dtype, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     driver = Driver(runner_for(tmp_path))
-    riding = driver.seat(0, prompt(30))
+    riding = driver.add_request(0, prompt(30))
     driver.step([(riding, 30)])
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt(30)])).logits[0, -1]
@@ -213,8 +214,8 @@ def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path, runner_for
 
 def test_torch_refuses_what_only_the_kernels_for_cpus_compute(tmp_path):
     write("smollm3", tmp_path)
-    with pytest.raises(UnsupportedModel, match="SmolLM3ForCausalLM has no code of ours in torch"):
-        ModelRunner(EngineConfig(device="cpu", num_kv_blocks=80), tmp_path, load=TorchExecutor.load)
+    with pytest.raises(UnsupportedModel, match="SmolLM3ForCausalLM is only supported by the CPU kernels"):
+        build_runner(EngineConfig(device="cpu", num_kv_blocks=80), tmp_path, load=TorchExecutor.load)
 
 
 def test_dummy_weights_follow_the_seed_and_give_logits_that_are_not_flat(tmp_path, runner_for):
@@ -223,7 +224,7 @@ def test_dummy_weights_follow_the_seed_and_give_logits_that_are_not_flat(tmp_pat
 
     def logits(seed: int) -> torch.Tensor:
         driver = Driver(runner_for(tmp_path, load_format="dummy", seed=seed))
-        riding = driver.seat(0, prompt(9))
+        riding = driver.add_request(0, prompt(9))
         driver.step([(riding, 9)])
         return riding.logits[0]
 
@@ -236,7 +237,7 @@ def test_dummy_weights_follow_the_seed_and_give_logits_that_are_not_flat(tmp_pat
 def test_phases_are_told_and_the_buffers_are_left_clean(tmp_path):
     write("llama", tmp_path)
     phases = []
-    runner = ModelRunner(EngineConfig(num_kv_blocks=10), tmp_path, lambda name, seconds: phases.append((name, seconds)))
+    runner = build_runner(EngineConfig(num_kv_blocks=10), tmp_path, lambda name, seconds: phases.append((name, seconds)))
     assert [name for name, _ in phases] == ["weights", "kv cache", "warm-up"]
     assert all(not array.any() for array in runner.buffers[0].arrays().values())
     assert runner.buffers[0].block_tables.shape == (64, 9)
@@ -248,13 +249,13 @@ def test_seeded_draws_do_not_depend_on_company(tmp_path, runner_for):
     params = SamplingParams(temperature=1.5, top_p=0.95)
 
     def ride(others: int) -> list[int]:
-        one = driver.seat(0, prompt(9), params, seed=42)
-        rest = [driver.seat(row, prompt(4, row), params if row % 2 else GREEDY, seed=row) for row in range(1, 1 + others)]
+        one = driver.add_request(0, prompt(9), params, seed=42)
+        rest = [driver.add_request(row, prompt(4, row), params if row % 2 else GREEDY, seed=row) for row in range(1, 1 + others)]
         driver.step([*((riding, 4) for riding in rest), (one, 9)])
         for _ in range(12):
             driver.step([(one, 1), *((riding, 1) for riding in rest)])
         for riding in (one, *rest):
-            driver.leave(riding)
+            driver.remove_request(riding)
         return one.tokens
 
     assert ride(0) == ride(3) == ride(6)
@@ -268,7 +269,7 @@ def test_a_draw_is_for_the_place_that_its_token_takes(tmp_path, runner_for):
     driver.runner.sampler.draw = lambda logits, rows, positions, *where: (
         asked.append((rows.tolist(), positions.tolist())) or draw(logits, rows, positions, *where)
     )
-    a, b = driver.seat(4, prompt(9)), driver.seat(1, prompt(20))
+    a, b = driver.add_request(4, prompt(9)), driver.seat(1, prompt(20))
     assert driver.step([(b, 12)]) == []
     driver.step([(a, 9), (b, 8)])
     driver.step([(b, 1), (a, 1)])
@@ -278,12 +279,12 @@ def test_a_draw_is_for_the_place_that_its_token_takes(tmp_path, runner_for):
 def test_a_draw_on_the_device_is_for_the_same_rows_and_places(tmp_path):
     write("llama", tmp_path)
     small = {"num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    driver = Driver(ModelRunner(EngineConfig(device="cpu", **small), tmp_path, load=TorchExecutor.load, overlaps=False))
-    asked, sample = [], driver.runner._drawer.sample
-    driver.runner._drawer.sample = lambda logits, rows, positions, tier: (
+    driver = Driver(build_runner(EngineConfig(device="cpu", **small), tmp_path, load=TorchExecutor.load, overlaps=False))
+    asked, sample = [], driver.runner.sampler.tokens.sample
+    driver.runner.sampler.tokens.sample = lambda logits, rows, positions, tier: (
         asked.append((rows.tolist(), positions.tolist())) or sample(logits, rows, positions, tier)
     )
-    a, b = driver.seat(4, prompt(9)), driver.seat(1, prompt(20))
+    a, b = driver.add_request(4, prompt(9)), driver.seat(1, prompt(20))
     driver.step([(b, 12)])
     driver.step([(a, 9), (b, 8)])
     driver.step([(b, 1), (a, 1)])
@@ -312,7 +313,7 @@ def test_threads_are_the_physical_cores_unless_somebody_says_otherwise(tmp_path,
             return TorchExecutor.load(config, *rest)
 
         config = EngineConfig(num_kv_blocks=10, block_size=8, **settings)
-        [decision] = [decision for decision in ModelRunner(config, tmp_path, load=load).decisions if decision.what == "threads"]
+        [decision] = [decision for decision in build_runner(config, tmp_path, load=load).decisions if decision.what == "threads"]
         assert asked == [torch.get_num_threads()] == [int(decision.value)]
         return decision.value, decision.reason
 
@@ -335,7 +336,7 @@ def test_what_was_chosen_is_told_with_reasons(tmp_path, runner_for):
         "device",
         "threads",
         "weights",
-        "KV form",
+        "KV dtype",
         "context length",
         "KV cache",
         "sequences a step",
@@ -348,8 +349,8 @@ def test_what_was_chosen_is_told_with_reasons(tmp_path, runner_for):
 def test_steps_are_made_for_the_memory_that_there_is(tmp_path, monkeypatch):
     write("llama", tmp_path)
     config = EngineConfig(device="cpu")
-    monkeypatch.setattr("chairlift.runner.runner.available_memory", lambda: 2**20)
-    runner = ModelRunner(config, tmp_path, load=TorchExecutor.load)
+    monkeypatch.setattr("chairlift.runner.memory.budget.available_memory", lambda: 2**20)
+    runner = build_runner(config, tmp_path, load=TorchExecutor.load)
     assert runner.max_num_seqs <= runner.max_num_batched_tokens == len(runner.buffers[0].input_ids) < 256
     assert runner.max_num_seqs == len(runner.buffers[0].batch_slots) == len(runner.sampler.detailed)
     assert runner.num_kv_blocks * 16 * 3 * 2 * 2 * 8 * 4 < 2**20

@@ -6,9 +6,11 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from chairlift.outputs import TokenLogprobs
+from chairlift.runner.sampling.choice import FAILED
 from chairlift.runner.sampling.device import DeviceSampler
-from chairlift.runner.sampling.host import FAILED, Sampler
+from chairlift.runner.sampling.host import HostSampler
 from chairlift.runner.sampling.philox import philox, uniforms
+from chairlift.runner.sampling.sampler import Sampler
 from chairlift.sampling import SamplingParams
 
 DRAWS = 4000
@@ -28,19 +30,19 @@ class AtOnce(Sampler):
     there = False
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:
-        super().__init__(max_seqs, device, DeviceSampler(max_seqs, VOCABULARY, device) if self.there else None)
+        super().__init__(max_seqs, DeviceSampler(max_seqs, VOCABULARY, device) if self.there else HostSampler(max_seqs))
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         ours, places = (torch.from_numpy(values.astype(np.int32)) for values in (rows, positions))
         step = SimpleNamespace(sample_at=torch.arange(len(rows)), sample_slots=ours, positions=places - 1)
-        tokens, self.logprobs, self.details = self.take(self.draw(logits, rows, positions, step))
+        tokens, self.logprobs, self.details = self.take(self.draw(logits, rows, positions, SimpleNamespace(on_device=step)))
         return tokens
 
 
 def sampler(*params: SamplingParams, seeds: tuple[int, ...] = ()) -> Sampler:
     made = AtOnce(max(len(params), 1), torch.device("cpu"))
     for row, one in enumerate(params):
-        made.seat(row, one, empty(), 0, seeds[row] if seeds else row)
+        made.add_request(row, one, empty(), 0, seeds[row] if seeds else row)
     return made
 
 
@@ -157,21 +159,21 @@ def test_repetition_penalty_is_that_of_transformers():
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(0))
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens.tolist()]), logits)
     made = sampler()
-    made.seat(0, SamplingParams(temperature=0.0, repetition_penalty=1.7), tokens, 3, 0)
+    made.add_request(0, SamplingParams(temperature=0.0, repetition_penalty=1.7), tokens, 3, 0)
     found = logits.clone()
-    made.penalties[0].apply(found[0])
+    made.tokens.penalties[0].apply(found[0])
     assert torch.equal(found, expected)
-    made.penalties[0].add(20)
-    made.penalties[0].apply(logits[0])
+    made.tokens.penalties[0].add(20)
+    made.tokens.penalties[0].apply(logits[0])
     assert torch.equal((logits != expected).nonzero(), torch.tensor([[0, 20]]))
 
 
 def test_presence_and_frequency_count_the_output_alone():
     made = sampler()
     params = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
-    made.seat(0, params, np.array([1, 2, 3, 3], dtype=np.int32), 2, 0)
+    made.add_request(0, params, np.array([1, 2, 3, 3], dtype=np.int32), 2, 0)
     logits = torch.zeros(10)
-    made.penalties[0].apply(logits)
+    made.tokens.penalties[0].apply(logits)
     assert logits.tolist() == [0, 0, 0, -1.0, 0, 0, 0, 0, 0, 0]
 
 
@@ -179,9 +181,9 @@ def test_sampled_tokens_join_the_output_until_the_row_is_seated_anew():
     logits = torch.tensor([[0.0, 1.0, 0.9, 0.8]])
     made = sampler(SamplingParams(temperature=0.0, presence_penalty=0.5))
     assert [made.sample(logits.clone(), np.array([0]), np.array([i])).item() for i in range(4)] == [1, 2, 3, 1]
-    made.seat(0, SamplingParams(temperature=0.0), empty(), 0, 0)
+    made.add_request(0, SamplingParams(temperature=0.0), empty(), 0, 0)
     assert made.sample(logits, np.array([0]), np.array([0])).item() == 1
-    assert not made.penalties
+    assert not made.tokens.penalties
 
 
 def test_ranked_rows_have_the_log_probability_of_their_tokens_before_anything_was_changed():
@@ -193,7 +195,7 @@ def test_ranked_rows_have_the_log_probability_of_their_tokens_before_anything_wa
         SamplingParams(temperature=0.0, **ranked),
         SamplingParams(presence_penalty=2.0, logit_bias={5: 50.0}, **ranked),
     )
-    made.penalties[3].add(int(logits[3].argmax()))
+    made.tokens.penalties[3].add(int(logits[3].argmax()))
     tokens = made.sample(logits.clone(), np.arange(4), np.arange(4))
     expected = logits.double().log_softmax(-1).gather(1, torch.from_numpy(tokens).long().unsqueeze(1)).squeeze(1)
     assert tokens[3] == 5
@@ -203,7 +205,7 @@ def test_ranked_rows_have_the_log_probability_of_their_tokens_before_anything_wa
     assert not made.details
     made.sample(logits[:1].clone(), np.array([0]), np.array([9]))
     assert made.logprobs.size == 0
-    made.seat(2, SamplingParams(), empty(), 0, 0)
+    made.add_request(2, SamplingParams(), empty(), 0, 0)
     made.sample(logits[2:3].clone(), np.array([2]), np.array([9]))
     assert made.logprobs.size == 0
 
@@ -260,7 +262,9 @@ def test_matchers_bound_what_is_drawn_and_hear_of_it(temperature, vocabulary):
     made = AtOnce(4, torch.device("cpu"))
     one, seated_again = Alternating(), Alternating()
     for row, matcher, tokens in ((0, None, []), (1, one, []), (2, seated_again, [9, 4])):
-        made.seat(row, SamplingParams(temperature=temperature), np.array(tokens, dtype=np.int32), min(1, len(tokens)), row, matcher=matcher)
+        made.add_request(
+            row, SamplingParams(temperature=temperature), np.array(tokens, dtype=np.int32), min(1, len(tokens)), row, matcher=matcher
+        )
     assert seated_again.taken == [4]
     generator, drawn = torch.Generator().manual_seed(0), []
     for step in range(4):
@@ -271,21 +275,21 @@ def test_matchers_bound_what_is_drawn_and_hear_of_it(temperature, vocabulary):
     assert drawn[2][0] == drawn[3][0] == drawn[3][2] == FAILED
     assert all(pair[1] != FAILED for pair in drawn)
     assert one.taken == [pair[2] for pair in drawn[:3]]
-    made.seat(1, SamplingParams(temperature=0.0), empty(), 0, 0)
+    made.add_request(1, SamplingParams(temperature=0.0), empty(), 0, 0)
     assert made.sample(torch.ones(1, vocabulary), np.array([1]), np.array([0])).tolist() == [0]
 
 
 def test_a_matcher_that_raises_ends_its_own_row_only():
     made = AtOnce(4, torch.device("cpu"))
     for row, matcher in enumerate((Maskless(), None, Deaf(), Alternating())):
-        made.seat(row, SamplingParams(), empty(), 0, row, matcher=matcher)
+        made.add_request(row, SamplingParams(), empty(), 0, row, matcher=matcher)
     logits = torch.randn(4, 70, generator=torch.Generator().manual_seed(0))
     alone = sampler(SamplingParams(), seeds=(1,)).sample(logits[1:2].clone(), np.array([0]), np.array([7]))
     found = made.sample(logits, np.arange(4), np.full(4, 7))
     assert (found[0], found[1], found[2]) == (FAILED, alone[0], FAILED)
     assert found[3] % 2 == 0
     with pytest.raises(RuntimeError, match="no token"):
-        made.seat(0, SamplingParams(), np.array([1, 2], dtype=np.int32), 1, 0, matcher=Deaf())
+        made.add_request(0, SamplingParams(), np.array([1, 2], dtype=np.int32), 1, 0, matcher=Deaf())
 
 
 def greedy(made: Sampler, logits: torch.Tensor, row: int = 0) -> int:
@@ -294,7 +298,7 @@ def greedy(made: Sampler, logits: torch.Tensor, row: int = 0) -> int:
 
 def biased(tokens: list[int] = (), prompt_len: int = 0, ends: tuple[int, ...] = (), **settings) -> Sampler:
     made = sampler(SamplingParams())
-    made.seat(0, SamplingParams(temperature=0.0, **settings), np.array(tokens, dtype=np.int32), prompt_len, 0, ends=ends)
+    made.add_request(0, SamplingParams(temperature=0.0, **settings), np.array(tokens, dtype=np.int32), prompt_len, 0, ends=ends)
     return made
 
 
@@ -351,7 +355,7 @@ def test_a_neighbour_changes_nothing(name):
     for neighbour in (2, 3):
         made, own = sampler(*plain), logits.clone()
         params = SamplingParams(temperature=float(neighbour == 3), **FEATURES[name])
-        made.seat(neighbour, params, empty(), 0, neighbour, ends=(0, 5), matcher=Alternating() if name == "grammar" else None)
+        made.add_request(neighbour, params, empty(), 0, neighbour, ends=(0, 5), matcher=Alternating() if name == "grammar" else None)
         found = made.sample(own, rows, positions)
         others = rows[rows != neighbour]
         assert (found[others] == expected[others]).all()

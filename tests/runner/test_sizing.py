@@ -127,9 +127,9 @@ def test_every_choice_has_its_reason():
     short = reasons(fitted(600 * MIB, LARGE))
     assert short["KV cache"].endswith("(what is left of 0.6 GiB of free memory)")
     assert short["context length"].endswith("(what the KV cache holds; the model was made for 131072 tokens)")
-    assert short["sequences a step"] == "32 (64 would leave too little of 0.6 GiB of free memory)"
+    assert short["sequences a step"] == "32 (64 would need too much of 0.6 GiB of free memory)"
     assert reasons(fitted(48 * GIB, LARGE))["KV cache"].endswith("(one sequence of full length)")
-    assert reasons(fitted(max_num_seqs=4))["KV cache"].endswith("(all that 4 sequences of full length can fill)")
+    assert reasons(fitted(max_num_seqs=4))["KV cache"].endswith("(enough for 4 sequences of full length)")
     asked = reasons(fitted(max_num_seqs=4, max_num_batched_tokens=9, num_kv_blocks=20, max_model_len=300))
     assert asked == {
         "context length": "300 tokens (--max-model-len says so)",

@@ -110,7 +110,7 @@ class FakeEngine:
     async def explain_sequences(self, tags: list[int]) -> list[Timeline]:
         return [timeline for timeline in self.others if timeline.tag in tags]
 
-    async def look(self) -> dict[str, Any]:
+    async def take_snapshot(self) -> dict[str, Any]:
         self.looks += 1
         return {**self.snapshot, "steps": [{"step": self.looks, **step} for step in self.snapshot["steps"]]}
 

@@ -1,4 +1,4 @@
-"""The engine for asyncio programs: it runs in a child process, and every request is an async iterator."""
+"""The engine for asyncio programs. It runs in a child process; each request is an async iterator."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from chairlift.engine.frames import (
     Rejected,
     Snapshot,
     SnapshotRequest,
-    Step,
+    StepOutputs,
     Stop,
 )
 from chairlift.engine.heartbeat import Heartbeat
 from chairlift.engine.prompt import Prompt, text_or_ids
-from chairlift.engine.request import deliver, spelled, validate
+from chairlift.engine.request import deliver, encode_bad_words, validate
 from chairlift.engine.stream import Stream
 from chairlift.engine.table import log_decisions, warn_of_short_context
 from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest
@@ -53,9 +53,9 @@ from chairlift.tokenizer import Tokenizer
 log = logging.getLogger("chairlift")
 
 STOP_SECONDS = 5.0
-"""How long the engine gets to end by itself before it is killed."""
+"""Seconds that the engine gets to exit before it is killed."""
 REMEMBERED = 10_000
-"""How many requests can be asked about by the ids that their callers gave them; the engine remembers as many sequences that ended."""
+"""Most request ids that `explain` knows. The engine remembers as many ended sequences."""
 
 
 class AsyncEngine:
@@ -67,7 +67,7 @@ class AsyncEngine:
     tokenizer: Tokenizer
     """Set by `start`."""
     facts: dict[str, Any]
-    """The engine's limits and the model's; empty until it is ready, and the former ones while it starts again."""
+    """The limits of the engine and the model. Empty until the first start is complete."""
 
     _command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
 
@@ -76,8 +76,8 @@ class AsyncEngine:
         self.facts = {}
         self._stats: dict[str, Any] = {}
         self.on_end: Callable[[], None] | None = None
-        """Called as soon as an engine that was ready is known to have ended by itself, before its requests hear of that."""
-        self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences are numbered on from its tag
+        """Called when an engine that was ready has died, before its requests fail."""
+        self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
         self._remembered: dict[str, range] = {}
         self._questions = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -93,28 +93,28 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's process is there, starting or ready."""
+        """Whether the engine's process exists, starting or ready."""
         return self._death is None
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return self.alive and self._started
 
     async def start(self, since: float | None = None) -> None:
-        """Starts the process and returns when the model is ready, with a line in the log for each phase.
+        """Starts the process and returns when the model is ready. Logs each phase.
 
-        `since` (of `time.perf_counter`) is where the reported time begins, if not here. Raises what stopped it:
-        ModelNotFound, UnsupportedModel, OutOfMemory, EngineDead.
+        The logged total counts from `since` (of `time.perf_counter`), or from the call. Raises ModelNotFound, UnsupportedModel,
+        OutOfMemory or EngineDead.
         """
         began = time.perf_counter() if since is None else since
         if self._process is not None:
             raise RuntimeError("the engine has been started already; close it first")
         self._stats, self._phases, self._remembered, self._started = {}, {}, {}, False
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pulse = Heartbeat(self._kill)
+        self._heartbeat = Heartbeat(self._kill)
         self._exit_watch = ExitWatch(asyncio.get_running_loop(), self._process_exits)
-        # First of all, since importing torch is most of the wait: the model is looked for meanwhile.
+        # The process starts first, because importing torch takes longest. The model is located meanwhile.
         sock = self._spawn()
         self._ended.clear()
         try:
@@ -129,11 +129,11 @@ class AsyncEngine:
             raise
         self.facts["model"] = self.config.model
         self._started = True
-        self._watching = asyncio.create_task(self._pulse.watch())
+        self._watching = asyncio.create_task(self._heartbeat.watch())
         self._log_start(time.perf_counter() - began)
 
     async def close(self) -> None:
-        """Ends the engine; open requests raise EngineClosed. May be called at any time, and again."""
+        """Ends the engine. Open requests raise EngineClosed. May be called repeatedly."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -143,12 +143,12 @@ class AsyncEngine:
             if self._stats:
                 self._write(Stop())
             else:
-                process.kill()  # it is still importing or loading, and would hear nothing until that is done
+                process.kill()  # while it imports or loads, it does not read the socket
             await asyncio.to_thread(process.wait, STOP_SECONDS)
         except subprocess.TimeoutExpired:
             log.warning("the engine did not stop within %.0f s: killing it", STOP_SECONDS)
         finally:
-            process.kill()  # it ignores SIGTERM, which is its parent's business
+            process.kill()  # it ignores SIGTERM
             process.wait()
             if reading is not None:
                 reading.cancel()
@@ -162,15 +162,15 @@ class AsyncEngine:
         await self.close()
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, without holding up the event loop."""
+        """Tokenizes a prompt without blocking the event loop."""
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
-        """The parameters with `max_tokens` filled in; raises InvalidRequest for what the model can't take."""
+        """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if the model cannot run the request."""
         return validate(prompt_token_ids, params, self.facts)
 
     def default_params(self, **settings: Any) -> SamplingParams:
-        """Sampling settings as the checkpoint recommends them (`--generation-config`), with `settings` above them."""
+        """The checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
         return SamplingParams(**{**self.facts.get("default_sampling", {}), **settings})
 
     async def generate(
@@ -183,25 +183,24 @@ class AsyncEngine:
         on_start: Callable[[], None] | None = None,
         spent: Mapping[str, float] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Runs one request; yields what is new of its answers, by `index`, and `finish_reason` with the last of each.
+        """Runs one request. Yields increments of its choices, by `index`; the last of each has a `finish_reason`.
 
-        Where only the `n` best are kept, they come whole at the end. Leaving the iterator early aborts the request: at once when it
-        is closed or cancelled, so wrap it in `contextlib.aclosing` where the loop may end before the request does. `request_id` is for
-        `explain`; `on_start` is called once, when the engine begins the first answer; `spent` has the states of the request's timeline
-        before this call, with their seconds: its times and deadlines count from there. Raises InvalidRequest or QueueFull before
-        anything, and RequestFailed, OutOfMemory, DeadlineMissed or EngineDead at any time.
+        With `best_of`, the `n` best choices are yielded whole at the end. Closing or cancelling the iterator aborts the request; use
+        `contextlib.aclosing` if the loop may end early. `request_id` is for `explain`. `on_start` is called once, when the engine
+        admits the first choice. `spent` has the seconds of earlier timeline states: times and deadlines count from there. Raises
+        InvalidRequest or QueueFull before the first increment, and RequestFailed, OutOfMemory, DeadlineMissed or EngineDead at any time.
         """
         called = time.monotonic_ns() // 1000
         before = {state: int(seconds * 1e6) for state, seconds in (spent or {}).items()}
         self._check_alive()
-        given = text_or_ids(prompt)
-        prompt_token_ids = await self.encode(given) if isinstance(given, str) else given
+        content = text_or_ids(prompt)
+        prompt_token_ids = await self.encode(content) if isinstance(content, str) else content
         params, scheduling = self.default_params() if params is None else params, scheduling or Scheduling()
         for name, one, kind in (("params", params, SamplingParams), ("scheduling", scheduling, Scheduling)):
             if not isinstance(one, kind):
                 raise InvalidRequest(f"{name} must be {kind.__name__}, got {one!r:.50}", param=name)
         if params.bad_words:
-            params = await asyncio.to_thread(spelled, params, self.tokenizer)
+            params = await asyncio.to_thread(encode_bad_words, params, self.tokenizer)
         params = self.validate(prompt_token_ids, params)
         stream = Stream(self.tokenizer, next(self._tags), prompt_token_ids, params, (called - sum(before.values())) / 1e6)
         stream.on_start = on_start
@@ -215,7 +214,7 @@ class AsyncEngine:
             submitted = time.monotonic_ns() // 1000
             before["tokenize"] = before.get("tokenize", 0) + submitted - called
             self._write(Add(stream.tags.start, frames.pack_tokens(prompt_token_ids), *packed, submitted, before))
-            with contextlib.suppress(ConnectionError):  # the stream hears of it, in better words
+            with contextlib.suppress(ConnectionError):  # the stream fails with a better message
                 await self._writer.drain()
             while not stream.over:
                 outputs = await stream.next()
@@ -237,36 +236,36 @@ class AsyncEngine:
             )
 
     async def explain(self, request_id: str) -> list[Timeline]:
-        """What became of a request's time, one ledger a sequence of it, also while it runs; empty for one that is not remembered."""
+        """The timelines of a request's sequences, also while it runs; empty if the request is unknown."""
         self._check_alive()
         return await self.explain_sequences(self._remembered.get(request_id, ()))
 
     async def explain_sequences(self, tags: Sequence[int]) -> list[Timeline]:
-        """The same by the engine's numbers of sequences; those that are not remembered are left out."""
-        found: list[Timeline] = await self._ask(lambda ask: Explain(ask, list(tags))) if tags else []
-        return found
+        """The timelines of these tags; unknown tags are left out."""
+        timelines: list[Timeline] = await self._ask(lambda ask: Explain(ask, list(tags))) if tags else []
+        return timelines
 
-    async def look(self) -> dict[str, Any]:
-        """The engine's rows, queue, blocks and newest steps (see `Scheduler.snapshot`), with `names`: (tag, request id) of those there."""
+    async def take_snapshot(self) -> dict[str, Any]:
+        """The scheduler's state (see `Scheduler.snapshot`), with `names`: (tag, request id) of its requests."""
         snapshot: dict[str, Any] = await self._ask(SnapshotRequest)
-        seen = {one["tag"] for one in [*snapshot["running"], *snapshot["waiting"]]}
-        return snapshot | {"names": [(tag, name) for name, tags in self._remembered.items() for tag in tags if tag in seen]}
+        present = {one["tag"] for one in [*snapshot["running"], *snapshot["waiting"]]}
+        return snapshot | {"names": [(tag, name) for name, tags in self._remembered.items() for tag in tags if tag in present]}
 
     async def ended(self) -> None:
-        """Returns when the engine has ended, however it came to that."""
+        """Waits until the engine has ended, by `close` or by itself."""
         await self._ended.wait()
 
     @property
     def stuck(self) -> tuple[str, float] | None:
-        """The stage in which the engine has been stuck, and for how many seconds; None while it gets on. See `Heartbeat.stuck`."""
-        return self._pulse.stuck if self.alive else None
+        """The stage in which the engine is stuck and the seconds since; None if it is not. See `Heartbeat.stuck`."""
+        return self._heartbeat.stuck if self.alive else None
 
     def stats(self) -> dict[str, Any]:
-        """The newest counters from the engine, a fraction of a second old while it works; empty before it is ready."""
+        """The engine's newest counters, at most a fraction of a second old while it works; empty before it is ready."""
         return self._stats
 
     async def _ask(self, question: Callable[[int], Frame]) -> Any:
-        """What the engine answers to the question that carries a number."""
+        """Sends a question with a new number and waits for the reply."""
         self._check_alive()
         ask = next(self._questions)
         self._answers[ask] = asyncio.get_running_loop().create_future()
@@ -277,18 +276,18 @@ class AsyncEngine:
             del self._answers[ask]
 
     def _answer(self, ask: int, answer: Any) -> None:
-        """Hands an answer to whoever asked, unless nobody waits any more."""
+        """Resolves the future of a question, unless its caller has gone."""
         if (asking := self._answers.get(ask)) is not None and not asking.done():
             asking.set_result(answer)
 
     def _leave(self, tags: Iterable[int], *, stopped: bool = False) -> None:
-        """Forgets sequences, and has the engine do so with those that still run there; `stopped` if a stop string was found."""
-        left = [tag for tag in tags if self._streams.pop(tag, None) is not None]
-        if left and self.alive:
-            self._write(Abort(left, stopped))
+        """Forgets sequences and aborts those that still run; `stopped` if a stop string was found."""
+        running = [tag for tag in tags if self._streams.pop(tag, None) is not None]
+        if running and self.alive:
+            self._write(Abort(running, stopped))
 
     def _remember(self, request_id: str, tags: range) -> None:
-        self._remembered.pop(request_id, None)  # the newest come last
+        self._remembered.pop(request_id, None)  # keeps the newest last
         self._remembered[request_id] = tags
         if len(self._remembered) > REMEMBERED:
             del self._remembered[next(iter(self._remembered))]
@@ -302,30 +301,30 @@ class AsyncEngine:
     def _spawn(self) -> socket.socket:
         """Starts the child and returns the parent's end of their socket.
 
-        To be called in the event loop's own thread: the child is killed when the thread that started it ends.
+        Must be called in the event loop's thread: the child is killed when the thread that started it ends.
         """
-        ours, theirs = socket.socketpair()
-        # The child finds modules where this process does, and not in its working directory.
+        parent_end, child_end = socket.socketpair()
+        # The child has this process's module path and does not import from its working directory.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        command = [sys.executable, "-P", *self._command, str(theirs.fileno()), self.config.load_format]
-        # Ctrl-C in a terminal reaches the child too, which has no handler before its imports are done: it inherits the blocked signal.
+        command = [sys.executable, "-P", *self._command, str(child_end.fileno()), self.config.load_format]
+        # Ctrl-C in a terminal also reaches the child, which has no handler until it has imported: it inherits the blocked signal.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            with theirs:
+            with child_end:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}
+                    command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], env={**os.environ, "PYTHONPATH": path}
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._death = None
-        return ours
+        return parent_end
 
     def _kill(self) -> None:
         if self._process is not None:
             self._process.kill()
 
     def _next_journal(self) -> str | None:
-        """Where an engine records; one that is started again must not write over what the one that died left."""
+        """The journal's path. A restarted engine gets a new file."""
         number = next(self._journals)
         return f"{self.config.journal}.{number}" if self.config.journal and number else self.config.journal
 
@@ -333,15 +332,15 @@ class AsyncEngine:
         self._writer.write(frames.encode(frame))
 
     async def _read(self) -> None:
-        """Takes frames from the engine until its end."""
+        """Handles the engine's frames until it ends."""
         death: ChairliftError | None = None
         try:
             while (frame := await frames.read(self._reader)) is not None:
                 match frame:
-                    case Step():
+                    case StepOutputs():
                         if frame.stats:
                             self._stats = {**self._stats, **frame.stats}
-                        if not self._is_ready.done():  # the first one says that the engine waits for work
+                        if not self._is_ready.done():  # the engine waits for work
                             self._is_ready.set_result(None)
                         for stream in deliver(frame, self._streams):
                             stream.wake()
@@ -351,11 +350,11 @@ class AsyncEngine:
                                 self._streams.pop(tag, None)
                             rejected.reject(frame)
                     case Explained():
-                        self._answer(frame.ask, [Timeline.read(ledger) for ledger in frame.ledgers])
+                        self._answer(frame.ask, [Timeline.read(timeline) for timeline in frame.timelines])
                     case Snapshot():
                         self._answer(frame.ask, frame.snapshot)
                     case Alive():
-                        self._pulse.hear(frame)
+                        self._heartbeat.on_message(frame)
                     case Phase():
                         log.info("phase %s %.2f s", frame.name, frame.seconds)
                         self._phases[frame.name] = frame.seconds
@@ -365,35 +364,35 @@ class AsyncEngine:
                     case Fatal():
                         death = _death(frame)
                     case _:
-                        raise BadFrame(f"an engine sends no such frame: {frame!r:.100}")
+                        raise BadFrame(f"unexpected frame from an engine: {frame!r:.100}")
         except OSError:
-            pass  # a reset is an end too
-        except Exception as error:  # without a reader nothing moves: whatever it is, it is the end
+            pass  # a connection reset
+        except Exception as error:
             log.exception("reading from the engine failed")
             death = EngineDead(f"the connection to the engine's process broke: {type(error).__name__}: {error}")
         process = self._process
-        if process is None:  # closed on purpose
+        if process is None:  # `close` was called
             return
         self._process_exits()
         if death is None:
-            # The socket closes a little before the process is gone.
+            # The socket closes shortly before the process exits.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(process.wait, 1.0)
             death = EngineDead(f"the engine's process ended unexpectedly ({_exit_words(process.returncode)})")
         process.kill()
-        if self._started:  # else `start` raises it
+        if self._started:  # otherwise `start` raises it
             log.error("engine dead: %s", death)
         self._fail(death)
 
     def _process_exits(self) -> None:
-        """Takes no more requests. Those that are open end when the socket has, and it is known what the process died of."""
+        """Rejects new requests. Open requests fail when the socket closes and the exit status is known."""
         if self._process is not None and self._death is None:
             self._death = EngineDead("the engine's process has ended")
             if self._started and self.on_end is not None:
                 self.on_end()
 
     def _fail(self, death: ChairliftError) -> None:
-        """Marks the engine as dead, and ends every open request and question."""
+        """Marks the engine as dead and fails all open requests and questions."""
         self._death = death if isinstance(death, EngineDead) else EngineDead(str(death))
         for stream in self._streams.values():
             stream.fail(type(self._death)(str(death)))
@@ -407,10 +406,10 @@ class AsyncEngine:
             self._watching.cancel()
         if not self._is_ready.done():
             self._is_ready.set_exception(death)
-            self._is_ready.exception()  # so that asyncio does not complain where nobody waits for it
+            self._is_ready.exception()  # marks it as retrieved
 
     def _log_start(self, total: float) -> None:
-        """Says what was decided, and where the time went: what the engine did not name was starting its process and talking to it."""
+        """Logs the decisions and the duration of each phase. "process" is the rest: starting the process and communication."""
         parts = {name: round(seconds, 2) for name, seconds in self._phases.items()}
         parts = {"process": round(total, 2) - sum(parts.values()), **parts}
         log.info("phase process %.2f s", parts["process"])

@@ -1,4 +1,4 @@
-"""Requests whose grammars are being compiled: on their way from the socket to the scheduler."""
+"""Requests that wait for their grammars before they are scheduled."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from chairlift.engine.frames import Add
 
 
 class Compiling:
-    """The requests that wait for their grammars, by tag, and since when; times are microseconds of the monotonic clock."""
+    """Requests by tag and the start of their compilation. Times are microseconds of the monotonic clock."""
 
     def __init__(self) -> None:
         self._requests: dict[int, tuple[Add, int]] = {}
 
     def begin(self, request: Add) -> None:
-        """Notes that the compilation of a request's grammar has begun."""
+        """Adds a request whose grammar is being compiled."""
         self._requests[request.tag] = request, _now()
 
     def end(self, tag: int, ended: int) -> Add | None:
-        """The request, as it is submitted now that its grammar has been there since `ended`; None if its caller has left."""
+        """Removes a request whose grammar was compiled at `ended` and returns it for submission; None if it was aborted."""
         request, began = self._requests.pop(tag, (None, 0))
         return request and replace(request, submitted=ended, spent=_spent(request, began, ended))
 
     def abort(self, tags: Iterable[int]) -> None:
-        """Forgets requests, unknown ones too."""
+        """Forgets requests. Unknown tags are ignored."""
         for tag in tags:
             self._requests.pop(tag, None)
 
     def explain(self, tag: int) -> dict[str, Any] | None:
-        """The ledger of a request that waits for its grammar, up to now, in the core's form; None for any other."""
+        """The timeline of a request that waits for its grammar, as the core reports it; None for any other tag."""
         if tag not in self._requests:
             return None
         (request, began), now = self._requests[tag], _now()
@@ -54,7 +54,7 @@ class Compiling:
 
 
 def _spent(request: Add, began: int, until: int) -> dict[str, int]:
-    """The request's states until its grammar was compiled: before `began` the engine was in a step."""
+    """The microseconds of a request's states until its grammar was compiled. Before `began` it waited for the engine's current step."""
     submitted = began if request.submitted is None else request.submitted
     return {**request.spent, "wait_step": began - submitted, "grammar": until - began}
 

@@ -1,6 +1,6 @@
-"""The frames between the client and the engine's process: a 4-byte big-endian length, then one msgpack map.
+"""The frames between client and engine process: a 4-byte big-endian length, then a msgpack map.
 
-Each frame is a small dataclass; the key `t` of the map names which. Nothing but plain data crosses: no pickle.
+Each frame is a dataclass, named by the map's key `t`. Frames contain only plain data, no pickle.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     import socket
 
 MAX_FRAME = 64 * 2**20
-"""Bytes that one frame may have: a prompt of sixteen million tokens. More is taken for garbage."""
+"""Most bytes of a frame: a prompt of sixteen million tokens. A longer frame is an error."""
 
 _LENGTH = struct.Struct(">I")
 _pack: Callable[[object], bytes] = msgpack.dumps
-# Priorities are keys of the counters, and they are numbers.
+# Priorities are keys of the usage counters and are integers.
 _unpack: Callable[[bytes], Any] = partial(msgpack.loads, strict_map_key=False)
 
 
 class BadFrame(ChairliftError):
-    """What came over the socket is not a frame; the two ends are not of one version, or one of them is broken."""
+    """The socket's data is not a frame: the two ends have different versions, or one is broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """To the engine, once: the fields of `EngineConfig`, with the model as a local directory."""
+    """To the engine, once: the fields of `EngineConfig`. The model is a local directory."""
 
     settings: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """To the engine: a request, whose sequences get `tag` and the numbers after it.
+    """To the engine: a request. Its sequences get `tag` and the numbers after it.
 
-    `prompt` holds int32 little-endian token ids, `params` and `scheduling` the fields of `SamplingParams` and `Scheduling`.
-    `spent` says in which states it was before it was sent, and for how many microseconds. `submitted` is when it was sent, in
-    microseconds of the monotonic clock: a step may be under way for long before the engine hears of it.
+    `prompt` is int32 little-endian token ids; `params` and `scheduling` are the fields of `SamplingParams` and `Scheduling`. `spent` has
+    the microseconds of the timeline states before it was sent, and `submitted` the time when it was sent, in microseconds of the
+    monotonic clock: the engine may receive it much later, after a long step.
     """
 
     tag: int
@@ -60,9 +60,9 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """To the engine: these sequences are not wanted any more. Unknown tags are fine: they may just have ended.
+    """To the engine: end these sequences. Unknown tags are ignored, because sequences may have just ended.
 
-    `stopped` if that is because a stop string was found in what they gave.
+    `stopped` if a stop string was found in their output.
     """
 
     tags: list[int]
@@ -71,7 +71,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Explain:
-    """To the engine: what became of these sequences? `ask` is a number for the answer to carry."""
+    """To the engine: a request for the timelines of these sequences. `ask` identifies the reply."""
 
     ask: int
     tags: list[int]
@@ -79,19 +79,19 @@ class Explain:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """To the engine: what is there now? `ask` is a number for the answer to carry."""
+    """To the engine: a request for a snapshot. `ask` identifies the reply."""
 
     ask: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """To the engine: end after the running step."""
+    """To the engine: exit after the current step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """From the engine while it starts: what it did, and how long that took."""
+    """From the engine while it starts: a finished phase and its duration."""
 
     name: str
     seconds: float
@@ -109,18 +109,16 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """From the engine after each step: one entry a token, for all requests together, and the newest counters.
+class StepOutputs:
+    """From the engine after each step: the tokens of all requests, and changed counters.
 
-    `tags` are u64, `tokens` i32 and `finishes` u8 (0 none, 1 stop, 2 length, 3 error), little-endian, equally many.
-    `logprobs` are f32, as many where a request asks for them or is ranked by them, else none. `started` has one (tag, cached tokens,
-    microseconds queued) a sequence that was admitted, again when it was preempted meanwhile. `ended` has one of the core's ledgers a
-    sequence that ended; one that missed its deadline is in no other field. `stats` are counters that have news: they are not sent each
-    time.
-    `details` has by tag, and `prompts` as pairs with a request's first tag, what those who asked get to know of log-probabilities: of
-    the token, and of the prompt's next ones. Each is a number of lines, 4 bytes a figure: token, log-probability (f32), rank, so many
-    likeliest tokens, their log-probabilities (f32).
-    `starved` are tags of those in `ended` that failed because the device had too little memory; they have no entry for that.
+    `tags` (u64), `tokens` (i32) and `finishes` (u8: 0 none, 1 stop, 2 length, 3 error) are little-endian with one entry per token.
+    `logprobs` (f32) has one entry per token if any request needs log-probabilities, else none. `started` has (tag, cached tokens,
+    microseconds queued) for each admitted sequence, including those admitted again after a preemption. `ended` has the timelines of
+    ended sequences; a sequence that missed its deadline is in no other field. `stats` are counters, which are not sent every time.
+    `details` (by tag) and `prompts` (pairs with a request's first tag) are log-probabilities of tokens and of prompt tokens, in lines of
+    4-byte numbers: token, log-probability (f32), rank, top tokens, their log-probabilities (f32).
+    `starved` are the tags in `ended` that failed because the device was out of memory.
     """
 
     tags: bytes = b""
@@ -137,7 +135,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """From the engine: a request it did not take. `error` is the name of a class in `chairlift.errors`, the rest are its attributes."""
+    """From the engine: a rejected request. `error` is the name of a class in `chairlift.errors`, the other fields are its attributes."""
 
     tag: int
     error: str
@@ -149,15 +147,15 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """From the engine: the ledgers of the sequences that were asked for, of those it remembers."""
+    """From the engine: the timelines of the requested sequences that it remembers."""
 
     ask: int
-    ledgers: list[dict[str, Any]]
+    timelines: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """From the engine once a second when it is ready, whatever it does: if it is stuck, then in which `stage`, and for how long."""
+    """From the engine once a second, even during a step. If it is stuck, `stage` and `seconds` say where and for how long."""
 
     stage: str | None = None
     seconds: float = 0.0
@@ -165,7 +163,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """From the engine: its rows, queue, blocks and newest steps, as `Scheduler.snapshot` has them, and its clock as `now_us`."""
+    """From the engine: the result of `Scheduler.snapshot`, with the engine's clock as `now_us`."""
 
     ask: int
     snapshot: dict[str, Any]
@@ -173,20 +171,22 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """From the engine, last: why it ends. `error` is the name of an exception class."""
+    """From the engine, last: the reason for its exit. `error` is the name of an exception class."""
 
     error: str
     message: str
 
 
-Frame = Config | Add | Abort | Explain | SnapshotRequest | Stop | Phase | Ready | Step | Rejected | Explained | Snapshot | Alive | Fatal
+Frame = (
+    Config | Add | Abort | Explain | SnapshotRequest | Stop | Phase | Ready | StepOutputs | Rejected | Explained | Snapshot | Alive | Fatal
+)
 
 _KINDS: dict[str, type[Frame]] = {kind.__name__.lower(): kind for kind in get_args(Frame)}
 _SHAPES = {kind: (name, tuple(item.name for item in fields(kind))) for name, kind in _KINDS.items()}
 
 
 def encode(frame: Frame) -> bytes:
-    """The frame as it goes over the wire, length included; raises BadFrame if it is too long."""
+    """Encodes a frame, including its length. Raises BadFrame if it is too long."""
     name, items = _SHAPES[type(frame)]
     payload = _pack({"t": name, **{item: getattr(frame, item) for item in items}})
     _check_length(len(payload))
@@ -194,21 +194,21 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(payload: bytes) -> Frame:
-    """Reads what `encode` wrote, without the length; raises BadFrame for anything else."""
+    """Decodes a frame without its length. Raises BadFrame."""
     try:
         content = _unpack(payload)
         return _KINDS[content.pop("t")](**content)
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
-        raise BadFrame(f"a frame of {len(payload)} bytes makes no sense: {type(error).__name__}: {error}") from error
+        raise BadFrame(f"a frame of {len(payload)} bytes is invalid: {type(error).__name__}: {error}") from error
 
 
 def send(sock: socket.socket, frame: Frame) -> None:
-    """Writes a frame, blocking for as long as the other end does not read."""
+    """Writes a frame. Blocks while the other end does not read."""
     sock.sendall(encode(frame))
 
 
 def receive(file: BinaryIO) -> Frame | None:
-    """Reads the next frame, blocking until it is whole; None when the other end has closed. Raises BadFrame."""
+    """Reads the next frame and blocks until it is complete; None if the other end has closed. Raises BadFrame."""
     header = file.read(_LENGTH.size)
     if not header:
         return None
@@ -220,7 +220,7 @@ def receive(file: BinaryIO) -> Frame | None:
 
 
 async def read(reader: asyncio.StreamReader) -> Frame | None:
-    """Reads the next frame from an asyncio stream; None when the other end has closed. Raises BadFrame."""
+    """Reads the next frame from an asyncio stream; None if the other end has closed. Raises BadFrame."""
     try:
         header = await reader.readexactly(_LENGTH.size)
         length = _length(header)
@@ -238,7 +238,7 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
 
 
 def pack_fields(item: SamplingParams | Scheduling) -> dict[str, Any]:
-    """A part of a request as plain data; `SamplingParams(**data)` or `Scheduling(**data)` is the way back."""
+    """The fields of a part of a request; `SamplingParams(**fields)` or `Scheduling(**fields)` restores it."""
     return {field.name: getattr(item, field.name) for field in fields(item)}
 
 

@@ -1,4 +1,4 @@
-"""The parent's side of the watchdog: what the engine's process says of itself, and what its silence says."""
+"""The parent's side of the watchdog: detects a stuck or silent engine process."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ import logging
 from collections.abc import Callable
 
 from chairlift.engine.frames import Alive
-from chairlift.engine.watchdog import LOOK, StallDetector
+from chairlift.engine.watchdog import CHECK_SECONDS, StallDetector
 
 log = logging.getLogger("chairlift")
 
 SILENT_AFTER = 10.0
-"""Seconds after which an engine's process that says nothing is stuck as a whole."""
+"""Seconds without a message after which the engine's process counts as stuck."""
 KILL_AFTER = 60.0
-"""Seconds for which an engine may be stuck before it is given up."""
+"""Seconds after which a stuck engine is killed."""
 
 
 class Heartbeat:
-    """Hears an engine that is ready, and `kill`s one that stays stuck."""
+    """Receives the heartbeats of a ready engine and calls `kill` if it stays stuck."""
 
     def __init__(self, kill: Callable[[], None]) -> None:
         self._kill = kill
         self._newest = Alive()
-        self._heard = 0
+        self._received = 0
         self._silence = StallDetector()
         self._stuck = StallDetector()
 
-    def hear(self, frame: Alive) -> None:
-        """Takes a word from the engine."""
+    def on_message(self, frame: Alive) -> None:
+        """Handles a heartbeat."""
         self._newest = frame
-        self._heard += 1
+        self._received += 1
 
     @property
     def stuck(self) -> tuple[str, float] | None:
-        """The stage in which the engine is stuck, and for how many seconds; None while it gets on.
+        """The stage in which the engine is stuck and the seconds since; None if it is not.
 
-        The stage is `plan`, `run` or `commit` of a step, `send`, `intake`, or `process` where not even its watchdog answers.
+        The stage is `plan`, `run` or `commit` of a step, `send`, `intake`, or `process` if its watchdog does not answer either.
         """
         if self._silence.seconds > SILENT_AFTER:
             return "process", self._silence.seconds
         return None if self._newest.stage is None else (self._newest.stage, self._newest.seconds)
 
     async def watch(self) -> None:
-        """Looks for ever, or until the engine was given up."""
+        """Checks the engine every CHECK_SECONDS until it is killed."""
         while True:
-            await asyncio.sleep(LOOK)
-            self._silence.look(self._heard)
+            await asyncio.sleep(CHECK_SECONDS)
+            self._silence.check(self._received)
             stage, seconds = self.stuck or (None, 0.0)
-            since = self._stuck.look(stage)
+            since = self._stuck.check(stage)
             if stage is None:
                 continue
             if not since:

@@ -1,4 +1,4 @@
-"""The file in which the scheduler's inputs are recorded."""
+"""The journal file, which records the scheduler's inputs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from chairlift.errors import InvalidSetting
 log = logging.getLogger("chairlift")
 
 BUFFER = 2**20
-"""Bytes that are kept before they are written, while there is work."""
+"""Bytes buffered before a write while there is work."""
 
 
 class Journal:
-    """A file that grows with what is recorded; when it can grow no further, that is logged once and the work goes on."""
+    """An append-only file. If a write fails, the journal ends with a warning and the engine continues."""
 
     def __init__(self, path: str) -> None:
-        """Makes the file anew; raises InvalidSetting where it can't be."""
+        """Creates or truncates the file. Raises InvalidSetting if that fails."""
         try:
-            # Tenants' names and the names of prompts' blocks are nobody else's business.
+            # Readable by the owner only, because it contains tenants' names and hashes of prompts.
             self._file: BinaryIO | None = open(path, "wb", BUFFER, opener=_private)  # noqa: SIM115 (open for as long as the engine is)
         except OSError as error:
             raise InvalidSetting(
@@ -28,7 +28,7 @@ class Journal:
             ) from None
 
     def append(self, record: bytes, *, flush: bool) -> None:
-        """Takes what was recorded; `flush` writes out everything so far."""
+        """Appends records; `flush` writes the buffer to the file."""
         if self._file is None:
             return
         try:
@@ -36,11 +36,11 @@ class Journal:
             if flush:
                 self._file.flush()
         except OSError as error:
-            log.warning("the journal ends here, it cannot be written: %s", error)
+            log.warning("cannot write the journal, which ends here: %s", error)
             self._file = None
 
     def close(self) -> None:
-        """Writes out the rest."""
+        """Flushes and closes the file."""
         self.append(b"", flush=True)
         if self._file is not None:
             self._file.close()
@@ -49,5 +49,5 @@ class Journal:
 
 def _private(path: str, flags: int) -> int:
     handle = os.open(path, flags, 0o600)
-    os.chmod(path, 0o600)  # it may have been there before
+    os.chmod(path, 0o600)  # the file may have existed
     return handle

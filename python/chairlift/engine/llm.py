@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL, engine_config
 from chairlift.engine.prompt import Prompt, listed, text_or_ids
-from chairlift.engine.request import Request, deliver, joined, spelled, validate
+from chairlift.engine.request import Request, deliver, encode_bad_words, joined, validate
 from chairlift.engine.table import log_decisions, warn_of_short_context
 from chairlift.errors import EngineDead, InvalidRequest
 from chairlift.outputs import RequestOutput
@@ -111,7 +111,7 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         given = text_or_ids(prompt)
         prompt_token_ids = self.tokenizer.encode(given) if isinstance(given, str) else given
-        params = validate(prompt_token_ids, spelled(params, self.tokenizer), self.facts)
+        params = validate(prompt_token_ids, encode_bad_words(params, self.tokenizer), self.facts)
         return Request(self.tokenizer, next(self._tags), prompt_token_ids, params)
 
     def _run(self, requests: list[Request], scheduling: list[Scheduling], progress: bool | None) -> list[RequestOutput]:

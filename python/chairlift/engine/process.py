@@ -1,8 +1,7 @@
 """The engine's own process: `python -m chairlift.engine.process FD`, where FD is one end of a socket pair.
 
-Three threads work: one takes frames from the socket and watches for its end, one runs the engine, and one watches over that. Two more
-wait for ever, so that the parent learns of their exit (`exit_watch`). Torch is imported while the parent still looks for the model,
-so what stands above `main` must be quick to import.
+Three threads work: one reads the socket, one runs the engine, one is the watchdog. Two more wait forever, so that the parent learns of
+their exit (`exit_watch`). torch is imported while the parent locates the model, so this module's own imports must be fast.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from chairlift.engine.frames import (
     Rejected,
     Snapshot,
     SnapshotRequest,
-    Step,
+    StepOutputs,
     Stop,
     receive,
     send,
 )
-from chairlift.engine.watchdog import IDLE, LOOK, Watchdog
+from chairlift.engine.watchdog import CHECK_SECONDS, IDLE, Watchdog
 from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -52,23 +51,23 @@ if TYPE_CHECKING:
     from chairlift.engine.request import Report
     from chairlift.grammar.grammars import Grammar
 
-LONGEST_UNSAID_WAIT = 0.005
-"""Seconds of waiting for the model's directory that are not worth a line in the log."""
+MIN_LOCATE_SECONDS = 0.005
+"""Shorter waits for the model's directory are not reported as a phase."""
 STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0
-"""How often the parent hears of the counters, and of those for each tenant and class, while the engine works."""
+"""Intervals at which counters, and those per tenant and class, are sent while the engine works."""
 COOLING_SECONDS = 1.0
-"""How often it hears of them after that, until the last ten seconds were quiet."""
+"""Interval at which they are sent by an idle engine until its saturation is 0."""
 
 
 class EngineLike(Protocol):
-    """What the process needs of an engine; `chairlift.engine.loop.Engine` has it."""
+    """The interface of an engine that this process runs; `chairlift.engine.loop.Engine` implements it."""
 
     facts: dict[str, Any]
     stage: tuple[str, float]
-    """What it is doing and since when, on the monotonic clock: it says so in a step, this process at other times."""
+    """The current stage and its start on the monotonic clock. The engine sets it in a step, this process at other times."""
 
     def compile(self, params: SamplingParams) -> Future[Grammar] | None:
-        """The grammar that a request waits for; raises QueueFull."""
+        """Starts compiling a request's grammar. Raises QueueFull."""
 
     def add(
         self,
@@ -80,22 +79,22 @@ class EngineLike(Protocol):
         grammar: Future[Grammar] | None,
         spent: Mapping[str, int],
     ) -> None:
-        """Takes a request; raises InvalidRequest or QueueFull."""
+        """Queues a request. Raises InvalidRequest or QueueFull."""
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
-        """Ends a request, whose caller left or, if `stopped`, has what it wanted."""
+        """Ends a sequence whose client has left or, if `stopped`, that a stop string has ended."""
 
     def step(self) -> Report | None:
-        """Runs one step; None when there is nothing to run."""
+        """Runs one step; None if there is nothing to run."""
 
     def wakes_in(self) -> float | None:
-        """Seconds after which a step may give something though nothing came; None: never."""
+        """Seconds until a step may have work without a new request; None for never."""
 
     def explain(self, tag: int) -> dict[str, Any] | None:
-        """What became of a sequence's time; None if it is not remembered."""
+        """The timeline of a sequence; None if it is unknown."""
 
-    def look(self) -> dict[str, Any]:
-        """What a dashboard shows of the scheduler."""
+    def snapshot(self) -> dict[str, Any]:
+        """The scheduler's state, for dashboards."""
 
     def stats(self) -> dict[str, Any]:
         """The newest counters."""
@@ -104,12 +103,12 @@ class EngineLike(Protocol):
         """The newest counters of each tenant and class."""
 
     def close(self) -> None:
-        """Writes out what must not be lost."""
+        """Flushes the journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """In the inbox: a request's grammar is there, or known to be none, since `ended` (microseconds of the monotonic clock)."""
+    """In the inbox: a request's grammar was compiled, or failed to, at `ended` (microseconds of the monotonic clock)."""
 
     tag: int
     grammar: Future[Grammar]
@@ -123,50 +122,50 @@ EngineMaker = Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]
 
 
 def load(load_format: str = "auto") -> EngineMaker:
-    """Imports the engine, and torch with it unless there will be no model."""
+    """Imports the engine, with torch unless no model is loaded."""
     from chairlift.engine.loop import Engine
 
     if load_format != "none":
-        import chairlift.runner.runner  # noqa: F401
+        import chairlift.runner.build  # noqa: F401
 
     return Engine
 
 
 def main(fd: int, load: Callable[[], EngineMaker] = load) -> int:
-    """Runs an engine for the parent at the other end of socket `fd` until it says stop or goes; returns the exit status."""
+    """Runs an engine for the parent at the other end of socket `fd` until the parent stops it or exits. Returns the exit status."""
     began = time.perf_counter()
-    # Ctrl-C in a terminal and a service's SIGTERM reach the whole group: the parent decides what they mean.
+    # Ctrl-C and a service manager's SIGTERM reach the whole process group; only the parent handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent()
     sock = socket.socket(fileno=fd)
     parent = _Parent(sock)
     inbox: Inbox = SimpleQueue()
-    threading.Thread(target=_take_in, args=(sock, inbox), name="intake", daemon=True).start()
+    threading.Thread(target=_receive_frames, args=(sock, inbox), name="intake", daemon=True).start()
     try:
         make = load()
-        parent.tell(Phase("imports", time.perf_counter() - began))
+        parent.send(Phase("imports", time.perf_counter() - began))
         _run(parent, inbox, make)
     except (BrokenPipeError, ConnectionResetError):
-        return 1  # nobody is left to tell
-    except BaseException as error:  # a panic of the core is no Exception
+        return 1  # the parent has gone
+    except BaseException as error:  # a panic of the core is not an Exception
         if not isinstance(error, ChairliftError):
             traceback.print_exc()
-        parent.tell(Fatal(type(error).__name__, str(error) or repr(error)))
+        parent.send(Fatal(type(error).__name__, str(error) or repr(error)))
         return 1
     return 0
 
 
 class _Parent:
-    """The other end of the socket, to which two threads speak."""
+    """The parent's end of the socket. Two threads send to it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
 
-    def tell(self, frame: Frame, patience: float = -1) -> None:
-        """Sends a frame, or drops it if the other thread is at it for longer than `patience` seconds (-1: never)."""
-        if self._lock.acquire(timeout=patience):
+    def send(self, frame: Frame, timeout: float = -1) -> None:
+        """Sends a frame, or drops it if the other thread is sending for longer than `timeout` seconds (-1: waits forever)."""
+        if self._lock.acquire(timeout=timeout):
             try:
                 send(self._sock, frame)
             finally:
@@ -178,12 +177,12 @@ def _run(parent: _Parent, inbox: Inbox, make: EngineMaker) -> None:
 
     def report(name: str, seconds: float) -> None:
         phases[name] = seconds
-        parent.tell(Phase(name, seconds))
+        parent.send(Phase(name, seconds))
 
     began = time.perf_counter()
     first = inbox.get()
     waited = time.perf_counter() - began
-    if waited > LONGEST_UNSAID_WAIT:
+    if waited > MIN_LOCATE_SECONDS:
         report("locate", waited)
     if isinstance(first, Stop):
         return
@@ -192,22 +191,22 @@ def _run(parent: _Parent, inbox: Inbox, make: EngineMaker) -> None:
     engine = make(EngineConfig(**first.settings), report)
     try:
         engine.stage = IDLE, time.monotonic()
-        parent.tell(Ready(engine.facts, start_sentinels()))
-        # The warm-up is two steps. A prompt's first may have more tokens, but not as many times as the watchdog has patience.
-        Watchdog(engine, partial(parent.tell, patience=LOOK), first=phases.get("warm-up", 0.0) / 2).start()
+        parent.send(Ready(engine.facts, start_sentinels()))
+        # The warm-up is two steps. A first prompt may be longer, but within the watchdog's STUCK_STEPS.
+        Watchdog(engine, partial(parent.send, timeout=CHECK_SECONDS), first_step=phases.get("warm-up", 0.0) / 2).start()
         counters = _Counters(engine)
         compiling = Compiling()
         while True:
             step = engine.step()
             engine.stage = "send", time.monotonic()
-            # One frame for all requests; with nothing to run an empty one, so that the counters show the quiet too.
-            # A parent that does not read blocks the engine here, rather than letting its answers pile up.
+            # One frame for all requests. An idle engine sends an empty one with its counters.
+            # If the parent does not read, the engine blocks here instead of buffering its output.
             if step is None:
-                parent.tell(Step(stats=counters.news(idle=True)))
+                parent.send(StepOutputs(stats=counters.news(idle=True)))
             else:
                 news = counters.news(idle=False)
                 arrays = step.tags, step.tokens, step.finishes, step.logprobs
-                parent.tell(Step(*arrays, step.started, step.ended, news, step.details, step.prompts, step.starved))
+                parent.send(StepOutputs(*arrays, step.started, step.ended, news, step.details, step.prompts, step.starved))
             if not _drain(parent, engine, inbox, compiling, idle=step is None, cooling=counters.cooling):
                 return
     finally:
@@ -215,16 +214,16 @@ def _run(parent: _Parent, inbox: Inbox, make: EngineMaker) -> None:
 
 
 class _Counters:
-    """The engine's counters, as often as they are worth sending: now and then, and when it goes idle."""
+    """Decides when to send the engine's counters: at intervals, and when it becomes idle."""
 
     def __init__(self, engine: EngineLike) -> None:
         self._engine = engine
         self._stats_due = self._usage_due = 0.0
         self.cooling = False
-        """Whether an idle engine's counters change with time: what it did counts less and less."""
+        """Whether an idle engine's saturation still decays."""
 
     def news(self, *, idle: bool) -> dict[str, Any]:
-        """What is to be told now; empty for nothing."""
+        """The counters to send now; empty if none are due."""
         news: dict[str, Any] = {}
         now = time.monotonic()
         if idle or now >= self._stats_due:
@@ -238,9 +237,9 @@ class _Counters:
 
 
 def _drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: Compiling, *, idle: bool, cooling: bool = False) -> bool:
-    """Carries out every frame that has come, if `idle` after waiting for one or for the engine's time; False when told to stop.
+    """Handles all frames in the inbox; False if the parent says stop. If `idle`, first waits for a frame or for the engine's next wake-up.
 
-    While `cooling` the wait is short, so that the parent hears of counters that change with time.
+    While `cooling` the wait is short, so that decaying counters are sent.
     """
     block, timeout = idle, engine.wakes_in() if idle else None
     if idle and cooling:
@@ -265,23 +264,23 @@ def _drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: Compili
                 for tag in tags:
                     engine.abort(tag, stopped=stopped)
             case Explain(ask, tags):
-                parent.tell(
-                    Explained(ask, [ledger for tag in tags if (ledger := engine.explain(tag) or compiling.explain(tag)) is not None])
+                parent.send(
+                    Explained(ask, [timeline for tag in tags if (timeline := engine.explain(tag) or compiling.explain(tag)) is not None])
                 )
             case SnapshotRequest(ask):
-                parent.tell(Snapshot(ask, engine.look()))
+                parent.send(Snapshot(ask, engine.snapshot()))
             case Stop():
                 return False
             case BadFrame():
                 raise frame
             case _:
-                raise BadFrame(f"an engine takes no such frame: {frame!r:.100}")
+                raise BadFrame(f"unexpected frame for an engine: {frame!r:.100}")
 
 
 def _add(
     parent: _Parent, engine: EngineLike, frame: Add, inbox: Inbox, compiling: Compiling, grammar: Future[Grammar] | None = None
 ) -> None:
-    """Gives the engine a request, or puts it among `compiling` until its grammar is there and it comes in again."""
+    """Adds a request to the engine. If its grammar is not compiled yet, it waits in `compiling` and is added later."""
     try:
         params, scheduling = SamplingParams(**frame.params), Scheduling(**frame.scheduling)
         grammar = grammar or engine.compile(params)
@@ -291,18 +290,18 @@ def _add(
             return
         engine.add(frame.tag, memoryview(frame.prompt).cast("i"), params, scheduling, frame.submitted, grammar, frame.spent)
     except InvalidRequest as error:
-        parent.tell(Rejected(frame.tag, "InvalidRequest", str(error), error.param, error.code))
+        parent.send(Rejected(frame.tag, "InvalidRequest", str(error), error.param, error.code))
     except QueueFull as error:
-        parent.tell(Rejected(frame.tag, "QueueFull", str(error), retry_after=error.retry_after))
-    except Exception as error:  # whatever is wrong with one request must not cost the others theirs
+        parent.send(Rejected(frame.tag, "QueueFull", str(error), retry_after=error.retry_after))
+    except Exception as error:  # an unexpected error fails only this request
         traceback.print_exc()
-        parent.tell(
+        parent.send(
             Rejected(frame.tag, "RequestFailed", f"the engine could not take the request ({type(error).__name__}); the log has more")
         )
 
 
-def _take_in(sock: socket.socket, inbox: Inbox) -> None:
-    """Moves frames from the socket to the queue, and ends the process at once, in whatever step it is, when the parent has gone."""
+def _receive_frames(sock: socket.socket, inbox: Inbox) -> None:
+    """Moves frames from the socket to the queue. Ends the process at once, even during a step, when the parent has gone."""
     with sock.makefile("rb") as file:
         try:
             while (frame := receive(file)) is not None:
@@ -311,12 +310,12 @@ def _take_in(sock: socket.socket, inbox: Inbox) -> None:
             inbox.put(error)
             return
         except OSError:
-            pass  # a reset is an end too
+            pass  # a connection reset
     os._exit(1)
 
 
 def _die_with_parent() -> None:
-    """Has Linux kill this process when the thread that started it ends: the socket's end is not seen by a thread that can't run."""
+    """Lets Linux kill this process when the thread that started it ends, because a blocked process does not see the socket close."""
     if sys.platform == "linux":
         import ctypes
 
@@ -327,4 +326,4 @@ def _die_with_parent() -> None:
 if __name__ == "__main__":
     status = main(int(sys.argv[1]), partial(load, sys.argv[2]))
     sys.stderr.flush()
-    os._exit(status)  # nothing is left to save, and torch's own goodbye takes a while
+    os._exit(status)  # nothing is left to save, and torch's exit handlers are slow

@@ -1,4 +1,4 @@
-"""The forms in which callers of the Python API may give prompts."""
+"""The types of prompts in the Python API."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from chairlift.errors import InvalidRequest
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids (an array too), or vLLM's form: {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Text, token ids (a list or an array), or as in vLLM {"prompt": text} or {"prompt_token_ids": ids}."""
 
-_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+_TYPES = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 
 
 def listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
-    """The prompts as a list, which a single one becomes too; raises InvalidRequest for what can't be iterated over."""
+    """The prompts as a list; a single prompt becomes a list of one. Raises InvalidRequest."""
     values = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # an array
     if isinstance(values, (str, bytes, Mapping)):
         return [values]
     if not isinstance(values, Iterable):
-        raise InvalidRequest(f"prompts must be {_FORMS}, or a list of these, got {prompts!r:.50}", param="prompt")
+        raise InvalidRequest(f"prompts must be {_TYPES}, or a list of these, got {prompts!r:.50}", param="prompt")
     several = list(values)
     return [several] if several and isinstance(several[0], Integral) else several
 
 
 def text_or_ids(prompt: Prompt) -> str | list[int]:
-    """One prompt as text or as a list of token ids; raises InvalidRequest for anything else."""
+    """A prompt as text or as a list of token ids. Raises InvalidRequest for other types."""
     value: Any = prompt
     if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt", "prompt_token_ids"}:
         value = prompt.get("prompt_token_ids", prompt.get("prompt"))
@@ -35,5 +35,5 @@ def text_or_ids(prompt: Prompt) -> str | list[int]:
     if isinstance(value, str):
         return value
     if not isinstance(value, Sequence) or isinstance(value, bytes):
-        raise InvalidRequest(f"a prompt is {_FORMS}, got {prompt!r:.50}", param="prompt")
+        raise InvalidRequest(f"a prompt is {_TYPES}, got {prompt!r:.50}", param="prompt")
     return [int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token for token in value]

@@ -1,4 +1,4 @@
-"""One request on its caller's side: checked before it goes to the engine, and made readable as its tokens come back."""
+"""A request on the client side: validation, detokenization and increments of its output."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ if TYPE_CHECKING:
 
 STOP, ERROR, DEADLINE = 1, 3, 4
 FINISH_REASONS = (None, "stop", "length", "error", "deadline")
-"""The engine's finish codes, as words; it has no code for the last, which comes without a token."""
+"""Names of the engine's finish codes. A missed deadline comes without a token, so the engine sends no code for it."""
 
 
 class Report(Protocol):
-    """What one step of the engine gave: see `protocol.Step`."""
+    """The result of one step (see `frames.StepOutputs`)."""
 
     @property
     def tags(self) -> bytes:
-        """u64, one a token."""
+        """u64, one per token."""
 
     @property
     def tokens(self) -> bytes:
-        """i32, one a token."""
+        """i32, one per token."""
 
     @property
     def finishes(self) -> bytes:
-        """u8, one a token."""
+        """u8, one per token."""
 
     @property
     def logprobs(self) -> bytes:
-        """f32, one a token, or none."""
+        """f32, one per token, or empty."""
 
     @property
     def details(self) -> Mapping[int, bytes]:
-        """By tag, log-probabilities of the token."""
+        """Log-probabilities of the token, by tag."""
 
     @property
     def prompts(self) -> Sequence[Sequence[Any]]:
-        """Pairs of a tag and log-probabilities of the next tokens of a prompt."""
+        """Pairs of a tag and log-probabilities of the next prompt tokens."""
 
     @property
     def started(self) -> Sequence[Sequence[int]]:
-        """One a sequence that was admitted."""
+        """One per admitted sequence."""
 
     @property
     def ended(self) -> Sequence[Mapping[str, Any]]:
-        """One a sequence that ended."""
+        """One per ended sequence."""
 
     @property
     def starved(self) -> Sequence[int]:
-        """Tags of those that failed for want of memory."""
+        """Tags of sequences that failed for lack of memory."""
 
 
 class Choice:
-    """One answer to a request in flight: takes token ids as they come, gives increments of text.
+    """One choice of a running request. It collects token ids and returns increments of text.
 
-    Tokens pile up in it until they are taken, at most `max_tokens` of them: a slow reader gets fewer, longer increments.
+    Tokens are buffered until they are taken, so a slow reader gets fewer, longer increments.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Choice:
         arrived: float,
         prompt_logprobs: list[TokenLogprobs | None] | None = None,
     ) -> None:
-        """`prompt_logprobs` will be there for every token of the prompt when the first of the answer comes."""
+        """`prompt_logprobs` is complete when the first output token arrives."""
         self.index = index
         self.num_tokens = 0
-        """How many were taken, up to the stop string if there was one."""
+        """Tokens taken so far, up to a stop string."""
         self.over = False
         """Whether its last increment was taken."""
         self.starved = False
-        """Whether the device had too little memory for it."""
+        """Whether it failed because the device was out of memory."""
         self._prompt_token_ids = prompt_token_ids
         self._prompt_logprobs = prompt_logprobs
         self._num_logprobs = params.logprobs
@@ -105,12 +105,12 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """Of the tokens taken; 0 where the engine was not asked for it."""
+        """Mean log-probability of the tokens taken; 0 if the engine does not send them."""
         return self._logprob / max(self.num_tokens, 1)
 
     def feed(self, token: int, logprob: float, finish: int, detail: bytes | None = None) -> None:
-        """Takes one token from the engine, how it ended the sequence (0: not), and its line of log-probabilities if there is one."""
-        if finish != ERROR:  # its token means nothing
+        """Adds a token with its finish code (0: none) and its line of log-probabilities, if any."""
+        if finish != ERROR:  # it has no token
             self._tokens.append(token)
             self._logprobs.append(logprob)
             if detail is not None:
@@ -120,27 +120,26 @@ class Choice:
         self._finish = finish
 
     def start(self, cached_tokens: int, queued: int) -> None:
-        """Takes what the engine found when it admitted the sequence: tokens in the cache, and microseconds it had waited."""
+        """Records the admission: cached prompt tokens and microseconds in the queue."""
         self._cached_tokens, self._queued = cached_tokens, queued / 1e6
         if self._started is None:
             self._started = time.monotonic()
 
     def settle(self, ledger: Mapping[str, Any]) -> bool:
-        """Takes the engine's account of the sequence when it ended; True if that is the only word of its end."""
+        """Records the timeline of the ended sequence; True if it missed its deadline, which has no other message."""
         self._ledger = Timeline.read(ledger)
         if missed := self._ledger.finish == "deadline":
             self._finish = DEADLINE
         return missed
 
     def starve(self) -> None:
-        """Takes the news that the device had too little memory for it: its end."""
+        """Ends the choice because the device was out of memory."""
         self._finish, self.starved = ERROR, True
 
     def take(self) -> RequestOutput | None:
-        """Everything since the last call, as one increment; None when there is nothing.
+        """Everything since the last call as one increment; None if there is nothing.
 
-        The last one has a `finish_reason`. A stop string can end the answer here while the engine goes on: then
-        the caller must abort it.
+        The last one has a `finish_reason`. A stop string can end the choice while the engine continues; the caller must then abort it.
         """
         tokens, self._tokens = self._tokens, []
         logprobs, self._logprobs = self._logprobs, []
@@ -148,7 +147,7 @@ class Choice:
         reason = FINISH_REASONS[self._finish]
         if self.over or (not tokens and reason is None):
             return None
-        # A stop token is the caller's to see among the ids, but it is not text unless that was asked for.
+        # A stop token is in the ids, but only in the text if the request includes stop strings.
         shown = tokens[:-1] if self._finish == STOP and not self._shows_stop else tokens
         text, offsets = self._show(shown, final=reason is not None)
         stop_reason: str | int | None = None
@@ -169,10 +168,10 @@ class Choice:
         return output
 
     def _show(self, tokens: list[int], *, final: bool) -> tuple[str, list[int]]:
-        """Their text, and where in the answer each begins, up to a stop string; no places where neither that nor places are asked for."""
+        """The tokens' text and each token's offset in the output, up to a stop string; no offsets unless needed."""
         if not self._one_by_one:
             return self._text.push(tokens, final), []
-        # Where a stop string may end it, the ids must not depend on how many were taken at once.
+        # One by one, so that the ids before a stop string do not depend on how many tokens were taken at once.
         text, offsets = "", []
         for token in tokens:
             offsets.append(self._text.length)
@@ -192,7 +191,7 @@ class Choice:
             times = started - ledger.arrived, first_token, ledger.ended - ledger.arrived
             output.timing = Timing(started - ledger.submitted, *times)
         else:
-            # A stop string was found before the engine's own end: the clock on this side has to do.
+            # A stop string ended the choice before the engine did, so this process's clock is used.
             now = time.monotonic()
             started = now if self._started is None else self._started
             first_token = None if self._first is None else self._first - self._arrived
@@ -200,46 +199,46 @@ class Choice:
 
 
 class Request:
-    """What a caller asked for, in flight: as many answers as are drawn, tagged `tag` and the numbers after it."""
+    """A running request. Its choices have `tag` and the numbers after it."""
 
     def __init__(
         self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams, arrived: float | None = None
     ) -> None:
-        """`arrived` is when its first byte was read, on the monotonic clock, if not just now."""
+        """`arrived` is when its first byte was read, on the monotonic clock; now by default."""
         arrived = time.monotonic() if arrived is None else arrived
         self.tags = range(tag, tag + params.num_sequences)
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
-        """Those of the prompt's tokens as far as they have come, for all answers."""
+        """Log-probabilities of the prompt tokens received so far, shared by all choices."""
         shared = prompt_token_ids, params, arrived, self.prompt_logprobs
         self.choices = [Choice(tokenizer, index, *shared) for index in range(params.num_sequences)]
         self.on_start: Callable[[], None] | None = None
-        """Called once, when the engine begins the first answer."""
+        """Called once, when the engine admits the first choice."""
         self.some_over = False
-        """Whether the last increment of any answer was taken."""
+        """Whether the last increment of any choice was taken."""
         self._whole: dict[int, RequestOutput] = {}
 
     @property
     def over(self) -> bool:
-        """Whether the last increment of every answer was taken."""
+        """Whether the last increment of every choice was taken."""
         return self.some_over and all(choice.over for choice in self.choices)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all answers that were taken, those that are not kept included."""
+        """Tokens of all choices taken so far, including discarded ones."""
         return sum(choice.num_tokens for choice in self.choices)
 
     def choice(self, tag: int) -> Choice:
-        """The answer that has this tag."""
+        """The choice with this tag."""
         return self.choices[tag - self.tags.start]
 
     def finished(self) -> list[int]:
-        """The tags of the answers that are over: the engine must not go on with them."""
+        """The tags of the choices that are over."""
         return [tag for tag, choice in zip(self.tags, self.choices, strict=True) if choice.over]
 
     def take(self) -> list[RequestOutput]:
-        """Everything since the last call, one increment an answer; whole answers at the end where only the best are kept."""
+        """Everything since the last call, one increment per choice. With `best_of`, whole choices at the end."""
         parts = [part for choice in self.choices if (part := choice.take()) is not None]
         for part in parts:
             if part.finish_reason is not None:
@@ -251,7 +250,7 @@ class Request:
         return self._best() if self.over else []
 
     def _best(self) -> list[RequestOutput]:
-        """The answers to keep, the best first: those that came to an end before those that did not, then by mean log-probability."""
+        """The `n` best choices: finished ones first, then by mean log-probability."""
 
         def merit(output: RequestOutput) -> tuple[bool, float]:
             return output.finish_reason in ("stop", "length"), self.choices[output.index].mean_logprob
@@ -261,7 +260,7 @@ class Request:
 
 
 def joined(whole: RequestOutput | None, part: RequestOutput) -> RequestOutput:
-    """An answer so far, with its next increment."""
+    """A choice's output so far with its next increment."""
     if whole is None:
         return part
     return replace(
@@ -278,17 +277,17 @@ R = TypeVar("R", bound=Request)
 
 
 def deliver(report: Report, requests: dict[int, R]) -> list[R]:
-    """Hands a step's tokens to `requests`, by tag, and removes the tags which ended; returns the requests which got something.
+    """Adds a step's tokens to `requests`, by tag, and removes ended tags. Returns the requests with news.
 
-    Tags that are not there belong to requests whose callers have left: their tokens are dropped.
+    Unknown tags belong to aborted requests; their tokens are dropped.
     """
     touched: dict[int, R] = {}
     for tag, cached_tokens, queued in report.started:
         if (request := requests.get(tag)) is not None:
             request.choice(tag).start(cached_tokens, queued)
-            if (told := request.on_start) is not None:
+            if (on_start := request.on_start) is not None:
                 request.on_start = None
-                told()
+                on_start()
     for ledger in report.ended:
         tag = ledger["tag"]
         if (request := requests.get(tag)) is not None and request.choice(tag).settle(ledger):
@@ -317,19 +316,19 @@ def deliver(report: Report, requests: dict[int, R]) -> list[R]:
 
 
 def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, Any]) -> SamplingParams:
-    """The parameters with `max_tokens` filled in; raises InvalidRequest for what the model can't take. For `bad_words` see `spelled`.
+    """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if the model cannot run the request.
 
-    `facts` are the engine's: `max_model_len` and `vocab_size` are used.
+    `facts` are the engine's; `max_model_len` and `vocab_size` are used. For `bad_words` see `encode_bad_words`.
     """
     if not len(prompt):
         raise InvalidRequest("The prompt is empty: at least one token is needed.", param="prompt")
     limit = facts["max_model_len"]
     room = limit - len(prompt)
-    wanted = max(room, 1) if params.max_tokens is None else params.max_tokens
-    if wanted > room:
+    max_tokens = max(room, 1) if params.max_tokens is None else params.max_tokens
+    if max_tokens > room:
         raise InvalidRequest(
-            f"This model's maximum context length is {limit} tokens. However, you requested {len(prompt) + wanted} tokens "
-            f"({len(prompt)} in the prompt, {wanted} for the output). Please shorten the prompt or ask for fewer tokens.",
+            f"This model's maximum context length is {limit} tokens. However, you requested {len(prompt) + max_tokens} tokens "
+            f"({len(prompt)} in the prompt, {max_tokens} for the output). Please shorten the prompt or ask for fewer tokens.",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -337,17 +336,18 @@ def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, 
     for token in prompt:
         if type(token) is not int or not 0 <= token < vocabulary:
             raise InvalidRequest(
-                f"The prompt holds {token!r:.50}, which is no token id: they are integers from 0 to {vocabulary - 1}.", param="prompt"
+                f"The prompt contains {token!r:.50}, which is not a token id: token ids are integers from 0 to {vocabulary - 1}.",
+                param="prompt",
             )
     words = [token for word in params.bad_words if not isinstance(word, str) for token in word]
     for name, tokens in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids), ("bad_words", words)):
         if tokens and (largest := max(tokens)) >= vocabulary:
-            raise InvalidRequest(f"{name} has token {largest}, and this model's are integers from 0 to {vocabulary - 1}", param=name)
-    return replace(params, max_tokens=wanted)
+            raise InvalidRequest(f"{name} has token {largest}, but this model's token ids are 0 to {vocabulary - 1}", param=name)
+    return replace(params, max_tokens=max_tokens)
 
 
-def spelled(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The parameters with the texts of `bad_words` as the token ids that spell them, at the beginning and after a space."""
+def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """Returns the parameters with the texts of `bad_words` encoded, both as they are and after a space."""
     if not any(isinstance(word, str) for word in params.bad_words):
         return params
     words: dict[tuple[int, ...], None] = {}

@@ -1,4 +1,4 @@
-"""The engine's flags as settings of the scheduler, and back: the one place that knows which flag is which setting."""
+"""Converts the engine's flags to the scheduler's settings and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chairlift.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """A flag, the setting that it becomes, and how their values correspond; both functions take a value and the number of KV blocks."""
+    """A flag, its setting and the conversions between them. Both functions take a value and the number of KV blocks."""
 
     flag: str
     setting: str
@@ -25,7 +25,7 @@ def _microseconds(milliseconds: float | Fraction | None, blocks: int) -> int | N
 
 
 def _milliseconds(microseconds: int | None, blocks: int) -> Fraction | None:
-    # Fractions are exact: the same integers come out of them again.
+    # Fractions convert back to the same integers.
     return None if microseconds is None else Fraction(microseconds, 1000)
 
 
@@ -58,28 +58,28 @@ _CONVERSIONS = (
 )
 
 FLAGS = tuple(one.flag for one in _CONVERSIONS)
-"""The flags that are settings of the scheduler, and that a replay can change; `block_size` is one that it cannot."""
+"""The flags that are scheduler settings and that a replay can change. It cannot change `block_size`."""
 
 HOST = ("host_blocks", "swap_ns_per_block")
-"""Settings that no flag has a value for: how many host blocks --swap-space holds, and nanoseconds to copy one."""
+"""Settings without a flag: host blocks that --swap-space holds, and nanoseconds to copy one."""
 
 
 def of_config(config: EngineConfig, **sizes: Any) -> dict[str, Any]:
-    """The settings of `_core.Scheduler` for an engine; `sizes` are the flags whose values depend on the machine, block_size and `HOST`."""
+    """The settings of `_core.Scheduler`; `sizes` are block_size, `HOST` and the flags whose values depend on the machine."""
     return of_flags({flag: getattr(config, flag) for flag in FLAGS} | sizes) | {"block_size": sizes["block_size"]}
 
 
 def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `_core.Scheduler`, block_size left out, for values of all `FLAGS` and `HOST`."""
+    """The settings of `_core.Scheduler` without block_size, for values of all `FLAGS` and `HOST`."""
     blocks = flags["num_kv_blocks"]
     return {one.setting: one.encode(flags[one.flag], blocks) for one in _CONVERSIONS} | {name: flags[name] for name in HOST}
 
 
 def to_flags(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `FLAGS` and `HOST` that give a scheduler these settings."""
+    """The values of `FLAGS` and `HOST` for the settings of a scheduler."""
     blocks = settings["num_blocks"]
     flags = {one.flag: one.decode(settings[one.setting], blocks) for one in _CONVERSIONS} | {name: settings[name] for name in HOST}
-    # Whether a size was given or is the default cannot be told; one that equals the default goes on following it.
+    # A size that equals the default is treated as the default.
     if flags["static_batch_size"] == settings["max_seqs"]:
         flags["static_batch_size"] = None
     return flags

@@ -1,116 +1,111 @@
-"""Steps that a device has too little memory for, run in pieces."""
+"""Retries steps that a device lacks memory for, in parts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from chairlift.errors import OutOfMemory
-from chairlift.runner.buffers import Sampled, StepBuffers
+from chairlift.runner.buffers import Sampled, StepBuffers, StepSizes
 
 if TYPE_CHECKING:
-    from chairlift.runner.null_executor import NullExecutor
-    from chairlift.runner.runner import ModelRunner
+    from chairlift.runner.interface import Runner
 
 log = logging.getLogger("chairlift")
 
-SHORT_FOR = 10_000_000
-"""Microseconds for which nothing larger is tried than what fitted: it costs time to find out, and others may give memory back."""
-
-
-class Sizes(NamedTuple):
-    """How much a step takes of its buffers."""
-
-    tokens: int
-    seqs: int
-    samples: int
-    copies: int
-    table_writes: int
+LIMIT_MICROSECONDS = 10_000_000
+"""How long steps stay limited after an out-of-memory error: each failed attempt costs time, and other processes may free memory."""
 
 
 class SplitStep:
-    """Runs steps in pieces where a device has too little memory for them, and remembers how large pieces may be.
+    """Runs a step in parts if the device lacks memory for it, and remembers the largest part that fitted.
 
-    A piece is some consecutive tokens of a step, and to the runner a step like any other. One after the other they give what the step
-    would have: a token needs only what tokens before it have written, in this step or an earlier one. What a piece wrote that failed
-    is written again.
+    A part is a range of a step's tokens, and for the runner it is a step. The parts together give the step's result, because a token
+    only needs what tokens before it have written. A failed part is written again.
     """
 
-    def __init__(self, runner: ModelRunner | NullExecutor, block_size: int) -> None:
+    def __init__(self, runner: Runner, block_size: int) -> None:
         self._runner, self._block_size = runner, block_size
-        self._most, self._until = 0, 0  # tokens of a piece, and for how long
+        self._max_tokens, self._limited_until = 0, 0
         self.steps = 0
-        """Steps that there was too little memory for when they were tried."""
+        """Steps that failed for lack of memory when they were tried as a whole."""
 
     def fits(self, tokens: int, now: int) -> bool:
-        """Whether a step of so many tokens is worth trying as a whole; `now` is in microseconds, here as everywhere."""
-        return now >= self._until or tokens <= self._most
+        """Whether to try a step of this many tokens as a whole. Times are microseconds."""
+        return now >= self._limited_until or tokens <= self._max_tokens
 
-    def short(self, tokens: int, error: OutOfMemory, now: int) -> None:
-        """Notes that there was too little memory for a step of so many tokens."""
+    def out_of_memory(self, tokens: int, error: OutOfMemory, now: int) -> None:
+        """Records that a step of this many tokens did not fit."""
         self.steps += 1
-        self._most, self._until = max(1, tokens // 2), now + SHORT_FOR
+        self._max_tokens, self._limited_until = max(1, tokens // 2), now + LIMIT_MICROSECONDS
         log.warning(
-            "too little memory for a step of %d tokens, which runs in pieces: %s; if this comes often, lower "
+            "out of memory in a step of %d tokens, which is split: %s; if this recurs, lower "
             "--gpu-memory-utilization or --max-num-batched-tokens",
             tokens,
             error,
         )
 
     def run(
-        self, turn: int, sizes: Sizes, token: Callable[[int], int], seat: Callable[[Iterable[int]], None], now: int
+        self,
+        buffer_index: int,
+        sizes: StepSizes,
+        last_token: Callable[[int], int],
+        re_add: Callable[[Iterable[int]], None],
+        now: int,
     ) -> tuple[Sampled, list[int]]:
-        """Runs the step that `buffers[turn]` of the runner describe, with all those before it committed: what it gave.
+        """Runs the step in `buffers[buffer_index]` in parts. All earlier steps must be committed.
 
-        `token` gives the last token of a row, which the buffers do not know; `seat` has rows take their seats again, when the sampler may
-        have counted a token for them. Also returns the rows of the sequences that are lost, whose samples are no good: one token of
-        theirs was too much twice, or they share blocks with such a one.
+        `last_token` returns the last token of a slot, which the buffers do not contain. `re_add` adds slots to the runner again, after
+        the sampler may have counted a token for them.
+
+        Also returns the slots of failed sequences, whose samples are invalid: one token of theirs did not fit even after a retry, or
+        they share blocks with such a sequence.
         """
-        buffers = self._runner.buffers[turn]
-        self._runner.wait()  # it may have been reading them
-        step = _Step.copied(buffers, sizes, token)
-        at, size, copies = 0, min(self._most, sizes.tokens), sizes.copies
-        given, lost, tried = list[Sampled](), set[int](), -1
+        buffers = self._runner.buffers[buffer_index]
+        self._runner.wait()  # the device may still read the buffers
+        step = _StepArrays.copied(buffers, sizes, last_token)
+        at, size, copies = 0, min(self._max_tokens, sizes.tokens), sizes.copies
+        results, failed_slots, retried = list[Sampled](), set[int](), -1
         while at < sizes.tokens:
             size = min(size, sizes.tokens - at)
-            shape = Sizes(size, *step.write(buffers, at, at + size), copies, sizes.table_writes)
-            copies = 0  # they take no memory, and so are made
+            part = StepSizes(size, *step.write(buffers, at, at + size), copies, sizes.table_writes)
+            copies = 0  # copies need no memory, so they succeed
             try:
-                given.append(self._piece(turn, shape))
+                results.append(self._run_part(buffer_index, part))
             except OutOfMemory as error:
-                why = str(error)  # and no more of it: the error holds what the piece had in memory
+                message = str(error)  # not the error, which keeps the part's tensors alive
             else:
-                at, size = at + size, min(2 * size, self._most)
+                at, size = at + size, min(2 * size, self._max_tokens)
                 continue
             self._runner.wait()
-            seat(step.rows_of(at, at + size))
+            re_add(step.slots_of(at, at + size))
             if size > 1:
-                size = self._most = size // 2
-                self._until = now + SHORT_FOR
+                size = self._max_tokens = size // 2
+                self._limited_until = now + LIMIT_MICROSECONDS
                 continue
-            if tried != at:
-                tried = at  # what was given back may suffice
+            if retried != at:
+                retried = at  # `wait` has returned memory, which may suffice
                 continue
-            log.error("too little memory for one token of a request, which fails: %s", why)
-            rows, after = step.without(at, buffers.block_tables, self._block_size)
-            lost |= rows
-            given.append(_nothing(step.samples_between(at, after)))
-            at, self._most = after, sizes.tokens  # nothing is known of the others
-        return _joined(given), sorted(lost)
+            log.error("out of memory for one token of a request, which fails: %s", message)
+            slots, after = step.without(at, buffers.block_tables, self._block_size)
+            failed_slots |= slots
+            results.append(_failed_samples(step.samples_between(at, after)))
+            at, self._max_tokens = after, sizes.tokens  # the other sequences may fit
+        return _concatenated(results), sorted(failed_slots)
 
-    def _piece(self, turn: int, sizes: Sizes) -> Sampled:
-        launched: Any = self._runner.launch(turn, *sizes)
+    def _run_part(self, buffer_index: int, sizes: StepSizes) -> Sampled:
+        launched: Any = self._runner.launch(buffer_index, sizes)
         self._runner.sample(launched)
         return self._runner.collect(launched)
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """A step's arrays (see `StepBuffers`), as long as the step is, from which its buffers are filled for each piece."""
+class _StepArrays:
+    """A copy of a step's arrays (see `StepBuffers`), from which the buffers are filled for each part."""
 
     input_ids: np.ndarray
     positions: np.ndarray
@@ -121,12 +116,12 @@ class _Step:
     sample_slots: np.ndarray
 
     @classmethod
-    def copied(cls, buffers: StepBuffers, sizes: Sizes, token: Callable[[int], int]) -> _Step:
-        """Takes the arrays from the buffers, with the tokens that those do not know."""
+    def copied(cls, buffers: StepBuffers, sizes: StepSizes, last_token: Callable[[int], int]) -> _StepArrays:
+        """Copies the arrays and fills in the input ids that the host did not know at the plan."""
         ids = buffers.input_ids[: sizes.tokens].copy()
         for at in np.flatnonzero(ids < 0):
-            # The device does not know it either once the row has sampled again, in a piece that failed afterwards.
-            ids[at] = token(-int(ids[at]) - 1)
+            # The device's last token is wrong if the slot has sampled in a part that failed afterwards.
+            ids[at] = last_token(-int(ids[at]) - 1)
         return cls(
             ids,
             buffers.positions[: sizes.tokens].copy(),
@@ -138,7 +133,7 @@ class _Step:
         )
 
     def write(self, buffers: StepBuffers, first: int, after: int) -> tuple[int, int]:
-        """Fills the buffers with the tokens from `first` to before `after` alone: how many sequences and samples that are."""
+        """Fills the buffers with the tokens `first` to `after` (exclusive). Returns their numbers of sequences and samples."""
         seqs, samples = self._seqs(first, after), slice(*np.searchsorted(self.sample_at, (first, after)))
         starts = np.clip(self.starts[seqs.start : seqs.stop + 1], first, after)
         count, sampled = len(starts) - 1, self.sample_at[samples]
@@ -151,34 +146,34 @@ class _Step:
         buffers.sample_slots[: len(sampled)] = self.sample_slots[samples]
         return count, len(sampled)
 
-    def rows_of(self, first: int, after: int) -> list[int]:
-        """The rows whose tokens these are."""
-        rows: list[int] = self.batch_slots[self._seqs(first, after)].tolist()
-        return rows
+    def slots_of(self, first: int, after: int) -> list[int]:
+        """The batch slots of these tokens."""
+        slots: list[int] = self.batch_slots[self._seqs(first, after)].tolist()
+        return slots
 
     def samples_between(self, first: int, after: int) -> int:
-        """How many samples are asked for at these tokens."""
+        """The number of samples at these tokens."""
         return int(np.count_nonzero((first <= self.sample_at) & (self.sample_at < after)))
 
     def without(self, at: int, tables: np.ndarray, block_size: int) -> tuple[set[int], int]:
-        """The rows that have no use of the step without the token at `at` and the rest of its chunk, and where that ends."""
+        """The batch slots whose results are wrong if the token at `at` and the rest of its chunk are skipped, and the end of that chunk."""
         after = int(self.starts[np.searchsorted(self.starts, at, "right")])
         missing = self.slot_mapping[at:after] // block_size
         used = self.positions[self.starts[1:] - 1] // block_size + 1
-        rows = zip(self.batch_slots.tolist(), used.tolist(), strict=True)
-        # A block that this chunk would have filled may be shared already, by sequences that were admitted in this very step.
-        return {row for row, count in rows if np.isin(tables[row, :count], missing).any()}, after
+        slots = zip(self.batch_slots.tolist(), used.tolist(), strict=True)
+        # Sequences that were admitted in this step may share blocks that this chunk would have filled.
+        return {slot for slot, count in slots if np.isin(tables[slot, :count], missing).any()}, after
 
     def _seqs(self, first: int, after: int) -> slice:
         return slice(int(np.searchsorted(self.starts, first, "right")) - 1, int(np.searchsorted(self.starts, after)))
 
 
-def _nothing(count: int) -> Sampled:
+def _failed_samples(count: int) -> Sampled:
     return Sampled(np.full(count, -1, dtype=np.int32), np.zeros(0, dtype=np.float32), {}, [])
 
 
-def _joined(parts: list[Sampled]) -> Sampled:
-    """The samples of a step's pieces as those of the step."""
+def _concatenated(parts: list[Sampled]) -> Sampled:
+    """Concatenates the results of the parts of a step."""
     scored = any(part.logprobs.size for part in parts)
     details: dict[int, bytes] = {}
     before = 0

@@ -1,4 +1,4 @@
-"""A request whose reader is a coroutine."""
+"""A request that a coroutine reads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Stream(Request):
-    """Takes what the engine gives, and hands it to one coroutine as that comes for it.
+    """Passes a request's output from the engine to one coroutine.
 
-    Each token of each request wakes somebody here: a future does that at a third of what an asyncio.Event costs.
+    A future wakes the coroutine, which costs a third of an asyncio.Event.
     """
 
     def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams, arrived: float) -> None:
@@ -28,18 +28,18 @@ class Stream(Request):
         self._error: ChairliftError | None = None
 
     def wake(self) -> None:
-        """Says that there is something to take."""
+        """Wakes the reader."""
         self._news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def fail(self, error: ChairliftError) -> None:
-        """Ends the request with an error, whatever has not been taken yet."""
+        """Ends the request with an error. Output that was not read is dropped."""
         self._error = error
         self.wake()
 
     def reject(self, frame: Rejected) -> None:
-        """Ends the request with the engine's reason for not taking it."""
+        """Ends the request with the engine's rejection."""
         match frame.error:
             case "InvalidRequest":
                 self.fail(InvalidRequest(frame.message, param=frame.param, code=frame.code))
@@ -49,7 +49,7 @@ class Stream(Request):
                 self.fail(RequestFailed(frame.message))
 
     async def next(self) -> list[RequestOutput]:
-        """The next increments, perhaps none; raises what ended the request, if that was an error."""
+        """Waits for the next increments, which may be none. Raises the error that ended the request, if any."""
         if not self._news:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

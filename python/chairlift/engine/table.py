@@ -1,4 +1,4 @@
-"""What is logged at the start: a table of what was decided, and why, and a warning of a context that is too short for most uses."""
+"""Start-up logs: the table of decisions, and a warning if the context is too short."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from chairlift.config import EngineConfig
 log = logging.getLogger("chairlift")
 
 SHORT_CONTEXT = 512
-"""Tokens. A chat template and a short conversation hardly fit into fewer."""
+"""Tokens. A chat template and a short conversation need about as many."""
 
 
 def log_decisions(model: str, decisions: Sequence[Sequence[str]]) -> None:
-    """Logs a line for the model and one for each decision of a start (what, value, reason), in columns."""
+    """Logs the model and each decision (what, value, reason) in columns."""
     rows = [("model", model, ""), *decisions]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for what, value, reason in rows:
@@ -33,4 +33,4 @@ def warn_of_short_context(config: EngineConfig, facts: Mapping[str, Any]) -> Non
         remedy = f"raise --kv-cache-memory-bytes, which is {config.kv_cache_memory_bytes}"
     else:
         remedy = "free some memory, or choose a smaller model"
-    log.warning("the KV cache holds only %d tokens, so a prompt and its answer may have no more: %s", context, remedy)
+    log.warning("the KV cache holds only %d tokens, which limits prompt and output together: %s", context, remedy)

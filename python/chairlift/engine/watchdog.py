@@ -1,4 +1,4 @@
-"""Is the engine getting on? A thread beside its loop looks once a second, and tells the parent."""
+"""Detects a stuck engine: a thread beside its loop checks it once a second and reports to the parent."""
 
 from __future__ import annotations
 
@@ -12,84 +12,84 @@ from typing import Any, Protocol
 
 from chairlift.engine.frames import Alive
 
-LOOK = 1.0
-"""Seconds between two looks."""
-PATIENCE, STEPS = 10.0, 20
-"""An engine is stuck after so many seconds in one stage, but not before it took so many times as long as its step should."""
+CHECK_SECONDS = 1.0
+"""Seconds between two checks."""
+STUCK_SECONDS, STUCK_STEPS = 10.0, 20
+"""An engine is stuck after this many seconds in one stage, but not before this many times its predicted step."""
 IDLE = "idle"
-"""The stage of an engine that has nothing to run: it may last for ever."""
+"""The stage of an engine without work, which may last forever."""
 
 
 class Watched(Protocol):
-    """What there is to look at."""
+    """The part of an engine that the watchdog uses."""
 
     stage: tuple[str, float]
-    """What the engine is doing, and since when on any clock: a new one each time."""
+    """The current stage and its start, on any clock."""
 
     def stats(self) -> dict[str, Any]:
         """The newest counters, `predicted_step_us` among them."""
 
 
 class StallDetector:
-    """For how many seconds something has not changed, as far as this process was awake to see that.
+    """Counts the seconds for which a value has not changed.
 
-    A process that was stopped, or a machine that slept, finds that more time has passed than anybody can have used.
+    Time during which this process was stopped or the machine slept does not count.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._seen: object = None
+        self._last: object = None
         self._at = time.monotonic()
 
-    def look(self, now: object) -> float:
-        """Takes what it is now; to be called every `LOOK` seconds. Returns `seconds`."""
+    def check(self, value: object) -> float:
+        """Compares the value with the last one and returns `seconds`. Must be called every CHECK_SECONDS."""
         at = time.monotonic()
-        self.seconds = self.seconds + min(at - self._at, 2 * LOOK) if now == self._seen else 0.0
-        self._seen, self._at = now, at
+        self.seconds = self.seconds + min(at - self._at, 2 * CHECK_SECONDS) if value == self._last else 0.0
+        self._last, self._at = value, at
         return self.seconds
 
 
 class Watchdog(threading.Thread):
-    """Looks at `engine` until `tell` raises OSError, which means that the parent has gone.
+    """Checks `engine` until `send` raises OSError because the parent has gone.
 
-    `first` is how long a step may be expected to take, in seconds, while the engine's own prediction is 0: that of its first one.
-    When a stage lasts too long, the scheduler's state and every thread's stack go to stderr, once.
+    `first_step` is the expected duration of the first step in seconds, before the engine can predict. If a stage lasts too long, the
+    scheduler's state and all threads' stacks are printed to stderr, once.
     """
 
-    def __init__(self, engine: Watched, tell: Callable[[Alive], None], first: float) -> None:
+    def __init__(self, engine: Watched, send: Callable[[Alive], None], first_step: float) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._engine = engine
-        self._tell = tell
-        self._first = first
-        self._stillness = StallDetector()
+        self._send = send
+        self._first_step = first_step
+        self._stall = StallDetector()
         self._dumped = False
 
     def run(self) -> None:
-        """The thread's work."""
+        """The thread's main function."""
         while True:
-            time.sleep(LOOK)
+            time.sleep(CHECK_SECONDS)
             try:
-                self._tell(self.look())
+                self._send(self.check())
             except OSError:
                 return
 
-    def look(self) -> Alive:
-        """Looks once, and says what the parent is to know."""
-        now = self._engine.stage
-        seconds = self._stillness.look(now)
-        if now[0] == IDLE or seconds < self._patience(seconds):
+    def check(self) -> Alive:
+        """Checks the engine once and returns the heartbeat."""
+        stage = self._engine.stage
+        seconds = self._stall.check(stage)
+        if stage[0] == IDLE or seconds < self._limit(seconds):
             self._dumped = False
             return Alive()
         if not self._dumped:
             self._dumped = True
-            self._dump(now[0], seconds)
-        return Alive(now[0], seconds)
+            self._dump(stage[0], seconds)
+        return Alive(stage[0], seconds)
 
-    def _patience(self, seconds: float) -> float:
-        # Counters cost a little, and the core's lock: they are asked for when it matters.
-        if seconds < PATIENCE:
-            return PATIENCE
-        return max(PATIENCE, STEPS * (self._engine.stats().get("predicted_step_us", 0) / 1e6 or self._first))
+    def _limit(self, seconds: float) -> float:
+        # Counters need the core's lock, so they are only read when the minimum has passed.
+        if seconds < STUCK_SECONDS:
+            return STUCK_SECONDS
+        return max(STUCK_SECONDS, STUCK_STEPS * (self._engine.stats().get("predicted_step_us", 0) / 1e6 or self._first_step))
 
     def _dump(self, stage: str, seconds: float) -> None:
         state = json.dumps(self._engine.stats(), default=str)

@@ -1,4 +1,4 @@
-"""The activation in the middle of a gated network."""
+"""The activation of a gated MLP."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.nn import functional
 def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """Maps contiguous gate_up [rows, 2 * columns] to activation(gate) * up [rows, columns].
 
-    The activation is silu or gelu_tanh, which is GELU by its approximation with tanh.
+    The activation is silu or gelu_tanh (GELU's tanh approximation).
     """
     if gate_up.is_cuda:
-        # Triton exists only where there is a GPU to use it.
+        # triton is only installed for GPUs.
         from chairlift.kernels import act_mul as kernel
 
         return kernel.act_mul(gate_up, activation)

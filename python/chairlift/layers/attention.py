@@ -1,4 +1,4 @@
-"""Paged attention: queries of a ragged token axis over keys and values that lie in blocks of a cache."""
+"""Paged attention over a ragged token axis."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from chairlift.kernels.write_kv_reference import write_kv_reference
 from chairlift.layers.device_attention import DevicePlan
 
 Scales = tuple[torch.Tensor, torch.Tensor]
-"""What keys and what values in 8 bits are multiplied by, fp32 [kv_heads] each."""
+"""Scales of 8-bit keys and values, fp32 [kv_heads] each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """What the queries of one sequence, `start` to `end` on the token axis, see in one step, through one window.
+class SequenceRead:
+    """The keys that one sequence's queries, `start` to `end` on the token axis, read in one step with one sliding window.
 
-    `blocks` are the cache's blocks that have any of it, in order, and `keys` is which of the tokens in them it is. `visible`
-    [queries, keys] is true where a query sees a key; it is None for a single query, which sees all, and for queries that are the whole
-    context (`causal`).
+    `blocks` are the KV blocks with these keys, in order, and `keys` is the range of the keys in them. `visible` [queries, keys] is the
+    mask; it is None for a single query, which sees all keys, and for a whole context (`causal`).
     """
 
     start: int
@@ -34,18 +33,18 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """Everything about one step that attention in torch needs, computed once and shared by all layers.
+    """The attention metadata of one step for torch, shared by all layers.
 
-    `slots` int32 [T] are those of the step; `reads` has, for each sliding window of the model (None: all of the context), one Read per
-    sequence.
+    `slots` int32 [T] is the slot mapping. `reads` has one SequenceRead per sequence for each sliding window of the model (None: the
+    whole context).
     """
 
     slots: torch.Tensor
-    reads: dict[int | None, list[Read]]
+    reads: dict[int | None, list[SequenceRead]]
 
 
 AttentionPlan = TorchPlan | DevicePlan
-"""Everything about one step that attention needs, for torch on a CPU or for kernels on a GPU."""
+"""The attention metadata of one step, for torch on a CPU or for the kernels on a GPU."""
 
 
 def plan_attention(
@@ -60,31 +59,30 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plans a step of S sequences: slots [T], query_starts [S + 1], context_lens [S] and block_tables [S, blocks], all int32.
 
-    A slot is block * block_size + offset, and -1 that of a token that only fills up the step; sequence i owns the tokens
-    query_starts[i] to query_starts[i + 1], and they are the last ones of its context. A query sees itself and what is before it,
-    `window` tokens in all where its layer has one of `windows`.
+    A slot is block * block_size + offset, or -1 for a padding token. Sequence i has the tokens query_starts[i] to query_starts[i + 1],
+    the last ones of its context. A query sees itself and the tokens before it, at most `window` tokens in a layer with a window.
     """
     if device.type == "cuda":
         used = -(-int(context_lens.max(initial=1)) // block_size)
         return DevicePlan.send(slots, query_starts, context_lens, block_tables[:, :used], windows=windows, device=device)
     tables = torch.from_numpy(block_tables.astype(np.int64))
     starts, lens = query_starts.tolist(), context_lens.tolist()
-    reads: dict[int | None, list[Read]] = {window: [] for window in windows}
+    reads: dict[int | None, list[SequenceRead]] = {window: [] for window in windows}
     for start, end, context, table in zip(starts, starts[1:], lens, tables, strict=False):
         count, position = end - start, context - (end - start)
-        for window, found in reads.items():
+        for window, sequence_reads in reads.items():
             seen = 0 if window is None else max(0, position - window + 1)
             first = seen // block_size
             blocks = table[first : -(-context // block_size)]
             keys = slice(seen - first * block_size, context - first * block_size)
             causal = position == 0 and count > 1 and (window is None or context <= window)
             visible = None if count == 1 or causal else _visible(position, context, seen, window)
-            found.append(Read(start, end, blocks, keys, visible, causal))
+            sequence_reads.append(SequenceRead(start, end, blocks, keys, visible, causal))
     return TorchPlan(torch.tensor(slots), reads)
 
 
 def _visible(position: int, context: int, seen: int, window: int | None) -> torch.Tensor:
-    """Whether the query at `position`, `position` + 1 ... sees the key at `seen`, `seen` + 1 ..."""
+    """The mask of queries from `position` on and keys from `seen` on, up to `context`."""
     queries = torch.arange(position, context).unsqueeze(1)
     keys = torch.arange(seen, context)
     visible = keys <= queries
@@ -96,8 +94,8 @@ def write_kv(
 ) -> None:
     """Stores k [T, kv_heads, D] and v [T, kv_heads, Dv] of a step in one layer's cache.
 
-    The cache is keys [blocks, kv_heads, block_size, D] and values [blocks, kv_heads, block_size, Dv], with any strides but along the
-    last axis. In a cache of 8 bits (float8_e4m3fn) numbers are divided by their head's scale, and clamped to what 8 bits hold.
+    The cache is keys [blocks, kv_heads, block_size, D] and values [blocks, kv_heads, block_size, Dv], contiguous along the last axis.
+    In an 8-bit cache (float8_e4m3fn) numbers are divided by their head's scale and clamped.
     """
     if isinstance(plan, DevicePlan):
         plan.write(k, v, keys, values, scales)
@@ -117,11 +115,11 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """Attends from query [T, heads, D] to one layer's cache (see `write_kv`), which holds this step's keys and values already.
+    """Attends from query [T, heads, D] to one layer's cache (see `write_kv`), which already holds this step's keys and values.
 
-    `window` is one of the plan's. Scores are products times `scale` (one over the root of D if None), then, with a `softcap` c,
-    c * tanh(score / c) (Gemma 2). `sinks` [heads] are scores of a key that every query sees and that has no value (gpt-oss).
-    Returns [T, heads, Dv]; rows of tokens that only fill up the step mean nothing.
+    `window` is one of the plan's. Scores are q·k * `scale` (1 / sqrt(D) if None), then, with a `softcap` c, c * tanh(score / c)
+    (Gemma 2). `sinks` [heads] are the scores of a key that every query sees and that has no value (gpt-oss). Returns [T, heads, Dv];
+    the rows of padding tokens are undefined.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(plan, DevicePlan):
@@ -134,7 +132,7 @@ def paged_attention(
         if softcap or sinks is not None:
             seen.copy_(_attend(span, k, v, read, scale, softcap, sinks))
         elif len(span) == 1:
-            # The heads of a group share keys and values: a single query's go in as the rows of one matrix.
+            # The heads of a group share keys and values, so a single query's heads are the rows of one matrix.
             rows = span.reshape(len(k), -1, span.shape[-1])
             seen.copy_(functional.scaled_dot_product_attention(rows, k, v, scale=scale).view_as(seen))
         else:
@@ -146,7 +144,7 @@ def paged_attention(
     return out
 
 
-def _gather(cache: torch.Tensor, read: Read, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _gather(cache: torch.Tensor, read: SequenceRead, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """What a read sees of keys or values: [kv_heads, keys, head_dim]."""
     seen = cache.index_select(0, read.blocks).transpose(0, 1).flatten(1, 2)[:, read.keys]
     if cache.dtype == dtype:
@@ -155,7 +153,13 @@ def _gather(cache: torch.Tensor, read: Read, scale: torch.Tensor | None, dtype: 
 
 
 def _attend(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, read: Read, scale: float, softcap: float | None, sinks: torch.Tensor | None
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    read: SequenceRead,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention written out, in fp32, for what torch's own cannot do: query [n, heads, D], k and v as gathered."""
     count, heads, dim = query.shape

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: what its kernels read of a step, and the work that they share out."""
+"""The attention metadata and work lists of the GPU kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from chairlift._core import decode_work, max_splits, prefill_work
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A list for one of the kernels (see `decode_work` and `prefill_work` of the core), int32 on the device.
+    """A work list of one kernel (see `decode_work` and `prefill_work` of the core), int32 on the device.
 
-    The counts are what the kernels' grids are made for, so they may be larger than those in the list: units of work (splits, or
-    tiles), results to be merged of several splits, the partial results that takes, and the longest chunk's tokens.
+    The counts size the kernels' grids and may be larger than those in the list: units (splits or tiles), merges of several splits,
+    partial results, and the tokens of the longest chunk.
     """
 
     list: torch.Tensor
@@ -28,27 +28,27 @@ class Work:
 
 
 class DecodeLists:
-    """Work for steps of up to `seqs` sequences with one token each and up to `longest` in their contexts, for each sliding window.
+    """Work lists for decode steps of up to `seqs` sequences with contexts of up to `longest` tokens, one per sliding window.
 
-    The lists stay where they are, and have room for whatever the contexts are: a graph can be kept for all such steps.
+    The lists keep their addresses and have room for any such step, so that a CUDA graph can use them.
     """
 
     def __init__(self, seqs: int, longest: int, windows: Iterable[int | None], device: torch.device) -> None:
         self._splits = {window: max_splits(longest, window=window) for window in windows}
-        # The counts, the splits of all sequences, and a merge for each; without counts there is nothing to do.
+        # The counts, the splits of all sequences and a merge per sequence. Zero counts mean no work.
         self._lists = {
             window: torch.zeros(1 + seqs * (splits + 1), 4, dtype=torch.int32, device=device) for window, splits in self._splits.items()
         }
 
     def fill(self, lengths: tuple[np.ndarray, np.ndarray]) -> None:
-        """Puts in the work of a step, whose query_starts and context_lens are on the host; no step before needs to be done."""
+        """Writes a step's work, given its query_starts and context_lens on the host. Earlier steps may still run."""
         work = [_decodes(lengths, window) for window in self._lists]
         _, staged = _stage(work, next(iter(self._lists.values())).device)
         for there, one in zip(self._lists.values(), staged, strict=True):
             there[: len(one)].copy_(one, non_blocking=True)
 
     def work(self, seqs: int) -> dict[int | None, Work]:
-        """What is in the lists, with the counts that a step of so many sequences has at most."""
+        """The lists with the largest counts of a step of `seqs` sequences."""
         found = {}
         for window, splits in self._splits.items():
             several = splits > 1
@@ -58,11 +58,11 @@ class DecodeLists:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """Everything about one step that the kernels of attention need, computed once and shared by all layers.
+    """The attention metadata of one step for the kernels, shared by all layers.
 
-    int32 tensors on the device, as in the step buffers: slots [T], query_starts [S + 1], context_lens [S], rows [S], and `tables`
-    [any, blocks], of which sequence i's blocks are in row rows[i]. `lengths` are query_starts and context_lens on the host.
-    `decodes` has the work for each sliding window of the model, `prefills` for each size of pieces.
+    int32 tensors on the device, as in the step buffers: slots [T] (the slot mapping), query_starts [S + 1], context_lens [S], rows [S]
+    (the batch slots), and `tables` [any, blocks], where row rows[i] has sequence i's blocks. `lengths` are query_starts and
+    context_lens on the host. `decodes` has the decode work per sliding window, `prefills` the prefill work per tile size.
     """
 
     slots: torch.Tensor
@@ -87,11 +87,11 @@ class DevicePlan:
         lengths: tuple[np.ndarray, np.ndarray],
         windows: Iterable[int | None],
     ) -> DevicePlan:
-        """Plans a step that is on the device already, for layers with these windows."""
+        """Plans a step whose arrays are on the device."""
         windows = list(windows)
         lists = [_decodes(lengths, window) for window in windows]
-        there = _send(lists, slots.device)
-        decodes = {window: Work(sent, *host[0].tolist()) for window, host, sent in zip(windows, lists, there, strict=True)}
+        on_device = _send(lists, slots.device)
+        decodes = {window: Work(sent, *host[0].tolist()) for window, host, sent in zip(windows, lists, on_device, strict=True)}
         return cls(slots, query_starts, context_lens, rows, tables, lengths, decodes)
 
     @classmethod
@@ -105,10 +105,10 @@ class DevicePlan:
         windows: Iterable[int | None],
         device: torch.device,
     ) -> DevicePlan:
-        """Plans a step that is on the host: see `plan_attention`."""
+        """Plans a step whose arrays are on the host (see `plan_attention`)."""
         rows = np.arange(len(context_lens), dtype=np.int32)
-        there = _send([slots, query_starts, context_lens, rows, block_tables], device)
-        return cls.make(*there, lengths=(query_starts, context_lens), windows=windows)
+        on_device = _send([slots, query_starts, context_lens, rows, block_tables], device)
+        return cls.make(*on_device, lengths=(query_starts, context_lens), windows=windows)
 
     def write(
         self,
@@ -118,8 +118,8 @@ class DevicePlan:
         values: torch.Tensor,
         scales: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        """Does what `write_kv` says."""
-        from chairlift.kernels.write_kv import write_kv  # brings triton, which exists only where there is a GPU to use it
+        """See `write_kv`."""
+        from chairlift.kernels.write_kv import write_kv  # imports triton, which is only installed for GPUs
 
         write_kv(k, v, keys, values, self.slots, scales)
 
@@ -135,8 +135,8 @@ class DevicePlan:
         sinks: torch.Tensor | None,
         scales: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Does what `paged_attention` says."""
-        # They bring triton, which exists only where there is a GPU to use it.
+        """See `paged_attention`."""
+        # These import triton, which is only installed for GPUs.
         from chairlift.kernels.paged_combine import paged_combine
         from chairlift.kernels.paged_decode import paged_decode
         from chairlift.kernels.paged_prefill import paged_prefill, tile_tokens
@@ -157,19 +157,19 @@ class DevicePlan:
         return out
 
     def _tiles(self, tokens: int) -> Work:
-        """The pieces of longer chunks, of so many tokens: planned when the first layer asks."""
+        """The tiles of longer chunks, `tokens` each; planned by the first layer that needs them."""
         if tokens not in self.prefills:
             tiles = np.frombuffer(prefill_work(*self.lengths, tokens=tokens), dtype=np.int32)
             count = int(tiles[0])
-            # Most steps have none, and need not wait for a copy that says so.
+            # Most steps have none and need no copy.
             self.prefills[tokens] = Work(_send([tiles], self.slots.device)[0] if count else self.slots, count)
         return self.prefills[tokens]
 
     def _parts(self, count: int, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for so many partial results [heads, dim] and the logarithms of their sums, shared by layers of equal shape."""
+        """Memory for `count` partial results [heads, dim] and their log-sum-exps, shared by layers of equal shape."""
         if (heads, dim) not in self._scratch:
-            most = max(work.parts for work in self.decodes.values())  # for layers with other windows have others
-            self._scratch[heads, dim] = torch.empty(most * heads * (dim + 1), dtype=torch.float32, device=self.slots.device)
+            largest = max(work.parts for work in self.decodes.values())  # layers with other windows have other counts
+            self._scratch[heads, dim] = torch.empty(largest * heads * (dim + 1), dtype=torch.float32, device=self.slots.device)
         scratch, numbers = self._scratch[heads, dim], count * heads * dim
         return scratch[:numbers], scratch[numbers:]
 
@@ -179,17 +179,16 @@ def _decodes(lengths: tuple[np.ndarray, np.ndarray], window: int | None) -> np.n
 
 
 def _send(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copies int32 arrays to the device in one go."""
+    """Copies int32 arrays to the device in one transfer."""
     whole, staged = _stage(arrays, device)
-    there = whole.to(device, non_blocking=True)
-    return [there.as_strided(one.shape, one.stride(), one.storage_offset()) for one in staged]
+    on_device = whole.to(device, non_blocking=True)
+    return [on_device.as_strided(one.shape, one.stride(), one.storage_offset()) for one in staged]
 
 
 def _stage(arrays: list[np.ndarray], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copies int32 arrays to memory that the device copies from by itself: the whole, and each array in it.
+    """Copies int32 arrays to one page-locked buffer. Returns the buffer and each array in it.
 
-    Each begins at a multiple of 16 bytes, which Triton makes something of. Torch keeps pinned memory from being used again before it is
-    copied.
+    Arrays are aligned to 16 bytes, which Triton needs for vector loads. torch does not reuse the buffer before it is copied.
     """
     ends = list(accumulate(-(-array.size // 4) * 4 for array in arrays))
     whole = torch.empty(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")

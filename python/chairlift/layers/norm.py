@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone or with the addition to the residual stream that comes before it."""
+"""RMS normalisation, optionally fused with the addition to the residual stream."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch.nn import functional
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Scales each vector of contiguous x, along the last axis, to root mean square 1, then by `weight` (its last axis long)."""
+    """Scales each vector of contiguous x, along the last axis, to root mean square 1, then by `weight`."""
     if x.is_cuda:
-        # Triton exists only where there is a GPU to use it.
+        # triton is only installed for GPUs.
         from chairlift.kernels import rms_norm as kernel
 
         return kernel.rms_norm(x, weight, eps)
@@ -19,9 +19,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, inner: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Adds x to residual, in place, and returns the sum as `rms_norm` makes it; both contiguous and of the same shape.
+    """Adds x to residual in place and returns the normalised sum. Both are contiguous and have the same shape.
 
-    With `inner` x is itself normalised, and scaled by that, before it is added (Gemma 2).
+    `inner` is the weight of a norm that is applied to x before the addition (Gemma 2).
     """
     if x.is_cuda:
         from chairlift.kernels import rms_norm as kernel  # as above

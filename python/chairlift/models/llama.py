@@ -23,20 +23,20 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 
 class WeightSource(Protocol):
-    """Where a model takes its tensors from, by their Hugging Face names."""
+    """A source of a model's tensors, by their Hugging Face names."""
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor of that name, in the dtype and on the device that the model runs in; raises if it is not of that shape."""
+        """The tensor of that name in the model's dtype and on its device. Raises if it has another shape."""
         ...
 
     def scales(self, name: str, heads: int) -> torch.Tensor | None:
-        """The scales of that name on the device that the model runs in, fp32 [heads]; None if there are none."""
+        """The scales of that name on the model's device, fp32 [heads]; None if there are none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One forward pass: T tokens of some sequences; input_ids and positions are integer tensors [T]."""
+class ForwardBatch:
+    """The input of one forward pass over T tokens; input_ids and positions are integer tensors [T]."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
@@ -44,56 +44,64 @@ class Step:
 
 
 class Llama:
-    """A decoder whose weights are merged where they share an input (query, key and value; gate and up)."""
+    """A decoder. Projections of the same input (query, key and value; gate and up) are merged into one matrix."""
 
-    def __init__(self, config: ModelConfig, weights: WeightSource, peers: TensorParallelGroup = ALONE, form: str | None = None) -> None:
-        """Takes every tensor that the model needs from `weights`; of a model that `peers` share, both are what this process has of it.
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, group: TensorParallelGroup = ALONE, quantization: str | None = None
+    ) -> None:
+        """Takes the model's tensors from `weights`. In a tensor-parallel group, `config` and `weights` are this process's part.
 
-        With a `form` the layers' matrices are kept in 8 bits (see `Linear`). Embeddings and the head, often one and the same, are not:
-        theirs are the errors that show most, and they are read a row at a time, or once a step. Raises UnsupportedModel for what only
-        the CPU's kernels compute.
+        `quantization` applies to the layers' matrices (see `Linear`). Embeddings and the head are not quantised, because their errors
+        matter most and they are read a row at a time or once per step. Raises UnsupportedModel for architectures that only the CPU
+        kernels support.
         """
         if config.only_in_rust:
-            raise UnsupportedModel(f"{config.architecture} has no code of ours in torch")
-        self.peers = peers
+            raise UnsupportedModel(f"{config.architecture} is only supported by the CPU kernels")
+        self.group = group
         self.eps, self.softcap = config.rms_norm_eps, config.final_softcap
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = weights.take("model.embed_tokens.weight", *shape)
-        # Rounded like the embeddings that it multiplies, as in training.
+        # Rounded to the embeddings' dtype, as in training.
         self.scale = torch.tensor(config.embedding_scale, dtype=self.embedding.dtype).item()
         before = [f"model.layers.{index}.input_layernorm.weight" for index in range(config.num_layers)]
         self.norm, *after = (_norm(config, weights, name) for name in (*before, "model.norm.weight"))
-        self.layers = [_Layer(config, index, weights, norm, peers, form) for index, norm in enumerate(after)]
-        self.head = Linear(peers.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
+        self.layers = [_Layer(config, index, weights, norm, group, quantization) for index, norm in enumerate(after)]
+        self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
         ropes = {config.rope, config.local_rope}
         device = self.embedding.device
         self.frequencies = {rope: inverse_frequencies(config.head_dim, **asdict(rope)).to(device) for rope in ropes}
 
-    def forward(self, step: Step, cache: Sequence[LayerCache]) -> torch.Tensor:
-        """Runs a step over each layer's cache; returns hidden states [T, hidden]."""
-        residual = functional.embedding(step.input_ids, self.embedding)
+    def forward(self, batch: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
+        """Runs a batch over each layer's cache; returns hidden states [T, hidden]."""
+        residual = functional.embedding(batch.input_ids, self.embedding)
         if self.scale != 1:
             residual.mul_(self.scale)
-        rotation = {rope: rotations(step.positions, frequencies) for rope, frequencies in self.frequencies.items()}
+        rotation = {rope: rotations(batch.positions, frequencies) for rope, frequencies in self.frequencies.items()}
         x = rms_norm(residual, self.norm, self.eps)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x = layer.forward(x, residual, rotation[layer.rope], layer_cache, step.attention)
+            x = layer.forward(x, residual, rotation[layer.rope], layer_cache, batch.attention)
         return x
 
     def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """What a step's hidden states say of the tokens after those at places `at` [N]; returns [N, vocabulary]."""
-        logits = self.peers.join(self.head(hidden[at]), len(self.embedding))
+        """Logits at token positions `at` [N] of a batch's hidden states; returns [N, vocabulary]."""
+        logits = self.group.all_gather(self.head(hidden[at]), len(self.embedding))
         return logits if self.softcap is None else logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
 
 
 class _Layer:
-    """One decoder layer: attention, then a gated two-layer network, each added to the residual stream."""
+    """One decoder layer: attention, then a gated MLP, each added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, index: int, weights: WeightSource, next_norm: torch.Tensor, peers: TensorParallelGroup, form: str | None
+        self,
+        config: ModelConfig,
+        index: int,
+        weights: WeightSource,
+        next_norm: torch.Tensor,
+        group: TensorParallelGroup,
+        quantization: str | None,
     ) -> None:
-        """`next_norm` is the norm of what comes after this layer."""
-        self.peers = peers
+        """`next_norm` is the first norm of the next layer, or the model's last norm."""
+        self.group = group
         self.head_dim, self.eps, self.activation = config.head_dim, config.rms_norm_eps, config.activation
         self.window, self.scale, self.softcap = config.windows[index], config.attention_scale, config.attention_softcap
         self.rope = config.rope if self.window is None else config.local_rope
@@ -102,10 +110,10 @@ class _Layer:
         prefix = f"model.layers.{index}."
 
         def merged(outs: dict[str, int], width: int, bias: bool) -> Linear:
-            """One Linear that computes several projections of the same input at once."""
+            """One Linear for several projections of the same input."""
             parts = [weights.take(f"{prefix}{name}.weight", size, width) for name, size in outs.items()]
             biases = [weights.take(f"{prefix}{name}.bias", size) for name, size in outs.items()] if bias else []
-            return Linear(parts[0] if len(parts) == 1 else torch.cat(parts), torch.cat(biases) if biases else None, form)
+            return Linear(parts[0] if len(parts) == 1 else torch.cat(parts), torch.cat(biases) if biases else None, quantization)
 
         def norm(name: str) -> torch.Tensor:
             return _norm(config, weights, f"{prefix}{name}.weight")
@@ -117,7 +125,7 @@ class _Layer:
         self.down = merged({"mlp.down_proj": hidden}, inner, config.mlp_bias)
         self.scales = kv_scales(weights, index, config.num_kv_heads)
         self.qk_norms = (norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None
-        # The norm behind attention has the name that elsewhere is that of the one before the network.
+        # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
         self.attention_norm = norm("post_attention_layernorm") if config.post_norms else None
         self.mlp_norm = norm("post_feedforward_layernorm") if config.post_norms else None
         self.norm = norm("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm")
@@ -131,30 +139,30 @@ class _Layer:
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        """Adds to `residual` [rows, hidden] what this layer makes of x, its norm; returns the norm of the sum, for what comes next."""
+        """Adds this layer's output for the normalised input x to `residual` [T, hidden]; returns the next layer's normalised input."""
         keys, values = cache
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        # Stored before read: attention finds this step's keys where it finds all others.
+        # Keys and values are written before attention, which reads this step's keys from the cache.
         scales = self.scales if keys.dtype == torch.float8_e4m3fn else None
         query = rope_write(qkv, rotation, keys, values, plan, norms=self.qk_norms, eps=self.eps, scales=scales)
         x = paged_attention(query, keys, values, plan, window=self.window, scale=self.scale, softcap=self.softcap, scales=scales)
-        x = add_rms_norm(self.peers.sum(self.output(x.flatten(1))), residual, self.norm, self.eps, inner=self.attention_norm)
-        x = self.peers.sum(self.down(act_mul(self.gate_up(x), self.activation)))
+        x = add_rms_norm(self.group.all_reduce(self.output(x.flatten(1))), residual, self.norm, self.eps, inner=self.attention_norm)
+        x = self.group.all_reduce(self.down(act_mul(self.gate_up(x), self.activation)))
         return add_rms_norm(x, residual, self.next_norm, self.eps, inner=self.mlp_norm)
 
 
 def _norm(config: ModelConfig, weights: WeightSource, name: str) -> torch.Tensor:
-    """The weight of a norm; in fp32 if the checkpoint's is a difference, since the sum has more digits."""
+    """The weight of a norm. With an offset (Gemma) the sum is kept in fp32, because it needs more digits than the checkpoint's weight."""
     weight = weights.take(name, config.head_dim if "self_attn" in name else config.hidden_size)
     return weight.float() + config.norm_offset if config.norm_offset else weight
 
 
 def kv_scales(weights: WeightSource, layer: int, heads: int) -> Scales | None:
-    """The scales of a layer's keys and values in 8 bits, under any of the names that vLLM knows for them; None if there are neither."""
+    """The scales of a layer's 8-bit keys and values, under any of vLLM's names for them; None if the checkpoint has neither."""
     prefix = f"model.layers.{layer}.self_attn."
     names = {kind: (f"{prefix}{kind}_scale", f"{prefix}attn.{kind}_scale", f"{prefix}{kind}_proj.{kind}_scale") for kind in "kv"}
     k, v = (next((found for name in names[kind] if (found := weights.scales(name, heads)) is not None), None) for kind in "kv")
-    # One without the other leaves that as it is.
+    # A missing scale is 1.
     if k is None:
         return None if v is None else (torch.ones_like(v), v)
     return k, torch.ones_like(k) if v is None else v

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import Scales, paged_attention, write_kv
-from chairlift.models.llama import LayerCache, Step, WeightSource
+from chairlift.models.llama import ForwardBatch, LayerCache, WeightSource
 from chairlift.models.transformers_config import ATTENTION, DECODERS, TransformersConfig, brief, settle
 
 PACKAGES = {
@@ -62,7 +62,7 @@ class TransformersModel:
         model = _loaded(config, directory, dtype, device) if made is None else _made(config, dtype, device, made)
         return cls(model.eval(), config, longest)
 
-    def forward(self, step: Step, cache: Sequence[LayerCache]) -> torch.Tensor:
+    def forward(self, step: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Runs a step over each layer's cache; returns hidden states [T, hidden]."""
 
         def attend(

@@ -1,7 +1,8 @@
-"""What goes into a step and comes out of it: arrays that the scheduler writes and the model reads, and what was sampled."""
+"""The input and output of a step: arrays that the scheduler writes and the model reads, and the sampled tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -9,15 +10,27 @@ import numpy as np
 if TYPE_CHECKING:
     from chairlift.runner.device_buffers import DeviceBuffers
 
-LINE = 32
-"""Each array begins at a multiple of so many integers: 128 bytes, which a device reads at once."""
+ALIGNMENT = 32
+"""Arrays start at multiples of 32 integers: 128 bytes, a cache line of the device."""
+
+Pairs = Iterable[tuple[int, int]]
+
+
+class StepSizes(NamedTuple):
+    """How many entries of its buffers a step uses."""
+
+    tokens: int
+    seqs: int
+    samples: int
+    copies: int = 0
+    table_writes: int = 0
 
 
 class Layout:
-    """Where the arrays of a step lie in one allocation of `size` int32, for up to T tokens of S sequences with B blocks each.
+    """Offsets of a step's arrays in one allocation of `size` int32, for up to T tokens of S sequences with B blocks each.
 
-    `places` has a slice for each, in the order of their memory. The list of table writes comes last, since most steps need little of it,
-    and only where `table_writes` says that block tables are kept elsewhere too.
+    `places` has a slice per array, in memory order. The list of block table writes comes last, because most steps use little of it, and
+    exists only if the device has a copy of the block tables.
     """
 
     def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, *, table_writes: bool = False) -> None:
@@ -39,39 +52,40 @@ class Layout:
         self.size = 0
         for name, length in lengths.items():
             self.places[name] = slice(self.size, self.size + length)
-            self.size += -(-length // LINE) * LINE
+            self.size += -(-length // ALIGNMENT) * ALIGNMENT
 
 
 class StepBuffers:
-    """Flat int32 arrays for the steps that go through them one after the other.
+    """Flat int32 arrays that successive steps reuse.
 
-    Sequence i of a step owns the tokens query_starts[i] to query_starts[i + 1]; block_tables is indexed by row, all else by the
-    sequence's or token's place in the step.
+    Sequence i of a step has the tokens query_starts[i] to query_starts[i + 1]. block_tables is indexed by batch slot, the other arrays by
+    the index of the sequence or token in the step.
     """
 
     input_ids: np.ndarray
-    """-(row + 1) stands for the token that the row sampled last, where it is not known on the host yet."""
+    """-(slot + 1) stands for the token that the slot sampled last, if the host does not know it yet."""
     positions: np.ndarray
     slot_mapping: np.ndarray
-    """Where each token's key and value go: block * block_size + offset."""
+    """KV slot of each token: block * block_size + offset."""
     query_starts: np.ndarray
     context_lens: np.ndarray
-    """Tokens of each sequence, those of this step included."""
+    """Tokens of each sequence, including those of this step."""
     batch_slots: np.ndarray
-    """The row that each sequence keeps for as long as it runs."""
+    """Batch slot of each sequence; it does not change while the sequence runs."""
     sample_at: np.ndarray
-    """Places on the token axis whose next token is wanted."""
+    """Indices of the tokens after which a token is sampled."""
     sample_slots: np.ndarray
     copies: np.ndarray
-    """Pairs of blocks, from and to, copied before the forward pass."""
+    """Pairs of blocks (from, to), copied before the forward pass."""
     on_device: DeviceBuffers
-    """The same arrays on the device; only where a model in torch runs."""
+    """The same arrays on the device. Unset for a model that reads the host's arrays."""
 
-    def __init__(self, layout: Layout, packed: np.ndarray | None = None, block_tables: np.ndarray | None = None) -> None:
-        """Lays the arrays out in `packed`, int32 [layout.size], or in memory of its own.
+    def __init__(self, layout: Layout, packed: np.ndarray | None = None, block_tables: np.ndarray | None = None, index: int = 0) -> None:
+        """Lays the arrays out in `packed`, int32 [layout.size], or in newly allocated memory.
 
-        `block_tables` [S, B] are kept from step to step, with only what changes written: buffers that take turns have the same ones.
+        `block_tables` [S, B] persist from step to step and only changes are written: all buffers of an engine share them.
         """
+        self.index = index
         self._packed = np.zeros(layout.size, dtype=np.int32) if packed is None else packed
         self._places = layout.places
         for name, place in layout.places.items():
@@ -80,18 +94,18 @@ class StepBuffers:
         self.block_tables = np.zeros(shape, dtype=np.int32) if block_tables is None else block_tables
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays by name, as the scheduler wants them."""
+        """All arrays by name, for the scheduler."""
         return {name: self._packed[place] for name, place in self._places.items()} | {"block_tables": self.block_tables}
 
 
 class Sampled(NamedTuple):
-    """What a step gave, by place in its sample."""
+    """The result of a step, by sample index."""
 
     tokens: np.ndarray
-    """int32 [N], the receiver's own; -1 where the model gave none: its logits are not finite, or nothing may be drawn."""
+    """int32 [N], owned by the receiver; -1 if the logits are not finite or no token is allowed."""
     logprobs: np.ndarray
-    """float32 [N]: log-probabilities of the tokens, 0 where they were not asked for; empty if nobody asked."""
+    """float32 [N]: log-probabilities of the tokens, 0 for requests without them; empty if no request wants them."""
     details: dict[int, bytes]
-    """A line of `logprobs.score` with as many likeliest tokens as the row asked for."""
+    """A line of `logprobs.score` with as many top tokens as the request wants, by sample index."""
     prompts: list[tuple[int, bytes]]
-    """What is told of prompts: tags, and lines of `logprobs.score`; for one tag in the order of its tokens."""
+    """Log-probabilities of prompts: tags and lines of `logprobs.score`; for one tag in token order."""

@@ -1,4 +1,4 @@
-"""What crosses between the host and a device while both go on working."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class PendingResult(Protocol):
-    """A tensor on its way to the host."""
+    """A tensor that is being copied to the host."""
 
     def numpy(self) -> np.ndarray:
-        """Its numbers, as soon as the device has come to them."""
+        """Waits for the copy and returns it."""
 
 
 class ReadyResult:
-    """What is on the host already."""
+    """An array that is already on the host."""
 
     __slots__ = ("_array",)
 
@@ -29,20 +29,20 @@ class ReadyResult:
 
 
 class CopyStream:
-    """Brings tensors to the host, on a stream of its own where there is CUDA: the next step's work does not wait for that."""
+    """Copies tensors to the host. On CUDA it uses its own stream, so that the next step does not wait for the copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Memory of the host, int32 [size], that the device copies from by itself."""
+        """Page-locked host memory, int32 [size], for asynchronous copies to the device."""
         return torch.zeros(size, dtype=torch.int32, pin_memory=self._stream is not None)
 
     def fetch(self, tensor: torch.Tensor) -> PendingResult:
-        """Starts on its way what the work given to the device so far makes of `tensor`, which later work must not overwrite.
+        """Starts an async copy to the host of `tensor`'s value after all work queued so far. Later work must not overwrite it.
 
-        With no elements it is still worth waiting for: when it arrives, all that work is done.
+        When the copy has arrived, that work is done, even if the tensor is empty.
         """
         if self._stream is None:
             return ReadyResult(tensor.numpy())
@@ -50,17 +50,17 @@ class CopyStream:
 
 
 class _PendingCopy:
-    """A copy to pinned memory, and the event behind it."""
+    """A copy to page-locked memory and the event that marks its end."""
 
     def __init__(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
-            # The allocator keeps pinned memory for the next one, so that a steady step allocates none.
+            # torch's allocator reuses page-locked memory, so that a steady state allocates none.
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(stream)
-        # Its memory must not go to others of its stream before the copy is done, though nobody holds it.
+        # Keeps the allocator from reusing the tensor's memory before the copy is done.
         tensor.record_stream(stream)
 
     def numpy(self) -> np.ndarray:
@@ -70,8 +70,8 @@ class _PendingCopy:
 
 
 def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copies a small array to the device without waiting for what that is at: the array can be changed when this returns.
+    """Copies a small array to the device without waiting for queued work. The array may change when this returns.
 
-    Memory that is not pinned is taken by the driver at once. Must not be called with pinned memory, whose copy comes later.
+    The driver copies pageable memory at once. Page-locked memory is not allowed, because its copy is asynchronous.
     """
     return torch.from_numpy(array).to(device, non_blocking=True)

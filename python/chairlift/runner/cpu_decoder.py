@@ -1,4 +1,4 @@
-"""A model's blocks for the CPU's kernels, described by its configuration."""
+"""Builds the CPU kernels' decoder from a model's configuration and weights."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from chairlift.runner.weights import DummyWeights, GGUFWeights, Part, Safetensor
 def build_decoder(
     model: ModelConfig, weights: SafetensorWeights | GGUFWeights | DummyWeights, form: str, threads: int, longest: int
 ) -> _core.Decoder:
-    """Takes and packs all weights, matrix by matrix. Raises UnsupportedModel for weights that do not belong to the configuration.
+    """Loads and packs all weights, matrix by matrix. `longest` is the most tokens of a sequence.
 
-    `longest` is how many tokens a sequence may get.
+    Raises UnsupportedModel for weights that do not match the configuration.
     """
     return _Builder(model, weights, form, threads, longest).decoder()
 
 
 def rotary_embedding(model: ModelConfig, rope: RopeConfig, longest: int) -> tuple[np.ndarray, float]:
-    """Radians per position of each pair, and what cosines and sines are multiplied by.
+    """Radians per position of each pair, and the scale of cosines and sines.
 
-    LongRoPE has two sets of frequencies, by a sequence's length. Keys stay in the cache as they were turned, so one set is for all: that
-    of the longest sequence that may come, as in vLLM.
+    LongRoPE has two sets of frequencies, for short and long sequences. Rotated keys stay in the cache, so one set is used for all
+    sequences: that of the longest possible one, as in vLLM.
     """
     frequencies = inverse_frequencies(model.rotary_dim, **asdict(rope)).numpy()
     if model.long_rope is None:
@@ -39,7 +39,7 @@ def rotary_embedding(model: ModelConfig, rope: RopeConfig, longest: int) -> tupl
 
 
 class _Builder:
-    """Makes the parts of one decoder."""
+    """Builds the blocks of one decoder."""
 
     def __init__(
         self, model: ModelConfig, weights: SafetensorWeights | GGUFWeights | DummyWeights, form: str, threads: int, longest: int
@@ -48,11 +48,11 @@ class _Builder:
         self.ropes = list(dict.fromkeys((model.rope, model.local_rope)))
 
     def decoder(self) -> _core.Decoder:
-        """The whole."""
+        """The decoder."""
         model = self.model
-        # The largest first: while one is packed it is there twice.
+        # The largest matrix first: while a matrix is packed, it is in memory twice.
         embedding = self.linear({"model.embed_tokens": model.vocab_size}, model.hidden_size)
-        # Tied, the head's matrix is where embeddings are read too.
+        # With tied embeddings, embeddings are read from the head's matrix.
         tied = model.tie_word_embeddings
         head = embedding if tied else self.linear({"lm_head": model.vocab_size}, model.hidden_size)
         blocks = [block for index in range(model.num_layers) for block in (self.attention(index), self.mlp(index))]
@@ -77,7 +77,7 @@ class _Builder:
             raise UnsupportedModel(f"{model.architecture}: {error}") from None
 
     def attention(self, index: int) -> _core.DecoderBlock:
-        """A layer's attention."""
+        """A layer's attention block."""
         model, prefix = self.model, f"model.layers.{index}."
         queries, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         outs = _named(prefix, model.projections.qkv, (queries, kv, kv))
@@ -97,12 +97,12 @@ class _Builder:
         )
 
     def mlp(self, index: int) -> _core.DecoderBlock:
-        """A layer's gated network."""
+        """A layer's gated MLP block."""
         model, prefix = self.model, f"model.layers.{index}."
         hidden, inner = model.hidden_size, model.intermediate_size
         outs = _named(prefix, model.projections.gate_up, (inner, inner))
         return _core.DecoderBlock.gated_mlp(
-            # The norm behind attention has the name that elsewhere is that of the one before the network.
+            # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
             norm=self.norm(prefix + ("pre_feedforward_layernorm" if model.post_norms else "post_attention_layernorm")),
             gate_up_proj=self.linear(outs, hidden, model.mlp_bias, gated=True),
             down_proj=self.linear({prefix + model.projections.down: hidden}, inner, model.mlp_bias),
@@ -112,16 +112,16 @@ class _Builder:
         )
 
     def vector(self, name: str, size: int) -> np.ndarray:
-        """A tensor of one dimension."""
+        """A one-dimensional tensor."""
         taken: np.ndarray = self.weights.take(name, size).float().numpy()
         return taken
 
     def norm(self, name: str, size: int | None = None) -> np.ndarray:
-        """The weight of a norm of hidden states, or of vectors of a size."""
+        """The weight of a norm; `size` is hidden_size by default."""
         return self.vector(f"{name}.weight", size or self.model.hidden_size) + np.float32(self.model.norm_offset)
 
     def linear(self, outs: dict[str, int], ins: int, bias: bool = False, gated: bool = False) -> _core.Linear:
-        """One layer for several projections of the same input."""
+        """Packs several projections of the same input into one layer."""
         parts = [self.weights.part(f"{name}.weight", size, ins) for name, size in outs.items()]
         if gated and len(parts) == 1:
             parts = _halves(*parts[0])

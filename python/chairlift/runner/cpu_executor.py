@@ -1,4 +1,4 @@
-"""The model on a CPU: kernels, threads and memory of our own, behind `chairlift._core`."""
+"""The executor on a CPU: the Rust kernels of `chairlift._core`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
-from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.buffers import Pairs, StepBuffers
 from chairlift.runner.cpu_decoder import build_decoder
-from chairlift.runner.executor import Pairs
+from chairlift.runner.executor import HostExecutor
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.weights import open_weights
 
 
-class CpuExecutor:
-    """A `ModelExecutor` that is one call a step, without Python's lock: from token ids to logits."""
+class CpuExecutor(HostExecutor):
+    """A model in Rust. The forward pass is one call without the GIL."""
 
-    device = torch.device("cpu")
     batch_invariant = True
 
     cache: _core.KvCache
-    """Made by `allocate`."""
+    """Set by `allocate`."""
 
     def __init__(self, config: ModelConfig, decoder: _core.Decoder, kv: str) -> None:
         self.config, self.decoder, self.kv = config, decoder, kv
@@ -42,7 +41,7 @@ class CpuExecutor:
         return cls(model, decoder, precision.kv)
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
-        """Makes the KV cache."""
+        """Allocates the KV cache."""
         model = self.config
         try:
             self.cache = _core.KvCache(
@@ -62,11 +61,11 @@ class CpuExecutor:
         self.cache.copy([(source, target) for source, target in pairs.tolist()])
 
     def swap(self, outs: Pairs, ins: Pairs) -> None:
-        """Copies blocks to the host, and then back."""
+        """Copies blocks to the host, then back."""
         self.cache.swap(list(outs), list(ins))
 
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
-        """Runs the step that the buffers describe."""
+        """Runs the step in the buffers."""
         self.decoder.forward(
             self.cache,
             input_ids=buffers.input_ids[:num_tokens],
@@ -79,14 +78,8 @@ class CpuExecutor:
         )
 
     def logits(self, at: np.ndarray) -> torch.Tensor:
-        """What the last step says of the tokens after those at places `at`."""
+        """Logits of the last step at token positions `at`."""
         if len(self._logits) < len(at):
             self._logits = np.empty((len(at), self.config.vocab_size), dtype=np.float32)
         self.decoder.logits(at.astype(np.int32, copy=False), self._logits)
         return torch.from_numpy(self._logits[: len(at)])
-
-    def synchronize(self) -> None:
-        """Nothing runs on its own here."""
-
-    def close(self) -> None:
-        """Nothing runs elsewhere."""

@@ -1,145 +1,146 @@
-"""Decode steps as CUDA graphs: what a step launches kernel by kernel is recorded once for each size, and replayed in one go."""
+"""Decode steps as CUDA graphs: a step of each size is captured once and replayed in one launch."""
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from chairlift.layers.device_attention import DecodeLists, DevicePlan
+from chairlift.runner.buffers import StepSizes
 from chairlift.runner.device_buffers import DeviceBuffers
-from chairlift.runner.graph_capture import GraphCapture, Replay
+from chairlift.runner.graph_capture import CapturedGraph, GraphCapture
 from chairlift.runner.sampling.device import DeviceSampler, SamplingVariant
 from chairlift.runner.torch_executor import TorchExecutor
 
 log = logging.getLogger("chairlift")
 
-LARGEST = 512
-"""Sequences of the largest graph: a device is busy for longer with a step of more than the host is with launching it."""
-PLAIN = SamplingVariant(truncated=False, slots=0)
-"""What most steps need of the sampler: it is recorded at the start, other tiers when they come up."""
+MAX_SIZE = 512
+"""Sequences of the largest graph. A larger step takes the device longer than its launches take the host."""
+PLAIN = SamplingVariant(truncated=False, count_rows=0)
+"""The variant of most steps. It is captured at start-up, the others on their second use."""
 
 
-def sizes(most: int) -> list[int]:
-    """How many sequences graphs are made for, up to `most`, ascending: a step takes the next larger, like vLLM's and SGLang's."""
-    usual = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, LARGEST, 32))
-    most = min(most, LARGEST)
-    return [*(size for size in usual if size < most), most]
+def sizes(max_seqs: int) -> list[int]:
+    """The numbers of sequences for which graphs are captured, ascending. A step takes the next larger, as in vLLM and SGLang."""
+    usual = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_SIZE, 32))
+    largest = min(max_seqs, MAX_SIZE)
+    return [*(size for size in usual if size < largest), largest]
 
 
 class Graph:
-    """Steps of up to `size` sequences with one token each: a graph of the pass, and one of the sample for each tier.
+    """Decode steps of up to `size` sequences: one graph of the forward pass and one of the sample per variant.
 
-    What a step has is put where graphs look for it before they are replayed: its arrays, attention's work, and the sampler's settings.
-    What they give lies outside of the memory that all graphs share, which the next one to run overwrites: logits hold until the next
-    pass, tokens until the next sample.
+    Inputs (the step's arrays, the attention work and the sampling parameters) are copied to fixed addresses before a replay. Logits and
+    tokens are outside the memory pool that all graphs share: logits are valid until the next pass, tokens until the next sample.
     """
 
     def __init__(self, size: int, shared: _Shared) -> None:
-        """Records the pass and the plain sample of a step that is on the device, and of nobody."""
+        """Captures the pass and the plain sample of a step of padding rows that is on the device."""
         self.size, self._shared = size, shared
         shared.recorder.warm(self._run)
         self._pass = shared.recorder.record(self._run)
         self._hidden = shared.model.hidden
         shared.recorder.warm(lambda: self._draw(PLAIN))
-        self._samples: dict[SamplingVariant, Replay | None] = {PLAIN: shared.recorder.record(lambda: self._draw(PLAIN))}
+        self._samples: dict[SamplingVariant, CapturedGraph | None] = {PLAIN: shared.recorder.record(lambda: self._draw(PLAIN))}
 
-    def launch(self, turn: int, num_seqs: int, num_samples: int, num_table_writes: int) -> torch.Tensor:
-        """Starts the pass of the step in the host's buffers: the logits of its samples, fp32 [num_samples, vocabulary]."""
-        shared, buffers = self._shared, self._shared.there.host[turn]
-        shared.there.pad(turn, num_seqs, num_samples, self.size)
-        shared.there.load(turn, num_table_writes)
-        shared.lists.fill((buffers.query_starts[: num_seqs + 1], buffers.context_lens[:num_seqs]))
+    def launch(self, buffer_index: int, step: StepSizes) -> torch.Tensor:
+        """Starts the forward pass of a step and returns the logits of its samples, fp32 [samples, vocabulary]."""
+        shared, buffers = self._shared, self._shared.buffers.host[buffer_index]
+        shared.buffers.pad(buffer_index, step.seqs, step.samples, self.size)
+        shared.buffers.load(buffer_index, step.table_writes)
+        shared.lists.fill((buffers.query_starts[: step.seqs + 1], buffers.context_lens[: step.seqs]))
         self._pass()
         shared.model.hidden = self._hidden
-        return shared.logits[:num_samples]
+        return shared.logits[: step.samples]
 
-    def sample(self, tier: SamplingVariant, num_samples: int) -> torch.Tensor:
-        """Starts the sample of the step that was launched last: tokens, int32 [num_samples]. Its logits may have been changed since.
+    def sample(self, variant: SamplingVariant, num_samples: int) -> torch.Tensor:
+        """Starts the sample of the step launched last: int32 [num_samples]. Its logits may have been changed since the launch.
 
-        The first sample of a tier may wait for its kernels to be compiled; the second is recorded, which waits for the device.
+        The first sample of a variant may wait for its kernels to compile. The second is captured, which waits for the device.
         """
-        if tier not in self._samples:
-            # The first runs as it is, for what is recorded must have run before: kernels are compiled then. Penalties lie elsewhere once
-            # there are more lines of them, and never again where they were.
-            self._samples = {known: replay for known, replay in self._samples.items() if not tier.slots or known.slots in (0, tier.slots)}
-            self._samples[tier] = None
-            self._draw(tier)
+        if variant not in self._samples:
+            # The first sample runs eagerly, because kernels must be compiled before a capture. A larger table of counts has a new
+            # address, so graphs of the old table are dropped.
+            keep = (0, variant.count_rows)
+            self._samples = {known: replay for known, replay in self._samples.items() if not variant.count_rows or known.count_rows in keep}
+            self._samples[variant] = None
+            self._draw(variant)
         else:
-            replay = self._samples[tier] = self._samples[tier] or self._recorded(tier)
+            replay = self._samples[variant] = self._samples[variant] or self._capture(variant)
             replay()
         return self._shared.tokens[:num_samples]
 
     def _run(self) -> None:
-        shared, size, there = self._shared, self.size, self._shared.there
-        there.resolve(size, shared.drawer.last_token)
+        shared, size, step = self._shared, self.size, self._shared.buffers
+        step.resolve(size, shared.sampler.last_token)
         arrays = (
-            there.slot_mapping[:size],
-            there.query_starts[: size + 1],
-            there.context_lens[:size],
-            there.batch_slots[:size],
-            there.block_tables,
+            step.slot_mapping[:size],
+            step.query_starts[: size + 1],
+            step.context_lens[:size],
+            step.batch_slots[:size],
+            step.block_tables,
         )
-        nobody = np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32)  # no chunk is a long one
-        # A plan of its own each time: its scratch memory is to be among what graphs share.
-        shared.model.run(there, size, DevicePlan(*arrays, nobody, shared.lists.work(size)))
-        shared.logits[:size].copy_(shared.model.network.logits(shared.model.hidden, there.sample_at[:size]))
+        no_prefill = np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32)
+        # Each run has its own plan, so that its scratch memory comes from the shared pool.
+        shared.model.run(step, size, DevicePlan(*arrays, no_prefill, shared.lists.work(size)))
+        shared.logits[:size].copy_(shared.model.network.logits(shared.model.hidden, step.sample_at[:size]))
 
-    def _recorded(self, tier: SamplingVariant) -> Replay:
-        """The sample of a tier as a graph; where that fails, for want of memory perhaps, as it is from now on."""
+    def _capture(self, variant: SamplingVariant) -> CapturedGraph:
+        """Captures the sample of a variant. If that fails, for example for lack of memory, the variant is sampled eagerly."""
 
         def draw() -> None:
-            self._draw(tier)
+            self._draw(variant)
 
         try:
             return self._shared.recorder.record(draw)
         except RuntimeError as error:
-            log.warning("samples of %d sequences cannot be recorded, and take longer: %s", self.size, str(error).partition("\n")[0])
+            log.warning("sampling %d sequences cannot be captured and will be slower: %s", self.size, str(error).partition("\n")[0])
             return draw
 
-    def _draw(self, tier: SamplingVariant) -> None:
-        shared, size, there = self._shared, self.size, self._shared.there
-        places = there.positions[there.sample_at[:size]] + 1
-        shared.tokens[:size].copy_(shared.drawer.sample(shared.logits[:size], there.sample_slots[:size], places, tier))
+    def _draw(self, variant: SamplingVariant) -> None:
+        shared, size, step = self._shared, self.size, self._shared.buffers
+        positions = step.positions[step.sample_at[:size]] + 1
+        shared.tokens[:size].copy_(shared.sampler.sample(shared.logits[:size], step.sample_slots[:size], positions, variant))
 
 
-class Graphs:
-    """The graphs of an engine, for some sizes of steps."""
+def capture(
+    recorder: GraphCapture, model: TorchExecutor, buffers: DeviceBuffers, sampler: DeviceSampler, max_model_len: int
+) -> list[Graph]:
+    """Captures graphs of all sizes, the largest first, so that the smaller ones fit into its memory. Returns them ascending.
 
-    def __init__(self, recorder: GraphCapture, model: TorchExecutor, there: DeviceBuffers, drawer: DeviceSampler, longest: int) -> None:
-        """Records them, the largest first, so that the smaller ones fit into its memory.
+    Raises RuntimeError if the model cannot be captured. It can still run eagerly.
+    """
+    all_sizes = sizes(buffers.sizes[2])
+    largest, device = all_sizes[-1], model.device
+    logits = torch.zeros(largest, sampler.vocabulary, device=device)
+    tokens = torch.zeros(largest, dtype=torch.int32, device=device)
+    lists = DecodeLists(largest, max_model_len, model.windows, device)
+    shared = _Shared(recorder, model, buffers, sampler, lists, logits, tokens)
+    buffers.pad(0, 0, 0, largest)
+    buffers.load(0, 0)
+    return [Graph(size, shared) for size in reversed(all_sizes)][::-1]
 
-        `longest` is how long a sequence may get. Raises RuntimeError if the model cannot be recorded; it can be run all the same.
-        """
-        self.sizes = sizes(there.sizes[2])
-        largest, device = self.sizes[-1], model.device
-        logits = torch.zeros(largest, drawer.vocabulary, device=device)
-        tokens = torch.zeros(largest, dtype=torch.int32, device=device)
-        lists = DecodeLists(largest, longest, model.windows, device)
-        shared = _Shared(recorder, model, there, drawer, lists, logits, tokens)
-        there.pad(0, 0, 0, largest)
-        there.load(0, 0)
-        graphs = [Graph(size, shared) for size in reversed(self.sizes)]
-        self._graphs = graphs[::-1]
 
-    def fit(self, num_tokens: int, num_seqs: int) -> Graph | None:
-        """The smallest graph that a step fits; None if its sequences have several tokens, or are too many."""
-        if num_tokens != num_seqs or num_seqs > self.sizes[-1]:
-            return None
-        return self._graphs[bisect_left(self.sizes, num_seqs)]
+def smallest_graph(graphs: Sequence[Graph], num_tokens: int, num_seqs: int) -> Graph | None:
+    """The smallest graph for a decode step of `num_seqs` sequences; None if a sequence has several tokens or there are too many."""
+    if num_tokens != num_seqs or not graphs or num_seqs > graphs[-1].size:
+        return None
+    return graphs[bisect_left(graphs, num_seqs, key=lambda graph: graph.size)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all graphs work with, each part at its place for good."""
+    """What all graphs of an engine use, at fixed addresses."""
 
     recorder: GraphCapture
     model: TorchExecutor
-    there: DeviceBuffers
-    drawer: DeviceSampler
+    buffers: DeviceBuffers
+    sampler: DeviceSampler
     lists: DecodeLists
     logits: torch.Tensor
     tokens: torch.Tensor

@@ -1,4 +1,4 @@
-"""The arrays of a step on the device that runs it."""
+"""The arrays of a step on the device."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from chairlift.runner.copy_stream import CopyStream
 
 
 class DeviceBuffers:
-    """What the step that comes next on the device reads: int32 tensors named as in `StepBuffers`, at the same place for every step.
+    """The device's copy of the next step's arrays: int32 tensors named as in `StepBuffers`, at fixed addresses.
 
-    `host` are the buffers that the scheduler fills, one for each step that may be under way: the device may still be copying from one
-    while the next is filled. One may be filled again when what its step sampled has arrived. Everything here is put on the current
-    stream, so that steps follow each other.
+    `host` are the buffers that the scheduler fills, one per step in flight: the device may still copy from one while the next is
+    filled. A buffer may be refilled when the tokens of its step have arrived. All work goes to the current stream.
     """
 
-    def __init__(self, turns: int, max_tokens: int, max_seqs: int, max_blocks: int, device: torch.device, courier: CopyStream) -> None:
-        self.sizes = turns, max_tokens, max_seqs, max_blocks
+    def __init__(self, count: int, max_tokens: int, max_seqs: int, max_blocks: int, device: torch.device, copy_stream: CopyStream) -> None:
+        self.sizes = count, max_tokens, max_seqs, max_blocks
         layout = Layout(max_tokens, max_seqs, max_blocks, table_writes=True)
-        self._pinned = [courier.pinned(layout.size) for _ in range(turns)]
+        self._pinned = [copy_stream.pinned(layout.size) for _ in range(count)]
         tables = np.zeros((max_seqs, max_blocks), dtype=np.int32)
-        self.host = [StepBuffers(layout, pinned.numpy(), tables) for pinned in self._pinned]
+        self.host = [StepBuffers(layout, pinned.numpy(), tables, index) for index, pinned in enumerate(self._pinned)]
         for buffers in self.host:
             buffers.on_device = self
         self._packed = torch.zeros(layout.size, dtype=torch.int32, device=device)
@@ -32,52 +31,53 @@ class DeviceBuffers:
         self.query_starts, self.context_lens, self.batch_slots = parts["query_starts"], parts["context_lens"], parts["batch_slots"]
         self.sample_at, self.sample_slots = parts["sample_at"], parts["sample_slots"]
         self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
-        """By row, and kept from step to step."""
+        """By batch slot; persists from step to step."""
         self._writes_at = layout.places["table_writes"].start
-        self._last = 0, 0
+        self._last_load = 0, 0
 
-    def pad(self, turn: int, num_seqs: int, num_samples: int, size: int) -> None:
-        """Makes the step in `host[turn]`, of one token for each of `num_seqs` sequences, one of `size`, before it is loaded.
+    def pad(self, buffer_index: int, num_seqs: int, num_samples: int, size: int) -> None:
+        """Pads a decode step of `num_seqs` sequences to `size`, before it is loaded.
 
-        What is added belongs to no sequence and is stored nowhere; what is sampled for it is the row's that is nobody's.
+        Padding rows write no KV, and their samples go to the padding slot behind the batch slots.
         """
-        host, more, samples = self.host[turn], slice(num_seqs, size), slice(num_samples, size)
-        host.input_ids[more] = host.positions[more] = host.sample_at[samples] = 0
-        host.slot_mapping[more] = -1
+        host, seqs, samples = self.host[buffer_index], slice(num_seqs, size), slice(num_samples, size)
+        host.input_ids[seqs] = host.positions[seqs] = host.sample_at[samples] = 0
+        host.slot_mapping[seqs] = -1
         host.sample_slots[samples] = self.sizes[2]
 
-    def load(self, turn: int, num_table_writes: int) -> None:
-        """Copies the arrays of `host[turn]`, in one go, and carries out what they change in the block tables."""
-        self._last = turn, num_table_writes
+    def load(self, buffer_index: int, num_table_writes: int) -> None:
+        """Copies the arrays of `host[buffer_index]` in one transfer and applies its block table writes."""
+        self._last_load = buffer_index, num_table_writes
         end = self._writes_at + 2 * num_table_writes
-        self._packed[:end].copy_(self._pinned[turn][:end], non_blocking=True)
+        self._packed[:end].copy_(self._pinned[buffer_index][:end], non_blocking=True)
         if num_table_writes:
             writes = self._packed[self._writes_at : end].view(-1, 2)
             self.block_tables.view(-1)[writes[:, 0]] = writes[:, 1]
 
-    def sent(self) -> tuple[int, int, bytes]:
-        """What another process needs to `receive` what was loaded last here."""
-        turn, num_table_writes = self._last
-        return turn, num_table_writes, self._pinned[turn].numpy()[: self._writes_at + 2 * num_table_writes].tobytes()
+    def loaded(self) -> tuple[int, int, bytes]:
+        """The arguments with which another process `receive`s the step that was loaded last."""
+        buffer_index, num_table_writes = self._last_load
+        arrays = self._pinned[buffer_index].numpy()
+        return buffer_index, num_table_writes, arrays[: self._writes_at + 2 * num_table_writes].tobytes()
 
-    def receive(self, turn: int, num_table_writes: int, packed: bytes) -> None:
-        """Loads what was loaded in another process, into buffers of the same sizes."""
-        arrays = self._pinned[turn].numpy()
+    def receive(self, buffer_index: int, num_table_writes: int, packed: bytes) -> None:
+        """Loads a step that another process has loaded into buffers of the same sizes."""
+        arrays = self._pinned[buffer_index].numpy()
         arrays[: len(packed) // 4] = np.frombuffer(packed, dtype=np.int32)
         writes = arrays[self._writes_at : self._writes_at + 2 * num_table_writes].reshape(-1, 2)
-        self.host[turn].block_tables.reshape(-1)[writes[:, 0]] = writes[:, 1]
-        self.load(turn, num_table_writes)
+        self.host[buffer_index].block_tables.reshape(-1)[writes[:, 0]] = writes[:, 1]
+        self.load(buffer_index, num_table_writes)
 
     def resolve(self, num_tokens: int, last_token: torch.Tensor) -> None:
-        """Puts the tokens that rows sampled last, int32 [S], in the place of -(row + 1) in the input ids."""
+        """Replaces -(slot + 1) in the input ids by the slot's entry of `last_token`, int32 [slots]."""
         ids = self.input_ids[:num_tokens]
         ids.copy_(_resolved(ids, last_token))
 
 
 def _resolved(input_ids: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
-    """Input ids with the last token of the row in place of -(row + 1); token 0 for a row that has none, whose result nobody wants."""
+    """Input ids with the slots' last tokens; token 0 for a slot without one, whose result is not used."""
     if input_ids.is_cuda:
-        from chairlift.kernels.resolve import resolve  # brings triton
+        from chairlift.kernels.resolve import resolve  # imports triton
 
         return resolve(input_ids, last_token)
     return resolve_reference(input_ids, last_token)

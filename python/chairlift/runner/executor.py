@@ -1,88 +1,114 @@
-"""What the runner needs of a model, wherever it runs."""
+"""The interface of a loaded model: the CPU, torch and tensor-parallel executors implement it."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from chairlift.config import EngineConfig
 from chairlift.models.shape import ModelShape
-from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.buffers import Layout, Pairs, StepBuffers
+from chairlift.runner.copy_stream import CopyStream
+from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.memory.precision import Precision
 
-TIMED_BLOCKS, TIMED_ROUNDS = 8, 5
-"""How many blocks are swapped at once to see how long it takes, and how many times."""
-
-Pairs = Iterable[tuple[int, int]]
+SWAP_BLOCKS, SWAP_ROUNDS = 8, 5
+"""Blocks per round and rounds of the swap measurement."""
 
 
-class ModelExecutor(Protocol):
+class ModelExecutor(ABC):
     """A loaded model with its KV cache.
 
-    Blocks are whole ones over all layers. `device` is where the logits are. `batch_invariant` is whether a sequence's logits are equal
-    bit for bit whoever shares its steps, and however it is cut into chunks.
+    A block holds the keys and values of all layers. `device` is where the logits are. `batch_invariant` says whether a sequence's
+    logits are bitwise equal whatever else is in the batch and however its prompt is chunked.
 
-    On a device that works on its own nothing here may wait for it: what is asked is put on its current stream, and done in that order.
-    The step buffers hold until the step's tokens have arrived on the host; other arrays may be changed when a call returns.
+    On an asynchronous device no method waits for the device: work goes to the current stream, in the order of the calls. Step buffers
+    must not change until the step's tokens have arrived on the host. Other arguments may change when a call returns.
     """
 
     device: torch.device
     batch_invariant: bool
 
+    @abstractmethod
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
-        """Makes the KV cache, before anything else is asked: so many blocks, and so many more in the host's memory.
+        """Allocates the KV cache on the device and on the host. Called before any step.
 
-        Raises InvalidSetting where there is no memory for them.
+        Raises InvalidSetting if there is not enough memory.
         """
 
+    def make_buffers(self, count: int, max_tokens: int, max_seqs: int, max_blocks: int, copy_stream: CopyStream) -> list[StepBuffers]:
+        """Allocates `count` step buffers and the arrays on the device into which they are loaded."""
+        return DeviceBuffers(count, max_tokens, max_seqs, max_blocks, self.device, copy_stream).host
+
+    def load_step(self, buffers: StepBuffers, num_table_writes: int) -> None:
+        """Copies a step's arrays to the device."""
+        buffers.on_device.load(buffers.index, num_table_writes)
+
+    @abstractmethod
     def copy(self, pairs: np.ndarray) -> None:
-        """Copies blocks within the cache, one after the other: pairs [n, 2], from and to."""
+        """Copies blocks within the cache, in order: pairs [n, 2], from and to."""
 
+    @abstractmethod
     def swap(self, outs: Pairs, ins: Pairs) -> None:
-        """Copies blocks to the host (device block, host block), and then back (host block, device block)."""
+        """Copies blocks to the host (device block, host block), then back (host block, device block)."""
 
+    @abstractmethod
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
-        """Runs the step that the buffers describe, and keeps its hidden states for `logits`.
+        """Runs the loaded step and keeps its hidden states for `logits`.
 
-        Input ids must be taken from `buffers.on_device` by a model that may be asked before the step before has been collected: on the
-        host they are not all known then. The block tables there are those of this step, but those of `buffers` only for as long as the
-        call lasts.
+        A model whose steps overlap must read the input ids from `buffers.on_device`: the host does not know all of them yet. The block
+        tables on the device are this step's; those of `buffers` are only valid during the call.
         """
 
+    @abstractmethod
     def logits(self, at: np.ndarray) -> torch.Tensor:
-        """What the last step says of the tokens after those at places `at`, integers [N]: fp32 [N, vocabulary].
+        """Logits of the last step at token positions `at`, integers [N]: fp32 [N, vocabulary].
 
-        The caller may overwrite it; it holds until the next call.
+        The caller may overwrite the result. It is valid until the next call.
         """
 
-    def synchronize(self) -> None:
-        """Waits until all that was asked so far is done, where a device works on its own."""
+    def synchronize(self) -> None:  # noqa: B027 (most models have nothing to wait for)
+        """Waits until all queued work is done, on an asynchronous device."""
 
-    def close(self) -> None:
-        """Ends what computes the model elsewhere, if anything does; nothing may be asked afterwards."""
+    def close(self) -> None:  # noqa: B027
+        """Ends other processes of the model, if any. Nothing may be called afterwards."""
+
+
+class HostExecutor(ModelExecutor):
+    """A model that reads the step buffers on the host."""
+
+    device = torch.device("cpu")
+
+    def make_buffers(self, count: int, max_tokens: int, max_seqs: int, max_blocks: int, copy_stream: CopyStream) -> list[StepBuffers]:
+        """Allocates step buffers in host memory only."""
+        assert count == 1, "steps on the host do not overlap"
+        return [StepBuffers(Layout(max_tokens, max_seqs, max_blocks))]
+
+    def load_step(self, buffers: StepBuffers, num_table_writes: int) -> None:
+        """Does nothing: the arrays are in host memory."""
 
 
 Loader = Callable[[EngineConfig, Path, ModelShape, Precision], ModelExecutor]
-"""Loads the weights of a directory, with settings that leave nothing open: their device is cpu or cuda, `threads` a number.
+"""Loads the weights of a directory. The settings are complete: `device` is cpu or cuda, `threads` a number.
 
-Raises ModelNotFound or UnsupportedModel where it cannot use them.
+Raises ModelNotFound or UnsupportedModel.
 """
 
 
 def time_swap(model: ModelExecutor, blocks: int) -> int:
-    """Nanoseconds that a block takes to the host or back, measured on the first `blocks` of both, which nobody may use yet."""
-    pairs = [(block, block) for block in range(min(TIMED_BLOCKS, blocks))]
+    """Measures the nanoseconds to copy one block to the host or back, on the first `blocks` blocks, which must be unused."""
+    pairs = [(block, block) for block in range(min(SWAP_BLOCKS, blocks))]
     times = []
-    for _ in range(1 + TIMED_ROUNDS):
+    for _ in range(1 + SWAP_ROUNDS):
         began = time.perf_counter_ns()
         model.swap(pairs, pairs)
         model.synchronize()
         times.append(time.perf_counter_ns() - began)
-    # The first round is the first to touch this memory.
+    # The first round touches the memory for the first time and does not count.
     return max(1, round(statistics.median(times[1:]) / (2 * len(pairs))))

@@ -1,4 +1,4 @@
-"""The model in torch, with its KV cache: for devices that torch drives best, and for models that only transformers knows."""
+"""The executor in torch: for CUDA devices, and for models that the CPU kernels do not support."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from chairlift.config import EngineConfig
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import AttentionPlan, plan_attention
 from chairlift.layers.device_attention import DevicePlan
-from chairlift.layers.linear import FORMS
+from chairlift.layers.linear import QUANTIZATIONS
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
 from chairlift.models.config import ModelConfig
-from chairlift.models.llama import LayerCache, Llama, Step, kv_scales
+from chairlift.models.llama import ForwardBatch, LayerCache, Llama, kv_scales
 from chairlift.models.shape import KvSpec, ModelShape
-from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.buffers import Pairs, StepBuffers
 from chairlift.runner.device_buffers import DeviceBuffers
-from chairlift.runner.executor import Pairs
+from chairlift.runner.executor import ModelExecutor
 from chairlift.runner.memory.kv_cache import KvCache
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.tensor_parallel.shards import Shards
@@ -29,25 +29,25 @@ from chairlift.runner.weights import DummyWeights, open_weights
 
 
 class Network(Protocol):
-    """A model's layers in torch, ours or transformers'."""
+    """A model's layers in torch: ours or transformers'."""
 
-    def forward(self, step: Step, cache: Sequence[LayerCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Runs a step over each layer's cache; returns hidden states [T, hidden]."""
         ...
 
     def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """What a step's hidden states say of the tokens after those at places `at` [N]; returns [N, vocabulary]."""
+        """Logits of a step at token positions `at` [N]; returns [N, vocabulary]."""
         ...
 
 
-class TorchExecutor:
-    """A `ModelExecutor` in torch, which keeps weights and KV in the dtype that it computes in, or in 8 bits."""
+class TorchExecutor(ModelExecutor):
+    """A model in torch. Weights and KV have the compute dtype or 8 bits."""
 
     batch_invariant = False
-    """The kernels of attention, and on a GPU those of linear layers too, sum in an order that follows from how much there is to do."""
+    """Summation order depends on batch shape, in attention and on a GPU also in linear layers."""
 
     cache: KvCache
-    """Made by `allocate`."""
+    """Set by `allocate`."""
     hidden: torch.Tensor
     """The last step's hidden states."""
 
@@ -55,24 +55,21 @@ class TorchExecutor:
         self.network, self.specs, self.kv, self.device = network, specs, kv, device
         self.windows = frozenset(spec.window for spec in specs)
         self.in_kernels = device.type == "cuda"
-        """Whether attention is our kernels for GPUs, which graphs can be made of; tests have them interpreted on a CPU."""
+        """Whether attention runs in our GPU kernels, which graphs can capture. Tests interpret them on a CPU."""
 
     @classmethod
     @torch.inference_mode()
     def load(
-        cls, config: EngineConfig, directory: Path, model: ModelShape, precision: Precision, peers: TensorParallelGroup = ALONE
+        cls, config: EngineConfig, directory: Path, model: ModelShape, precision: Precision, group: TensorParallelGroup = ALONE
     ) -> TorchExecutor:
-        """Loads the weights of a directory (see `Loader`) for what `precision` computes in.
-
-        Among `peers`, `model` is what this process has of it, and so much is loaded.
-        """
+        """Loads the weights of a directory (see `Loader`). In a tensor-parallel group, `model` is this process's part."""
         device = torch.device(config.device)
         dtype: torch.dtype = getattr(torch, precision.compute)
         network: Network
         if isinstance(model, ModelConfig):
             weights = open_weights(config, directory, dtype, device, 1 - model.norm_offset)
-            form = precision.quantization if precision.quantization in FORMS else None
-            network = Llama(model, weights if peers.size == 1 else Shards(weights, peers), peers, form)
+            quantization = precision.quantization if precision.quantization in QUANTIZATIONS else None
+            network = Llama(model, weights if group.size == 1 else Shards(weights, group), group, quantization)
             weights.finish(model)
         else:
             network = _from_transformers(config, directory, model, dtype, device)
@@ -80,7 +77,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
-        """Makes the KV cache."""
+        """Allocates the KV cache."""
         self.cache = KvCache(self.specs, num_blocks, block_size, self.kv, self.device, host_blocks)
 
     @torch.inference_mode()
@@ -90,31 +87,31 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def swap(self, outs: Pairs, ins: Pairs) -> None:
-        """Copies blocks to the host, and then back."""
+        """Copies blocks to the host, then back."""
         self.cache.swap(outs, ins)
 
     @torch.inference_mode()
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
-        """Runs the step that the buffers describe."""
+        """Runs the loaded step."""
         self.run(buffers.on_device, num_tokens, self._plan(buffers, num_tokens, num_seqs))
 
     @torch.inference_mode()
-    def run(self, there: DeviceBuffers, num_tokens: int, attention: AttentionPlan) -> None:
-        """Runs the step that is on the device, for there the tokens are known that the step before has sampled."""
-        input_ids, positions = there.input_ids[:num_tokens], there.positions[:num_tokens]
-        self.hidden = self.network.forward(Step(input_ids, positions, attention), self.cache.layers)
+    def run(self, step: DeviceBuffers, num_tokens: int, attention: AttentionPlan) -> None:
+        """Runs the step from the arrays on the device, where the previous step's tokens are known."""
+        input_ids, positions = step.input_ids[:num_tokens], step.positions[:num_tokens]
+        self.hidden = self.network.forward(ForwardBatch(input_ids, positions, attention), self.cache.layers)
 
     @torch.inference_mode()
     def logits(self, at: np.ndarray) -> torch.Tensor:
-        """What the last step says of the tokens after those at places `at`."""
+        """Logits of the last step at token positions `at`."""
         return self.network.logits(self.hidden, torch.from_numpy(at).to(self.device, non_blocking=True)).float()
 
     def _plan(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> AttentionPlan:
-        there, lengths = buffers.on_device, (buffers.query_starts[: num_seqs + 1], buffers.context_lens[:num_seqs])
+        step, lengths = buffers.on_device, (buffers.query_starts[: num_seqs + 1], buffers.context_lens[:num_seqs])
         if self.in_kernels:
-            rows, starts, lens = there.batch_slots[:num_seqs], there.query_starts[: num_seqs + 1], there.context_lens[:num_seqs]
-            slots = there.slot_mapping[:num_tokens]
-            return DevicePlan.make(slots, starts, lens, rows, there.block_tables, lengths=lengths, windows=self.windows)
+            batch_slots, starts, lens = step.batch_slots[:num_seqs], step.query_starts[: num_seqs + 1], step.context_lens[:num_seqs]
+            slot_mapping = step.slot_mapping[:num_tokens]
+            return DevicePlan.make(slot_mapping, starts, lens, batch_slots, step.block_tables, lengths=lengths, windows=self.windows)
         size, tables = self.cache.block_size, buffers.block_tables[buffers.batch_slots[:num_seqs]]
         return plan_attention(
             buffers.slot_mapping[:num_tokens], *lengths, tables, windows=self.windows, block_size=size, device=self.device
@@ -125,12 +122,9 @@ class TorchExecutor:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def close(self) -> None:
-        """Nothing runs elsewhere."""
-
 
 def _from_transformers(config: EngineConfig, directory: Path, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Network:
-    # Here, for importing transformers takes seconds.
+    # Imported here because transformers takes seconds to import.
     from chairlift.models.transformers_config import TransformersConfig
     from chairlift.models.transformers_model import TransformersModel
     from chairlift.runner.self_check import check

@@ -1,4 +1,4 @@
-"""What a process may have of a device's memory, and what that goes to: weights, a step, graphs, and the rest to the KV cache."""
+"""Divides memory among weights, a step, CUDA graphs and the KV cache."""
 
 from __future__ import annotations
 
@@ -8,28 +8,44 @@ from dataclasses import replace
 from chairlift._core import max_splits
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, OutOfMemory
-from chairlift.layers.linear import FORMS
+from chairlift.layers.linear import QUANTIZATIONS
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
-from chairlift.runner.cuda_graphs import LARGEST, sizes
+from chairlift.runner.cuda_graphs import MAX_SIZE, sizes
 from chairlift.runner.memory.decision import Decision, gib
 from chairlift.runner.memory.device_memory import DeviceMemory, raise_out_of_memory
+from chairlift.runner.memory.machine import available_memory
 from chairlift.runner.memory.precision import BYTES, Precision, torch_weight_bytes
-from chairlift.runner.memory.sizing import Room, Size, StepSize, block_bytes, fit_cache, fit_step, headroom, step_bytes
+from chairlift.runner.memory.sizing import Room, Size, StepSize, block_bytes, fit, fit_cache, fit_step, headroom, step_bytes
 from chairlift.runner.tensor_parallel.shards import part_of
 
 GRAPH_BYTES = 8 << 20
-"""Bytes that the driver keeps for a graph of some hundred kernels: a guess on the safe side."""
+"""Bytes that the driver needs for a graph of some hundred kernels: a safe estimate."""
 OWN_BYTES = 2 << 30
-"""The most that a process takes beside torch's allocator, for kernels and NCCL; what is gone beyond that another process has taken."""
+"""Most bytes that this process allocates outside torch, for kernels and NCCL. More than that is another process's."""
 SMALLER = {"bfloat16": "--dtype bfloat16", "fp8": "--quantization fp8", "int8": "--quantization int8"}
-"""What makes weights smaller, by the form that it gives them."""
+"""The flags that make weights smaller, by dtype or quantization."""
 
 
-class Budget:
-    """What this process may have of a device's memory, to be made before the model is loaded.
+class HostBudget:
+    """Divides the host's memory."""
 
-    That is a share of all there is, as in vLLM, whoever else is there; less where others have left less.
+    def __init__(self, processes: int) -> None:
+        """`processes` is the number of processes that share this machine's memory."""
+        self._processes = processes
+
+    def check(self, config: EngineConfig, model: ModelShape, precision: Precision) -> None:
+        """Does nothing: `precision.decide` has checked that the weights fit."""
+
+    def fit(self, config: EngineConfig, model: ModelShape, precision: Precision, run: Callable[[StepSize], None]) -> Size:
+        """Sizes a step and the KV cache. Swapped-out blocks are in the same memory as the cache."""
+        return fit(config, model, precision.kv, max(0, available_memory() // self._processes - config.swap_space))
+
+
+class DeviceBudget:
+    """Divides a device's memory. It is made before the model is loaded.
+
+    The limit is a share of the device's total memory, as in vLLM, or less if other processes leave less.
     """
 
     def __init__(self, memory: DeviceMemory, share: float) -> None:
@@ -37,55 +53,55 @@ class Budget:
         total, free = self._start.total, self._start.free
         wanted, most = int(total * share), free - headroom(free)
         self.limit = min(wanted, most)
-        """Bytes that it may have in all."""
+        """Bytes that this process may allocate."""
         self.source = f"{share:g} of the device's {gib(total)} (--gpu-memory-utilization)"
         if most < wanted:
             self.source = f"{gib(free)} of the device's {gib(total)} were free, less than --gpu-memory-utilization {share:g}"
 
     def left(self) -> int:
-        """Bytes that it may still take."""
+        """Bytes that this process may still allocate."""
         now, start = self._memory.read(), self._start
         taken = now.ours - start.ours + min(max(0, now.others - start.others), OWN_BYTES)
         return max(0, min(self.limit - taken, now.free - headroom(now.free)))
 
     def check(self, config: EngineConfig, model: ModelShape, precision: Precision) -> None:
-        """Raises OutOfMemory, with the ways out, if the weights of `model` will not fit.
+        """Raises OutOfMemory with remedies if the weights of the whole `model` will not fit.
 
-        It knows nothing of quantised checkpoints, but that those in fp8 are dequantised.
+        Quantised checkpoints are not checked, except fp8, which is dequantised.
         """
         processes = config.tensor_parallel_size
         part = model if processes == 1 else part_of(model, processes)
-        form = precision.quantization
-        if form == "none" or (form in FORMS and not isinstance(model, ModelConfig)):
-            form = precision.compute
-        if form not in BYTES or self._holds(part, form, precision.compute):
+        dtype = precision.quantization
+        if dtype == "none" or (dtype in QUANTIZATIONS and not isinstance(model, ModelConfig)):
+            dtype = precision.compute
+        if dtype not in BYTES or self._fits(part, dtype, precision.compute):
             return
-        forms = dict.fromkeys((form, *SMALLER)) if isinstance(model, ModelConfig) else (form,)
-        needs = ", ".join(f"{gib(torch_weight_bytes(part, name, precision.compute))} in {name}" for name in forms)
-        ways = [flag for name, flag in SMALLER.items() if name in forms and self._holds(part, name, precision.compute)]
-        ways += [
+        dtypes = dict.fromkeys((dtype, *SMALLER)) if isinstance(model, ModelConfig) else (dtype,)
+        needs = ", ".join(f"{gib(torch_weight_bytes(part, name, precision.compute))} in {name}" for name in dtypes)
+        remedies = [flag for name, flag in SMALLER.items() if name in dtypes and self._fits(part, name, precision.compute)]
+        remedies += [
             f"--tensor-parallel-size {more}, with as many devices"
             for more in (2, 4, 8, 16)
-            if more > processes and self._holds_part(model, more, form, precision.compute)
+            if more > processes and self._part_fits(model, more, dtype, precision.compute)
         ][:1]
         raise OutOfMemory(
             f"the weights take {needs}{' on each device' if processes > 1 else ''}, and there are {gib(self.limit)} for them "
-            f"({self.source}): use {', or '.join([*ways, 'a smaller model'])}"
+            f"({self.source}): use {', or '.join([*remedies, 'a smaller model'])}"
         )
 
-    def _holds(self, model: ModelShape, form: str, compute: str) -> bool:
-        return torch_weight_bytes(model, form, compute) <= self.limit
+    def _fits(self, model: ModelShape, dtype: str, compute: str) -> bool:
+        return torch_weight_bytes(model, dtype, compute) <= self.limit
 
-    def _holds_part(self, model: ModelShape, processes: int, form: str, compute: str) -> bool:
+    def _part_fits(self, model: ModelShape, processes: int, dtype: str, compute: str) -> bool:
         try:
-            return self._holds(part_of(model, processes), form, compute)
+            return self._fits(part_of(model, processes), dtype, compute)
         except InvalidSetting:
             return False
 
     def fit(self, config: EngineConfig, model: ModelShape, precision: Precision, run: Callable[[StepSize], None]) -> Size:
-        """Sizes a step and the cache, into whose memory the weights are loaded already: as `sizing.fit` does for a host.
+        """Sizes a step and the KV cache, after the weights are loaded.
 
-        `run` runs the largest step, and keeps nothing of what that takes. Raises OutOfMemory if there is too little for it.
+        `run` runs the largest step, whose peak memory is measured, and frees its memory. Raises OutOfMemory.
         """
         step = fit_step(config, model, self.left())
         self._memory.watch()
@@ -109,24 +125,25 @@ class Budget:
                 Decision("  weights", gib(weights), "measured"),
                 Decision("  a step", gib(needs), f"measured, of {step.tokens} tokens and {step.seqs} samples"),
                 Decision(
-                    "  graphs", gib(graphs), f"kept for those of up to {min(step.seqs, LARGEST)} sequences" if graphs else "there are none"
+                    "  graphs", gib(graphs), f"reserved for up to {min(step.seqs, MAX_SIZE)} sequences" if graphs else "there are none"
                 ),
                 *size.decisions,
-                Decision("GPU memory left", gib(rest), "of what this process may have"),
+                Decision("GPU memory left", gib(rest), "of this process's limit"),
             ),
         )
 
 
 def graph_bytes(model: ModelShape, precision: Precision, seqs: int, longest: int) -> int:
-    """Bytes that graphs of steps may take with one token for each of up to `seqs` sequences, in contexts of up to `longest`.
+    """Bytes that CUDA graphs may need for decode steps of up to `seqs` sequences with contexts of up to `longest` tokens.
 
-    They share what they compute with.
+    The graphs share one pool of working memory.
     """
-    kept = sizes(seqs)
+    graph_sizes = sizes(seqs)
     splits = max(max_splits(longest, window=spec.window) for spec in model.kv_specs)
-    # Layers of equal shape share the results of splits, which `paged_combine` puts together.
+    # Layers of equal shape share the memory of split results, which `paged_combine` merges.
     parts = sum(model.num_heads * (dim + 1) for dim in {spec.value_dim for spec in model.kv_specs}) * splits * 4
     whole = 0
     if precision.quantization == "int8" and isinstance(model, ModelConfig):
         whole = max(outs * ins for outs, ins in model.layer_matrices) * BYTES[precision.compute]  # see `Linear`
-    return len(kept) * GRAPH_BYTES + step_bytes(model, kept[-1], kept[-1]) + kept[-1] * parts + whole
+    largest = graph_sizes[-1]
+    return len(graph_sizes) * GRAPH_BYTES + step_bytes(model, largest, largest) + largest * parts + whole

@@ -1,4 +1,4 @@
-"""What was decided at the start, and why."""
+"""Start-up decisions and their reasons."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Decision(NamedTuple):
-    """A line of the table that is logged at the start: what was decided, how much or which of it, and why."""
+    """A line of the table that is logged at start-up."""
 
     what: str
     value: str
@@ -14,10 +14,10 @@ class Decision(NamedTuple):
 
 
 def asked(flag: str) -> str:
-    """The reason of what somebody asked for."""
+    """The reason for a value that a flag sets."""
     return f"{flag} says so"
 
 
 def gib(size: float) -> str:
-    """Bytes as people read them."""
+    """Formats a number of bytes."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.0f} MiB"

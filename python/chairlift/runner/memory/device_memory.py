@@ -1,4 +1,4 @@
-"""A device's memory: what there is, what torch has of it, and what is said where it does not suffice."""
+"""Memory of the device that runs a model, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import NamedTuple, Protocol
 import torch
 
 from chairlift.errors import OutOfMemory
+from chairlift.runner.memory.machine import available_memory
 
 _SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What errors say that come of too little memory and are no torch.OutOfMemoryError: pinned memory, and libraries beside torch."""
+"""Messages of out-of-memory errors that are not a torch.OutOfMemoryError: from pinned memory and from CUDA libraries."""
 
 
 class Memory(NamedTuple):
-    """A device's memory at one time, in bytes."""
+    """A device's memory at one moment, in bytes."""
 
     total: int
     free: int
-    """Taken by nobody: neither this process nor another."""
+    """Not allocated by any process."""
     ours: int
-    """Taken by torch's allocator in this process, whether or not a tensor lies there."""
+    """Reserved by torch's allocator in this process."""
     tensors: int
-    """Of that, where tensors lie."""
+    """Of that, allocated to tensors."""
     peak: int
-    """The most that tensors took at once since `DeviceMemory.watch`."""
+    """Peak of `tensors` since `DeviceMemory.watch`."""
 
     @property
     def others(self) -> int:
-        """Taken by other processes, and in this one by all but torch's allocator: the driver's context, kernels, NCCL."""
+        """Allocated by other processes and outside torch's allocator in this one: the driver's context, kernels, NCCL."""
         return self.total - self.free - self.ours
 
 
@@ -37,23 +38,38 @@ class DeviceMemory(Protocol):
     """The memory of the device that a model is on."""
 
     def read(self) -> Memory:
-        """How it is now, with all work done that the device was given, and nothing kept for later."""
+        """Waits for the device, returns memory that torch holds in reserve, and reads the device's memory."""
 
     def watch(self) -> None:
-        """Begins to look for the peak."""
+        """Resets the peak."""
 
     def trim(self) -> None:
-        """Gives back what torch keeps for later tensors."""
+        """Returns memory that torch holds in reserve."""
+
+
+class HostMemory:
+    """The memory of the host. torch's share of it is not known."""
+
+    def read(self) -> Memory:
+        """Reads the available memory."""
+        available = available_memory()
+        return Memory(available, available, 0, 0, 0)
+
+    def watch(self) -> None:
+        """Does nothing."""
+
+    def trim(self) -> None:
+        """Does nothing."""
 
 
 class CudaMemory:
-    """That of a CUDA device, of which this process may have others at the same time."""
+    """The memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def read(self) -> Memory:
-        """How it is now."""
+        """Waits for the device, returns memory that torch holds in reserve, and reads the device's memory."""
         torch.cuda.synchronize(self._device)
         peak = torch.cuda.max_memory_allocated(self._device)
         self.trim()
@@ -61,31 +77,28 @@ class CudaMemory:
         return Memory(total, free, torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device), peak)
 
     def watch(self) -> None:
-        """Begins to look for the peak."""
+        """Resets the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def trim(self) -> None:
-        """Gives back what torch keeps for later tensors."""
+        """Returns memory that torch holds in reserve."""
         torch.cuda.empty_cache()
 
 
-def is_shortage(error: BaseException) -> bool:
-    """Whether torch raised this for want of a device's memory."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch raised this because a device is out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 @contextlib.contextmanager
-def raise_out_of_memory(what: str = "") -> Iterator[None]:
-    """Raises OutOfMemory, with `what` said before, in the place of what torch raises within for want of a device's memory.
-
-    `what` is said before an OutOfMemory from within as well.
-    """
+def raise_out_of_memory(prefix: str = "") -> Iterator[None]:
+    """Turns torch's out-of-memory errors into OutOfMemory, with `prefix` before the message; an OutOfMemory gets the prefix too."""
     try:
         yield
     except (RuntimeError, OutOfMemory) as error:
-        if not isinstance(error, OutOfMemory) and not is_shortage(error):
+        if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
             raise
-        # Torch's own text goes on for lines about its settings.
-        raise OutOfMemory(what + str(error).split(" If reserved but unallocated")[0].splitlines()[0]) from None
+        # torch's message continues with advice about its settings.
+        raise OutOfMemory(prefix + str(error).split(" If reserved but unallocated")[0].splitlines()[0]) from None

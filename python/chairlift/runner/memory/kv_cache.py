@@ -1,4 +1,4 @@
-"""The KV cache's memory, on the device and on the host."""
+"""The memory of the KV cache on the device and on the host."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from chairlift.models.shape import KvSpec
 log = logging.getLogger("chairlift")
 
 PAIRS = 256
-"""Blocks that one launch copies on a device."""
+"""Blocks per kernel launch when blocks are copied on a device."""
 
 
 class KvCache:
-    """The keys and values of every layer, in one tensor [blocks, numbers]: a block of all layers is one row, and moves in one piece.
+    """The keys and values of all layers in one tensor [blocks, numbers]. A block of all layers is one row and moves in one copy.
 
-    `layers` has views of it: for each layer keys [blocks, kv_heads, block_size, head_dim] and values [blocks, kv_heads, block_size,
-    value_dim]. `host` [blocks, numbers] keeps what was swapped out. On a CPU pages are not touched before they are used, so what the
-    operating system counts grows with use.
+    `layers` are views of it: for each layer keys [blocks, kv_heads, block_size, head_dim] and values [blocks, kv_heads, block_size,
+    value_dim]. `host` [blocks, numbers] holds swapped-out blocks. On a CPU, pages are only resident once they are used.
     """
 
     def __init__(
         self, specs: Sequence[KvSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, host_blocks: int = 0
     ) -> None:
         self.block_size = block_size
-        # Keys and values of one layer lie side by side.
+        # Keys and values of one layer are adjacent.
         parts = [(spec.kv_heads, block_size, dim) for spec in specs for dim in (spec.head_dim, spec.value_dim)]
         sizes = [heads * size * dim for heads, size, dim in parts]
         each = sum(sizes) * dtype.itemsize
@@ -51,12 +50,12 @@ class KvCache:
             ) from None
 
     def copy(self, pairs: np.ndarray) -> None:
-        """Copies whole blocks, all layers, one after the other: pairs [n, 2] of block numbers, from and to.
+        """Copies blocks of all layers, in order: pairs [n, 2] of block numbers, from and to.
 
-        That takes no memory: copies cannot fail for want of it, and so are never made twice.
+        A copy allocates no memory, so it cannot fail and is never repeated.
         """
         if self.tensor.is_cuda:
-            from chairlift.kernels.copy_blocks import copy_blocks  # brings triton, which exists only where there is a GPU to use it
+            from chairlift.kernels.copy_blocks import copy_blocks  # imports triton, which is only installed for GPUs
 
             for start in range(0, len(pairs), PAIRS):
                 some = torch.from_numpy(pairs[start : start + PAIRS])
@@ -66,8 +65,8 @@ class KvCache:
             self.tensor[target].copy_(self.tensor[source])
 
     def swap(self, outs: Iterable[tuple[int, int]], ins: Iterable[tuple[int, int]]) -> None:
-        """Copies whole blocks to the host (device block, host block), and then back (host block, device block)."""
-        # Block by block: gathering many with an index was measured at three to seven times as slow on a CPU, for 8 to 256 blocks.
+        """Copies blocks to the host (device block, host block), then back (host block, device block)."""
+        # Block by block: an indexed copy is three to seven times slower on a CPU, for 8 to 256 blocks.
         for block, host in outs:
             self.host[host].copy_(self.tensor[block], non_blocking=True)
         for host, block in ins:
@@ -75,14 +74,14 @@ class KvCache:
 
 
 def host_pool(blocks: int, numbers: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-    """Memory of the host for so many blocks of so many numbers: pinned, since only then are transfers to and from a device quick.
+    """Allocates host memory [blocks, numbers], page-locked for fast transfers if `pinned`.
 
-    Where the system does not let so much be pinned, it is plain memory, with a warning.
+    If the system refuses to lock that much, the memory is pageable and a warning is logged.
     """
     if pinned:
         try:
             return torch.empty((blocks, numbers), dtype=dtype, pin_memory=True)
         except RuntimeError as error:
             size = blocks * numbers * dtype.itemsize / 2**30
-            log.warning("swapping will be slow: %.1f GiB cannot be pinned (%s): lower --swap-space", size, str(error).splitlines()[0])
+            log.warning("swapping will be slow: cannot page-lock %.1f GiB (%s); lower --swap-space", size, str(error).splitlines()[0])
     return torch.empty((blocks, numbers), dtype=dtype)

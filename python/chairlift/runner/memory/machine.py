@@ -1,4 +1,4 @@
-"""What the machine has: cores to compute with, and memory to fill."""
+"""Cores and memory that this process may use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUPS = "/sys/fs/cgroup"
-"""Where Linux shows control groups: all of them (version 2), or a directory for each kind (version 1)."""
+"""Linux's directory of control groups (version 2), or of a directory per controller (version 1)."""
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may use: hyperthreads counted once, CPU sets and container quotas heeded."""
+    """Physical cores that this process may use. Hyperthreads count once; CPU sets and container quotas apply."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = {_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
     cores = len(siblings)
@@ -25,7 +25,7 @@ def usable_cores() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated now without pushing anything out, or into the limit of a container."""
+    """Bytes that can be allocated now without swapping and within the container's limit."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -40,28 +40,28 @@ def available_memory() -> int:
 
 
 def _groups(kind: str) -> Iterator[str]:
-    """The directories of this process's control groups that may limit `kind`, from its own to the root: all their limits hold."""
+    """The directories of this process's control groups for the controller `kind`, from its own to the root. All their limits apply."""
     for line in _read("/proc/self/cgroup").splitlines() or ["0::/"]:
         number, _, rest = line.partition(":")
         kinds, _, path = rest.partition(":")
         root = CGROUPS if number == "0" else f"{CGROUPS}/{kind}"
         if number != "0" and kind not in kinds.split(","):
             continue
-        # In a container the path may be the host's name for it; then only the root is there.
+        # In a container the path may be the host's, and then only the root exists.
         parts = [part for part in path.split("/") if part]
         for depth in range(len(parts), -1, -1):
             yield "/".join([root, *parts[:depth]])
 
 
 def _file_pages(group: str) -> int:
-    """Bytes of cached files, which a group counts as used but gives up when asked, those of the groups below included."""
+    """Bytes of cached files, including those of child groups. They count as used but can be reclaimed."""
     counted = dict(line.split() for line in _read(f"{group}/memory.stat").splitlines())
     prefix = "total_" if "total_inactive_file" in counted else ""
     return sum(int(counted.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 
 def _read(path: str) -> str:
-    """The text of a file of the kernel's, empty where there is none."""
+    """The text of a file in /proc or /sys; empty if it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""How much of everything there is: KV blocks, the context, sequences and tokens in a step; fitted to memory where nobody says."""
+"""Sizes the KV cache, the context and the largest step to the available memory."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from chairlift.runner.memory.decision import Decision, asked, gib
 from chairlift.runner.memory.precision import BYTES
 
 DEFAULT_SHARE = 0.25
-"""The part of free memory that the cache takes when nobody said how much."""
+"""Share of free memory that the KV cache takes by default."""
 LARGEST_SHARE = 0.9
-"""The part that all may take together, so that one sequence of full length fits."""
+"""Share of free memory that everything may take together if one sequence of full length needs it."""
 STEP_SHARE = 0.25
-"""The part that a step's arrays may take before steps are made smaller."""
+"""Share of free memory above which the largest step is made smaller."""
 
 HEADROOM = 256 << 20
-"""Bytes that the process may still grow by (grammars, requests, log-probabilities of prompts): a quarter, where all is less than 1 GiB."""
+"""Bytes left free for grammars, requests and prompt log-probabilities; at most a quarter of the free memory."""
 REGISTER, LINE, KV_SCALE_BYTES = 16, 64, 4
-"""What pages of KV are padded to, in numbers and bytes, and the bytes of a scale, as in `rust/cpu/src/cache.rs`."""
+"""Padding of KV pages, in numbers and bytes, and the bytes of a scale, as in `rust/cpu/src/cache.rs`."""
 LOGIT_BYTES = 24
-"""Bytes for each number of a sampled row: the logit, a copy of it, and the probabilities, places and sums that sampling makes of it."""
+"""Bytes per logit of a sampled token: the logit, a copy, and the probabilities, indices and sums of the sampler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many KV blocks there are, block 0 (which holds nobody's tokens) included, how long a sequence may get, and how large a step.
-
-    `decisions` says the same in words, with the reasons.
-    """
+    """Numbers of KV blocks (including scratch block 0), tokens per sequence, and sequences and tokens per step."""
 
     num_blocks: int
     max_model_len: int
@@ -41,7 +38,7 @@ class Size:
 
 
 class StepSize(NamedTuple):
-    """How many sequences and tokens a step has at most."""
+    """Most sequences and tokens in a step."""
 
     seqs: int
     tokens: int
@@ -49,22 +46,22 @@ class StepSize(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What memory there is for the KV cache."""
+    """Memory for the KV cache."""
 
     most: int
-    """Bytes that it may have."""
+    """Most bytes."""
     source: str
-    """Of what these are left, in words."""
+    """Origin of these bytes, for messages."""
     share: int
-    """Bytes that it has at most if one sequence of full length needs no more."""
+    """Most bytes unless one sequence of full length needs more."""
     why: str
-    """Why no more than that."""
+    """Reason for `share`."""
 
 
 def block_bytes(model: ModelShape, block_size: int, kv: str) -> int:
-    """Bytes of one block over all layers, keys and values, in the form `kv`.
+    """Bytes of one block of all layers with dtype `kv`.
 
-    As in Rust: each head's values are padded to whole registers, int8 has a scale for each key and value, and all ends with a line.
+    As in Rust: each head's values are padded to whole registers, int8 has a scale per key and value, and a page ends at a cache line.
     """
     total = 0
     for spec in model.kv_specs:
@@ -75,7 +72,7 @@ def block_bytes(model: ModelShape, block_size: int, kv: str) -> int:
 
 
 def step_bytes(model: ModelShape, seqs: int, tokens: int) -> int:
-    """Bytes that a step of so many tokens, with a sample for each of so many sequences, needs beside weights and KV."""
+    """Bytes of a step's activations and logits, with one sample per sequence."""
     return _sampling(model, seqs) + _activations(model, tokens)
 
 
@@ -84,25 +81,25 @@ def _sampling(model: ModelShape, seqs: int) -> int:
 
 
 def _activations(model: ModelShape, tokens: int) -> int:
-    """What a layer holds at once: its input, its norm and its sum; queries, keys and values before and after turning; the wide part."""
-    turned = max((model.num_heads + 2 * spec.kv_heads) * max(spec.head_dim, spec.value_dim) for spec in model.kv_specs)
-    return tokens * 4 * (4 * model.hidden_size + 3 * turned + 3 * model.intermediate_size)
+    """Bytes of a layer's live tensors: input, norm and sum; queries, keys and values before and after rotation; the MLP's inner part."""
+    qkv = max((model.num_heads + 2 * spec.kv_heads) * max(spec.head_dim, spec.value_dim) for spec in model.kv_specs)
+    return tokens * 4 * (4 * model.hidden_size + 3 * qkv + 3 * model.intermediate_size)
 
 
 def fit(config: EngineConfig, model: ModelShape, kv: str, available: int) -> Size:
-    """Sizes what the settings leave open for `available` bytes of a host's memory, into which the weights are loaded already.
+    """Sizes everything for `available` bytes of host memory, after the weights are loaded.
 
-    What was asked for is kept or refused (InvalidSetting, with the numbers); what was not shrinks to what fits.
+    Sizes that the settings name are kept or refused with InvalidSetting. Other sizes shrink to fit.
     """
     step = fit_step(config, model, available)
     left = min(available * LARGEST_SHARE, available - headroom(available)) - step_bytes(model, step.seqs, step.tokens)
     source = f"{gib(available)} of free memory"
-    # Other programs have a right to memory too.
+    # A quarter by default, because other programs need memory too.
     return fit_cache(config, model, kv, step, Room(int(left), source, int(available * DEFAULT_SHARE), f"a quarter of the {source}"))
 
 
 def fit_cache(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, room: Room) -> Size:
-    """The same for what is left when the size of a step is settled: KV blocks, and the context that they hold."""
+    """Sizes the KV cache and the context, given the size of a step."""
     seqs = step.seqs
     longest = config.max_model_len or model.max_position_embeddings
     if longest > model.max_position_embeddings:
@@ -117,7 +114,7 @@ def fit_cache(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, 
         why = asked("--kv-cache-memory-bytes")
     else:
         source = room.source
-        shares = {seqs * one: f"all that {seqs} sequences of full length can fill", room.share // each: room.why}
+        shares = {seqs * one: f"enough for {seqs} sequences of full length", room.share // each: room.why}
         wanted = max(min(shares), one)
         blocks = min(wanted, room.most // each - 1)
         why = f"what is left of {source}" if blocks < wanted else shares.get(wanted, "one sequence of full length")
@@ -141,12 +138,12 @@ def fit_cache(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, 
 
 
 def headroom(available: int) -> int:
-    """Bytes of the `available` ones that stay free."""
+    """Bytes of `available` memory to leave free."""
     return min(HEADROOM, available // 4)
 
 
 def fit_step(config: EngineConfig, model: ModelShape, available: int) -> StepSize:
-    """Sequences and tokens in a step: where memory is short the larger part of its arrays is halved until both fit, if nobody asked."""
+    """Sizes a step. If memory is short, the larger of its two parts is halved until both fit, unless a flag sets it."""
     seqs, tokens = wanted = config.seats, config.step_tokens
     usual = EngineConfig(device=config.device)
     least = config.max_num_seqs or config.static_batch_size or 1
@@ -164,7 +161,7 @@ def fit_step(config: EngineConfig, model: ModelShape, available: int) -> StepSiz
         if given is not None:
             return asked(flag)
         if fitted != wanted:
-            return f"{wanted} would leave too little of {gib(available)} of free memory"
+            return f"{wanted} would need too much of {gib(available)} of free memory"
         return "the default" if wanted == default else "follows from the other"
 
     return StepSize(
@@ -182,7 +179,7 @@ def fit_step(config: EngineConfig, model: ModelShape, available: int) -> StepSiz
 
 
 def fit_host(config: EngineConfig, model: ModelShape, kv: str, available: int) -> int:
-    """Blocks that preempted sequences may have in the host's memory, of which `available` bytes are free; raises InvalidSetting."""
+    """KV blocks that --swap-space holds, with `available` bytes of free host memory. Raises InvalidSetting."""
     space, each = config.swap_space, block_bytes(model, config.block_size, kv)
     if 0 < space < each:
         raise InvalidSetting(f"--swap-space {space} does not hold a block of {config.block_size} tokens, which takes {each} bytes")

@@ -1,4 +1,4 @@
-"""What a request has for and against single tokens."""
+"""Logit bias, allowed tokens, bad words and `min_tokens`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ NEVER = float("-inf")
 
 
 class Bias:
-    """One sequence's biases, the tokens that it may draw, and those that would end it too soon or complete a bad word.
+    """The logit changes of one sequence that depend on its parameters and its output.
 
-    Its cost in a step is that of its own entries, whatever the vocabulary. `params.bad_words` must be token ids here. A bad word counts
-    in the output alone, as in vLLM.
+    The cost per step depends on the number of entries, not on the vocabulary. `params.bad_words` must be token ids. Bad words are only
+    matched in the output, as in vLLM.
     """
 
     @staticmethod
-    def wanted(params: SamplingParams) -> bool:
-        """Whether a request has any."""
+    def needed(params: SamplingParams) -> bool:
+        """Whether a request needs a Bias."""
         return bool(params.logit_bias or params.allowed_token_ids or params.bad_words or params.min_tokens)
 
     def __init__(self, params: SamplingParams, output: Sequence[int], ends: Sequence[int]) -> None:
-        """For a sequence that has said `output`; `ends` are the token ids at which it stops."""
+        """`output` is the sequence's output so far, `ends` are the token ids at which it stops."""
         bias = params.logit_bias or {}
         self.tokens = np.array(list(bias), dtype=np.int64)
         self.values = np.array(list(bias.values()), dtype=np.float32)
@@ -35,23 +35,23 @@ class Bias:
         self.allowed = None if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
         words = [[int(token) for token in word] for word in params.bad_words]
         self._singles = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
-        # The others by the token before their last.
+        # Longer words, by the token before their last.
         self._words: dict[int, list[tuple[list[int], int]]] = {}
         for word in words:
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append((word[:-1], word[-1]))
         self._recent = deque(output, maxlen=max(map(len, words), default=0))
         self._ends = np.array(list(ends), dtype=np.int64)
-        self._too_soon = max(0, params.min_tokens - len(output))
+        self._min_tokens_left = max(0, params.min_tokens - len(output))
 
     def add(self, token: int) -> None:
-        """Takes one more token of the output."""
+        """Adds the next token of the output."""
         self._recent.append(token)
-        self._too_soon = max(0, self._too_soon - 1)
+        self._min_tokens_left = max(0, self._min_tokens_left - 1)
 
     def banned(self) -> np.ndarray:
-        """The tokens that must not come next."""
-        found = [self._ends] if self._too_soon else []
+        """The tokens that are not allowed next."""
+        found = [self._ends] if self._min_tokens_left else []
         if self._words and self._recent:
             recent = list(self._recent)
             lasts = [last for start, last in self._words.get(recent[-1], ()) if recent[-len(start) :] == start]
@@ -60,7 +60,7 @@ class Bias:
 
 
 def apply(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
-    """Changes the rows of logits [N, vocabulary] that have a bias."""
+    """Applies biases to the rows of logits [N, vocabulary] that have one."""
     device = logits.device
 
     def places(tokens: list[tuple[int, np.ndarray]]) -> tuple[torch.Tensor, torch.Tensor]:

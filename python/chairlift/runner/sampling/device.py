@@ -1,59 +1,65 @@
-"""Sampling where the logits are: settings, penalties and the draw on a device, which no call here waits for."""
+"""Draws tokens on the device. No call waits for the device."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from chairlift.kernels.sampling import reference
 from chairlift.kernels.sampling.settings import Settings
-from chairlift.runner.copy_stream import send
+from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.copy_stream import CopyStream, PendingResult, send
 from chairlift.runner.sampling.choice import LOWEST_TEMPERATURE
+from chairlift.runner.sampling.sampler import Drawn, Scored
 from chairlift.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from chairlift.runner.cuda_graphs import Graph
 
 
 class SamplingVariant(NamedTuple):
-    """Which kernels a step needs: steps of one tier run the same ones on the same memory, and so can share a graph."""
+    """The kernels that a step needs. Steps of one variant run the same kernels on the same memory, and so can share a graph."""
 
     truncated: bool
-    """Whether some row has top-k, top-p or min-p."""
-    slots: int
-    """Lines that there are for penalties, 0 if no row is penalised."""
+    """Whether any slot has top-k, top-p or min-p."""
+    count_rows: int
+    """Rows of the table of token counts, 0 if no slot has penalties."""
 
 
 class DeviceSampler:
-    """How each row of the engine is sampled, kept on the device, and the draw.
+    """A `TokenSampler` that keeps the sampling parameters of every slot on the device.
 
-    A draw is the largest of logit / temperature + Gumbel noise, which Philox makes of (seed, position, token): it depends on nobody
-    else in the step. All work is put on the current stream, and what the host gives is taken before a call returns.
+    A draw is the largest of logit / temperature + Gumbel noise. Philox makes the noise from (seed, position, token). All work goes to
+    the current stream, and host arrays are copied before a call returns.
 
-    Behind the rows is one that is nobody's: what only fills up a step is sampled for it.
+    Behind the batch slots is a padding slot, for which padding rows are sampled.
     """
 
-    def __init__(self, max_seqs: int, vocabulary: int, device: torch.device) -> None:
+    def __init__(self, max_seqs: int, vocabulary: int, device: torch.device, copy_stream: CopyStream | None = None) -> None:
         self.vocabulary, self.device = vocabulary, device
-        # One table, so that one copy brings it to the device: seeds take two lines.
+        self._copy_stream = copy_stream or CopyStream(device)
+        # One table, so that one copy brings it to the device. Seeds take two rows.
         self._host = torch.zeros(10, max_seqs + 1, dtype=torch.int32)
         self._table = torch.zeros(10, max_seqs + 1, dtype=torch.int32, device=device)
-        self._mine = {name: values.numpy() for name, values in _settings(self._host)._asdict().items()}
-        self._mine["slot"].fill(-1)
+        self._settings = {name: values.numpy() for name, values in _settings(self._host)._asdict().items()}
+        self._settings["slot"].fill(-1)
         self._truncated = np.zeros(max_seqs, dtype=bool)
         self._changed = True
         self.settings = _settings(self._table)
-        self._said = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
-        self._free: list[int] = []
+        self._counts = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
+        self._free_rows: list[int] = []
         self.last_token = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
-        """int32 [max_seqs + 1]: the token that each row drew last, 0 if that failed."""
+        """int32 [max_seqs + 1]: the last token of each slot, 0 if its draw failed."""
 
-    def seat(self, row: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
-        """Gives `row` to a sequence: its settings, and its tokens so far (prompt, then generated)."""
-        mine = self._mine
-        if (slot := int(mine["slot"][row])) >= 0:
-            self._free.append(slot)
-            mine["slot"][row] = -1
-        # The kernels keep all tokens that are as likely as the last of top-k: of one, only the first is to be taken.
+    def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
+        """Assigns a slot to a sequence with these tokens (prompt, then output)."""
+        settings = self._settings
+        if (row := int(settings["slot"][slot])) >= 0:
+            self._free_rows.append(row)
+            settings["slot"][slot] = -1
+        # The kernels keep all tokens that tie with the last of top-k. Top-k 1 must keep only the first.
         greedy = params.greedy or params.top_k == 1
         entries = {
             "temperature": 0.0 if greedy else max(params.temperature, LOWEST_TEMPERATURE),
@@ -64,63 +70,103 @@ class DeviceSampler:
             "repetition": params.repetition_penalty,
             "presence": params.presence_penalty,
             "frequency": params.frequency_penalty,
-            "slot": self._remember(tokens, prompt_len) if params.penalised else -1,
+            "slot": self._add_counts(tokens, prompt_len) if params.penalised else -1,
         }
         for name, entry in entries.items():
-            mine[name][row] = entry
-        self._truncated[row] = not greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+            settings[name][slot] = entry
+        self._truncated[slot] = not greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         self._changed = True
 
-    def _remember(self, tokens: np.ndarray, prompt_len: int) -> int:
-        """Puts what a sequence has said into a line of `said`."""
-        if not self._free:
-            have = len(self._said)
-            more = self._said.new_zeros(max(have, 4), self.vocabulary)
-            self._said = torch.cat((self._said, more))
-            self._free = list(range(len(self._said) - 1, have - 1, -1))
-        slot = self._free[-1]
+    def remove_request(self, slot: int) -> None:
+        """Does nothing: the slot's parameters are replaced when it is assigned again."""
+
+    def _add_counts(self, tokens: np.ndarray, prompt_len: int) -> int:
+        """Writes a sequence's token counts to a row of the table of counts and returns the row."""
+        if not self._free_rows:
+            have = len(self._counts)
+            more = self._counts.new_zeros(max(have, 4), self.vocabulary)
+            self._counts = torch.cat((self._counts, more))
+            self._free_rows = list(range(len(self._counts) - 1, have - 1, -1))
+        row = self._free_rows[-1]
         distinct, inverse = np.unique(tokens, return_inverse=True)
         counts = 2 * np.bincount(inverse[prompt_len:], minlength=len(distinct))
         counts[inverse[:prompt_len]] += 1
         places, values = send(distinct.astype(np.int64), self.device), send(counts.astype(np.int32), self.device)
-        self._said[slot].zero_().index_copy_(0, places, values)
-        return self._free.pop()  # last, for what is before it may lack memory
+        self._counts[row].zero_().index_copy_(0, places, values)
+        return self._free_rows.pop()  # last, because the lines above may run out of memory
 
-    def prepare(self, rows: np.ndarray) -> SamplingVariant:
-        """Brings what `seat` changed to the device, and says the tier of a step that samples these rows."""
+    def resolve(self, buffers: StepBuffers, num_tokens: int) -> None:
+        """Replaces -(slot + 1) in the input ids on the device by the slot's last token."""
+        buffers.on_device.resolve(num_tokens, self.last_token)
+
+    def keeps_logits(self, slots: np.ndarray) -> bool:
+        """False: the kernels overwrite the logits."""
+        return False
+
+    def prepare(self, slots: np.ndarray) -> SamplingVariant:
+        """Copies changed parameters to the device and returns the variant of a step that samples these slots."""
         if self._changed:
             self._table.copy_(send(self._host.numpy(), self.device))
             self._changed = False
-        penalised = (self._mine["slot"][rows] >= 0).any()
-        return SamplingVariant(bool(self._truncated[rows].any()), len(self._said) if penalised else 0)
+        penalised = (self._settings["slot"][slots] >= 0).any()
+        return SamplingVariant(bool(self._truncated[slots].any()), len(self._counts) if penalised else 0)
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tier: SamplingVariant) -> torch.Tensor:
-        """A token for each row of logits [N, vocabulary] in fp32, which it may overwrite; int32 [N] on the device.
+    def draw(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        buffers: StepBuffers,
+        graph: Graph | None,
+        scored: Scored | None,
+    ) -> Drawn:
+        """Starts drawing a token per row of logits [N, vocabulary], which it may overwrite. Reads slots and positions on the device."""
+        variant = self.prepare(slots)
+        if graph is not None:
+            tokens = graph.sample(variant, len(slots))
+        else:
+            step = buffers.on_device
+            at = step.sample_at[: len(slots)]
+            tokens = self.sample(logits, step.sample_slots[: len(slots)], step.positions[at] + 1, variant)
+        lines = None
+        if scored is not None:
+            places = torch.arange(scored.at.size, device=self.device)
+            chosen = tokens[send(scored.at, self.device)]
+            lines = self._copy_stream.fetch(self.score_rows(scored.logits, places, chosen, scored.num_top))
+        return Drawn(self._copy_stream.fetch(tokens), lines, ())
 
-        `rows` and `positions`, int32 [N] on the device, say whose they are and which places in their sequences the tokens will take.
-        Also keeps them in `last_token`, and counts them for penalties. A token is -1 where a logit is NaN or the best is not finite.
+    def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, variant: SamplingVariant) -> torch.Tensor:
+        """Draws a token per row of logits [N, vocabulary] in fp32, which it may overwrite: int32 [N] on the device.
+
+        `slots` and `positions`, int32 [N] on the device, are the rows' batch slots and the positions that the tokens will take. The
+        tokens are also written to `last_token` and counted for penalties. A token is -1 if a logit is NaN or the best is not finite.
         """
         if logits.is_cpu:
             sample = reference.sample
         else:
             from chairlift.kernels.sampling.sample import sample
-        said = self._said if tier.slots else None
-        return sample(logits, rows, positions, self.settings, self.last_token, said, truncated=tier.truncated)
+        counts = self._counts if variant.count_rows else None
+        return sample(logits, slots, positions, self.settings, self.last_token, counts, truncated=variant.truncated)
 
-    def score(self, logits: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
-        """Lines of `logprobs.score`, int32 [M, 3 + 2 * count] on the device, for rows of logits [N, vocabulary] at `places` [M].
+    def score(self, logits: torch.Tensor, tokens: np.ndarray, count: int) -> PendingResult:
+        """Starts computing lines of `logprobs.score` for tokens [M], given logits [M, vocabulary]."""
+        targets = send(tokens.astype(np.int64), self.device)
+        return self._copy_stream.fetch(self.score_rows(logits, torch.arange(len(targets), device=self.device), targets, count))
 
-        `tokens` [N] are the rows' tokens. `logits` must be as the model gave them: `sample` may change them.
+    def score_rows(self, logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
+        """Lines of `logprobs.score`, int32 [M, 3 + 2 * count] on the device, for `tokens` [M] and `rows` [M] of logits [N, vocabulary].
+
+        `logits` must be unchanged since the model computed them.
         """
         if logits.is_cpu:
             score = reference.score
         else:
             from chairlift.kernels.sampling.logprobs import score
-        return score(logits, places, tokens, count)
+        return score(logits, rows, tokens, count)
 
 
 def _settings(table: torch.Tensor) -> Settings:
-    """Views of a table's lines."""
+    """Views of the table's rows."""
     floats = table.view(torch.float32)
     seed = table[:2].view(-1).view(torch.int64)
     return Settings(floats[2], table[3], floats[4], floats[5], seed, floats[6], floats[7], floats[8], table[9])

@@ -1,4 +1,4 @@
-"""How likely tokens were, and which were the likeliest, at temperature 1 and with nothing changed."""
+"""Log-probabilities of tokens and of the top tokens, from the model's unchanged logits at temperature 1."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 
 from chairlift import _core
 
-PIECE = 1 << 24
-"""Logits that are looked at in one go for a prompt: 64 MB of them, and as much again for what is made of them."""
+CHUNK_LOGITS = 1 << 24
+"""Logits per chunk when a prompt is scored: 64 MB, and as much again for intermediate results."""
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> np.ndarray:
-    """One line for each of tokens [M], given logits [M, vocabulary] in fp32 on the host, with the `count` likeliest beside it.
+    """A line for each of tokens [M], given logits [M, vocabulary] in fp32 on the host.
 
-    int32 [M, 3 + 2 * count]: the token, its log-probability, its rank (1: none is likelier), the likeliest, the best first, and their
+    int32 [M, 3 + 2 * count]: the token, its log-probability, its rank (1 is the most likely), the `count` most likely tokens and their
     log-probabilities. Log-probabilities are the bits of an fp32.
     """
     lines = _core.score(logits.contiguous().numpy(), tokens.numpy(), count, threads=torch.get_num_threads())
@@ -22,11 +22,11 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> np.ndarray:
 
 
 def logprobs(lines: np.ndarray) -> np.ndarray:
-    """The log-probabilities of the lines' own tokens, float32 [M]."""
+    """The log-probabilities of the lines' tokens, float32 [M]."""
     return np.ascontiguousarray(lines[:, 1]).view(np.float32)
 
 
 def packed(lines: np.ndarray, count: int) -> bytes:
-    """The lines with so many of their likeliest tokens, at most as many as they have."""
+    """The lines with only `count` of their top tokens."""
     have = (lines.shape[1] - 3) // 2
     return np.concatenate((lines[:, : 3 + count], lines[:, 3 + have : 3 + have + count]), 1).tobytes()

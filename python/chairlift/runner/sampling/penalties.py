@@ -1,4 +1,4 @@
-"""Penalties for tokens that a sequence holds already."""
+"""Repetition, presence and frequency penalties."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from chairlift.sampling import SamplingParams
 
 
 class Penalties:
-    """What one sequence has said so far, and how much that counts against saying it again.
+    """The token counts and penalties of one sequence.
 
-    The repetition penalty is for tokens of the prompt or the output (transformers' rule: positive logits are divided by it,
-    negative ones multiplied); presence and frequency penalties are for the output alone (OpenAI's rule: subtracted once, or once
-    for each time). A step costs as much as the sequence has different tokens, whatever the vocabulary.
+    The repetition penalty applies to tokens of the prompt and the output (as in transformers: positive logits are divided by it,
+    negative ones multiplied). Presence and frequency penalties apply to the output (as in OpenAI's API: subtracted once, or once per
+    occurrence). The cost per step depends on the number of distinct tokens, not on the vocabulary.
     """
 
     def __init__(self, params: SamplingParams, tokens: np.ndarray, prompt_len: int, device: torch.device) -> None:
@@ -25,14 +25,14 @@ class Penalties:
         self.counts = torch.from_numpy(counts).to(device)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Changes the logits [vocabulary] of the sequence's next token."""
+        """Penalises the logits [vocabulary] of the sequence's next token."""
         found = logits[self.distinct]
         if self.repetition != 1.0:
             found = torch.where(found > 0, found / self.repetition, found * self.repetition)
         logits[self.distinct] = found - self.counts * self.frequency - (self.counts > 0) * self.presence
 
     def add(self, token: int) -> None:
-        """Counts one more token of the output."""
+        """Counts the next token of the output."""
         place = self.places.setdefault(token, len(self.places))
         if place == len(self.distinct):
             self.distinct = torch.cat((self.distinct, self.distinct.new_tensor([token])))

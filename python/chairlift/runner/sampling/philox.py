@@ -1,4 +1,4 @@
-"""Random numbers without state: Philox4x32-10, a function of a key and a counter (Salmon et al., 2011)."""
+"""Philox4x32-10: stateless random numbers from a key and a counter (Salmon et al., 2011)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def philox(key: np.ndarray, counter: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One fp64 number in [0, 1) for each uint64 seed and non-negative position."""
+    """One fp64 number in [0, 1) per uint64 seed and non-negative position."""
     words = philox(seeds, positions.astype(np.uint64))
     bits: np.ndarray = (words[:, 0] << _HALF | words[:, 1]) >> np.uint64(11)
     return bits * 2.0**-53

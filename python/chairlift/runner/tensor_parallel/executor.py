@@ -1,4 +1,4 @@
-"""A model that several processes compute together, as the one that samples sees it."""
+"""The executor of a tensor-parallel group, in the process that schedules and samples."""
 
 from __future__ import annotations
 
@@ -22,117 +22,116 @@ from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
 from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.shape import ModelShape
-from chairlift.runner.buffers import StepBuffers
-from chairlift.runner.executor import Pairs
-from chairlift.runner.memory.device_memory import is_shortage
+from chairlift.runner.buffers import Pairs, StepBuffers
+from chairlift.runner.executor import ModelExecutor
+from chairlift.runner.memory.device_memory import is_out_of_memory
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.tensor_parallel.worker import NO_MEMORY, pack, unpack
 from chairlift.runner.torch_executor import TorchExecutor
 
-TOO_LITTLE = (
+OUT_OF_MEMORY = (
     "a device of --tensor-parallel-size has too little memory, and the processes that share a model end together: lower "
     "--gpu-memory-utilization or --max-num-batched-tokens"
 )
-LAST_MOMENT = 0.5
-"""Seconds in which a process ends that is at its end."""
+EXIT_SECONDS = 0.5
+"""Seconds to wait for a failing worker to exit."""
 
 
-class TensorParallelExecutor:
-    """A `ModelExecutor` whose layers are cut among this process and workers, each with a device of its own.
+class TensorParallelExecutor(ModelExecutor):
+    """A model whose layers are split among this process and worker processes, each with its own device.
 
-    There is one scheduler and one sampler, here: workers are told each call, with the arrays that the scheduler filled, and make it on
-    their part of the model. Input tokens come to them from this process's device, where the last ones are known first.
+    The scheduler and the sampler are in this process. It sends each call and the step's arrays to the workers, which run it on their
+    part of the model. Input ids come from this process's device, because only it knows the tokens sampled last.
     """
 
-    def __init__(self, workers: list[_Worker], peers: TensorParallelGroup, part: TorchExecutor) -> None:
-        self._workers, self._peers, self._part = workers, peers, part
-        # Waited for as well, or the system would keep what is left of them for as long as this process lives.
+    def __init__(self, workers: list[_Worker], group: TensorParallelGroup, part: TorchExecutor) -> None:
+        self._workers, self._group, self._part = workers, group, part
         self._end = weakref.finalize(self, _end, workers)
         self.device, self.batch_invariant = part.device, part.batch_invariant
 
     @classmethod
     def load(cls, config: EngineConfig, directory: Path, model: ModelShape, precision: Precision) -> TensorParallelExecutor:
-        """Starts the workers, and loads this process's part of the weights while they load theirs (see `Loader`).
+        """Starts the workers and loads this process's part of the weights while they load theirs (see `Loader`).
 
-        `model` is a process's part already.
+        `model` is one process's part.
         """
         size = config.tensor_parallel_size
-        place = tempfile.mkdtemp(prefix="chairlift-")
+        rendezvous = tempfile.mkdtemp(prefix="chairlift-")
         workers: list[_Worker] = []
         try:
-            with _together(workers):
+            with _end_on_failure(workers):
                 workers += [_Worker() for _ in range(1, size)]
-                chosen = {name: getattr(precision, name) for name in ("weights", "quantization", "kv", "compute")}
+                dtypes = {name: getattr(precision, name) for name in ("weights", "quantization", "kv", "compute")}
                 for rank, worker in enumerate(workers, 1):
-                    worker.tell("load", rank, place, dataclasses.asdict(config), str(directory), chosen)
-                peers = TensorParallelGroup.meet(0, size, place, torch.device(config.device))
-                part = TorchExecutor.load(config, directory, model, precision, peers)
+                    worker.call("load", rank, rendezvous, dataclasses.asdict(config), str(directory), dtypes)
+                group = TensorParallelGroup.join(0, size, rendezvous, torch.device(config.device))
+                part = TorchExecutor.load(config, directory, model, precision, group)
                 for worker in workers:
-                    worker.hear()
+                    worker.wait_for_reply()
         finally:
-            shutil.rmtree(place, ignore_errors=True)
-        return cls(workers, peers, part)
+            shutil.rmtree(rendezvous, ignore_errors=True)
+        return cls(workers, group, part)
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
-        """Makes every process's KV cache."""
-        with _together(self._workers):
-            self._tell("allocate", num_blocks, block_size, host_blocks)
+        """Allocates every process's KV cache."""
+        with _end_on_failure(self._workers):
+            self._call("allocate", num_blocks, block_size, host_blocks)
             self._part.allocate(num_blocks, block_size, host_blocks)
             for worker in self._workers:
-                worker.hear()
+                worker.wait_for_reply()
 
     def copy(self, pairs: np.ndarray) -> None:
         """Copies blocks within the cache."""
-        self._tell("copy", pairs.tolist())
+        self._call("copy", pairs.tolist())
         self._part.copy(pairs)
 
     def swap(self, outs: Pairs, ins: Pairs) -> None:
-        """Copies blocks to the host, and then back."""
+        """Copies blocks to the host, then back."""
         outs, ins = list(outs), list(ins)
         if outs or ins:
-            self._tell("swap", outs, ins)
+            self._call("swap", outs, ins)
             self._part.swap(outs, ins)
 
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
-        """Runs the step that the buffers describe."""
-        there = buffers.on_device
-        with _together(self._workers):
-            self._tell("forward", there.sizes, *there.sent(), num_tokens, num_seqs)
-            self._peers.share(there.input_ids[:num_tokens])
+        """Runs the loaded step."""
+        step = buffers.on_device
+        with _end_on_failure(self._workers):
+            self._call("forward", step.sizes, *step.loaded(), num_tokens, num_seqs)
+            self._group.broadcast(step.input_ids[:num_tokens])
             self._part.forward(buffers, num_tokens, num_seqs)
 
     def logits(self, at: np.ndarray) -> torch.Tensor:
-        """What the last step says of the tokens after those at places `at`."""
-        with _together(self._workers):
-            self._tell("logits", at.tolist())
+        """Logits of the last step at token positions `at`."""
+        with _end_on_failure(self._workers):
+            self._call("logits", at.tolist())
             return self._part.logits(at)
 
     def synchronize(self) -> None:
-        """Waits for this process's device: since layers end in sums, the others' have as good as done the same."""
+        """Waits for this process's device. The others are at most one layer behind, because each layer ends with an all-reduce."""
         self._part.synchronize()
 
     def close(self) -> None:
         """Ends the workers."""
         self._end()
 
-    def _tell(self, *call: Any) -> None:
+    def _call(self, *call: Any) -> None:
         for worker in self._workers:
-            worker.tell(*call)
+            worker.call(*call)
 
 
 @contextlib.contextmanager
-def _together(workers: list[_Worker]) -> Iterator[None]:
-    """Ends the workers if what all do together fails here: they would wait in the middle of it, and take the next for the rest of it."""
+def _end_on_failure(workers: list[_Worker]) -> Iterator[None]:
+    """Ends the workers if a collective call fails in this process: they would wait in the middle of it."""
     try:
         yield
     except Exception as error:
-        gone = [worker for worker in workers if worker.ended()]
+        exited = [worker for worker in workers if worker.has_exited()]
         _end(workers)
-        if gone and not isinstance(error, ChairliftError):
-            raise gone[0].gone() from error
-        if is_shortage(error):
-            # Not to be tried again in pieces: the others are in the middle of it.
-            raise ChairliftError(f"{TOO_LITTLE} ({error})") from None
+        if exited and not isinstance(error, ChairliftError):
+            raise exited[0].exit_error() from error
+        if is_out_of_memory(error):
+            # Not an OutOfMemory, because the step cannot be split: the workers are in the middle of it.
+            raise ChairliftError(f"{OUT_OF_MEMORY} ({error})") from None
         raise
 
 
@@ -142,49 +141,49 @@ def _end(workers: list[_Worker]) -> None:
 
 
 class _Worker:
-    """A worker process (`chairlift.runner.tensor_parallel.worker`), seen from the main process. It ends with this object."""
+    """A worker process (`chairlift.runner.tensor_parallel.worker`), as the main process sees it."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = Pipe()
-        # No child of multiprocessing's: that would run the program's own main module again.
-        # It finds modules where this process does, and not in its working directory.
+        self._pipe, worker_end = Pipe()
+        # Not multiprocessing.Process, which would run the program's main module again.
+        # The worker has this process's module path and does not import from its working directory.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        command = [sys.executable, "-P", "-m", "chairlift.runner.tensor_parallel.worker", str(theirs.fileno())]
-        with theirs:
+        command = [sys.executable, "-P", "-m", "chairlift.runner.tensor_parallel.worker", str(worker_end.fileno())]
+        with worker_end:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}
+                command, stdin=subprocess.DEVNULL, pass_fds=[worker_end.fileno()], env={**os.environ, "PYTHONPATH": path}
             )
 
-    def tell(self, *call: Any) -> None:
-        """Sends a call, which waits there for those before it."""
+    def call(self, *call: Any) -> None:
+        """Sends a call. The worker runs calls in order."""
         try:
             self._pipe.send_bytes(pack(call))
         except OSError:
-            raise self.gone() from None
+            raise self.exit_error() from None
 
-    def hear(self) -> None:
-        """Waits until the worker has done what it answers to; raises what it could not."""
+    def wait_for_reply(self) -> None:
+        """Waits for the reply to a call and raises the worker's error, if any."""
         try:
             error = unpack(self._pipe.recv_bytes())
         except (OSError, EOFError):
-            raise self.gone() from None
+            raise self.exit_error() from None
         if error is not None:
             raise ChairliftError(f"a worker of --tensor-parallel-size: {error}")
 
     def end(self) -> None:
-        """Ends the process."""
+        """Kills the process and reaps it."""
         self._pipe.close()
         self._process.kill()
         self._process.wait()
 
-    def ended(self) -> bool:
-        """Whether the process has ended by itself; asked when something went wrong, so it gets a moment for it."""
+    def has_exited(self) -> bool:
+        """Whether the process has exited by itself, within EXIT_SECONDS."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(LAST_MOMENT)
+            self._process.wait(EXIT_SECONDS)
         return self._process.returncode is not None
 
-    def gone(self) -> ChairliftError:
-        """What is to be said of a process that has ended."""
+    def exit_error(self) -> ChairliftError:
+        """The error for a process that has exited."""
         if self._process.wait() == NO_MEMORY:
-            return ChairliftError(TOO_LITTLE)
-        return ChairliftError(f"a worker of --tensor-parallel-size ended with status {self._process.wait()}: its last words are above")
+            return ChairliftError(OUT_OF_MEMORY)
+        return ChairliftError(f"a worker of --tensor-parallel-size exited with status {self._process.wait()}: see its output above")

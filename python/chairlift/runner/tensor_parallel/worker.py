@@ -1,6 +1,6 @@
-"""A process with a part of a model that several compute together: `python -m chairlift.runner.tensor_parallel.worker FD`, an end of a pipe.
+"""A worker process of a tensor-parallel group: `python -m chairlift.runner.tensor_parallel.worker FD`, where FD is one end of a pipe.
 
-It does what it is told, and ends when nobody is there to tell.
+It runs the calls that arrive on the pipe and exits when the pipe closes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.config import load_shape
 from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.device_buffers import DeviceBuffers
-from chairlift.runner.memory.device_memory import is_shortage
+from chairlift.runner.memory.device_memory import is_out_of_memory
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.tensor_parallel.shards import part_of
 from chairlift.runner.torch_executor import TorchExecutor
@@ -32,33 +32,33 @@ from chairlift.runner.torch_executor import TorchExecutor
 pack: Callable[[object], bytes] = msgpack.dumps
 unpack: Callable[[bytes], Any] = msgpack.loads
 
-ANSWERED = ("load", "allocate")
-"""The calls that may fail for reasons of their own, and whose end is waited for. What fails later ends the process."""
+CALLS_WITH_REPLY = ("load", "allocate")
+"""Calls whose errors are sent back. An error in another call ends the process."""
 
 
 NO_MEMORY = 75
-"""The status of a process that ended because its device had too little memory: EX_TEMPFAIL of BSD's sysexits."""
+"""Exit status after an out-of-memory error: EX_TEMPFAIL of BSD's sysexits."""
 
 
 class Worker:
-    """A `ModelExecutor` beside another process's (see `TensorParallelExecutor`), whose calls it makes after it."""
+    """This process's part of the model. It repeats the calls of `TensorParallelExecutor`."""
 
     _part: TorchExecutor
-    _peers: TensorParallelGroup
+    _group: TensorParallelGroup
     _buffers: DeviceBuffers | None = None
 
-    def load(self, rank: int, place: str, settings: dict[str, Any], directory: str, precision: dict[str, str]) -> None:
-        """Meets the others and loads its part of the weights."""
+    def load(self, rank: int, rendezvous: str, settings: dict[str, Any], directory: str, precision: dict[str, str]) -> None:
+        """Joins the group and loads this process's part of the weights."""
         config = EngineConfig(**settings)
         torch.set_num_threads(config.threads or 1)
         if config.device == "cuda":
             torch.cuda.set_device(rank)
-        self._peers = TensorParallelGroup.meet(rank, config.tensor_parallel_size, place, torch.device(config.device))
+        self._group = TensorParallelGroup.join(rank, config.tensor_parallel_size, rendezvous, torch.device(config.device))
         model = part_of(load_shape(Path(directory), in_torch=True), config.tensor_parallel_size)
-        self._part = TorchExecutor.load(config, Path(directory), model, Precision(**precision, decisions=()), self._peers)
+        self._part = TorchExecutor.load(config, Path(directory), model, Precision(**precision, decisions=()), self._group)
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
-        """Makes its part of the KV cache."""
+        """Allocates this process's part of the KV cache."""
         self._part.allocate(num_blocks, block_size, host_blocks)
 
     def copy(self, pairs: list[list[int]]) -> None:
@@ -66,52 +66,52 @@ class Worker:
         self._part.copy(np.array(pairs, dtype=np.int32))
 
     def swap(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
-        """Copies blocks to the host, and then back."""
+        """Copies blocks to the host, then back."""
         self._part.swap(outs, ins)
 
-    def forward(self, sizes: list[int], turn: int, num_table_writes: int, packed: bytes, num_tokens: int, num_seqs: int) -> None:
-        """Runs its part of a step, whose arrays are those of the other process's buffers."""
-        # They are made anew after the step that is tried for its memory.
+    def forward(self, sizes: list[int], buffer_index: int, num_table_writes: int, packed: bytes, num_tokens: int, num_seqs: int) -> None:
+        """Runs this process's part of a step, whose arrays are in `packed`."""
+        # The memory-profiling step has buffers of other sizes.
         if self._buffers is None or self._buffers.sizes != tuple(sizes):
-            turns, tokens, seqs, blocks = sizes
+            count, tokens, seqs, blocks = sizes
             device = self._part.device
-            self._buffers = DeviceBuffers(turns, tokens, seqs, blocks, device, CopyStream(device))
-        self._buffers.receive(turn, num_table_writes, packed)
-        self._peers.share(self._buffers.input_ids[:num_tokens])
-        self._part.forward(self._buffers.host[turn], num_tokens, num_seqs)
+            self._buffers = DeviceBuffers(count, tokens, seqs, blocks, device, CopyStream(device))
+        self._buffers.receive(buffer_index, num_table_writes, packed)
+        self._group.broadcast(self._buffers.input_ids[:num_tokens])
+        self._part.forward(self._buffers.host[buffer_index], num_tokens, num_seqs)
 
     def logits(self, at: list[int]) -> None:
-        """Computes its part of the vocabulary for others."""
+        """Computes this process's part of the vocabulary."""
         self._part.logits(np.array(at, dtype=np.int32))
 
 
 def main(fd: int) -> None:
-    """Does what is told until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts the program means its first process
+    """Runs calls until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
     pipe, worker, calls = Connection(fd), Worker(), SimpleQueue[list[Any]]()
-    threading.Thread(target=_take_in, args=(pipe, calls), daemon=True).start()
+    threading.Thread(target=_receive_calls, args=(pipe, calls), daemon=True).start()
     with torch.inference_mode():
         while True:
             name, *arguments = calls.get()
-            if name not in ANSWERED:
+            if name not in CALLS_WITH_REPLY:
                 try:
                     getattr(worker, name)(*arguments)
                 except RuntimeError as error:
-                    if not is_shortage(error):
+                    if not is_out_of_memory(error):
                         raise
                     print(f"chairlift: {error}", file=sys.stderr, flush=True)
                     os._exit(NO_MEMORY)
                 continue
             try:
                 getattr(worker, name)(*arguments)
-                answer = None
+                reply = None
             except Exception as error:
-                answer = f"{type(error).__name__}: {error}"
-            pipe.send_bytes(pack(answer))
+                reply = f"{type(error).__name__}: {error}"
+            pipe.send_bytes(pack(reply))
 
 
-def _take_in(pipe: Connection, calls: SimpleQueue[list[Any]]) -> None:
-    """Takes calls from the pipe, and ends the process with it, whatever that is at."""
+def _receive_calls(pipe: Connection, calls: SimpleQueue[list[Any]]) -> None:
+    """Moves calls from the pipe to the queue. Ends the process when the pipe closes, even during a call."""
     while True:
         try:
             calls.put(unpack(pipe.recv_bytes()))

@@ -91,7 +91,7 @@ class SnapshotPoller:
             if self._service.engine.ready:
                 # If the engine dies, `ready` turns False.
                 with contextlib.suppress(ChairliftError):
-                    self._store(await self._service.engine.look())
+                    self._store(await self._service.engine.take_snapshot())
             if now >= due:
                 due = now + SAMPLE_SECONDS
                 self._sample(now)

@@ -1,0 +1,89 @@
+"""The interface between the engine's loop and whatever runs its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from chairlift.models.shape import ModelShape
+    from chairlift.runner.buffers import Pairs, Sampled, StepBuffers, StepSizes
+    from chairlift.runner.memory.decision import Decision
+    from chairlift.runner.sampling.matcher import Matcher
+    from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
+    from chairlift.sampling import SamplingParams
+
+
+class Runner(Protocol):
+    """Runs the steps that the scheduler plans: `launch`, then `sample`, then `collect`.
+
+    If `overlaps`, the device works asynchronously and `launch` and `sample` do not wait for it. The engine may then launch one step
+    while the previous one runs, and samples it after it has collected the previous one, because grammars need the sampled tokens.
+    """
+
+    model_config: ModelShape
+    max_model_len: int
+    """Most tokens of one sequence."""
+    num_kv_blocks: int
+    """KV blocks, including scratch block 0."""
+    host_blocks: int
+    """KV blocks in host memory, for swapped-out sequences."""
+    swap_ns_per_block: int
+    """Nanoseconds to copy one block to the host or back."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    overlaps: bool
+    batch_invariant: bool
+    """Whether a sequence's logits are bitwise equal whatever else is in the batch."""
+    has_logprobs: bool
+    decisions: tuple[Decision, ...]
+    """What was chosen at start-up, and why."""
+    buffers: list[StepBuffers]
+    """One per step that may be in flight; the scheduler fills them in turn."""
+
+    def add_request(
+        self,
+        slot: int,
+        params: SamplingParams,
+        tokens: np.ndarray,
+        prompt_len: int,
+        seed: int,
+        *,
+        ends: Sequence[int] = (),
+        matcher: Matcher | None = None,
+        prompt: PromptLogprobs | None = None,
+    ) -> None:
+        """Assigns a batch slot to a sequence: its sampling parameters, its tokens so far (prompt, then output) and its seed.
+
+        `ends` are the token ids at which it stops, `matcher` is its grammar, `prompt` tracks the log-probabilities of its prompt.
+        """
+
+    def remove_request(self, slot: int) -> None:
+        """Frees a slot whose sequence has ended. A step in flight may still contain it."""
+
+    def swap(self, outs: Pairs, ins: Pairs) -> None:
+        """Copies blocks to the host (device block, host block), then back (host block, device block)."""
+
+    def launch(self, buffer_index: int, sizes: StepSizes) -> Any:
+        """Starts the forward pass of the step in `buffers[buffer_index]` and returns a handle for `sample` and `collect`.
+
+        Raises OutOfMemory if the device lacks memory. The caller may launch the step again, without its block copies.
+        """
+
+    def sample(self, step: Any) -> None:
+        """Starts sampling a launched step. The previous step must have been collected.
+
+        Raises OutOfMemory if the device lacks memory. The caller must then re-add the step's requests and launch it again, because
+        some slots may have counted a token.
+        """
+
+    def collect(self, step: Any) -> Sampled:
+        """Waits for the oldest step in flight and returns its tokens. Its buffers may be refilled."""
+
+    def wait(self) -> None:
+        """Waits until the device is idle and returns memory that torch holds in reserve. Steps in flight are discarded."""
+
+    def close(self) -> None:
+        """Ends the processes that compute parts of the model. Nothing may be called afterwards."""

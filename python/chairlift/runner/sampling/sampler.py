@@ -1,0 +1,201 @@
+"""Samples the next tokens of a step: logit changes and log-probabilities here, the draw on the host or on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.copy_stream import PendingResult, send
+from chairlift.runner.sampling import bias, logprobs
+from chairlift.runner.sampling.bias import Bias
+from chairlift.runner.sampling.choice import FAILED
+from chairlift.runner.sampling.matcher import Matcher, accept, mask
+from chairlift.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from chairlift.runner.cuda_graphs import Graph
+
+NONE_REQUESTED = -1
+
+
+class OutputTracker(Protocol):
+    """State that depends on a sequence's output."""
+
+    def add(self, token: int) -> None:
+        """Adds the next token of the output."""
+
+
+class Scored(NamedTuple):
+    """Samples of a step whose log-probabilities are needed."""
+
+    at: np.ndarray
+    """Indices of the samples."""
+    logits: torch.Tensor
+    """Their logits, as the model computed them."""
+    num_top: int
+    """Top tokens per sample."""
+
+
+class Drawn(NamedTuple):
+    """Results of `TokenSampler.draw`."""
+
+    tokens: PendingResult
+    lines: PendingResult | None
+    """Lines of `logprobs.score` for the scored samples, if any."""
+    trackers: Sequence[tuple[int, OutputTracker]]
+    """State that must learn the sampled tokens, by sample index."""
+
+
+class TokenSampler(Protocol):
+    """Draws tokens from logits where the logits are: `HostSampler` or `DeviceSampler`.
+
+    The other sequences of a step never change a draw.
+    """
+
+    device: torch.device
+
+    def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
+        """Assigns a slot to a sequence with these tokens (prompt, then output)."""
+
+    def remove_request(self, slot: int) -> None:
+        """Frees a slot."""
+
+    def resolve(self, buffers: StepBuffers, num_tokens: int) -> None:
+        """Fills in input ids that only the device knows."""
+
+    def keeps_logits(self, slots: np.ndarray) -> bool:
+        """Whether `draw` leaves the logits of these slots unchanged."""
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        buffers: StepBuffers,
+        graph: Graph | None,
+        scored: Scored | None,
+    ) -> Drawn:
+        """Starts drawing a token per row of logits [N, vocabulary], which it may overwrite."""
+
+    def score(self, logits: torch.Tensor, tokens: np.ndarray, count: int) -> PendingResult:
+        """Starts computing lines of `logprobs.score` for tokens [M], given logits [M, vocabulary]."""
+
+
+@dataclass(slots=True)
+class PendingSample:
+    """The sample of one step, from `Sampler.draw` to `Sampler.take`.
+
+    It holds its sequences' matchers and trackers, because the slots may have new owners when the tokens arrive.
+    """
+
+    drawn: Drawn
+    scored: np.ndarray
+    """Indices of the samples with log-probabilities."""
+    counts: np.ndarray
+    """For each of them, the number of top tokens that its request wants, or NONE_REQUESTED."""
+    matched: list[tuple[int, Matcher]]
+    trackers: list[tuple[int, OutputTracker]]
+
+
+class Sampler:
+    """Sampling state of every batch slot.
+
+    Logit biases and grammars change the logits here; `tokens` then draws.
+    """
+
+    def __init__(self, max_seqs: int, tokens: TokenSampler) -> None:
+        self.tokens = tokens
+        self.biases: dict[int, Bias] = {}
+        self.matchers: dict[int, Matcher] = {}
+        self.scored = np.full(max_seqs, NONE_REQUESTED)
+        self.detailed = np.full(max_seqs, NONE_REQUESTED)
+
+    def add_request(
+        self,
+        slot: int,
+        params: SamplingParams,
+        tokens: np.ndarray,
+        prompt_len: int,
+        seed: int,
+        *,
+        ends: Sequence[int] = (),
+        matcher: Matcher | None = None,
+    ) -> None:
+        """Assigns `slot` to a sequence with these tokens (prompt, then output).
+
+        `ends` are the token ids at which it stops, for `min_tokens`. A fresh `matcher` accepts the output so far; its exceptions
+        propagate.
+        """
+        self.remove_request(slot)
+        self.detailed[slot] = NONE_REQUESTED if params.logprobs is None else params.logprobs
+        self.scored[slot] = max(self.detailed[slot], 0 if params.ranked else NONE_REQUESTED)
+        self.tokens.add_request(slot, params, tokens, prompt_len, seed)
+        if Bias.needed(params):
+            self.biases[slot] = Bias(params, tokens[prompt_len:].tolist(), ends)
+        if matcher is not None:
+            for token in tokens[prompt_len:].tolist():
+                matcher.accept(token)
+            self.matchers[slot] = matcher
+
+    def remove_request(self, slot: int) -> None:
+        """Frees `slot`. A step that was planned before may still sample for it; the result is not used."""
+        self.detailed[slot] = self.scored[slot] = NONE_REQUESTED
+        self.biases.pop(slot, None)
+        self.matchers.pop(slot, None)
+        self.tokens.remove_request(slot)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        buffers: StepBuffers,
+        graph: Graph | None = None,
+    ) -> PendingSample:
+        """Starts sampling a token per row of logits [N, vocabulary], which it may overwrite.
+
+        `slots` [N] are the rows' batch slots, `positions` [N] the positions that the tokens will take in their sequences. If a `graph`
+        computed the logits, they must still be at its address. The previous sample must have been taken.
+        """
+        at = np.flatnonzero(self.scored[slots] != NONE_REQUESTED)
+        biased, matched = _present(self.biases, slots), _present(self.matchers, slots)
+        scored = None
+        if at.size:
+            unchanged = at.size == len(slots) and not biased and not matched and self.tokens.keeps_logits(slots)
+            original = logits if unchanged else logits[send(at, logits.device)]
+            scored = Scored(at, original, int(self.scored[slots[at]].max()))
+        if biased:
+            bias.apply(logits, biased)
+        if matched:
+            mask(logits, matched)
+        drawn = self.tokens.draw(logits, slots, positions, buffers, graph, scored)
+        return PendingSample(drawn, at, self.detailed[slots[at]], matched, [*biased, *drawn.trackers])
+
+    def take(self, sample: PendingSample) -> tuple[np.ndarray, np.ndarray, dict[int, bytes]]:
+        """Waits for a sample and updates its sequences' state. Returns the first three fields of `Sampled`."""
+        chosen = sample.drawn.tokens.numpy()
+        logprob = np.zeros(len(chosen) if sample.scored.size else 0, dtype=np.float32)
+        details = {}
+        if sample.drawn.lines is not None:
+            lines = sample.drawn.lines.numpy()
+            logprob[sample.scored] = logprobs.logprobs(lines)
+            for line in np.flatnonzero(sample.counts != NONE_REQUESTED).tolist():
+                details[int(sample.scored[line])] = logprobs.packed(lines[line : line + 1], int(sample.counts[line]))
+        accept(sample.matched, chosen, FAILED)
+        for i, tracker in sample.trackers:
+            if chosen[i] != FAILED:
+                tracker.add(int(chosen[i]))
+        return chosen, logprob, details
+
+
+T = TypeVar("T")
+
+
+def _present(by_slot: Mapping[int, T], slots: np.ndarray) -> list[tuple[int, T]]:
+    """The entries of a step's slots, by index in the step."""
+    return [(i, by_slot[slot]) for i, slot in enumerate(slots.tolist()) if slot in by_slot] if by_slot else []

@@ -1,0 +1,81 @@
+"""The first steps of a runner: they measure memory, compile kernels and capture CUDA graphs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from chairlift.runner.cuda_graphs import capture
+from chairlift.runner.graph_capture import graph_capture
+from chairlift.runner.memory.decision import Decision, asked, gib
+from chairlift.runner.memory.device_memory import DeviceMemory
+from chairlift.runner.runner import ModelRunner
+from chairlift.runner.sampling.device import DeviceSampler
+from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
+from chairlift.runner.torch_executor import TorchExecutor
+from chairlift.sampling import SamplingParams
+
+SPLIT_CONTEXT = 1024
+"""Tokens of a context that attention on a GPU reads in several splits."""
+ALL_FEATURES = SamplingParams(top_k=2, presence_penalty=0.5, logprobs=1)
+"""Uses every sampling kernel."""
+
+
+def profile(runner: ModelRunner) -> None:
+    """Runs the largest step with every sampling feature over one KV block, so that its peak memory can be measured."""
+    max_tokens, max_seqs, context = runner.max_num_batched_tokens, runner.max_num_seqs, runner.max_model_len
+    longest = min(max_tokens, context)
+    tokens, samples = min(max_tokens, max_seqs * longest), min(max_seqs, max_tokens)
+    starts = np.minimum(np.arange(-(-tokens // longest) + 1) * longest, tokens)
+    buffers, seqs = runner.buffers[0], len(starts) - 1
+    buffers.positions[:tokens] = np.arange(tokens) % longest
+    buffers.slot_mapping[:tokens] = buffers.positions[:tokens] % runner.block_size
+    buffers.query_starts[: seqs + 1], buffers.context_lens[:seqs] = starts, np.diff(starts)
+    buffers.batch_slots[:seqs] = np.arange(seqs)
+    buffers.sample_at[:samples] = buffers.sample_slots[:samples] = np.arange(samples)
+    for slot in range(samples):
+        runner.add_request(slot, ALL_FEATURES, np.zeros(1, dtype=np.int32), 1, 0)
+    for _ in range(2):  # during the second step the hidden states of the first are still allocated
+        runner.run(tokens, seqs, samples)
+    runner.wait()
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Runs prefill and decode steps in scratch block 0, so that requests do not wait for one-time initialisation."""
+    buffers = runner.buffers[0]
+    longest = min(runner.block_size, len(buffers.input_ids), runner.max_model_len)
+    cases = [(longest, longest, SamplingParams()), (1, 1, SamplingParams(temperature=0.0))]
+    if runner.device.type == "cuda":
+        # Compiles kernels: a short chunk, a context in several splits, every sampling feature, a block copy.
+        cases.append((min(2, longest), min(SPLIT_CONTEXT, runner.max_model_len), ALL_FEATURES))
+    for length, context, params in cases:
+        buffers.positions[:length] = np.arange(context - length, context)
+        buffers.slot_mapping[:length] = np.arange(length)
+        buffers.query_starts[1], buffers.context_lens[0] = length, context
+        buffers.sample_at[0] = length - 1
+        tokens = np.zeros(context, dtype=np.int32)
+        runner.add_request(0, params, tokens, 1, 0, prompt=PromptLogprobs(0, tokens, 1) if params is ALL_FEATURES else None)
+        runner.run(length, 1, 1, int(params is ALL_FEATURES))
+    for array in buffers.arrays().values():
+        array.fill(0)
+
+
+@torch.inference_mode()
+def capture_graphs(runner: ModelRunner, memory: DeviceMemory, *, enforce_eager: bool) -> tuple[Decision, ...]:
+    """Captures CUDA graphs of decode steps, on a device that has them, and returns the decision about them."""
+    recorder, sampler = graph_capture(runner.device), runner.sampler.tokens
+    if recorder is None:
+        return ()
+    if enforce_eager:
+        return (Decision("CUDA graphs", "none", asked("--enforce-eager")),)
+    if not isinstance(runner.model, TorchExecutor) or not isinstance(sampler, DeviceSampler):
+        return (Decision("CUDA graphs", "none", "several processes run a step"),)
+    before = memory.read().free
+    try:
+        runner.graphs = capture(recorder, runner.model, runner.buffers[0].on_device, sampler, runner.max_model_len)
+    except RuntimeError as error:
+        reason = f"the model cannot be recorded: {str(error).strip().splitlines()[0]:.200}"
+        return (Decision("CUDA graphs", "none", reason),)
+    taken = gib(max(0, before - memory.read().free))
+    value = f"{len(runner.graphs)}, of up to {runner.graphs[-1].size} sequences, {taken}"
+    return (Decision("CUDA graphs", value, "decode steps are launched in one call"),)
