@@ -154,7 +154,7 @@ def test_a_sequence_goes_on_bit_for_bit_after_its_blocks_were_swapped(tmp_path, 
     runner = runner_for(tmp_path, swap_space=2**20)
     assert runner.swap_ns_per_block > 0
     driver = Driver(runner)
-    one, twin, other = driver.add_request(0, prompt(21)), driver.seat(1, prompt(21)), driver.seat(2, prompt(21, 1))
+    one, twin, other = driver.add_request(0, prompt(21)), driver.add_request(1, prompt(21)), driver.add_request(2, prompt(21, 1))
     driver.step([(one, 21), (twin, 21), (other, 21)])
     places = [5, 0, runner.host_blocks - 1]
     runner.swap(list(zip(one.blocks, places, strict=True)), [])
@@ -175,7 +175,7 @@ def test_a_row_with_logits_that_are_not_finite_fails_alone(tmp_path, runner_for)
     tensors["model.embed_tokens.weight"][5] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
     driver = Driver(runner_for(tmp_path))
-    good, bad = driver.add_request(0, [3, 4]), driver.seat(1, [5, 6])
+    good, bad = driver.add_request(0, [3, 4]), driver.add_request(1, [5, 6])
     alone = Driver(driver.runner, seed=1).step([(driver.add_request(2, [3, 4]), 2)])
     assert driver.step([(bad, 2), (good, 2)]) == [-1, *alone]
 
@@ -269,7 +269,7 @@ def test_a_draw_is_for_the_place_that_its_token_takes(tmp_path, runner_for):
     driver.runner.sampler.draw = lambda logits, rows, positions, *where: (
         asked.append((rows.tolist(), positions.tolist())) or draw(logits, rows, positions, *where)
     )
-    a, b = driver.add_request(4, prompt(9)), driver.seat(1, prompt(20))
+    a, b = driver.add_request(4, prompt(9)), driver.add_request(1, prompt(20))
     assert driver.step([(b, 12)]) == []
     driver.step([(a, 9), (b, 8)])
     driver.step([(b, 1), (a, 1)])
@@ -284,7 +284,7 @@ def test_a_draw_on_the_device_is_for_the_same_rows_and_places(tmp_path):
     driver.runner.sampler.tokens.sample = lambda logits, rows, positions, tier: (
         asked.append((rows.tolist(), positions.tolist())) or sample(logits, rows, positions, tier)
     )
-    a, b = driver.add_request(4, prompt(9)), driver.seat(1, prompt(20))
+    a, b = driver.add_request(4, prompt(9)), driver.add_request(1, prompt(20))
     driver.step([(b, 12)])
     driver.step([(a, 9), (b, 8)])
     driver.step([(b, 1), (a, 1)])
