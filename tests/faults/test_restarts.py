@@ -93,4 +93,4 @@ def test_clients_whose_engine_is_killed_three_times_ask_again(server, expected):
             until(lambda: server.status("/ready") == 200)
         release()
         assert [one.result() for one in asked] == expected[:ROWS]
-    assert server.log().count("was in work each time that the engine ended") == ROWS
+    assert server.log().count("was running each of the 3 times that the engine died") == ROWS
