@@ -1,6 +1,6 @@
 //! Who goes first: the order of the queue, and whether one may take another's place.
 //!
-//! docs/scheduling.md tells each policy's source, and what it promises.
+//! docs/scheduling/policies.md has each policy's source and guarantees.
 
 use crate::request::{ArrivalNumber, Time};
 
