@@ -7,7 +7,9 @@ use crate::request::Time;
 pub struct Load {
     /// Tokens of prompts, first or again.
     pub prefill_tokens: u32,
-    /// Sequences that compute their last token alone.
+    /// Drafted tokens of sequences that decode.
+    pub drafted_tokens: u32,
+    /// Sequences that compute their last token, drafted ones apart.
     pub decode_seqs: u32,
     /// Tokens of context that all its sequences read.
     pub context_tokens: u64,
@@ -15,11 +17,11 @@ pub struct Load {
     pub prefill_pairs: u64,
 }
 
-const COEFFICIENTS: usize = 5;
+const COEFFICIENTS: usize = 6;
 type Vector = [f64; COEFFICIENTS];
 
 /// What brings the features of an ordinary step near one.
-const SCALE: Vector = [1.0, 1.0 / 256.0, 1.0 / 64.0, 1.0 / 65_536.0, 1.0 / 1_048_576.0];
+const SCALE: Vector = [1.0, 1.0 / 256.0, 1.0 / 64.0, 1.0 / 65_536.0, 1.0 / 1_048_576.0, 1.0 / 64.0];
 /// How far, squared, a coefficient may wander from step to step, of its own square.
 const DRIFT: f64 = 2e-4;
 /// The most that is believed to be unknown of a coefficient, squared microseconds.
@@ -33,8 +35,8 @@ pub(crate) const FIRST_PREFILL: u32 = 64;
 const ENOUGH: u32 = 8;
 
 /// A linear model of a step's time in microseconds: a constant, and a part for
-/// each prompt token, each decoding sequence, each token of context, and each
-/// pair of a prompt's tokens, which is what makes the end of a long prompt dear.
+/// each prompt token, each decoding sequence, each token of context, each
+/// pair of a prompt's tokens (which makes the end of a long prompt expensive), and each drafted token.
 ///
 /// A Kalman filter whose coefficients may drift (Kalman, 1960): what steps of
 /// late say nothing about stays as it was. They never fall below zero.
@@ -59,7 +61,7 @@ impl Default for StepModel {
 
 fn features(load: &Load) -> Vector {
     let context = (load.context_tokens as f64, load.prefill_pairs as f64);
-    let raw = [1.0, f64::from(load.prefill_tokens), f64::from(load.decode_seqs), context.0, context.1];
+    let raw = [1.0, f64::from(load.prefill_tokens), f64::from(load.decode_seqs), context.0, context.1, f64::from(load.drafted_tokens)];
     std::array::from_fn(|i| raw[i] * SCALE[i])
 }
 
@@ -69,9 +71,9 @@ fn dot(a: &Vector, b: &Vector) -> f64 {
 
 impl StepModel {
     /// A model that is known: microseconds of an empty step, of a prompt
-    /// token, of a decoding sequence, of a token of context, of a pair of a prompt's tokens.
+    /// token, of a decoding sequence, of a token of context, of a pair of a prompt's tokens. A drafted token costs what a prompt's does.
     pub fn new(fixed: f64, prefill_token: f64, decode_seq: f64, context_token: f64, prefill_pair: f64) -> Self {
-        let raw = [fixed, prefill_token, decode_seq, context_token, prefill_pair];
+        let raw = [fixed, prefill_token, decode_seq, context_token, prefill_pair, prefill_token];
         Self {
             weights: std::array::from_fn(|i| raw[i] / SCALE[i]),
             seen: ENOUGH,
@@ -129,6 +131,11 @@ impl StepModel {
         if whole > 0.0 { (whole - fixed * (1.0 - fullness)) / whole } else { fullness }
     }
 
+    /// Microseconds that a drafted token adds to a step.
+    pub fn drafted_token(&self) -> f64 {
+        self.weights[5] * SCALE[5]
+    }
+
     /// Microseconds that steps took of late.
     pub fn mean_step(&self) -> f64 {
         self.mean
@@ -170,7 +177,7 @@ mod tests {
         let prefill_tokens = if i.is_multiple_of(3) { i * 31 % 256 } else { 0 };
         let prefill_pairs = u64::from(prefill_tokens) * u64::from(i * 97 % 4000);
         let context_tokens = u64::from(decode_seqs * (200 + i % 900)) + u64::from(prefill_tokens);
-        Load { prefill_tokens, decode_seqs, context_tokens, prefill_pairs }
+        Load { prefill_tokens, decode_seqs, context_tokens, prefill_pairs, drafted_tokens: i * 13 % 17 }
     }
 
     #[test]

@@ -52,7 +52,7 @@ pub(crate) fn step_times<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound
     Ok(packed(
         py,
         replayed.timings.iter().map(|timing| {
-            let core::Load { prefill_tokens, decode_seqs, context_tokens, prefill_pairs } = timing.load;
+            let core::Load { prefill_tokens, decode_seqs, context_tokens, prefill_pairs, .. } = timing.load;
             let load = [prefill_tokens.into(), decode_seqs.into(), context_tokens, prefill_pairs].map(|number| number as i64);
             [load[0], load[1], load[2], load[3], or_none(timing.took), or_none(timing.cycle)]
         }),

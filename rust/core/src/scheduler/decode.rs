@@ -58,7 +58,7 @@ impl Scheduler {
         self.kv.grow(&mut seq.blocks, blocks(last + drafted));
         *budget -= len;
         plan.load.decode_seqs += 1;
-        plan.load.prefill_tokens += drafted;
+        plan.load.drafted_tokens += drafted;
         plan.load.context_tokens += u64::from(last + drafted);
         self.accounts.count_computed(drafted);
         let grew = seq.blocks.held() > table_from;

@@ -133,6 +133,12 @@ impl Scheduler {
         self.seqs.get_mut(id).is_some_and(|seq| seq.propose(tokens))
     }
 
+    /// The sequences that [`draft`](Self::draft) takes, with their tokens and how many of them it takes.
+    pub fn decoding(&self) -> impl Iterator<Item = (SeqId, &[Token], usize)> {
+        let running = self.running.iter().filter_map(|id| Some((id, self.seqs.get(id)?)));
+        running.filter_map(|(id, seq)| Some((id, seq.tokens(), seq.draft_room()?)))
+    }
+
     /// Chooses the next step, or `None` when nothing can run before a commit,
     /// an addition, or [`wake_at`](Self::wake_at).
     ///

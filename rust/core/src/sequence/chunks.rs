@@ -5,13 +5,16 @@ use crate::batch::{Chunk, WHOLE_TABLE};
 use crate::request::{SeqId, Token};
 
 impl Sequence {
+    /// How many tokens can be proposed after its last one. `None` unless it computes its last token next.
+    pub(crate) fn draft_room(&self) -> Option<usize> {
+        let len = self.len();
+        let decodes = self.is_running() && self.progress.pending == 0 && self.progress.computed + 1 == len;
+        decodes.then(|| (self.progress.limit - len - 1) as usize)
+    }
+
     /// Proposes the tokens after its last one. False unless it computes its last token next.
     pub(crate) fn propose(&mut self, tokens: &[Token]) -> bool {
-        let len = self.len();
-        if !self.is_running() || self.progress.pending > 0 || self.progress.computed + 1 != len {
-            return false;
-        }
-        let room = (self.progress.limit - len - 1) as usize;
+        let Some(room) = self.draft_room() else { return false };
         self.draft.clear();
         self.draft.extend(tokens.iter().take(room));
         self.progress.fast_path_limit = 0;
