@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -11,6 +12,9 @@ from numbers import Real
 from typing import Any
 
 from chairlift.errors import InvalidSetting
+
+DEFAULT_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS = 8, 16
+"""Tokens that speculative decoding proposes for a sequence and step."""
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The model that `serve`, `generate`, `chat` and `LLM()` use when none is named."""
@@ -63,6 +67,30 @@ def _weights(text: str) -> dict[str, int]:
             raise ValueError(f"expected weights like alice=2,bob=1, got {text!r:.100}")
         weights[name.strip()] = int(weight)
     return weights
+
+
+def _check_speculation(config: Mapping[str, str | int]) -> None:
+    """Raises ValueError unless `config` is a method that there is, with a number of tokens that a step can verify."""
+    if unknown := config.keys() - {"method", "num_speculative_tokens"}:
+        raise ValueError(f"--speculative-config: unknown key {min(unknown)!r}; there are 'method' and 'num_speculative_tokens'")
+    if (method := config.get("method")) not in ("ngram", "off"):
+        raise ValueError(f"--speculative-config: method must be 'ngram' or 'off', got {method!r}")
+    tokens = config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS)
+    if type(tokens) is not int or not 1 <= tokens <= MAX_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"--speculative-config: num_speculative_tokens must be an integer from 1 to {MAX_SPECULATIVE_TOKENS}, got {tokens!r}"
+        )
+
+
+def _speculation(text: str) -> dict[str, str | int]:
+    """Reads the JSON object of --speculative-config; its values are checked where all settings are."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {text!r:.100}")
+    return value
 
 
 def _origins(text: str) -> tuple[str, ...]:
@@ -165,6 +193,14 @@ class EngineConfig:
         "shares of tenants under the policies 'fair' and 'vtc', like alice=2,bob=1; 1 for the others",
         _weights,
         metavar="SHARES",
+        group="scheduler",
+    )
+    speculative_config: Mapping[str, str | int] | None = _flag(
+        None,
+        'propose tokens and verify several in one step, as JSON: \'{"method": "ngram", "num_speculative_tokens": 8}\'; \'ngram\' looks for '
+        "the last tokens earlier in the same prompt and answer; the answers are the same (default: off)",
+        _speculation,
+        metavar="JSON",
         group="scheduler",
     )
     batching: str = _flag(
@@ -282,6 +318,15 @@ class EngineConfig:
             if not 1 <= weight <= LARGEST_WEIGHT:
                 raise ValueError(f"--tenant-weights: {tenant}'s must be an integer from 1 to {LARGEST_WEIGHT}, got {weight}")
 
+        if self.speculative_config is not None:
+            _check_speculation(self.speculative_config)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Tokens that are proposed for a sequence and step, at most; 0 without speculative decoding."""
+        config = self.speculative_config or {"method": "off"}
+        return 0 if config["method"] == "off" else int(config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS))
+
     @property
     def seats(self) -> int:
         """Sequences in one step, if memory is not short."""
@@ -391,7 +436,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "int": (int, "a whole number"),
     "float": (Real, "a number"),
     "bool": (bool, "True or False"),
-    "Mapping": (Mapping, "a dict of whole numbers"),
+    "Mapping": (Mapping, "a dict"),
 }
 """What the annotation of a setting allows, and how that is called."""
 
@@ -403,8 +448,9 @@ def _check_type(item: Field[Any], value: object) -> None:
         return
     kind, words = _KINDS[annotation.partition(" ")[0].partition("[")[0]]
     right = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
-    if right and isinstance(value, Mapping):
-        right = all(isinstance(name, str) and isinstance(weight, int) for name, weight in value.items())
+    if annotation.startswith("Mapping[str, int]"):
+        words += " of whole numbers"
+        right = isinstance(value, Mapping) and all(isinstance(key, str) and isinstance(number, int) for key, number in value.items())
     if not right:
         raise ValueError(f"--{item.name.replace('_', '-')}: expected {words}, got {value!r:.100}")
 

@@ -176,6 +176,12 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
+    def verifiable(self) -> bool:
+        """Whether several tokens can be sampled in one step: none depends on the text before it but through the model."""
+        bounded = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens or self.structured_output
+        return not (self.penalised or bounded or self.ranked or self.logprobs is not None)
+
+    @property
     def num_sequences(self) -> int:
         """How many answers are drawn."""
         return self.n if self.best_of is None else self.best_of

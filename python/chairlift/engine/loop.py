@@ -307,6 +307,7 @@ class Engine:
             deadline=deadline(scheduling.deadline_ms),
             ttft_deadline=deadline(scheduling.ttft_deadline_ms),
             predicted_tokens=scheduling.predicted_tokens,
+            draft=params.verifiable,
         )
 
     def _end_tokens(self, params: SamplingParams) -> list[int]:
@@ -470,7 +471,9 @@ def _build_scheduler(config: EngineConfig, runner: Runner) -> _core.Scheduler:
         host_blocks=runner.host_blocks,
         swap_ns_per_block=runner.swap_ns_per_block,
     )
-    return _core.Scheduler(**settings, journal=config.journal is not None, hash_key=secrets.randbits(128))
+    # Where a device overlaps steps, the last token is not known yet when the next step is planned.
+    draft_tokens = 0 if runner.overlaps else config.num_speculative_tokens
+    return _core.Scheduler(**settings, journal=config.journal is not None, hash_key=secrets.randbits(128), draft_tokens=draft_tokens)
 
 
 def _sampling_decision(config: EngineConfig, sampling: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -484,14 +487,25 @@ def _sampling_decision(config: EngineConfig, sampling: Mapping[str, Any]) -> tup
 def _logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) -> tuple[bytes, dict[int, bytes]]:
     """The log-probabilities of the output tokens, in order, selected from those of all samples.
 
-    A tag has at most one sample. Sequences that ended since the plan have no output.
+    A tag has one sample, or several in a row where tokens were drafted. Sequences that ended since the plan have no output.
     """
     logprobs = sampled.logprobs
     if len(output_tags) == sample_tags.nbytes:
         return logprobs.tobytes(), {int(sample_tags[at]): line for at, line in sampled.details.items()}
-    has_output = np.isin(sample_tags, np.frombuffer(output_tags, dtype=np.uint64))
+    has_output = _accepted(sample_tags, np.frombuffer(output_tags, dtype=np.uint64))
     selected = logprobs[has_output] if logprobs.size else logprobs
     return selected.tobytes(), {int(sample_tags[at]): line for at, line in sampled.details.items() if has_output[at]}
+
+
+def _accepted(sample_tags: np.ndarray, output_tags: np.ndarray) -> np.ndarray:
+    """Which samples became output tokens, bool [samples]: of each tag the first ones, as many as it has output tokens."""
+    at = np.arange(len(sample_tags))
+    begins = np.append(True, sample_tags[1:] != sample_tags[:-1])
+    tags, counts = np.unique(output_tags, return_counts=True)
+    place = np.minimum(np.searchsorted(tags, sample_tags), max(0, len(tags) - 1))
+    count = np.where(tags[place] == sample_tags, counts[place], 0) if len(tags) else np.zeros(len(sample_tags), dtype=np.int64)
+    accepted: np.ndarray = at - np.maximum.accumulate(np.where(begins, at, 0)) < count
+    return accepted
 
 
 def _public_error(error: BaseException) -> BaseException:

@@ -204,6 +204,11 @@ impl Drafter {
         self.seqs.insert(id, Drafted::default());
     }
 
+    /// Whether a sequence's tokens are drafted.
+    pub fn watches(&self, id: SeqId) -> bool {
+        self.seqs.contains_key(id)
+    }
+
     /// What drafts have brought.
     pub fn stats(&self) -> &DraftStats {
         &self.stats

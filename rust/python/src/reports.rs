@@ -77,6 +77,14 @@ pub(crate) fn timelines<'py>(py: Python<'py>, many: &[core::Timeline]) -> PyResu
     Ok(list)
 }
 
+/// Adds what drafts have brought to the counters.
+pub(crate) fn drafts(stats: &Bound<'_, PyDict>, drafts: &core::DraftStats) -> PyResult<()> {
+    stats.set_item("drafts", drafts.drafts)?;
+    stats.set_item("draft_tokens", drafts.draft_tokens)?;
+    stats.set_item("accepted_draft_tokens", drafts.accepted_tokens)?;
+    stats.set_item("accepted_draft_tokens_by_position", drafts.accepted_by_position)
+}
+
 /// Counters and gauges.
 pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound<'py, PyDict>> {
     let counters = &stats.counters;

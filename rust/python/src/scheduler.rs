@@ -49,6 +49,7 @@ pub(crate) struct Outputs {
 
 struct Inner {
     core: core::Recorder,
+    drafter: Option<core::Drafter>,
     outputs: core::Outputs,
     sampled: Vec<i32>,
 }
@@ -67,17 +68,18 @@ impl Scheduler {
 #[pymethods]
 impl Scheduler {
     #[new]
-    #[pyo3(signature = (*, journal = false, hash_key = 0, **settings))]
-    fn new(py: Python<'_>, journal: bool, hash_key: u128, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+    #[pyo3(signature = (*, journal = false, hash_key = 0, draft_tokens = 0, **settings))]
+    fn new(py: Python<'_>, journal: bool, hash_key: u128, draft_tokens: usize, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
         let given = settings.cloned().unwrap_or_else(|| PyDict::new(py));
         let config = settings::changed(core::Config::default(), &given)?;
         let core = core::Scheduler::keyed(config, hash_key).map_err(|error| PyValueError::new_err(error.to_string()))?;
         let core = if journal { core::Recorder::on(core) } else { core::Recorder::off(core) };
-        Ok(Self(Mutex::new(Inner { core, outputs: core::Outputs::default(), sampled: Vec::new() })))
+        let drafter = (draft_tokens > 0).then(|| core::Drafter::new(draft_tokens));
+        Ok(Self(Mutex::new(Inner { core, drafter, outputs: core::Outputs::default(), sampled: Vec::new() })))
     }
 
     #[pyo3(signature = (tag, prompt, max_new_tokens, stop, now, *, salt = b"".as_slice(), priority = 0, tenant = "", weight = 1,
-        deadline = None, ttft_deadline = None, predicted_tokens = None))]
+        deadline = None, ttft_deadline = None, predicted_tokens = None, draft = false))]
     #[allow(clippy::needless_pass_by_value, clippy::too_many_arguments)] // what Python hands over
     fn add(
         &self,
@@ -94,6 +96,7 @@ impl Scheduler {
         deadline: Option<core::Time>,
         ttft_deadline: Option<core::Time>,
         predicted_tokens: Option<u32>,
+        draft: bool,
     ) -> PyResult<u64> {
         let prompt = prompt.to_vec(py)?.into_iter().map(u32::try_from).collect::<Result<_, _>>();
         let request = core::Request {
@@ -109,12 +112,21 @@ impl Scheduler {
             ttft_deadline,
             predicted_tokens,
         };
-        self.lock()?.core.add(request, now).map(core::SeqId::to_bits).map_err(rejected)
+        let mut inner = self.lock()?;
+        let id = inner.core.add(request, now).map_err(rejected)?;
+        if let Some(drafter) = inner.drafter.as_mut().filter(|_| draft) {
+            drafter.watch(id);
+        }
+        Ok(id.to_bits())
     }
 
     fn fork(&self, seq: u64, tag: u64, now: core::Time) -> PyResult<u64> {
-        let fork = self.lock()?.core.fork(core::SeqId::from_bits(seq), tag, now);
-        fork.map(core::SeqId::to_bits).ok_or_else(|| PyKeyError::new_err("that sequence has ended"))
+        let (mut inner, parent) = (self.lock()?, core::SeqId::from_bits(seq));
+        let fork = inner.core.fork(parent, tag, now).ok_or_else(|| PyKeyError::new_err("that sequence has ended"))?;
+        if let Some(drafter) = inner.drafter.as_mut().filter(|drafter| drafter.watches(parent)) {
+            drafter.watch(fork);
+        }
+        Ok(fork.to_bits())
     }
 
     #[allow(clippy::needless_pass_by_value)] // what Python hands over
@@ -148,8 +160,12 @@ impl Scheduler {
         let mut inner = self.lock()?;
         buffers.check(inner.core.config())?;
         let view = buffers.view(py).ok_or_else(|| PyValueError::new_err("the step buffers changed their layout"))?;
-        let Some(plan) = inner.core.plan(now) else { return Ok(None) };
-        let lens = plan.fill(&inner.core, &view);
+        let Inner { core, drafter, .. } = &mut *inner;
+        if let Some(drafter) = drafter {
+            drafter.propose(core);
+        }
+        let Some(plan) = core.plan(now) else { return Ok(None) };
+        let lens = plan.fill(core, &view);
         let admitted = plan.admitted.iter().map(|one| (one.slot, one.seq.to_bits(), one.tag, one.cached_tokens, one.queued));
         Ok(Some(StepPlan {
             num_tokens: lens.tokens,
@@ -176,7 +192,10 @@ impl Scheduler {
         sampled.copy_to_slice(py, &mut inner.sampled)?;
         let spent = || PyRuntimeError::new_err("this plan was committed before");
         let plan = plan.plan.lock().map_err(|_| spent())?.take().ok_or_else(spent)?;
-        let Inner { core, outputs, sampled } = &mut *inner;
+        let Inner { core, drafter, outputs, sampled } = &mut *inner;
+        if let Some(drafter) = drafter {
+            drafter.observe(&plan, sampled);
+        }
         core.commit(plan, sampled, now, outputs);
         let tokens = &outputs.tokens;
         Ok(Outputs {
@@ -212,7 +231,12 @@ impl Scheduler {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        reports::stats(py, &self.lock()?.core.stats())
+        let inner = self.lock()?;
+        let stats = reports::stats(py, &inner.core.stats())?;
+        if let Some(drafter) = &inner.drafter {
+            reports::drafts(&stats, drafter.stats())?;
+        }
+        Ok(stats)
     }
 
     fn usage<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
