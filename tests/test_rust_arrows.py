@@ -18,6 +18,7 @@ LAYERS = {
         {"running", "waiting"},
         {"scheduler"},
         {"recorder", "replay"},
+        {"drafter"},
     ],
     "sim": [
         {"histogram", "job", "service", "step_time", "utilization"},

@@ -134,9 +134,10 @@ class Outputs:
 class Scheduler:
     """Chooses each step's tokens and the KV blocks they live in."""
 
-    def __new__(cls, *, journal: bool = False, hash_key: int = 0, **settings: Any) -> Scheduler:
+    def __new__(cls, *, journal: bool = False, hash_key: int = 0, draft_tokens: int = 0, **settings: Any) -> Scheduler:
         """Takes `settings` by the names of the function `settings`, and its defaults for the others; `journal`: calls are recorded.
 
+        `draft_tokens` is how many tokens are proposed for a sequence and step, at most; 0 for none.
         `hash_key` of 128 bits is secret, where clients choose tokens. Raises ValueError for limits that run nothing, and for a value that
         a setting does not take.
         """
@@ -155,8 +156,12 @@ class Scheduler:
         deadline: int | None = None,
         ttft_deadline: int | None = None,
         predicted_tokens: int | None = None,
+        draft: bool = False,
     ) -> int:
-        """Queues a request and returns its sequence's handle; raises a `Rejected` if it can never run or the queue is full."""
+        """Queues a request and returns its sequence's handle; raises a `Rejected` if it can never run or the queue is full.
+
+        `draft` says that several of its tokens can be sampled in one step.
+        """
     def fork(self, seq: int, tag: int, now: int) -> int:
         """Adds a sibling with the same prompt, which will share its blocks; KeyError if the sequence has ended."""
     def prepared(self, seq: int, spent: Sequence[tuple[str, int]]) -> None:

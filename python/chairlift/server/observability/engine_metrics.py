@@ -43,6 +43,9 @@ _COUNTERS = (
     ("computed_tokens", "computed_tokens", "Tokens that the model computed, of prompts and answers."),
     ("recomputed_tokens", "recomputed_tokens", "Tokens that the model computed again after a preemption."),
     ("swapped_blocks", "swapped_blocks", "KV blocks copied to host memory."),
+    ("spec_decode_num_drafts", "drafts", "Drafts verified: one for each sequence and step with proposed tokens."),
+    ("spec_decode_num_draft_tokens", "draft_tokens", "Proposed tokens that the model computed."),
+    ("spec_decode_num_accepted_tokens", "accepted_draft_tokens", "Proposed tokens that were accepted."),
     ("engine_steps", "steps", "Forward passes."),
     ("engine_steps_short_of_memory", "steps_short_of_memory", "Steps that were split because the device had too little memory."),
 )
