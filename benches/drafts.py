@@ -23,11 +23,12 @@ ROOT = Path(__file__).parent.parent
 STREAMS = (1, 4, 16, 64)
 OUTPUT = 128
 
-ARTICLE = """The town library opened in 1921 in two rooms above the fire station. In 1954 it moved into the old mill on River Street, where it \
-still is. The mill has three floors. The ground floor holds the children's books and a reading room with forty seats. The first floor \
-holds fiction, and the second floor holds local history, maps and newspapers since 1870. The library lends about ninety thousand items a \
-year, of which a third are electronic. It is open from Tuesday to Saturday from ten to six. Since 2015 volunteers have run a repair cafe \
-there on the first Saturday of each month, and a homework club on Wednesday afternoons."""
+ARTICLE = """\
+The town library opened in 1921 in two rooms above the fire station. In 1954 it moved into the old mill on River Street, where \
+it still is. The mill has three floors. The ground floor holds the children's books and a reading room with forty seats. The \
+first floor holds fiction, and the second floor holds local history, maps and newspapers since 1870. The library lends about \
+ninety thousand items a year, of which a third are electronic. It is open from Tuesday to Saturday from ten to six. Since 2015 \
+volunteers have run a repair cafe there on the first Saturday of each month, and a homework club on Wednesday afternoons."""
 
 CODE = """class Account:
     def __init__(self, owner, balance=0):

@@ -17,6 +17,13 @@ pub struct Load {
     pub prefill_pairs: u64,
 }
 
+impl Load {
+    /// Tokens that the step computes.
+    pub fn tokens(&self) -> u32 {
+        self.prefill_tokens + self.decode_seqs + self.drafted_tokens
+    }
+}
+
 const COEFFICIENTS: usize = 6;
 type Vector = [f64; COEFFICIENTS];
 

@@ -56,7 +56,7 @@ pub struct SelfAttention {
     pub o_proj: Linear,
     /// Weights of the norms of each head's queries and keys (Qwen 3, Gemma 3).
     pub qk_norm: Option<[Vec<f32>; 2]>,
-    /// The index of the rotary embedding in [`DecoderConfig::ropes`]; None where positions do not count (SmolLM3).
+    /// The index of the rotary embedding in [`DecoderConfig::ropes`]; None where positions do not count (`SmolLM3`).
     pub rope: Option<usize>,
     /// What products of queries and keys are multiplied by.
     pub scale: f32,

@@ -37,12 +37,12 @@ impl StepTime {
 
     /// Microseconds that a step of `load` takes, one at least.
     pub fn step(&self, load: &Load) -> u64 {
-        let tokens = f64::from(load.prefill_tokens) + f64::from(load.decode_seqs);
+        let tokens = f64::from(load.tokens());
         let after = self.curve.partition_point(|&(at, _)| at <= tokens).clamp(1, self.curve.len() - 1);
         let ((from, low), (to, high)) = (self.curve[after - 1], self.curve[after]);
         let alone = low + (high - low) * (tokens - from) / (to - from);
         let attention = self.context_token * load.context_tokens as f64 + self.prefill_pair * load.prefill_pairs as f64;
-        (alone + attention + self.decode_seq * f64::from(load.decode_seqs)).max(1.0) as u64
+        (alone + attention + self.decode_seq * f64::from(load.decode_seqs + load.drafted_tokens)).max(1.0) as u64
     }
 }
 
@@ -63,7 +63,7 @@ mod tests {
         let model = StepModel::new(900.0, 30.0, 90.0, 0.5, 0.125);
         let time = StepTime::linear(model.coefficients());
         for (prefill_tokens, decode_seqs) in [(0, 1), (64, 0), (100, 7)] {
-            let load = Load { prefill_tokens, decode_seqs, context_tokens: 1000, prefill_pairs: 4096 };
+            let load = Load { prefill_tokens, decode_seqs, context_tokens: 1000, prefill_pairs: 4096, ..Load::default() };
             assert_eq!(time.step(&load), model.step(&load) as u64);
         }
     }

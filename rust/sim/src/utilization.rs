@@ -25,7 +25,7 @@ impl Sample {
     /// What is true while `step` runs, or while there is none.
     pub(crate) fn of(time: Time, scheduler: &Scheduler, step: Option<&StepPlan>) -> Self {
         let Occupancy { running, waiting, blocks } = scheduler.occupancy();
-        let (batch, tokens) = step.map_or((0, 0), |plan| (plan.chunks.len(), plan.load.prefill_tokens + plan.load.decode_seqs));
+        let (batch, tokens) = step.map_or((0, 0), |plan| (plan.chunks.len(), plan.load.tokens()));
         let saturation = scheduler.saturation(time);
         Self { time, batch, tokens: tokens as usize, running, waiting, blocks, saturation }
     }

@@ -101,7 +101,7 @@ impl Scheduler {
     fn fullness(&self, load: &Load) -> f64 {
         let part = |some: usize, all: usize| some as f64 / all.max(1) as f64;
         let occupancy = self.occupancy();
-        let tokens = (load.prefill_tokens + load.decode_seqs) as usize;
+        let tokens = load.tokens() as usize;
         part(occupancy.running, self.config.max_seqs as usize)
             .max(part(occupancy.blocks, self.config.usable_blocks() as usize))
             .max(part(tokens, self.config.max_tokens as usize))
