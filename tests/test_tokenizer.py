@@ -270,7 +270,7 @@ def test_settings_of_a_training_run_do_not_matter(copy: Path) -> None:
 
 def test_a_missing_or_broken_tokenizer_is_named(copy: Path) -> None:
     _change(copy / "tokenizer.json", decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})
-    with pytest.raises(UnsupportedModel, match="spells its tokens in a way that is not known: WordPiece"):
+    with pytest.raises(UnsupportedModel, match="uses unknown decoder steps: WordPiece"):
         Tokenizer(copy)
     (copy / "tokenizer.json").write_text("{")
     with pytest.raises(UnsupportedModel, match=r"tokenizer\.json cannot be read"):

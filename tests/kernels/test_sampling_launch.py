@@ -55,5 +55,5 @@ def test_a_step_launches_what_its_rows_need_and_waits_for_nothing(launched, ways
     tokens = made.sample(logits, ours, ours, made.prepare(rows))
     assert (tokens.shape, tokens.dtype, tokens.device) == (ours.shape, torch.int32, meta)
     assert launched == expected
-    lines = made.score(logits, torch.zeros(1, dtype=torch.int64, device=meta), tokens, 4)
+    lines = made.score_rows(logits, torch.zeros(1, dtype=torch.int64, device=meta), tokens, 4)
     assert (lines.shape, lines.dtype) == ((1, 11), torch.int32)

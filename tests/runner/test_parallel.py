@@ -69,7 +69,7 @@ def test_a_worker_that_ends_is_told_of(byte_model: Path) -> None:
     worker._process.kill()
     worker._process.wait()
     for _ in range(2):
-        with pytest.raises(ChairliftError, match="a worker of --tensor-parallel-size ended with status -9"):
+        with pytest.raises(ChairliftError, match="a worker of --tensor-parallel-size exited with status -9"):
             llm.generate([[1, 2, 3]], GREEDY)
 
 
@@ -80,7 +80,7 @@ def test_a_step_that_fails_ends_the_workers(byte_model: Path, monkeypatch: pytes
         patch.setattr(model._part, "forward", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate([[1, 2, 3]], GREEDY)
-    assert model._workers[0].ended()
+    assert model._workers[0].has_exited()
     with pytest.raises(ChairliftError):
         llm.generate([[1, 2, 3]], GREEDY)
 
@@ -116,7 +116,7 @@ def test_too_little_memory_in_a_step_ends_all_and_is_not_tried_again(byte_model:
     with pytest.raises(ChairliftError, match="a device of --tensor-parallel-size has too little memory") as raised:
         llm.generate([[1, 2, 3]], GREEDY)
     assert not isinstance(raised.value, OutOfMemory)
-    assert model._workers[0].ended()
+    assert model._workers[0].has_exited()
 
 
 def test_a_workers_buffers_are_those_of_the_other_process() -> None:

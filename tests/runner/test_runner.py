@@ -86,7 +86,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path, runne
 
 
 def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkeypatch, runner_for):
-    monkeypatch.setattr("chairlift.runner.runner.PIECE", 3 * 199)  # three positions at a time
+    monkeypatch.setattr("chairlift.runner.runner.CHUNK_LOGITS", 3 * 199)  # three positions at a time
     reference = write("llama", tmp_path)
     driver = Driver(runner_for(tmp_path))
     tokens, short = prompt(21), prompt(9)
@@ -302,7 +302,7 @@ def test_cuda_is_refused_where_there_is_none(tmp_path, runner_for):
 def test_threads_are_the_physical_cores_unless_somebody_says_otherwise(tmp_path, monkeypatch):
     write("llama", tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("chairlift.runner.runner.usable_cores", lambda: 2)
+    monkeypatch.setattr("chairlift.runner.build.usable_cores", lambda: 2)
     before = torch.get_num_threads()
 
     def threads(**settings) -> tuple[str, str]:
