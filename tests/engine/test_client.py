@@ -387,8 +387,8 @@ def test_what_the_model_cannot_take_is_refused_at_the_door():
         ("", {}, "The prompt is empty"),
         ([1_000_000], {}, "from 0 to 999999"),
         ([-1], {}, "from 0 to 999999"),
-        ([True], {}, "no token id"),
-        (["a"], {}, "no token id"),
+        ([True], {}, "not a token id"),
+        (["a"], {}, "not a token id"),
         ([1, 2], {"max_tokens": 2 * ENDLESS}, r"requested 2000000002 tokens \(2 in the prompt, 2000000000 for the output\)"),
     ]
 

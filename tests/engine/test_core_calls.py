@@ -206,6 +206,7 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         "swap_ns_per_block": 900,
         "journal": False,
         "hash_key": 128,
+        "draft_tokens": 0,
     }
 
 
@@ -234,6 +235,7 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
         "deadline": NOW + 1500,
         "ttft_deadline": NOW + 250,
         "predicted_tokens": 4,
+        "draft": True,
     }
     plain = {"salt": b"", "priority": 0, "weight": 1, "deadline": None, "ttft_deadline": None, "predicted_tokens": None}
     assert engine._scheduler.added[2] == {"max_new_tokens": 16, "stop": [], "now": NOW, "tenant": "b", **plain}

@@ -156,7 +156,7 @@ def test_a_tenant_has_limits_of_its_own():
     others = [admission.ticket(bob) for _ in range(3)]
     for one in others:
         one.admit()
-    assert refusal(admission.ticket(bob)) == (503, "3 requests are waiting, and 3 may (--max-num-queued-reqs)")
+    assert refusal(admission.ticket(bob)) == (503, "3 requests are waiting, the limit is 3 (--max-num-queued-reqs)")
     first.release()
     assert refusal(third)[0] == 503  # now the server is full
     others[0].release()
