@@ -237,7 +237,7 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
         "predicted_tokens": 4,
         "draft": True,
     }
-    plain = {"salt": b"", "priority": 0, "weight": 1, "deadline": None, "ttft_deadline": None, "predicted_tokens": None}
+    plain = {"salt": b"", "priority": 0, "weight": 1, "deadline": None, "ttft_deadline": None, "predicted_tokens": None, "draft": True}
     assert engine._scheduler.added[2] == {"max_new_tokens": 16, "stop": [], "now": NOW, "tenant": "b", **plain}
 
 
