@@ -1,4 +1,4 @@
-//! What requests, tenants and classes used, and what is counted for the operator.
+//! Usage of requests, tenants and classes, and counters for operators.
 
 use crate::config::Config;
 use crate::group::{Groups, Member, Usage};
@@ -13,10 +13,10 @@ use crate::timeline::{Clocks, PreemptionReason, Timeline, TimelineState};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Requests that ended whose timelines are kept.
+/// Number of ended requests with a stored timeline.
 const EXPLAINED: usize = 10_000;
 
-/// What requests, tenants and classes used, and what is counted for the operator.
+/// Usage of requests, tenants and classes, and counters for operators.
 #[derive(Debug)]
 pub(crate) struct Accounts {
     policy: Policy,
@@ -24,7 +24,7 @@ pub(crate) struct Accounts {
     tenants: Groups<Arc<str>>,
     classes: Groups<i32>,
     counters: Counters,
-    /// What a request generates, on average of late.
+    /// Mean output tokens of recent requests.
     mean_output: Option<f64>,
     ended: VecDeque<Timeline>,
     saturation: Saturation,
@@ -48,39 +48,39 @@ impl Accounts {
         }
     }
 
-    /// Lets the clocks run until `now`.
+    /// Advances the clocks to `now`.
     #[inline]
     pub(crate) fn tick(&mut self, now: Time) {
         self.clocks.tick(now);
     }
 
-    /// The time that events are dated with: it never runs backwards.
+    /// The time of events. It never decreases.
     #[inline]
     pub(crate) fn now(&self) -> Time {
         self.clocks.now()
     }
 
-    /// From now on, a step runs of so many sequences, with pieces of prompts among them or not.
+    /// Sets the step that runs from now on: its number of sequences, and whether it has prompt pieces.
     pub(crate) fn run_step(&mut self, sequences: usize, prefill: bool) {
         self.clocks.step(sequences, prefill);
     }
 
-    /// From now on, it is the turn of a group, which lacks something.
+    /// Sets the group that has the turn from now on, and the resource it lacks.
     pub(crate) fn hold(&mut self, turn: Option<(u32, Need)>) {
         self.clocks.hold(turn.map(|(group, need)| (group, need.state())));
     }
 
-    /// Whose turn it is, and what holds it up.
+    /// The group that has the turn, and the limit that blocks it.
     pub(crate) fn turn(&self) -> Option<(u32, TimelineState)> {
         self.clocks.turn()
     }
 
-    /// What a sequence waits for when it is not its group's turn.
+    /// The timeline state of a sequence while another group has the turn.
     pub(crate) fn others(&self) -> TimelineState {
         if self.policy.has_tenants() { TimelineState::WaitFairness } else { TimelineState::WaitPolicy }
     }
 
-    /// Enters a request under its tenant and class; says whether the tenant is a new one.
+    /// Adds a request to its tenant and class. Returns whether the tenant is new.
     pub(crate) fn enroll(&mut self, tenant: &Arc<str>, priority: i32) -> (Member, bool) {
         let (tenant, new) = self.tenants.enter(tenant);
         let (class, _) = self.classes.enter(&priority);
@@ -93,48 +93,48 @@ impl Accounts {
         (Member { tenant, class, group }, new)
     }
 
-    /// Books a sequence's time so far, and begins another phase.
+    /// Closes a sequence's current phase in its account and begins `phase`.
     pub(crate) fn enter(&self, seq: &mut Sequence, phase: Phase) {
         let others = self.others();
         seq.enter(phase, &self.clocks, others);
     }
 
-    /// Books how many blocks a sequence holds from now on.
+    /// Records the number of blocks that a sequence holds from now on.
     pub(crate) fn hold_blocks(&self, seq: &mut Sequence) {
         let held = seq.blocks.held();
         seq.account.hold(held, &self.clocks);
     }
 
-    /// Counts a request that waits in the queue from now on.
+    /// Counts a request that enters the queue.
     pub(crate) fn waits(&mut self, member: Member) {
         self.tenants.usage(member.tenant).waiting += 1;
         self.classes.usage(member.class).waiting += 1;
     }
 
-    /// Counts one that has left the queue.
+    /// Counts a request that leaves the queue.
     pub(crate) fn leaves_queue(&mut self, member: Member) {
         self.tenants.usage(member.tenant).waiting -= 1;
         self.classes.usage(member.class).waiting -= 1;
     }
 
-    /// Counts one that has a slot from now on.
+    /// Counts a request that gets a slot.
     pub(crate) fn runs(&mut self, member: Member) {
         self.tenants.usage(member.tenant).running += 1;
         self.classes.usage(member.class).running += 1;
     }
 
-    /// Counts one that has lost its slot.
+    /// Counts a request that loses its slot.
     pub(crate) fn leaves_slot(&mut self, member: Member) {
         self.tenants.usage(member.tenant).running -= 1;
         self.classes.usage(member.class).running -= 1;
     }
 
-    /// Sequences of a tenant that run.
+    /// Running sequences of a tenant.
     pub(crate) fn running_of(&self, tenant: u32) -> u32 {
         self.tenants.peek(tenant).running
     }
 
-    /// Sequences of a group that wait in the queue; `None` if all are one group.
+    /// Queued sequences of a group. `None` if all sequences are in one group.
     pub(crate) fn waiting_of(&self, group: u32) -> Option<usize> {
         match self.policy {
             policy if policy.has_tenants() => Some(self.tenants.peek(group).waiting as usize),
@@ -159,7 +159,7 @@ impl Accounts {
         &self.counters
     }
 
-    /// Counts a request that is admitted for the first time, with so many cached tokens if they were looked for.
+    /// Counts a request's first admission. `found` is the number of cached tokens if the cache was searched.
     pub(crate) fn count_admission(&mut self, prompt_tokens: u32, found: Option<u32>) {
         self.counters.prompt_tokens += u64::from(prompt_tokens);
         if let Some(found) = found {
@@ -168,7 +168,7 @@ impl Accounts {
         }
     }
 
-    /// Counts tokens that were computed before a preemption.
+    /// Counts tokens that were already computed before a preemption.
     pub(crate) fn count_recomputed(&mut self, tokens: u32) {
         self.counters.recomputed_tokens += u64::from(tokens);
     }
@@ -185,7 +185,7 @@ impl Accounts {
         self.counters.generated_tokens += tokens;
     }
 
-    /// Counts a preemption, and the blocks that were copied to host memory for it.
+    /// Counts a preemption and the blocks copied to host memory for it.
     pub(crate) fn count_preemption(&mut self, reason: PreemptionReason, swapped_blocks: Option<usize>) {
         self.counters.preemptions_by_reason[reason as usize] += 1;
         match swapped_blocks {
@@ -202,17 +202,17 @@ impl Accounts {
         self.counters.expired += 1;
     }
 
-    /// Counts a request that found the queue full.
+    /// Counts a request rejected because the queue was full.
     pub(crate) fn count_queue_full(&mut self) {
         self.counters.rejected_queue_full += 1;
     }
 
-    /// Tokens that requests generated of late, on average; `None` if none has ended.
+    /// Mean output tokens of recent requests. `None` if no request has ended.
     pub(crate) fn mean_output(&self) -> Option<f64> {
         self.mean_output
     }
 
-    /// A sequence's account up to now.
+    /// A sequence's timeline up to now.
     pub(crate) fn timeline(&self, seq: &Sequence, finish: Option<FinishReason>) -> Timeline {
         let (spec, times) = (seq.spec(), seq.times());
         let mut timeline = Timeline {
@@ -241,7 +241,7 @@ impl Accounts {
         timeline
     }
 
-    /// Books the account of a request that has ended.
+    /// Stores the timeline of an ended request.
     pub(crate) fn close(&mut self, member: Member, timeline: &Timeline) {
         self.tenants.usage(member.tenant).book(timeline);
         self.classes.usage(member.class).book(timeline);
@@ -257,12 +257,12 @@ impl Accounts {
         self.ended.push_back(timeline.clone());
     }
 
-    /// The accounts of the last requests that ended, in that order.
+    /// Timelines of the latest ended requests, in the order they ended.
     pub(crate) fn ended(&self) -> impl DoubleEndedIterator<Item = &Timeline> {
         self.ended.iter()
     }
 
-    /// How much of what could be served arrives.
+    /// Measures demand against capacity.
     pub(crate) fn saturation(&mut self) -> &mut Saturation {
         &mut self.saturation
     }
@@ -277,7 +277,7 @@ impl Accounts {
         &mut self.recent
     }
 
-    /// Panics unless the groups' numbers of requests that wait and run are these.
+    /// Panics unless the groups' counts of waiting and running requests match.
     pub(crate) fn check(&self, waiting: usize, running: usize) {
         let tenants = self.tenants.iter().map(|(_, usage)| *usage).collect::<Vec<_>>();
         for groups in [tenants, self.classes.iter().map(|(_, usage)| *usage).collect()] {

@@ -1,5 +1,5 @@
-//! Which block each waiting request awaits: what keeps the order of the prefix
-//! policy true while blocks are computed, without a look at every request.
+//! The block that each waiting request awaits. It keeps the prefix policy's order correct while blocks are computed,
+//! without a scan of all requests.
 
 use crate::hash::BlockHash;
 use crate::place::AwaitedBlock;
@@ -8,18 +8,18 @@ use crate::sequence::Sequence;
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 
-/// Waiting sequences, by the name of the block that they await.
+/// Waiting sequences by the name of the block that they await.
 #[derive(Debug, Default)]
 pub(crate) struct Awaited {
     waiting: BTreeMap<(BlockHash, ArrivalNumber), SeqId>,
-    /// How many await each name: nobody awaits most blocks that are computed, and that must be quick to see.
+    /// Number of sequences that await each name. Most computed blocks are awaited by no sequence, so this check must be fast.
     names: FxHashMap<BlockHash, u32>,
-    /// Names that are ready, or that nobody computes any more, each with the first arrival not yet reported.
+    /// Names that are ready, or that no sequence computes any more, each with the first arrival not yet reported.
     ready: VecDeque<(BlockHash, ArrivalNumber)>,
 }
 
 impl Awaited {
-    /// Has a sequence await one of its blocks, if it has that many full ones.
+    /// Makes a sequence await block number `block`, if it has that many full blocks.
     pub(crate) fn enter(&mut self, seq: &mut Sequence, id: SeqId, block: usize, computed_by: Option<SeqId>) {
         let Some(&name) = seq.blocks.names().get(block) else { return };
         self.waiting.insert((name, seq.spec().arrival_number), id);
@@ -27,7 +27,7 @@ impl Awaited {
         seq.place.set_awaited(Some(AwaitedBlock { block, computed_by }));
     }
 
-    /// Forgets what a sequence awaits.
+    /// Clears the block that a sequence awaits.
     pub(crate) fn leave(&mut self, seq: &mut Sequence) {
         let Some(AwaitedBlock { block, .. }) = seq.place.awaited() else { return };
         seq.place.set_awaited(None);
@@ -40,14 +40,14 @@ impl Awaited {
         }
     }
 
-    /// Notes that the block of that name is in the cache, or that nobody computes it any more.
+    /// Records that the block with this name is cached, or that no sequence computes it any more.
     pub(crate) fn ready(&mut self, name: BlockHash) {
         if self.names.contains_key(&name) {
             self.ready.push_back((name, 0));
         }
     }
 
-    /// The next sequence whose block is ready.
+    /// The next sequence whose awaited block is ready.
     pub(crate) fn next(&mut self) -> Option<SeqId> {
         while let Some((name, from)) = self.ready.front_mut() {
             if let Some((&(_, arrival_number), &id)) = self.waiting.range((*name, *from)..=(*name, ArrivalNumber::MAX)).next() {

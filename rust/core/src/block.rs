@@ -1,31 +1,30 @@
-//! Physical KV blocks: who holds each one, what it is named, which are free.
+//! Physical KV blocks: the holders, the name and the free state of each.
 
 use crate::hash::{BlockHash, BlockHasher};
 use crate::request::Token;
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-/// Index of a physical block. Block 0 is scratch and never handed out.
+/// Index of a physical block. Block 0 is scratch and is never allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockId(pub u32);
 
-/// Who has a block.
+/// How a block is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BlockUse {
-    /// Nobody, and there is nothing in it.
+    /// No sequence holds the block and it has no cached content.
     Free,
-    /// Nobody, and a prompt may find it.
+    /// No sequence holds the block, but it is cached and a prompt can reuse it.
     Cached,
-    /// One sequence.
+    /// One sequence holds the block.
     Held,
-    /// Several.
+    /// Several sequences hold the block.
     Shared,
 }
 
 /// The blocks of one sequence, in order.
 ///
-/// Not `Clone`, and only [`BlockPool::release`] empties it, so that a block is
-/// given back once.
+/// The type is not `Clone`, and only [`BlockPool::release`] empties a table. A block is therefore released exactly once.
 #[derive(Debug, Default)]
 pub struct BlockTable(Vec<BlockId>);
 
@@ -35,7 +34,7 @@ impl BlockTable {
         &self.0
     }
 
-    /// Makes room for `len` blocks in all, so that growing to them does not allocate.
+    /// Reserves capacity for `len` blocks in total, so that growing to that length does not allocate.
     pub fn reserve(&mut self, len: usize) {
         self.0.reserve_exact(len.saturating_sub(self.0.len()));
     }
@@ -47,7 +46,7 @@ impl Drop for BlockTable {
     }
 }
 
-/// How far the full blocks of a sequence are in the cache: the end of their chain.
+/// The end of a sequence's chain of cached full blocks.
 #[derive(Clone, Debug)]
 pub struct Chain {
     salt: Arc<[u8]>,
@@ -56,79 +55,78 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// The chain of a sequence that has no named block yet.
+    /// The chain of a sequence without named blocks.
     pub fn root(salt: &Arc<[u8]>) -> Self {
         Self { salt: Arc::clone(salt), content: ROOT, len: 0 }
     }
 
-    /// Blocks so far.
+    /// Number of blocks in the chain.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len
     }
 }
 
-/// About how much of a list of names the cache has.
+/// Estimate of how many names at the start of a list are cached.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Estimate {
     from: usize,
-    /// The furthest name that was looked up, which the cache does not have.
+    /// The furthest name that was looked up and is not cached.
     missing: Option<(usize, BlockHash)>,
     content: Content,
     len: usize,
 }
 
 impl Estimate {
-    /// Whether other names give the same. A name stands for its block and all before it: with that name all are equal that
-    /// were looked up.
+    /// Whether `names` give the same estimate. A name covers its block and all blocks before it. If the missing name is
+    /// equal, all names looked up before it are equal too.
     pub(crate) fn holds_for(&self, names: &[BlockHash], from: usize) -> bool {
         self.from == from && self.missing.is_some_and(|(at, name)| names.get(at) == Some(&name))
     }
 
-    /// The chain of a sequence with these names.
+    /// The chain of a sequence with `names`.
     pub(crate) fn chain(&self, salt: &Arc<[u8]>) -> Chain {
         Chain { salt: Arc::clone(salt), content: self.content, len: self.len }
     }
 }
 
-/// A number for "these tokens after exactly those": equal numbers, equal
-/// content up to and including the block. Never reused.
+/// Identifies block content together with all content before it. Equal numbers mean equal content up to and including
+/// the block. A number is never reused.
 type Content = u64;
 
 const ROOT: Content = 0;
 const NIL: u32 = u32::MAX;
 
-/// What a named block holds, beside its tokens.
+/// Content of a named block, apart from its tokens.
 #[derive(Debug)]
 struct Name {
     hash: BlockHash,
     content: Content,
     parent: Content,
-    /// Of a chain's first block; the others have it through their parent.
+    /// Salt of a chain's first block. Later blocks get the salt from their parent.
     salt: Option<Arc<[u8]>>,
-    /// The step that completes it.
+    /// The step that completes the block.
     step: u64,
 }
 
 #[derive(Debug)]
 struct Block {
     holders: u32,
-    /// Neighbours among the free named blocks.
+    /// Neighbours in the list of free named blocks.
     prev: u32,
     next: u32,
     name: Option<Name>,
 }
 
-/// Every block of the cache.
+/// All blocks of the cache.
 ///
-/// A free block keeps its name, so that [`find`](Self::find) can revive it,
-/// until [`grow`](Self::grow) takes it: blocks without a name first, then the
-/// least recently freed.
+/// A free block keeps its name until [`grow`](Self::grow) allocates it, so [`find`](Self::find) can reuse it. `grow`
+/// takes blocks without a name first, then the least recently freed.
 #[derive(Debug)]
 pub struct BlockPool {
     block_size: usize,
     blocks: Vec<Block>,
-    /// `[blocks, block_size]`: the tokens of named blocks.
+    /// Tokens of named blocks, `[blocks, block_size]`.
     tokens: Vec<Token>,
     hasher: BlockHasher,
     named: FxHashMap<BlockHash, BlockId>,
@@ -137,12 +135,12 @@ pub struct BlockPool {
     newest: u32,
     free_named: usize,
     next_content: Content,
-    /// Names computed, and names looked up.
+    /// Number of names computed and looked up.
     lookups: u64,
 }
 
 impl BlockPool {
-    /// A pool of `count` blocks of `block_size` tokens, block 0 set aside, with names by `hasher`.
+    /// Creates a pool of `count` blocks of `block_size` tokens. Block 0 is reserved. `hasher` computes the names.
     pub fn new(count: u32, block_size: usize, hasher: BlockHasher) -> Self {
         let block = |_| Block { holders: 0, prev: NIL, next: NIL, name: None };
         Self {
@@ -160,41 +158,41 @@ impl BlockPool {
         }
     }
 
-    /// What makes the names.
+    /// The hasher that computes names.
     pub(crate) fn hasher(&self) -> &BlockHasher {
         &self.hasher
     }
 
-    /// Names computed and names looked up so far: the pool's work, whatever the machine.
+    /// Number of names computed and looked up so far. The number is the same on every machine.
     pub fn lookups(&self) -> u64 {
         self.lookups
     }
 
-    /// Adds to `names` those of the full blocks of `tokens` that it lacks.
+    /// Appends the names of full blocks of `tokens` that `names` lacks.
     pub fn name_blocks(&mut self, salt: &[u8], tokens: &[Token], names: &mut Vec<BlockHash>) {
         for block in tokens.chunks_exact(self.block_size).skip(names.len()) {
             self.name_block(salt, block, names);
         }
     }
 
-    /// Adds to `names` that of the block after those it has.
+    /// Appends the name of the block that follows the blocks in `names`.
     pub fn name_block(&mut self, salt: &[u8], block: &[Token], names: &mut Vec<BlockHash>) {
         let parent = names.last().copied().unwrap_or_else(|| self.hasher.root(salt));
         names.push(self.hasher.child(parent, block));
         self.lookups += 1;
     }
 
-    /// Blocks that nobody holds.
+    /// Number of blocks that no sequence holds.
     pub fn free(&self) -> usize {
         self.unnamed.len() + self.free_named
     }
 
-    /// How many sequences hold a block.
+    /// Number of sequences that hold block `id`.
     pub fn holders(&self, id: BlockId) -> u32 {
         self.blocks[id.0 as usize].holders
     }
 
-    /// Who has each block, the scratch block left out.
+    /// The use of each block, without the scratch block.
     pub(crate) fn uses(&self) -> impl Iterator<Item = BlockUse> + '_ {
         self.blocks[1..].iter().map(|block| match (block.holders, &block.name) {
             (0, None) => BlockUse::Free,
@@ -204,15 +202,14 @@ impl BlockPool {
         })
     }
 
-    /// Pushes the longest run of cached blocks whose content is `tokens` from
-    /// the start, and returns the end of their chain. `names` are those of the
-    /// blocks that may be found, by [`name_blocks`](Self::name_blocks). Each
-    /// candidate's tokens, parent and salt are compared: a name alone proves nothing.
+    /// Appends the longest run of cached blocks whose content equals `tokens` from the start. Returns the end of their
+    /// chain. `names` are the names of the blocks that may be found, computed by [`name_blocks`](Self::name_blocks).
+    /// Each candidate's tokens, parent and salt are compared, because names can collide.
     pub fn find(&mut self, salt: &Arc<[u8]>, names: &[BlockHash], tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
         self.find_on(Chain::root(salt), names, tokens, found)
     }
 
-    /// As [`find`](Self::find), but only for the blocks after a chain that was found before.
+    /// Like [`find`](Self::find), but starts after a chain that was found before.
     pub fn find_on(&mut self, mut chain: Chain, names: &[BlockHash], tokens: &[Token], found: &mut Vec<BlockId>) -> Chain {
         let blocks = names.iter().zip(tokens.chunks_exact(self.block_size)).skip(chain.len);
         for (name, tokens) in blocks {
@@ -225,8 +222,8 @@ impl BlockPool {
         chain
     }
 
-    /// About how far the cache has the blocks of `names`, of which it has the first `from`: looks in steps that double, and
-    /// compares no content. Good enough to order requests, and not to share blocks.
+    /// Estimates how many blocks of `names` are cached, given that the first `from` are. The search doubles its stride
+    /// and compares no content. The estimate is good enough to order requests, but not to share blocks.
     pub(crate) fn estimate(&mut self, names: &[BlockHash], from: usize) -> Estimate {
         let (mut low, mut step) = (from, 1);
         while low + step <= names.len() && self.is_named(names[low + step - 1]) {
@@ -244,13 +241,13 @@ impl BlockPool {
         Estimate { from, missing, content, len: low }
     }
 
-    /// Whether the cache has a block of that name.
+    /// Whether a block with this name is cached.
     pub fn is_named(&mut self, name: BlockHash) -> bool {
         self.lookups += 1;
         self.named.contains_key(&name)
     }
 
-    /// Adds a found block to `table`.
+    /// Adds a cached block to `table`.
     pub fn share(&mut self, table: &mut BlockTable, id: BlockId) {
         if self.blocks[id.0 as usize].holders == 0 {
             self.unlink_free(id);
@@ -259,7 +256,7 @@ impl BlockPool {
         table.0.push(id);
     }
 
-    /// Grows `table` to `len` blocks, or does nothing and returns false.
+    /// Grows `table` to `len` blocks. Returns false and changes nothing if too few blocks are free.
     #[must_use]
     pub fn grow(&mut self, table: &mut BlockTable, len: usize) -> bool {
         let wanted = len.saturating_sub(table.0.len());
@@ -273,9 +270,8 @@ impl BlockPool {
         true
     }
 
-    /// Replaces a table's last block by a fresh one that it holds alone, and
-    /// returns (shared, fresh): the caller must copy the first to the second
-    /// before it writes. Panics unless a block is free.
+    /// Replaces the last block of `table` with a new block that only this table holds. Returns (shared, new). The
+    /// caller must copy the first to the second before it writes. Panics if no block is free.
     pub fn unshare_last(&mut self, table: &mut BlockTable) -> (BlockId, BlockId) {
         let shared = table.0.pop().expect("a table with a block");
         let fresh = self.take_free();
@@ -289,24 +285,23 @@ impl BlockPool {
         self.blocks[id.0 as usize].name.as_ref().is_some_and(|name| name.step < step)
     }
 
-    /// Whether a block that its holder has filled is complete before `step`
-    /// begins: only a named one can be somebody else's work in that step.
+    /// Whether a filled block is complete before `step` begins. Only a named block can be the work of another sequence
+    /// in that step.
     pub fn settled_before(&self, id: BlockId, step: u64) -> bool {
         self.blocks[id.0 as usize].name.as_ref().is_none_or(|name| name.step < step)
     }
 
-    /// Notes that `step` writes the end of a named block again.
+    /// Records that `step` writes the end of a named block again.
     pub fn rewrite(&mut self, id: BlockId, step: u64) {
         if let Some(name) = self.blocks[id.0 as usize].name.as_mut() {
             name.step = step;
         }
     }
 
-    /// Gives the next full block of `table`, which holds `tokens` once `step`
-    /// has run, its name, so that later sequences may find it. If the same content is
-    /// cached already, the block stays unnamed, and the chain goes on from the
-    /// other's content. A block of the same name that `find` would not take
-    /// here (its parent's name is gone, or the names collide) gives it up.
+    /// Names the next full block of `table`, which holds `tokens` after `step` has run, so that later sequences can
+    /// find it. If equal content is already cached, the block stays unnamed and the chain continues from the cached
+    /// content. If another block has the same name but `find` would not accept it here (its parent is no longer named,
+    /// or the names collide), that block loses the name.
     pub fn seal(&mut self, table: &BlockTable, chain: &mut Chain, hash: BlockHash, tokens: &[Token], step: u64) {
         debug_assert_eq!(tokens.len(), self.block_size);
         let id = table.0[chain.len];
@@ -328,8 +323,7 @@ impl BlockPool {
         chain.advance(content);
     }
 
-    /// Takes the names from those of `table`'s blocks that `since` or a later
-    /// step completes: what they hold may be no good.
+    /// Removes the names of blocks in `table` that step `since` or a later step completes, because their content may be invalid.
     pub fn forget(&mut self, table: &BlockTable, since: u64) {
         for &id in &table.0 {
             if !self.complete_before(id, since) {
@@ -338,16 +332,15 @@ impl BlockPool {
         }
     }
 
-    /// Gives back every block of `table`, last first: the tail of a sequence
-    /// is the least likely part to be shared, so it is reused soonest, and a
-    /// block is never reused before one that continues it.
+    /// Releases every block of `table`, last first. The end of a sequence is the least likely part to be shared, so it
+    /// is reused first. A block is never reused before the blocks that continue it.
     pub fn release(&mut self, table: &mut BlockTable) {
         while let Some(id) = table.0.pop() {
             self.decref(id);
         }
     }
 
-    /// Panics unless the pool agrees with `tables`, all the tables there are.
+    /// Panics unless the pool agrees with `tables`, which must be all tables.
     pub fn check<'a>(&self, tables: impl Iterator<Item = &'a BlockTable>) {
         let mut held = vec![0; self.blocks.len()];
         tables.flat_map(BlockTable::ids).for_each(|id| held[id.0 as usize] += 1);
@@ -375,7 +368,7 @@ impl BlockPool {
         }
     }
 
-    /// The content of block `id` if it holds `tokens` right after `chain`.
+    /// Returns the content number of block `id` if it holds `tokens` directly after `chain`.
     fn content_if(&self, id: BlockId, chain: &Chain, tokens: &[Token]) -> Option<Content> {
         let name = self.blocks[id.0 as usize].name.as_ref()?;
         let same = name.parent == chain.content
@@ -400,7 +393,7 @@ impl BlockPool {
         id
     }
 
-    /// Removes a block's name, if it has one.
+    /// Removes the block's name, if any.
     fn take_name(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.0 as usize];
         let Some(name) = block.name.take() else { return };
@@ -430,7 +423,7 @@ impl BlockPool {
         self.free_named += 1;
     }
 
-    /// Takes a named block off the free list.
+    /// Removes a named block from the free list.
     fn unlink_free(&mut self, id: BlockId) {
         let Block { prev, next, .. } = self.blocks[id.0 as usize];
         match prev {

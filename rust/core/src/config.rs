@@ -1,20 +1,20 @@
-//! The limits a scheduler works within, and the order in which it serves.
+//! The scheduler's limits and serving order.
 
 use crate::policy::Policy;
 use crate::request::Time;
 
-/// When waiting sequences may join those that run.
+/// When waiting sequences may join the running ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Batching {
     /// At every step (Orca, OSDI'22).
     #[default]
     Continuous,
-    /// Only when all of the batch before have ended, up to `size` at once, as the classic servers do.
+    /// Only when the whole previous batch has ended, up to `size` sequences at once, as in classic model servers.
     Static {
         /// Sequences in a batch.
         size: u32,
     },
-    /// As static, but a batch also waits until it is full or its first has waited `timeout` microseconds.
+    /// Like static, but a batch also waits until it is full or its first request has waited `timeout` microseconds.
     Dynamic {
         /// Sequences in a batch.
         size: u32,
@@ -23,21 +23,23 @@ pub enum Batching {
     },
 }
 
-/// Which blocks a sequence must find free to be admitted, beyond those for the tokens it has.
+/// The blocks that must be free to admit a sequence, beyond the blocks for its known tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reservation {
-    /// A watermark: sequences that outgrow what is left preempt each other.
+    /// A watermark. Sequences that outgrow the free blocks preempt each other.
     #[default]
     Watermark,
-    /// Blocks for all that it, and each that runs, may generate: nobody is preempted for want of blocks (as in TGI).
+    /// Blocks for all tokens that the sequence and each running sequence may generate. No sequence is preempted for
+    /// lack of blocks (as in TGI).
     MaxTokens,
-    /// Blocks for the estimated peak of all that run and itself, each taken to generate what was predicted or allowed, one
-    /// token a step; those that end sooner give theirs back (`LightLLM`'s rule).
+    /// Blocks for the estimated peak of the running sequences and the new one. Each is assumed to generate its
+    /// predicted or maximum tokens, one token per step. Sequences that end sooner release their blocks (`LightLLM`'s
+    /// rule).
     Peak,
 }
 
 impl Reservation {
-    /// Every reservation, by the name that flags and journals use.
+    /// Every reservation, with the name used in flags and journals.
     pub const NAMES: [(&'static str, Self); 3] = [("watermark", Self::Watermark), ("max-tokens", Self::MaxTokens), ("peak", Self::Peak)];
 
     /// The reservation's name.
@@ -45,49 +47,49 @@ impl Reservation {
         Self::NAMES[self as usize].0
     }
 
-    /// The reservation of that name.
+    /// The reservation with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, reservation)| reservation)
     }
 }
 
-/// Limits, fixed for the life of a scheduler.
+/// Limits, fixed for a scheduler's lifetime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Blocks in the KV cache, the scratch block 0 included.
+    /// Blocks in the KV cache, including scratch block 0.
     pub num_blocks: u32,
-    /// Tokens in a block.
+    /// Tokens per block.
     pub block_size: u32,
-    /// Tokens in a step.
+    /// Maximum tokens per step.
     pub max_tokens: u32,
-    /// Sequences in a step, and slots of the step buffers; at most `max_tokens`.
+    /// Maximum sequences per step, and slots of the step buffers. At most `max_tokens`.
     pub max_seqs: u32,
-    /// Longest prompt plus output.
+    /// Maximum prompt plus output tokens.
     pub max_model_len: u32,
-    /// Whether sequences share the blocks of equal beginnings.
+    /// Whether sequences share the blocks of equal prefixes.
     pub prefix_caching: bool,
-    /// Blocks that stay free when a sequence is admitted beside others, so
-    /// that the running ones can grow instead of preempting each other.
+    /// Blocks that stay free when a sequence is admitted beside others, so that running sequences can grow instead of
+    /// preempting each other.
     pub watermark: u32,
-    /// What must be free for a sequence to be admitted: the watermark counts only if nothing else is reserved.
+    /// The blocks that must be free to admit a sequence. The watermark applies only to [`Reservation::Watermark`].
     pub reservation: Reservation,
     /// The order in which waiting sequences are served.
     pub policy: Policy,
-    /// When they may join.
+    /// When waiting sequences may join the running ones.
     pub batching: Batching,
-    /// Requests that may wait; those that ran already do not count.
+    /// Maximum waiting requests. Requests that already ran do not count.
     pub max_queued_reqs: u32,
-    /// Their prompt tokens, together.
+    /// Maximum prompt tokens of waiting requests, in total.
     pub max_queued_tokens: u64,
-    /// Microseconds that a request may be passed over: by others of its
-    /// policy, or, where it does not fit, by those behind it that do.
+    /// Microseconds that a request may be bypassed, by requests that the policy puts first or by requests behind it
+    /// that fit while it does not.
     pub ageing: Time,
-    /// What a step should take at most, in microseconds, where it is prompts that would make it longer; 0 for three times
-    /// what its decodes take alone, while no more than one prompt is in progress.
+    /// Target for the longest step in microseconds, applied by limiting prompt tokens. 0 means three times the duration
+    /// of the decodes alone, while at most one prompt is in progress.
     pub target_itl: Time,
-    /// Blocks of the host pool; 0 if preempted sequences are always computed again.
+    /// Blocks of the host pool. 0 if preempted sequences are always recomputed.
     pub host_blocks: u32,
-    /// Nanoseconds that the copy of one block takes, one way.
+    /// Nanoseconds to copy one block in one direction.
     pub swap_ns_per_block: u32,
 }
 
@@ -115,12 +117,12 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The blocks that sequences can hold: all but the scratch block.
+    /// Blocks that sequences can use: all but the scratch block.
     pub fn usable_blocks(&self) -> u32 {
         self.num_blocks - 1
     }
 
-    /// The length of a sequence's block table at its longest.
+    /// Maximum length of a sequence's block table.
     pub fn max_blocks_per_seq(&self) -> u32 {
         self.max_model_len.div_ceil(self.block_size)
     }

@@ -1,19 +1,19 @@
-//! How long a step takes, learned from the steps that were run.
+//! Predicts step times from the steps observed so far.
 
 use crate::request::Time;
 
-/// What a step has to do, as far as its duration is concerned.
+/// The work of a step, as input of the step-time model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
-    /// Tokens of prompts, first or again.
+    /// Prompt tokens, including recomputed tokens.
     pub prefill_tokens: u32,
-    /// Drafted tokens of sequences that decode.
+    /// Drafted tokens of decoding sequences.
     pub drafted_tokens: u32,
-    /// Sequences that compute their last token, drafted ones apart.
+    /// Decoding sequences. Each computes its last token; drafted tokens are counted separately.
     pub decode_seqs: u32,
-    /// Tokens of context that all its sequences read.
+    /// Context tokens read by all sequences of the step.
     pub context_tokens: u64,
-    /// Pairs of a prompt's token and one before it.
+    /// Pairs of a prompt token and an earlier token.
     pub prefill_pairs: u64,
 }
 
@@ -27,34 +27,34 @@ impl Load {
 const COEFFICIENTS: usize = 6;
 type Vector = [f64; COEFFICIENTS];
 
-/// What brings the features of an ordinary step near one.
+/// Scales the features of a typical step to values near one.
 const SCALE: Vector = [1.0, 1.0 / 256.0, 1.0 / 64.0, 1.0 / 65_536.0, 1.0 / 1_048_576.0, 1.0 / 64.0];
-/// How far, squared, a coefficient may wander from step to step, of its own square.
+/// Drift variance of a coefficient per step, relative to its square.
 const DRIFT: f64 = 2e-4;
-/// The most that is believed to be unknown of a coefficient, squared microseconds.
+/// Maximum variance of a coefficient, in squared microseconds.
 const UNKNOWN: f64 = 1e10;
-/// The part of a step's time that is noise, and the noise of an empty one in microseconds.
+/// Noise as a part of a step's time. The next constant is the noise of an empty step in microseconds.
 const NOISE: f64 = 0.1;
 const MIN_NOISE: f64 = 2.0;
-/// Prompt tokens of a step whose time is to be bounded, before it is known what they take.
+/// Prompt tokens in a step with a time limit before their cost is known.
 pub(crate) const FIRST_PREFILL: u32 = 64;
-/// Steps after which the model's word counts.
+/// Observed steps after which predictions are used.
 const ENOUGH: u32 = 8;
 
-/// A linear model of a step's time in microseconds: a constant, and a part for
-/// each prompt token, each decoding sequence, each token of context, each
-/// pair of a prompt's tokens (which makes the end of a long prompt expensive), and each drafted token.
+/// A linear model of a step's time in microseconds: a constant, and a coefficient each for prompt tokens, decoding
+/// sequences, context tokens, pairs of a prompt's tokens (which make the end of a long prompt expensive) and drafted
+/// tokens.
 ///
-/// A Kalman filter whose coefficients may drift (Kalman, 1960): what steps of
-/// late say nothing about stays as it was. They never fall below zero.
+/// The coefficients are estimated by a Kalman filter with drift (Kalman, 1960). A coefficient about which recent steps
+/// carry no information stays unchanged. Coefficients are never negative.
 #[derive(Clone, Debug)]
 pub struct StepModel {
     weights: Vector,
     covariance: [Vector; COEFFICIENTS],
     seen: u32,
-    /// Prompt tokens in the largest of them.
+    /// Prompt tokens in the largest observed step.
     largest_prefill: u32,
-    /// A running mean of what steps took.
+    /// Running mean of step times.
     mean: f64,
 }
 
@@ -77,8 +77,8 @@ fn dot(a: &Vector, b: &Vector) -> f64 {
 }
 
 impl StepModel {
-    /// A model that is known: microseconds of an empty step, of a prompt
-    /// token, of a decoding sequence, of a token of context, of a pair of a prompt's tokens. A drafted token costs what a prompt's does.
+    /// Creates a known model: microseconds per empty step, prompt token, decoding sequence, context token and pair of a
+    /// prompt's tokens. A drafted token costs as much as a prompt token.
     pub fn new(fixed: f64, prefill_token: f64, decode_seq: f64, context_token: f64, prefill_pair: f64) -> Self {
         let raw = [fixed, prefill_token, decode_seq, context_token, prefill_pair, prefill_token];
         Self {
@@ -90,12 +90,12 @@ impl StepModel {
         }
     }
 
-    /// Its coefficients in microseconds, in the order of [`new`](Self::new).
+    /// The coefficients in microseconds, in the order of [`new`](Self::new).
     pub fn coefficients(&self) -> [f64; 5] {
         std::array::from_fn(|i| self.weights[i] * SCALE[i])
     }
 
-    /// Learns that a step of `load` took so many microseconds.
+    /// Updates the model with a step of `load` that took `took` microseconds.
     pub fn observe(&mut self, load: &Load, took: Time) {
         let (x, took) = (features(load), took as f64);
         for i in 0..COEFFICIENTS {
@@ -105,7 +105,7 @@ impl StepModel {
         let px: Vector = std::array::from_fn(|i| dot(&self.covariance[i], &x));
         let noise = (NOISE * took).max(MIN_NOISE).powi(2);
         let spread = dot(&x, &px) + noise;
-        // A step that took far longer than it can have needed was held up by something else.
+        // A step that took much longer than predicted was delayed by another cause.
         let most = 3.0 * spread.sqrt();
         let surprise = (took - dot(&self.weights, &x)).clamp(-most, most);
         for i in 0..COEFFICIENTS {
@@ -114,53 +114,53 @@ impl StepModel {
                 self.covariance[i][j] -= px[i] * px[j] / spread;
             }
         }
-        // One very long step says little of the next ones.
+        // A single very long step says little about the next steps.
         let usual = if self.knows() { took.min(4.0 * self.mean) } else { took };
         self.mean += (usual - self.mean) / f64::from(self.seen.min(31) + 1);
         self.seen = self.seen.saturating_add(1);
         self.largest_prefill = self.largest_prefill.max(load.prefill_tokens);
     }
 
-    /// Whether enough was seen to say anything.
+    /// Whether enough steps were observed to predict.
     pub fn knows(&self) -> bool {
         self.seen >= ENOUGH
     }
 
-    /// Microseconds that a step of `load` will take.
+    /// Predicted microseconds for a step of `load`.
     pub fn step(&self, load: &Load) -> f64 {
         dot(&self.weights, &features(load))
     }
 
-    /// How much of a step of `load` counts as used if it was full to `fullness`, 0 to 1:
-    /// what its tokens cost, and that part of what a step costs whatever is in it.
+    /// How much of a step of `load` counts as used capacity if it was full to `fullness` (0 to 1): the cost of its
+    /// tokens, and that part of the fixed cost.
     pub fn share(&self, load: &Load, fullness: f64) -> f64 {
         let (whole, fixed) = (self.step(load), self.weights[0] * SCALE[0]);
         if whole > 0.0 { (whole - fixed * (1.0 - fullness)) / whole } else { fullness }
     }
 
-    /// Microseconds that a drafted token adds to a step.
+    /// Predicted microseconds that a drafted token adds to a step.
     pub fn drafted_token(&self) -> f64 {
         self.weights[5] * SCALE[5]
     }
 
-    /// Microseconds that steps took of late.
+    /// Mean microseconds of recent steps.
     pub fn mean_step(&self) -> f64 {
         self.mean
     }
 
-    /// Microseconds that `tokens` of a prompt, after the first `from`, add to the steps that compute them.
+    /// Predicted microseconds that `tokens` prompt tokens, after the first `from`, add to their steps.
     pub fn prefill(&self, from: f64, tokens: f64) -> f64 {
         self.prefill_token(from + tokens / 2.0) * tokens
     }
 
-    /// Microseconds of a prompt's token with so much before it.
+    /// Predicted microseconds of a prompt token with `context` tokens before it.
     fn prefill_token(&self, context: f64) -> f64 {
         self.weights[1] * SCALE[1] + self.weights[4] * SCALE[4] * context
     }
 
-    /// Tokens of prompts that fit beside `load` in a step of `target` microseconds, with `context` tokens before them; those
-    /// that take `least` microseconds in any case. At most twice as many as in any step so far: beyond that a machine may
-    /// no longer follow the line.
+    /// Prompt tokens that fit beside `load` into a step of `target` microseconds, with `context` tokens before them. At
+    /// least as many as `least` microseconds allow, and at most twice as many as in any observed step, because the
+    /// model may not be linear beyond that.
     pub fn prefill_room(&self, load: &Load, target: f64, least: f64, context: u32) -> u32 {
         let each = self.prefill_token(context.into());
         let room = (target - self.step(load)).max(least);
@@ -173,7 +173,7 @@ impl StepModel {
 mod tests {
     use super::*;
 
-    /// Noise of up to ten percent, the same in every run.
+    /// Noise of up to 10 %, the same in every run.
     fn noisy(value: f64, state: &mut u64) -> Time {
         *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (value * (0.9 + 0.2 * (*state >> 11) as f64 / (1_u64 << 53) as f64)) as Time

@@ -1,7 +1,8 @@
-//! Proposes the tokens after a sequence's last one, without a model: by looking for its last tokens earlier in the same sequence.
+//! Drafts tokens without a draft model: finds an earlier occurrence of a sequence's last tokens and proposes the tokens after it.
 //!
-//! Prompt lookup decoding, with the hash chains of LZ77 (Ziv and Lempel, 1977; `deflate`'s form) as the index. How many tokens are
-//! worth proposing is decided for all sequences of a step together, from learned acceptance rates and the cost model.
+//! The method is prompt lookup decoding, with the hash chains of LZ77 (Ziv and Lempel, 1977; in `deflate`'s form) as
+//! the index. Learned acceptance rates and the step-time model decide, for all sequences of a step together, how many
+//! tokens to propose.
 
 use crate::batch::StepPlan;
 use crate::cost::{Load, StepModel};
@@ -9,35 +10,35 @@ use crate::recorder::Recorder;
 use crate::request::{SeqId, Token};
 use slotmap::SecondaryMap;
 
-/// Most tokens that can be proposed for one sequence and step.
+/// Maximum number of tokens drafted per sequence and step.
 pub const MAX_DRAFT: usize = 16;
-/// Tokens that must match, at least.
+/// Minimum number of matching tokens.
 const MIN_MATCH: usize = 3;
-/// Tokens that are compared, at most: longer matches count as this long.
+/// Maximum number of tokens compared. Longer matches count as this length.
 const MAX_MATCH: usize = 32;
-/// Earlier places that are compared, at most.
+/// Maximum number of earlier positions compared.
 const MAX_CANDIDATES: usize = 8;
-/// A drafted token must be worth this much more than it costs: rates and costs are estimates.
+/// A drafted token must be worth this many times its cost, because rates and costs are estimates.
 const MARGIN: f64 = 1.15;
-/// Proposals between two removals of indexes whose sequences have ended.
+/// Calls between two removals of indexes of ended sequences.
 const SWEEP: u32 = 1024;
 const NONE: u32 = u32::MAX;
 
-/// Where each three tokens of one sequence occurred. 8 to 12 bytes for each token.
+/// Index of the positions of each three consecutive tokens of one sequence. It uses 8 to 12 bytes per token.
 #[derive(Debug, Default)]
 struct Index {
-    /// By hash: the newest position at which three tokens of this hash end.
+    /// By hash: the latest position at which three tokens with this hash end.
     heads: Vec<u32>,
-    /// By position: the one before it of the same hash.
+    /// By position: the previous position with the same hash.
     chain: Vec<u32>,
 }
 
 /// An earlier occurrence of a sequence's last tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Match {
-    /// Where it ends.
+    /// End position of the match.
     end: usize,
-    /// How many tokens are equal.
+    /// Number of equal tokens.
     len: usize,
 }
 
@@ -47,7 +48,7 @@ impl Index {
         (mixed >> 32) as usize & (self.heads.len() - 1)
     }
 
-    /// Takes in all tokens but the last, whose successor is not known.
+    /// Indexes all tokens but the last, whose successor is not known.
     fn catch_up(&mut self, tokens: &[Token]) {
         let known = tokens.len().saturating_sub(1);
         if known > self.heads.len() {
@@ -66,7 +67,7 @@ impl Index {
         }
     }
 
-    /// The longest match of the last tokens, of equal ones the newest.
+    /// The longest match of the last tokens. The latest one if several are equally long.
     fn find(&self, tokens: &[Token]) -> Option<Match> {
         let last = tokens.len().checked_sub(1).filter(|last| *last >= MIN_MATCH)?;
         let mut best: Option<Match> = None;
@@ -86,21 +87,21 @@ impl Index {
     }
 }
 
-/// How often drafted tokens are accepted, by the length of the match and by position.
+/// Acceptance rates of drafted tokens, by match length and position.
 #[derive(Debug)]
 struct Acceptance {
-    /// Of drafted tokens whose predecessors were accepted: how many were, and how many there were.
+    /// Counts of (accepted, all) drafted tokens whose predecessors were accepted.
     counts: [[(f64, f64); MAX_DRAFT]; Self::CLASSES],
 }
 
 impl Acceptance {
     const CLASSES: usize = 6;
-    /// What is assumed before anything was seen, by class, with the weight of so many tokens.
+    /// Assumed rate before any observation, by class. The next constant is its weight in tokens.
     const PRIOR: [f64; Self::CLASSES] = [0.4, 0.5, 0.6, 0.7, 0.8, 0.9];
     const PRIOR_WEIGHT: f64 = 8.0;
-    /// What is seen counts a little less with each further token: content changes.
+    /// Factor applied to earlier observations for each new token, because content changes.
     const DECAY: f64 = 0.995;
-    /// As for `DECAY`, with each proposal that was thought not to pay: so that it is tried again some day.
+    /// Like `DECAY`, for each proposal that was predicted not to pay, so that it is tried again later.
     const IDLE_DECAY: f64 = 0.9995;
 
     fn new() -> Self {
@@ -124,7 +125,7 @@ impl Acceptance {
         accepted / seen
     }
 
-    /// Learns that of `drafted` tokens the first `accepted` were right.
+    /// Records that the first `accepted` of `drafted` tokens were accepted.
     fn observe(&mut self, class: usize, drafted: usize, accepted: usize) {
         for (position, count) in self.counts[class].iter_mut().enumerate().take(drafted.min(accepted + 1)) {
             Self::fade(count, Self::PRIOR[class], Self::DECAY);
@@ -133,39 +134,39 @@ impl Acceptance {
         }
     }
 
-    /// Notes that the first token of a match was not worth proposing.
+    /// Records that the first token of a match was not worth proposing.
     fn idle(&mut self, class: usize) {
         Self::fade(&mut self.counts[class][0], Self::PRIOR[class], Self::IDLE_DECAY);
     }
 
-    /// Moves a count towards what is assumed.
+    /// Moves a count towards the assumed rate.
     fn fade(count: &mut (f64, f64), prior: f64, keep: f64) {
         count.0 = prior * Self::PRIOR_WEIGHT + keep * (count.0 - prior * Self::PRIOR_WEIGHT);
         count.1 = Self::PRIOR_WEIGHT + keep * (count.1 - Self::PRIOR_WEIGHT);
     }
 }
 
-/// What drafts have brought since the start.
+/// Draft counters since the start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DraftStats {
-    /// Sequences' steps with a draft.
+    /// Number of drafts, counted per sequence and step.
     pub drafts: u64,
-    /// Drafted tokens that were computed.
+    /// Drafted tokens that steps computed.
     pub draft_tokens: u64,
-    /// Those that the model would have chosen itself: each saves a step.
+    /// Drafted tokens that the model would have chosen itself. Each saves a step.
     pub accepted_tokens: u64,
-    /// The same by position in the draft.
+    /// Accepted tokens by position in the draft.
     pub accepted_by_position: [u64; MAX_DRAFT],
 }
 
-/// A sequence whose tokens are drafted.
+/// A sequence with drafting enabled.
 #[derive(Debug, Default)]
 struct Drafted {
     index: Index,
-    /// What was proposed for the step under way, and the class of its match.
+    /// Tokens proposed for the current step. The next field is the class of their match.
     draft: Vec<Token>,
     class: usize,
-    /// How many of them pay: 0 but while that is being found out.
+    /// Number of tokens that pay. 0 except while that number is computed.
     admitted: usize,
 }
 
@@ -173,11 +174,11 @@ struct Drafted {
 struct Candidate {
     seq: SeqId,
     position: usize,
-    /// The probability that it is accepted, and all before it.
+    /// Probability that this token and all before it are accepted.
     survival: f64,
 }
 
-/// Proposes tokens for the sequences that it was told to [`watch`](Self::watch).
+/// Drafts tokens for the sequences enabled by [`watch`](Self::watch).
 #[derive(Debug)]
 pub struct Drafter {
     max_tokens: usize,
@@ -188,7 +189,7 @@ pub struct Drafter {
 }
 
 impl Drafter {
-    /// Proposes at most `max_tokens` tokens, up to [`MAX_DRAFT`], for each sequence and step.
+    /// Creates a drafter that proposes at most `max_tokens` tokens (up to [`MAX_DRAFT`]) per sequence and step.
     pub fn new(max_tokens: usize) -> Self {
         Self {
             max_tokens: max_tokens.min(MAX_DRAFT),
@@ -199,22 +200,22 @@ impl Drafter {
         }
     }
 
-    /// Has a sequence's tokens drafted from now on.
+    /// Enables drafting for a sequence.
     pub fn watch(&mut self, id: SeqId) {
         self.seqs.insert(id, Drafted::default());
     }
 
-    /// Whether a sequence's tokens are drafted.
+    /// Whether drafting is enabled for a sequence.
     pub fn watches(&self, id: SeqId) -> bool {
         self.seqs.contains_key(id)
     }
 
-    /// What drafts have brought.
+    /// Draft counters since the start.
     pub fn stats(&self) -> &DraftStats {
         &self.stats
     }
 
-    /// Proposes tokens for the next step of the sequences that decode, as many as are likely to pay. To be called before each plan.
+    /// Proposes tokens for the next step of decoding sequences, as many as are likely to pay. Call it before each plan.
     pub fn propose(&mut self, core: &mut Recorder) {
         self.sweep(core);
         if self.seqs.is_empty() || !core.model().knows() {
@@ -253,7 +254,7 @@ impl Drafter {
         }
     }
 
-    /// All tokens that were drafted for these sequences.
+    /// All drafted tokens of these sequences.
     fn candidates<'a>(&'a self, matched: &'a [SeqId]) -> impl Iterator<Item = Candidate> + 'a {
         matched.iter().flat_map(move |&seq| {
             let drafted = &self.seqs[seq];
@@ -264,7 +265,7 @@ impl Drafter {
         })
     }
 
-    /// Learns from what a step sampled. To be called before its commit.
+    /// Learns from a step's sampled tokens. Call it before the step's commit.
     pub fn observe(&mut self, plan: &StepPlan, sampled: &[i32]) {
         let mut at = 0;
         for chunk in plan.chunks.iter().filter(|chunk| chunk.samples) {
@@ -284,7 +285,7 @@ impl Drafter {
         }
     }
 
-    /// Forgets sequences that have ended, now and then.
+    /// Periodically removes sequences that have ended.
     fn sweep(&mut self, core: &Recorder) {
         self.until_sweep -= 1;
         if self.until_sweep == 0 {
@@ -294,7 +295,8 @@ impl Drafter {
     }
 }
 
-/// Fills `draft` with the tokens from `from` on. Past the last one it goes on with the draft itself: the text may repeat.
+/// Fills `draft` with the tokens from `from` on. After the last token it continues with the draft itself, because the
+/// text may repeat.
 fn extend(draft: &mut Vec<Token>, tokens: &[Token], from: usize, count: usize) {
     for at in from..from + count {
         let token = tokens.get(at).copied().unwrap_or_else(|| draft[at - tokens.len()]);
@@ -302,10 +304,10 @@ fn extend(draft: &mut Vec<Token>, tokens: &[Token], from: usize, count: usize) {
     }
 }
 
-/// What a step is expected to give, and to take.
+/// Expected tokens and time of a step.
 struct Worth {
     tokens: f64,
-    /// Microseconds.
+    /// Microseconds of the step.
     time: f64,
     /// Microseconds of one more drafted token.
     each: f64,
@@ -316,12 +318,12 @@ impl Worth {
         Self { tokens: load.decode_seqs.into(), time: model.step(load), each: model.drafted_token() }
     }
 
-    /// Whether a token that is accepted with this probability raises the tokens per second.
+    /// Whether a token that is accepted with probability `survival` raises the tokens per second.
     fn pays(&self, survival: f64) -> bool {
         survival * self.time > MARGIN * self.tokens * self.each
     }
 
-    /// Adds such a token if it pays.
+    /// Adds a token with this probability if it pays.
     fn add(&mut self, survival: f64) -> bool {
         let pays = self.pays(survival);
         if pays {
@@ -331,7 +333,7 @@ impl Worth {
         pays
     }
 
-    /// The candidates that may pay, the most probable first: each that is added makes it harder for the others.
+    /// The candidates that may pay, most probable first. Each added token raises the threshold for the others.
     fn sorted(&self, candidates: impl Iterator<Item = Candidate>) -> Vec<Candidate> {
         let mut sorted: Vec<_> = candidates.filter(|candidate| self.pays(candidate.survival)).collect();
         sorted.sort_by(|a, b| b.survival.total_cmp(&a.survival).then(a.position.cmp(&b.position)));
@@ -405,13 +407,13 @@ mod tests {
 
     #[test]
     fn tokens_are_proposed_while_they_raise_the_rate() {
-        // One sequence: a step of 10 ms, and 1 ms for each drafted token.
+        // One sequence: a step takes 10 ms, and each drafted token 1 ms.
         let model = StepModel::new(9000.0, 1000.0, 1000.0, 0.0, 0.0);
         let load = Load { decode_seqs: 1, ..Load::default() };
         assert_eq!(added(&load, &model, &[0.9, 0.8, 0.7, 0.6]), 4);
         assert_eq!(added(&load, &model, &[0.9, 0.4, 0.05]), 2);
         assert_eq!(added(&load, &model, &[0.1]), 0);
-        // A full batch, where a drafted token costs what another sequence would: only what is nearly sure pays.
+        // A full batch: a drafted token costs as much as another sequence, so only a nearly certain token pays.
         let model = StepModel::new(1000.0, 1000.0, 1000.0, 0.0, 0.0);
         let load = Load { decode_seqs: 64, ..Load::default() };
         assert_eq!(added(&load, &model, &[0.95]), 0);

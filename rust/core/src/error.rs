@@ -1,51 +1,51 @@
-//! What can be refused, with the numbers that would not be.
+//! Errors, with the limits that were exceeded.
 
 use thiserror::Error;
 
-/// Why a request was turned away at the door.
+/// Why a request was rejected on arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Rejected {
     /// The prompt has no tokens.
     #[error("the prompt has no tokens")]
     EmptyPrompt,
-    /// No new token was asked for.
+    /// The request allows no new tokens.
     #[error("at least one new token must be asked for")]
     NoNewTokens,
-    /// It is longer than the model can read.
+    /// The request exceeds the model's context length.
     #[error("{prompt} prompt tokens and {new} new ones exceed the {limit} tokens of the context")]
     TooLong {
         /// Tokens in the prompt.
         prompt: u64,
-        /// Tokens asked for.
+        /// Maximum new tokens.
         new: u64,
         /// `Config::max_model_len`.
         limit: u64,
     },
-    /// It would not fit if it had the whole KV cache to itself.
+    /// The request would not fit even with the whole KV cache to itself.
     #[error("needs {needed} KV blocks, the cache has {have}: at most {fits} tokens, prompt and output together, fit")]
     NeverFits {
-        /// Blocks at its longest.
+        /// Blocks needed at the request's maximum length.
         needed: u64,
-        /// Blocks there are.
+        /// Usable blocks.
         have: u64,
-        /// The prompt plus output that would fit, in tokens.
+        /// Tokens, prompt and output together, that would fit.
         fits: u64,
     },
-    /// As many wait as may wait.
+    /// The queue is full.
     #[error("the queue is full: {queued} {what} are waiting, at most {limit} may")]
     QueueFull {
-        /// What there is too much of: requests or prompt tokens.
+        /// The exceeded limit: requests or prompt tokens.
         what: &'static str,
-        /// How many wait, the new one included.
+        /// Number waiting, including the new request.
         queued: u64,
-        /// How many may.
+        /// Maximum number waiting.
         limit: u64,
-        /// Microseconds after which those ahead of it will have started.
+        /// Predicted microseconds until the requests ahead have started.
         retry_after: u64,
     },
 }
 
-/// Why a [`Config`](crate::Config) makes no scheduler.
+/// Why a [`Config`](crate::Config) is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {
     /// A limit is too small to run anything.
@@ -55,10 +55,10 @@ pub enum ConfigError {
         name: &'static str,
         /// Its value.
         value: u64,
-        /// What it must be.
+        /// The minimum.
         least: u64,
     },
-    /// A step has fewer tokens than sequences that decode.
+    /// `max_tokens` is less than `max_seqs`.
     #[error("max_seqs ({max_seqs}) must be at most max_tokens ({max_tokens}): each sequence that decodes takes a token of every step")]
     TooManySeqs {
         /// `Config::max_seqs`.
@@ -69,11 +69,11 @@ pub enum ConfigError {
     /// A limit does not fit the 32-bit step buffers.
     #[error("{name} must be at most {most}, got {value}")]
     TooLarge {
-        /// The field or product.
+        /// The field or the product of fields.
         name: &'static str,
         /// Its value.
         value: u64,
-        /// What it may be.
+        /// The maximum.
         most: u64,
     },
 }

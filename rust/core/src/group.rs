@@ -1,37 +1,37 @@
-//! Tenants and classes: who there is, and what each has used.
+//! Tenants and classes, and the usage of each.
 
 use crate::request::Time;
 use crate::timeline::Timeline;
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 
-/// What the requests of a tenant or of a class used, and how many there are.
+/// Usage and request counts of a tenant or a class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Requests that wait, those preempted included.
+    /// Waiting requests, including preempted ones.
     pub waiting: u32,
-    /// Requests that hold a slot.
+    /// Requests with a slot.
     pub running: u32,
-    /// Requests that ended.
+    /// Requests that have ended.
     pub requests: u64,
-    /// Their prompts' tokens.
+    /// Prompt tokens of ended requests.
     pub prompt_tokens: u64,
-    /// Of those, found in the cache.
+    /// Prompt tokens that were cached.
     pub cached_tokens: u64,
-    /// Tokens they generated.
+    /// Generated tokens.
     pub output_tokens: u64,
-    /// Tokens computed for them.
+    /// Computed tokens.
     pub computed_tokens: u64,
-    /// Blocks times microseconds that they held.
+    /// Blocks multiplied by the microseconds they were held.
     pub block_us: u64,
-    /// Times that they lost their blocks.
+    /// Number of preemptions.
     pub preemptions: u64,
-    /// Microseconds that they waited to start.
+    /// Microseconds from addition to start.
     pub queued: Time,
 }
 
 impl Usage {
-    /// Adds a request that ended.
+    /// Adds an ended request.
     pub(crate) fn book(&mut self, timeline: &Timeline) {
         self.requests += 1;
         self.prompt_tokens += u64::from(timeline.prompt_tokens);
@@ -44,16 +44,16 @@ impl Usage {
     }
 }
 
-/// The groups that a request belongs to, by number.
+/// The numbers of a request's groups.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Member {
     pub(crate) tenant: u32,
     pub(crate) class: u32,
-    /// The one whose turn it must be in the queue.
+    /// The group that orders the request in the queue.
     pub(crate) group: u32,
 }
 
-/// Groups that are remembered when none of their requests is there any more.
+/// Number of groups without requests that are remembered.
 const REMEMBERED: usize = 4096;
 
 #[derive(Debug)]
@@ -63,14 +63,14 @@ struct Group<K> {
     usage: Usage,
 }
 
-/// Numbers for names, with what is known of each. The number of a group that
-/// was idle for long is given to another, or a stream of made-up names would fill the memory.
+/// Assigns numbers to names and keeps data for each. The number of a group that was idle for long is reused. Otherwise
+/// a client could fill the memory with made-up names.
 #[derive(Debug)]
 pub(crate) struct Groups<K> {
-    /// Keyed at random, since clients choose names.
+    /// Hashed with a random key, because clients choose names.
     numbers: HashMap<K, u32>,
     list: Vec<Group<K>>,
-    /// Groups that had no request at some time, longest ago first.
+    /// Groups that had no requests at some time, longest ago first.
     idle: VecDeque<u32>,
 }
 
@@ -79,7 +79,7 @@ impl<K: Clone + Eq + Hash> Groups<K> {
         Self { numbers: HashMap::new(), list: Vec::new(), idle: VecDeque::new() }
     }
 
-    /// The group's number, for one request more; and whether the number is new to that name.
+    /// Adds a request to a group. Returns the group's number and whether the number is new for this name.
     pub(crate) fn enter(&mut self, name: &K) -> (u32, bool) {
         if let Some(&number) = self.numbers.get(name) {
             self.list[number as usize].live += 1;
@@ -98,13 +98,13 @@ impl<K: Clone + Eq + Hash> Groups<K> {
         (number, true)
     }
 
-    /// Takes back one request of the group.
+    /// Removes one request from the group.
     pub(crate) fn leave(&mut self, number: u32) {
         let group = &mut self.list[number as usize];
         group.live -= 1;
         if group.live == 0 {
             self.idle.push_back(number);
-            // A group that comes and goes is listed each time: the list must not outgrow the groups.
+            // A group is listed each time it becomes idle. Trim the list so that it does not outgrow the groups.
             if self.idle.len() > 2 * self.list.len() + 16 {
                 let mut listed = vec![false; self.list.len()];
                 let list = &self.list;

@@ -1,45 +1,45 @@
-//! The name of a full block: its tokens and everything before them.
+//! The name of a full block: a hash of its tokens and of all tokens before them.
 
 use crate::request::Token;
 use siphasher::sip::SipHasher13;
 use std::hash::Hasher;
 
-/// A 64-bit name, chained from the first block on.
+/// A 64-bit name. Names are chained from the first block on.
 ///
-/// It only finds a candidate: tokens and ancestry are compared before a block
-/// is shared (see [`BlockPool::find`](crate::BlockPool::find)), so a collision
-/// costs a miss and never leaks one caller's cache to another.
+/// A name only finds a candidate. Tokens and ancestry are compared before a block is shared (see
+/// [`BlockPool::find`](crate::BlockPool::find)). A collision therefore costs a miss and never leaks one caller's cache
+/// to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockHash(u64);
 
 impl BlockHash {
-    /// The name as a plain number.
+    /// The name as an integer.
     pub fn to_bits(self) -> u64 {
         self.0
     }
 }
 
-/// Makes block names with SipHash-1-3 and a key.
+/// Computes block names with SipHash-1-3 and a key.
 ///
-/// Clients choose tokens and salts. Without the key they cannot make names
-/// that collide, which would evict other callers' blocks and slow lookups.
+/// Clients choose tokens and salts. Without the key they cannot construct colliding names, which would evict other
+/// callers' blocks and slow lookups down.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockHasher(SipHasher13);
 
 impl BlockHasher {
-    /// Names under `key`. Names of different keys have nothing to do with each other.
+    /// Creates a hasher with `key`. Names under different keys are unrelated.
     pub fn new(key: u128) -> Self {
         Self(SipHasher13::new_with_keys(key as u64, (key >> 64) as u64))
     }
 
-    /// The parent of a first block; `salt` separates callers who must not share.
+    /// The parent name of a first block. `salt` separates callers that must not share blocks.
     pub fn root(&self, salt: &[u8]) -> BlockHash {
         let mut hasher = self.0;
         hasher.write(salt);
         BlockHash(hasher.finish())
     }
 
-    /// The name of the block that holds `tokens` after the block named `parent`.
+    /// The name of the block with `tokens` after the block named `parent`.
     pub fn child(&self, parent: BlockHash, tokens: &[Token]) -> BlockHash {
         let mut hasher = self.0;
         hasher.write_u64(parent.0);
@@ -70,8 +70,8 @@ mod tests {
         assert_eq!(seen.len(), 6 * blocks.len());
     }
 
-    /// The hash that this one replaced multiplied the state, xored with a pair of tokens, by a public number: a pair equal to the state
-    /// led to zero, whatever came before, and so any number of blocks got one name.
+    /// Regression test. An earlier hash multiplied the state, xored with a pair of tokens, by a public number. A pair
+    /// equal to the state gave zero, whatever came before, so any number of blocks could have the same name.
     #[test]
     fn tokens_cannot_be_chosen_to_give_equal_names() {
         let fold = |a: u64, b: u64| {

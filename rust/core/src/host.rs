@@ -1,6 +1,6 @@
-//! Blocks in host memory: where preempted sequences' KV waits.
+//! Blocks in host memory, which hold the KV of swapped sequences.
 
-/// The free blocks of the host pool. What is in the others, their sequences know.
+/// The free blocks of the host pool. Each sequence knows the host blocks it holds.
 #[derive(Debug)]
 pub(crate) struct HostPool {
     count: u32,
@@ -20,17 +20,17 @@ impl HostPool {
         self.free.len()
     }
 
-    /// A free block; the caller has asked [`free`](Self::free) before.
+    /// Takes a free block. The caller must check [`free`](Self::free) first.
     pub(crate) fn take(&mut self) -> u32 {
         self.free.pop().expect("a free host block")
     }
 
-    /// Gives back all of `blocks`. A later step may write them, no earlier one.
+    /// Releases `blocks`. Only later steps may write them.
     pub(crate) fn release(&mut self, blocks: &mut Vec<u32>) {
         self.free.append(blocks);
     }
 
-    /// Panics unless `held` and the free ones are all there are, each once.
+    /// Panics unless `held` and the free blocks are all blocks, each once.
     pub(crate) fn check(&self, held: impl Iterator<Item = u32>) {
         let mut all: Vec<u32> = self.free.iter().copied().chain(held).collect();
         all.sort_unstable();

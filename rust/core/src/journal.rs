@@ -1,9 +1,9 @@
-//! The format of a journal: what went into a scheduler, and a hash of what it decided. No token is in it.
+//! The format of a journal: the inputs of a scheduler and a hash of its decisions. A journal contains no tokens.
 //!
-//! A line with the version, then frames: a frame has its length, a check of the length, records, and a check of all
-//! frames so far. The first frame has the settings by name; [`Recorder`](crate::Recorder) writes the others and
-//! [`ParsedJournal`](crate::ParsedJournal) reads them. Tokens only matter to the scheduler in so far as full blocks of
-//! them are equal: a journal has the blocks' names instead.
+//! A journal is a line with the version, followed by frames. A frame has its length, a checksum of the length, records,
+//! and a checksum of all frames so far. The first frame has the settings by name. [`Recorder`](crate::Recorder) writes
+//! the other frames and [`ParsedJournal`](crate::ParsedJournal) reads them. The scheduler only depends on which full
+//! blocks have equal tokens, so a journal has the blocks' names instead of tokens.
 
 use crate::batch::StepPlan;
 use crate::config::Config;
@@ -22,7 +22,7 @@ pub(crate) const SEED: u64 = 0x9E37_79B9_7F4A_7C15;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// Time, tag, prompt tokens, most new tokens, priority, weight, deadlines, prediction, tenant, names of full blocks.
+    /// Time, tag, prompt tokens, maximum new tokens, priority, weight, deadlines, prediction, tenant, names of full blocks.
     Add = 1,
     /// Time, parent, tag.
     Fork = 2,
@@ -32,9 +32,9 @@ pub(crate) enum Kind {
     Expire = 4,
     /// Time, hash of all decisions.
     Plan = 5,
-    /// Time; tags that ended by a stop or an error; drafted sequences, each with the tokens that it got.
+    /// Time; tags of requests that ended by a stop or an error; drafted sequences, each with its number of new tokens.
     Commit = 6,
-    /// Request, number of a block that is full of generated tokens, name.
+    /// Request, number of a block filled with generated tokens, name.
     Name = 7,
     /// Request, drafted tokens.
     Draft = 8,
@@ -46,9 +46,9 @@ pub(crate) enum Kind {
     Rerank = 11,
     /// Reserved: request, blocks that arrived.
     Arrived = 12,
-    /// Reserved: tenant, service that it got elsewhere.
+    /// Reserved: tenant, service given to it elsewhere.
     Credit = 13,
-    /// Reserved: blocks of the pool from now on.
+    /// Reserved: new number of blocks in the pool.
     PoolSize = 14,
 }
 
@@ -74,7 +74,7 @@ impl Kind {
         Self::ALL.into_iter().find(|&kind| kind as u8 == byte)
     }
 
-    /// What a record of this kind would say, if this version cannot replay it.
+    /// Description of a record that this version cannot replay. `None` for other kinds.
     pub(crate) fn reserved(self) -> Option<&'static str> {
         match self {
             Self::Append => Some("append"),
@@ -88,44 +88,44 @@ impl Kind {
     }
 }
 
-/// The reasons for which callers end requests; a record has the place of one.
+/// The reasons for which callers end requests. A record stores an index into this list.
 pub(crate) const REASONS: [FinishReason; 3] = [FinishReason::Abort, FinishReason::Stop, FinishReason::Error];
 
 /// Why a journal cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum JournalError {
-    /// It is something else.
+    /// The file is not a journal.
     #[error("this is no journal")]
     NotAJournal,
-    /// Another version of chairlift wrote it.
+    /// Another version of Chairlift wrote the journal.
     #[error("this is a journal of version {found}, and only version 2 can be read here: replay it with the chairlift that recorded it")]
     Version {
-        /// The version that its first line names.
+        /// The version in the first line.
         found: String,
     },
-    /// It ends before the settings do.
+    /// The journal ends before the end of the settings.
     #[error("the journal is cut off within its settings: nothing can be replayed")]
     NoSettings,
     /// A setting is unknown or out of bounds.
     #[error("the journal's settings cannot be used: {0}")]
     Setting(#[from] SettingError),
-    /// The settings make no scheduler.
+    /// No scheduler can be made from the settings.
     #[error("the journal's settings cannot be used: {0}")]
     Config(#[from] ConfigError),
-    /// Something in it was changed since it was written, or makes no sense.
+    /// The journal was modified after it was written, or is invalid.
     #[error("the journal is damaged at byte {0}")]
     Damaged(usize),
-    /// It has a record of a kind that this version knows by name only.
+    /// The journal has a record of a reserved kind, which this version cannot replay.
     #[error("the journal has a record at byte {at} that this version of chairlift cannot replay: {kind}")]
     Reserved {
-        /// What the record says.
+        /// Description of the record.
         kind: &'static str,
-        /// Where.
+        /// Byte offset of the record.
         at: usize,
     },
 }
 
-/// Appends a number, 7 bits a byte, low ones first.
+/// Appends a number with 7 bits per byte, low bits first.
 pub(crate) fn put(bytes: &mut Vec<u8>, mut value: u64) {
     while value >= 0x80 {
         bytes.push(value as u8 | 0x80);
@@ -134,7 +134,7 @@ pub(crate) fn put(bytes: &mut Vec<u8>, mut value: u64) {
     bytes.push(value as u8);
 }
 
-/// A signed number as one that [`put`] writes in few bytes if it is near 0.
+/// Maps a signed number near 0 to a small unsigned number, which [`put`] writes in few bytes.
 pub(crate) fn zigzag(value: i32) -> u64 {
     u64::from(((value << 1) ^ (value >> 31)) as u32)
 }
@@ -144,13 +144,13 @@ fn put_text(bytes: &mut Vec<u8>, text: &str) {
     bytes.extend_from_slice(text.as_bytes());
 }
 
-/// The checksum of a frame, after those before it.
+/// The checksum of a frame and of all frames before it.
 fn checksum(before: u64, records: &[u8]) -> u64 {
     let words = records.chunks(8).map(|word| word.iter().rev().fold(0, |sum, &byte| sum << 8 | u64::from(byte)));
     words.fold(guard(before, records.len()), |sum, word| fold(sum ^ word ^ SEED.rotate_left(17), SEED))
 }
 
-/// What a length is checked by.
+/// The checksum of a frame's length.
 fn guard(before: u64, len: usize) -> u64 {
     fold(before ^ len as u64 ^ SEED.rotate_left(31), SEED)
 }
@@ -164,10 +164,10 @@ fn put_frame(bytes: &mut Vec<u8>, records: &[u8], sum: &mut u64) {
     bytes.extend_from_slice(&(*sum as u32).to_le_bytes());
 }
 
-/// The writing end: records pile up until they are taken.
+/// Writes records and buffers them until the caller takes them.
 #[derive(Debug)]
 pub(crate) struct Writer {
-    /// Frames that are complete.
+    /// Complete frames.
     frames: Vec<u8>,
     records: Vec<u8>,
     sum: u64,
@@ -199,7 +199,7 @@ impl Writer {
         Self { frames, records: Vec::new(), sum, now: 0, hash: digest_seed() }
     }
 
-    /// Appends what was recorded since the last call to `bytes`.
+    /// Appends everything recorded since the previous call to `bytes`.
     pub(crate) fn take(&mut self, bytes: &mut Vec<u8>) {
         bytes.append(&mut self.frames);
         if !self.records.is_empty() {
@@ -208,10 +208,10 @@ impl Writer {
         }
     }
 
-    /// Begins a record of a call.
+    /// Begins a record of a call at time `now`.
     pub(crate) fn call(&mut self, kind: Kind, now: Time) -> &mut Self {
         self.records.push(kind as u8);
-        // Callers' clocks may step back; that too must come out as it went in.
+        // A caller's clock may step back. The difference wraps so that the reader restores the same time.
         put(&mut self.records, now.wrapping_sub(self.now));
         self.now = now;
         self
@@ -238,7 +238,7 @@ impl Writer {
         self
     }
 
-    /// Records a plan, or that there was none.
+    /// Records a plan, or that no step was planned.
     pub(crate) fn plan(&mut self, now: Time, plan: Option<&StepPlan>) {
         self.hash = digest(self.hash, plan);
         let hash = self.hash;
@@ -246,7 +246,7 @@ impl Writer {
     }
 }
 
-/// The reading end. A method gives `None` if what it is to read makes no sense, or if there is no more: then it is past the end.
+/// Reads records. A method returns `None` if the data is invalid or at an end. After the end, the position is past the end.
 pub(crate) struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -287,7 +287,7 @@ impl<'a> Reader<'a> {
         self.slice(8)?.try_into().ok().map(u64::from_le_bytes)
     }
 
-    /// Whether something has been left unread.
+    /// Whether unread data is left.
     pub(crate) fn has_more(&self) -> bool {
         self.at < self.bytes.len()
     }
@@ -303,13 +303,13 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// What comes next in a file.
+/// The next part of a journal.
 pub(crate) enum Frame<'a> {
-    /// Records, and where in the file they are.
+    /// Records, and their byte offset in the file.
     Records(Reader<'a>, usize),
     /// The file is cut off within a frame.
     CutOff,
-    /// The file ends with the frame before.
+    /// The file ends after the previous frame.
     End,
 }
 
@@ -320,7 +320,7 @@ pub(crate) struct Frames<'a> {
 }
 
 impl<'a> Frames<'a> {
-    /// Opens a journal, and reads its settings.
+    /// Opens a journal and reads its settings.
     pub(crate) fn open(bytes: &'a [u8]) -> Result<(Self, Config), JournalError> {
         let rest = bytes.strip_prefix(MAGIC).ok_or(JournalError::NotAJournal)?;
         if !rest.starts_with(VERSION) {
@@ -336,7 +336,7 @@ impl<'a> Frames<'a> {
         Ok((frames, config))
     }
 
-    /// The next frame, if it is as it was written.
+    /// Returns the next frame. Fails if its checksum does not match.
     pub(crate) fn next(&mut self) -> Result<Frame<'a>, JournalError> {
         if !self.reader.has_more() {
             return Ok(Frame::End);
@@ -375,18 +375,18 @@ fn read_settings(reader: &mut Reader<'_>) -> Option<Vec<(String, Value)>> {
     Some(given)
 }
 
-/// The mixing of wyhash: a product, its halves folded together.
+/// The mixing function of wyhash: a 128-bit product with its halves folded together.
 pub(crate) fn fold(a: u64, b: u64) -> u64 {
     let wide = u128::from(a) * u128::from(b);
     (wide as u64) ^ (wide >> 64) as u64
 }
 
-/// The hash of no decision.
+/// The hash before the first decision.
 pub(crate) fn digest_seed() -> u64 {
     SEED
 }
 
-/// Folds what a plan decides, or that there was none, into a hash of all before it.
+/// Adds a plan's decisions, or the absence of a plan, to the hash of all earlier decisions.
 pub(crate) fn digest(hash: u64, plan: Option<&StepPlan>) -> u64 {
     let mix = |hash: u64, value: u64| fold(hash ^ value, SEED);
     let Some(plan) = plan else { return mix(hash, 0) };

@@ -1,4 +1,4 @@
-//! The KV cache: blocks of the device and of host memory, their names, and who holds them.
+//! The KV cache: device and host blocks, their names and their holders.
 
 use crate::block::{BlockId, BlockPool, BlockTable, BlockUse, Chain, Estimate};
 use crate::hash::{BlockHash, BlockHasher};
@@ -6,24 +6,24 @@ use crate::host::HostPool;
 use crate::request::Token;
 use std::sync::Arc;
 
-/// What a sequence has of the KV cache. Only [`Kv`] changes it.
+/// A sequence's part of the KV cache. Only [`Kv`] changes it.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct SeqBlocks {
-    /// Known and computed tokens at which its next block gets its name: none without a prefix cache.
+    /// Number of known and computed tokens at which the next block is named. `None` without a prefix cache.
     seal_at: Option<u32>,
     table: BlockTable,
-    /// The names of its full blocks, as far as they were computed: none without a prefix cache.
+    /// Names of the sequence's full blocks computed so far. Empty without a prefix cache.
     names: Vec<BlockHash>,
-    /// The blocks that have their names in the cache, or had when it was looked at last.
+    /// The named blocks in the cache at the latest lookup.
     chain: Chain,
     salt: Arc<[u8]>,
-    /// Blocks of host memory that have its KV, while it is swapped.
+    /// Host blocks that hold the sequence's KV while it is swapped out.
     host: Vec<u32>,
 }
 
 impl SeqBlocks {
-    /// Those of a sequence that has none yet.
+    /// The state of a sequence without blocks.
     pub(crate) fn new(salt: Arc<[u8]>) -> Self {
         let chain = Chain::root(&salt);
         Self { seal_at: None, table: BlockTable::default(), names: Vec::new(), chain, salt, host: Vec::new() }
@@ -33,7 +33,7 @@ impl SeqBlocks {
         self.table.ids()
     }
 
-    /// How many it holds.
+    /// Number of blocks that the sequence holds.
     #[inline]
     pub(crate) fn held(&self) -> usize {
         self.table.ids().len()
@@ -43,7 +43,7 @@ impl SeqBlocks {
         &self.names
     }
 
-    /// How many of its first blocks are in the cache, as far as it was looked at.
+    /// Number of leading blocks that were cached at the latest lookup.
     pub(crate) fn cached_len(&self) -> usize {
         self.chain.len()
     }
@@ -56,56 +56,56 @@ impl SeqBlocks {
         &self.host
     }
 
-    /// Whether one of its blocks is to get its name once so many tokens are known and computed.
+    /// Whether a block must be named once `known` tokens are known and computed.
     #[inline]
     pub(crate) fn is_due(&self, known: u32) -> bool {
         self.seal_at.is_some_and(|at| at <= known)
     }
 
-    /// Where the cache keeps the token at `position`, whose block it has.
+    /// KV slot of the token at `position`. The sequence must hold its block.
     pub(crate) fn kv_slot(&self, position: u32, block_size: u32) -> u32 {
         self.table.ids()[(position / block_size) as usize].0 * block_size + position % block_size
     }
 
-    /// Notes what the cache has of it.
+    /// Sets the chain of cached blocks.
     pub(crate) fn set_chain(&mut self, chain: Chain) {
         self.chain = chain;
     }
 
-    /// Forgets what the cache has of it.
+    /// Clears the chain of cached blocks.
     pub(crate) fn reset_chain(&mut self) {
         self.chain = Chain::root(&self.salt);
     }
 }
 
-/// The blocks that a sequence can share when it is admitted.
+/// Blocks that a sequence can share when it is admitted.
 #[derive(Debug, Default)]
 pub(crate) struct Cached {
     blocks: Vec<BlockId>,
-    /// The one that a fork's parent has filled in part: it is to be copied.
+    /// The block that a fork's parent has partly filled. The fork copies it.
     tail: Option<BlockId>,
 }
 
-/// What a sequence gets if there is room for it.
+/// Limits of one allocation at admission.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Grant {
-    /// Blocks that it gets.
+    /// Blocks to allocate.
     pub(crate) blocks: usize,
-    /// Free blocks that it may use.
+    /// Free blocks available to the sequence.
     pub(crate) room: usize,
-    /// The step that it starts in.
+    /// The step in which the sequence starts.
     pub(crate) step: u64,
 }
 
-/// Every block there is. A sequence's part of it is in its [`SeqBlocks`].
+/// All KV blocks. [`SeqBlocks`] holds each sequence's part.
 #[derive(Debug)]
 pub(crate) struct Kv {
     pool: BlockPool,
     host: HostPool,
     block_size: u32,
-    /// Whether sequences share the blocks of equal beginnings.
+    /// Whether sequences share blocks of equal prefixes.
     sharing: bool,
-    /// An empty list, kept for its memory.
+    /// An empty list, kept to reuse its memory.
     spare: Vec<BlockId>,
 }
 
@@ -115,28 +115,28 @@ impl Kv {
         Self { pool, host: HostPool::new(host_blocks), block_size, sharing, spare: Vec::new() }
     }
 
-    /// Blocks that nobody holds.
+    /// Number of blocks that no sequence holds.
     #[inline]
     pub(crate) fn free(&self) -> usize {
         self.pool.free()
     }
 
-    /// Blocks of host memory, and how many of them are free.
+    /// Number of host blocks, and the number of free host blocks.
     pub(crate) fn host(&self) -> (usize, usize) {
         (self.host.len(), self.host.free())
     }
 
-    /// Names computed and looked up so far.
+    /// Number of names computed and looked up so far.
     pub(crate) fn lookups(&self) -> u64 {
         self.pool.lookups()
     }
 
-    /// Who has each block, the scratch block left out.
+    /// The use of each block, without the scratch block.
     pub(crate) fn uses(&self) -> impl Iterator<Item = BlockUse> + '_ {
         self.pool.uses()
     }
 
-    /// The names of all full blocks of `tokens`, those that were not computed yet too.
+    /// Names of all full blocks of `tokens`. Missing names are computed.
     pub(crate) fn names<'a>(&'a self, blocks: &'a SeqBlocks, tokens: &'a [Token]) -> impl Iterator<Item = BlockHash> + 'a {
         let hasher = self.pool.hasher();
         let mut name = hasher.root(&blocks.salt);
@@ -146,27 +146,27 @@ impl Kv {
         })
     }
 
-    /// Computes the names of a sequence's full blocks that have none yet.
+    /// Computes the missing names of a sequence's full blocks.
     pub(crate) fn name(&mut self, blocks: &mut SeqBlocks, tokens: &[Token]) {
         if self.sharing {
             self.pool.name_blocks(&blocks.salt, tokens, &mut blocks.names);
         }
     }
 
-    /// Whether the cache has a block of that name.
+    /// Whether a block with this name is cached.
     pub(crate) fn is_named(&mut self, name: BlockHash) -> bool {
         self.pool.is_named(name)
     }
 
-    /// Looks up how much of a waiting sequence the cache has, from where it was looked up last.
+    /// Extends a waiting sequence's chain of cached blocks from its latest lookup.
     pub(crate) fn look_up(&mut self, blocks: &mut SeqBlocks, tokens: &[Token]) {
         let mut found = std::mem::take(&mut self.spare);
         blocks.chain = self.pool.find_on(blocks.chain.clone(), &blocks.names, tokens, &mut found);
         self.recycle(found);
     }
 
-    /// About how much of a waiting sequence the cache has beyond its first `from` blocks: see [`BlockPool::estimate`].
-    /// `last` is what was estimated before, with nothing else done in between: where names are equal the answer is too.
+    /// Estimates how many blocks of a waiting sequence are cached beyond its first `from`: see [`BlockPool::estimate`].
+    /// `last` is the previous estimate. It is reused for equal names, so the cache must not change between the calls.
     pub(crate) fn estimate(&mut self, blocks: &SeqBlocks, from: usize, last: &mut Option<Estimate>) -> Chain {
         let known = last.take().filter(|last| last.holds_for(&blocks.names, from));
         let estimate = known.unwrap_or_else(|| self.pool.estimate(&blocks.names, from));
@@ -174,10 +174,10 @@ impl Kv {
         estimate.chain(&blocks.salt)
     }
 
-    /// Finds the blocks that a sequence can share. A fork whose `parent` has all of its prompt also gets the block that the
-    /// last but one token of the prompt lies in, for copying.
+    /// Finds the blocks that a sequence can share. A fork whose `parent` has computed its whole prompt also gets the
+    /// block that holds the prompt's last token but one, for copying.
     pub(crate) fn find(&mut self, blocks: &mut SeqBlocks, tokens: &[Token], parent: Option<&SeqBlocks>, step: u64) -> Cached {
-        // Tokens may have come while it waited.
+        // The sequence may have gained tokens while it waited.
         self.name(blocks, tokens);
         let whole = (tokens.len() - 1) / self.block_size as usize;
         let mut found = std::mem::take(&mut self.spare);
@@ -192,13 +192,14 @@ impl Kv {
         Cached { blocks: found, tail: tail.filter(|&tail| self.pool.settled_before(tail, step)) }
     }
 
-    /// Takes back what was found for a sequence that is not admitted.
+    /// Releases blocks that were found for a sequence that was not admitted.
     pub(crate) fn discard(&mut self, cached: Cached) {
         self.recycle(cached.blocks);
     }
 
-    /// Gives a sequence blocks for all its tokens, those found for it first, and says how many tokens are computed then;
-    /// or how many free blocks it needs. Adds what must be copied before the step to `copies`.
+    /// Allocates blocks for all tokens of a sequence, starting with the `cached` ones. Returns the number of computed
+    /// tokens, or as an error the number of free blocks required. Appends block copies needed before the step to
+    /// `copies`.
     pub(crate) fn admit(
         &mut self,
         blocks: &mut SeqBlocks,
@@ -208,9 +209,9 @@ impl Kv {
         copies: &mut Vec<(BlockId, BlockId)>,
     ) -> Result<u32, usize> {
         let (len, size) = (tokens.len(), self.block_size as usize);
-        // The last token always runs, or there would be nothing to sample
-        // from. If its block was found it is written again, so in a copy when
-        // others hold it, and not at all when there is nothing to copy yet.
+        // The last token is always computed, because its logits are sampled. If its block was cached, the step writes
+        // the block again. The sequence then writes to a copy if other sequences hold the block. If the block is not
+        // complete yet, the sequence does not share it.
         let mut rewritten = cached.blocks.last().copied().filter(|_| cached.blocks.len() * size == len);
         let mut copy = rewritten.is_some_and(|last| self.pool.holders(last) > 0);
         if copy && rewritten.is_some_and(|last| !self.pool.complete_before(last, grant.step)) {
@@ -228,13 +229,14 @@ impl Kv {
         }
         self.fill_up(blocks, grant.blocks);
         let Some(tail) = cached.tail else { return Ok((shared * size).min(len - 1) as u32) };
-        // What its parent's prompt left in a block partly filled.
+        // Copy the block that the parent's prompt filled in part.
         copies.push((tail, blocks.table.ids()[shared]));
         Ok(len as u32 - 1)
     }
 
-    /// Gives a swapped sequence blocks for its KV, those that the cache has first; or says how many free blocks it needs. Adds
-    /// what must be copied from host memory to `swap_in`. The host's blocks are its own until [`end_swap`](Self::end_swap).
+    /// Allocates device blocks for the KV of a swapped sequence, starting with cached blocks. Returns the number of
+    /// free blocks required as an error. Appends copies from host memory to `swap_in`. The sequence keeps the host
+    /// blocks until [`end_swap`](Self::end_swap).
     pub(crate) fn swap_in(
         &mut self,
         blocks: &mut SeqBlocks,
@@ -256,7 +258,7 @@ impl Kv {
         Ok(())
     }
 
-    /// Adds the blocks found to a table, if there is room for all the blocks that it gets now, and for so many `copies`.
+    /// Adds the found blocks to a table if enough blocks are free for the grant and for `copies` copies.
     fn share(&mut self, blocks: &mut SeqBlocks, found: Vec<BlockId>, grant: Grant, copies: usize) -> Result<(), usize> {
         let revived = found.iter().filter(|&&block| self.pool.holders(block) == 0).count();
         let needed = revived + grant.blocks - found.len() + copies;
@@ -276,7 +278,7 @@ impl Kv {
         assert!(grown, "counted before");
     }
 
-    /// Makes room for a sequence of up to so many tokens, so that decoding does not allocate.
+    /// Reserves capacity for a sequence of up to `limit` tokens, so that decoding does not allocate.
     pub(crate) fn reserve(&self, blocks: &mut SeqBlocks, limit: u32) {
         blocks.table.reserve(limit.div_ceil(self.block_size) as usize);
         if self.sharing {
@@ -284,13 +286,13 @@ impl Kv {
         }
     }
 
-    /// Grows a sequence to so many blocks. Panics if too few are free.
+    /// Grows a sequence to `len` blocks. Panics if too few blocks are free.
     pub(crate) fn grow(&mut self, blocks: &mut SeqBlocks, len: usize) {
         let grown = self.pool.grow(&mut blocks.table, len);
         assert!(grown, "room was made before");
     }
 
-    /// Names the blocks that, once `step` has run, are full of `known` tokens, and tells `named` of each.
+    /// Names the blocks that hold only `known` tokens once `step` has run. Calls `named` for each.
     pub(crate) fn seal(&mut self, blocks: &mut SeqBlocks, known: &[Token], step: u64, mut named: impl FnMut(BlockHash)) {
         while let Some(at) = blocks.seal_at.filter(|&at| at as usize <= known.len()) {
             let full = &known[(at - self.block_size) as usize..at as usize];
@@ -305,26 +307,26 @@ impl Kv {
         }
     }
 
-    /// Takes the names from the blocks that the step `since`, or a later one, completes: what they hold may be no good.
+    /// Removes the names of blocks that step `since` or a later step completes, because their content may be invalid.
     pub(crate) fn forget(&mut self, blocks: &SeqBlocks, since: u64) {
         self.pool.forget(&blocks.table, since);
     }
 
-    /// Takes a preempted sequence's blocks.
+    /// Releases the device blocks of a preempted sequence.
     pub(crate) fn release(&mut self, blocks: &mut SeqBlocks) {
         self.pool.release(&mut blocks.table);
         blocks.seal_at = None;
         blocks.reset_chain();
     }
 
-    /// Takes all that a sequence has, since it ends.
+    /// Releases all blocks of a sequence that has ended.
     pub(crate) fn free_all(&mut self, blocks: &mut SeqBlocks) {
         self.pool.release(&mut blocks.table);
         self.host.release(&mut blocks.host);
     }
 
-    /// Has the KV of a sequence's first tokens copied to host memory, and says how many blocks that are. Panics if there are
-    /// not enough.
+    /// Plans copies of a sequence's computed KV to host memory. Returns the number of copied blocks. Panics if too few
+    /// host blocks are free.
     pub(crate) fn swap_out(&mut self, blocks: &mut SeqBlocks, computed: u32, swap_out: &mut Vec<(BlockId, u32)>) -> usize {
         let used = computed.div_ceil(self.block_size) as usize;
         for &block in &blocks.table.ids()[..used] {
@@ -335,12 +337,12 @@ impl Kv {
         used
     }
 
-    /// Gives the host's blocks back of a sequence that was swapped in.
+    /// Releases the host blocks of a sequence that was swapped in.
     pub(crate) fn end_swap(&mut self, blocks: &mut SeqBlocks) {
         self.host.release(&mut blocks.host);
     }
 
-    /// Panics unless the pools agree with what sequences have, which must be all there is.
+    /// Panics unless the pools agree with the blocks of `all`, which must be all sequences.
     pub(crate) fn check<'a>(&self, all: impl Iterator<Item = &'a SeqBlocks> + Clone) {
         self.pool.check(all.clone().map(|blocks| &blocks.table));
         self.host.check(all.flat_map(|blocks| blocks.host.iter().copied()));

@@ -1,12 +1,9 @@
-//! The scheduling half of the engine: which tokens run next, and in which
-//! blocks of the KV cache they live.
+//! The engine's scheduler. It chooses the tokens of the next step and the KV cache blocks that hold them.
 //!
-//! Pure: no clock (time is an argument), no threads, no I/O, no tensors. The
-//! same calls at the same times give the same decisions, bit for bit, which is
-//! what makes the property test, replay and simulation one piece of code.
+//! The crate is pure: no clock (time is an argument), no threads, no I/O, no tensors. The same calls at the same times
+//! give the same decisions, bit for bit. The property test, replay and simulation therefore run the same code.
 //!
-//! A step is [`Scheduler::plan`], [`StepPlan::fill`], the model's forward pass
-//! (somebody else's), [`Scheduler::commit`].
+//! A step is [`Scheduler::plan`], [`StepPlan::fill`], the model's forward pass (run by the caller) and [`Scheduler::commit`].
 
 mod accounts;
 mod awaited;

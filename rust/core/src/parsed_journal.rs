@@ -1,6 +1,6 @@
-//! A journal, read.
+//! Parses a journal.
 //!
-//! Where the scheduler that recorded had tokens, this makes some up that are equal where the names of full blocks are.
+//! A journal has no tokens. The parser generates tokens that are equal exactly where the names of full blocks are equal.
 
 use crate::config::Config;
 use crate::journal::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
@@ -8,95 +8,95 @@ use crate::request::{ArrivalNumber, FinishReason, Request, Time, Token};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-/// The token that stands for a stop; none that is made up equals it.
+/// The token that stands for a stop token. Generated tokens never equal it.
 pub const STOP: Token = 0;
-/// Stands for a drafted token that was not accepted; none that is made up equals it.
+/// The token that stands for a rejected drafted token. Generated tokens never equal it.
 const REJECTED: Token = i32::MAX as Token;
 
-/// One call of the scheduler, as recorded.
+/// One recorded call of the scheduler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Call {
-    /// A request.
+    /// A request was added.
     Add(Arc<Arrival>),
-    /// Another answer to a request's prompt.
+    /// A request was forked.
     Fork {
-        /// The place of the request among all requests and forks.
+        /// Arrival number of the parent.
         parent: ArrivalNumber,
         /// The fork's tag.
         tag: u64,
     },
-    /// The end of a request, by its caller.
+    /// The caller ended a request.
     End {
-        /// The request's place.
+        /// The request's arrival number.
         arrival_number: ArrivalNumber,
-        /// Whether the caller had what it asked for, left, or was left alone.
+        /// The reason that the caller gave.
         reason: FinishReason,
     },
-    /// Deadlines were looked at.
+    /// Deadlines were checked.
     Expire,
-    /// Tokens proposed for a sequence.
+    /// Tokens were drafted for a sequence.
     Draft {
-        /// The request's place.
+        /// The request's arrival number.
         arrival_number: ArrivalNumber,
-        /// How many.
+        /// Number of drafted tokens.
         tokens: u32,
-        /// How many of them the model would have sampled itself.
+        /// Number of accepted tokens.
         accepted: u32,
     },
-    /// A plan; the hash of all decisions up to it.
+    /// A step was planned. Contains the hash of all decisions so far.
     Plan(u64),
-    /// The tokens of a step.
+    /// A step was committed.
     Commit(Sampled),
 }
 
-/// What a journal says of the tokens of a step.
+/// The journal's record of the tokens of a step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sampled {
-    /// Tags of the requests that ended otherwise than by length, and whether by an error.
+    /// Tags of the requests that ended for a reason other than length, and whether the reason was an error.
     pub ended: Vec<(u64, bool)>,
-    /// Requests with drafted tokens, and how many tokens each was given.
+    /// Requests with drafted tokens, and the number of new tokens of each.
     pub drafted: Vec<(ArrivalNumber, u32)>,
 }
 
 /// A recorded request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arrival {
-    /// When it came.
+    /// The arrival time.
     pub time: Time,
-    /// Its place among all requests and forks.
+    /// Arrival number among all requests and forks.
     pub arrival_number: ArrivalNumber,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub prompt_tokens: u32,
-    /// What it asked for, but for the prompt.
+    /// The request without its prompt.
     pub request: Request,
 }
 
-/// A journal, read.
+/// A parsed journal.
 #[derive(Clone, Debug)]
 pub struct ParsedJournal {
-    /// The settings of the scheduler that was recorded.
+    /// Settings of the recorded scheduler.
     pub config: Config,
-    /// Its calls with their times, in order.
+    /// The calls with their times, in order.
     pub calls: Vec<(Time, Call)>,
-    /// Names of full blocks, by request and number.
+    /// Names of full blocks, by request and block number.
     names: FxHashMap<(ArrivalNumber, u32), u64>,
-    /// Whose prompt a fork has: the first of the family.
+    /// For each fork, the first request of its family, which has the same prompt.
     parents: FxHashMap<ArrivalNumber, ArrivalNumber>,
-    /// Whether the file ends within a frame, as after a crash: the calls are those before it.
+    /// Whether the file is cut off within a frame, as after a crash. `calls` contains the calls before that frame.
     pub truncated: bool,
 }
 
-/// How far reading has come.
+/// State of the parser.
 #[derive(Default)]
 struct Progress {
     now: Time,
     arrivals: ArrivalNumber,
-    /// The calls with the drafts that are not committed yet.
+    /// Calls with drafts that are not committed yet.
     drafts: FxHashMap<ArrivalNumber, usize>,
 }
 
 impl ParsedJournal {
-    /// Reads what [`Recorder::take_journal`](crate::Recorder::take_journal) gave, all of it or all but an end that is missing.
+    /// Parses the output of [`Recorder::take_journal`](crate::Recorder::take_journal). The end may be missing.
     pub fn read(bytes: &[u8]) -> Result<Self, JournalError> {
         let (mut frames, config) = Frames::open(bytes)?;
         let names = FxHashMap::default();
@@ -203,7 +203,7 @@ impl ParsedJournal {
         for _ in 0..reader.number()? {
             let (arrival_number, given) = (reader.number()?, reader.small()?);
             sampled.drafted.push((arrival_number, given));
-            // Which drafted tokens were right is known only now.
+            // The number of accepted drafted tokens is known only now.
             let draft = progress.drafts.remove(&arrival_number).and_then(|at| self.calls.get_mut(at));
             if let Some((_, Call::Draft { accepted, .. })) = draft {
                 *accepted = given.saturating_sub(1);
@@ -212,13 +212,12 @@ impl ParsedJournal {
         Some(sampled)
     }
 
-    /// The earliest time of a call; 0 if there are none.
+    /// The earliest time of a call. 0 if there are no calls.
     pub fn begins(&self) -> Time {
         self.calls.iter().map(|(time, _)| *time).min().unwrap_or(0)
     }
 
-    /// A made-up token for a place in a sequence: equal to another's exactly
-    /// where full blocks of that name are.
+    /// The generated token at a position of a sequence. Tokens are equal exactly where full blocks of equal name are.
     pub fn token(&self, arrival_number: ArrivalNumber, position: u32) -> Token {
         let size = self.config.block_size;
         let own = self.names.get(&(arrival_number, position / size));
@@ -230,13 +229,13 @@ impl ParsedJournal {
         (of >> 34) as Token + 1
     }
 
-    /// The request of an arrival, with made-up tokens.
+    /// The request of an arrival, with generated tokens.
     pub fn request(&self, arrival: &Arrival) -> Request {
         let prompt = (0..arrival.prompt_tokens).map(|position| self.token(arrival.arrival_number, position)).collect();
         Request { prompt, ..arrival.request.clone() }
     }
 
-    /// Drafted tokens from `position` on, of which the first `accepted` are those that the sequence will have.
+    /// Drafted tokens from `position` on. The first `accepted` equal the tokens of the sequence.
     pub(crate) fn draft(&self, arrival_number: ArrivalNumber, position: u32, tokens: u32, accepted: u32) -> Vec<Token> {
         (0..tokens).map(|at| if at < accepted { self.token(arrival_number, position + at) } else { REJECTED }).collect()
     }
@@ -248,7 +247,7 @@ mod tests {
     use crate::BlockHasher;
     use crate::journal::Writer;
 
-    /// Numbers that look random.
+    /// Pseudorandom numbers.
     struct Dice(u64);
 
     impl Dice {
@@ -258,7 +257,7 @@ mod tests {
         }
     }
 
-    /// A record of some kind, with numbers that may make no sense.
+    /// Writes a random record whose numbers may be invalid.
     fn put_record(journal: &mut Writer, now: Time, dice: &mut Dice, known: &mut u64) {
         match dice.roll(12) {
             0..3 => {
@@ -299,7 +298,7 @@ mod tests {
             _ => {}
         }
         if dice.roll(400) == 0 {
-            journal.number(dice.roll(1 << 30)); // and something that is no record
+            journal.number(dice.roll(1 << 30)); // sometimes no valid record
         }
     }
 

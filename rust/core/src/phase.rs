@@ -1,47 +1,47 @@
-//! Where a request is in its life, and what one that waits lacks.
+//! The phases of a request, and the resources that a waiting request lacks.
 
 use crate::timeline::{AccountState, TimelineState};
 
-/// Where a request is in its life. Nothing else says so.
+/// The phase of a request. No other state repeats it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// In the queue since the last plan.
+    /// Added to the queue since the last plan.
     New,
-    /// In the queue; it never ran.
+    /// In the queue. The request has not run yet.
     Queued,
-    /// A fork that waits for its parent's prompt to be computed. It is in no queue.
+    /// A fork that waits for its parent's prompt to be computed. It is not in the queue.
     WaitingOnParent,
-    /// In the queue again, without its KV.
+    /// In the queue after a preemption that discarded the KV.
     Preempted,
-    /// In the queue again; the KV of so many tokens is in host memory.
+    /// In the queue after a preemption, with KV in host memory.
     Swapped {
-        /// Tokens whose KV is there.
+        /// Tokens with KV in host memory.
         tokens: u32,
     },
-    /// It has a slot of the batch.
+    /// Has a slot of the batch.
     Running {
-        /// Its place in the step buffers until it ends or is preempted.
+        /// The slot in the step buffers until the request ends or is preempted.
         slot: u32,
-        /// What it does there.
+        /// The stage of the running request.
         stage: Stage,
     },
 }
 
-/// What a running sequence does.
+/// The stage of a running sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Its prompt is computed.
+    /// Computes its prompt.
     Prefill,
-    /// What it lost in a preemption is computed again.
+    /// Recomputes tokens lost in a preemption.
     Recompute,
-    /// The last step had no tokens for its prompt.
+    /// Got no tokens for its prompt in the last step.
     Stalled,
-    /// It has generated a token since it was admitted last.
+    /// Has generated a token since it was last admitted.
     Decode,
 }
 
 impl Phase {
-    /// The state that a timeline books.
+    /// The state for the timeline.
     pub(crate) fn state(self) -> AccountState {
         match self {
             Self::New => AccountState::New,
@@ -56,35 +56,35 @@ impl Phase {
         }
     }
 
-    /// Tokens whose KV is in host memory.
+    /// Tokens with KV in host memory.
     pub(crate) fn swapped_tokens(self) -> u32 {
         if let Self::Swapped { tokens } = self { tokens } else { 0 }
     }
 }
 
-/// What a waiting sequence lacks.
+/// The resource that a waiting sequence lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Need {
     /// A slot of the batch.
     Slot,
     /// Tokens of the step's budget.
     Budget,
-    /// So many free blocks, beyond those that are held back for others.
+    /// This many free blocks, beyond those held back for others.
     Blocks(usize),
-    /// The next step: the room that this one's preemptions made is for others.
+    /// The next step. The blocks and slots freed by this step's preemptions are reserved.
     NextStep,
-    /// The commit of a token that was sampled before it was preempted.
+    /// The commit of a token sampled before the sequence was preempted.
     Commit,
-    /// The end of the one sequence that cannot be preempted: it would be another.
+    /// The end of the non-preemptible sequence. There can be only one at a time.
     NonPreemptible,
-    /// A batch that may start.
+    /// The start of a batch.
     Batch,
-    /// The prefix that a running prompt is about to put into the cache.
+    /// A prefix that a running prompt is about to cache.
     Prefix,
 }
 
 impl Need {
-    /// What the timeline calls it.
+    /// The state for the timeline.
     pub(crate) fn state(self) -> TimelineState {
         match self {
             Self::Slot => TimelineState::WaitSlots,

@@ -1,18 +1,18 @@
-//! A sequence's place among those that wait.
+//! A sequence's place in the queue.
 
 use crate::policy::Key;
 use crate::request::{SeqId, Time};
 
-/// A block that a waiting sequence awaits, since its cached prefix would be longer with it.
+/// A block that a waiting sequence awaits because it would extend the sequence's cached prefix.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AwaitedBlock {
-    /// Its number in the sequence.
+    /// Index of the block in the sequence.
     pub(crate) block: usize,
-    /// Who computes the blocks up to it.
+    /// The sequence that computes the blocks up to this one.
     pub(crate) computed_by: Option<SeqId>,
 }
 
-/// Where a sequence waits, and how it has fared there.
+/// A waiting sequence's position in the queue, and its rejections there.
 #[derive(Debug, Default)]
 pub(crate) struct Place {
     key: Key,
@@ -24,7 +24,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Its place in the order of the policy: the latest, if it runs.
+    /// Position in the order of the policy. The latest position if the sequence runs.
     pub(crate) fn key(&self) -> Key {
         self.key
     }
@@ -33,7 +33,7 @@ impl Place {
         self.key = key;
     }
 
-    /// Free blocks, beyond those held back, that it lacked when it was rejected last.
+    /// Free blocks, beyond those held back, that the sequence lacked at its latest rejection.
     pub(crate) fn needs_blocks(&self) -> Option<usize> {
         self.needs_blocks
     }
@@ -42,27 +42,27 @@ impl Place {
         self.needs_blocks = Some(blocks);
     }
 
-    /// Notes that the plan of that number rejected it.
+    /// Records that plan number `plan` rejected the sequence.
     pub(crate) fn reject(&mut self, plan: u64) {
         self.rejected_in = Some(plan);
     }
 
-    /// Whether the plan of that number has rejected it already.
+    /// Whether plan number `plan` has already rejected the sequence.
     pub(crate) fn was_rejected_in(&self, plan: u64) -> bool {
         self.rejected_in == Some(plan)
     }
 
-    /// Since when it does not fit, which is now at the latest.
+    /// Time of the first plan in which the sequence did not fit. Set to `now` if unset.
     pub(crate) fn rejected_since(&mut self, now: Time) -> Time {
         *self.rejected_since.get_or_insert(now)
     }
 
-    /// Notes that a later one was admitted before it.
+    /// Records that a later sequence was admitted first.
     pub(crate) fn bypass(&mut self) {
         self.bypassed += 1;
     }
 
-    /// How many were admitted before it since it does not fit.
+    /// Number of later sequences admitted since the sequence first did not fit.
     pub(crate) fn bypassed(&self) -> u32 {
         self.bypassed
     }
@@ -75,7 +75,7 @@ impl Place {
         self.awaited = awaited;
     }
 
-    /// Forgets how it fared: it was admitted.
+    /// Resets the rejections when the sequence is admitted.
     pub(crate) fn admit(&mut self) {
         (self.needs_blocks, self.rejected_since, self.bypassed) = (None, None, 0);
     }

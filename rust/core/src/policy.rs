@@ -1,6 +1,6 @@
-//! Who goes first: the order of the queue, and whether one may take another's place.
+//! The policies: the order of the queue, and when a request may preempt another.
 //!
-//! docs/scheduling/policies.md has each policy's source and guarantees.
+//! docs/scheduling/policies.md lists each policy's source and guarantees.
 
 use crate::request::{ArrivalNumber, Time};
 
@@ -10,31 +10,32 @@ pub enum Policy {
     /// First come, first served.
     #[default]
     Fcfs,
-    /// Lower classes first, strictly; first come within a class.
+    /// Lower classes strictly first. First come, first served within a class.
     Priority,
-    /// The tenant that had the least service for its weight first (VTC, Sheng et al., OSDI'24).
+    /// The tenant with the least service for its weight first (VTC, Sheng et al., OSDI'24).
     Fair,
-    /// Within a class, the one that must start soonest to meet its deadline; what cannot is dropped.
+    /// Within a class, the request that must start soonest to meet its deadline first. A request that cannot meet its
+    /// deadline is dropped.
     Deadline,
     /// Least remaining work first (SRPT), by `predicted_tokens` or `max_new_tokens`.
     Shortest,
     /// Longest cached prefix first (as in `SGLang`: Zheng et al., `NeurIPS`'24).
     Prefix,
-    /// As fair, without preemption for fairness, as the paper has it.
+    /// Like fair, without preemption for fairness, as in the VTC paper.
     Vtc,
 }
 
-/// A place in the queue: smaller is served earlier.
+/// A position in the queue. Smaller keys are served first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
-    /// Class or tenant, where the policy knows such.
+    /// Class or tenant, under policies that use them.
     pub(crate) group: i64,
     pub(crate) rank: u64,
     pub(crate) arrival_number: ArrivalNumber,
 }
 
 impl Policy {
-    /// Every policy, by the name that flags and journals use.
+    /// Every policy, with the name used in flags and journals.
     pub const NAMES: [(&'static str, Self); 7] = [
         ("fcfs", Self::Fcfs),
         ("priority", Self::Priority),
@@ -45,7 +46,7 @@ impl Policy {
         ("vtc", Self::Vtc),
     ];
 
-    /// The policy of that name.
+    /// The policy with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, policy)| policy)
     }
@@ -55,23 +56,23 @@ impl Policy {
         Self::NAMES.iter().find(|(_, known)| *known == self).expect("all are named").0
     }
 
-    /// Whether `priority` separates classes of which the lower goes first at every limit.
+    /// Whether the policy has classes by `priority`. The lower class then goes first at every limit.
     pub(crate) fn has_classes(self) -> bool {
         matches!(self, Self::Priority | Self::Deadline)
     }
 
-    /// Whether tenants take turns by the service that each has had.
+    /// Whether tenants take turns by the service they have received.
     pub(crate) fn has_tenants(self) -> bool {
         matches!(self, Self::Fair | Self::Vtc)
     }
 
-    /// Whether it can leave a request waiting for ever, so that the oldest must be let through from time to time.
+    /// Whether the policy can starve a request. The oldest request must then be admitted from time to time.
     pub(crate) fn starves(self) -> bool {
         self != Self::Fcfs && !self.has_tenants()
     }
 
-    /// Where a sequence stands; `rank` is what the policy measures: the latest time to start (deadline), microseconds of work
-    /// left (shortest), how short the cached prefix is (prefix).
+    /// A sequence's position. `rank` is the value that the policy sorts by: the latest start time (deadline),
+    /// microseconds of work left (shortest), or the length of the cached prefix, reversed (prefix).
     pub(crate) fn key(self, priority: i32, tenant: u32, rank: u64, arrival_number: ArrivalNumber) -> Key {
         match self {
             Self::Fcfs => Key { group: 0, rank: 0, arrival_number },
@@ -83,8 +84,8 @@ impl Policy {
     }
 }
 
-/// Work that a newcomer may displace only if the gain exceeds the cost: `left` microseconds, of which `cost` more would
-/// be spent on stopping it and going on, for somebody who needs `work`.
+/// Whether it pays to preempt a sequence with `left` microseconds of work for a request that needs `work`. `cost` is
+/// the extra time spent on the preemption and on resuming. The gain must exceed the cost.
 pub(crate) fn worth_preempting(left: Time, cost: Time, work: Time) -> bool {
     left > 2 * (work + cost)
 }

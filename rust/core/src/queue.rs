@@ -1,4 +1,4 @@
-//! The waiting sequences, in the order they are served.
+//! The waiting sequences in serving order.
 
 use crate::policy::{Key, Policy};
 use crate::request::{ArrivalNumber, SeqId};
@@ -6,21 +6,21 @@ use crate::share::Shares;
 use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Included, Unbounded};
 
-/// How deep a walk goes into one tenant's requests before it tries the next tenant's.
+/// Number of one tenant's requests that a walk visits before it continues with the next tenant.
 const DEPTH: u32 = 8;
 
-/// Every operation is O(log n).
+/// The waiting queue. Every operation is O(log n).
 #[derive(Debug)]
 pub(crate) struct Queue {
     policy: Policy,
     order: BTreeMap<Key, SeqId>,
-    /// By arrival, where the order is another.
+    /// Sequences by arrival. Used where the policy has another order.
     by_age: BTreeMap<ArrivalNumber, SeqId>,
-    /// The tenants' turns, where they take turns.
+    /// Virtual counters of the tenants. Used where tenants take turns.
     shares: Shares,
 }
 
-/// How far a walk through the queue has come.
+/// Progress of a walk through the queue.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Walk {
     last: Option<Key>,
@@ -32,7 +32,7 @@ impl Queue {
         Self { policy, order: BTreeMap::new(), by_age: BTreeMap::new(), shares: Shares::default() }
     }
 
-    /// Adds a sequence; `returns` if it ran before.
+    /// Adds a sequence. `returns` is set if the sequence ran before.
     pub(crate) fn push(&mut self, key: Key, id: SeqId, returns: bool) {
         let before = self.order.insert(key, id);
         debug_assert!(before.is_none(), "two sequences with arrival number {}", key.arrival_number);
@@ -64,17 +64,17 @@ impl Queue {
         }
     }
 
-    /// Whose turn it is.
+    /// The first sequence in serving order.
     pub(crate) fn first(&mut self) -> Option<SeqId> {
         self.next(&mut Walk::default())
     }
 
-    /// The one that came first of all.
+    /// The sequence that arrived first.
     pub(crate) fn oldest(&self) -> Option<SeqId> {
         if self.policy == Policy::Fcfs { self.order.values().next().copied() } else { self.by_age.values().next().copied() }
     }
 
-    /// The next one of a walk in the order of the policy.
+    /// The next sequence of a walk in the order of the policy.
     pub(crate) fn next(&mut self, walk: &mut Walk) -> Option<SeqId> {
         let (key, id) = if self.policy.has_tenants() { self.next_of_tenants(walk)? } else { self.after(walk.last)? };
         walk.last = Some(key);

@@ -1,34 +1,35 @@
-//! The newest steps, for those who look at them.
+//! The latest steps, recorded for snapshots.
 
 use crate::request::Time;
 use std::collections::VecDeque;
 
-/// Steps that are kept for the next snapshot.
+/// Maximum number of steps kept for the next snapshot.
 const MAX_STEPS: usize = 256;
-/// How long after a snapshot steps are noted for the next one.
+/// Microseconds after a snapshot in which steps are recorded for the next one.
 const WATCHED: Time = 3_000_000;
 
-/// A step that was planned.
+/// A planned step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepSeen {
-    /// Steps planned before it.
+    /// Number of steps planned before this one.
     pub step: u64,
-    /// When.
+    /// When the step was planned.
     pub planned: Time,
-    /// One byte a slot: `d` decodes, `p` computes its prompt, `r` computes again what it had lost, `-` is held
-    /// but has no token in this step, and a space is free.
+    /// One byte per slot: `d` decodes, `p` computes its prompt, `r` recomputes lost tokens, `-` is held but has no
+    /// token in this step, and a space is free.
     pub slots: Vec<u8>,
     /// Tokens in the pass.
     pub tokens: u32,
-    /// Sequences that wait.
+    /// Waiting sequences.
     pub waiting: usize,
-    /// Who took a slot in it: slot and tag.
+    /// Sequences admitted in this step: slot and tag.
     pub admitted: Vec<(u32, u64)>,
-    /// Who lost a slot for it, by tag.
+    /// Tags of the sequences preempted for this step.
     pub preempted: Vec<u64>,
 }
 
-/// The steps since the last snapshot. They are noted only while somebody takes snapshots: that costs O(slots) a step.
+/// The steps since the last snapshot. Steps are recorded only while snapshots are taken, because recording costs
+/// O(slots) per step.
 #[derive(Debug, Default)]
 pub(crate) struct RecentSteps {
     until: Time,
@@ -36,13 +37,13 @@ pub(crate) struct RecentSteps {
 }
 
 impl RecentSteps {
-    /// Gives what was noted, and notes steps for some seconds from now on.
+    /// Returns the recorded steps and keeps recording for some seconds.
     pub(crate) fn take(&mut self, now: Time) -> Vec<StepSeen> {
         self.until = now + WATCHED;
         self.steps.drain(..).collect()
     }
 
-    /// Whether a step that is planned now is to be noted.
+    /// Whether a step planned now must be recorded.
     pub(crate) fn wants(&mut self, now: Time) -> bool {
         let wanted = now < self.until;
         if !wanted {
@@ -51,7 +52,7 @@ impl RecentSteps {
         wanted
     }
 
-    /// Notes a step.
+    /// Records a step.
     pub(crate) fn note(&mut self, step: StepSeen) {
         if self.steps.len() == MAX_STEPS {
             self.steps.pop_front();

@@ -1,4 +1,4 @@
-//! A scheduler whose calls are recorded.
+//! Records the calls of a scheduler.
 
 use crate::batch::{Chunk, Outputs, StepPlan};
 use crate::error::Rejected;
@@ -9,14 +9,14 @@ use crate::snapshot::Snapshot;
 use crate::timeline::{Timeline, TimelineState};
 use std::ops::Deref;
 
-/// Makes a scheduler's calls, and writes them into a journal if it was asked to.
+/// Makes a scheduler's calls and, if recording is on, writes them to a journal.
 ///
-/// The scheduler itself knows nothing of journals. Everything that only looks goes to it directly.
+/// The scheduler does not know about journals. Read-only calls go directly to the scheduler.
 #[derive(Debug)]
 pub struct Recorder {
     scheduler: Scheduler,
     journal: Option<Writer>,
-    /// Sequences of a step that may fill a block in it, and whether their tokens were drafted: kept for its memory.
+    /// Sequences that may fill a block in a step, and whether the step has drafted tokens for them. Kept to reuse its memory.
     filling: Vec<(SeqId, bool)>,
 }
 
@@ -29,19 +29,19 @@ impl Deref for Recorder {
 }
 
 impl Recorder {
-    /// Records nothing.
+    /// Wraps a scheduler without recording.
     pub fn off(scheduler: Scheduler) -> Self {
         Self { scheduler, journal: None, filling: Vec::new() }
     }
 
-    /// Records every call. Panics if the scheduler was given a request before: a journal has all of them.
+    /// Records every call. Panics if the scheduler already received a request, because a journal must contain all requests.
     pub fn on(scheduler: Scheduler) -> Self {
         assert_eq!(scheduler.arrived(), 0, "a journal has all from the first request on");
         let journal = Some(Writer::new(scheduler.config()));
         Self { scheduler, journal, filling: Vec::new() }
     }
 
-    /// Appends to `bytes` what was recorded since the last call.
+    /// Appends everything recorded since the previous call to `bytes`.
     pub fn take_journal(&mut self, bytes: &mut Vec<u8>) {
         if let Some(journal) = &mut self.journal {
             journal.take(bytes);
@@ -135,13 +135,13 @@ impl Recorder {
         if self.journal.is_some() {
             let size = self.scheduler.config().block_size;
             let mask = if size.is_power_of_two() { size - 1 } else { 0 };
-            // A division for each chunk would be felt.
+            // A division per chunk would be measurable.
             let is_full = |tokens: u32| if mask > 0 { tokens & mask == 0 } else { tokens.is_multiple_of(size) };
-            // The sampled token comes after the chunk's last.
+            // The sampled token follows the chunk's last token.
             let fills = |chunk: &&Chunk| chunk.samples && (chunk.drafted > 0 || is_full(chunk.start + chunk.len + 1));
             self.filling.clear();
             self.filling.extend(plan.chunks.iter().filter(fills).map(|chunk| (chunk.seq, chunk.drafted > 0)));
-            // Whoever ends in the commit is gone after it.
+            // A sequence that ends in the commit is removed by it.
             drafted.extend(
                 self.filling
                     .iter()
@@ -155,7 +155,8 @@ impl Recorder {
         self.record_names(outputs);
     }
 
-    /// Records who ended otherwise than by length, and how many tokens each drafted sequence got, by arrival number and tag.
+    /// Records the requests that ended for a reason other than length, and the number of new tokens of each drafted
+    /// sequence, by arrival number and tag.
     fn record_commit(&mut self, now: Time, outputs: &Outputs, drafted: &[(u64, u64)]) {
         let Some(journal) = &mut self.journal else { return };
         let ends = || outputs.ended.iter().filter(|timeline| matches!(timeline.finish, Some(FinishReason::Stop | FinishReason::Error)));
@@ -170,7 +171,8 @@ impl Recorder {
         }
     }
 
-    /// Records the names of blocks that generated tokens have just filled: others may share them, now or after a preemption.
+    /// Records the names of blocks just filled by generated tokens. Other sequences may share these blocks, now or
+    /// after a preemption.
     fn record_names(&mut self, outputs: &Outputs) {
         let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config().prefix_caching) else { return };
         for &(id, drafted) in &self.filling {
@@ -185,7 +187,7 @@ impl Recorder {
         }
     }
 
-    /// See [`Scheduler::prepared`]. Not recorded: no decision depends on it.
+    /// See [`Scheduler::prepared`]. Not recorded, because no decision depends on it.
     pub fn prepared(&mut self, id: SeqId, spent: &[(TimelineState, Time)]) {
         self.scheduler.prepared(id, spent);
     }

@@ -1,4 +1,4 @@
-//! The same calls again: a journal proves itself, or shows where it differs.
+//! Replays a journal and checks that every decision is the same.
 
 use crate::batch::{Output, Outputs, StepPlan};
 use crate::cost::Load;
@@ -11,56 +11,56 @@ use crate::timeline::Timeline;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 
-/// What came of replaying a journal.
+/// The result of replaying a journal.
 #[derive(Debug)]
 pub struct Replayed {
-    /// Plans that were made, empty ones not counted.
+    /// Number of steps planned, without empty plans.
     pub steps: u64,
     /// The hash of all decisions.
     pub hash: u64,
-    /// The first plan whose hash is not the recorded one, counted with the empty ones.
+    /// The first plan whose hash differs from the recorded one, counting empty plans.
     pub differs_at: Option<u64>,
-    /// The accounts of the requests that ended, in that order.
+    /// Timelines of the requests that ended, in that order.
     pub ended: Vec<Timeline>,
-    /// What each step had to do, and how long it took.
+    /// The work and the duration of each step.
     pub timings: Vec<Timing>,
-    /// The scheduler as it was left.
+    /// The scheduler after the last call.
     pub scheduler: Scheduler,
 }
 
-/// A step as it was recorded; times in microseconds.
+/// A recorded step. Times are in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timing {
-    /// What it had to do.
+    /// The step's work.
     pub load: Load,
-    /// When it was planned.
+    /// When the step was planned.
     pub planned: Time,
-    /// From then to its commit; `None` if it has none.
+    /// Time from plan to commit. `None` if the step was not committed.
     pub took: Option<Time>,
-    /// From its plan to the next; `None` if there was nothing to do in between, or is no next.
+    /// Time from this plan to the next. `None` if there was no work in between or no next plan.
     pub cycle: Option<Time>,
 }
 
-/// What a recorded call did, made again.
+/// The effects of one replayed call.
 #[derive(Debug)]
 pub struct Event<'a> {
-    /// When it was made.
+    /// The time of the call.
     pub now: Time,
-    /// The scheduler after it.
+    /// The scheduler after the call.
     pub scheduler: &'a Scheduler,
-    /// Steps that were planned and not yet committed: the first is what the machine is at.
+    /// Steps planned and not yet committed. The first is the one that the device runs.
     pub in_flight: &'a VecDeque<StepPlan>,
-    /// Whether it planned a step, which is then the last in flight.
+    /// Whether the call planned a step. That step is then the last in flight.
     pub planned: bool,
-    /// Whether it committed one.
+    /// Whether the call committed a step.
     pub committed: bool,
-    /// Tokens that it brought.
+    /// Tokens that the call returned.
     pub tokens: &'a [Output],
-    /// Requests that it ended.
+    /// Requests that the call ended.
     pub ended: &'a [Timeline],
 }
 
-/// The requests of a replay that live.
+/// The live requests of a replay.
 #[derive(Default)]
 struct LiveIds {
     ids: Vec<SeqId>,
@@ -68,13 +68,12 @@ struct LiveIds {
 }
 
 impl ParsedJournal {
-    /// Makes every recorded call again and compares every decision. Panics
-    /// where the recorded scheduler would have.
+    /// Repeats every recorded call and compares every decision. Panics where the recorded scheduler would have panicked.
     pub fn replay(&self) -> Result<Replayed, ConfigError> {
         self.replay_seen(|_| {})
     }
 
-    /// The same, and `see` looks on after each call.
+    /// Like [`replay`](Self::replay), and calls `see` after each call.
     pub fn replay_seen(&self, mut see: impl FnMut(Event<'_>)) -> Result<Replayed, ConfigError> {
         let mut replay = Replay::new(Scheduler::new(self.config)?);
         for (now, call) in &self.calls {
@@ -97,12 +96,12 @@ impl ParsedJournal {
         Ok(Replayed { steps: scheduler.stats().counters.steps, hash, differs_at, ended, timings, scheduler })
     }
 
-    /// Made-up tokens for a step's samples, with the stops, errors and accepted drafts that were recorded.
+    /// Generates tokens for a step's samples, with the recorded stops, errors and accepted drafts.
     fn sampled(&self, scheduler: &Scheduler, live: &LiveIds, plan: &StepPlan, recorded: &Sampled) -> Vec<i32> {
         let mut sampled = Vec::new();
         for chunk in plan.chunks.iter().filter(|chunk| chunk.samples) {
             let positions = sampled.len()..sampled.len() + 1 + chunk.drafted as usize;
-            // Of one that has ended meanwhile nothing is read.
+            // Samples of a sequence that has ended meanwhile are not read.
             sampled.resize(positions.end, 1);
             let (Some(&(arrival_number, tag)), Some((tokens, _))) = (live.by_id.get(&chunk.seq), scheduler.tokens(chunk.seq)) else {
                 continue;
@@ -120,20 +119,20 @@ impl ParsedJournal {
     }
 }
 
-/// A journal's calls, as far as they were made again.
+/// State of a replay.
 struct Replay {
     scheduler: Scheduler,
     live: LiveIds,
     in_flight: VecDeque<StepPlan>,
     outputs: Outputs,
     hash: u64,
-    /// Plans made, empty ones too.
+    /// Number of plans, including empty ones.
     plans: u64,
     differs_at: Option<u64>,
     ended: Vec<Timeline>,
     timings: Vec<Timing>,
     committed: usize,
-    /// Whether there was something to do since the last plan.
+    /// Whether there was work since the last plan.
     busy: bool,
 }
 
@@ -154,12 +153,12 @@ impl Replay {
         }
     }
 
-    /// Makes a call. False if the journal goes on as it cannot have been.
+    /// Repeats a call. Returns false if the journal cannot continue like this.
     fn make(&mut self, journal: &ParsedJournal, now: Time, call: &Call) -> bool {
         match call {
             Call::Add(arrival) => {
                 let id = self.scheduler.add(journal.request(arrival), now);
-                // A queue too full then is too full now; it was not recorded.
+                // Only accepted requests are recorded, so the queue can reject this one only if the replay already differs.
                 self.live.enter(id.unwrap_or_default(), arrival.arrival_number, arrival.request.tag);
             }
             Call::Fork { parent, tag } => {
@@ -183,13 +182,13 @@ impl Replay {
                 let len = self.scheduler.tokens(id).map_or(0, |(tokens, _)| tokens.len() as u32);
                 self.scheduler.draft(id, &journal.draft(*arrival_number, len, *tokens, *accepted));
             }
-            // Only a journal that differs already can lack a plan here.
+            // Only a journal that already differs can lack a plan here.
             Call::Commit(recorded) => return self.commit(journal, now, recorded),
         }
         true
     }
 
-    /// Plans a step, and compares the hash with the recorded one.
+    /// Plans a step and compares the hash with the recorded one.
     fn plan(&mut self, now: Time, recorded: u64) {
         let plan = self.scheduler.plan(now);
         self.hash = digest(self.hash, plan.as_ref());
@@ -205,7 +204,7 @@ impl Replay {
         self.plans += 1;
     }
 
-    /// Commits the oldest step. False if there is none.
+    /// Commits the oldest step. Returns false if no step is in flight.
     fn commit(&mut self, journal: &ParsedJournal, now: Time, recorded: &Sampled) -> bool {
         let Some(plan) = self.in_flight.pop_front() else { return false };
         let sampled = journal.sampled(&self.scheduler, &self.live, &plan, recorded);

@@ -1,4 +1,4 @@
-//! What a caller asks for, and the words for it.
+//! Requests and the types they use.
 
 use slotmap::{Key as _, KeyData, new_key_type};
 use std::sync::Arc;
@@ -9,51 +9,51 @@ pub type Token = u32;
 /// Microseconds on the caller's clock.
 pub type Time = u64;
 
-/// The order of arrival.
+/// Number of a request in the order of arrival.
 pub(crate) type ArrivalNumber = u64;
 
 new_key_type! {
-    /// A sequence's handle. Never reused: a plan may outlive the sequences it
-    /// names, and their tokens must not reach a successor.
+    /// Handle of a sequence. A handle is never reused, because a plan may outlive its sequences and their tokens must
+    /// not reach another sequence.
     pub struct SeqId;
 }
 
 impl SeqId {
-    /// The handle as a plain number, for callers in other languages.
+    /// The handle as an integer, for callers in other languages.
     pub fn to_bits(self) -> u64 {
         self.data().as_ffi()
     }
 
-    /// The handle that [`to_bits`](Self::to_bits) gave. Any other number names no sequence.
+    /// The handle from [`to_bits`](Self::to_bits). Any other number refers to no sequence.
     pub fn from_bits(bits: u64) -> Self {
         KeyData::from_ffi(bits).into()
     }
 }
 
-/// What a caller asks for.
+/// A caller's request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// The caller's own name for it, echoed in every output.
+    /// The caller's identifier, copied to every output.
     pub tag: u64,
-    /// At least one token.
+    /// Prompt tokens. At least one.
     pub prompt: Vec<Token>,
-    /// At least one.
+    /// Maximum number of tokens to generate. At least 1.
     pub max_new_tokens: u32,
     /// Tokens that end the request when sampled.
     pub stop: Vec<Token>,
-    /// Requests share cached blocks only under equal salts.
+    /// Salt of cached blocks. Requests share cached blocks only under equal salts.
     pub salt: Arc<[u8]>,
-    /// Its class: lower goes first, where the policy has classes.
+    /// The request's class. Lower classes go first under policies with classes.
     pub priority: i32,
-    /// Whose request it is.
+    /// The request's tenant.
     pub tenant: Arc<str>,
-    /// The tenant's share against others', at least 1.
+    /// The tenant's weight against other tenants, at least 1.
     pub weight: u32,
-    /// When it must have ended.
+    /// Time by which the request must have ended.
     pub deadline: Option<Time>,
-    /// When its first token must be there.
+    /// Time by which the first token must be generated.
     pub ttft_deadline: Option<Time>,
-    /// How long the caller expects the output to be.
+    /// Output length that the caller predicts.
     pub predicted_tokens: Option<u32>,
 }
 
@@ -78,14 +78,14 @@ impl Default for Request {
 /// Why a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// It sampled one of its stop tokens.
+    /// The request sampled one of its stop tokens, or the caller stopped it.
     Stop,
-    /// It reached `max_new_tokens`.
+    /// The request reached `max_new_tokens`.
     Length,
-    /// The model gave no valid token for it.
+    /// The model gave no valid token for the request.
     Error,
-    /// It missed its deadline, or surely would have.
+    /// The request missed its deadline, or was predicted to miss it.
     Deadline,
-    /// Its caller did not want it any more.
+    /// The caller aborted the request.
     Abort,
 }

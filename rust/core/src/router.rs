@@ -1,26 +1,25 @@
-//! Which of several engines gets a request.
+//! Routing of requests to one of several engines.
 
 use crate::request::Time;
 use std::collections::HashMap;
 
-/// Who gets a request where there are several engines.
+/// How the router chooses an engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Routing {
-    /// Each in turn.
+    /// Engines in rotation.
     #[default]
     RoundRobin,
-    /// Who has the fewest requests (join the shortest queue).
+    /// The engine with the fewest requests (join the shortest queue).
     LeastLoaded,
-    /// Who was sent the longest beginning of its prompt last, if that is half
-    /// of it at least and does not unbalance the load; else the least loaded
-    /// (`SGLang`'s cache-aware router, Zheng et al., 2024).
+    /// The engine that was last sent the longest prefix of the prompt, if the prefix is at least half of the prompt and
+    /// the load stays balanced. Otherwise the least loaded engine (`SGLang`'s cache-aware router, Zheng et al., 2024).
     PrefixAware,
-    /// Who should have its prompt computed first, by each engine's own model of step times and what its cache should have.
+    /// The engine predicted to finish the prompt first, by its own step-time model and its expected cache content.
     Predicted,
 }
 
 impl Routing {
-    /// Every way, by its name.
+    /// Every routing, by name.
     pub const NAMES: [(&'static str, Self); 4] = [
         ("round-robin", Self::RoundRobin),
         ("least-loaded", Self::LeastLoaded),
@@ -29,30 +28,31 @@ impl Routing {
     ];
 }
 
-/// What a router asks of an engine. A simulation answers for a scheduler, a server for what an engine reported last.
+/// State that a router reads from an engine. A simulation answers from the scheduler, a server from the latest report
+/// of the engine.
 pub trait EngineView {
-    /// Requests that it has and that have not ended.
+    /// Requests of the engine that have not ended.
     fn requests(&self) -> usize;
 
-    /// Microseconds until it begins with a request that arrives now, as far as can be told.
+    /// Predicted microseconds until the engine starts a request that arrives now.
     fn predicted_wait(&self) -> Time;
 
-    /// Microseconds that it takes for so many tokens of a prompt, after the first `from`.
+    /// Predicted microseconds for `tokens` prompt tokens after the first `from`.
     fn prefill_time(&self, from: u32, tokens: u32) -> Time;
 }
 
-/// What a router looks at of a request.
+/// Data that a router reads from a request.
 #[derive(Clone, Copy, Debug)]
 pub struct RouterRequest<'a> {
     /// Tokens of its prompt.
     pub prompt_tokens: u32,
-    /// Names of its prompt's blocks, each for all up to its end.
+    /// Names of the prompt's blocks. Each name covers the prompt up to the block's end.
     pub names: &'a [u64],
-    /// Tokens of a block that has a name.
+    /// Tokens per named block.
     pub name_block: u32,
 }
 
-/// Requests by which an engine may be ahead of the least loaded and still get one for its cached prefix.
+/// Largest lead in requests over the least loaded engine at which an engine still gets a request for its cached prefix.
 const MAX_IMBALANCE: usize = 32;
 
 /// Chooses an engine for each request.
@@ -64,12 +64,12 @@ pub struct Router {
 }
 
 impl Router {
-    /// A router for engines whose caches have so many blocks together: what was sent before those is not cached any more.
+    /// Creates a router for engines whose caches have `cached_blocks` blocks in total. Older blocks are assumed to be evicted.
     pub fn new(routing: Routing, cached_blocks: usize) -> Self {
         Self { routing, next: 0, sent: RecentNames::new(cached_blocks) }
     }
 
-    /// The place of the engine that gets the request. Panics if there is none.
+    /// Returns the index of the engine that gets the request. Panics if `engines` is empty.
     pub fn choose<E: EngineView>(&mut self, engines: &[E], request: &RouterRequest<'_>) -> usize {
         match self.routing {
             Routing::RoundRobin => {
@@ -97,7 +97,7 @@ impl Router {
         }
     }
 
-    /// How many of a prompt's first blocks an engine was sent before, and which one.
+    /// Returns how many leading blocks of the prompt an engine was sent before, and the index of that engine.
     fn holder(&self, request: &RouterRequest<'_>) -> Option<(usize, usize)> {
         request.names.iter().enumerate().rev().find_map(|(at, &name)| Some((at + 1, self.sent.get(name)?)))
     }
@@ -112,7 +112,7 @@ fn least_loaded<E: EngineView>(engines: &[E]) -> usize {
     (0..engines.len()).min_by_key(|&at| engines[at].requests()).expect("one at least")
 }
 
-/// Which engine was sent a block last, by the block's name: the latest `limit` names at least, and twice as many at most.
+/// The engine that was last sent each block, by block name. Keeps the latest `limit` names at least and twice as many at most.
 #[derive(Debug)]
 struct RecentNames {
     limit: usize,
@@ -154,7 +154,7 @@ mod tests {
         assert_eq!(sent.get(9_990), Some(7), "the latest counts");
     }
 
-    /// Requests, microseconds until it begins with another, and microseconds for a prompt's token.
+    /// Requests, microseconds until the engine starts another request, and microseconds per prompt token.
     struct Engine(usize, Time, Time);
 
     impl EngineView for Engine {

@@ -1,4 +1,4 @@
-//! The sequences that run: their slots, and who of them has a special right.
+//! The running sequences, their slots, and the sequences with special rights.
 
 use crate::request::{SeqId, Time};
 use crate::reservation::Reserved;
@@ -6,23 +6,23 @@ use crate::sequence::Sequence;
 use crate::share::PreemptionBudget;
 use std::collections::BTreeMap;
 
-/// The sequences that run.
+/// The running sequences.
 #[derive(Debug)]
 pub(crate) struct Running {
-    /// In the order of their admission. May name sequences that ended or were
-    /// preempted: the next plan drops them.
+    /// Sequences in the order of admission. The list may contain sequences that have ended or were preempted. The next
+    /// plan drops them.
     order: Vec<SeqId>,
     free_slots: Vec<u32>,
     slots: u32,
-    /// How many of each class run.
+    /// Number of running sequences in each class.
     classes: BTreeMap<i32, u32>,
-    /// Those whose known tokens were not all computed when the plan began, in the order of their turn.
+    /// Sequences whose known tokens were not all computed when the plan began, in the order in which they get tokens.
     prompts: Vec<SeqId>,
-    /// The one that runs because it had waited too long.
+    /// The sequence that was admitted because it had waited too long.
     aged: Option<SeqId>,
-    /// The one that nobody preempts, so that one always ends.
+    /// The sequence that is never preempted. It guarantees progress.
     non_preemptible: Option<SeqId>,
-    /// The one that waits and found nobody to be preempted for it, until somebody comes or goes.
+    /// The waiting sequence for which no sequence could be preempted. Reset when a sequence is admitted or leaves.
     refused: Option<SeqId>,
     fairness: PreemptionBudget,
     reserved: Reserved,
@@ -44,13 +44,13 @@ impl Running {
         }
     }
 
-    /// Has what depends on the time, or on steps, computed anew.
+    /// Resets the state that depends on time or on steps.
     pub(crate) fn begin_plan(&mut self, now: Time) {
         self.fairness.grow(now);
         self.reserved.invalidate();
     }
 
-    /// Gives a sequence a slot. Panics if none is free.
+    /// Gives a sequence a slot. Panics if no slot is free.
     pub(crate) fn assign(&mut self, id: SeqId, seq: &Sequence) -> u32 {
         let slot = self.free_slots.pop().expect("the caller looked");
         *self.classes.entry(seq.spec().priority).or_default() += 1;
@@ -63,11 +63,11 @@ impl Running {
         slot
     }
 
-    /// Takes a slot back.
+    /// Releases a slot.
     pub(crate) fn release(&mut self, id: SeqId, slot: u32, priority: i32) {
         self.free_slots.push(slot);
         self.reserved.invalidate();
-        // There is more room now than when somebody was refused.
+        // More space is free now than when the request was refused.
         self.refused = None;
         let count = self.classes.get_mut(&priority).expect("it runs");
         *count -= 1;
@@ -78,7 +78,7 @@ impl Running {
         self.non_preemptible = self.non_preemptible.filter(|&other| other != id);
     }
 
-    /// Slots that nobody has.
+    /// Number of free slots.
     pub(crate) fn free_slots(&self) -> usize {
         self.free_slots.len()
     }
@@ -87,12 +87,12 @@ impl Running {
         !self.free_slots.is_empty()
     }
 
-    /// Slots there are.
+    /// Number of slots.
     pub(crate) fn slots(&self) -> u32 {
         self.slots
     }
 
-    /// Sequences in the order, some of which may have left since the last plan.
+    /// Length of the admission order. It may include sequences that left since the last plan.
     #[inline]
     pub(crate) fn len(&self) -> usize {
         self.order.len()
@@ -107,23 +107,23 @@ impl Running {
         self.order[at]
     }
 
-    /// Those in the order of their admission, some of which may have left since the last plan.
+    /// Sequences in the order of admission. Some may have left since the last plan.
     pub(crate) fn iter(&self) -> impl Iterator<Item = SeqId> + '_ {
         self.order.iter().copied()
     }
 
-    /// Moves a sequence to an earlier place, which another has left.
+    /// Moves a sequence to an earlier place that is vacant.
     #[inline]
     pub(crate) fn keep(&mut self, place: usize, id: SeqId) {
         self.order[place] = id;
     }
 
-    /// Drops all but the first.
+    /// Keeps the first `len` sequences.
     pub(crate) fn truncate(&mut self, len: usize) {
         self.order.truncate(len);
     }
 
-    /// The prompts that had begun when the plan did.
+    /// The prompts in progress when the plan began.
     pub(crate) fn prompts(&self) -> &[SeqId] {
         &self.prompts
     }
@@ -136,17 +136,17 @@ impl Running {
         self.prompts.push(id);
     }
 
-    /// Has the prompts take turns in another order.
+    /// Sorts the prompts by `key`.
     pub(crate) fn sort_prompts<K: Ord>(&mut self, key: impl FnMut(&SeqId) -> K) {
         self.prompts.sort_unstable_by_key(key);
     }
 
-    /// The least urgent class that runs.
+    /// The least urgent class with running sequences.
     pub(crate) fn least_urgent_class(&self) -> Option<i32> {
         self.classes.last_key_value().map(|(&class, _)| class)
     }
 
-    /// The one that runs because it had waited too long.
+    /// The sequence that was admitted because it had waited too long.
     pub(crate) fn aged(&self) -> Option<SeqId> {
         self.aged
     }
@@ -155,12 +155,12 @@ impl Running {
         self.aged = Some(id);
     }
 
-    /// The one that nobody preempts.
+    /// The sequence that is never preempted.
     pub(crate) fn non_preemptible(&self) -> Option<SeqId> {
         self.non_preemptible
     }
 
-    /// Notes that nobody can be preempted for a request, as long as nobody comes or goes.
+    /// Records that no sequence can be preempted for this request. Reset when a sequence is admitted or leaves.
     pub(crate) fn refuse(&mut self, id: SeqId) {
         self.refused = Some(id);
     }
@@ -169,17 +169,17 @@ impl Running {
         self.refused == Some(id)
     }
 
-    /// What preemption for fairness may cost.
+    /// The budget of preemption for fairness.
     pub(crate) fn fairness(&mut self) -> &mut PreemptionBudget {
         &mut self.fairness
     }
 
-    /// What running sequences are expected to take of the cache.
+    /// Expected growth of the running sequences.
     pub(crate) fn reserved(&mut self) -> &mut Reserved {
         &mut self.reserved
     }
 
-    /// Panics unless `running` are all that run.
+    /// Panics unless `running` are all running sequences.
     pub(crate) fn check<'a>(&self, running: impl Iterator<Item = (SeqId, &'a Sequence)>) {
         let mut slots = self.free_slots.clone();
         for (id, seq) in running {

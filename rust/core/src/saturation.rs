@@ -1,42 +1,43 @@
-//! How much of what the machine can do is asked of it: see [`Saturation::permille`].
+//! The ratio of demand to capacity: see [`Saturation::permille`].
 
 use crate::request::Time;
 
-/// Microseconds that one bucket covers, and how many of them are one window.
+/// Microseconds in a bucket. The next constant is the number of buckets in the window.
 const BUCKET: Time = 1_000_000;
 const WINDOW: usize = 10;
 
-/// One second of the engine's life.
+/// Measurements of one second.
 #[derive(Clone, Copy, Debug, Default)]
 struct Bucket {
-    /// Seconds since the clock's zero.
+    /// Number of the second since the clock's zero.
     second: u64,
-    /// Microseconds of capacity that steps used.
+    /// Microseconds of capacity used by steps.
     used: f64,
-    /// The fewest requests that plans left waiting in it: a burst that the next steps take in is no backlog.
+    /// The smallest number of requests that a plan of this second left waiting. A burst that the next steps admit is
+    /// therefore not a backlog.
     waiting: u64,
-    /// Requests that had come since the start, at its end.
+    /// Requests that had arrived since the start, at the end of the second.
     arrived: u64,
 }
 
-/// Used capacity and queue lengths over the last ten seconds.
+/// Used capacity and queue lengths in the last ten seconds.
 #[derive(Debug, Default)]
 pub(crate) struct Saturation {
-    /// The current second and the ten before it, each in the place of its number.
+    /// The current second and the ten before it, indexed by the second modulo the length.
     buckets: [Bucket; WINDOW + 1],
     newest: u64,
-    /// Requests that the newest plan left waiting, and all that had come by then.
+    /// Requests that the latest plan left waiting. The next field is the number of requests that had arrived by then.
     waiting: u64,
     arrived: u64,
 }
 
 impl Saturation {
-    /// Whether the newest plan left requests waiting.
+    /// Whether the latest plan left requests waiting.
     pub(crate) fn is_backlogged(&self) -> bool {
         self.waiting > 0
     }
 
-    /// Notes that steps used `share` of the capacity from `from` to `to`.
+    /// Records that steps used `share` of the capacity from `from` to `to`.
     pub(crate) fn used(&mut self, from: Time, to: Time, share: f64) {
         self.advance(to);
         let first = (to / BUCKET).saturating_sub(WINDOW as u64).max(from / BUCKET);
@@ -46,7 +47,7 @@ impl Saturation {
         }
     }
 
-    /// Notes that a plan left so many waiting of all that had come since the start.
+    /// Records that a plan left `waiting` requests of the `arrived` requests since the start.
     pub(crate) fn planned(&mut self, waiting: u64, arrived: u64, now: Time) {
         self.advance(now);
         (self.waiting, self.arrived) = (waiting, arrived);
@@ -54,11 +55,10 @@ impl Saturation {
         (bucket.waiting, bucket.arrived) = (bucket.waiting.min(waiting), arrived);
     }
 
-    /// Work that arrived in the last ten seconds over work that could be served in them, in thousandths.
+    /// Work that arrived in the last ten seconds divided by the work that could be served in that time, in thousandths.
     ///
-    /// It is the share of the capacity that steps used, times the requests that
-    /// came over those of them that the queue did not keep. While it grows, all
-    /// of the capacity is in use.
+    /// The value is the used share of the capacity, multiplied by the arrived requests and divided by the arrived
+    /// requests that did not add to the queue. While the queue grows, all of the capacity is in use.
     pub(crate) fn permille(&self, now: Time) -> u32 {
         let current = now / BUCKET;
         let buckets: [Bucket; WINDOW + 1] = std::array::from_fn(|ago| {
@@ -81,7 +81,7 @@ impl Saturation {
         (used.max(least) * (1.0 + growth as f64 / served as f64) * 1000.0).round() as u32
     }
 
-    /// Begins the buckets up to `now`, each with the queue that there was.
+    /// Opens the buckets up to `now`, each with the queue length of its time.
     fn advance(&mut self, now: Time) {
         let current = now / BUCKET;
         let first = (self.newest + 1).max(current.saturating_sub(WINDOW as u64));
@@ -128,7 +128,7 @@ mod tests {
         }
         assert!(saturation.permille(130 * SECOND) >= 1000, "though no step was run");
         for second in 130..150 {
-            // Ten come each second, and eight of them are served.
+            // Ten requests arrive each second and eight are served.
             saturation.used((second - 1) * SECOND, second * SECOND, 1.0);
             saturation.planned(2 * (second - 100), 10 * (second - 100), second * SECOND);
         }

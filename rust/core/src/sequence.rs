@@ -1,4 +1,4 @@
-//! One request in flight: its tokens, and how many of them the model has seen.
+//! A live request: its tokens and its progress.
 
 mod chunks;
 
@@ -11,15 +11,16 @@ use crate::request::{ArrivalNumber, FinishReason, Request, SeqId, Time, Token};
 use crate::timeline::{Account, Clocks, TimelineState};
 use std::sync::Arc;
 
-/// Preemptions after which a request is protected: none of its policy takes its slot, and it is the last to lose its blocks.
+/// Preemptions after which a request is protected: the policy no longer lets other requests take its slot, and it is
+/// the last to lose its blocks.
 const PROTECTED_AFTER: u32 = 2;
-/// Preemptions of one request, at most.
+/// Maximum preemptions of one request.
 pub(crate) const MAX_PREEMPTIONS: u32 = 8;
 
-/// A request and its progress. There is no prefill or decode mode: the tokens
-/// computed against the length say what a step has to do.
+/// A request and its progress. There is no prefill or decode mode. The computed tokens and the length determine the
+/// work of a step.
 ///
-/// In the order of use: what a decode step touches lies in the first two cache lines.
+/// Fields are in the order of use: a decode step touches only the first two cache lines.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct Sequence {
@@ -29,40 +30,40 @@ pub(crate) struct Sequence {
     spec: Spec,
     pub(crate) blocks: SeqBlocks,
     member: Member,
-    /// A guess at the tokens after the last one.
+    /// Drafted tokens after the last token.
     draft: Vec<Token>,
     run: Run,
     times: Times,
     pub(crate) place: Place,
     family: Family,
-    /// Apart, since it is large, and looked at only when something changes.
+    /// Boxed because it is large and read only when the state changes.
     pub(crate) account: Box<Account>,
 }
 
-/// How far a sequence is.
+/// A sequence's progress.
 #[derive(Debug)]
 struct Progress {
-    /// Leading tokens whose KV is, or by a planned step will be, in its blocks.
+    /// Leading tokens with KV in the sequence's blocks, counting planned steps.
     computed: u32,
-    /// While `computed` is below, the next token is the last of all, and neither needs a block nor completes one.
+    /// While `computed` is below this limit, the next token is the last token, needs no new block and completes no block.
     fast_path_limit: u32,
-    /// On the fast path: where the cache keeps the next token.
+    /// On the fast path: KV slot of the next token.
     next_kv_slot: u32,
-    /// Tokens that planned steps will sample: known to be coming, not what they are.
+    /// Tokens that planned steps will sample. Their number is known, their values are not.
     pending: u32,
-    /// Longest it can get, prompt and output.
+    /// Maximum length, prompt and output.
     limit: u32,
     preemptions: u32,
-    /// Whether its draft is part of a planned step: the length is unknown until the commit.
+    /// Whether a planned step contains the draft. The length is then unknown until the commit.
     drafting: bool,
 }
 
-/// What was asked for: it never changes.
+/// The request's parameters, which never change.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Spec {
     pub(crate) tag: u64,
-    /// The first of its stop tokens: most have one at most.
+    /// The first stop token. Most requests have at most one.
     stop: Option<Token>,
     more_stops: Box<[Token]>,
     pub(crate) prompt_len: u32,
@@ -74,39 +75,39 @@ pub(crate) struct Spec {
     pub(crate) ttft_deadline: Option<Time>,
 }
 
-/// A sequence's time in the batch since it was admitted last.
+/// A sequence's run since it was last admitted.
 #[derive(Debug, Default)]
 struct Run {
-    /// Prompt tokens that the cache had when it was first admitted.
+    /// Prompt tokens that were cached when the sequence was first admitted.
     cached_tokens: u32,
-    /// Tokens that were computed when it was admitted last.
+    /// Computed tokens when the sequence was last admitted.
     computed_from: u32,
-    /// Tokens whose KV it lost, and must compute again.
+    /// Tokens with lost KV, which the sequence must recompute.
     recompute_tokens: u32,
-    /// Tokens that it had to compute when it was queued, as far as the cache was looked at.
+    /// Tokens to compute when the sequence was queued, by the latest cache lookup.
     uncached: u32,
 }
 
-/// When what happened.
+/// Times of a sequence's events.
 #[derive(Debug)]
 pub(crate) struct Times {
     pub(crate) arrived: Time,
     pub(crate) started: Option<Time>,
     pub(crate) first_token: Option<Time>,
-    /// When its deadlines are checked next.
+    /// When the sequence's deadlines are checked next.
     pub(crate) check_at: Option<Time>,
 }
 
-/// The other answers to the same prompt.
+/// Requests that share the prompt.
 #[derive(Debug, Default)]
 struct Family {
     parent: Option<SeqId>,
-    /// Forks that wait for its prompt to be computed.
+    /// Forks that wait for this sequence's prompt.
     waiting: Vec<SeqId>,
 }
 
 impl Sequence {
-    /// Checks a request on its own; what the pool can hold is the scheduler's business.
+    /// Checks the request by itself. The scheduler checks whether it fits into the pool.
     pub(crate) fn new(request: Request, arrival_number: ArrivalNumber, max_model_len: u32, now: Time) -> Result<Self, Rejected> {
         let (prompt, new) = (request.prompt.len() as u64, u64::from(request.max_new_tokens));
         if prompt == 0 {
@@ -146,7 +147,7 @@ impl Sequence {
         })
     }
 
-    /// The request of another answer to the same prompt.
+    /// The request of a fork, with the same prompt.
     pub(crate) fn fork_request(&self, tag: u64, tenant: Arc<str>) -> Request {
         Request {
             tag,
@@ -163,18 +164,19 @@ impl Sequence {
         }
     }
 
-    /// Makes it a fork of `parent`. It waits for the parent's prompt, if that is not computed.
+    /// Makes the sequence a fork of `parent`. `waits` is set if the parent's prompt is not computed yet.
     pub(crate) fn make_fork(&mut self, parent: SeqId, waits: bool) {
         self.family.parent = Some(parent);
         self.phase = if waits { Phase::WaitingOnParent } else { Phase::New };
     }
 
-    /// Has it belong to these groups.
+    /// Sets the sequence's groups.
     pub(crate) fn join(&mut self, member: Member) {
         self.member = member;
     }
 
-    /// Books the time in the present phase, and begins another. `others` is what the timeline calls a wait for other groups.
+    /// Closes the current phase in the account and begins `phase`. `others` is the timeline state while another group
+    /// has the turn.
     pub(crate) fn enter(&mut self, phase: Phase, clocks: &Clocks, others: TimelineState) {
         self.account.enter(self.phase.state(), phase.state(), clocks, self.member.group, others);
         self.phase = phase;
@@ -184,7 +186,7 @@ impl Sequence {
         self.phase
     }
 
-    /// Its slot of the batch, if it runs.
+    /// The sequence's slot, if it runs.
     #[inline]
     pub(crate) fn slot(&self) -> Option<u32> {
         if let Phase::Running { slot, .. } = self.phase { Some(slot) } else { None }
@@ -195,23 +197,23 @@ impl Sequence {
         matches!(self.phase, Phase::Running { .. })
     }
 
-    /// Whether it has generated a token since it was admitted last.
+    /// Whether the sequence has generated a token since it was last admitted.
     #[inline]
     pub(crate) fn is_decoding(&self) -> bool {
         matches!(self.phase, Phase::Running { stage: Stage::Decode, .. })
     }
 
-    /// Whether the last step had no tokens for it.
+    /// Whether the last step had no tokens for the sequence.
     pub(crate) fn is_stalled(&self) -> bool {
         matches!(self.phase, Phase::Running { stage: Stage::Stalled, .. })
     }
 
-    /// What it does in the batch until it decodes.
+    /// The sequence's stage until it decodes.
     pub(crate) fn prefill_stage(&self) -> Stage {
         if self.run.recompute_tokens > 0 { Stage::Recompute } else { Stage::Prefill }
     }
 
-    /// What it begins with when it is admitted: one whose KV comes back from the host may go on decoding.
+    /// The sequence's stage at admission. A sequence whose KV comes back from host memory may continue to decode.
     pub(crate) fn first_stage(&self) -> Stage {
         match self.phase {
             Phase::Swapped { tokens } if self.times.first_token.is_some() && tokens as usize + 1 == self.tokens.len() => Stage::Decode,
@@ -231,7 +233,7 @@ impl Sequence {
         &self.times
     }
 
-    /// When its deadlines are to be checked next, if it has any.
+    /// Sets when the sequence's deadlines are checked next.
     pub(crate) fn check_at(&mut self, at: Option<Time>) {
         self.times.check_at = at;
     }
@@ -240,18 +242,18 @@ impl Sequence {
         &self.tokens
     }
 
-    /// What it has of the cache, to be changed by what its tokens are.
+    /// The sequence's part of the KV cache, for changes that depend on its tokens.
     #[inline]
     pub(crate) fn blocks_and_tokens(&mut self) -> (&mut SeqBlocks, &[Token]) {
         (&mut self.blocks, &self.tokens)
     }
 
-    /// Changes the tokens: a replay makes some up.
+    /// The tokens, writable for a replay that generates them.
     pub(crate) fn tokens_mut(&mut self) -> &mut [Token] {
         &mut self.tokens
     }
 
-    /// Tokens known, prompt and output.
+    /// Number of known tokens, prompt and output.
     #[inline]
     pub(crate) fn len(&self) -> u32 {
         self.tokens.len() as u32
@@ -266,13 +268,13 @@ impl Sequence {
         self.progress.computed
     }
 
-    /// Tokens that are known, and computed by planned steps.
+    /// Number of known tokens that planned steps compute.
     #[inline]
     pub(crate) fn known(&self) -> u32 {
         self.progress.computed.min(self.len())
     }
 
-    /// Tokens that planned steps will sample.
+    /// Number of tokens that planned steps will sample.
     #[inline]
     pub(crate) fn pending(&self) -> u32 {
         self.progress.pending
@@ -292,39 +294,39 @@ impl Sequence {
         &self.draft
     }
 
-    /// Whether the next token is the last one it may compute, or its length is open until a commit.
+    /// Whether no further token can be planned, because the maximum length is reached or the length is unknown until a commit.
     #[inline]
     pub(crate) fn has_nothing_to_plan(&self) -> bool {
         self.expected_len() == self.progress.limit || self.progress.drafting
     }
 
-    /// Its length once every planned step has sampled.
+    /// Length after every planned step has sampled.
     #[inline]
     pub(crate) fn expected_len(&self) -> u32 {
         self.len() + self.progress.pending
     }
 
-    /// Tokens that it can compute before another is sampled.
+    /// Tokens that the sequence can compute before the next sample.
     pub(crate) fn uncomputed(&self) -> u32 {
         self.expected_len() - self.progress.computed
     }
 
-    /// Whether it was preempted so often that only a lack of blocks can preempt it again.
+    /// Whether the sequence was preempted so often that only a lack of blocks can preempt it again.
     pub(crate) fn is_protected(&self) -> bool {
         self.progress.preemptions >= PROTECTED_AFTER
     }
 
-    /// Whether it must not be preempted again: it runs only as the one that nobody preempts.
+    /// Whether the sequence must not be preempted again. It then runs only as the non-preemptible sequence.
     pub(crate) fn is_last_chance(&self) -> bool {
         self.progress.preemptions >= MAX_PREEMPTIONS
     }
 
-    /// Whether it has run before.
+    /// Whether the sequence has run before.
     pub(crate) fn has_started(&self) -> bool {
         self.times.started.is_some()
     }
 
-    /// Whether it counts against the queue's limits while it waits: forks, and those that ran, do not.
+    /// Whether the sequence counts against the queue's limits. Forks and sequences that already ran do not.
     pub(crate) fn counts_as_queued(&self) -> bool {
         self.times.started.is_none() && self.family.parent.is_none()
     }
@@ -333,7 +335,7 @@ impl Sequence {
         self.family.parent
     }
 
-    /// Forks that wait for its prompt.
+    /// Forks that wait for this sequence's prompt.
     pub(crate) fn waiting_forks(&self) -> &[SeqId] {
         &self.family.waiting
     }
@@ -346,12 +348,12 @@ impl Sequence {
         std::mem::take(&mut self.family.waiting)
     }
 
-    /// Tokens that it has generated.
+    /// Number of generated tokens.
     pub(crate) fn output_tokens(&self) -> u32 {
         self.len() - self.spec.prompt_len
     }
 
-    /// Tokens that it is thought to generate still.
+    /// Predicted number of tokens left to generate.
     pub(crate) fn predicted_left(&self) -> u32 {
         let longest = self.progress.limit - self.spec.prompt_len;
         self.spec.predicted.unwrap_or(longest).min(longest).saturating_sub(self.output_tokens()).max(1)
@@ -361,38 +363,38 @@ impl Sequence {
         self.run.cached_tokens
     }
 
-    /// Tokens that were computed when it was admitted last.
+    /// Computed tokens when the sequence was last admitted.
     pub(crate) fn computed_from(&self) -> u32 {
         self.run.computed_from
     }
 
-    /// Tokens computed for it so far, those computed again included.
+    /// Tokens computed so far, including recomputed ones.
     pub(crate) fn computed_in_all(&self) -> u64 {
         self.account.computed_tokens() + u64::from(self.progress.computed - self.run.computed_from)
     }
 
-    /// Whether it computes again what it had lost.
+    /// Whether the sequence recomputes tokens lost in a preemption.
     pub(crate) fn is_recomputing(&self) -> bool {
         self.run.recompute_tokens > 0 && !self.is_decoding()
     }
 
-    /// Tokens that the cache lacked when it was looked at last.
+    /// Tokens missing from the cache at the latest lookup.
     pub(crate) fn uncached(&self) -> u32 {
         self.run.uncached
     }
 
-    /// Takes from its chain of cached blocks how many tokens it has to compute.
+    /// Computes the number of uncached tokens from the chain of cached blocks.
     pub(crate) fn measure_uncached(&mut self, block_size: u32) {
         let cached = self.blocks.cached_len() * block_size as usize;
         self.run.uncached = (self.tokens.len() - cached).max(1) as u32;
     }
 
-    /// Makes room for all that it will sample, so that decoding does not allocate.
+    /// Reserves capacity for the maximum length, so that decoding does not allocate.
     pub(crate) fn reserve_tokens(&mut self) {
         self.tokens.reserve_exact(self.progress.limit as usize - self.tokens.len());
     }
 
-    /// Begins a run with so many tokens computed; gives how many of them it computes again.
+    /// Begins a run with `computed` tokens. Returns the number of tokens that the sequence recomputes.
     pub(crate) fn start(&mut self, computed: u32, now: Time) -> u32 {
         self.place.admit();
         self.progress.computed = computed;
@@ -407,7 +409,7 @@ impl Sequence {
         again
     }
 
-    /// Ends a run: what it had computed is gone, but for a copy in host memory.
+    /// Ends a run. The computed KV is lost, except for a copy in host memory.
     pub(crate) fn preempt(&mut self, swapped: bool) {
         let Run { computed_from, recompute_tokens, .. } = self.run;
         self.account.compute(self.progress.computed - computed_from);
@@ -417,12 +419,12 @@ impl Sequence {
         self.draft.clear();
     }
 
-    /// Notes when it generated its first token.
+    /// Records when the first token was generated.
     pub(crate) fn note_first_token(&mut self, now: Time) {
         self.times.first_token.get_or_insert(now);
     }
 
-    /// Appends a sampled token, and says whether that ends the request.
+    /// Appends a sampled token. Returns the finish reason if the request ends.
     #[inline]
     pub(crate) fn push(&mut self, token: Token) -> Option<FinishReason> {
         self.tokens.push(token);

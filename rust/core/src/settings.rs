@@ -1,4 +1,4 @@
-//! The scheduler's settings as one table: journals, what-if and the Python binding read and write a [`Config`] through it.
+//! The scheduler's settings as one table. Journals, what-if and the Python binding read and write a [`Config`] through it.
 
 use crate::config::{Batching, Config, Reservation};
 use crate::error::ConfigError;
@@ -8,36 +8,36 @@ use thiserror::Error;
 /// The value of a setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Value {
-    /// No limit, or the default that depends on other settings.
+    /// No limit, or a default that depends on other settings.
     Unset,
     /// A whole number.
     Int(u64),
     /// True or false.
     Flag(bool),
-    /// One of several names.
+    /// One of a list of names.
     Name(String),
 }
 
-/// Which values a setting takes.
+/// The values that a setting accepts.
 #[derive(Clone, Copy, Debug)]
 pub enum SettingKind {
     /// A whole number within bounds.
     Int {
-        /// The least that is allowed.
+        /// The minimum.
         least: u64,
-        /// The most that is allowed.
+        /// The maximum.
         most: u64,
         /// Whether it may be unset.
         optional: bool,
     },
     /// True or false.
     Flag,
-    /// One of these names.
+    /// A name from this list.
     Name(fn() -> Vec<&'static str>),
 }
 
 impl SettingKind {
-    /// What is allowed, in words.
+    /// Description of the accepted values.
     pub fn expected(self) -> String {
         match self {
             Self::Int { least, most, optional } => {
@@ -60,36 +60,36 @@ impl SettingKind {
     }
 }
 
-/// A setting: a field of [`Config`], or a part of one, by name.
+/// A setting: a field of [`Config`], or a part of a field, by name.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
-    /// The name that journals and the Python binding use.
+    /// The name used in journals and in the Python binding.
     pub name: &'static str,
-    /// What it means, in one sentence.
+    /// Description in one sentence.
     pub doc: &'static str,
-    /// Which values it takes.
+    /// The accepted values.
     pub kind: SettingKind,
     get: fn(&Config) -> Value,
     set: fn(&mut Config, &Value),
 }
 
-/// Why a value was refused.
+/// Why a value was rejected.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum SettingError {
-    /// There is no setting of that name.
+    /// There is no setting with this name.
     #[error("no setting {name:?}: there are {}", names())]
     Unknown {
         /// The name.
         name: String,
     },
-    /// It is not among the values that the setting takes.
+    /// The setting does not accept this value.
     #[error("{name} must be {expected}, got {value}")]
     Invalid {
         /// The setting.
         name: &'static str,
-        /// What is allowed, in words.
+        /// Description of the accepted values.
         expected: String,
-        /// What was given.
+        /// The given value.
         value: String,
     },
 }
@@ -125,7 +125,7 @@ impl Value {
     }
 }
 
-/// A whole number that is always set.
+/// A required whole number.
 macro_rules! number {
     ($field:ident, $least:expr, $most:expr, $doc:literal) => {
         Setting {
@@ -138,7 +138,7 @@ macro_rules! number {
     };
 }
 
-/// A whole number that may be unset, which its field has a value for.
+/// An optional whole number. `$unset` is the value of the field when the setting is unset.
 macro_rules! optional {
     ($field:ident, $unset:expr, $least:expr, $most:expr, $doc:literal) => {
         Setting {
@@ -151,7 +151,7 @@ macro_rules! optional {
     };
 }
 
-/// Every setting, in the order in which they are applied: a later one may depend on those before it.
+/// Every setting, in the order in which settings are applied. A later setting may depend on earlier ones.
 pub const SETTINGS: [Setting; 18] = [
     number!(num_blocks, 2, U32, "Blocks in the KV cache, scratch block 0 included."),
     number!(block_size, 1, INT, "Tokens in a block."),
@@ -224,7 +224,7 @@ pub const SETTINGS: [Setting; 18] = [
     number!(swap_ns_per_block, 0, U32, "Nanoseconds that the copy of a block to the host takes, one way."),
 ];
 
-/// The name, size and timeout of the way of batching.
+/// The name, size and timeout of the batching mode.
 fn batch(config: &Config) -> (&'static str, Option<u32>, u64) {
     match config.batching {
         Batching::Continuous => ("continuous", None, 0),
@@ -242,25 +242,25 @@ fn batching(name: &str, size: u32, timeout: u64) -> Batching {
 }
 
 impl Setting {
-    /// Its value in `config`.
+    /// The setting's value in `config`.
     pub fn get(&self, config: &Config) -> Value {
         (self.get)(config)
     }
 
-    /// The setting of that name.
+    /// The setting with this name.
     pub fn named(name: &str) -> Result<&'static Self, SettingError> {
         static TABLE: [Setting; SETTINGS.len()] = SETTINGS;
         TABLE.iter().find(|setting| setting.name == name).ok_or_else(|| SettingError::Unknown { name: name.into() })
     }
 
-    /// The error for a value that it does not take.
+    /// The error for a value that the setting does not accept.
     pub fn invalid(&self, value: impl std::fmt::Display) -> SettingError {
         SettingError::Invalid { name: self.name, expected: self.kind.expected(), value: value.to_string() }
     }
 }
 
 impl Config {
-    /// Refuses what makes no scheduler.
+    /// Rejects invalid combinations of limits.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         for setting in &SETTINGS {
             if let (SettingKind::Int { least, most, .. }, Value::Int(value)) = (setting.kind, setting.get(self)) {
@@ -273,11 +273,11 @@ impl Config {
                 }
             }
         }
-        // Every sequence that decodes gets its token in each step.
+        // Every decoding sequence gets a token in each step.
         if self.max_seqs > self.max_tokens {
             return Err(ConfigError::TooManySeqs { max_seqs: self.max_seqs, max_tokens: self.max_tokens });
         }
-        // Cache slots are 32-bit signed on the model's side.
+        // The model uses signed 32-bit KV slots.
         let (slots, most) = (u64::from(self.num_blocks) * u64::from(self.block_size), i32::MAX as u64);
         if slots > most {
             return Err(ConfigError::TooLarge { name: "num_blocks * block_size", value: slots, most });
@@ -285,8 +285,8 @@ impl Config {
         Ok(())
     }
 
-    /// These settings with other values for those `given`, by name. Whether they make a scheduler is another question:
-    /// some depend on each other.
+    /// Returns these settings with the `given` values changed, by name. The result may still be invalid, because some
+    /// settings depend on each other.
     pub fn with(mut self, given: &[(String, Value)]) -> Result<Self, SettingError> {
         for (name, value) in given {
             let setting = Setting::named(name)?;
@@ -307,7 +307,7 @@ impl Config {
 mod tests {
     use super::*;
 
-    /// A value that the setting takes, and that is not its default.
+    /// A value that the setting accepts and that is not its default.
     fn other(setting: &Setting) -> Value {
         match (setting.kind, setting.get(&Config::default())) {
             (SettingKind::Flag, Value::Flag(flag)) => Value::Flag(!flag),
@@ -328,7 +328,7 @@ mod tests {
         for (setting, (_, value)) in SETTINGS.iter().zip(&given) {
             assert_eq!(setting.get(&config), *value, "{}", setting.name);
         }
-        // In whatever order they are given.
+        // The order in which settings are given does not matter.
         given.reverse();
         assert_eq!(Config::default().with(&given).unwrap(), config);
         let all = |config: &Config| SETTINGS.iter().map(|setting| (setting.name.to_owned(), setting.get(config))).collect::<Vec<_>>();

@@ -1,74 +1,73 @@
-//! Whose turn it is among tenants: virtual token counters.
+//! Fair sharing between tenants with virtual token counters.
 //!
-//! Sheng et al., "Fairness in Serving Large Language Models", OSDI'24: a
-//! counter per tenant grows by the service it gets over its weight; the least
-//! served of those who wait goes first; one who comes back to an empty queue is
-//! lifted to the others, so that idleness saves nothing up.
+//! Sheng et al., "Fairness in Serving Large Language Models", OSDI'24. Each tenant has a counter that grows by its
+//! service divided by its weight. The waiting tenant with the lowest counter goes first. When a tenant's queue was
+//! empty, its counter is lifted to the others' level, so that idle tenants collect no credit.
 
 use crate::request::Time;
 use std::collections::BTreeSet;
 use std::ops::Bound::{Excluded, Unbounded};
 
-/// Service of a prompt token, and of an output token.
+/// Service of a prompt token. The next constant is the service of an output token.
 pub(crate) const PROMPT_TOKEN: u64 = 1;
 pub(crate) const OUTPUT_TOKEN: u64 = 2;
-/// Counter units of a token at weight 1: weights up to this many divide it without much loss.
+/// Counter units per token at weight 1. Weights up to this value divide it with little rounding error.
 const UNIT: u64 = 1 << 16;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Share {
     counter: u64,
     waiting: u32,
-    /// The counter that the backlog lists; the counter itself may have grown since.
+    /// The counter as listed in the backlog. The counter itself may have grown since.
     listed: u64,
 }
 
-/// Of the time that passes, the part that preemption for fairness may cost, as a divisor.
+/// Budget of preemption for fairness, as a divisor of the elapsed time.
 const BUDGET: Time = 50;
-/// The longest time that is saved up for it, in microseconds.
+/// Maximum budget, in microseconds.
 const MAX_BUDGET: i64 = 1_000_000;
 
-/// What preemption for fairness may still cost: a fiftieth of the time that
-/// passes, and what the last one cost more.
+/// Budget of preemption for fairness: a fiftieth of the elapsed time. A preemption that costs more than the budget
+/// leaves it negative.
 #[derive(Debug, Default)]
 pub(crate) struct PreemptionBudget {
-    /// Microseconds that may be spent; below zero after one that cost more.
+    /// Remaining microseconds. Negative after a preemption that cost more than the budget.
     left: i64,
-    /// When it grew last.
+    /// When the budget last grew.
     at: Time,
 }
 
 impl PreemptionBudget {
-    /// Lets it grow up to `now`.
+    /// Grows the budget up to `now`.
     pub(crate) fn grow(&mut self, now: Time) {
         let part = (now - self.at) / BUDGET;
         self.left = self.left.saturating_add(part as i64).min(MAX_BUDGET);
         self.at += part * BUDGET;
     }
 
-    /// Whether somebody may be preempted.
+    /// Whether the budget allows a preemption.
     pub(crate) fn allows(&self) -> bool {
         self.left >= 0
     }
 
-    /// Notes that preempting somebody costs so many microseconds.
+    /// Charges a preemption that costs `cost` microseconds.
     pub(crate) fn spend(&mut self, cost: Time) {
         self.left = self.left.saturating_sub_unsigned(cost);
     }
 }
 
-/// The counters of all tenants, by number.
+/// The counters of all tenants, by tenant number.
 #[derive(Debug, Default)]
 pub(crate) struct Shares {
     tenants: Vec<Share>,
-    /// Tenants with requests that wait, least served first, as far as listed.
+    /// Tenants with waiting requests, least served first by their listed counters.
     backlog: BTreeSet<(u64, u32)>,
-    /// Whose queue emptied last.
+    /// The tenant whose queue became empty last.
     last: Option<u32>,
 }
 
 impl Shares {
-    /// Gives the number to a tenant that was never served.
+    /// Creates the counter of a tenant that was never served.
     pub(crate) fn introduce(&mut self, tenant: u32) {
         if self.tenants.len() <= tenant as usize {
             self.tenants.resize(tenant as usize + 1, Share::default());
@@ -78,18 +77,18 @@ impl Shares {
         self.last = self.last.filter(|&last| last != tenant);
     }
 
-    /// A new request of `tenant` waits.
+    /// Records a new waiting request of `tenant`.
     pub(crate) fn arrive(&mut self, tenant: u32) {
         if self.tenants[tenant as usize].waiting == 0 {
             let others = self.least().or(self.last).map_or(0, |other| self.tenants[other as usize].counter);
             let share = &mut self.tenants[tenant as usize];
-            // Of equals the one that comes back goes first.
+            // The returning tenant goes before tenants with the same counter.
             share.counter = share.counter.max(others.saturating_sub(1));
         }
         self.wait(tenant);
     }
 
-    /// A request of `tenant` waits, new or again.
+    /// Records a waiting request of `tenant`, new or preempted.
     pub(crate) fn wait(&mut self, tenant: u32) {
         let share = &mut self.tenants[tenant as usize];
         share.waiting += 1;
@@ -99,7 +98,7 @@ impl Shares {
         }
     }
 
-    /// A request of `tenant` waits no longer.
+    /// Records that a request of `tenant` no longer waits.
     pub(crate) fn leave(&mut self, tenant: u32) {
         let share = &mut self.tenants[tenant as usize];
         share.waiting -= 1;
@@ -109,7 +108,7 @@ impl Shares {
         }
     }
 
-    /// Notes service given to `tenant`.
+    /// Charges service to `tenant`.
     pub(crate) fn charge(&mut self, tenant: u32, service: u64, weight: u32) {
         self.tenants[tenant as usize].counter += service * UNIT / u64::from(weight.max(1));
     }
@@ -118,8 +117,8 @@ impl Shares {
         self.tenants[tenant as usize].counter
     }
 
-    /// The least served tenant of those that wait. Counters only grow, so
-    /// entries out of date are too early, and are put right as they come up.
+    /// The least served tenant with waiting requests. Counters only grow, so an outdated entry is listed too early. It
+    /// is corrected when it comes first.
     pub(crate) fn least(&mut self) -> Option<u32> {
         loop {
             let &(listed, tenant) = self.backlog.first()?;
@@ -129,7 +128,7 @@ impl Shares {
         }
     }
 
-    /// The one after `tenant`, roughly: behind the least the order is as listed.
+    /// The tenant after `tenant`, approximately: behind the first, the order is that of the listed counters.
     pub(crate) fn after(&self, tenant: u32) -> Option<u32> {
         let listed = self.tenants[tenant as usize].listed;
         self.backlog.range((Excluded((listed, tenant)), Unbounded)).next().map(|&(_, next)| next)

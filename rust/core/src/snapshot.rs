@@ -1,78 +1,78 @@
-//! What a dashboard shows: who has which slot, who waits and why, which blocks
-//! are held, and who rode in the newest steps.
+//! Data for a dashboard: the sequence in each slot, waiting sequences with their reasons, the use of the blocks, and
+//! the latest steps.
 
 use crate::recent_steps::StepSeen;
 use crate::request::Time;
 use crate::timeline::TimelineState;
 use std::sync::Arc;
 
-/// A sequence that has a slot.
+/// A sequence with a slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlotSeen {
-    /// Its slot.
+    /// The slot.
     pub slot: u32,
-    /// Which sequence.
+    /// The request's tag.
     pub tag: u64,
-    /// Whose.
+    /// The request's tenant.
     pub tenant: Arc<str>,
-    /// Its class.
+    /// The request's class.
     pub priority: i32,
     /// `prefill`, `recompute`, `decode` or `stalled`.
     pub state: &'static str,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub prompt_tokens: u32,
-    /// Leading tokens whose KV is in the cache, or will be after the step under way.
+    /// Leading tokens with KV in the cache, counting the step in flight.
     pub computed_tokens: u32,
-    /// Tokens generated.
+    /// Generated tokens.
     pub output_tokens: u32,
-    /// Blocks in its table.
+    /// Blocks in the sequence's table.
     pub blocks: usize,
-    /// Microseconds since it was added.
+    /// Microseconds since the request was added.
     pub age: Time,
 }
 
-/// A sequence that waits.
+/// A waiting sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WaitSeen {
-    /// Which sequence.
+    /// The request's tag.
     pub tag: u64,
-    /// Whose.
+    /// The request's tenant.
     pub tenant: Arc<str>,
-    /// Its class.
+    /// The request's class.
     pub priority: i32,
-    /// What it waits for at present.
+    /// The current reason for waiting.
     pub state: TimelineState,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub prompt_tokens: u32,
-    /// Tokens generated before it lost its slot.
+    /// Tokens generated before the sequence lost its slot.
     pub output_tokens: u32,
-    /// Microseconds since it was added, or lost its slot.
+    /// Microseconds since the request was added or lost its slot.
     pub waited: Time,
 }
 
-/// A look at everything.
+/// A snapshot of the scheduler's state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Those with slots, in the order of their admission.
+    /// Sequences with slots, in the order of admission.
     pub slots: Vec<SlotSeen>,
-    /// The first of those that wait, in the queue's order; forks that wait for a prompt are in no queue.
+    /// The first waiting sequences in the queue's order. Forks that wait for a prompt are not in the queue.
     pub waiting: Vec<WaitSeen>,
-    /// The KV blocks in their order: [`FREE`](Self::FREE), [`CACHED`](Self::CACHED), [`SHARED`](Self::SHARED), or
-    /// [`HELD`](Self::HELD) plus the slot of its one holder. A cell of several blocks shows what most of them are.
+    /// The KV blocks in order: [`FREE`](Self::FREE), [`CACHED`](Self::CACHED), [`SHARED`](Self::SHARED), or
+    /// [`HELD`](Self::HELD) plus the slot of the only holder. A cell of several blocks shows the most frequent value.
     pub cells: Vec<u32>,
-    /// Blocks to a cell.
+    /// Blocks per cell.
     pub blocks_per_cell: usize,
-    /// The steps planned since the last look, as long as that was not long ago, the oldest first.
+    /// Steps planned since the previous snapshot if that was recent, oldest first.
     pub steps: Vec<StepSeen>,
 }
 
 impl Snapshot {
-    /// Nobody holds it, and there is nothing in it.
+    /// No sequence holds the block and it has no cached content.
     pub const FREE: u32 = 0;
-    /// Nobody holds it, and a prompt may find it.
+    /// No sequence holds the block, but it is cached and a prompt can reuse it.
     pub const CACHED: u32 = 1;
-    /// Several sequences hold it.
+    /// Several sequences hold the block.
     pub const SHARED: u32 = 2;
-    /// The sequence of slot 0 holds it.
+    /// Only the sequence of slot 0 holds the block.
     pub const HELD: u32 = 3;
 }

@@ -1,18 +1,18 @@
-//! What an operator wants to know: counters since the start, and what is true now.
+//! Counters since the start, and gauges of the current state.
 
 use crate::timeline::{PREEMPTION_REASONS, STATES};
 
-/// Why no step was planned although there are requests.
+/// Why the scheduler planned no step although requests exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stall {
-    /// Whoever runs waits for a commit.
+    /// Every running sequence waits for a commit.
     InFlight,
-    /// A batch waits for more requests.
+    /// A static or dynamic batch waits for more requests.
     Batch,
 }
 
 impl Stall {
-    /// The name that reports use.
+    /// The name used in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::InFlight => "in_flight",
@@ -28,76 +28,76 @@ pub struct Counters {
     pub steps: u64,
     /// Prompt tokens of admitted requests.
     pub prompt_tokens: u64,
-    /// Prompt tokens looked for in the prefix cache, once a request.
+    /// Prompt tokens looked up in the prefix cache, once per request.
     pub prefix_queries: u64,
-    /// Of those, tokens found.
+    /// Looked-up prompt tokens that were cached.
     pub prefix_hits: u64,
-    /// Tokens sampled.
+    /// Sampled tokens.
     pub generated_tokens: u64,
-    /// Tokens that steps computed.
+    /// Tokens computed by steps.
     pub computed_tokens: u64,
-    /// Of those, tokens that had been computed before a preemption.
+    /// Computed tokens that had already been computed before a preemption.
     pub recomputed_tokens: u64,
-    /// Times that a sequence lost its blocks and its KV.
+    /// Preemptions that discarded the sequence's KV.
     pub preemptions_recompute: u64,
-    /// Times that it lost its blocks, with a copy in host memory.
+    /// Preemptions that copied the sequence's KV to host memory.
     pub preemptions_swap: u64,
-    /// Preemptions of both kinds, by [`PreemptionReason`](crate::PreemptionReason).
+    /// All preemptions, by [`PreemptionReason`](crate::PreemptionReason).
     pub preemptions_by_reason: [u64; PREEMPTION_REASONS],
     /// Blocks copied to host memory.
     pub swapped_blocks: u64,
     /// Requests that missed their deadline.
     pub expired: u64,
-    /// Requests refused because the queue was full.
+    /// Requests rejected because the queue was full.
     pub rejected_queue_full: u64,
 }
 
-/// What is true now, and [`Counters`].
+/// Gauges of the current state, and [`Counters`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stats {
     /// Counters since the start.
     pub counters: Counters,
     /// Sequences that hold a slot.
     pub running: usize,
-    /// Sequences that wait, swapped ones not included.
+    /// Waiting sequences, without swapped ones.
     pub waiting: usize,
-    /// Sequences that wait with their KV in host memory.
+    /// Waiting sequences with KV in host memory.
     pub swapped: usize,
-    /// Rows there are.
+    /// Slots of the batch.
     pub slots: usize,
-    /// Blocks that sequences can hold.
+    /// Blocks that sequences can use.
     pub total_blocks: usize,
-    /// Of those, blocks that nobody holds.
+    /// Usable blocks that no sequence holds.
     pub free_blocks: usize,
-    /// Tokens with KV in running sequences' tables, and the slots of those tables: the rest is fragmentation.
+    /// Tokens with KV in the block tables of running sequences. The difference from `held_slots` is fragmentation.
     pub used_tokens: usize,
-    /// Token slots in those tables.
+    /// Token slots in the blocks of running sequences.
     pub held_slots: usize,
     /// Blocks of the host pool.
     pub host_blocks: usize,
-    /// Of those, free ones.
+    /// Free blocks of the host pool.
     pub free_host_blocks: usize,
-    /// Prompt tokens of requests that never ran.
+    /// Prompt tokens of requests that have not run yet.
     pub queued_prompt_tokens: u64,
-    /// Why nothing was planned when there was something to do.
+    /// Why no step was planned. `None` if there was no work.
     pub stall: Option<Stall>,
-    /// Sequences that wait, by [`TimelineState`].
+    /// Waiting sequences, by [`TimelineState`].
     pub waiting_by_state: [usize; STATES],
-    /// Microseconds that a request arriving now would wait.
+    /// Predicted wait of a request that arrives now, in microseconds.
     pub predicted_wait: u64,
-    /// Microseconds that the last planned step should take.
+    /// Predicted duration of the latest planned step, in microseconds.
     pub predicted_step: u64,
-    /// Work that arrived in the last ten seconds over work that could be served in them, in thousandths.
+    /// Work that arrived in the last ten seconds divided by the work that could be served in that time, in thousandths.
     pub saturation: u32,
 }
 
-/// How full it is.
+/// Occupancy of slots and blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Occupancy {
     /// Sequences that hold a slot.
     pub running: usize,
-    /// Sequences that do not, swapped ones included.
+    /// Sequences without a slot, including swapped ones.
     pub waiting: usize,
-    /// Blocks that sequences hold.
+    /// Blocks held by sequences.
     pub blocks: usize,
 }

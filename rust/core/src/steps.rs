@@ -1,36 +1,36 @@
-//! The steps that were planned: which are committed, and how long they take.
+//! The planned steps, their commits and their times.
 
 use crate::batch::StepPlan;
 use crate::block::BlockId;
 use crate::request::Time;
 use crate::stats::Stall;
 
-/// The steps that were planned.
+/// The planned steps.
 #[derive(Debug, Default)]
 pub(crate) struct Steps {
-    /// Plans made, empty ones too.
+    /// Number of plans, including empty ones.
     plans: u64,
     planned: u64,
     committed: u64,
     last_commit: Time,
-    /// Whether there was more to do after the last commit: the next step began then.
+    /// Whether work was left after the last commit. The next step then began at that commit.
     goes_on: bool,
-    /// What the last planned step should take, in microseconds.
+    /// Predicted microseconds of the latest planned step.
     predicted: u64,
-    /// Why the last plan is empty, if there was something to do.
+    /// Why the latest plan is empty although there was work.
     stall: Option<Stall>,
-    /// Copies to the host that an empty plan could not carry out.
+    /// Copies to host memory that an empty plan could not carry out.
     swaps_due: Vec<(BlockId, u32)>,
-    /// Plans spent, kept for their memory.
+    /// Used plans, kept to reuse their memory.
     spare: Vec<StepPlan>,
 }
 
-/// When a committed step ran.
+/// The time of a committed step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ran {
-    /// Microseconds that it took.
+    /// Duration in microseconds.
     pub(crate) took: Time,
-    /// When it began.
+    /// Start time.
     pub(crate) from: Time,
 }
 
@@ -40,30 +40,30 @@ impl Steps {
         self.plans += 1;
     }
 
-    /// The plan that was begun, empty but for copies that must not be lost.
+    /// The current plan. It is empty except for outstanding copies to host memory.
     pub(crate) fn plan(&mut self, now: Time) -> StepPlan {
         let mut plan = self.spare.pop().unwrap_or_default().reuse(self.planned, now);
         plan.swap_out.append(&mut self.swaps_due);
         plan
     }
 
-    /// Takes back an empty plan; `stall` is why it is empty.
+    /// Discards an empty plan. `stall` is the reason why it is empty.
     pub(crate) fn abandon(&mut self, mut plan: StepPlan, stall: Option<Stall>) {
         self.stall = stall;
         self.goes_on &= self.in_flight();
-        // Whoever lost its blocks for want of room still needs their copies.
+        // Preempted sequences still need their copies.
         self.swaps_due.append(&mut plan.swap_out);
         self.spare.push(plan);
     }
 
-    /// Counts a planned step that should take so many microseconds.
+    /// Records a planned step with a predicted duration of `predicted` microseconds.
     pub(crate) fn launch(&mut self, predicted: u64) {
         self.planned += 1;
         self.predicted = predicted;
         self.stall = None;
     }
 
-    /// Notes that a step ended `now`. Panics unless it is the oldest not yet committed.
+    /// Records that a step ended at `now`. Panics unless it is the oldest uncommitted step.
     pub(crate) fn commit(&mut self, plan: &StepPlan, now: Time) -> Ran {
         assert_eq!(plan.step, self.committed, "plans must be committed in order");
         self.committed += 1;
@@ -73,38 +73,38 @@ impl Steps {
         Ran { took: now - due, from }
     }
 
-    /// Takes back a plan that is committed; `more` if there is more to do.
+    /// Returns the memory of a committed plan. `more` is set if work is left.
     pub(crate) fn end(&mut self, plan: StepPlan, more: bool) {
         self.goes_on = more;
         self.spare.push(plan);
     }
 
-    /// The number of the present plan, empty ones counted.
+    /// Number of the current plan, counting empty plans.
     pub(crate) fn plan_number(&self) -> u64 {
         self.plans
     }
 
-    /// Steps planned.
+    /// Number of planned steps.
     pub(crate) fn planned(&self) -> u64 {
         self.planned
     }
 
-    /// Steps committed: the number of the first that is not.
+    /// Number of committed steps, which is also the number of the first uncommitted step.
     pub(crate) fn committed(&self) -> u64 {
         self.committed
     }
 
-    /// Whether a step is planned and not committed.
+    /// Whether a planned step is not committed yet.
     pub(crate) fn in_flight(&self) -> bool {
         self.committed < self.planned
     }
 
-    /// Why the last plan is empty, if there was something to do.
+    /// Why the latest plan is empty although there was work.
     pub(crate) fn stall(&self) -> Option<Stall> {
         self.stall
     }
 
-    /// What the last planned step should take, in microseconds.
+    /// Predicted microseconds of the latest planned step.
     pub(crate) fn predicted(&self) -> u64 {
         self.predicted
     }

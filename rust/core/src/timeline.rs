@@ -1,64 +1,64 @@
-//! Where a request's time went, and what it used.
+//! Timelines: the time that a request spent in each state, and its usage.
 //!
-//! Nothing is counted per step and request: clocks run for all at once, a
-//! sequence notes them when it enters a state and subtracts when it leaves.
+//! Nothing is counted per step and request. Shared clocks run for all sequences. A sequence notes the clocks when it
+//! enters a state and subtracts them when it leaves.
 
 use crate::request::{FinishReason, Time};
 use std::sync::Arc;
 
-/// What a request was doing, or waiting for.
+/// The state of a request for its timeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(usize)]
 pub enum TimelineState {
-    /// Every slot of the batch was taken (`max_seqs`).
+    /// Waited for a slot of the batch (`max_seqs`).
     WaitSlots,
-    /// The step's tokens were (`max_tokens`, or what `target_itl` leaves).
+    /// Waited for tokens of a step (`max_tokens`, or the limit from `target_itl`).
     WaitBudget,
-    /// Too few blocks of the KV cache were free.
+    /// Waited for free KV blocks.
     WaitBlocks,
-    /// The batch before was not done, or its own not full (static and dynamic batching).
+    /// Waited for the previous batch to end or its own batch to fill (static and dynamic batching).
     WaitBatch,
-    /// Others go first by policy.
+    /// Waited because the policy serves other requests first.
     WaitPolicy,
-    /// Others' tenants go first, which had less service (fair policy).
+    /// Waited because tenants with less service go first (fair policy).
     WaitFairness,
-    /// The step under way when it came had to end.
+    /// Waited for the step in flight at its arrival to end.
     WaitStep,
-    /// The prompt that it shares with its parent was not computed.
+    /// Waited for its parent's prompt to be computed, because it is a fork.
     WaitFork,
-    /// Its prompt was computed, alone.
+    /// Computed its prompt in steps without other sequences.
     Prefill,
-    /// Its prompt was computed, in steps that others shared.
+    /// Computed its prompt in steps shared with other sequences.
     PrefillShared,
-    /// Its output was computed.
+    /// Computed its output.
     Decode,
-    /// Its output was computed, in steps that others' prompts made longer.
+    /// Computed its output in steps made longer by other requests' prompts.
     DecodeShared,
-    /// It had a slot, but the step had no tokens left for it.
+    /// Had a slot but got no tokens in the step.
     Stalled,
-    /// It had lost its blocks, and its KV with them.
+    /// Waited after a preemption that discarded its KV.
     Preempted,
-    /// It had lost its blocks, and its KV lay in host memory.
+    /// Waited after a preemption, with its KV in host memory.
     Swapped,
-    /// What it had lost was computed again.
+    /// Recomputed tokens lost in a preemption.
     Recompute,
-    /// Its bytes were on their way to the server.
+    /// The server received the request's bytes.
     Receive,
-    /// It was parsed, its template applied, its text made into tokens.
+    /// The server parsed the request, applied the chat template and tokenized the text.
     Tokenize,
-    /// The grammar of its structured output was compiled.
+    /// The server compiled the grammar for structured output.
     Grammar,
-    /// There was no engine, or one that ended before it had answered.
+    /// Waited for an engine to start, or was restarted because its engine ended before it answered.
     Restart,
 }
 
-/// States there are.
+/// Number of states.
 pub(crate) const STATES: usize = 20;
-/// Those that can bind a whole group of waiting sequences: the first of them.
+/// Number of states that can block a whole group of waiting sequences. They come first.
 const LIMITS: usize = 4;
 
 impl TimelineState {
-    /// Every cause, by the name that reports use, in order.
+    /// Every state in order, with the name used in reports.
     pub const NAMES: [(Self, &'static str); STATES] = [
         (Self::WaitSlots, "wait_slots"),
         (Self::WaitBudget, "wait_budget"),
@@ -82,13 +82,13 @@ impl TimelineState {
         (Self::Restart, "restart"),
     ];
 
-    /// The cause's name.
+    /// The state's name.
     pub fn name(self) -> &'static str {
         Self::NAMES[self as usize].1
     }
 }
 
-/// Why a running sequence lost its blocks and slot.
+/// Why a running sequence was preempted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum PreemptionReason {
@@ -102,75 +102,77 @@ pub enum PreemptionReason {
     Shortest,
 }
 
-/// Reasons there are.
+/// Number of reasons.
 pub(crate) const PREEMPTION_REASONS: usize = 4;
 
 impl PreemptionReason {
-    /// Every reason, by the name that reports use, in order.
+    /// Every reason in order, with the name used in reports.
     pub const NAMES: [(Self, &'static str); PREEMPTION_REASONS] =
         [(Self::Blocks, "kv_blocks"), (Self::Priority, "priority"), (Self::Fairness, "fairness"), (Self::Shortest, "shortest")];
 }
 
-/// A request's account: disjoint intervals that sum to its life, and what it used.
+/// A request's timeline: disjoint intervals that sum to its lifetime, and its usage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Timeline {
-    /// Which request.
+    /// The request's tag.
     pub tag: u64,
-    /// How it ended; `None` while it lives.
+    /// Why the request ended. `None` while it is live.
     pub finish: Option<FinishReason>,
-    /// When its first byte was read, as far as the caller said what was done with it before it was added.
+    /// When the server read the request's first byte. Includes time before the request was added, as far as the caller
+    /// reported it.
     pub arrived: Time,
-    /// When it was added, which begins its time in the queue.
+    /// When the request was added. Its queue time starts here.
     pub submitted: Time,
-    /// When its first chunk was planned.
+    /// When the request's first chunk was planned.
     pub started: Option<Time>,
-    /// When its first token was committed.
+    /// When the request's first token was committed.
     pub first_token: Option<Time>,
-    /// When it ended, or the time of the account.
+    /// When the request ended, or the time of this timeline if the request is live.
     pub ended: Time,
-    /// Microseconds by [`TimelineState`]: they sum to `ended - arrived`.
+    /// Microseconds by [`TimelineState`]. They sum to `ended - arrived`.
     pub states: [Time; STATES],
     /// Tokens of the prompt.
     pub prompt_tokens: u32,
-    /// Of those, in the cache when it was first admitted.
+    /// Prompt tokens that were cached when the request was first admitted.
     pub cached_tokens: u32,
-    /// Tokens generated.
+    /// Generated tokens.
     pub output_tokens: u32,
-    /// Tokens computed for it, those computed again included.
+    /// Computed tokens, including recomputed ones.
     pub computed_tokens: u64,
-    /// Tokens computed again after a preemption.
+    /// Tokens recomputed after a preemption.
     pub recomputed_tokens: u64,
-    /// How often it lost its blocks.
+    /// Number of preemptions.
     pub preemptions: u32,
-    /// Of those, with a copy in host memory.
+    /// Preemptions with a copy of the KV in host memory.
     pub swaps: u32,
-    /// Who needed the room, by tag; the first few.
+    /// Tags of the requests that caused the preemptions. Only the first few.
     pub preempted_by: Vec<u64>,
-    /// How often it lost its blocks, by [`PreemptionReason`].
+    /// Number of preemptions, by [`PreemptionReason`].
     pub preempted_for: [u32; PREEMPTION_REASONS],
-    /// Blocks of the KV cache times microseconds that it held them, shared ones counted for each holder.
+    /// KV blocks multiplied by the microseconds they were held. A shared block counts once for each holder.
     pub block_us: u64,
-    /// Whose request.
+    /// The request's tenant.
     pub tenant: Arc<str>,
-    /// Its class.
+    /// The request's class.
     pub priority: i32,
 }
 
 impl Timeline {
-    /// The limit that it waited for longest, if any: the end of a step or of its parent's prompt is none.
+    /// The limit that the request waited for longest, if any. Waiting for a step or for a parent's prompt does not
+    /// count as a limit.
     pub fn limit(&self) -> Option<TimelineState> {
         let waits = &TimelineState::NAMES[..=TimelineState::WaitFairness as usize];
         let longest = waits.iter().map(|&(cause, _)| cause).max_by_key(|&cause| self.states[cause as usize])?;
         (self.states[longest as usize] > 0).then_some(longest)
     }
 
-    /// Microseconds from its addition to its first chunk, or to the account if there was none.
+    /// Microseconds from the request's addition to its first chunk, or until now if it has none.
     pub fn queued(&self) -> Time {
         self.started.unwrap_or(self.ended) - self.submitted
     }
 }
 
-/// What a sequence is in, as far as its time is concerned.
+/// A sequence's state for its account.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum AccountState {
@@ -185,27 +187,27 @@ pub(crate) enum AccountState {
     Recompute,
 }
 
-/// The clocks that run for all.
+/// Clocks shared by all sequences.
 #[derive(Debug, Default)]
 pub(crate) struct Clocks {
     now: Time,
-    /// Time in steps of several sequences, and in steps with a piece of a prompt.
+    /// Time in steps with several sequences. The next field is time in steps with prompt pieces.
     several: Time,
     prefill: Time,
     in_several: bool,
     in_prefill: bool,
-    /// Per group of the queue: time that it was its turn and a limit held it up.
+    /// Per queue group: time in which the group had the turn and a limit blocked it.
     groups: Vec<[Time; LIMITS]>,
     turn: Option<(u32, TimelineState)>,
 }
 
 impl Clocks {
-    /// The time that events are dated with: it never runs backwards.
+    /// The time of events. It never decreases.
     pub(crate) fn now(&self) -> Time {
         self.now
     }
 
-    /// Lets the clocks run until `now`.
+    /// Advances the clocks to `now`.
     pub(crate) fn tick(&mut self, now: Time) {
         let passed = now.saturating_sub(self.now);
         self.now += passed;
@@ -216,17 +218,17 @@ impl Clocks {
         }
     }
 
-    /// From now on, a step runs of so many sequences, with pieces of prompts among them or not.
+    /// Sets the step that runs from now on: its number of sequences, and whether it has prompt pieces.
     pub(crate) fn step(&mut self, sequences: usize, prefill: bool) {
         (self.in_several, self.in_prefill) = (sequences > 1, prefill);
     }
 
-    /// From now on, it is the turn of `group`, which `limit` holds up.
+    /// Sets the group that has the turn from now on, and the limit that blocks it.
     pub(crate) fn hold(&mut self, turn: Option<(u32, TimelineState)>) {
         self.turn = turn;
     }
 
-    /// Whose turn it is, and what holds it up.
+    /// The group that has the turn, and the limit that blocks it.
     pub(crate) fn turn(&self) -> Option<(u32, TimelineState)> {
         self.turn
     }
@@ -239,18 +241,18 @@ impl Clocks {
     }
 }
 
-/// A sequence's account while it lives.
+/// A live sequence's account.
 #[derive(Debug, Default)]
 pub(crate) struct Account {
-    /// When the present state began.
+    /// When the current state began.
     since: Time,
-    /// The clocks when the state began: the group's while waiting, the steps' while running.
+    /// Values of the clocks when the state began: the group's clocks while waiting, the step clocks while running.
     base: [Time; LIMITS],
     states: [Time; STATES],
     swaps: u32,
     preempted_by: Vec<u64>,
     preempted_for: [u32; PREEMPTION_REASONS],
-    /// Time before it was added.
+    /// Time before the request was added.
     prepared: Time,
     computed_tokens: u64,
     recomputed_tokens: u64,
@@ -259,33 +261,32 @@ pub(crate) struct Account {
     held_since: Time,
 }
 
-/// The preemptors that a timeline names.
+/// Maximum number of preempting requests listed in a timeline.
 const NAMED: usize = 4;
 
 impl Account {
-    /// Opens the account of a request that came at `arrived`.
+    /// Opens the account of a request that arrived at `arrived`.
     pub(crate) fn open(arrived: Time) -> Self {
         Self { since: arrived, ..Self::default() }
     }
 
-    /// Books time that was spent on the request before it was added.
+    /// Adds time spent on the request before it was added.
     pub(crate) fn prepare(&mut self, cause: TimelineState, time: Time) {
         self.states[cause as usize] += time;
         self.prepared += time;
     }
 
-    /// All of that time.
+    /// Total time before the request was added.
     pub(crate) fn prepared(&self) -> Time {
         self.prepared
     }
 
-    /// When the present state began.
+    /// When the current state began.
     pub(crate) fn since(&self) -> Time {
         self.since
     }
 
-    /// Books the time of the state that it leaves, and begins another. `others` is
-    /// what it is called when it is not the group's turn.
+    /// Closes the state `leaves` and begins `enters`. `others` is the state to book while another group has the turn.
     pub(crate) fn enter(&mut self, leaves: AccountState, enters: AccountState, clocks: &Clocks, group: u32, others: TimelineState) {
         self.book(leaves, clocks, group, others);
         self.since = clocks.now;
@@ -326,13 +327,13 @@ impl Account {
         }
     }
 
-    /// Notes that the sequence holds `blocks` from now on.
+    /// Records that the sequence holds `blocks` from now on.
     pub(crate) fn hold(&mut self, blocks: usize, clocks: &Clocks) {
         self.block_us += self.held * (clocks.now - self.held_since);
         (self.held, self.held_since) = (blocks as u64, clocks.now);
     }
 
-    /// Notes that it lost its blocks, and to whom: `None` if it was itself that needed them.
+    /// Records a preemption. `by` is the request that needed the blocks, or `None` if it was the sequence itself.
     pub(crate) fn preempt(&mut self, reason: PreemptionReason, by: Option<u64>, swapped: bool) {
         self.preempted_for[reason as usize] += 1;
         self.swaps += u32::from(swapped);
@@ -341,22 +342,22 @@ impl Account {
         }
     }
 
-    /// Notes tokens that were computed for it.
+    /// Records tokens that were computed for the sequence.
     pub(crate) fn compute(&mut self, tokens: u32) {
         self.computed_tokens += u64::from(tokens);
     }
 
-    /// Notes tokens that are computed again.
+    /// Records tokens that are recomputed.
     pub(crate) fn recompute(&mut self, tokens: u32) {
         self.recomputed_tokens += u64::from(tokens);
     }
 
-    /// Tokens computed for it in runs that have ended.
+    /// Computed tokens in runs that have ended.
     pub(crate) fn computed_tokens(&self) -> u64 {
         self.computed_tokens
     }
 
-    /// The account up to now, of a sequence in `state`, into `timeline`.
+    /// Writes the account of a sequence in `state`, up to now, to `timeline`.
     pub(crate) fn read(&self, state: AccountState, clocks: &Clocks, group: u32, others: TimelineState, timeline: &mut Timeline) {
         let mut copy = Self { since: self.since, base: self.base, states: self.states, ..Self::default() };
         copy.book(state, clocks, group, others);

@@ -1,4 +1,4 @@
-//! The requests that wait: in which order, how many of which kind, and for which batch.
+//! Waiting requests: their order, their counts and their batch.
 
 use crate::awaited::Awaited;
 use crate::config::{Batching, Config};
@@ -9,46 +9,46 @@ use crate::queue::{Queue, Walk};
 use crate::request::{ArrivalNumber, SeqId, Time};
 use crate::sequence::Sequence;
 
-/// Requests that never ran, forks not counted.
+/// Requests that have not run yet, without forks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Backlog {
     pub(crate) reqs: u32,
     pub(crate) prompt_tokens: u64,
 }
 
-/// How many wait, by kind.
+/// Number of waiting sequences of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Kinds {
-    /// In the queue, after they ran.
+    /// Queued sequences that ran before.
     pub(crate) returning: usize,
-    /// Of those, with their KV in host memory.
+    /// Queued sequences with KV in host memory.
     pub(crate) swapped: usize,
-    /// Forks that wait for their parents' prompts; they are in no queue.
+    /// Forks that wait for their parent's prompt. They are not in the queue.
     pub(crate) on_parent: usize,
 }
 
-/// Which of the waiting may start, where sequences run in batches (static and dynamic batching).
+/// Limits which waiting sequences may start under static and dynamic batching.
 #[derive(Debug, Default)]
 struct Gate {
-    /// Members of the batch that have not started.
+    /// Sequences of the batch that have not started.
     remaining: u32,
-    /// When the batch starts, full or not.
+    /// When the batch starts even if it is not full.
     opens_at: Option<Time>,
 }
 
-/// The requests that wait.
+/// The waiting requests.
 #[derive(Debug)]
 pub(crate) struct Waiting {
     queue: Queue,
-    /// Added since the last plan.
+    /// Requests added since the last plan.
     new: Vec<SeqId>,
     kinds: Kinds,
     backlog: Backlog,
     awaited: Awaited,
     gate: Gate,
-    /// Requests that this plan has found not to fit.
+    /// Requests that did not fit in this plan.
     rejected: Vec<SeqId>,
-    /// Requests that have arrived, forks included.
+    /// Number of requests that have arrived, including forks.
     arrived: ArrivalNumber,
 }
 
@@ -66,17 +66,17 @@ impl Waiting {
         }
     }
 
-    /// The number of the next request to arrive.
+    /// The arrival number of the next request.
     pub(crate) fn next_arrival(&self) -> ArrivalNumber {
         self.arrived
     }
 
-    /// Notes that a request has arrived.
+    /// Counts an arrived request.
     pub(crate) fn arrive(&mut self) {
         self.arrived += 1;
     }
 
-    /// Requests in the queue.
+    /// Number of requests in the queue.
     pub(crate) fn len(&self) -> usize {
         self.queue.len()
     }
@@ -85,12 +85,12 @@ impl Waiting {
         self.kinds
     }
 
-    /// Requests that never ran, forks not counted.
+    /// Requests that have not run yet, without forks.
     pub(crate) fn backlog(&self) -> Backlog {
         self.backlog
     }
 
-    /// Counts a sequence that enters the queue; [`place`](Self::place) puts it there.
+    /// Counts a sequence that enters the queue. [`place`](Self::place) then adds it to the order.
     pub(crate) fn count(&mut self, seq: &Sequence) {
         self.kinds.returning += usize::from(seq.has_started());
         self.kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);
@@ -100,19 +100,19 @@ impl Waiting {
         }
     }
 
-    /// Puts a sequence into the order; `returns` if it ran.
+    /// Adds a sequence to the order. `returns` is set if the sequence ran before.
     pub(crate) fn place(&mut self, seq: &mut Sequence, id: SeqId, key: Key, returns: bool) {
         seq.place.set_key(key);
         self.queue.push(key, id, returns);
     }
 
-    /// Moves a sequence to another place in the order of its group.
+    /// Moves a sequence within the order of its group.
     pub(crate) fn reorder(&mut self, seq: &mut Sequence, id: SeqId, key: Key) {
         self.queue.reorder(seq.place.key(), key, id);
         seq.place.set_key(key);
     }
 
-    /// Takes a sequence out of the queue.
+    /// Removes a sequence from the queue.
     pub(crate) fn remove(&mut self, seq: &mut Sequence) {
         self.queue.remove(seq.place.key());
         self.awaited.leave(seq);
@@ -124,17 +124,17 @@ impl Waiting {
         }
     }
 
-    /// Notes that a request was added since the last plan.
+    /// Records a request added since the last plan.
     pub(crate) fn add_new(&mut self, id: SeqId) {
         self.new.push(id);
     }
 
-    /// How many were added since the last plan.
+    /// Number of requests added since the last plan.
     pub(crate) fn new_len(&self) -> usize {
         self.new.len()
     }
 
-    /// Those that were added since the last plan, which they are no longer.
+    /// Takes the requests added since the last plan.
     pub(crate) fn take_new(&mut self) -> impl Iterator<Item = SeqId> {
         self.new.drain(..)
     }
@@ -144,22 +144,22 @@ impl Waiting {
         self.kinds.on_parent += 1;
     }
 
-    /// Takes such a fork back.
+    /// Removes a fork that waited for its parent.
     pub(crate) fn leave_parent(&mut self) {
         self.kinds.on_parent -= 1;
     }
 
-    /// Whose turn it is.
+    /// The first sequence in serving order.
     pub(crate) fn first(&mut self) -> Option<SeqId> {
         self.queue.first()
     }
 
-    /// The one that arrived first.
+    /// The sequence that arrived first.
     pub(crate) fn oldest(&self) -> Option<SeqId> {
         self.queue.oldest()
     }
 
-    /// The next one of a walk in the order of the policy.
+    /// The next sequence of a walk in the order of the policy.
     pub(crate) fn next(&mut self, walk: &mut Walk) -> Option<SeqId> {
         self.queue.next(walk)
     }
@@ -168,60 +168,59 @@ impl Waiting {
         self.queue.iter()
     }
 
-    /// Gives a number to a tenant that was never served.
+    /// Creates the counter of a tenant that was never served.
     pub(crate) fn introduce_tenant(&mut self, tenant: u32) {
         self.queue.shares_mut().introduce(tenant);
     }
 
-    /// Notes service given to a tenant.
+    /// Charges service to a tenant.
     #[inline]
     pub(crate) fn charge(&mut self, tenant: u32, service: u64, weight: u32) {
         self.queue.shares_mut().charge(tenant, service, weight);
     }
 
-    /// Service that a tenant was given, for its weight.
+    /// Service of a tenant divided by its weight.
     pub(crate) fn service(&self, tenant: u32) -> u64 {
         self.queue.shares().counter(tenant)
     }
 
-    /// Has a sequence await one of its blocks: see [`Awaited::enter`].
+    /// Makes a sequence await one of its blocks: see [`Awaited::enter`].
     pub(crate) fn await_block(&mut self, seq: &mut Sequence, id: SeqId, block: usize, computed_by: Option<SeqId>) {
         self.awaited.enter(seq, id, block, computed_by);
     }
 
-    /// Forgets what a sequence awaits.
+    /// Clears the block that a sequence awaits.
     pub(crate) fn await_nothing(&mut self, seq: &mut Sequence) {
         self.awaited.leave(seq);
     }
 
-    /// Notes that a block is in the cache, or that nobody computes it any more.
+    /// Records that a block is cached, or that no sequence computes it any more.
     pub(crate) fn block_ready(&mut self, name: BlockHash) {
         self.awaited.ready(name);
     }
 
-    /// The next sequence whose block is ready.
+    /// The next sequence whose awaited block is ready.
     pub(crate) fn next_ready(&mut self) -> Option<SeqId> {
         self.awaited.next()
     }
 
-    /// Begins a plan's list of requests that do not fit.
+    /// Clears the list of requests that do not fit, at the start of a plan.
     pub(crate) fn clear_rejected(&mut self) {
         self.rejected.clear();
     }
 
-    /// Notes that a request does not fit.
+    /// Records that a request does not fit.
     pub(crate) fn reject(&mut self, id: SeqId) {
         self.rejected.push(id);
     }
 
-    /// Requests that this plan has found not to fit.
+    /// Requests that did not fit in this plan.
     pub(crate) fn rejected(&self) -> &[SeqId] {
         &self.rejected
     }
 
-    /// Lets a batch start, where sequences run in batches: when nobody runs,
-    /// and, if it is to wait for others, when it has waited. `oldest` is when
-    /// the first of those that wait arrived.
+    /// Opens a batch under static and dynamic batching if no sequence runs. Under dynamic batching, the batch also
+    /// waits until it is full or its timeout has passed. `oldest` is the arrival time of the oldest waiting request.
     pub(crate) fn open_batch(&mut self, batching: Batching, idle: bool, oldest: Option<Time>, now: Time) {
         self.gate.opens_at = None;
         let (size, timeout) = match batching {
@@ -242,22 +241,22 @@ impl Waiting {
         }
     }
 
-    /// When a batch starts that waits for others.
+    /// When a dynamic batch starts even if it is not full.
     pub(crate) fn batch_opens_at(&self) -> Option<Time> {
         self.gate.opens_at
     }
 
-    /// Members of the batch that have not started.
+    /// Sequences of the batch that have not started.
     pub(crate) fn batch_remaining(&self) -> u32 {
         self.gate.remaining
     }
 
-    /// Notes that a member of the batch has started.
+    /// Records that a sequence of the batch has started.
     pub(crate) fn start_batch_member(&mut self) {
         self.gate.remaining = self.gate.remaining.saturating_sub(1);
     }
 
-    /// Panics unless the queue agrees with the sequences, of which `get` gives those that have not ended.
+    /// Panics unless the queue agrees with the sequences. `get` returns live sequences.
     pub(crate) fn check<'a>(&self, get: impl Fn(SeqId) -> Option<&'a Sequence>, all: impl Iterator<Item = &'a Sequence>) {
         for (key, id) in self.queue.iter() {
             let seq = get(id).expect("a queued sequence exists");

@@ -1,21 +1,18 @@
-//! Attention's work on a GPU, cut into pieces before the kernels run: a fixed
-//! grid of programs takes them from a list, so that long contexts are shared
-//! out and padding costs nothing (as in `FlashInfer`).
+//! Divides the work of GPU attention before the kernels run. A fixed grid of programs takes work items from a list.
+//! Long contexts are split across programs, and padding costs nothing (as in `FlashInfer`).
 //!
-//! A sequence's pieces follow from its own lengths alone, so its result does
-//! not depend on who shares the step. All lists are rows of integers, with
-//! counts in the first, as the kernels read them.
+//! A sequence's work items depend only on its own lengths, so its result does not depend on the other sequences of the
+//! step. All lists are rows of integers with the counts in the first row, as the kernels read them.
 
-/// Chunks of up to so many tokens are attended to as decodes.
+/// Chunks of up to this many tokens use decode attention.
 pub const MAX_DECODE: i32 = 4;
-/// Keys in a split, which ends at a multiple of it, and how many splits a
-/// context has before they grow.
+/// Keys in a split. A split ends at a multiple of this number. Splits get longer when a context would need more than
+/// `MAX_SPLITS` of them.
 const SPLIT: i32 = 512;
 const MAX_SPLITS: i32 = 64;
 
-/// A step's sequences: `query_starts` (one more than there are) and
-/// `context_lens` of the step buffers. Yields (place, queries, context) of
-/// those that are no padding.
+/// Iterates over a step's sequences. `query_starts` (one entry more than sequences) and `context_lens` are the step
+/// buffers. Yields (index, queries, context) and skips padding.
 fn sequences<'a>(query_starts: &'a [i32], context_lens: &'a [i32]) -> impl Iterator<Item = (i32, i32, i32)> + 'a {
     let queries = query_starts.windows(2).map(|pair| pair[1] - pair[0]);
     (0..)
@@ -25,21 +22,19 @@ fn sequences<'a>(query_starts: &'a [i32], context_lens: &'a [i32]) -> impl Itera
         .filter(|&(_, _, context)| context > 0)
 }
 
-/// Which keys each unit of decode attention reads, through a sliding window
-/// if there is one, and which partial results make one.
+/// Lists the keys that each unit of decode attention reads, within the sliding window if there is one, and the partial
+/// results to merge.
 ///
-/// After the counts `[splits, merges, parts, longest chunk]` come splits
-/// `[sequence, first key, end, part]` and merges `[token, part, step, parts]`.
-/// A split's part is that of its first token, and the next token's is the next;
-/// it is -1 where a split is all that its tokens see. A merge's parts lie
-/// `step` apart.
+/// After the counts `[splits, merges, parts, longest chunk]` come splits `[sequence, first key, end, part]` and merges
+/// `[token, part, step, parts]`. The part of a split belongs to its first token, and each further token has the next
+/// part. The part is -1 if one split covers all keys of its tokens. Parts of a merge are `step` apart.
 pub fn decode_work(query_starts: &[i32], context_lens: &[i32], window: Option<i32>) -> Vec<[i32; 4]> {
     let (mut work, mut merges) = (vec![[0; 4]], Vec::new());
     let (mut parts, mut longest) = (0, 0);
     for (place, queries, context) in sequences(query_starts, context_lens).filter(|&(_, queries, _)| queries <= MAX_DECODE) {
         longest = longest.max(queries);
         let first = window.map_or(0, |window| (context - queries + 1 - window).max(0));
-        // Not the keys of this chunk: drafted tokens must not change how a context is split.
+        // The chunk's own keys are excluded: drafted tokens must not change how a context is split.
         let seen = window.map_or(context, |window| window.min(context));
         let mut length = SPLIT;
         while seen > length * MAX_SPLITS {
@@ -60,21 +55,19 @@ pub fn decode_work(query_starts: &[i32], context_lens: &[i32], window: Option<i3
     work
 }
 
-/// The most splits that `decode_work` makes of a sequence with one token in
-/// the step and up to `longest` in its context: what a graph must have room
-/// for, whatever the steps that it is kept for.
+/// The largest number of splits that `decode_work` makes for a sequence with one token in the step and a context of up
+/// to `longest`. A captured graph must have room for them in every step that it serves.
 pub fn most_splits(longest: i32, window: Option<i32>) -> i32 {
     let splits = |seen: i32| MAX_SPLITS.min((seen - 1) / SPLIT + 1);
     match window {
-        // It may begin and end within a split.
+        // The window may begin and end within a split.
         Some(window) if window < longest => splits(window) + 1,
         _ => splits(longest),
     }
 }
 
-/// The pieces of longer chunks, of up to `tokens` each: after the count
-/// `[tiles, 0]` come `[sequence, first token of its chunk]`. Of a chunk the
-/// last come first: they see the most keys, and what takes longest starts first.
+/// Lists the pieces of longer chunks, up to `tokens` each. After the count `[tiles, 0]` come `[sequence, first token of
+/// its chunk]`. The last pieces of a chunk come first: they read the most keys, and the longest work starts first.
 pub fn prefill_work(query_starts: &[i32], context_lens: &[i32], tokens: i32) -> Vec<[i32; 2]> {
     let mut work = vec![[0; 2]];
     for (place, queries, _) in sequences(query_starts, context_lens).filter(|&(_, queries, _)| queries > MAX_DECODE) {
@@ -89,7 +82,7 @@ mod tests {
     use super::{MAX_DECODE, MAX_SPLITS, SPLIT, decode_work, most_splits, prefill_work};
     use proptest::prelude::*;
 
-    /// (queries, context) of a sequence, around what matters; context 0 is padding.
+    /// (queries, context) of a sequence near the boundary values. Context 0 is padding.
     fn sequence() -> impl Strategy<Value = (i32, i32)> {
         let context = prop_oneof![Just(0), 1..40, (1..80i32, -2..=2i32).prop_map(|(splits, off)| splits * SPLIT + off), 1..200_000];
         (1..9i32, context).prop_map(|(queries, context)| (if context == 0 { 1 } else { queries.min(context) }, context))

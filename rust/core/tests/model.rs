@@ -1,6 +1,5 @@
-//! Any interleaving of calls keeps every invariant, and every request ends
-//! with exactly the tokens that a model without cache, batching, chunks or
-//! overlap would give it.
+//! Any interleaving of calls keeps every invariant, and every request ends with exactly the tokens that a model without
+//! cache, batching, chunks or overlap gives it.
 
 mod world;
 
@@ -42,7 +41,7 @@ fn batching() -> impl Strategy<Value = Batching> {
     ]
 }
 
-/// `make property` asks for a million.
+/// Number of cases. `make property` runs a million.
 fn cases() -> u32 {
     std::env::var("PROPERTY_CASES").map_or(20_000, |cases| cases.parse().expect("PROPERTY_CASES must be a number"))
 }
@@ -77,7 +76,7 @@ proptest! {
         }
     }
 
-    /// Long outputs in a small cache, so that requests are preempted as often as they can be. `drain` fails if they never end.
+    /// Long outputs in a small cache, so that requests are preempted as often as possible. `drain` fails if they never end.
     #[test]
     fn requests_that_need_most_of_the_cache_all_end(
         requests in prop::collection::vec((1..6usize, 12..36u32, -1..2i32), 4..16),

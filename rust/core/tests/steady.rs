@@ -1,5 +1,4 @@
-//! A steady decode step does not allocate: not in planning, not in filling the
-//! buffers, not in committing, whatever is switched on.
+//! A steady decode step does not allocate in planning, in filling the buffers or in committing, with any feature enabled.
 
 use chairlift_core::{Config, Outputs, Policy, Request, Scheduler, StepBuffers, StepPlan};
 use std::cell::Cell;
@@ -35,7 +34,7 @@ impl World {
     fn add(&mut self, tag: u32, new: u32) {
         let request = Request {
             tag: tag.into(),
-            // Lengths differ, so that some blocks fill up in every step.
+            // Lengths differ, so that some blocks become full in every step.
             prompt: (0..20 + tag % 16).map(|i| tag.wrapping_mul(0x9E37_79B1).wrapping_add(i) % 50_000).collect(),
             max_new_tokens: new,
             stop: vec![1, 2, 3],
@@ -50,7 +49,7 @@ impl World {
         self.scheduler.add(request, self.now).expect("there is room for any number");
     }
 
-    /// A step as the engine makes it; false if there was nothing to run.
+    /// Runs a step as the engine does. Returns false if there was nothing to run.
     fn step(&mut self) -> bool {
         self.now += 1000;
         let mut late = Vec::new();
@@ -103,7 +102,7 @@ fn a_steady_decode_step_does_not_allocate_under_any_policy() {
         while world.outputs.tokens.len() < ROWS as usize {
             assert!(world.step());
         }
-        // Nobody of those that wait is so urgent, or so short, that it takes a row.
+        // No waiting request is urgent or short enough to take a slot.
         (0..WAITING).for_each(|i| world.add(3 * ROWS + i * 3 + 2, 900));
         (0..32).for_each(|_| assert!(world.step()));
         let blocks = world.scheduler.stats().free_blocks;

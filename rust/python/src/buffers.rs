@@ -69,7 +69,7 @@ impl StepBuffers {
 }
 
 impl StepBuffers {
-    /// The arrays as the core takes them; `None` if one is read-only or strided.
+    /// The arrays for the core. `None` if an array is read-only or strided.
     pub(crate) fn view<'a>(&'a self, py: Python<'a>) -> Option<core::StepBuffers<'a>> {
         Some(core::StepBuffers {
             input_ids: cells(py, &self.input_ids)?,
@@ -90,7 +90,7 @@ impl StepBuffers {
         })
     }
 
-    /// Says what is too short for a scheduler of these limits.
+    /// Raises an error if an array is too short for a scheduler with these limits.
     pub(crate) fn check(&self, config: &core::Config) -> PyResult<()> {
         let (tokens, seqs) = (config.max_tokens as usize, config.max_seqs as usize);
         let wanted = [
@@ -122,7 +122,7 @@ impl StepBuffers {
     }
 }
 
-/// An array as cells; `None` if it is read-only, strided or empty.
+/// An array as cells. `None` if it is read-only, strided or empty.
 #[expect(deprecated, reason = "sound here: never empty, and only the engine's thread, which holds the GIL now, touches step buffers")]
 fn cells<'a>(py: Python<'a>, buffer: &'a PyBuffer<i32>) -> Option<&'a [Cell<i32>]> {
     if buffer.item_count() == 0 { None } else { buffer.as_mut_slice(py) }

@@ -1,5 +1,4 @@
-//! The CPU's model: weights in, steps run, logits out. But for copies of
-//! arrays, all work is done without Python's lock.
+//! The CPU model: loads weights, runs steps and returns logits. The GIL is released for all work except copies of arrays.
 
 #![allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
 
@@ -14,19 +13,19 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-/// The instruction set that the kernels use here.
+/// The instruction set of the kernels on this machine.
 #[pyfunction]
 pub(crate) fn instruction_set() -> &'static str {
     Isa::best().name()
 }
 
-/// ggml's numbers of the block types that are computed with as they are.
+/// ggml's numbers of the block types that the kernels use without conversion.
 #[pyfunction]
 pub(crate) fn block_types() -> Vec<u32> {
     cpu::block_types()
 }
 
-/// An open file of weights, which is read as they are packed.
+/// An open file with weights, which are read while they are packed.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct TensorFile(File);
 
@@ -38,7 +37,7 @@ impl TensorFile {
     }
 }
 
-/// A linear layer's weights, packed for this processor.
+/// The weights of a linear layer, packed for this processor.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct Linear(Mutex<Option<cpu::Linear>>);
 
@@ -72,16 +71,16 @@ impl Linear {
 }
 
 impl Linear {
-    /// What was packed; a model takes it once.
+    /// Takes the packed weights. Only one model can take them.
     fn take(&self) -> PyResult<cpu::Linear> {
         lock(&self.0).take().ok_or_else(|| PyValueError::new_err("these weights belong to a model already"))
     }
 }
 
-/// A tensor: the kind of its numbers, its rows, its bytes, and the rows of a head where those alternate, else 0.
+/// A tensor: number type, rows, bytes, and the rows per head if heads are interleaved, else 0.
 type TensorArgs<'py> = (String, usize, Bytes<'py>, usize);
 
-/// Where a tensor's bytes are.
+/// The location of a tensor's bytes.
 #[derive(FromPyObject)]
 enum Bytes<'py> {
     Memory(PyReadonlyArray1<'py, u8>),
@@ -115,7 +114,7 @@ fn form_of(name: &str) -> PyResult<Form> {
     }
 }
 
-/// A block of a decoder, which takes it.
+/// One block of a decoder. The decoder takes ownership of it.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct DecoderBlock(Mutex<Option<cpu::Block>>);
 
@@ -177,7 +176,7 @@ impl DecoderBlock {
     }
 }
 
-/// A list of blocks between embeddings and a head, with threads of its own.
+/// A list of blocks between embeddings and a head, with its own threads.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct Decoder(Mutex<cpu::Decoder>);
 
@@ -224,7 +223,7 @@ impl Decoder {
         decoder.map(|decoder| Self(Mutex::new(decoder))).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
-    /// Runs a step over the cache, and keeps the hidden states of its tokens.
+    /// Runs a step with the KV cache and keeps the hidden states of its tokens.
     #[pyo3(signature = (cache, *, input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, block_tables))]
     #[allow(clippy::too_many_arguments)]
     fn forward(
@@ -244,7 +243,7 @@ impl Decoder {
         let [input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots] = all;
         let (input_ids, positions, slot_mapping) = (input_ids?, positions?, slot_mapping?);
         let (query_starts, context_lens, batch_slots) = (query_starts?, context_lens?, batch_slots?);
-        // The largest of the arrays, and all but a little of it unread: it is not copied.
+        // This is the largest array and most of it is unread, so it is not copied.
         let tables = block_tables.try_readonly().map_err(|error| PyValueError::new_err(format!("block_tables cannot be read: {error}")))?;
         let tables = tables.as_slice().map_err(|_| PyValueError::new_err("block_tables need a C-contiguous int32 array"))?;
         py.detach(|| {
@@ -262,9 +261,9 @@ impl Decoder {
         })
     }
 
-    /// Writes what the last step says of the tokens after those at places `at` to `out` [at, vocabulary].
+    /// Writes the last step's logits for the tokens at indices `at` to `out` [at, vocabulary].
     ///
-    /// Numpy's borrow flags keep other Rust code from `out` meanwhile.
+    /// Numpy's borrow flags prevent other Rust code from using `out` meanwhile.
     fn logits(&self, py: Python<'_>, at: PyBuffer<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
         let at = at.to_vec(py)?;
         let mut out = out.try_readwrite().map_err(|error| PyValueError::new_err(format!("logits cannot be written: {error}")))?;
@@ -299,12 +298,12 @@ impl KvCache {
         cache.map(|cache| Self(Mutex::new(cache))).map_err(|error| PyMemoryError::new_err(error.to_string()))
     }
 
-    /// Copies whole blocks, one pair (from, to) after the other.
+    /// Copies whole blocks, pair (from, to) by pair.
     fn copy(&self, py: Python<'_>, pairs: Vec<(u32, u32)>) {
         py.detach(|| lock(&self.0).copy(&pairs));
     }
 
-    /// Copies blocks to the host's pool (block, host block), then others from it (host block, block).
+    /// Copies blocks to the host pool (block, host block), then blocks from it (host block, block).
     fn swap(&self, py: Python<'_>, outs: Vec<(u32, u32)>, ins: Vec<(u32, u32)>) {
         py.detach(|| lock(&self.0).swap(&outs, &ins));
     }
@@ -319,13 +318,13 @@ fn kv_form_of(name: &str) -> PyResult<cpu::cache::KvForm> {
     }
 }
 
-/// A pool of so many threads.
+/// Starts a pool of `threads` threads.
 fn started(threads: usize) -> PyResult<ThreadPool> {
     ThreadPool::new(threads)
         .map_err(|error| PyRuntimeError::new_err(format!("{threads} threads cannot be started ({error}): lower --threads")))
 }
 
-/// A step that panicked left nothing half done that the next one reads.
+/// Locks a mutex and ignores poisoning. A step that panicked leaves no partial state that the next step reads.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! The core's refusals, one Python exception each.
+//! One Python exception for each error of the core.
 
 use chairlift_core as core;
 use pyo3::exceptions::PyValueError;

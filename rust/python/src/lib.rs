@@ -1,6 +1,5 @@
-//! `chairlift._core`: the scheduler, the simulator and the CPU's model for
-//! Python. Conversion and mutexes, nothing else; numbers cross in flat
-//! arrays, once a step.
+//! `chairlift._core`: the scheduler, the simulator and the CPU model for Python. The crate only converts values and
+//! locks mutexes. Numbers cross in flat arrays, once per step.
 
 mod buffers;
 mod decoder;

@@ -1,4 +1,4 @@
-//! Journals, replayed: as they were, and under other settings.
+//! Replays journals, unchanged or under other settings.
 
 use crate::settings;
 use crate::simulate::{or_none, packed, report_dict};
@@ -8,7 +8,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-/// Makes every recorded call again, and says whether every decision was the same.
+/// Repeats every recorded call and reports whether every decision was the same.
 #[pyfunction]
 pub(crate) fn replay<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'py, PyDict>> {
     let parsed = read(journal)?;
@@ -24,8 +24,8 @@ pub(crate) fn replay<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'py
     Ok(dict)
 }
 
-/// Lives the recorded requests again in virtual time, with steps that take
-/// what the journal's took, under the recorded settings but for `changes`.
+/// Simulates the recorded requests in virtual time under the recorded settings with `changes`. Step durations are
+/// learned from the journal.
 #[pyfunction]
 pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, PyDict>) -> PyResult<Bound<'py, PyDict>> {
     let (parsed, replayed) = replayed(py, journal)?;
@@ -45,7 +45,7 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, 
     Ok(dict)
 }
 
-/// What each step of a journal had to do, and how long it took.
+/// The work and the duration of each step in a journal.
 #[pyfunction]
 pub(crate) fn step_times<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
     let (_, replayed) = replayed(py, journal)?;

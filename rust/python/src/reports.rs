@@ -1,10 +1,10 @@
-//! What the core reports, as dicts of plain data.
+//! The core's reports as dicts of plain data.
 
 use chairlift_core as core;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
-/// The word for a finish reason.
+/// The name of a finish reason.
 fn finish_word(finish: core::FinishReason) -> &'static str {
     match finish {
         core::FinishReason::Stop => "stop",
@@ -15,7 +15,8 @@ fn finish_word(finish: core::FinishReason) -> &'static str {
     }
 }
 
-/// Its number in the columns of a simulation: those of `Outputs.finishes`, and 4 for a missed deadline, 5 for an abort.
+/// The finish reason's number in the columns of a simulation: as in `Outputs.finishes`, plus 4 for a missed deadline
+/// and 5 for an abort.
 pub(crate) fn finish_code(finish: Option<core::FinishReason>) -> i64 {
     match finish {
         None => 0,
@@ -27,7 +28,7 @@ pub(crate) fn finish_code(finish: Option<core::FinishReason>) -> i64 {
     }
 }
 
-/// A request's account; times in microseconds, states that took no time are left out.
+/// A request's timeline. Times are in microseconds. States without time are left out.
 pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("tag", timeline.tag)?;
@@ -68,7 +69,7 @@ pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyRes
     Ok(dict)
 }
 
-/// Several accounts.
+/// Several timelines.
 pub(crate) fn timelines<'py>(py: Python<'py>, many: &[core::Timeline]) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for one in many {
@@ -77,7 +78,7 @@ pub(crate) fn timelines<'py>(py: Python<'py>, many: &[core::Timeline]) -> PyResu
     Ok(list)
 }
 
-/// Adds what drafts have brought to the counters.
+/// Adds the draft counters.
 pub(crate) fn drafts(stats: &Bound<'_, PyDict>, drafts: &core::DraftStats) -> PyResult<()> {
     stats.set_item("drafts", drafts.drafts)?;
     stats.set_item("draft_tokens", drafts.draft_tokens)?;
@@ -141,7 +142,7 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
     Ok(dict)
 }
 
-/// What a tenant or a class used.
+/// Usage of a tenant or a class.
 pub(crate) fn usage<'py>(py: Python<'py>, usage: &core::Usage) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     let values = [

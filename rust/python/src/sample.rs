@@ -1,4 +1,4 @@
-//! Choosing tokens from logits on the CPU, and telling how likely tokens were. All work is done without Python's lock.
+//! Sampling from logits and computing log probabilities on the CPU. All work is done without the GIL.
 
 use chairlift_cpu as cpu;
 use cpu::Isa;
@@ -9,10 +9,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// The token of a row that can have none.
+/// The token of a row without a valid token.
 const NONE: i32 = -1;
 
-/// A token for each row of logits.
+/// Samples a token for each row of logits.
 #[pyfunction]
 #[pyo3(signature = (logits, temperature, top_k, top_p, min_p, uniforms, *, threads))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)]
@@ -47,7 +47,7 @@ pub(crate) fn choose<'py>(
     Ok(PyBytes::new(py, &numbers.flat_map(i32::to_le_bytes).collect::<Vec<_>>()))
 }
 
-/// A line for each row of logits: see `chairlift.runner.sampling.logprobs.score`.
+/// Scores each row of logits: see `chairlift.runner.sampling.logprobs.score`.
 #[pyfunction]
 #[pyo3(signature = (logits, tokens, count, *, threads))]
 #[allow(clippy::needless_pass_by_value)]
@@ -76,7 +76,7 @@ pub(crate) fn score<'py>(
     Ok(PyBytes::new(py, &bytes.flat_map(u32::to_le_bytes).collect::<Vec<_>>()))
 }
 
-/// How many rows there are of logits.
+/// Number of rows of logits.
 fn rows(logits: &PyReadonlyArray2<'_, f32>) -> PyResult<usize> {
     match *logits.shape() {
         [rows, vocabulary] if rows == 0 || vocabulary > 0 => Ok(rows),
@@ -84,7 +84,7 @@ fn rows(logits: &PyReadonlyArray2<'_, f32>) -> PyResult<usize> {
     }
 }
 
-/// The numbers of C-contiguous logits. Numpy's borrow flags keep other Rust code from writing to them meanwhile.
+/// The values of C-contiguous logits. Numpy's borrow flags prevent other Rust code from writing to them meanwhile.
 fn numbers<'a>(logits: &'a PyReadonlyArray2<'_, f32>) -> PyResult<&'a [f32]> {
     logits.as_slice().map_err(|_| PyValueError::new_err("logits must be a C-contiguous float32 array"))
 }

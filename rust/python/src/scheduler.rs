@@ -1,4 +1,4 @@
-//! The scheduler's calls, as Python makes them.
+//! The scheduler's Python interface.
 
 use crate::buffers::StepBuffers;
 use crate::errors::rejected;
@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A planned step, spent by `Scheduler.commit`.
+/// A planned step. `Scheduler.commit` consumes it.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct StepPlan {
     plan: Mutex<Option<core::StepPlan>>,
@@ -38,7 +38,7 @@ pub(crate) struct StepPlan {
 /// (slot, sequence, tag, cached tokens, microseconds queued) of a sequence admitted in a step.
 type Admitted = (u32, u64, u64, u32, core::Time);
 
-/// What a step gave: packed arrays of equal length, one entry a token.
+/// The results of a step: packed arrays of equal length, one entry per token.
 #[pyclass(frozen, get_all, module = "chairlift._core")]
 pub(crate) struct Outputs {
     tags: Py<PyBytes>,
@@ -54,7 +54,7 @@ struct Inner {
     sampled: Vec<i32>,
 }
 
-/// Chooses each step's tokens and the KV blocks they live in.
+/// Plans the tokens of each step and the KV blocks that hold them.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct Scheduler(Mutex<Inner>);
 
@@ -80,7 +80,7 @@ impl Scheduler {
 
     #[pyo3(signature = (tag, prompt, max_new_tokens, stop, now, *, salt = b"".as_slice(), priority = 0, tenant = "", weight = 1,
         deadline = None, ttft_deadline = None, predicted_tokens = None, draft = false))]
-    #[allow(clippy::needless_pass_by_value, clippy::too_many_arguments)] // what Python hands over
+    #[allow(clippy::needless_pass_by_value, clippy::too_many_arguments)] // types that Python passes
     fn add(
         &self,
         py: Python<'_>,
@@ -129,7 +129,7 @@ impl Scheduler {
         Ok(fork.to_bits())
     }
 
-    #[allow(clippy::needless_pass_by_value)] // what Python hands over
+    #[allow(clippy::needless_pass_by_value)] // types that Python passes
     fn prepared(&self, seq: u64, spent: Vec<(String, core::Time)>) -> PyResult<()> {
         let cause = |name: &str| core::TimelineState::NAMES.iter().find(|(_, known)| *known == name).map(|&(cause, _)| cause);
         let spent = spent.iter().map(|(name, time)| cause(name).map(|cause| (cause, *time))).collect::<Option<Vec<_>>>();
@@ -181,7 +181,7 @@ impl Scheduler {
         }))
     }
 
-    #[allow(clippy::needless_pass_by_value)] // what Python hands over
+    #[allow(clippy::needless_pass_by_value)] // types that Python passes
     fn commit(&self, py: Python<'_>, plan: &StepPlan, sampled: PyBuffer<i32>, now: core::Time) -> PyResult<Outputs> {
         let have = sampled.item_count();
         if have < plan.num_samples {
@@ -277,7 +277,7 @@ fn finish_code(finish: Option<core::FinishReason>) -> u8 {
     }
 }
 
-/// One fixed-size little-endian field of each item, in a `bytes`.
+/// One fixed-size little-endian field of each item, as `bytes`.
 fn packed<T, const N: usize>(py: Python<'_>, items: &[T], field: impl Fn(&T) -> [u8; N]) -> PyResult<Py<PyBytes>> {
     let bytes = PyBytes::new_with(py, items.len() * N, |bytes| {
         bytes.chunks_exact_mut(N).zip(items).for_each(|(bytes, item)| bytes.copy_from_slice(&field(item)));

@@ -1,4 +1,4 @@
-//! The scheduler's settings, as Python has them: keyword arguments and dicts, by the core's table.
+//! The scheduler's settings for Python: keyword arguments and dicts, converted by the core's table.
 
 use chairlift_core as core;
 use core::{SETTINGS, Setting, SettingError, SettingKind, Value};
@@ -6,7 +6,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-/// A configuration by the names of its settings.
+/// A configuration as a dict by setting name.
 pub(crate) fn dict<'py>(py: Python<'py>, config: &core::Config) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     for setting in &SETTINGS {
@@ -15,7 +15,7 @@ pub(crate) fn dict<'py>(py: Python<'py>, config: &core::Config) -> PyResult<Boun
     Ok(dict)
 }
 
-/// `config` with what `settings` says instead.
+/// `config` with the values in `settings` changed.
 pub(crate) fn changed(config: core::Config, settings: &Bound<'_, PyDict>) -> PyResult<core::Config> {
     let mut given = Vec::new();
     for (name, value) in settings {
@@ -27,7 +27,7 @@ pub(crate) fn changed(config: core::Config, settings: &Bound<'_, PyDict>) -> PyR
     config.with(&given).map_err(refused)
 }
 
-/// The table: dicts with name, doc, default, and min, max and optional, or names.
+/// The table of settings: dicts with name, doc and default, and either min, max and optional, or names.
 #[pyfunction]
 pub(crate) fn settings(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let list = PyList::empty(py);
@@ -68,7 +68,7 @@ fn put(dict: &Bound<'_, PyDict>, name: &str, value: Value) -> PyResult<()> {
     }
 }
 
-#[allow(clippy::needless_pass_by_value)] // what `map_err` hands over
+#[allow(clippy::needless_pass_by_value)] // the signature that `map_err` needs
 fn refused(error: SettingError) -> PyErr {
     PyValueError::new_err(error.to_string())
 }

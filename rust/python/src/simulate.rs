@@ -1,4 +1,4 @@
-//! Simulations: a workload in flat arrays in, accounts in flat arrays out.
+//! Simulations: a workload and its results as flat arrays.
 
 use crate::reports;
 use crate::settings::changed;
@@ -9,18 +9,19 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
-/// Numbers that a request is told in.
+/// Number of columns per request.
 const COLUMNS: usize = 10;
-/// Requests after which an interrupt is looked for.
+/// Number of requests between two checks for an interrupt.
 const OFTEN: usize = 256;
 
-/// Microseconds for so many tokens, and for each decoding sequence, token of context and pair of tokens: see [`sim::StepTime`].
+/// Curve points (tokens, microseconds), and microseconds per decoding sequence, context token and pair of tokens: see
+/// [`sim::StepTime`].
 type StepTime = (Vec<(f64, f64)>, f64, f64, f64);
 
 /// Runs requests through `replicas` schedulers in virtual time.
 #[pyfunction]
 #[pyo3(signature = (requests, names, name_block, tenants, settings, step_time, *, replicas = 1, routing = "round-robin"))]
-#[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // what Python hands over
+#[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // types that Python passes
 #[allow(clippy::redundant_closure_for_method_calls)] // the method alone has too narrow a lifetime
 pub(crate) fn simulate<'py>(
     py: Python<'py>,
@@ -99,7 +100,7 @@ pub(crate) fn packed<const N: usize>(py: Python<'_>, lines: impl Iterator<Item =
     PyBytes::new(py, &bytes)
 }
 
-/// What came of requests, as flat arrays.
+/// The results of a simulation as flat arrays.
 pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResult<Bound<'py, PyDict>> {
     let ended = report.ended.iter().zip(&report.longest_gaps).map(|(timeline, &longest)| {
         let numbers: [i64; 15] = [

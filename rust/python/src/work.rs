@@ -1,4 +1,4 @@
-//! Attention's work on a GPU, as lists of integers.
+//! The work of GPU attention as lists of integers.
 
 use chairlift_core as core;
 use pyo3::buffer::PyBuffer;
@@ -6,10 +6,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// Which keys each unit of decode attention reads: see `chairlift_core::decode_work`.
+/// Lists the keys that each unit of decode attention reads: see `chairlift_core::decode_work`.
 #[pyfunction]
 #[pyo3(signature = (query_starts, context_lens, *, window = None))]
-#[allow(clippy::needless_pass_by_value)] // what Python hands over
+#[allow(clippy::needless_pass_by_value)] // types that Python passes
 pub(crate) fn decode_work(
     py: Python<'_>,
     query_starts: PyBuffer<i32>,
@@ -23,7 +23,7 @@ pub(crate) fn decode_work(
     Ok(packed(py, core::decode_work(&starts, &lens, window).as_flattened()))
 }
 
-/// How many units a sequence with one token in the step has at most: see `chairlift_core::most_splits`.
+/// The largest number of units for a sequence with one token in the step: see `chairlift_core::most_splits`.
 #[pyfunction]
 #[pyo3(signature = (longest, *, window = None))]
 pub(crate) fn max_splits(longest: i32, window: Option<i32>) -> PyResult<i32> {
@@ -33,10 +33,10 @@ pub(crate) fn max_splits(longest: i32, window: Option<i32>) -> PyResult<i32> {
     Ok(core::most_splits(longest, window))
 }
 
-/// The pieces of longer chunks: see `chairlift_core::prefill_work`.
+/// Lists the pieces of longer chunks: see `chairlift_core::prefill_work`.
 #[pyfunction]
 #[pyo3(signature = (query_starts, context_lens, *, tokens))]
-#[allow(clippy::needless_pass_by_value)] // what Python hands over
+#[allow(clippy::needless_pass_by_value)] // types that Python passes
 pub(crate) fn prefill_work(
     py: Python<'_>,
     query_starts: PyBuffer<i32>,

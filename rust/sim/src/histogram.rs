@@ -1,12 +1,12 @@
-//! Many durations in little room.
+//! A compact histogram of durations.
 
 use chairlift_core::Time;
 
-/// Parts that each doubling is divided into, as a power of two.
+/// Buckets per doubling, as a power of two.
 const BITS: u32 = 7;
 
-/// Counts of durations by size. Buckets are as wide as 1/128 of what is in
-/// them at most, as in `HdrHistogram` (Tene), so percentiles are true to 0.4 %.
+/// Counts of durations by size. A bucket is at most 1/128 as wide as its values, as in `HdrHistogram` (Tene), so
+/// percentiles are accurate to 0.4 %.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Histogram {
     counts: Vec<u64>,
@@ -23,7 +23,7 @@ impl Histogram {
         self.counts[bucket] += 1;
     }
 
-    /// The buckets with something in them, lowest first: the middle of each, and its count.
+    /// Non-empty buckets in ascending order: the middle of each and its count.
     pub fn buckets(&self) -> impl Iterator<Item = (Time, u64)> + '_ {
         self.counts.iter().enumerate().filter(|&(_, &count)| count > 0).map(|(bucket, &count)| {
             let octave = (bucket >> BITS).saturating_sub(1);

@@ -1,71 +1,70 @@
-//! What is asked of a simulation.
+//! The input of a simulation.
 
 use chairlift_core::{Request, STOP, Time, Token};
 use std::sync::Arc;
 
-/// A request of a simulation.
+/// A simulated request.
 #[derive(Clone, Debug, Default)]
 pub struct Job {
-    /// When it comes, in microseconds.
+    /// Arrival time in microseconds.
     pub time: Time,
-    /// What it asks for; it stops at [`STOP`].
+    /// The request. It ends when it samples [`STOP`].
     pub request: Request,
-    /// Tokens that it generates if it may go on: the last is a stop if there would be room for more.
+    /// Output tokens, up to the request's limit. The last is a stop token if the limit allows more.
     pub len: u32,
-    /// What they are, as far as anybody may ask for them again.
+    /// Known output tokens, so that later prompts can contain them.
     pub output: Vec<Token>,
-    /// Names of its prompt's blocks, each for all up to its end, for routers that look at them.
+    /// Names of the prompt's blocks, for routers. Each name covers the prompt up to the block's end.
     pub names: Vec<u64>,
-    /// Tokens of a block that has a name.
+    /// Tokens per named block.
     pub name_block: u32,
-    /// The tag of the request that it is a fork of: that one came before.
+    /// Tag of the parent if the job is a fork. The parent must come earlier.
     pub fork_of: Option<u64>,
-    /// When its caller goes, if that is before its end.
+    /// When the caller cancels the request, if it has not ended by then.
     pub cancelled_at: Option<Time>,
 }
 
-/// A line of a [`Workload`].
+/// One request of a [`Workload`].
 #[derive(Clone, Debug, Default)]
 pub struct RequestSpec {
-    /// When it comes, in microseconds.
+    /// Arrival time in microseconds.
     pub time: Time,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub prompt: u32,
-    /// Tokens that it generates.
+    /// Output tokens.
     pub output: u32,
-    /// Tokens that its caller allowed: as many, or more.
+    /// Output tokens that the caller allowed, at least `output`.
     pub most: u32,
-    /// Whose it is, among the workload's tenants.
+    /// Index into the workload's tenants.
     pub tenant: u32,
-    /// Its class.
+    /// The request's class.
     pub priority: i32,
-    /// Microseconds after its coming at which it must have ended.
+    /// Deadline for the end, in microseconds after arrival.
     pub deadline: Option<Time>,
-    /// Likewise, for its first token.
+    /// Deadline for the first token, in microseconds after arrival.
     pub ttft_deadline: Option<Time>,
-    /// Output tokens that its caller predicts.
+    /// Output tokens predicted by the caller.
     pub predicted: Option<u32>,
-    /// How many of the workload's names are its own.
+    /// Number of this request's names in the workload's names.
     pub names: u32,
 }
 
-/// Requests by lengths: their tokens are made up when they come.
+/// Requests given by their lengths. Their tokens are generated on arrival.
 #[derive(Clone, Debug, Default)]
 pub struct Workload {
-    /// In the order of their times.
+    /// Requests in order of arrival.
     pub specs: Vec<RequestSpec>,
-    /// Names and weights.
+    /// Names and weights of the tenants.
     pub tenants: Vec<(Arc<str>, u32)>,
-    /// The names of all prompts' blocks, one request's after another's: equal names, equal content up to the block's end.
+    /// Names of the blocks of all prompts, one request after another. Equal names mean equal content up to the block's end.
     pub names: Vec<u64>,
-    /// Tokens that a name stands for.
+    /// Tokens per name.
     pub name_block: u32,
 }
 
 impl Workload {
-    /// The requests as jobs, with their places as tags. Prompts are equal as
-    /// far as their blocks' names are, and nowhere else. Panics if a tenant or
-    /// a name is missing.
+    /// The requests as jobs, tagged by index. Prompts are equal exactly as far as their blocks' names are. Panics if a
+    /// tenant or a name is missing.
     pub fn jobs(&self) -> impl Iterator<Item = Job> + '_ {
         let mut names = self.names.as_slice();
         self.specs.iter().zip(0..).map(move |(spec, tag)| {
@@ -100,7 +99,7 @@ impl Workload {
     }
 }
 
-/// A made-up token, in one place of something: no [`STOP`], and positive as an i32.
+/// A generated token for position `at` of sequence `of`. It is never [`STOP`] and is positive as an i32.
 pub(crate) fn token(of: u64, at: u64) -> Token {
     let mixed = u128::from(of.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ at) * 0xD6E8_FEB8_6659_FD93;
     ((mixed as u64 ^ (mixed >> 64) as u64) >> 34) as Token + 1

@@ -1,5 +1,5 @@
-//! The very scheduler that serves, in virtual time: steps take what a
-//! [`StepTime`] says, and nothing is computed.
+//! Simulation of the scheduler in virtual time. The scheduler is the same code that serves. Step durations come from a
+//! [`StepTime`], and no model runs.
 
 mod histogram;
 mod job;

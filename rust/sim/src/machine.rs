@@ -1,12 +1,12 @@
-//! What a machine takes for a scheduler's decisions.
+//! The simulated device.
 
 use crate::step_time::StepTime;
 
-/// What steps take.
+/// Durations on the simulated device.
 #[derive(Clone, Debug)]
 pub struct Machine {
-    /// The time of a step.
+    /// Duration of a step.
     pub step: StepTime,
-    /// The time to copy a block to the host pool, or back, in nanoseconds.
+    /// Nanoseconds to copy a block to the host pool or back.
     pub swap_ns_per_block: u32,
 }

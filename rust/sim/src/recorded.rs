@@ -1,14 +1,13 @@
-//! A recorded day as it was, in the words of a simulation.
+//! Reports a recorded journal in the format of a simulation.
 
 use crate::report::Report;
 use crate::utilization::Sample;
 use chairlift_core::{ConfigError, Event, FinishReason, ParsedJournal, Replayed, Time, Timeline};
 use std::collections::{HashMap, VecDeque};
 
-/// The replay of a journal, and what came of its requests in the time that
-/// they really took. Times of the report count from the first call, as those of
-/// its [jobs](crate::jobs) do; who was refused is not in a journal. Steps of
-/// which one was planned while another ran are timed from the other's end.
+/// Replays a journal and reports its requests with their recorded times. The report's times count from the first call,
+/// like those of its [jobs](crate::jobs). Rejected requests are not in a journal. A step planned while another ran is
+/// timed from the end of the other step.
 pub fn recorded(journal: &ParsedJournal) -> Result<(Replayed, Report), ConfigError> {
     let begins = journal.begins();
     let mut seen = Seen { report: Report::default(), begins, now: 0, tokens: HashMap::new(), due: VecDeque::new(), free: 0 };
@@ -20,13 +19,13 @@ pub fn recorded(journal: &ParsedJournal) -> Result<(Replayed, Report), ConfigErr
 struct Seen {
     report: Report,
     begins: Time,
-    /// The time, which does not step back: the core's does not either.
+    /// The current time. Like the core's clock, it never decreases.
     now: Time,
-    /// By tag: when a request's last token came, and the longest time between two.
+    /// By tag: the time of a request's last token, and the longest gap between two tokens.
     tokens: HashMap<u64, (Time, Time)>,
-    /// When the steps in flight were planned.
+    /// The times at which the steps in flight were planned.
     due: VecDeque<Time>,
-    /// When the last step ended.
+    /// The end of the last step.
     free: Time,
 }
 

@@ -1,4 +1,4 @@
-//! One engine, without an engine: the scheduler, and a clock that jumps.
+//! A simulated engine: a scheduler with a virtual clock.
 
 use crate::job::{Job, token};
 use crate::machine::Machine;
@@ -18,9 +18,9 @@ struct Live {
     made: u32,
     tenant: Arc<str>,
     prompt: u32,
-    /// Whether it has a slot, or had one before a preemption.
+    /// Whether the job has a slot, or had one before a preemption.
     started: bool,
-    /// When its last token came, and the longest time between two.
+    /// The time of the job's last token. The next field is the longest gap between two tokens.
     last: Time,
     longest: Time,
 }
@@ -32,12 +32,12 @@ pub(crate) struct Replica<'a> {
     live: Vec<Option<Live>>,
     vacant: Vec<usize>,
     by_tag: HashMap<u64, usize>,
-    /// Who runs, by slot.
+    /// Running jobs by slot.
     slots: Vec<usize>,
-    /// Jobs whose callers leave, by when.
+    /// Jobs that their callers cancel, by cancellation time.
     cancellations: BTreeSet<(Time, u64)>,
     report: Report,
-    /// Lists in use while a step runs: kept for their memory.
+    /// Lists used while a step runs, kept to reuse their memory.
     sampling: Vec<usize>,
     sampled: Vec<i32>,
     outputs: Outputs,
@@ -61,7 +61,7 @@ impl<'a> Replica<'a> {
         })
     }
 
-    /// Lives until `until`, or until there is nothing to do; a step begun before ends after.
+    /// Runs until `until`, or until there is no work. A step in flight at `until` is completed.
     pub(crate) fn advance(&mut self, until: Time) {
         while self.now < until && !self.scheduler.is_idle() {
             self.go();
@@ -76,7 +76,7 @@ impl<'a> Replica<'a> {
         }
     }
 
-    /// Takes a request; `advance` to its time comes before.
+    /// Adds a request. Call `advance` to its arrival time first.
     pub(crate) fn arrive(&mut self, job: Job) {
         if self.scheduler.is_idle() {
             self.now = self.now.max(job.time);
@@ -103,14 +103,14 @@ impl<'a> Replica<'a> {
         self.cancellations.extend(cancelled_at.map(|cancelled_at| (cancelled_at, tag)));
     }
 
-    /// Lives on until all have ended.
+    /// Runs until all jobs have ended.
     pub(crate) fn finish(mut self) -> Report {
         self.advance(Time::MAX);
         self.report.stats = Some(self.scheduler.stats());
         self.report
     }
 
-    /// Lets those go whose time has come, by their own will or for a deadline.
+    /// Ends the jobs that are cancelled or past their deadline.
     fn go(&mut self) {
         while let Some(&(at, tag)) = self.cancellations.first().filter(|(at, _)| *at <= self.now) {
             self.cancellations.remove(&(at, tag));
@@ -196,7 +196,7 @@ impl EngineView for Replica<'_> {
 }
 
 impl Live {
-    /// The next token: made up, or a stop where the output ends before it must.
+    /// The next token: a generated one, or a stop token if the output ends before its limit.
     fn next(&mut self) -> i32 {
         self.made += 1;
         if self.made >= self.len && self.len < self.most {

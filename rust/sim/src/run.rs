@@ -1,4 +1,4 @@
-//! Requests, in the order of their coming, through one engine or several.
+//! Runs requests through one or more simulated engines.
 
 use crate::job::Job;
 use crate::machine::Machine;
@@ -6,14 +6,14 @@ use crate::replica::Replica;
 use crate::report::Report;
 use chairlift_core::{Config, ConfigError, Router, RouterRequest, Routing};
 
-/// Runs `jobs`, in the order of their times, until all have ended.
+/// Simulates `jobs`, given in order of arrival, until all have ended.
 pub fn simulate(config: Config, jobs: impl IntoIterator<Item = Job>, machine: &Machine) -> Result<Report, ConfigError> {
     let mut reports = simulate_fleet(config, jobs, machine, 1, Routing::RoundRobin)?;
     Ok(reports.pop().expect("there was one"))
 }
 
-/// As [`simulate`], with so many engines alike, at least one; a report for
-/// each. Forks are for one engine only: elsewhere their parents may be.
+/// Like [`simulate`], with several equal engines (at least one). Returns a report for each. Forks need a single engine,
+/// because a parent may be on another engine.
 pub fn simulate_fleet(
     config: Config,
     jobs: impl IntoIterator<Item = Job>,

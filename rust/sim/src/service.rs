@@ -1,17 +1,17 @@
-//! What each tenant was given over time.
+//! Service of each tenant over time.
 
 use chairlift_core::Time;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Service of a prompt token and of an output token, as in VTC (Sheng et al., OSDI'24).
+/// Service of a prompt token. The next constant is that of an output token. The values are those of VTC (Sheng et al., OSDI'24).
 const PROMPT_TOKEN: u64 = 1;
 const OUTPUT_TOKEN: u64 = 2;
-/// The most windows that are kept.
+/// Maximum number of windows.
 const MAX_WINDOWS: usize = 1024;
 
-/// Service by tenant in windows of time, which become twice as long each time that there are too many: a prompt token that had
-/// to be computed counts 1 when its request starts, an output token 2.
+/// Service by tenant in windows of time. The window length doubles when there are too many windows. A computed prompt
+/// token counts 1 when its request starts, and an output token counts 2.
 #[derive(Clone, Debug)]
 pub struct Service {
     window: Time,
@@ -26,22 +26,22 @@ impl Default for Service {
 }
 
 impl Service {
-    /// Microseconds of a window.
+    /// Window length in microseconds.
     pub fn window(&self) -> Time {
         self.window
     }
 
-    /// The tenants in the order of their first service, and what each was given in each window up to its last.
+    /// Tenants in the order of their first service, with the service in each window up to the tenant's last.
     pub fn tenants(&self) -> &[(Arc<str>, Vec<u64>)] {
         &self.tenants
     }
 
-    /// Notes that a request of `tenant` started with so many prompt tokens to compute.
+    /// Records that a request of `tenant` started with `tokens` prompt tokens to compute.
     pub(crate) fn prompt(&mut self, tenant: &Arc<str>, now: Time, tokens: u32) {
         self.add(tenant, now, PROMPT_TOKEN * u64::from(tokens));
     }
 
-    /// Notes that one got an output token.
+    /// Records an output token for a request of `tenant`.
     pub(crate) fn output(&mut self, tenant: &Arc<str>, now: Time) {
         self.add(tenant, now, OUTPUT_TOKEN);
     }

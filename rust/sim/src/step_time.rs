@@ -1,14 +1,13 @@
-//! What a step takes.
+//! Step durations of a simulated device.
 
 use chairlift_core::Load;
 
-/// The time of a step in microseconds, from what it has to do.
+/// The duration of a step in microseconds, computed from its load.
 ///
-/// The curve says what its tokens take in the layers that treat each alone,
-/// and what a step takes by itself; it is linear between its points and goes
-/// on as its last two. Reading the weights bounds it below where tokens are
-/// few, computing where they are many (the roofline, Williams et al., 2009),
-/// so a line will not do. Attention and sampling are linear.
+/// The curve gives the fixed cost of a step and the cost of its tokens in layers that process each token separately. It
+/// is linear between its points and extends its last segment. Such layers are bound by weight reads when there are few
+/// tokens and by compute when there are many (the roofline, Williams et al., 2009), so a single line does not fit.
+/// Attention and sampling are linear.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepTime {
     curve: Vec<(f64, f64)>,
@@ -18,10 +17,9 @@ pub struct StepTime {
 }
 
 impl StepTime {
-    /// Takes points (tokens, microseconds), and microseconds for each sequence
-    /// that decodes, each token of context that is read, each pair of a
-    /// prompt's tokens. `None` unless there are two points or more with rising
-    /// tokens, and all is finite.
+    /// Takes points (tokens, microseconds), and microseconds per decoding sequence, context token and pair of a
+    /// prompt's tokens. Returns `None` unless there are at least two points with increasing tokens and all numbers are
+    /// finite.
     pub fn new(curve: Vec<(f64, f64)>, decode_seq: f64, context_token: f64, prefill_pair: f64) -> Option<Self> {
         let rises = curve.len() >= 2 && curve.windows(2).all(|pair| pair[0].0 < pair[1].0);
         let numbers = curve.iter().flat_map(|&(tokens, time)| [tokens, time]).chain([decode_seq, context_token, prefill_pair]);
@@ -29,13 +27,13 @@ impl StepTime {
         (rises && finite).then_some(Self { curve, decode_seq, context_token, prefill_pair })
     }
 
-    /// The line that a [`StepModel`](chairlift_core::StepModel) has learned, by its coefficients.
+    /// The line with the coefficients of a learned [`StepModel`](chairlift_core::StepModel).
     pub fn linear([fixed, prefill_token, decode_seq, context_token, prefill_pair]: [f64; 5]) -> Self {
         let curve = vec![(0.0, fixed), (1.0, fixed + prefill_token)];
         Self { curve, decode_seq: decode_seq - prefill_token, context_token, prefill_pair }
     }
 
-    /// Microseconds that a step of `load` takes, one at least.
+    /// Microseconds of a step of `load`, at least one.
     pub fn step(&self, load: &Load) -> u64 {
         let tokens = f64::from(load.tokens());
         let after = self.curve.partition_point(|&(at, _)| at <= tokens).clamp(1, self.curve.len() - 1);

@@ -1,28 +1,28 @@
-//! How full the machine was: exactly, in sums; and in samples, for pictures.
+//! Utilisation over time: exact sums, and samples for plots.
 
 use chairlift_core::{Occupancy, Scheduler, StepPlan, Time};
 
-/// How full the machine was from one time to the next sample's.
+/// The state from one time until the next sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
-    /// When, in microseconds.
+    /// Start time in microseconds.
     pub time: Time,
-    /// Sequences in the step under way; 0 if there is none.
+    /// Sequences in the step in flight. 0 if there is none.
     pub batch: usize,
-    /// Its tokens.
+    /// Tokens in the step in flight.
     pub tokens: usize,
     /// Sequences with a slot.
     pub running: usize,
-    /// Sequences without.
+    /// Sequences without a slot.
     pub waiting: usize,
-    /// Blocks of the KV cache that sequences hold.
+    /// KV blocks held by sequences.
     pub blocks: usize,
-    /// Work that arrived in the last ten seconds over work that could be served in them, in thousandths.
+    /// Work that arrived in the last ten seconds divided by the work that could be served in that time, in thousandths.
     pub saturation: u32,
 }
 
 impl Sample {
-    /// What is true while `step` runs, or while there is none.
+    /// The state while `step` runs, or without a step.
     pub(crate) fn of(time: Time, scheduler: &Scheduler, step: Option<&StepPlan>) -> Self {
         let Occupancy { running, waiting, blocks } = scheduler.occupancy();
         let (batch, tokens) = step.map_or((0, 0), |plan| (plan.chunks.len(), plan.load.tokens()));
@@ -31,27 +31,26 @@ impl Sample {
     }
 }
 
-/// Sums over time: integers, and so the same on any machine.
+/// Sums over time. They are integers, so they are the same on every machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sums {
-    /// Microseconds in which there was a step.
+    /// Microseconds with a step in flight.
     pub busy: Time,
-    /// Sequences in the step under way, times microseconds.
+    /// Sequences in the step in flight, multiplied by microseconds.
     pub batch: u64,
-    /// Blocks held while there was a step, times microseconds.
+    /// Blocks held during steps, multiplied by microseconds.
     pub blocks: u64,
-    /// The most sequences in a step.
+    /// Maximum sequences in a step.
     pub most_batch: usize,
-    /// The most blocks held.
+    /// Maximum blocks held.
     pub most_blocks: usize,
 }
 
-/// The most samples that are kept.
+/// Maximum number of samples.
 const MAX_SAMPLES: usize = 4096;
 
-/// What was true from each change to the next: summed up whole, and all of it
-/// kept while that is little; else the last of each stretch of time, of one
-/// twice as long each time that there are too many.
+/// The state from each change to the next. Sums cover every change. Samples cover every change while there are few.
+/// Otherwise one sample, the last, is kept for each interval, and the interval doubles when there are too many samples.
 #[derive(Clone, Debug)]
 pub struct Utilization {
     samples: Vec<Sample>,
@@ -66,17 +65,17 @@ impl Default for Utilization {
 }
 
 impl Utilization {
-    /// What was true at the end of each stretch of time in which something changed.
+    /// The state at the end of each interval with a change.
     pub fn samples(&self) -> &[Sample] {
         &self.samples
     }
 
-    /// What it all adds up to, up to the last change.
+    /// The sums up to the last change.
     pub fn sums(&self) -> Sums {
         self.sums
     }
 
-    /// Takes what is true from now on.
+    /// Sets the state from now on.
     pub(crate) fn add(&mut self, sample: Sample) {
         let sums = &mut self.sums;
         sums.most_batch = sums.most_batch.max(sample.batch);
@@ -98,10 +97,10 @@ impl Utilization {
         }
     }
 
-    /// Keeps the last sample of each stretch.
+    /// Keeps the last sample of each interval.
     fn thin(&mut self) {
         let every = self.every;
-        // The first of equals is kept: from the end on, that is the last.
+        // Deduplication keeps the first of equal items. After the reversal, that is the last sample of the interval.
         self.samples.reverse();
         self.samples.dedup_by_key(|sample| sample.time / every);
         self.samples.reverse();
@@ -119,7 +118,7 @@ mod tests {
     #[test]
     fn sums_are_of_all_changes_and_not_of_samples() {
         let mut utilization = Utilization { every: 10_000, ..Utilization::default() };
-        // Within one stretch: 2 sequences for 30 us, none for 70, 5 for 400; what is held between steps is not counted.
+        // In one interval: 2 sequences for 30 us, none for 70 and 5 for 400. Blocks held between steps do not count.
         for sample in [at(1000, 2, 10), at(1030, 0, 7), at(1100, 5, 20), at(1500, 0, 30)] {
             utilization.add(sample);
         }
@@ -131,7 +130,8 @@ mod tests {
     #[test]
     fn samples_say_what_was_true_at_the_ends_of_stretches() {
         let mut utilization = Utilization::default();
-        // A step of some 6 ms, then none for as long: every second change would be all busy, or all idle.
+        // Steps of about 6 ms alternate with idle times of equal length. Samples at every second change would be all
+        // busy or all idle.
         let changes: Vec<Sample> = (0..20_000).map(|i| at(6007 * i, if i % 2 == 0 { 3 } else { 0 }, 0)).collect();
         for &sample in &changes {
             utilization.add(sample);

@@ -1,13 +1,12 @@
-//! A recorded day, to be lived again under other settings.
+//! Jobs from a recorded journal, for simulation under other settings.
 
 use crate::job::Job;
 use chairlift_core::{Call, FinishReason, ParsedJournal, Request, Time, Timeline};
 use std::collections::HashMap;
 
-/// The requests of a journal, each with the output that it had, by the
-/// accounts of its [replay](ParsedJournal::replay). One that its caller left goes
-/// after as long; one that missed its deadline would have generated what its
-/// caller predicted, or all it was allowed.
+/// The requests of a journal with their recorded outputs, taken from the timelines of its
+/// [replay](ParsedJournal::replay). A request that its caller cancelled is cancelled after the same time. A request
+/// that missed its deadline gets the output length that its caller predicted, or else its maximum.
 pub fn jobs(journal: &ParsedJournal, ended: &[Timeline]) -> Vec<Job> {
     let by_tag: HashMap<u64, &Timeline> = ended.iter().map(|timeline| (timeline.tag, timeline)).collect();
     let mut jobs: Vec<Job> = Vec::new();
@@ -16,14 +15,14 @@ pub fn jobs(journal: &ParsedJournal, ended: &[Timeline]) -> Vec<Job> {
         let (request, fork_of) = match call {
             Call::Add(arrival) => (journal.request(arrival), None),
             Call::Fork { parent, tag } => {
-                // Requests and forks are numbered in the order of their coming.
+                // Requests and forks are numbered in order of arrival.
                 let parent = &jobs[*parent as usize].request;
                 (Request { tag: *tag, ..parent.clone() }, Some(parent.tag))
             }
             _ => continue,
         };
         let (arrival_number, tag) = (jobs.len() as u64, request.tag);
-        // Times count from the beginning, deadlines with them.
+        // Times and deadlines count from the first call.
         let shift = |at: Option<Time>| at.map(|at| at - begins);
         let request = match fork_of {
             None => Request { deadline: shift(request.deadline), ttft_deadline: shift(request.ttft_deadline), ..request },
@@ -47,7 +46,7 @@ pub fn jobs(journal: &ParsedJournal, ended: &[Timeline]) -> Vec<Job> {
             ..Job::default()
         });
     }
-    // The scheduler may hear of a request after one that came later.
+    // The scheduler may receive a request after one that arrived later.
     jobs.sort_by_key(|job| job.time);
     jobs
 }

@@ -1,7 +1,6 @@
-//! What docs/scheduling.md promises, in virtual time, with numbers.
+//! The guarantees of docs/scheduling.md, measured in virtual time.
 //!
-//! The machine reads its weights in 20 ms, whatever it does with them; a prompt
-//! token takes 0.05 ms more, a decoding sequence 0.2 ms.
+//! The machine reads its weights in 20 ms per step. A prompt token adds 0.05 ms and a decoding sequence 0.2 ms.
 
 use chairlift_core::{Config, Policy, Request, STOP, Time, Timeline, Token};
 use chairlift_sim::{Job, Machine, Report, StepTime, percentile, simulate};
@@ -17,7 +16,7 @@ fn config() -> Config {
     Config { num_blocks: 2001, max_tokens: 256, max_seqs: 32, max_model_len: 200_000, watermark: 100, ..Config::default() }
 }
 
-/// Numbers from 0 to 1 that look random and are the same in every run.
+/// Pseudorandom numbers from 0 to 1, the same in every run.
 struct Dice(u64);
 
 impl Dice {
@@ -26,7 +25,7 @@ impl Dice {
         (self.0 >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// A gap between arrivals, `mean` on average (Poisson).
+    /// A gap between arrivals of a Poisson process, `mean` on average.
     fn gap(&mut self, mean: Time) -> Time {
         (-(1.0 - self.roll()).ln() * mean as f64) as Time
     }
@@ -36,7 +35,7 @@ impl Dice {
     }
 }
 
-/// A job with a prompt of its own.
+/// A job with a unique prompt.
 fn job(time: Time, tag: u64, prompt: u32, output: u32) -> Job {
     let tokens = |from: u64, len: u32| (0..len).map(|i| 1 + ((tag * 7919 + from + u64::from(i)) % 1_000_003) as Token).collect::<Vec<_>>();
     let request = Request { tag, prompt: tokens(0, prompt), max_new_tokens: output, ..Request::default() };
@@ -58,7 +57,7 @@ fn run(config: Config, jobs: &[Job]) -> Report {
     report
 }
 
-/// Requests of one kind for `span`, one in `every` on average.
+/// Requests of one kind for `span`, one per `every` on average.
 fn stream(dice: &mut Dice, tags: u64, span: Time, every: Time, make: impl Fn(&mut Dice, Time, u64) -> Job) -> Vec<Job> {
     let (mut time, mut jobs) = (0, Vec::new());
     loop {
@@ -73,8 +72,8 @@ fn stream(dice: &mut Dice, tags: u64, span: Time, every: Time, make: impl Fn(&mu
 
 #[test]
 fn at_four_times_overload_the_high_class_waits_at_most_half_as_long_again_as_alone() {
-    // 100 prompt tokens take 5 ms, 40 steps of 26 ms on one row of 32 another 33: the machine does 26 such requests a
-    // second. The high class asks for three quarters of that, the low one for more than three times as much.
+    // 100 prompt tokens take 5 ms and 40 steps of 26 ms on one slot of 32 take another 33, so the machine serves 26
+    // such requests per second. The high class uses half of that and the low class more than three times as much.
     let mut dice = Dice(1);
     let high = stream(&mut dice, 0, 60 * SECOND, 76 * MS, |_, time, tag| {
         let mut job = job(time, tag, 100, 40);
@@ -98,7 +97,7 @@ fn a_tenant_that_floods_does_not_delay_one_that_asks_once_a_second() {
         job
     };
     let mut dice = Dice(2);
-    // Its prompts take two steps; beside the flood there is one more to wait for, and each takes half as long again.
+    // Its prompts take two steps. Beside the flood it waits for one more step, and each step takes half as long again.
     let few: Vec<Job> = (1..60).map(|i| whose(job(i * SECOND + Time::from(dice.between(0, 99)) * MS, i, 700, 20), "few")).collect();
     let flood = stream(&mut dice, 1 << 32, 60 * SECOND, 20 * MS, |_, time, tag| whose(job(time, tag, 100, 150), "flood"));
     let config = Config { policy: Policy::Fair, max_tokens: 512, ..config() };
@@ -123,7 +122,7 @@ fn tenants_that_flood_share_by_their_weights() {
         }));
     }
     let report = run(Config { policy: Policy::Fair, ..config() }, &sorted(jobs));
-    // Service as VTC counts it, of what was served while all three had requests waiting.
+    // Service as VTC counts it, for requests served while all three tenants had requests waiting.
     let mut service = [0.0; 3];
     for timeline in report.ended.iter().filter(|timeline| timeline.ended < 60 * SECOND) {
         let weight: usize = timeline.tenant.parse().unwrap();
@@ -139,7 +138,7 @@ fn tenants_that_flood_share_by_their_weights() {
 
 #[test]
 fn a_prompt_of_100_k_tokens_neither_holds_up_short_ones_nor_waits_without_bound() {
-    // 100 k tokens need 6,252 blocks of 6,600: 95 % of the cache. 50 short ones are there before it, others come all the time.
+    // 100 k tokens need 6,252 of 6,600 blocks, or 95 % of the cache. 50 short requests run before it, and others keep arriving.
     let config = Config { num_blocks: 6601, watermark: 330, max_tokens: 512, ageing: 5 * SECOND, ..config() };
     let long = job(10 * MS, 0, 100_000, 20);
     let later = stream(&mut Dice(4), 1 << 20, 60 * SECOND, 400 * MS, |_, time, tag| job(time, tag, 200, 60));
@@ -151,7 +150,7 @@ fn a_prompt_of_100_k_tokens_neither_holds_up_short_ones_nor_waits_without_bound(
         let (without, with) = (p99(&without), p99(&with));
         println!("short p99 TTFT, {burst} there before: {without} µs without the long one, {with} with it, which started at {started}");
         assert!(with <= 2 * without, "{with} against {without}");
-        // Its ageing bound: 5 s of being passed over, and what was running then (60 steps of at most 0.1 s).
+        // The ageing bound: bypassed for 5 s, plus the sequences running then (60 steps of at most 0.1 s).
         assert!(started <= 11 * SECOND, "{started}");
     }
 }
@@ -160,7 +159,7 @@ fn a_prompt_of_100_k_tokens_neither_holds_up_short_ones_nor_waits_without_bound(
 fn with_too_little_memory_little_is_computed_again() {
     let mut dice = Dice(5);
     let jobs: Vec<Job> = (0..600).map(|tag| job(0, tag, dice.between(100, 500), dice.between(50, 250))).collect();
-    // 32 requests of 450 tokens on average want 900 blocks.
+    // 32 requests of 450 tokens on average need 900 blocks.
     for (share, most) in [(12, 5), (10, 10), (8, 15)] {
         let blocks = 900 * share / 10;
         let report = run(Config { num_blocks: blocks + 1, watermark: blocks / 20, ..config() }, &jobs);
@@ -176,7 +175,7 @@ fn at_twice_what_it_can_do_deadlines_are_met_half_as_often_again() {
     let mut dice = Dice(6);
     let jobs = stream(&mut dice, 0, 60 * SECOND, 28 * MS, |dice, time, tag| {
         let mut job = job(time, tag, dice.between(50, 200), dice.between(20, 80));
-        // From one and a half to four times what it takes alone on a full machine.
+        // From 1.5 to 4 times the duration of the request alone on a full machine.
         let alone = Time::from(job.request.max_new_tokens) * 30 * MS;
         job.request.deadline = Some(time + alone * Time::from(dice.between(15, 40)) / 10);
         job.request.predicted_tokens = Some(job.output.len() as u32);
@@ -184,7 +183,7 @@ fn at_twice_what_it_can_do_deadlines_are_met_half_as_often_again() {
     });
     let met = |policy: Policy| run(Config { policy, ..config() }, &jobs).completed();
     let (deadline, fcfs) = (met(Policy::Deadline), met(Policy::Fcfs));
-    // An engine that knows nothing of deadlines works for those who have long left.
+    // An engine without deadlines computes requests whose callers have left long ago.
     let mut untold = jobs.clone();
     for job in &mut untold {
         job.request.deadline = None;
@@ -211,7 +210,7 @@ fn shortest_first_and_prefix_first_pay() {
     println!("mean time to the end: {shortest} µs shortest first, {fcfs} first come first served");
     assert!(2 * shortest < fcfs);
 
-    // 40 documents of 800 tokens, asked about in random order; the cache holds few of them at a time.
+    // 40 documents of 800 tokens with questions in random order. The cache holds a few of them at a time.
     let mut dice = Dice(8);
     let jobs = stream(&mut dice, 0, 20 * SECOND, 10 * MS, |dice, time, tag| {
         let mut job = job(time, tag, 32, 20);
@@ -275,7 +274,7 @@ fn a_long_prompt_among_short_ones_takes_a_bounded_multiple_of_its_time_alone() {
     let alone = run(config, std::slice::from_ref(&long)).ttft(|_| true)[0];
     for policy in [Policy::Fcfs, Policy::Fair, Policy::Prefix] {
         for load in [70, 90, 100, 120] {
-            // A step of 128 tokens, 8 of which are decodes, takes 28 ms.
+            // A step of 128 tokens, including 8 decodes, takes 28 ms.
             let every = 28 * MS * 300 * 100 / (120 * load);
             let shorts: Vec<Job> = (0..300 * SECOND / every).map(|i| job(i * every, i + 1, 300, 8)).collect();
             let without = percentile(&run(Config { policy, ..config }, &shorts).ttft(|_| true), 50);
@@ -290,8 +289,8 @@ fn a_long_prompt_among_short_ones_takes_a_bounded_multiple_of_its_time_alone() {
 
 #[test]
 fn preemption_for_fairness_costs_little_and_vtc_does_none() {
-    // 27 tenants whose requests come at rates of 1, 1/2, 1/3 and so on, more than the machine can serve; a prompt of 1,000
-    // tokens takes 200 ms, so that losing one is dear.
+    // 27 tenants send requests at rates of 1, 1/2, 1/3 and so on, in total more than the machine can serve. A prompt of
+    // 1,000 tokens takes 200 ms, so it is expensive to recompute one.
     let mut dice = Dice(11);
     let rates: f64 = (1..=27).map(|tenant| 1.0 / f64::from(tenant)).sum();
     let jobs = stream(&mut dice, 0, 600 * SECOND, 900 * MS, |dice, time, tag| {
@@ -323,7 +322,7 @@ fn preemption_for_fairness_costs_little_and_vtc_does_none() {
     assert!(100 * fair <= 103 * vtc, "{fair} against {vtc}");
 }
 
-/// Saturation in thousandths at `time`, the most that waited ten seconds before it, and the fewest in the last two.
+/// Saturation in thousandths at `time`, the maximum queue length in the ten seconds before, and the minimum in the last two.
 fn seen_at(report: &Report, time: Time) -> (u32, usize, usize) {
     let samples = report.utilization.samples();
     let upto = |time: Time| samples.partition_point(|sample| sample.time <= time);
@@ -334,8 +333,8 @@ fn seen_at(report: &Report, time: Time) -> (u32, usize, usize) {
 
 #[test]
 fn saturation_is_what_is_asked_over_what_can_be_served_on_a_ramp_of_load() {
-    // Prompts that fill the steps' tokens, outputs that fill the rows, both in a KV cache that is full first, and prompts
-    // that all have rows and blocks, and wait there for the steps' tokens.
+    // Prompts that use up the steps' tokens, outputs that use up the slots, both with a KV cache that fills up first,
+    // and prompts that all have slots and blocks but wait for the steps' tokens.
     let kinds =
         [("prompts", 2000, 5, 2001, 32), ("outputs", 100, 200, 2001, 32), ("blocks", 900, 100, 601, 32), ("stalled", 2000, 5, 60_001, 500)];
     for (name, prompt, output, num_blocks, max_seqs) in kinds {
@@ -357,7 +356,7 @@ fn saturation_is_what_is_asked_over_what_can_be_served_on_a_ramp_of_load() {
             let mean = seen.iter().map(|one| u64::from(one.0)).sum::<u64>() / seen.len() as u64;
             println!("{name}: {asked} ‰ asked, saturation {mean} ‰");
             for (saturation, before, now) in seen {
-                // Samples are thinned, so a queue that was empty for a moment may look as if it grew by one.
+                // Samples are thinned, so a queue that was empty for a moment may seem to grow by one.
                 assert!(now <= before + 1 || saturation >= 1000, "{name} at {asked} ‰: {saturation} while {before} became {now}");
             }
             assert!(mean.abs_diff(asked) <= 120, "{name}: {mean} for {asked}");
@@ -366,7 +365,7 @@ fn saturation_is_what_is_asked_over_what_can_be_served_on_a_ramp_of_load() {
     }
 }
 
-/// Machines whose prompt tokens cost differently: little, much, and, on a roofline, nothing up to a point.
+/// Machines with different costs per prompt token: low, high, and zero up to a point on a roofline.
 fn machines() -> [(&'static str, Machine); 3] {
     let of = |step| Machine { step, swap_ns_per_block: 0 };
     let roofline = StepTime::new(vec![(0.0, 28_000.0), (140.0, 28_000.0), (1140.0, 228_000.0)], 0.0, 1.0, 0.1);
@@ -377,8 +376,8 @@ fn machines() -> [(&'static str, Machine); 3] {
     ]
 }
 
-/// Times between tokens, sorted: of streams alone, and of the same streams beside prompts of 4,000 tokens that come one after
-/// the other, in steps of up to 512 tokens.
+/// Sorted gaps between tokens: of streams alone, and of the same streams beside prompts of 4,000 tokens that arrive one
+/// after another. Steps have up to 512 tokens.
 fn beside_long_prompts(machine: &Machine, streams: u64, target_itl: impl Fn(Time) -> Time) -> (Vec<Time>, Vec<Time>) {
     let streams = (0..streams).map(|tag| job(tag * MS, tag, 1, 1500));
     let gaps = |report: Report| {

@@ -1,4 +1,4 @@
-//! A recorded day in the words of a simulation: with two steps under way, as on a GPU.
+//! A recorded journal in the format of a simulation, with two steps in flight, as on a GPU.
 
 use chairlift_core::{Config, FinishReason, Outputs, ParsedJournal, Recorder, Request, Scheduler, Time, Token};
 use chairlift_sim::{Histogram, Sums, recorded};
@@ -15,14 +15,15 @@ fn steps_are_timed_one_after_the_other_though_planned_ahead() {
     let mut core = Recorder::on(core);
     let mut outputs = Outputs::default();
     let at = |time: Time| BEGINS + time;
-    // The first alone from 0; the second's prompt in the step planned at 100, which begins when the first step ends, at 1000.
+    // The first request runs alone from 0. The second's prompt is in the step planned at 100, which begins when the
+    // first step ends, at 1000.
     core.add(request(1, 5), at(0)).unwrap();
     let first = core.plan(at(0)).unwrap();
     let other = core.add(request(2, 7), at(50)).unwrap();
     let second = core.plan(at(100)).unwrap();
     core.commit(first, &[9], at(1000), &mut outputs);
     let third = core.plan(at(1050)).unwrap();
-    // Its caller leaves while its prompt is computed: it is in that step, and the next, all the same, but holds no block.
+    // The caller cancels it while its prompt is computed. It is still in that step and the next, but holds no blocks.
     assert!(core.abort(other, at(1500)));
     core.commit(second, &[9, 9], at(1800), &mut outputs);
     let fourth = core.plan(at(1850)).unwrap();

@@ -1,9 +1,9 @@
-//! What admission by reservation promises, in virtual time, on the machine of promises.rs.
+//! The guarantees of admission by reservation, measured in virtual time on the machine of promises.rs.
 
 use chairlift_core::{Config, Policy, Request, Reservation, Time, Token};
 use chairlift_sim::{Job, Machine, Report, StepTime, simulate};
 
-/// Requests that all wait from the start, each allowed `most` times what it generates.
+/// Requests that all wait from the start. Each allows `most` times the tokens it generates.
 fn jobs(most: u32) -> Vec<Job> {
     let job = |tag: u32| {
         let (prompt, output) = (100 + tag * 37 % 400, 50 + tag * 61 % 200);
@@ -20,7 +20,7 @@ fn jobs(most: u32) -> Vec<Job> {
 }
 
 fn run(reservation: Reservation, watermark: u32, jobs: Vec<Job>) -> Report {
-    // 32 requests of 450 tokens want 900 blocks.
+    // 32 requests of 450 tokens need 900 blocks.
     let config =
         Config { num_blocks: 721, max_tokens: 256, max_seqs: 32, max_model_len: 8192, watermark, reservation, ..Config::default() };
     let machine = Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000 };
@@ -29,7 +29,7 @@ fn run(reservation: Reservation, watermark: u32, jobs: Vec<Job>) -> Report {
     report
 }
 
-/// Preemptions, tokens computed again, and when all had ended.
+/// Number of preemptions, number of recomputed tokens, and the time at which all requests had ended.
 fn told(name: &str, report: &Report) -> (u64, u64, Time) {
     let counters = report.stats.expect("it ran").counters;
     println!(
@@ -54,10 +54,11 @@ fn the_estimated_peak_admits_more_and_little_is_computed_again_where_lengths_are
     told("watermark 5 %", &run(Reservation::Watermark, 36, jobs(1)));
     let (_, again, peak) = told("peak", &run(Reservation::Peak, 0, jobs(1)));
     let (.., whole) = told("max-tokens", &run(Reservation::MaxTokens, 0, jobs(1)));
-    // A prompt that is being computed goes on longer than one that decodes, so this is no bound: 2 % of all tokens are allowed.
+    // The peak is not a strict bound, because a sequence whose prompt is in progress runs longer than assumed. The test
+    // allows 2 % of all tokens.
     assert!(again * 50 <= 270_000, "{again}");
     assert!(peak < whole, "those that end early make room for others: {peak} against {whole}");
-    // Where they are not known, predictions do as well.
+    // If the output lengths are not given by `max_tokens`, predictions serve equally well.
     let mut told_apart = jobs(4);
     for job in &mut told_apart {
         job.request.predicted_tokens = Some(job.len);

@@ -1,4 +1,4 @@
-//! What the ways to route between engines are worth.
+//! Compares the routings between engines.
 
 use chairlift_core::{Config, Request, Routing, Time, Token};
 use chairlift_sim::{Job, Machine, StepTime, percentile, simulate_fleet};
@@ -11,7 +11,7 @@ fn job(time: Time, tag: u64, prompt: u32, output: u32) -> Job {
     Job { time, request, len: output, ..Job::default() }
 }
 
-/// The times to first token of prompts of 100 to 4,000 tokens that come at random to four engines.
+/// TTFT of prompts of 100 to 4,000 tokens that arrive at random at four engines.
 fn ttft(routing: Routing) -> Vec<Time> {
     let config = Config { num_blocks: 4001, max_tokens: 512, max_seqs: 64, max_model_len: 8192, ..Config::default() };
     let machine = Machine { step: StepTime::linear([5000.0, 100.0, 100.0, 0.1, 0.01]), swap_ns_per_block: 0 };

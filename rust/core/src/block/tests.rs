@@ -54,7 +54,7 @@ fn a_block_is_found_only_with_its_tokens_its_past_and_its_salt() {
 fn equal_names_with_other_content_are_not_shared() {
     let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
     let mut table = cache(&mut pool, "a", &[1, 2]);
-    // A collision by hand: the block's name now also stands for other tokens, and for another salt.
+    // Force a collision: the block's name now also stands for other tokens, and for another salt.
     for (salt_text, tokens) in [("a", [9, 9]), ("b", [1, 2])] {
         let hash = pool.hasher.child(pool.hasher.root(salt_text.as_bytes()), &tokens);
         pool.named.insert(hash, BlockId(1));
@@ -68,7 +68,7 @@ fn equal_names_with_other_content_are_not_shared() {
 fn the_second_of_two_equal_blocks_stays_unnamed_and_chains_to_the_first() {
     let mut pool = BlockPool::new(8, 2, BlockHasher::new(0));
     let mut first = cache(&mut pool, "", &[1, 2]); // block 1
-    let mut second = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 2, 3: the first of them a double
+    let mut second = cache(&mut pool, "", &[1, 2, 3, 4]); // blocks 2, 3: the first duplicates block 1
     assert_eq!(hits(&mut pool, "", &[1, 2, 3, 4]), [1, 3]);
     pool.release(&mut second);
     assert_eq!(pool.unnamed.last(), Some(&BlockId(2)));

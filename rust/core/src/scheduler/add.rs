@@ -1,4 +1,4 @@
-//! The way in: what may wait.
+//! Adds requests and forks, and applies the limits of the queue.
 
 use super::Scheduler;
 use crate::error::Rejected;
@@ -6,17 +6,17 @@ use crate::request::{Request, SeqId, Time};
 use crate::sequence::Sequence;
 use std::sync::Arc;
 
-/// Tokens that an output is thought to have, if it may, before any has ended.
+/// Assumed number of output tokens, up to the request's limit, before any request has ended.
 const UNKNOWN_OUTPUT: f64 = 256.0;
 
 impl Scheduler {
-    /// Puts a request into the queue, or says why it cannot run, or cannot wait.
-    /// `now` is when it came: that may be before the last call, while a step was under way.
+    /// Adds a request to the queue. Returns an error if the request can never run or the queue is full. `now` is the
+    /// arrival time, which may be earlier than the previous call, because a request can arrive during a step.
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
         self.accounts.tick(now);
         let tenant = Arc::clone(&request.tenant);
         let seq = Sequence::new(request, self.waiting.next_arrival(), self.config.max_model_len, now)?;
-        // The last token's KV is never needed.
+        // The last token needs no KV.
         let (needed, have) = ((seq.limit() - 1).div_ceil(self.config.block_size), self.config.usable_blocks());
         if needed > have {
             let fits = u64::from(have) * u64::from(self.config.block_size) + 1;
@@ -29,9 +29,8 @@ impl Scheduler {
         Ok(id)
     }
 
-    /// Adds a fork of a request that lives: the same prompt, limits and
-    /// stops under another tag. It waits until the prompt is computed, and then
-    /// shares its blocks; the last, partly filled one is copied. `None` if the
+    /// Adds a fork of a live request: the same prompt, limits and stop tokens under another tag. The fork waits until
+    /// the prompt is computed and then shares its blocks. A partly filled last block is copied. Returns `None` if the
     /// request has ended. Forks do not count against the queue's limits.
     pub fn fork(&mut self, parent: SeqId, tag: u64, now: Time) -> Option<SeqId> {
         let seq = self.seqs.get(parent)?;
@@ -53,10 +52,10 @@ impl Scheduler {
         Some(id)
     }
 
-    /// Microseconds that a request arriving now would wait, as far as can be told.
+    /// Predicted wait in microseconds of a request that arrives now.
     ///
-    /// Prompts take the tokens of steps one after the other. Slots get free as the outputs in them end, and those that wait take them
-    /// in turn, each for a usual output. O(slots).
+    /// The estimate assumes that prompts use the steps' tokens one after another. Slots become free as outputs end, and
+    /// waiting requests take them in order, each for a mean output. O(slots).
     pub fn predicted_wait(&self) -> Time {
         let before = self.waiting.len() + self.waiting.kinds().on_parent;
         if (before == 0 && self.running.has_slot()) || !self.model.knows() {
@@ -74,14 +73,14 @@ impl Scheduler {
         (self.model.prefill(0.0, each) * f64::from(backlog.reqs) + outputs) as Time
     }
 
-    /// Microseconds that the prompts that have begun should still take. O(slots).
+    /// Predicted microseconds to finish the prompts in progress. O(slots).
     pub fn prefill_backlog(&self) -> Time {
         let prompts = self.running_seqs().filter(|seq| seq.uncomputed() > 1);
         prompts.map(|seq| self.model.prefill(seq.computed().into(), seq.uncomputed().into())).sum::<f64>() as Time
     }
 
-    /// Tokens that a running sequence should still generate: what its caller predicted, or what outputs have had of late. One that has had
-    /// more than that is taken for a new one.
+    /// Expected further tokens of a running sequence, from its caller's prediction or the mean output of recent
+    /// requests. A sequence beyond its expected length counts as a new one.
     fn expected_output_left(&self, seq: &Sequence) -> f64 {
         let most = f64::from(seq.predicted_left());
         if seq.spec().predicted.is_some() {
@@ -92,7 +91,7 @@ impl Scheduler {
         most.min(if left > 0.0 { left } else { usual })
     }
 
-    /// Enters a sequence under its tenant and class.
+    /// Registers a sequence with its tenant and class.
     fn insert(&mut self, mut seq: Sequence, tenant: &Arc<str>) -> SeqId {
         let (member, new) = self.accounts.enroll(tenant, seq.spec().priority);
         seq.join(member);
@@ -110,7 +109,7 @@ impl Scheduler {
         let full = |what, queued: u64, limit: u64| if queued > limit { Err((what, queued, limit)) } else { Ok(()) };
         let backlog = self.waiting.backlog();
         let checked = full("requests", u64::from(backlog.reqs) + 1, self.config.max_queued_reqs.into()).and_then(|()| {
-            // One that finds nobody waiting is never too long to wait.
+            // A request that finds the queue empty is never rejected for its length.
             let limit = self.config.max_queued_tokens.max(prompt.into());
             full("prompt tokens", backlog.prompt_tokens + u64::from(prompt), limit)
         });

@@ -1,4 +1,4 @@
-//! Who of those that wait gets a slot and blocks.
+//! Admission: gives waiting sequences slots and blocks.
 
 use super::Scheduler;
 use crate::batch::{Admitted, StepPlan};
@@ -12,19 +12,19 @@ use crate::reservation::Growth;
 use crate::sequence::Sequence;
 use crate::share::PROMPT_TOKEN;
 
-/// How many that do not fit are looked at, at most, for one that does.
+/// Maximum number of requests that do not fit and are considered for each request that does.
 const MAX_REJECTED: usize = 64;
-/// How often one that does not fit lets others go past it.
+/// Maximum number of later requests admitted before a request that does not fit.
 const MAX_BYPASSED: u32 = 256;
-/// Blocks by which a running sequence is thought to grow while others come and go.
+/// Blocks by which a running sequence is assumed to grow before other sequences end.
 const GROWTH: usize = 8;
-/// Blocks beyond its tokens that a protected sequence is admitted with.
+/// Extra blocks that a protected sequence gets at admission.
 const RESERVE: u32 = 8;
-/// One that did not fit is measured anew every so many plans: its prefix may be in the cache by then.
+/// A rejected request is measured again after this many plans, because its prefix may be cached by then.
 const MEASURED_FOR: u64 = 64;
 
 impl Scheduler {
-    /// Has what was added since the last plan wait for its turn.
+    /// Moves the requests added since the last plan into the queue.
     pub(super) fn queue_new(&mut self) {
         for id in self.waiting.take_new() {
             if let Some(seq) = self.seqs.get_mut(id).filter(|seq| seq.phase() == Phase::New) {
@@ -33,7 +33,7 @@ impl Scheduler {
         }
     }
 
-    /// Puts a sequence into the queue; `returns` if it ran before.
+    /// Adds a sequence to the queue. `returns` is set if the sequence ran before.
     pub(super) fn enqueue(&mut self, id: SeqId, returns: bool) {
         let seq = &mut self.seqs[id];
         self.accounts.waits(seq.member());
@@ -51,10 +51,10 @@ impl Scheduler {
         self.await_next_block(id);
     }
 
-    /// Where a waiting sequence belongs in the order.
+    /// The position of a waiting sequence in the order.
     pub(super) fn key(&self, seq: &Sequence) -> Key {
         let rank = match self.config.policy {
-            // Those without a deadline come last.
+            // Sequences without a deadline come last.
             Policy::Deadline => self.due(seq).unwrap_or(Time::MAX),
             Policy::Shortest => self.work_left(seq),
             Policy::Prefix => u64::from(u32::MAX - (seq.len() - seq.uncached())),
@@ -63,7 +63,7 @@ impl Scheduler {
         self.config.policy.key(seq.spec().priority, seq.member().tenant, rank, seq.spec().arrival_number)
     }
 
-    /// Under the prefix policy, has a waiting sequence await the block after those that the cache has of it.
+    /// Under the prefix policy, makes a waiting sequence await the block after its cached ones.
     pub(super) fn await_next_block(&mut self, id: SeqId) {
         if self.config.policy == Policy::Prefix {
             let seq = &mut self.seqs[id];
@@ -72,16 +72,15 @@ impl Scheduler {
         }
     }
 
-    /// Takes a waiting sequence out of the queue.
+    /// Removes a waiting sequence from the queue.
     pub(super) fn dequeue(&mut self, id: SeqId) {
         let seq = &mut self.seqs[id];
         self.waiting.remove(seq);
         self.accounts.leaves_queue(seq.member());
     }
 
-    /// Admits waiting sequences while tokens, slots and blocks allow; no more
-    /// than `reserved`, the first ones, if others were preempted in this step.
-    /// If a group is `blocked`, that of an aged request by what keeps it out, nobody is.
+    /// Admits waiting sequences while tokens, slots and blocks allow. If this step preempted sequences, only the first
+    /// `reserved` are admitted. If an aged request is `blocked`, given as its group and its need, none is admitted.
     pub(super) fn plan_waiting(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32, blocked: Option<(u32, Need)>) {
         let mut left = if plan.preempted.is_empty() { u32::MAX } else { reserved };
         let (mut turn, mut rejected, mut walk) = (blocked, 0, Walk::default());
@@ -89,7 +88,7 @@ impl Scheduler {
         while blocked.is_none() && left > 0 && *budget > 0 && self.running.has_slot() && rejected < MAX_REJECTED {
             let Some(id) = self.waiting.next(&mut walk) else { break };
             if self.seqs[id].place.was_rejected_in(self.steps.plan_number()) {
-                continue; // before the walk began anew
+                continue; // rejected before the walk restarted
             }
             left -= 1;
             match self.admit(id, plan, budget) {
@@ -97,7 +96,7 @@ impl Scheduler {
                     if self.bypass_rejected() {
                         break;
                     }
-                    // Service changes whose turn it is.
+                    // The service charged for the admission changes the tenant that is next.
                     if self.config.policy.has_tenants() {
                         walk = Walk::default();
                     }
@@ -116,7 +115,7 @@ impl Scheduler {
         self.note_turn(turn, plan, *budget);
     }
 
-    /// Counts an admission for those that did not fit before it; whether nobody may go past them any more.
+    /// Counts an admission for the requests rejected before it. Returns whether no more requests may bypass one of them.
     fn bypass_rejected(&mut self) -> bool {
         let mut closed = false;
         for &id in self.waiting.rejected() {
@@ -127,7 +126,7 @@ impl Scheduler {
         closed
     }
 
-    /// Notes what a request lacks; whether nobody may go past it.
+    /// Records the need of a rejected request. Returns whether no more requests may bypass it.
     fn reject(&mut self, id: SeqId, need: Need) -> bool {
         let place = &mut self.seqs[id].place;
         place.reject(self.steps.plan_number());
@@ -146,13 +145,13 @@ impl Scheduler {
         }
     }
 
-    /// Notes whose `turn` it is, and what that group lacks; by default what the first of the queue does.
+    /// Records the group whose `turn` it is and the resource that blocks it. Defaults to the first of the queue.
     fn note_turn(&mut self, turn: Option<(u32, Need)>, plan: &StepPlan, budget: u32) {
         let need = match () {
             () if !plan.preempted.is_empty() => Some(Need::NextStep),
             () if !self.running.has_slot() => Some(Need::Slot),
             () if budget == 0 => Some(Need::Budget),
-            // With tokens and slots left, those that wait are held back by their order.
+            // Tokens and slots are left, so the policy's order holds the other requests back.
             () => None,
         };
         let turn = turn.or_else(|| {
@@ -162,8 +161,8 @@ impl Scheduler {
         self.accounts.hold(turn);
     }
 
-    /// Moves a waiting sequence to a slot, with blocks for all its tokens,
-    /// cached ones first, and plans its first chunk; or says what it lacks.
+    /// Gives a waiting sequence a slot and blocks for all its tokens, cached blocks first, and plans its first chunk.
+    /// Returns the missing resource as an error.
     pub(super) fn admit(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32) -> Result<(), Need> {
         let continuous = self.config.batching == Batching::Continuous;
         if !continuous && self.waiting.batch_remaining() == 0 && !self.seqs[id].has_started() {
@@ -171,7 +170,7 @@ impl Scheduler {
         }
         let room = self.kv.free().saturating_sub(self.held_back(id));
         let seq = &self.seqs[id];
-        // A token still on its way was sampled before the sequence lost its blocks.
+        // The sequence was preempted while a sampled token was still pending.
         if seq.pending() > 0 {
             return Err(Need::Commit);
         }
@@ -189,7 +188,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Free blocks that are not for `id`, should it be admitted beside all that run.
+    /// Free blocks that `id` may not use if it is admitted beside the running sequences.
     fn held_back(&mut self, id: SeqId) -> usize {
         let reservation = self.config.reservation;
         if reservation == Reservation::Watermark {
@@ -206,21 +205,20 @@ impl Scheduler {
         self.running.reserved().held_back(own, reservation, size)
     }
 
-    /// Blocks that stay free beside so many that run, so that they can grow:
-    /// few need less than the watermark.
+    /// Blocks that stay free beside `running` sequences so that they can grow. A few sequences need less than the watermark.
     pub(super) fn headroom(&self, running: usize) -> usize {
         (self.config.watermark as usize).min(GROWTH * running)
     }
 
-    /// The blocks that a sequence gets when it is admitted.
+    /// Number of blocks that a sequence gets at admission.
     pub(super) fn blocks_at_admission(&self, seq: &Sequence) -> usize {
         let reserve = if seq.is_protected() { RESERVE * self.config.block_size } else { 0 };
         let len = seq.len().saturating_add(reserve).min(seq.limit() - 1);
         len.div_ceil(self.config.block_size) as usize
     }
 
-    /// Gives a sequence blocks for all its tokens, from the host or the cache where these have them, and says how many tokens
-    /// are computed then.
+    /// Allocates blocks for all tokens of a sequence, from host memory or the cache where possible. Returns the number
+    /// of computed tokens.
     fn take_blocks(&mut self, id: SeqId, grant: Grant, plan: &mut StepPlan) -> Result<u32, Need> {
         let seq = &mut self.seqs[id];
         let taken = if let Phase::Swapped { tokens: swapped } = seq.phase() {
@@ -237,7 +235,7 @@ impl Scheduler {
         })
     }
 
-    /// Gives a sequence that has its blocks a slot.
+    /// Gives a slot to a sequence that has its blocks.
     fn start(&mut self, id: SeqId, computed: u32, plan: &mut StepPlan) {
         self.dequeue(id);
         let seq = &mut self.seqs[id];
@@ -266,21 +264,21 @@ impl Scheduler {
         self.accounts.hold_blocks(seq);
     }
 
-    /// Takes a running sequence's slot. It begins another phase, or ends.
+    /// Releases a running sequence's slot. The caller then sets the next phase or removes the sequence.
     pub(super) fn release_slot(&mut self, id: SeqId) {
         let seq = &mut self.seqs[id];
         let slot = seq.slot().expect("it runs");
         seq.leave_fast_path();
         if self.config.policy == Policy::Prefix {
-            // Who waited for what it was to compute waits in vain.
+            // The sequence will not compute these blocks, so sequences that await them must be considered again.
             seq.blocks.names().iter().for_each(|&name| self.waiting.block_ready(name));
         }
         self.running.release(id, slot, seq.spec().priority);
         self.accounts.leaves_slot(seq.member());
     }
 
-    /// Admits the oldest, if it has waited too long and none such runs: what
-    /// keeps it out then keeps out all, until it fits.
+    /// Admits the oldest request if it has waited too long and no other aged request runs. If it does not fit, returns
+    /// its group and need, and no other request is admitted until it fits.
     pub(super) fn admit_aged(&mut self, plan: &mut StepPlan, budget: &mut u32) -> Option<(u32, Need)> {
         if !self.config.policy.starves() || self.running.aged().is_some() || *budget == 0 || !self.running.has_slot() {
             return None;
@@ -301,7 +299,7 @@ impl Scheduler {
         }
     }
 
-    /// Lets a batch start, where sequences run in batches.
+    /// Lets a batch start under static and dynamic batching.
     pub(super) fn open_batch(&mut self) {
         let oldest = if self.config.batching == Batching::Continuous { None } else { self.waiting.oldest() };
         let oldest = oldest.map(|id| self.seqs[id].times().arrived);

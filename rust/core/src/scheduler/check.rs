@@ -1,4 +1,4 @@
-//! What must hold between any two calls.
+//! The invariants that hold between any two calls.
 
 use super::Scheduler;
 use crate::config::{Batching, Reservation};
@@ -8,7 +8,7 @@ use crate::reservation::Growth;
 use crate::sequence::{MAX_PREEMPTIONS, Sequence};
 
 impl Scheduler {
-    /// Panics unless every invariant holds. For tests and for idle moments.
+    /// Panics unless every invariant holds. Intended for tests and idle times.
     pub fn check(&self) {
         for (id, seq) in &self.seqs {
             self.check_sequence(id, seq);

@@ -1,12 +1,12 @@
-//! The next tokens of the sequences that decode.
+//! Plans the next tokens of decoding sequences.
 
 use super::Scheduler;
 use crate::batch::{StepPlan, WHOLE_TABLE};
 use crate::request::SeqId;
 
 impl Scheduler {
-    /// Gives each sequence that decodes its next token, and drops those that
-    /// ended. `spare` blocks are free beyond what these tokens need.
+    /// Plans the next token of each decoding sequence and drops sequences that have ended. `spare` blocks are free
+    /// beyond the need of these tokens.
     pub(super) fn plan_decodes(&mut self, plan: &mut StepPlan, budget: &mut u32, mut spare: usize) {
         self.running.clear_prompts();
         let (mut kept, mut fast, mut context) = (0, 0, 0);
@@ -37,9 +37,9 @@ impl Scheduler {
         self.accounts.count_computed(plan.load.decode_seqs);
     }
 
-    /// Plans a sequence's last token, which may need a block or complete one,
-    /// and its drafted ones, which are worth spare tokens and blocks, but nobody's eviction, and not the tokens of the
-    /// `later` sequences that are still to be planned.
+    /// Plans a sequence's last token, which may need or complete a block, and its drafted tokens. Drafted tokens only
+    /// use spare tokens and blocks. They never preempt a sequence or take the tokens of the `later` sequences that are
+    /// still to be planned.
     fn plan_decode(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32, spare: &mut usize, later: u32) {
         self.resume(id);
         let seq = &mut self.seqs[id];

@@ -1,4 +1,4 @@
-//! How much a request has before it, and whether it can make its deadline.
+//! Estimates the remaining work of a request and whether it can meet its deadline.
 
 use super::Scheduler;
 use crate::cost::StepModel;
@@ -7,14 +7,13 @@ use crate::policy::Policy;
 use crate::request::Time;
 use crate::sequence::Sequence;
 
-/// One that waits must be able to make it with so much to spare; one that runs
-/// is given up only when even so little would not do. Without a gap between the
-/// two, those that start are those that just fail (the "domino effect" of
-/// earliest-deadline-first under overload).
+/// Safety margin. A waiting request must be able to meet its deadline with its estimate multiplied by the first factor.
+/// A running request is ended only if it misses its deadline even with the second factor. Without the gap, EDF under
+/// overload starts requests that barely miss (the "domino effect" of earliest-deadline-first).
 const TO_START: f64 = 1.25;
 const TO_GO_ON: f64 = 0.75;
 
-/// What a machine is taken to need while nothing is known of it, in microseconds.
+/// Assumed costs before the model has observed enough steps, in microseconds.
 const GUESS: Guess = Guess { prefill_token: 100.0, step: 1000.0 };
 
 struct Guess {
@@ -22,7 +21,7 @@ struct Guess {
     step: f64,
 }
 
-/// Microseconds for `prompt` tokens after the first `from`, and then `output` ones.
+/// Predicted microseconds for `prompt` tokens after the first `from`, followed by `output` tokens.
 fn time(model: &StepModel, (from, prompt): (u32, u32), output: u32) -> Time {
     let (from, prompt, output) = (f64::from(from), f64::from(prompt), f64::from(output));
     let time = if model.knows() {
@@ -34,20 +33,20 @@ fn time(model: &StepModel, (from, prompt): (u32, u32), output: u32) -> Time {
 }
 
 impl Scheduler {
-    /// Microseconds that a sequence has before it, as far as can be told.
+    /// Predicted microseconds of a sequence's remaining work.
     pub(super) fn work_left(&self, seq: &Sequence) -> Time {
         time(&self.model, prompt_left(seq), seq.predicted_left())
     }
 
-    /// When a sequence has missed its deadline, if it has one; under the deadline policy, the
-    /// last moment at which it can still make it, by what its caller predicted.
+    /// The time at which a sequence has missed its deadline, if it has one. Under the deadline policy, the latest time
+    /// at which it can still meet the deadline, by its caller's prediction.
     pub(super) fn due(&self, seq: &Sequence) -> Option<Time> {
         let spec = seq.spec();
         let ttft = spec.ttft_deadline.filter(|_| seq.times().first_token.is_none());
         if self.config.policy != Policy::Deadline || !self.model.knows() {
             return earliest(spec.deadline, ttft);
         }
-        // Without a prediction all that is certain is one token more.
+        // Without a prediction, only one more token is certain.
         let output = spec.predicted.map_or(1, |_| seq.predicted_left());
         let prompt = prompt_left(seq);
         let margin = if seq.has_started() { TO_GO_ON } else { TO_START };
@@ -60,7 +59,7 @@ fn earliest(one: Option<Time>, other: Option<Time>) -> Option<Time> {
     one.into_iter().chain(other).min()
 }
 
-/// What a sequence has computed, and what it has to before its next token is sampled.
+/// Tokens that a sequence has computed, and tokens it must compute before the next sample.
 fn prompt_left(seq: &Sequence) -> (u32, u32) {
     match seq.phase() {
         Phase::Swapped { tokens } => (tokens, 0),

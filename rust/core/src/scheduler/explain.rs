@@ -1,4 +1,4 @@
-//! What became of one request, and who ran while it waited.
+//! Timelines of single requests, and the tenants that ran while a request waited.
 
 use super::Scheduler;
 use crate::request::{SeqId, Time};
@@ -6,31 +6,30 @@ use crate::timeline::{Timeline, TimelineState};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Tenants that are named as those who went ahead of a request.
+/// Maximum number of tenants reported as ahead of a request.
 const NAMED: usize = 4;
 
 impl Scheduler {
-    /// The account of a request that lives, up to the last call, or of one of the last 10,000 that ended.
+    /// The timeline of a live request, up to the last call, or of one of the last 10,000 requests that ended.
     pub fn explain(&self, tag: u64) -> Option<Timeline> {
         let ended = self.accounts.ended().rev().find(|timeline| timeline.tag == tag).cloned();
         ended.or_else(|| self.seqs.values().find(|seq| seq.spec().tag == tag).map(|seq| self.accounts.timeline(seq, None)))
     }
 
-    /// Books what a request was in before it was added, and for how many microseconds; none is as good as unknown.
-    /// Its account begins that much earlier.
+    /// Adds microseconds that a request spent in each state before it was added. Its timeline begins that much earlier.
+    /// An empty list means unknown.
     pub fn prepared(&mut self, id: SeqId, spent: &[(TimelineState, Time)]) {
         if let Some(seq) = self.seqs.get_mut(id) {
             for &(cause, time) in spent {
-                // Nothing happened before the clock's zero.
+                // No event is earlier than the clock's zero.
                 let time = time.min(seq.times().arrived - seq.account.prepared());
                 seq.account.prepare(cause, time);
             }
         }
     }
 
-    /// Whose requests had begun and not ended while this one waited for its
-    /// first step, as far as they are remembered: microseconds summed over
-    /// sequences, the most first.
+    /// Microseconds that other requests were in progress while this request waited for its first step, summed over
+    /// sequences by tenant. Most microseconds first. Only remembered requests count.
     pub fn ahead(&self, of: &Timeline) -> Vec<(Arc<str>, Time)> {
         let (from, to) = (of.submitted, of.submitted + of.queued());
         let mut times: BTreeMap<&Arc<str>, Time> = BTreeMap::new();

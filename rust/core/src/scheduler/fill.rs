@@ -1,12 +1,11 @@
-//! A plan as the arrays that the model reads.
+//! Writes a plan to the arrays that the model reads.
 
 use super::Scheduler;
 use crate::batch::{Chunk, Lens, StepBuffers, StepPlan, WHOLE_TABLE};
 use crate::sequence::Sequence;
 
 impl StepPlan {
-    /// Writes the plan into `out`; call it right after [`Scheduler::plan`].
-    /// Panics if an array is too short.
+    /// Writes the plan to `out`. Call it directly after [`Scheduler::plan`]. Panics if an array is too short.
     pub fn fill(&self, scheduler: &Scheduler, out: &StepBuffers<'_>) -> Lens {
         let block_size = scheduler.config().block_size;
         let mut lens = Lens { seqs: self.chunks.len(), copies: self.copies.len(), ..Lens::default() };
@@ -44,8 +43,7 @@ impl StepPlan {
     }
 }
 
-/// Writes what a chunk has beyond its first token: more tokens, and new
-/// entries of the block table.
+/// Writes a chunk's tokens after the first, and new entries of the block table.
 fn fill_rest(chunk: &Chunk, seq: &Sequence, block_size: u32, lens: &mut Lens, out: &StepBuffers<'_>) {
     let ids = seq.blocks.ids();
     for position in chunk.start + 1..chunk.start + chunk.len {

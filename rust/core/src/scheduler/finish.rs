@@ -1,4 +1,4 @@
-//! What a step gave, and how a sequence ends.
+//! Takes in a step's tokens and ends sequences.
 
 use super::Scheduler;
 use crate::batch::{Chunk, Output, Outputs};
@@ -9,8 +9,8 @@ use crate::share::OUTPUT_TOKEN;
 use crate::timeline::Timeline;
 
 impl Scheduler {
-    /// Appends what one chunk sampled, up to the first drafted token that the
-    /// model would not have chosen, or the request's end.
+    /// Appends the tokens that one chunk sampled. Stops at the first drafted token that the model would not have
+    /// chosen, or at the request's end.
     pub(super) fn commit_chunk(&mut self, chunk: &Chunk, sampled: &[i32], outputs: &mut Outputs) {
         let Some(seq) = self.seqs.get_mut(chunk.seq) else { return };
         seq.take_sample();
@@ -41,7 +41,7 @@ impl Scheduler {
         }
         match finish {
             None => {
-                // The token is known only now, but its KV may be a later plan's work.
+                // The token is known only now, but a later plan may compute its KV.
                 let known = seq.known();
                 if seq.blocks.is_due(known) {
                     self.seal(chunk.seq, self.steps.planned() - 1);
@@ -60,7 +60,7 @@ impl Scheduler {
         }
     }
 
-    /// Names the blocks of a sequence that, once `step` has run, are full of known tokens.
+    /// Names the blocks of a sequence that hold only known tokens once `step` has run.
     pub(super) fn seal(&mut self, id: SeqId, step: u64) {
         let seq = &mut self.seqs[id];
         let known = seq.known() as usize;
@@ -68,7 +68,7 @@ impl Scheduler {
         self.kv.seal(blocks, &tokens[..known], step, |name| self.waiting.block_ready(name));
     }
 
-    /// Lets the forks that waited for a sequence's prompt into the queue.
+    /// Moves the forks that waited for a sequence's prompt into the queue.
     fn release_forks(&mut self, id: SeqId) {
         for fork in self.seqs[id].take_waiting_forks() {
             if self.seqs.contains_key(fork) {
@@ -79,7 +79,7 @@ impl Scheduler {
         }
     }
 
-    /// Ends a request between steps, for a caller's reason. False if it has ended already.
+    /// Ends a request between steps for a caller's reason. Returns false if the request has already ended.
     pub(crate) fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
         if !self.seqs.contains_key(id) {
             return false;
@@ -89,14 +89,14 @@ impl Scheduler {
         true
     }
 
-    /// Ends a request between steps. Its blocks lose the names that rest on
-    /// steps not yet committed: should those fail, nobody would take them back.
+    /// Ends a request between steps. Blocks completed by uncommitted steps lose their names, because these steps may
+    /// fail after the sequence is gone.
     pub(super) fn leave_early(&mut self, id: SeqId, reason: FinishReason) -> Timeline {
         self.kv.forget(&self.seqs[id].blocks, self.steps.committed());
         self.remove(id, reason)
     }
 
-    /// Frees all that a sequence holds, forgets it, and closes its account.
+    /// Frees everything a sequence holds, removes the sequence and closes its timeline.
     fn remove(&mut self, id: SeqId, reason: FinishReason) -> Timeline {
         self.release_forks(id);
         let seq = &self.seqs[id];
@@ -114,7 +114,7 @@ impl Scheduler {
     }
 }
 
-/// Takes in a sampled token, negative for none; says whether the request ends with it.
+/// Appends a sampled token (negative if there is none). Returns the finish reason if the request ends.
 #[inline]
 fn deliver(seq: &mut Sequence, token: i32, outputs: &mut Outputs) -> Option<FinishReason> {
     let finish = if token >= 0 { seq.push(token as Token) } else { Some(FinishReason::Error) };

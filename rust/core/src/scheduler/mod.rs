@@ -1,7 +1,6 @@
-//! The order of work: who runs in the next step, and with how many tokens.
+//! The scheduler: chooses the sequences of the next step and their tokens.
 //!
-//! The state has owners, each in a file of its own: what is here, and in the
-//! files below, only decides who does what next.
+//! Each part of the state has its own file. This file and the files below it only make decisions.
 
 mod add;
 mod admit;
@@ -36,12 +35,11 @@ use crate::waiting::Waiting;
 use slotmap::SlotMap;
 use std::sync::Arc;
 
-/// Decides each step: [`plan`](Self::plan), run, [`commit`](Self::commit).
+/// Plans each step. The caller calls [`plan`](Self::plan), runs the step and calls [`commit`](Self::commit).
 ///
-/// A plan may be made while the step before is still running: lengths are
-/// known ahead, only tokens are not. Steps must run in the order of their
-/// plans, each after its block copies; a block freed by one call may be
-/// written by the next plan's step, and by no earlier one.
+/// The caller may plan a step while the previous step is still running, because lengths are known ahead of the tokens.
+/// Steps must run in the order of their plans, each after its block copies. A block freed by one call may be written by
+/// the next plan's step, and not by an earlier step.
 #[derive(Debug)]
 pub struct Scheduler {
     config: Config,
@@ -56,13 +54,13 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// A scheduler with nothing to do. Anybody can find tokens whose block names collide: where clients choose them, use
-    /// [`keyed`](Self::keyed).
+    /// Creates a scheduler without requests. The key of block names is public, so a client can choose tokens whose names
+    /// collide. Use [`keyed`](Self::keyed) where clients choose tokens.
     pub fn new(config: Config) -> Result<Self, ConfigError> {
         Self::keyed(config, 0)
     }
 
-    /// The same with a secret `key` for block names. Decisions do not depend on it.
+    /// Like [`new`](Self::new), with a secret `key` for block names. Decisions do not depend on the key.
     pub fn keyed(config: Config, key: u128) -> Result<Self, ConfigError> {
         config.check()?;
         let hasher = BlockHasher::new(key);
@@ -79,36 +77,35 @@ impl Scheduler {
         })
     }
 
-    /// The limits it was made with.
+    /// The scheduler's configuration.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// What it has learned of the machine.
+    /// The step-time model learned so far.
     pub fn model(&self) -> &StepModel {
         &self.model
     }
 
-    /// Ends a request without further output, in whatever state it is, and
-    /// frees what it holds. False if it has ended already.
+    /// Ends a request in any state without further output and frees its resources. Returns false if the request has
+    /// already ended.
     pub fn abort(&mut self, id: SeqId, now: Time) -> bool {
         self.end(id, FinishReason::Abort, now)
     }
 
-    /// As [`abort`](Self::abort), for a caller who has what it asked for: a
-    /// stop string, say, which only it can see. It counts as a stop.
+    /// Like [`abort`](Self::abort), but the request counts as stopped. For a caller that detects the end itself, for
+    /// example at a stop string.
     pub fn stop(&mut self, id: SeqId, now: Time) -> bool {
         self.end(id, FinishReason::Stop, now)
     }
 
-    /// As [`abort`](Self::abort), for one that cannot be computed: it counts as failed.
+    /// Like [`abort`](Self::abort), but the request counts as failed. For a request that cannot be computed.
     pub fn fail(&mut self, id: SeqId, now: Time) -> bool {
         self.end(id, FinishReason::Error, now)
     }
 
-    /// Ends every request that missed its deadline, and, under
-    /// [`Policy::Deadline`](crate::Policy::Deadline), every one that cannot make it any more; adds their
-    /// timelines to `ended`. To be called before each plan.
+    /// Ends every request that missed its deadline and, under [`Policy::Deadline`](crate::Policy::Deadline), every
+    /// request that can no longer meet it. Appends their timelines to `ended`. Call it before each plan.
     pub fn expire(&mut self, now: Time, ended: &mut Vec<Timeline>) {
         if !self.has_due(now) {
             return;
@@ -125,27 +122,24 @@ impl Scheduler {
         }
     }
 
-    /// Proposes the tokens after a sequence's last one, to be checked in its
-    /// next step: commit keeps those that the model would have sampled itself.
-    /// False, and nothing happens, unless the sequence is decoding with no
-    /// step in flight.
+    /// Drafts the tokens after a sequence's last token. The next step verifies them, and the commit keeps those that
+    /// the model would have sampled. Returns false and does nothing unless the sequence is decoding with no step in
+    /// flight.
     pub fn draft(&mut self, id: SeqId, tokens: &[Token]) -> bool {
         self.seqs.get_mut(id).is_some_and(|seq| seq.propose(tokens))
     }
 
-    /// The sequences that [`draft`](Self::draft) takes, with their tokens and how many of them it takes.
+    /// Sequences that accept a [`draft`](Self::draft), with their tokens and the maximum number of drafted tokens.
     pub fn decoding(&self) -> impl Iterator<Item = (SeqId, &[Token], usize)> {
         let running = self.running.iter().filter_map(|id| Some((id, self.seqs.get(id)?)));
         running.filter_map(|(id, seq)| Some((id, seq.tokens(), seq.draft_room()?)))
     }
 
-    /// Chooses the next step, or `None` when nothing can run before a commit,
-    /// an addition, or [`wake_at`](Self::wake_at).
+    /// Plans the next step. Returns `None` if nothing can run before a commit, an added request or [`wake_at`](Self::wake_at).
     ///
-    /// Decodes come first, so that none waits for a prompt (Sarathi-Serve,
-    /// OSDI'24); then prompts begun and the queue in the order of the policy,
-    /// as long as tokens, slots and blocks allow. In a step that preempted only
-    /// those are admitted for whom that was done.
+    /// Decodes come first, so that no decode waits for a prompt (Sarathi-Serve, OSDI'24). Prompts in progress and the
+    /// queue follow in the order of the policy, as long as tokens, slots and blocks allow. A step that preempted
+    /// sequences admits only the requests they were preempted for.
     pub fn plan(&mut self, now: Time) -> Option<StepPlan> {
         self.accounts.tick(now);
         self.steps.begin();
@@ -172,18 +166,17 @@ impl Scheduler {
         Some(plan)
     }
 
-    /// When [`plan`](Self::plan), having given nothing, may give something
-    /// with no other call before: a batch's timeout or somebody's deadline.
+    /// After [`plan`](Self::plan) returned `None`, the time at which it may return a step without another call: a batch
+    /// timeout or a deadline.
     pub fn wake_at(&self) -> Option<Time> {
         self.waiting.batch_opens_at().into_iter().chain(self.deadlines.next_at()).min()
     }
 
-    /// Takes in what a step sampled, for the oldest plan not yet committed.
+    /// Takes in the sampled tokens of the oldest uncommitted plan.
     ///
-    /// `sampled` has one token for each sampled position in the order of
-    /// `sample_at`, negative where the model gave none: that request ends with
-    /// [`FinishReason::Error`]. Chunks of sequences that ended meanwhile are
-    /// skipped. `outputs` is overwritten.
+    /// `sampled` has one token per sampled position in the order of `sample_at`. A negative token means that the model
+    /// gave none, and the request ends with [`FinishReason::Error`]. Chunks of sequences that have ended since planning
+    /// are skipped. `outputs` is overwritten.
     ///
     /// Panics if plans are committed out of order or `sampled` is too short.
     pub fn commit(&mut self, plan: StepPlan, sampled: &[i32], now: Time, outputs: &mut Outputs) {
@@ -207,7 +200,7 @@ impl Scheduler {
         self.steps.end(plan, !self.seqs.is_empty());
     }
 
-    /// A sequence's tokens so far, and how many of them are its prompt.
+    /// A sequence's tokens so far, and its prompt length.
     pub fn tokens(&self, id: SeqId) -> Option<(&[Token], usize)> {
         self.seqs.get(id).map(|seq| (seq.tokens(), seq.spec().prompt_len as usize))
     }
@@ -217,22 +210,22 @@ impl Scheduler {
         self.seqs.is_empty()
     }
 
-    /// What each tenant used, those that were not seen for long left out.
+    /// Usage of each tenant. Tenants that were idle for long are left out.
     pub fn tenants(&self) -> impl Iterator<Item = (&Arc<str>, &Usage)> {
         self.accounts.tenants()
     }
 
-    /// What each class used, likewise.
+    /// Usage of each class. Classes that were idle for long are left out.
     pub fn classes(&self) -> impl Iterator<Item = (&i32, &Usage)> {
         self.accounts.classes()
     }
 
-    /// A sequence that has not ended.
+    /// Returns a live sequence.
     pub(crate) fn sequence(&self, id: SeqId) -> Option<&Sequence> {
         self.seqs.get(id)
     }
 
-    /// The tokens of one, for a replay that makes some up.
+    /// The tokens of a sequence, writable for a replay that generates tokens.
     pub(crate) fn tokens_mut(&mut self, id: SeqId) -> Option<&mut [Token]> {
         self.seqs.get_mut(id).map(Sequence::tokens_mut)
     }
@@ -252,7 +245,7 @@ impl Scheduler {
         self.kv.names(&seq.blocks, seq.tokens())
     }
 
-    /// Computes the names of a sequence's full blocks that have none yet.
+    /// Computes the missing names of a sequence's full blocks.
     pub(crate) fn name_blocks(&mut self, id: SeqId) {
         if let Some(seq) = self.seqs.get_mut(id) {
             let (blocks, tokens) = seq.blocks_and_tokens();
@@ -260,17 +253,17 @@ impl Scheduler {
         }
     }
 
-    /// Whether a deadline has come, so that [`expire`](Self::expire) has something to do.
+    /// Whether a deadline check is due, so that [`expire`](Self::expire) has work.
     pub(crate) fn has_due(&self, now: Time) -> bool {
         self.deadlines.next_at().is_some_and(|at| at <= now)
     }
 
-    /// Books a sequence's time so far, and begins another phase.
+    /// Closes a sequence's current phase in its timeline and begins `phase`.
     fn enter(&mut self, id: SeqId, phase: Phase) {
         self.accounts.enter(&mut self.seqs[id], phase);
     }
 
-    /// The sequences that have a slot, in the order of their admission.
+    /// The sequences with a slot, in the order of admission.
     fn running_seqs(&self) -> impl Iterator<Item = &Sequence> {
         self.running.iter().filter_map(|id| self.seqs.get(id)).filter(|seq| seq.is_running())
     }

@@ -1,4 +1,4 @@
-//! Making room: whose blocks are taken when there are too few.
+//! Preemption: chooses the sequences that lose their blocks when too few are free.
 
 use super::Scheduler;
 use crate::batch::StepPlan;
@@ -11,15 +11,15 @@ use crate::sequence::Sequence;
 use crate::timeline::PreemptionReason;
 use std::cmp::Reverse;
 
-/// Waiting sequences for whom others are preempted in one step, at most.
+/// Maximum number of waiting sequences for which one step preempts others.
 const MAX_URGENT: u32 = 16;
 
-/// The room that was made for a step.
+/// The space made free for a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Room {
-    /// Blocks that are free beyond what running sequences need in the step.
+    /// Free blocks beyond the need of running sequences in the step.
     pub(super) spare: usize,
-    /// Of the waiting sequences, so many of the first have their place.
+    /// Number of sequences at the front of the queue with reserved slots and blocks.
     pub(super) reserved: u32,
 }
 
@@ -30,27 +30,27 @@ struct Space {
     blocks: usize,
 }
 
-/// A waiting request that others may be preempted for.
+/// A waiting request for which others may be preempted.
 #[derive(Clone, Copy, Debug)]
 struct Urgent {
     id: SeqId,
     tag: u64,
     priority: i32,
-    /// Microseconds that it needs.
+    /// Microseconds of work that the request needs.
     work: Time,
-    /// Blocks that it needs.
+    /// Blocks that the request needs.
     blocks: usize,
     tenant: u32,
     weight: u32,
-    /// Sequences of its tenant that run.
+    /// Number of running sequences of the request's tenant.
     running: u32,
 }
 
 impl Scheduler {
-    /// Preempts until those that run have the blocks they need in this step,
-    /// and, if nobody had to go for that, for more urgent ones that wait.
+    /// Preempts until the running sequences have the blocks they need in this step. If that preempted none, preempts
+    /// for more urgent waiting requests.
     pub(super) fn make_room(&mut self, plan: &mut StepPlan) -> Room {
-        // Each needs one block at most: while there are so many, nobody has to count.
+        // Each sequence needs at most one block. If that many are free, counting is unnecessary.
         if self.kv.free() < self.running.len() {
             while let (_, Some(needs_block)) = self.needed_blocks() {
                 let victim = self.victim(|_| true).expect("who needs a block can lose its own");
@@ -63,7 +63,7 @@ impl Scheduler {
         Room { spare: self.kv.free().saturating_sub(need), reserved }
     }
 
-    /// Blocks that decodes need in this step, and the first sequence for which there is none.
+    /// Number of blocks that decodes need in this step, and the first sequence without a free block.
     fn needed_blocks(&self) -> (usize, Option<SeqId>) {
         let (free, mut need, mut needs_block) = (self.kv.free(), 0, None);
         for id in self.running.iter() {
@@ -81,8 +81,8 @@ impl Scheduler {
         (need, needs_block)
     }
 
-    /// Who of the eligible loses its blocks first: by policy, then who loses
-    /// least, then who came last. Protected ones come after all others.
+    /// The eligible sequence to preempt first: by policy, then by the smallest loss, then by the latest arrival.
+    /// Protected sequences come after all others.
     fn victim(&self, eligible: impl Fn(&Sequence) -> bool) -> Option<SeqId> {
         let first = self.preemptible(eligible).max_by_key(|(_, seq)| {
             let rank = match self.config.policy {
@@ -96,27 +96,28 @@ impl Scheduler {
         first.map(|(id, _)| id)
     }
 
-    /// The eligible ones of those that can lose their blocks.
+    /// Eligible sequences that can lose their blocks.
     fn preemptible(&self, eligible: impl Fn(&Sequence) -> bool) -> impl Iterator<Item = (SeqId, &Sequence)> {
         let running = self.running.iter().filter_map(|id| self.seqs.get(id).map(|seq| (id, seq)));
         running.filter(move |&(id, seq)| seq.is_running() && self.running.non_preemptible() != Some(id) && eligible(seq))
     }
 
-    /// Preempts less urgent sequences for the first of the queue, which need
-    /// slots or blocks; returns how many of these have them now. `need` blocks are taken by those that run.
+    /// Preempts less urgent sequences for the first requests of the queue that need slots or blocks. Returns how many
+    /// of these requests now have them. Running sequences use `need` blocks.
     fn preempt_for_waiting(&mut self, plan: &mut StepPlan, mut need: usize) -> u32 {
         let Some(reason) = self.waiting_preempt_for() else { return 0 };
         let (mut reserved, mut walk) = (Space::default(), Walk::default());
-        // The most urgent class that somebody had to leave: others of that class are not admitted.
+        // The most urgent class that lost a slot in this step. Requests of that class are not admitted.
         let mut most_urgent_lost = i32::MAX;
         while reserved.slots < MAX_URGENT as usize {
             let Some(urgent) = self.next_urgent(&mut walk, most_urgent_lost) else { break };
             if !self.fits_beside(reserved, need, Space::default(), urgent.blocks) {
-                // What was said to be needed may have been a guess.
+                // The previous need may have been an estimate.
                 need = need.min(self.needed_blocks().0);
             }
             if !self.fits_beside(reserved, need, Space::default(), urgent.blocks) && !self.could_fit(reserved, need, &urgent) {
-                // What each tenant was served changes with every step; the rest only when somebody comes or goes.
+                // Under the fair policy, each step changes the tenants' service. Under other policies, the result
+                // changes only when a sequence is admitted or leaves.
                 if self.config.policy != Policy::Fair {
                     self.running.refuse(urgent.id);
                 }
@@ -134,13 +135,13 @@ impl Scheduler {
             reserved.slots += 1;
             reserved.blocks += urgent.blocks;
             if self.config.policy == Policy::Fair {
-                break; // the next in turn may be of the tenant that lost a slot for this one
+                break; // the next request may belong to the tenant that lost a slot
             }
         }
         reserved.slots as u32
     }
 
-    /// Why waiting requests may have others preempted for them; `None` if they may not.
+    /// The reason for which waiting requests may preempt others. `None` if they may not.
     fn waiting_preempt_for(&mut self) -> Option<PreemptionReason> {
         if self.config.reservation != Reservation::Watermark || self.config.batching != Batching::Continuous {
             return None;
@@ -153,8 +154,8 @@ impl Scheduler {
         }
     }
 
-    /// The next of those that wait, if others may be preempted for it. It must be of a more urgent class than somebody who runs,
-    /// and than those that were preempted in this step.
+    /// The next waiting request for which others may be preempted. Its class must be more urgent than that of a running
+    /// sequence and of all sequences preempted in this step.
     fn next_urgent(&mut self, walk: &mut Walk, most_urgent_lost: i32) -> Option<Urgent> {
         let id = self.waiting.next(walk)?;
         let seq = &self.seqs[id];
@@ -186,7 +187,8 @@ impl Scheduler {
         match self.config.policy {
             _ if seq.is_protected() => false,
             Policy::Shortest => worth_preempting(self.work_left(seq), self.preemption_cost(seq), urgent.work),
-            // The least served takes a place of one that was served more and, for its weight, has more than twice its slots even then.
+            // The least served tenant takes a slot from a tenant that was served more. Counting that slot, the other
+            // tenant must still have more than twice as many slots for its weight.
             Policy::Fair if self.waiting.service(tenant) <= self.waiting.service(urgent.tenant) => false,
             Policy::Fair => {
                 let others = self.accounts.running_of(tenant);
@@ -196,7 +198,7 @@ impl Scheduler {
         }
     }
 
-    /// Whether a waiting sequence fits if all are preempted for it who may be.
+    /// Whether a waiting request fits if all eligible sequences are preempted for it.
     fn could_fit(&self, reserved: Space, need: usize, urgent: &Urgent) -> bool {
         let victims = self.preemptible(|seq| self.is_less_urgent(seq, urgent));
         let most =
@@ -204,8 +206,8 @@ impl Scheduler {
         self.fits_beside(reserved, need, most, urgent.blocks)
     }
 
-    /// Whether one more sequence, which needs `blocks`, fits beside those that run, which need `need` blocks now, and those that
-    /// space is `reserved` for. Counts as if so much `more` were free.
+    /// Whether one more sequence that needs `blocks` fits beside the running sequences, which need `need` blocks now,
+    /// and beside the `reserved` space. Counts as if `more` space were free.
     fn fits_beside(&self, reserved: Space, need: usize, more: Space, blocks: usize) -> bool {
         let free_slots = self.running.free_slots() + more.slots;
         let running = self.config.max_seqs as usize - free_slots;
@@ -214,9 +216,8 @@ impl Scheduler {
         free_slots > reserved.slots && free >= blocks
     }
 
-    /// Takes blocks and slot from a running sequence and queues it at its old
-    /// place. A token on its way still arrives. Names that rest on steps not
-    /// yet committed go: nobody would take them back if those steps fail.
+    /// Takes the blocks and the slot from a running sequence and queues it at its old position. A pending token is
+    /// still delivered. Blocks completed by uncommitted steps lose their names, because these steps may fail.
     fn preempt(&mut self, id: SeqId, for_tag: u64, reason: PreemptionReason, plan: &mut StepPlan) {
         let swap = self.is_worth_swapping(&self.seqs[id]);
         let seq = &mut self.seqs[id];
@@ -235,14 +236,14 @@ impl Scheduler {
         self.enqueue(id, true);
     }
 
-    /// Whether copying a sequence's KV to the host and back is cheaper than computing it again.
+    /// Whether it is cheaper to copy a sequence's KV to host memory and back than to compute it again.
     fn is_worth_swapping(&self, seq: &Sequence) -> bool {
         let blocks = seq.computed().div_ceil(self.config.block_size) as usize;
         let fits = blocks > 0 && blocks <= self.kv.host().1 && !seq.is_drafting();
         fits && (!self.model.knows() || self.swap_time(seq) < self.recompute_time(seq))
     }
 
-    /// Microseconds that preempting a sequence costs.
+    /// Microseconds that it costs to preempt a sequence.
     fn preemption_cost(&self, seq: &Sequence) -> Time {
         let recompute = self.recompute_time(seq);
         let cost = if self.kv.host().1 > 0 { self.swap_time(seq).min(recompute) } else { recompute };

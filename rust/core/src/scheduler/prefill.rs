@@ -1,4 +1,4 @@
-//! The next tokens of the prompts that have begun.
+//! Plans the next tokens of prompts in progress.
 
 use super::Scheduler;
 use crate::batch::StepPlan;
@@ -9,20 +9,20 @@ use crate::request::{SeqId, Time};
 use crate::sequence::Sequence;
 use crate::stats::Stall;
 
-/// What prompts may take however long the decodes take, as a part of the target or, if that is longer, of the step.
+/// Minimum time for prompts, whatever the decodes take, as a part of the target or of the step, whichever is longer.
 const MIN_PREFILL: f64 = 0.15;
-/// Without a target: how much longer than its decodes alone a step with one prompt may take.
+/// Without a target: the longest step with one prompt, as a multiple of the step with its decodes alone.
 const DEFAULT_SLOWDOWN: f64 = 3.0;
-/// The part of the target that is aimed at: a prompt's next piece always costs a little more than those the model has seen.
+/// The part of the target to aim at. A prompt's next piece always costs slightly more than the pieces that the model
+/// has observed.
 const AIM: f64 = 0.9;
-/// The part of a step's prompt tokens, as a divisor, that the oldest prompt that has begun is sure of.
+/// The part of a step's prompt tokens, as a divisor, that is guaranteed to the oldest prompt in progress.
 const GUARANTEE: u32 = 4;
 
 impl Scheduler {
-    /// Leaves prompts as many tokens as the target allows: the configured one,
-    /// or, without one, three times what the decodes take alone. The latter
-    /// costs throughput, so it holds only beside decodes, for one prompt, and
-    /// without a `backlog`: requests that already waited in the plan before.
+    /// Limits the tokens for prompts by the target: the configured target, or three times the duration of the decodes
+    /// alone. The default target costs throughput. It applies only beside decodes, with one prompt in progress, and
+    /// without a `backlog`, which means requests that already waited in the previous plan.
     pub(super) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32, backlog: bool) {
         let configured = self.config.target_itl > 0;
         let prompts = self.running.prompts();
@@ -36,23 +36,21 @@ impl Scheduler {
         }
         let alone = self.model.step(&plan.load);
         let target = if configured { self.config.target_itl as f64 } else { DEFAULT_SLOWDOWN * alone };
-        // Whose turn it will be is not known yet: the longest of those begun is the dearest.
+        // The prompt that runs next is not known yet. The longest prompt in progress is the most expensive.
         let context = prompts.iter().map(|&id| self.seqs[id].computed()).max().unwrap_or(0);
         let room = self.model.prefill_room(&plan.load, AIM * target, MIN_PREFILL * target.max(alone), context);
         *budget = (*budget).min(room.max(1));
     }
 
-    /// Divides the tokens that decodes left among prompts that have begun and
-    /// sequences that wait.
+    /// Divides the tokens left by decodes between prompts in progress and waiting sequences.
     ///
-    /// Where the policy knows urgency, it decides. Else waiting requests may
-    /// have half, so that a long prompt does not keep others out. Of the
-    /// prompts that have begun, the oldest is sure of a quarter of the step, and
-    /// the one nearest to its end comes first.
+    /// If the policy has urgency, urgency decides. Otherwise waiting requests may use half of the tokens, so that a
+    /// long prompt does not block them. The oldest prompt in progress is guaranteed a quarter of the step. The prompt
+    /// nearest to its end comes first.
     pub(super) fn plan_prefills(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32) {
         self.open_batch();
         let (now, ageing) = (self.accounts.now(), self.config.ageing);
-        // Who has begun and waited as long is older than whoever would come in.
+        // A prompt in progress that has waited this long is older than any request that would be admitted.
         let starved = self.running.prompts().iter().any(|&id| is_starved(&self.seqs[id], now, ageing));
         let blocked = if plan.preempted.is_empty() && !starved { self.admit_aged(plan, budget) } else { None };
         let seqs = &self.seqs;
@@ -73,10 +71,9 @@ impl Scheduler {
         }
     }
 
-    /// Continues the prompts that have begun. The oldest gets at least
-    /// `guaranteed` tokens, or all that it needs. With `urgent`, more urgent
-    /// waiting requests are admitted before, but not before the aged one that
-    /// runs, nor before one that was stalled for too long.
+    /// Continues the prompts in progress. The oldest prompt gets at least `guaranteed` tokens, or all it needs. With
+    /// `urgent`, more urgent waiting requests are admitted first, but not before the running aged request or before a
+    /// prompt that was stalled for too long.
     fn plan_prompts(&mut self, plan: &mut StepPlan, budget: &mut u32, guaranteed: u32, urgent: bool) {
         let prompts = self.running.prompts().iter().copied();
         let oldest = prompts.min_by_key(|&id| self.seqs[id].spec().arrival_number).filter(|_| guaranteed > 0);
@@ -100,7 +97,7 @@ impl Scheduler {
         }
     }
 
-    /// Admits waiting requests that are more urgent than a prompt that has begun.
+    /// Admits waiting requests that are more urgent than a prompt in progress.
     fn admit_before(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32) {
         let seq = &self.seqs[id];
         if self.running.aged() == Some(id) || is_starved(seq, self.accounts.now(), self.config.ageing) {
@@ -115,8 +112,8 @@ impl Scheduler {
         }
     }
 
-    /// Plans the next piece of a sequence that has the blocks for it; the step
-    /// buffers have the first `table_from` of them.
+    /// Plans the next piece of a sequence that has the blocks for it. The step buffers already hold the first
+    /// `table_from` entries of its block table.
     pub(super) fn plan_piece(&mut self, id: SeqId, table_from: u32, plan: &mut StepPlan, budget: &mut u32) {
         self.resume(id);
         let seq = &mut self.seqs[id];
@@ -125,7 +122,7 @@ impl Scheduler {
         let from = seq.computed();
         plan.load.context_tokens += u64::from(from + len);
         self.accounts.count_computed(len);
-        // One token of a prompt costs what a decode does.
+        // A prompt piece of one token costs as much as a decode.
         if len == 1 {
             plan.load.decode_seqs += 1;
         } else {
@@ -136,7 +133,7 @@ impl Scheduler {
         self.seal(id, plan.step);
     }
 
-    /// Leaves a prompt to a later step: this one has no tokens left for it.
+    /// Stalls a prompt, because this step has no tokens left for it.
     fn stall_prompt(&mut self, id: SeqId) {
         let seq = &mut self.seqs[id];
         if let Phase::Running { slot, stage: Stage::Prefill | Stage::Recompute } = seq.phase() {
@@ -145,7 +142,7 @@ impl Scheduler {
         }
     }
 
-    /// Lets a sequence go on that may have been stalled.
+    /// Resumes a sequence that may have been stalled.
     pub(super) fn resume(&mut self, id: SeqId) {
         let seq = &self.seqs[id];
         if let Phase::Running { slot, stage: Stage::Stalled } = seq.phase() {
@@ -154,7 +151,7 @@ impl Scheduler {
         }
     }
 
-    /// Why nothing was planned. Panics if there was no reason: requests that wait for nothing would wait for ever.
+    /// Why no step was planned. Panics if there is no reason, because the requests would then wait forever.
     pub(super) fn stall(&self) -> Option<Stall> {
         match () {
             () if self.seqs.is_empty() => None,
@@ -165,7 +162,7 @@ impl Scheduler {
     }
 }
 
-/// Whether a prompt that has begun got no tokens for too long.
+/// Whether a prompt in progress got no tokens for too long.
 fn is_starved(seq: &Sequence, now: Time, ageing: Time) -> bool {
     seq.is_stalled() && now - seq.account.since() > ageing
 }

@@ -1,4 +1,4 @@
-//! The prefix policy's order, as cached prefixes grow.
+//! Keeps the prefix policy's order correct as cached prefixes grow.
 
 use super::Scheduler;
 use crate::kv::Cached;
@@ -8,11 +8,11 @@ use crate::policy::Policy;
 use crate::request::SeqId;
 use crate::sequence::Sequence;
 
-/// Sequences whose place is corrected in one step, at most: the rest follow in the next steps.
+/// Maximum number of sequences reordered in one step. Later steps reorder the rest.
 const MAX_REORDERED: usize = 64;
 
 impl Scheduler {
-    /// Moves sequences whose cached prefix has grown to their new place.
+    /// Moves sequences whose cached prefix has grown to their new position.
     pub(super) fn reorder_ready(&mut self) {
         let mut last = None;
         for _ in 0..MAX_REORDERED {
@@ -35,7 +35,7 @@ impl Scheduler {
         }
     }
 
-    /// Finds the cached blocks that a sequence can share, unless a running prompt is about to add to them.
+    /// Finds the cached blocks that a sequence can share. Returns an error if a running prompt is about to extend them.
     pub(super) fn find_cached(&mut self, id: SeqId, step: u64) -> Result<Cached, Need> {
         if self.is_being_computed(id) {
             return Err(Need::Prefix);
@@ -51,7 +51,7 @@ impl Scheduler {
             let (blocks, tokens) = self.seqs[id].blocks_and_tokens();
             self.kv.find(blocks, tokens, None, step)
         };
-        // Some of what was found before may have left the cache.
+        // Some blocks found earlier may have been evicted.
         if self.seqs[id].blocks.cached_len() < known && self.is_being_computed(id) {
             self.kv.discard(cached);
             return Err(Need::Prefix);
@@ -59,8 +59,8 @@ impl Scheduler {
         Ok(cached)
     }
 
-    /// Whether a prompt that is being computed will put what `id` needs next into the cache: then it would be a waste to
-    /// compute that twice. The answer is remembered until all that both have in common is computed.
+    /// Whether a running prompt will cache the block that `id` needs next. The sequence then waits instead of computing
+    /// the block twice. The answer is kept until all blocks that both have in common are computed.
     fn is_being_computed(&mut self, id: SeqId) -> bool {
         if self.config.policy != Policy::Prefix || !self.config.prefix_caching {
             return false;
@@ -87,8 +87,8 @@ impl Scheduler {
     }
 }
 
-/// How many names two lists have in common, of which the first is the same. A name stands for its block and all before it:
-/// beyond the first that differs, all do.
+/// Length of the common prefix of two lists whose first names are equal. A name covers its block and all blocks before
+/// it, so all names after the first difference differ.
 fn common_len<T: PartialEq>(ours: &[T], theirs: &[T]) -> usize {
     let (mut low, mut high) = (1, ours.len().min(theirs.len()));
     while low < high {
@@ -98,7 +98,7 @@ fn common_len<T: PartialEq>(ours: &[T], theirs: &[T]) -> usize {
     low
 }
 
-/// Whether a sequence is computing its known tokens, and has yet to come to that block.
+/// Whether a sequence is computing its known tokens and has not reached that block.
 fn computes(seq: &Sequence, block: usize) -> bool {
     seq.is_running() && seq.computed() < seq.len() && seq.blocks.cached_len() <= block
 }

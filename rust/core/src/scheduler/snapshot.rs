@@ -1,4 +1,4 @@
-//! Everything at one moment.
+//! Snapshots of the scheduler's state.
 
 use super::Scheduler;
 use crate::batch::StepPlan;
@@ -12,9 +12,8 @@ use crate::timeline::TimelineState;
 use std::sync::Arc;
 
 impl Scheduler {
-    /// What there is at `now`, with at most so many of the waiting and so many
-    /// cells; for some seconds from now on, steps are noted for the next one.
-    /// O(slots + blocks).
+    /// The state at `now`, with at most `max_waiting` waiting requests and `max_cells` cells. For some seconds from now
+    /// on, the scheduler records steps for the next snapshot. O(slots + blocks).
     pub fn snapshot(&mut self, now: Time, max_waiting: usize, max_cells: usize) -> Snapshot {
         let (cells, blocks_per_cell) = self.cells(max_cells);
         Snapshot {
@@ -26,7 +25,7 @@ impl Scheduler {
         }
     }
 
-    /// Notes who rides in a step, if somebody took a snapshot of late.
+    /// Records the sequences of a step if a snapshot was taken recently.
     pub(super) fn note_step(&mut self, plan: &StepPlan) {
         if !self.accounts.recent().wants(plan.planned) {
             return;
@@ -95,7 +94,7 @@ impl Scheduler {
         }
     }
 
-    /// Who holds each block, the scratch block left out, and how many blocks there are to a cell.
+    /// The holder of each block, without the scratch block, and the number of blocks per cell.
     fn cells(&self, max: usize) -> (Vec<u32>, usize) {
         let cell = |block| match block {
             BlockUse::Free => Snapshot::FREE,

@@ -1,4 +1,4 @@
-//! What an operator wants to know.
+//! Counters and gauges for operators.
 
 use super::Scheduler;
 use crate::cost::Load;
@@ -9,19 +9,19 @@ use crate::timeline::{STATES, TimelineState};
 use crate::waiting::Kinds;
 
 impl Scheduler {
-    /// How full it is now. O(1), so that every step can be looked at.
+    /// The current occupancy. O(1), so it can be read at every step.
     pub fn occupancy(&self) -> Occupancy {
         let waiting = self.waiting.len() + self.waiting.kinds().on_parent;
         let blocks = self.config.usable_blocks() as usize - self.kv.free();
         Occupancy { running: self.seqs.len() - waiting, waiting, blocks }
     }
 
-    /// Block names computed and looked up so far: work that is the same on every machine.
+    /// Number of block names computed and looked up so far. It is the same on every machine.
     pub fn block_lookups(&self) -> u64 {
         self.kv.lookups()
     }
 
-    /// Counters, and what is true now. O(slots).
+    /// Counters and gauges. O(slots).
     pub fn stats(&self) -> Stats {
         let Occupancy { running, waiting, .. } = self.occupancy();
         let (mut used_tokens, mut held_slots) = (0, 0);
@@ -58,7 +58,7 @@ impl Scheduler {
         by_state[TimelineState::Swapped as usize] = swapped;
         by_state[TimelineState::Preempted as usize] = returning - swapped;
         let waiting = self.waiting.len() - returning;
-        // Without a turn all wait for the next plan that are new, and the others for their order.
+        // If no group has the turn, new sequences wait for the next plan and all others for the policy's order.
         let (cause, count) = match self.accounts.turn() {
             None => (TimelineState::WaitStep, self.waiting.new_len()),
             Some((group, cause)) => (cause, self.accounts.waiting_of(group).unwrap_or(waiting)),
@@ -68,14 +68,14 @@ impl Scheduler {
         by_state
     }
 
-    /// Work that arrived in the ten seconds before `now`, over the work that could be served in them, in thousandths:
-    /// 1000 and more when the queue grows.
+    /// Work that arrived in the ten seconds before `now` divided by the work that could be served in that time, in
+    /// thousandths. The value is 1000 or more while the queue grows.
     pub fn saturation(&self, now: Time) -> u32 {
         self.accounts.saturation_permille(now)
     }
 
-    /// Notes the queue that a plan left behind, with what is left of the prompts that have begun and got no tokens:
-    /// one that is half computed counts as half a request. Requests that wait for their batch to fill are no backlog.
+    /// Records the queue left by a plan, plus the remaining part of prompts in progress that got no tokens: a
+    /// half-computed prompt counts as half a request. Requests that wait for their batch to fill do not count.
     pub(super) fn note_backlog(&mut self, stall: Option<Stall>) {
         let stalled = self.running.prompts().iter().filter_map(|&id| self.seqs.get(id)).filter(|seq| seq.is_stalled());
         let left = |seq: &Sequence| 1.0 - f64::from(seq.computed()) / f64::from(seq.expected_len());
@@ -85,11 +85,10 @@ impl Scheduler {
         self.accounts.saturation().planned(waiting, arrived, now);
     }
 
-    /// Notes a step that ended now and had begun at `from`.
+    /// Records a step that began at `from` and ended now.
     ///
-    /// While requests wait, steps are as full as they can be: all of the
-    /// capacity is in use. Otherwise others could have shared the step's fixed
-    /// cost, so that only counts for the part of the step that was taken.
+    /// While requests wait, steps are as full as possible and use all of the capacity. Otherwise more sequences could
+    /// have shared the step's fixed cost, so only the used part of the step counts.
     pub(super) fn note_use(&mut self, load: &Load, from: Time) {
         let backlogged = self.accounts.saturation().is_backlogged();
         let share = if backlogged { 1.0 } else { self.model.share(load, self.fullness(load)) };
@@ -97,7 +96,7 @@ impl Scheduler {
         self.accounts.saturation().used(from, now, share);
     }
 
-    /// The fullest of slots, blocks and a step's tokens, 0 to 1.
+    /// The largest utilisation among slots, blocks and step tokens, 0 to 1.
     fn fullness(&self, load: &Load) -> f64 {
         let part = |some: usize, all: usize| some as f64 / all.max(1) as f64;
         let occupancy = self.occupancy();

@@ -1,18 +1,18 @@
-//! A sequence's next chunk: its last token, a piece of its prompt, or drafted tokens.
+//! A sequence's next chunk: its last token, a prompt piece or drafted tokens.
 
 use super::Sequence;
 use crate::batch::{Chunk, WHOLE_TABLE};
 use crate::request::{SeqId, Token};
 
 impl Sequence {
-    /// How many tokens can be proposed after its last one. `None` unless it computes its last token next.
+    /// Number of tokens that can be drafted. `None` unless the next token to compute is the last token.
     pub(crate) fn draft_room(&self) -> Option<usize> {
         let len = self.len();
         let decodes = self.is_running() && self.progress.pending == 0 && self.progress.computed + 1 == len;
         decodes.then(|| (self.progress.limit - len - 1) as usize)
     }
 
-    /// Proposes the tokens after its last one. False unless it computes its last token next.
+    /// Sets the drafted tokens. Returns false unless the next token to compute is the last token.
     pub(crate) fn propose(&mut self, tokens: &[Token]) -> bool {
         let Some(room) = self.draft_room() else { return false };
         self.draft.clear();
@@ -21,19 +21,18 @@ impl Sequence {
         true
     }
 
-    /// Puts the first so many drafted tokens into the step that is being planned, and drops the others.
+    /// Uses the first `len` drafted tokens in the step that is being planned and drops the rest.
     pub(crate) fn use_draft(&mut self, len: u32) {
         self.draft.truncate(len as usize);
         self.progress.drafting = len > 0;
     }
 
-    /// The next chunk may not be its last token alone: it was stalled, or lost its slot.
+    /// Disables the fast path, because the sequence was stalled or lost its slot.
     pub(crate) fn leave_fast_path(&mut self) {
         self.progress.fast_path_limit = 0;
     }
 
-    /// What the step buffers say for the token at `position`: the token, or
-    /// `-(slot + 1)` for "the token that this slot sampled last".
+    /// The `input_ids` value of the token at `position`: the token, or `-(slot + 1)` for the token that the slot sampled last.
     pub(crate) fn input_at(&self, slot: u32, position: usize) -> i32 {
         let draft = || self.draft.get(position - self.tokens.len()).filter(|_| self.progress.drafting);
         match self.tokens.get(position).or_else(draft) {
@@ -42,13 +41,13 @@ impl Sequence {
         }
     }
 
-    /// Whether its next token is the last of all, and neither needs a block nor completes one.
+    /// Whether the next token is the last token, needs no new block and does not complete a block.
     #[inline]
     pub(crate) fn is_on_fast_path(&self) -> bool {
         self.progress.computed < self.progress.fast_path_limit
     }
 
-    /// The next token of a sequence on the fast path.
+    /// Plans the next token of a sequence on the fast path.
     #[inline]
     pub(crate) fn fast_chunk(&mut self, id: SeqId, slot: u32) -> Chunk {
         let progress = &mut self.progress;
@@ -72,8 +71,7 @@ impl Sequence {
         }
     }
 
-    /// Its next `len` tokens. From now on they count as computed: whatever is
-    /// planned later runs later.
+    /// Plans the next `len` tokens. They count as computed from now on, because later plans run later.
     pub(crate) fn next_chunk(&mut self, id: SeqId, len: u32, table_from: u32, block_size: u32) -> Chunk {
         let slot = self.slot().expect("it runs");
         let start = self.progress.computed;
@@ -83,7 +81,7 @@ impl Sequence {
         let progress = &mut self.progress;
         progress.computed += len;
         progress.pending += u32::from(samples);
-        // The next one is fast if its block is there, and it is not the block's last.
+        // The next token is on the fast path if its block is allocated and it is not the block's last token.
         let offset = progress.computed % block_size;
         if samples && drafted == 0 && offset != 0 {
             progress.next_kv_slot = self.blocks.kv_slot(progress.computed, block_size);
@@ -94,14 +92,14 @@ impl Sequence {
         Chunk { seq: id, slot, start, len, drafted, samples, token, kv_slot, table_from, preemptions: progress.preemptions }
     }
 
-    /// Notes that a step which samples for it is committed.
+    /// Records the commit of a step that samples for this sequence.
     #[inline]
     pub(crate) fn take_sample(&mut self) {
         self.progress.pending -= 1;
     }
 
-    /// Drops the draft of a committed chunk. With it the length was a guess, but a sequence that lost its blocks since the chunk
-    /// was planned has nothing computed.
+    /// Drops the draft of a committed chunk. The sequence's length was provisional with the draft. If the sequence was
+    /// preempted after planning, it has no computed tokens.
     pub(crate) fn settle_draft(&mut self, chunk: &Chunk) {
         self.progress.drafting = false;
         self.draft.clear();

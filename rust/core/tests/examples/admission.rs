@@ -1,4 +1,4 @@
-//! Who may wait, and who of those that wait is looked at.
+//! Limits of the queue, and which waiting requests the scheduler considers.
 
 use crate::lab::{Cost, Lab, ask, plenty, stem};
 use chairlift_core::{Config, ConfigError, Policy, Rejected, Request, Scheduler, TimelineState};
@@ -10,11 +10,11 @@ fn a_step_has_a_token_for_every_sequence() {
     assert_eq!(Scheduler::new(config(5)).err(), Some(ConfigError::TooManySeqs { max_seqs: 5, max_tokens: 4 }));
 }
 
-/// Twenty blocks of 16 tokens, of which request 1 holds ten for long.
+/// Twenty blocks of 16 tokens. Request 1 has filled ten of them and ended, so they are cached and free.
 fn half_full(config: Config) -> Lab {
     let mut lab = Lab::new(Config { num_blocks: 21, ..config });
     lab.add(ask(1, 150, 1));
-    // A prompt of ten blocks that goes on and on would grow: this one is only ever begun anew.
+    // A running request would grow. Request 1 generates one token and ends with this step.
     lab.step();
     lab
 }
@@ -27,13 +27,13 @@ fn the_queue_holds_as_many_requests_as_it_may_and_not_one_more() {
         let full = Rejected::QueueFull { what: "requests", queued: 4, limit: 3, retry_after: 0 };
         assert_eq!(lab.try_add(ask(tag, 10, 5)), Err(full));
     }
-    // One starts, one goes: two may come.
+    // One request starts and one leaves, so two more may wait.
     lab.step();
     lab.abort(3);
     lab.add(ask(6, 10, 5));
     lab.add(ask(7, 10, 5));
     assert!(lab.try_add(ask(8, 10, 5)).is_err());
-    // Forks are no requests of their own.
+    // Forks do not count as requests.
     (20..25).for_each(|tag| lab.fork(2, tag));
     assert_eq!(lab.scheduler.stats().counters.rejected_queue_full, 3);
     lab.abort(7);
@@ -51,7 +51,7 @@ fn the_queue_holds_as_many_prompt_tokens_as_it_may_and_not_one_more() {
     lab.add(ask(3, 40, 5));
     assert_eq!(lab.try_add(ask(4, 1, 5)), full(101));
     assert_eq!(lab.scheduler.stats().queued_prompt_tokens, 100);
-    // The first has begun, if only with 50 of its 60.
+    // Request 1 has started, although only 50 of its 60 tokens are computed.
     lab.step();
     assert_eq!(lab.scheduler.stats().queued_prompt_tokens, 40);
     lab.fork(3, 5);
@@ -82,7 +82,7 @@ fn a_refused_request_hears_how_long_those_before_it_will_take() {
     }
     (301..=310).for_each(|tag| lab.add(ask(tag, 10, 20)));
     let Err(Rejected::QueueFull { retry_after, .. }) = lab.try_add(ask(311, 10, 20)) else { panic!("there was room") };
-    // Ten that take twenty steps of a millisecond each.
+    // Ten requests of twenty steps, one millisecond per step.
     assert!((190_000..=220_000).contains(&retry_after), "{retry_after}");
     assert_eq!(lab.scheduler.stats().predicted_wait, retry_after);
 }
@@ -99,7 +99,8 @@ fn the_predicted_wait_knows_how_far_those_that_run_have_come() {
     for _ in 0..5 {
         lab.step();
     }
-    // Outputs have twenty tokens, and these two have five: the next one waits for one of them, and the third for one more.
+    // Outputs have twenty tokens. The two running requests have five each. The next request waits for one of them, and
+    // the third for another.
     assert!((14_000..=17_000).contains(&wait(&lab)), "{}", wait(&lab));
     (303..=304).for_each(|tag| lab.add(ask(tag, 10, 500)));
     assert!((33_000..=38_000).contains(&wait(&lab)), "{}", wait(&lab));
@@ -119,7 +120,7 @@ fn before_any_output_has_ended_it_is_taken_to_be_as_long_as_it_may() {
 #[test]
 fn a_request_that_could_never_run_is_refused_with_what_would_fit() {
     let mut lab = Lab::new(Config { num_blocks: 11, max_model_len: 1000, ..plenty(Policy::Fcfs) });
-    // Ten blocks hold 160 tokens, and the last token needs none.
+    // Ten blocks hold 160 tokens, and the last token needs no KV.
     assert_eq!(lab.try_add(ask(1, 100, 62)), Err(Rejected::NeverFits { needed: 11, have: 10, fits: 161 }));
     lab.add(ask(1, 100, 61));
     assert_eq!(lab.try_add(ask(2, 940, 61)), Err(Rejected::TooLong { prompt: 940, new: 61, limit: 1000 }));
@@ -128,20 +129,20 @@ fn a_request_that_could_never_run_is_refused_with_what_would_fit() {
 
 #[test]
 fn blocks_stay_free_for_those_that_run() {
-    // Of twenty blocks the first has ten, and two must stay free: eight are for the second, not nine.
+    // Of twenty blocks, the first request has ten and two must stay free. Eight are left for the second request.
     for (prompt, starts) in [(8 * 16, true), (8 * 16 + 1, false)] {
         let mut lab = Lab::new(Config { num_blocks: 21, watermark: 2, ..plenty(Policy::Fcfs) });
         lab.add(ask(1, 160, 9));
         lab.add(ask(2, prompt, 9));
         assert_eq!(lab.step().admitted.contains(&2), starts, "with a prompt of {prompt}");
     }
-    // Alone, a request may have all there are.
+    // A request that runs alone may use all blocks.
     let mut lab = Lab::new(Config { num_blocks: 21, watermark: 2, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 320, 1));
     assert_eq!(lab.step().admitted, [1]);
 }
 
-/// Request 1 holds 10 of 20 blocks for 60 steps, request 2 needs 15, and 600 requests of one block and one step come after.
+/// Request 1 holds 10 of 20 blocks for 60 steps and request 2 needs 15. 600 requests of one block and one step follow.
 fn blocked_head(ageing: u64) -> Lab {
     let mut lab = Lab::new(Config { num_blocks: 21, ageing, prefix_caching: false, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 100, 60));
@@ -155,7 +156,7 @@ fn blocked_head(ageing: u64) -> Lab {
 fn a_request_that_does_not_fit_lets_256_others_pass() {
     let mut lab = blocked_head(10_000_000);
     lab.step_until_started(2);
-    // It started when the first ended, in step 61, though small ones could have gone on past it all the time.
+    // Request 2 started when request 1 ended, in step 61, although small requests could have bypassed it all the time.
     let before = lab.started.iter().take_while(|tag| **tag != 2).filter(|tag| **tag >= 1000).count();
     assert!(lab.ended.contains_key(&1));
     assert_eq!(before, 256);
@@ -175,7 +176,7 @@ fn a_request_that_does_not_fit_lets_others_pass_for_its_ageing_bound() {
             last = now;
         }
     }
-    // From the first step on that begins more than 10 ms after it was turned back first, it is a barrier.
+    // From the first step that begins more than 10 ms after its first rejection, no request bypasses it.
     assert_eq!(last, from + 10_000);
     lab.finish();
 }
@@ -194,7 +195,7 @@ fn sixty_four_that_do_not_fit_are_looked_past_and_no_more() {
 
 #[test]
 fn prompts_are_cut_to_what_the_target_leaves() {
-    // Nine tenths of 3000 us: 1000 for the step and 500 for five decodes leave 1200, which are 120 prompt tokens of 10 us.
+    // Nine tenths of 3000 us: 1000 for the step and 500 for five decodes leave 1200, or 120 prompt tokens of 10 us.
     let mut lab = Lab::taught(Config { target_itl: 3000, ..plenty(Policy::Fcfs) }, Cost(1000, 10, 100));
     (1..=5).for_each(|tag| lab.add(ask(tag, 10, 50)));
     lab.steps(2);
@@ -212,10 +213,10 @@ fn prompts_are_cut_to_what_the_target_leaves() {
 fn a_target_too_low_for_anything_leaves_prompts_a_part_of_the_step() {
     let mut lab = Lab::taught(Config { target_itl: 100, ..plenty(Policy::Fcfs) }, Cost(1000, 10, 100));
     lab.add(ask(1, 100, 1));
-    // 0.15 of the 1000 us that a step takes without them.
+    // 0.15 of the 1000 us that a step takes without prompts.
     let chunks = lab.step().chunks;
     assert!(chunks.len() == 1 && (14..=16).contains(&chunks[0].1), "{chunks:?}");
-    // Nothing is known of a new machine: 64, to begin with.
+    // The model of a new machine is unknown, so prompts start with 64 tokens.
     let mut lab = Lab::new(Config { target_itl: 100, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 100, 1));
     assert_eq!(lab.step().chunks, [(1, 64)]);
@@ -223,18 +224,20 @@ fn a_target_too_low_for_anything_leaves_prompts_a_part_of_the_step() {
 
 #[test]
 fn what_a_request_needs_is_measured_anew_as_the_cache_fills() {
-    // Thirty blocks of 128 tokens, so that nobody grows in a hundred steps.
+    // Thirty blocks of 128 tokens, so that no sequence grows in a hundred steps.
     let mut lab = Lab::new(Config { num_blocks: 31, block_size: 128, max_tokens: 4096, ..plenty(Policy::Fcfs) });
-    // Ten and six are taken. The third needs 19; the fourth has the third's first ten, and one more, and goes past it.
+    // Ten and six blocks are in use. Request 3 needs 19. Request 4 shares the first ten blocks, needs one more and
+    // bypasses request 3.
     lab.add(ask(1, 1153, 120));
     lab.add(ask(2, 760, 5));
     lab.step();
     lab.add(stem(1, 3, 1280, 19 * 128, 1));
     lab.add(stem(1, 4, 1280, 1281, 120));
     assert_eq!(lab.step().admitted, [4]);
-    // When the second has ended, nine are free: enough for what the fourth does not have.
+    // When request 2 has ended, nine blocks are free: enough for the uncached part of request 3.
     lab.step_until_started(3);
     assert_eq!((lab.explain(3).cached_tokens, lab.explain(1).finish, lab.explain(4).finish), (1280, None, None));
-    // It is not measured in each step, for that takes as long as its prompt is; but in one of 64.
+    // The request is not measured in every step, because measuring takes time proportional to its prompt. It is
+    // measured in one step of 64.
     assert!(lab.now <= 5000 + 65_000, "{}", lab.now);
 }

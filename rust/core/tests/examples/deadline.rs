@@ -1,4 +1,5 @@
-//! Least slack first, what cannot make it is dropped, and nobody computes past a deadline.
+//! Deadline policy: least slack first, requests that cannot meet their deadline are dropped, and no request runs past
+//! its deadline.
 
 use crate::lab::{Cost, Lab, ask, plenty};
 use chairlift_core::{Batching, Config, FinishReason, Policy, Request, Time};
@@ -20,7 +21,7 @@ fn least_slack_goes_first_within_a_class() {
     lab.add(ask(2, 10, 2));
     lab.add(until(now + 10_000_000, ask(3, 10, 2)));
     lab.add(until(now + 5_000_000, ask(4, 10, 2)));
-    // Its deadline is later than the one before, but it needs a second for its thousand tokens: by 4.5 it must have started.
+    // This deadline is later than the previous one, but a thousand tokens take a second: it must start by 4.5 s.
     lab.add(until(now + 5_500_000, Request { predicted_tokens: Some(1000), ..ask(5, 10, 1000) }));
     lab.add(until(now + 60_000_000, Request { priority: -1, ..ask(6, 10, 2) }));
     lab.finish();
@@ -29,7 +30,7 @@ fn least_slack_goes_first_within_a_class() {
 
 #[test]
 fn a_request_that_cannot_make_it_is_dropped_before_it_runs() {
-    // A prompt token takes 100 us: 5000 take half a second.
+    // A prompt token takes 100 us, so 5000 tokens take half a second.
     let mut lab = Lab::taught(with_rows(4), Cost(1000, 100, 0));
     lab.add(until(lab.now + 400_000, ask(1, 5000, 5)));
     lab.add(until(lab.now + 700_000, ask(2, 5000, 5)));
@@ -44,12 +45,12 @@ fn a_request_that_cannot_make_it_is_dropped_before_it_runs() {
 #[test]
 fn what_it_predicts_counts_and_what_it_may_generate_does_not() {
     let mut lab = Lab::taught(with_rows(4), Cost(1000, 0, 0));
-    // A hundred tokens take 100 ms; without a prediction, only one is certain.
+    // A hundred tokens take 100 ms. Without a prediction, only one token is certain.
     lab.add(until(lab.now + 50_000, Request { predicted_tokens: Some(100), ..ask(1, 10, 200) }));
     lab.add(until(lab.now + 50_000, ask(2, 10, 200)));
     assert_eq!(lab.expire(), [1]);
     lab.finish();
-    // 50 steps of a millisecond; the last would have ended at the deadline, not before it.
+    // 50 steps of one millisecond. The last would have ended at the deadline and not before it.
     let timeline = &lab.ended[&2];
     assert_eq!(timeline.finish, Some(FinishReason::Deadline));
     assert!((47..=50).contains(&timeline.output_tokens), "{}", timeline.output_tokens);
@@ -64,7 +65,7 @@ fn without_deadline_policy_a_request_has_until_its_deadline() {
         let mut lab = Lab::taught(plenty(policy), Cost(1000, 100, 0));
         let (from, deadline) = (lab.now, lab.now + 7500);
         lab.add(until(deadline, Request { predicted_tokens: Some(500), ..ask(1, 20, 500) }));
-        // The prompt's step takes 3 ms and the next four 1 ms each; a fifth begins at 7 ms, and ends too late.
+        // The prompt's step takes 3 ms and the next four steps 1 ms each. A fifth would begin at 7 ms and end too late.
         lab.finish();
         let timeline = &lab.ended[&1];
         assert_eq!((timeline.finish, timeline.output_tokens), (Some(FinishReason::Deadline), 6), "{policy:?}");
@@ -76,7 +77,7 @@ fn without_deadline_policy_a_request_has_until_its_deadline() {
 fn a_deadline_is_missed_when_it_has_come_and_not_before() {
     let mut lab = Lab::new(Config { batching: Batching::Dynamic { size: 2, timeout: 9000 }, ..plenty(Policy::Fcfs) });
     lab.add(until(5000, ask(1, 10, 5)));
-    // The batch is not full: nothing runs, and the deadline is the next thing that happens.
+    // The batch is not full, so nothing runs. The deadline is the next event.
     assert!(lab.try_step().is_none());
     assert_eq!(lab.scheduler.wake_at(), Some(5000));
     lab.now = 4999;
@@ -94,7 +95,7 @@ fn a_deadline_for_the_first_token_is_over_once_it_is_there() {
     lab.add(soon(ask(2, 10, 20)));
     lab.add(ask(3, 10, 20));
     lab.finish();
-    // The second waited for the row till then.
+    // Request 2 waited for the slot until then.
     assert_eq!((lab.ended[&1].finish, lab.ended[&1].first_token), (Some(FinishReason::Length), Some(1000)));
     let late = &lab.ended[&2];
     assert_eq!((late.finish, late.ended, late.output_tokens, late.first_token), (Some(FinishReason::Deadline), 5000, 0, None));
@@ -104,7 +105,7 @@ fn a_deadline_for_the_first_token_is_over_once_it_is_there() {
 #[test]
 fn deadline_policy_drops_for_the_first_token_as_well() {
     let mut lab = Lab::taught(with_rows(4), Cost(1000, 100, 0));
-    // Half a second of prompt, and the first token wanted in 300 ms; or in 700.
+    // Half a second of prompt, with a TTFT deadline of 300 ms or 700 ms.
     lab.add(Request { ttft_deadline: Some(lab.now + 300_000), ..ask(1, 5000, 5) });
     lab.add(Request { ttft_deadline: Some(lab.now + 700_000), ..ask(2, 5000, 5) });
     assert_eq!(lab.expire(), [1]);

@@ -1,4 +1,4 @@
-//! Virtual token counters: service is a prompt token, or half an output token, over the tenant's weight.
+//! Virtual token counters: service is one unit per prompt token and two per output token, divided by the tenant's weight.
 
 use crate::lab::{Lab, Step, ask, plenty};
 use chairlift_core::{Config, Policy, Request, Time, TimelineState};
@@ -7,10 +7,10 @@ use std::collections::HashMap;
 const PROMPT: u32 = 64;
 const NEW: u32 = 32;
 const ROWS: u32 = 8;
-/// The paper's bound for tenants that both wait: `2 max(w_p L_in, w_q M)`, with 8 * 32 output tokens in a batch.
+/// The paper's bound for two tenants that both wait: `2 max(w_p L_in, w_q M)`, with 8 * 32 output tokens in a batch.
 const BOUND: f64 = 2.0 * 2.0 * (ROWS * NEW) as f64;
 
-/// Tenants who always have requests waiting, and what service they got.
+/// Tenants that always have requests waiting, and the service they received.
 struct Market {
     lab: Lab,
     tags: u64,
@@ -31,7 +31,7 @@ impl Market {
         self.tags
     }
 
-    /// Lets a step run with at least ten of each tenant's requests waiting.
+    /// Runs a step with at least ten requests of each tenant waiting.
     fn step(&mut self, tenants: &[(&'static str, u32)]) -> usize {
         for &(tenant, weight) in tenants {
             let waiting = |market: &Self| market.lab.scheduler.tenants().find(|(name, _)| ***name == *tenant).map_or(0, |(_, u)| u.waiting);
@@ -43,7 +43,7 @@ impl Market {
         for tag in step.admitted {
             *self.service.entry(self.owner[&tag]).or_default() += u64::from(PROMPT);
         }
-        // Every chunk reaches its sequence's end: a step has tokens for eight prompts and more.
+        // Every chunk reaches its sequence's end: a step has tokens for more than eight prompts.
         for (tag, _) in &step.chunks {
             *self.service.entry(self.owner[tag]).or_default() += 2;
         }
@@ -71,7 +71,7 @@ fn service_follows_weights_and_never_drifts_further_apart_than_the_bound() {
 
 #[test]
 fn a_long_output_is_charged_as_it_grows() {
-    // One tenant's requests are ten times as long, so that it must have a tenth as many.
+    // One tenant's requests are ten times as long, so it must complete a tenth as many.
     let mut lab = Lab::new(Config { max_seqs: 1, prefix_caching: false, ..plenty(Policy::Fair) });
     for i in 0..300 {
         lab.add(Request { tenant: "short".into(), ..ask(i, 1, 10) });
@@ -92,7 +92,7 @@ fn idleness_saves_nothing_up() {
     for _ in 0..500 {
         market.step(&[("a", 1)]);
     }
-    // It was alone for 500 steps; now both get the same from here on.
+    // The first tenant was alone for 500 steps. From here on both receive the same service.
     let before = market.of("a");
     assert!(before > 8.0 * BOUND);
     for _ in 0..1000 {
@@ -110,7 +110,7 @@ fn nor_does_a_pause_of_everybody() {
     }
     market.lab.finish();
     market.service.clear();
-    // Nobody waits when the third comes first of all: it is lifted to the one that waited last.
+    // No other request waits when the third tenant first arrives. It is lifted to the tenant that waited last.
     for _ in 0..20 {
         market.add("c", 1);
     }
@@ -160,13 +160,13 @@ fn what_a_tenant_waits_for_is_a_row_in_its_turn_and_its_share_otherwise() {
     let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Fair) });
     lab.add(Request { tenant: "a".into(), ..ask(1, 100, 10) });
     lab.step();
-    // The second tenant is lifted to the one that waits, and then goes before it.
+    // The second tenant is lifted to the waiting tenant and then goes before it.
     lab.add(Request { tenant: "a".into(), ..ask(2, 100, 10) });
     lab.add(Request { tenant: "b".into(), ..ask(3, 10, 10) });
     lab.finish();
     let waited = |tag: u64, cause: TimelineState| -> Time { lab.ended[&tag].states[cause as usize] };
     assert_eq!(lab.started, [1, 3, 2]);
-    // So it is its turn for the row, which comes free after nine more steps.
+    // It therefore has the turn for the slot, which becomes free after nine more steps.
     assert_eq!((waited(2, TimelineState::WaitSlots), waited(2, TimelineState::WaitFairness)), (10_000, 9000));
     assert_eq!((waited(3, TimelineState::WaitSlots), waited(3, TimelineState::WaitFairness)), (9000, 0));
 }
@@ -177,10 +177,11 @@ fn a_tenant_with_nothing_takes_rows_of_one_that_has_more_than_twice_as_many_even
     (1..=20).for_each(|tag| lab.add(Request { tenant: "a".into(), ..ask(tag, 16 + tag as u32, 1000) }));
     lab.steps(3);
     (101..=105).for_each(|tag| lab.add(Request { tenant: "b".into(), ..ask(tag, 16, 1000) }));
-    // Twice 1 is less than 8, and twice 2 less than 7; but twice 3 is not less than 6. Who has the least to lose goes.
+    // Twice 1 is less than 8, and twice 2 is less than 7, but twice 3 is not less than 6. The sequence with the
+    // smallest loss is preempted.
     let step = lab.step();
     assert_eq!((step.preempted, step.admitted), (vec![1], vec![101]));
-    // Its first prompt puts the newcomer ahead for a moment: it takes no more than its turn.
+    // Its first prompt puts the new tenant ahead for a moment. It takes no more than its turn.
     assert_eq!(lab.step().preempted, []);
     let steps: Vec<_> = (0..50).map(|_| lab.step()).collect();
     let of = |tags: fn(&Step) -> &Vec<u64>| steps.iter().flat_map(|step| tags(step).clone()).collect::<Vec<_>>();
@@ -191,7 +192,7 @@ fn a_tenant_with_nothing_takes_rows_of_one_that_has_more_than_twice_as_many_even
 
 #[test]
 fn a_tenants_requests_that_do_not_fit_do_not_hide_those_of_another() {
-    // Twenty blocks, of which one has ten; the other tenant, who is next in turn, has a hundred requests for 15.
+    // Twenty blocks, ten in use. The other tenant is next in turn and has a hundred requests of 15 blocks.
     let mut lab = Lab::new(Config { num_blocks: 21, ..plenty(Policy::Fair) });
     lab.add(Request { tenant: "a".into(), ..ask(1, 150, 10) });
     lab.step();

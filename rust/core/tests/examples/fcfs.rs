@@ -1,4 +1,4 @@
-//! First come, first served; and what all policies do with a step's tokens.
+//! First come, first served, and the rules for a step's tokens under all policies.
 
 use crate::lab::{Lab, ask, plenty};
 use chairlift_core::{Config, Policy};
@@ -9,9 +9,9 @@ fn prompts_fill_what_a_step_has_in_the_order_they_came() {
     let mut lab = Lab::new(plenty(Policy::Fcfs));
     (1..=3).for_each(|tag| lab.add(ask(tag, 800, 9)));
     assert_eq!(lab.step().chunks, [(1, 800), (2, 224)]);
-    // A decode leaves 1023: those that wait may have half, rounded down, and the one that has begun gets the rest.
+    // A decode leaves 1023 tokens. Waiting requests may use half, rounded down, and the prompt in progress gets the rest.
     assert_eq!(lab.step().chunks, [(1, 1), (3, 511), (2, 512)]);
-    // 800 - 224 - 512 are left of the second, 800 - 511 of the third: the one that is nearest to its end goes first.
+    // 800 - 224 - 512 tokens are left of the second prompt and 800 - 511 of the third. The prompt nearest to its end goes first.
     assert_eq!(lab.step().chunks, [(1, 1), (2, 64), (3, 289)]);
     assert_eq!(lab.step().chunks, [(1, 1), (2, 1), (3, 1)]);
 }
@@ -33,7 +33,7 @@ fn a_long_prompt_does_not_close_the_door_behind_itself() {
     assert_eq!(lab.step().chunks, [(1, 100)]);
     lab.add(ask(2, 10, 1));
     lab.add(ask(3, 70, 1));
-    // Half of the step is for the two that wait, in the order they came.
+    // Half of the step is for the two waiting requests, in order of arrival.
     assert_eq!(lab.step().chunks, [(2, 10), (3, 40), (1, 50)]);
     assert_eq!(lab.step().chunks, [(3, 30), (1, 70)]);
     assert_eq!(lab.step().chunks, [(1, 30)]);
@@ -46,7 +46,7 @@ fn decodes_come_before_prompts() {
     lab.add(ask(2, 2, 5));
     lab.step();
     lab.add(ask(3, 100, 1));
-    // Of four tokens the prompt gets the two that no decode needs.
+    // Of four tokens, the prompt gets the two that no decode needs.
     for _ in 0..4 {
         assert_eq!(lab.step().chunks, [(1, 1), (2, 1), (3, 2)]);
     }
@@ -61,7 +61,7 @@ fn an_output_is_prompt_plus_new_less_one_computed_tokens() {
     lab.steps(4);
     lab.stop(2);
     lab.finish();
-    // The last token's KV is never needed; the second stopped at its fifth.
+    // The last token needs no KV. The second request stopped at its fifth token.
     assert_eq!((lab.ended[&1].computed_tokens, lab.ended[&1].output_tokens), (109, 10));
     assert_eq!((lab.ended[&2].computed_tokens, lab.ended[&2].output_tokens), (54, 5));
     assert_eq!(lab.scheduler.stats().counters.computed_tokens, 109 + 54);

@@ -18,7 +18,7 @@ fn siblings_share_full_blocks_and_copy_the_partly_filled_one() {
         assert_eq!(lab.scheduler.stats().waiting_by_state[TimelineState::WaitFork as usize], 2);
         let step = lab.step();
         assert_eq!((step.chunks.as_slice(), lab.held()), (&[(1, 40)][..], 3), "they wait for the prompt");
-        // Then each computes the prompt's last token in a block of its own, the copy of the parent's third.
+        // Then each fork computes the prompt's last token in its own copy of the parent's third block.
         let step = lab.step();
         assert_eq!(step.chunks, [(1, 1), (2, 1), (3, 1)]);
         assert_eq!((step.copies.len(), lab.held()), (2, 2 + 3));
@@ -38,7 +38,7 @@ fn a_prompt_of_whole_blocks_is_shared_but_for_the_last() {
         lab.fork(1, 2);
         lab.step();
         let step = lab.step();
-        // The parent has a third block for its first token; the fork computes the prompt's last token in a copy.
+        // The parent has a third block for its first token. The fork computes the prompt's last token in a copy of that block.
         assert_eq!((step.chunks.as_slice(), step.copies.len()), (&[(1, 1), (2, 1)][..], 1));
         assert_eq!(lab.held(), 3 + 2 - shared);
         lab.finish();
@@ -84,7 +84,8 @@ fn if_the_parent_goes_before_its_prompt_is_done_the_siblings_compute_it() {
         lab.abort(1);
         lab.finish();
         assert_eq!([2, 3].map(|tag| lab.ended[&tag].output_tokens), [3, 3]);
-        // One block was there; when the second fork starts, two. Without a cache, each computes all of it.
+        // One block was cached at the first fork's start and two at the second's. Without a cache, each computes the
+        // whole prompt.
         let computed = [2, 3].map(|tag| lab.ended[&tag].computed_tokens);
         assert_eq!(computed, if prefix_caching { [50 - 16 + 2, 50 - 32 + 2] } else { [52, 52] });
     }
@@ -95,7 +96,7 @@ fn a_sibling_that_comes_late_copies_nothing_of_what_was_generated() {
     for prefix_caching in [true, false] {
         let mut lab = Lab::new(caching(prefix_caching));
         lab.add(ask(1, 40, 30));
-        // The third block is full of prompt and output by now.
+        // The third block is now full of prompt and output.
         lab.steps(12);
         lab.fork(1, 2);
         let step = lab.step();

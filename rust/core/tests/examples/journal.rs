@@ -1,4 +1,4 @@
-//! A journal replays bit for bit, and says what is wrong with one that cannot be.
+//! A journal replays bit for bit, and reading an invalid journal names the error.
 
 use chairlift_core::{
     Batching, Call, Config, FinishReason, JournalError, Outputs, ParsedJournal, Policy, Recorder, Request, Scheduler, SeqId, Token,
@@ -13,13 +13,13 @@ fn request(tag: u64, prompt: u32, new: u32) -> Request {
     Request { tag, prompt, max_new_tokens: new, stop: vec![0], ..Request::default() }
 }
 
-/// A recorded scheduler whose journal is taken after each step, and what it sampled last.
+/// A recorded scheduler whose journal is taken after each step, and the tokens it sampled last.
 struct Day {
     core: Recorder,
     outputs: Outputs,
     now: u64,
     bytes: Vec<u8>,
-    /// Where the journal could end.
+    /// Byte offsets at which the journal may end.
     ends: Vec<usize>,
 }
 
@@ -54,7 +54,7 @@ impl Day {
     }
 }
 
-/// A day with a bit of everything.
+/// A recording that covers every kind of call.
 fn day(config: Config) -> Day {
     let mut day = Day::new(config);
     let first = day.add(Request { tenant: "alice".into(), weight: 3, priority: -2, predicted_tokens: Some(9), ..request(1, 21, 30) });
@@ -109,13 +109,13 @@ fn drafts_are_replayed_by_how_many_were_accepted() {
     let mut day = Day::new(config());
     let id = day.add(request(1, 10, 40));
     day.step(&[50]);
-    // Of three drafted tokens two are right; then none; then all, and the second is a stop.
+    // Of three drafted tokens two are accepted, then none, then all. The last accepted one is a stop token.
     assert!(day.core.draft(id, &[51, 52, 99]));
     day.step(&[51, 52, 53, 54]);
     assert_eq!(day.core.tokens(id).unwrap().0[10..], [50, 51, 52, 53]);
     assert!(day.core.draft(id, &[98]));
     day.step(&[54, 55]);
-    // One that finds the same blocks, filled by what was accepted.
+    // A request that finds the same blocks, filled by accepted tokens.
     let tokens = day.core.tokens(id).unwrap().0.to_vec();
     day.add(Request { prompt: tokens.clone(), ..request(2, 1, 1) });
     assert!(day.core.draft(id, &[60, 0, 61]));

@@ -1,13 +1,13 @@
-//! A scheduler on a machine whose steps take what we say.
+//! A scheduler on a machine with configured step times.
 
 use chairlift_core::{Config, Load, Outputs, Policy, Rejected, Request, Scheduler, SeqId, StepPlan, Time, Timeline, Token};
 use std::collections::{HashMap, HashSet};
 
-/// Sampled by every request that goes on, and by one that stops.
+/// Token sampled by every request that continues. The next constant is the stop token.
 const GOES_ON: i32 = 7;
 const STOPS: i32 = 0;
 
-/// Microseconds of a step, of each prompt token and of each decoding sequence in it.
+/// Microseconds per step, per prompt token and per decoding sequence.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cost(pub(crate) Time, pub(crate) Time, pub(crate) Time);
 
@@ -17,10 +17,10 @@ impl Cost {
     }
 }
 
-/// What a step did, requests by their tags.
+/// The effects of a step, with requests by tag.
 #[derive(Debug, Default)]
 pub(crate) struct Step {
-    /// Who computed how many tokens, in batch order.
+    /// Computed tokens of each request, in batch order.
     pub(crate) chunks: Vec<(u64, u32)>,
     pub(crate) rows: HashMap<u64, u32>,
     pub(crate) admitted: Vec<u64>,
@@ -35,33 +35,33 @@ pub(crate) struct Lab {
     pub(crate) scheduler: Scheduler,
     pub(crate) now: Time,
     pub(crate) cost: Cost,
-    /// The accounts of all that ended, by tag.
+    /// Timelines of ended requests, by tag.
     pub(crate) ended: HashMap<u64, Timeline>,
-    /// Everybody in the order of their first seats.
+    /// All requests, in the order of their first admission.
     pub(crate) started: Vec<u64>,
     ids: HashMap<u64, SeqId>,
     tags: HashMap<SeqId, u64>,
     admitted: HashSet<u64>,
     stopping: HashSet<u64>,
-    /// Steps from one look at all invariants to the next.
+    /// Steps between two checks of all invariants.
     pub(crate) check_every: u64,
     planned: u32,
     outputs: Outputs,
 }
 
-/// Plenty of everything: tests make scarce what they are about.
+/// A configuration with ample limits. Each test reduces the limit it is about.
 pub(crate) fn plenty(policy: Policy) -> Config {
     Config { num_blocks: 4097, max_tokens: 1024, max_model_len: 16_384, policy, ..Config::default() }
 }
 
-/// A request whose prompt nobody else has.
+/// A request whose prompt no other request has.
 pub(crate) fn ask(tag: u64, prompt: u32, new: u32) -> Request {
     let mut request = shares(tag, 0, prompt, new);
     request.prompt[0] = 1_000_000 + tag as Token;
     request
 }
 
-/// A request that has the first `common` tokens of its prompt with all others of the same `stem` in common.
+/// A request whose first `common` prompt tokens are the same for all requests of the same `stem`.
 pub(crate) fn stem(stem: Token, tag: u64, common: u32, prompt: u32, new: u32) -> Request {
     let mut request = shares(tag, common, prompt, new);
     request.prompt[0] = 2_000_000 + stem;
@@ -93,12 +93,12 @@ impl Lab {
         }
     }
 
-    /// A scheduler that knows the machine, for it has run sixty requests on it, one after the other.
+    /// A scheduler whose step-time model is learned from sixty requests, run one after another.
     pub(crate) fn taught(config: Config, cost: Cost) -> Self {
         let mut lab = Self { cost, ..Self::new(config) };
         let room = lab.scheduler.config().usable_blocks() * lab.scheduler.config().block_size;
         for i in 0..60 {
-            // The salt keeps their blocks to themselves.
+            // The salt prevents other requests from sharing these blocks.
             let tag = 900_000 + u64::from(i);
             lab.add(Request { salt: [1].into(), ..ask(tag, (1 + i * 37 % 200).min(room / 2), 1 + i % 7) });
             lab.finish();
@@ -116,7 +116,7 @@ impl Lab {
         self.try_add_at(self.now, request)
     }
 
-    /// Adds a request that came at `time`.
+    /// Adds a request that arrived at `time`.
     pub(crate) fn try_add_at(&mut self, time: Time, request: Request) -> Result<(), Rejected> {
         let tag = request.tag;
         let id = self.scheduler.add(request, time)?;
@@ -136,12 +136,12 @@ impl Lab {
         self.check();
     }
 
-    /// The next token that the request samples is its last.
+    /// Makes the next sampled token of a request its last.
     pub(crate) fn stop(&mut self, tag: u64) {
         self.stopping.insert(tag);
     }
 
-    /// Drops whoever is late, plans a step and runs it.
+    /// Drops requests past their deadline, then plans and runs a step.
     pub(crate) fn step(&mut self) -> Step {
         self.try_step().unwrap_or_else(|| panic!("nothing to run: {:?}", self.scheduler.stats()))
     }
@@ -169,7 +169,7 @@ impl Lab {
         }
     }
 
-    /// Runs until a request has its first seat.
+    /// Runs until a request is first admitted.
     pub(crate) fn step_until_started(&mut self, tag: u64) {
         while !self.started.contains(&tag) {
             self.step();
@@ -182,7 +182,7 @@ impl Lab {
         }
     }
 
-    /// Runs until all have ended.
+    /// Runs until all requests have ended.
     pub(crate) fn finish(&mut self) {
         while !self.scheduler.is_idle() {
             if self.try_step().is_none() && !self.scheduler.is_idle() {
@@ -193,13 +193,13 @@ impl Lab {
         assert_eq!((stats.free_blocks, stats.free_host_blocks), (stats.total_blocks, stats.host_blocks));
     }
 
-    /// Blocks that are held.
+    /// Number of blocks held by sequences.
     pub(crate) fn held(&self) -> usize {
         let stats = self.scheduler.stats();
         stats.total_blocks - stats.free_blocks
     }
 
-    /// The account of a request that lives or has ended.
+    /// The timeline of a live or ended request.
     pub(crate) fn explain(&self, tag: u64) -> Timeline {
         self.scheduler.explain(tag).expect("known")
     }

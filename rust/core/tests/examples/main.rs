@@ -1,4 +1,4 @@
-//! What each policy and each limit does, with numbers worked out by hand.
+//! Examples of each policy and each limit, with numbers computed by hand.
 
 mod admission;
 mod batching;

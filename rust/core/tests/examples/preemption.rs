@@ -1,10 +1,10 @@
-//! When blocks run out: whose are taken, and whether their KV is copied or computed again.
+//! Preemption for lack of blocks: which sequence is preempted, and whether its KV is copied or recomputed.
 
 use crate::lab::{Cost, Lab, Step, ask, plenty};
 use chairlift_core::{Config, Policy, PreemptionReason, TimelineState};
 
-/// Eight blocks: two requests have 3 and 4 for 48 and 64 tokens; the one left over goes to the first that needs a fourth,
-/// and then the second needs a fifth.
+/// Eight blocks. Two requests have 3 and 4 blocks for 48 and 64 tokens. The free block goes to the first sequence that
+/// needs a fourth. Then the second needs a fifth.
 fn crowded(host_blocks: u32, swap_ns_per_block: u32) -> Config {
     Config { num_blocks: 9, prefix_caching: false, host_blocks, swap_ns_per_block, ..plenty(Policy::Fcfs) }
 }
@@ -28,7 +28,7 @@ fn the_one_that_loses_least_goes_and_nobody_comes_in_that_step() {
     lab.add(ask(1, 64, 40));
     lab.add(ask(2, 48, 40));
     lab.step();
-    // Both need a block for their next token, and there is one.
+    // Both sequences need a block for their next token, and one is free.
     lab.add(ask(4, 1, 1));
     let step = lab.step();
     assert_eq!((step.preempted.as_slice(), step.admitted.len(), step.chunks.as_slice()), (&[2][..], 0, &[(1, 1)][..]));
@@ -39,13 +39,13 @@ fn the_one_that_loses_least_goes_and_nobody_comes_in_that_step() {
     assert_eq!([1, 2].map(|tag| lab.ended[&tag].output_tokens), [40, 40]);
     let counters = lab.scheduler.stats().counters;
     assert_eq!((counters.preemptions_recompute, counters.preemptions_swap, counters.recomputed_tokens), (1, 0, 48));
-    // 48 and what came of its first step are computed twice.
+    // The 48 prompt tokens and the token of the first step are computed twice.
     assert_eq!(lab.ended[&2].computed_tokens, 48 + 48 + 39);
 }
 
 #[test]
 fn who_needed_the_room_is_named() {
-    // Seven blocks: four for 64 tokens, three for 40. The first needs a fifth, and the second loses less.
+    // Seven blocks: four for 64 tokens and three for 40. The first sequence needs a fifth, and the second loses less.
     let mut lab = Lab::new(Config { num_blocks: 8, ..crowded(0, 0) });
     lab.add(ask(1, 64, 20));
     lab.add(ask(2, 40, 20));
@@ -54,13 +54,13 @@ fn who_needed_the_room_is_named() {
     lab.finish();
     assert_eq!(lab.ended[&2].preempted_by, [1]);
     assert_eq!(lab.ended[&2].preempted_for[PreemptionReason::Blocks as usize], 1);
-    // It lost its place after a millisecond and came back when the first had its twenty tokens.
+    // Request 2 was preempted after a millisecond and resumed when the first had its twenty tokens.
     assert_eq!(lab.ended[&2].states[TimelineState::Preempted as usize], 19_000);
 }
 
 #[test]
 fn cheap_copies_are_swapped_out_and_in() {
-    // 100 us a prompt token against 1 us a block.
+    // A prompt token takes 100 us and a block copy 1 us.
     let mut lab = Lab::taught(crowded(6, 1000), Cost(1000, 100, 100));
     let step = run_into_the_wall(&mut lab);
     assert_eq!((step.preempted.as_slice(), step.swap_out.len(), step.swap_in.len()), (&[2][..], 3, 0));
@@ -73,7 +73,7 @@ fn cheap_copies_are_swapped_out_and_in() {
             break step;
         }
     };
-    // What went out comes back, and the next token is the first it computes.
+    // The swapped KV comes back, and the next token is the first one computed.
     assert_eq!((step.admitted.as_slice(), step.chunks.as_slice()), (&[2][..], &[(2, 1)][..]));
     assert_eq!((step.swap_out.len(), step.swap_in.len()), (0, 3));
     assert_eq!(lab.scheduler.stats().free_host_blocks, 6);
@@ -91,7 +91,7 @@ fn what_the_cache_still_has_is_not_copied_back() {
     let mut lab = Lab::taught(config, Cost(1000, 100, 100));
     let step = run_into_the_wall(&mut lab);
     assert_eq!(step.swap_out.len(), 3);
-    // The other one leaves before it has written over any of them.
+    // Request 1 leaves before it has overwritten any of the blocks.
     lab.abort(1);
     let step = lab.step();
     assert_eq!((step.admitted.as_slice(), step.swap_in.len()), (&[2][..], 0));
@@ -101,7 +101,7 @@ fn what_the_cache_still_has_is_not_copied_back() {
 
 #[test]
 fn dear_copies_are_computed_again_instead() {
-    // A second a block.
+    // One second per block copy.
     let mut lab = Lab::taught(crowded(6, 1_000_000_000), Cost(1000, 100, 100));
     let step = run_into_the_wall(&mut lab);
     assert_eq!((step.preempted.as_slice(), step.swap_out.len()), (&[2][..], 0));
@@ -112,7 +112,7 @@ fn dear_copies_are_computed_again_instead() {
 
 #[test]
 fn a_copy_both_ways_is_weighed_against_the_prompt_computed_again() {
-    // 48 tokens of 100 us are 4800 us; three blocks, there and back, are six copies: the balance is at 800 us a copy.
+    // 48 tokens of 100 us take 4800 us. Three blocks, out and in, are six copies. The break-even is 800 us per copy.
     for (ns, swaps) in [(700_000, 1), (900_000, 0)] {
         let mut lab = Lab::taught(crowded(6, ns), Cost(1000, 100, 100));
         run_into_the_wall(&mut lab);
@@ -141,7 +141,7 @@ fn a_swapped_request_that_is_aborted_gives_its_host_blocks_back() {
 
 #[test]
 fn with_a_watermark_those_that_run_do_not_preempt_each_other() {
-    // Forty blocks, and requests of two that grow to four: with twenty kept free, ten start.
+    // Forty blocks, and requests that grow from two to four blocks. With twenty blocks kept free, ten requests start.
     for (watermark, preempts) in [(0, true), (20, false)] {
         let mut lab = Lab::new(Config { num_blocks: 41, watermark, max_seqs: 20, ..plenty(Policy::Fcfs) });
         (1..=40).for_each(|tag| lab.add(ask(tag, 30, 30)));

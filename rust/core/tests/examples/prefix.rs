@@ -1,9 +1,9 @@
-//! Longest cached prefix first, and nobody computes what another is about to.
+//! Longest cached prefix first, and no sequence computes blocks that another is about to compute.
 
 use crate::lab::{Lab, ask, plenty, stem};
 use chairlift_core::{Config, Policy, Request, TimelineState};
 
-/// Block names looked up by a plan in which nobody is admitted, at most: 2 log2 of the blocks for each sequence that is moved.
+/// Maximum number of block names looked up by a plan without admissions: 2 log2 of the blocks for each reordered sequence.
 const LOOKUPS: u64 = 16 * 64;
 
 #[test]
@@ -13,7 +13,7 @@ fn who_has_least_left_to_compute_goes_first() {
     lab.finish();
     lab.add(ask(2, 10, 5));
     lab.step();
-    // Of 64, 64 and 80 tokens, 0, 32 and 64 are in the cache.
+    // 0, 32 and 64 tokens are cached, of 64, 64 and 80.
     lab.add(ask(3, 64, 2));
     lab.add(stem(1, 4, 32, 64, 2));
     lab.add(stem(1, 5, 64, 80, 2));
@@ -30,11 +30,12 @@ fn a_request_waits_for_blocks_that_another_computes_and_finds_them_then() {
     assert_eq!(lab.step().chunks, [(1, 100)]);
     lab.add(stem(1, 2, 256, 300, 9));
     assert_eq!(lab.step().chunks, [(1, 100)]);
-    // Half of each step was there for it, but most of what it needs is just being computed. Then it has 44 left.
+    // Half of each step was available to request 2, but most of its prompt is being computed by request 1. Then 44
+    // tokens are left.
     assert_eq!(lab.step().chunks, [(1, 56)]);
     assert_eq!(lab.step().chunks, [(1, 1), (2, 44)]);
     assert_eq!((lab.explain(2).cached_tokens, lab.explain(2).states[TimelineState::WaitPolicy as usize]), (256, 2000));
-    // First come, first served would have had it compute 156 of them itself: only a hundred were there.
+    // Under first come, first served, it would have computed 156 tokens itself, because only a hundred were cached.
     let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(Policy::Fcfs) });
     lab.add(stem(1, 1, 256, 256, 9));
     lab.step();
@@ -47,7 +48,7 @@ fn two_equal_prompts_admitted_in_one_step_compute_it_once() {
     let mut lab = Lab::new(plenty(Policy::Prefix));
     lab.add(stem(1, 1, 100, 100, 3));
     lab.add(stem(1, 2, 100, 100, 3));
-    // Six blocks of 16 are shared.
+    // Six blocks of 16 tokens are shared.
     assert_eq!(lab.step().chunks, [(1, 100), (2, 4)]);
 }
 
@@ -56,7 +57,8 @@ fn the_order_follows_what_is_computed_meanwhile() {
     let mut lab = Lab::new(Config { max_tokens: 32, max_seqs: 1, ..plenty(Policy::Prefix) });
     lab.add(stem(1, 1, 112, 112, 3));
     lab.step();
-    // When they come, 32 of the third's 128 tokens are there, and so it has 96 to compute against 64; at the end 96 and 32.
+    // At arrival, 32 of the third request's 128 tokens are cached, so it has 96 tokens to compute and the second has
+    // 64. Once the first has computed its prompt, 96 are cached and 32 are left.
     lab.add(ask(2, 64, 1));
     lab.add(stem(1, 3, 96, 128, 1));
     lab.finish();
@@ -103,7 +105,7 @@ fn without_a_cache_nobody_waits_for_what_another_computes() {
 
 #[test]
 fn requests_that_await_a_long_shared_prefix_cost_a_plan_next_to_nothing() {
-    // 200 blocks under way, 16 a step; all but the first request wait for them or, where the policy does not care, for a slot.
+    // 200 blocks are being computed, 16 per step. All other requests wait for them or, under other policies, for a slot.
     for (_, policy) in Policy::NAMES {
         let mut lab = Lab::new(Config { max_tokens: 256, max_seqs: 8, num_blocks: 8193, ..plenty(policy) });
         lab.check_every = 100;
@@ -116,7 +118,7 @@ fn requests_that_await_a_long_shared_prefix_cost_a_plan_next_to_nothing() {
             let before = lab.scheduler.block_lookups();
             let step = lab.step();
             let lookups = lab.scheduler.block_lookups() - before;
-            // Who is admitted is given 200 blocks one by one.
+            // An admitted request gets 200 blocks one by one.
             let most = LOOKUPS + 204 * step.admitted.len() as u64;
             assert!(lookups <= most, "{policy:?}: {lookups} lookups in a plan that admits {}", step.admitted.len());
         }
@@ -129,7 +131,8 @@ fn requests_that_await_a_long_shared_prefix_cost_a_plan_next_to_nothing() {
 #[test]
 fn requests_that_do_not_fit_are_not_looked_up_in_every_plan() {
     for (_, policy) in Policy::NAMES {
-        // 200 blocks that all share are cached and held; nobody else's 300 more fit while the first runs.
+        // 200 blocks that all requests share are cached and held. The 300 other blocks of a request do not fit while
+        // the first runs.
         let mut lab = Lab::new(Config { num_blocks: 601, max_model_len: 10_000, ageing: 1 << 40, ..plenty(policy) });
         lab.check_every = 100;
         lab.add(stem(1, 1, 3200, 4800, 400));
@@ -143,7 +146,7 @@ fn requests_that_do_not_fit_are_not_looked_up_in_every_plan() {
             let step = lab.step();
             let lookups = lab.scheduler.block_lookups() - before;
             assert_eq!(step.admitted, []);
-            // One of 64 is measured anew in each plan.
+            // Each plan measures one request of 64 again.
             assert!(lookups <= LOOKUPS + 202, "{policy:?}: {lookups} lookups");
         }
     }
@@ -157,7 +160,7 @@ fn a_request_that_awaits_a_prompt_is_admitted_when_that_prompt_is_aborted() {
     lab.add(stem(1, 2, 640, 700, 9));
     assert_eq!(lab.step().chunks, [(1, 64)]);
     lab.abort(1);
-    // What was committed of the first prompt is in the cache.
+    // The committed part of the first prompt is cached.
     assert_eq!(lab.step().chunks, [(2, 64)]);
     assert_eq!(lab.explain(2).cached_tokens, 128);
 }

@@ -1,4 +1,4 @@
-//! Lower classes go first at every limit: rows, blocks and tokens.
+//! Lower classes go first at every limit: slots, blocks and tokens.
 
 use crate::lab::{Lab, ask, plenty};
 use chairlift_core::{Config, Policy, Request, TimelineState};
@@ -32,15 +32,15 @@ fn an_urgent_request_takes_the_row_of_the_less_urgent_one_that_loses_least() {
     lab.add(patient(2, 20, 50));
     lab.step();
     lab.add(urgent(3, 30, 2));
-    // Both are of one class: the one with 20 computed tokens goes, not the one with 100.
+    // Both are of one class. The sequence with 20 computed tokens is preempted, not the one with 100.
     let step = lab.step();
     assert_eq!((step.preempted, step.admitted), (vec![2], vec![3]));
     assert_eq!(step.chunks, [(1, 1), (3, 30)]);
-    // It comes back to the row when the urgent one has its two tokens, and computes its prompt and its one token again.
+    // It gets the slot back when the urgent request has its two tokens. It then recomputes its prompt and its one output token.
     lab.step();
     let step = lab.step();
     assert_eq!((step.preempted, step.admitted), (vec![], vec![2]));
-    // One block of its prompt is in the cache still: 21 - 16.
+    // One block of its prompt is still cached: 21 - 16.
     assert_eq!(step.chunks, [(1, 1), (2, 5)]);
     let timeline = lab.explain(2);
     assert_eq!((timeline.preemptions, timeline.preempted_by.as_slice()), (1, &[3][..]));
@@ -57,13 +57,13 @@ fn of_two_less_urgent_classes_the_least_urgent_loses_its_row() {
     lab.add(Request { priority: 2, ..ask(2, 20, 50) });
     lab.step();
     lab.add(urgent(3, 30, 2));
-    // The first loses far more, but its class is the last.
+    // The first sequence loses far more, but it has the least urgent class.
     assert_eq!(lab.step().preempted, [1]);
 }
 
 #[test]
 fn an_urgent_request_takes_blocks_as_well() {
-    // Ten blocks: five for 76 tokens, four for 60, one is free; and the urgent one needs three.
+    // Ten blocks: five for 76 tokens, four for 60, one free. The urgent request needs three.
     let mut lab = Lab::new(Config { num_blocks: 11, ..with_rows(8) });
     lab.add(patient(1, 76, 4));
     lab.add(patient(2, 60, 4));
@@ -77,7 +77,7 @@ fn an_urgent_request_takes_blocks_as_well() {
 
 #[test]
 fn nobody_is_preempted_for_one_who_could_not_start_then_either() {
-    // Ten blocks; the urgent one needs nine. The less urgent one has four, the other urgent one two: 10 - 2 < 9.
+    // Ten blocks. The urgent request needs nine. The less urgent one has four and the other urgent one two: 10 - 2 < 9.
     let mut lab = Lab::new(Config { num_blocks: 11, ..with_rows(8) });
     lab.add(patient(1, 60, 4));
     lab.add(urgent(2, 30, 2));
@@ -85,7 +85,7 @@ fn nobody_is_preempted_for_one_who_could_not_start_then_either() {
     lab.add(urgent(3, 140, 2));
     let step = lab.step();
     assert_eq!((step.preempted.len(), step.admitted.len()), (0, 0));
-    // When the other one has ended, it is worth it.
+    // After the other urgent request has ended, preemption makes enough room.
     let step = lab.step();
     assert_eq!((step.preempted, step.admitted), (vec![1], vec![3]));
 }
@@ -97,7 +97,7 @@ fn an_urgent_prompt_goes_ahead_of_one_that_has_begun() {
     assert_eq!(lab.step().chunks, [(1, 1000)]);
     lab.add(urgent(2, 600, 5));
     lab.add(urgent(3, 1200, 5));
-    // 600 + 400 of 1200; then 1 + 800 and what is left; and nobody lost anything.
+    // 600 + 400 of 1200, then 1 + 800 and the rest. No sequence was preempted.
     assert_eq!(lab.step().chunks, [(2, 600), (3, 400)]);
     assert_eq!(lab.step().chunks, [(2, 1), (3, 800), (1, 199)]);
     assert_eq!(lab.scheduler.stats().counters.preemptions_recompute, 0);
@@ -129,7 +129,7 @@ fn after_two_preemptions_no_urgent_request_takes_the_slot_and_it_has_blocks_to_g
         assert_eq!((step.preempted, step.admitted), (vec![1], vec![tag]));
         assert_eq!(lab.step().admitted, [1]);
     }
-    // Its 20 tokens and 8 blocks more.
+    // Blocks for its 20 tokens, and 8 more blocks.
     assert_eq!(lab.scheduler.stats().held_slots, 10 * 16);
     lab.add(urgent(4, 10, 1));
     let step = lab.step();
@@ -139,7 +139,7 @@ fn after_two_preemptions_no_urgent_request_takes_the_slot_and_it_has_blocks_to_g
     assert!(lab.ended[&4].started > Some(lab.ended[&1].ended - 1));
 }
 
-/// Keeps three urgent requests of five steps waiting.
+/// Keeps three urgent requests of five steps each waiting.
 fn flood(lab: &mut Lab, tag: &mut u64) {
     while lab.scheduler.classes().find(|(class, _)| **class == 0).is_none_or(|(_, usage)| usage.waiting < 3) {
         *tag += 1;
@@ -159,11 +159,11 @@ fn the_lowest_class_starts_within_its_ageing_bound_and_ends_though_urgent_ones_k
         lab.step();
         assert!(lab.now < 1_000_000, "never ends: {:?}", lab.explain(1));
     }
-    // A row comes free every fifth step, which is five milliseconds.
+    // A slot becomes free every fifth step, or every five milliseconds.
     let queued = lab.ended[&1].queued();
     assert!((50_000..=56_000).contains(&queued), "{queued}");
     assert!(lab.ended[&1].preemptions <= 2);
-    // Twice preempted at most, each time for one urgent request's five steps.
+    // At most two preemptions, each for the five steps of one urgent request.
     assert!(lab.ended[&1].ended < 56_000 + 20_000 + 2 * 10_000, "{:?}", lab.ended[&1]);
 }
 
@@ -185,7 +185,8 @@ fn one_aged_request_at_a_time_goes_before_urgent_ones() {
 
 #[test]
 fn nobody_is_preempted_where_there_is_room() {
-    // Twenty blocks, of which eight have one each and need no more for some steps: six of the others are for the urgent one.
+    // Twenty blocks. Eight sequences hold one each and need no more for some steps. Six of the other blocks are for the
+    // urgent request.
     let mut lab = Lab::new(Config { num_blocks: 21, ..with_rows(16) });
     (1..=8).for_each(|tag| lab.add(patient(tag, 4, 10)));
     lab.step();
@@ -196,7 +197,7 @@ fn nobody_is_preempted_where_there_is_room() {
 
 #[test]
 fn an_urgent_request_leaves_blocks_free_for_those_that_run() {
-    // Twenty blocks, of which ten and four are taken and two must stay free: there is room for four more, not for five.
+    // Twenty blocks: ten and four are in use and two must stay free. Four more fit, five do not.
     for (prompt, preempted) in [(4 * 16, vec![]), (5 * 16, vec![2])] {
         let mut lab = Lab::new(Config { num_blocks: 21, watermark: 2, ..with_rows(8) });
         lab.add(patient(1, 150, 9));
@@ -210,7 +211,7 @@ fn an_urgent_request_leaves_blocks_free_for_those_that_run() {
 
 #[test]
 fn a_prompt_that_has_begun_goes_on_within_its_ageing_bound() {
-    // Urgent prompts take all of each step's hundred tokens: those that have begun, those that come, those that are aged.
+    // Urgent prompts take all hundred tokens of each step: prompts in progress, new prompts and aged prompts.
     for (prompt, waiting) in [(100, 3), (150, 3), (1000, 3), (100, 12)] {
         let mut lab = Lab::new(Config { max_tokens: 100, ageing: 5000, ..plenty(Policy::Priority) });
         lab.add(patient(1, 300, 1));
@@ -224,7 +225,7 @@ fn a_prompt_that_has_begun_goes_on_within_its_ageing_bound() {
             lab.step();
             assert!(lab.now < 100_000, "never goes on");
         }
-        // Two more pieces: each waits for the first step that begins more than five milliseconds after it was put off.
+        // Two more pieces: each waits for the first step that begins more than five milliseconds after it was stalled.
         let timeline = &lab.ended[&1];
         assert_eq!(timeline.states[TimelineState::Stalled as usize], 2 * 6000, "beside {waiting} prompts of {prompt}");
         assert_eq!(timeline.first_token, Some(1000 + 2 * 7000));

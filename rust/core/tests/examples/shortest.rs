@@ -1,4 +1,4 @@
-//! Least work left first; a running one loses its place only if that gains more than it costs.
+//! Least work left first. A running sequence is preempted only if the gain exceeds the cost.
 
 use crate::lab::{Cost, Lab, ask, plenty};
 use chairlift_core::{Config, Policy, Request};
@@ -15,7 +15,7 @@ fn the_order_is_by_prediction_or_by_what_may_be_generated() {
     lab.add(ask(2, 10, 100));
     lab.add(ask(3, 10, 50));
     lab.add(Request { predicted_tokens: Some(10), ..ask(4, 10, 200) });
-    // A prediction beyond what it may generate says nothing more.
+    // A prediction beyond `max_new_tokens` has no further effect.
     lab.add(Request { predicted_tokens: Some(1000), ..ask(5, 10, 70) });
     lab.finish();
     assert_eq!(lab.started, [1, 4, 3, 5, 2]);
@@ -23,7 +23,7 @@ fn the_order_is_by_prediction_or_by_what_may_be_generated() {
 
 #[test]
 fn a_long_prompt_is_work_too() {
-    // A prompt token takes 100 us, a step 1 ms: 2000 and 5 tokens are 205 ms, 10 and 100 are 101 ms.
+    // A prompt token takes 100 us and a step 1 ms: 2000 prompt and 5 output tokens are 205 ms, 10 and 100 are 101 ms.
     let mut lab = Lab::taught(one_row(), Cost(1000, 100, 0));
     lab.cost = Cost(1000, 0, 0);
     lab.add(ask(1, 1, 40));
@@ -36,7 +36,7 @@ fn a_long_prompt_is_work_too() {
 
 #[test]
 fn who_has_more_than_twice_as_much_before_it_makes_way() {
-    // A thousand tokens, of which 999 are left when the others come: 999 ms against 2 * 480 and 2 * 520.
+    // A thousand tokens, of which 999 are left when the others arrive: 999 ms against 2 * 480 and 2 * 520.
     for (new, preempts) in [(480, true), (520, false)] {
         let mut lab = Lab::taught(one_row(), Cost(1000, 0, 0));
         lab.add(ask(1, 10, 1000));
@@ -52,8 +52,8 @@ fn who_has_more_than_twice_as_much_before_it_makes_way() {
 
 #[test]
 fn what_the_preempted_one_has_to_compute_again_counts_as_cost() {
-    // 4000 prompt tokens of 100 us are 430 ms to be computed again, with what was generated: the second that is left is
-    // less than twice that and 200 ms more.
+    // It takes 430 ms to recompute 4000 prompt tokens of 100 us and the generated tokens. The remaining second is less
+    // than twice the sum of 430 ms and 200 ms.
     let mut lab = Lab::taught(one_row(), Cost(1000, 100, 0));
     for (prompt, preempts) in [(4000, false), (100, true)] {
         let tag = u64::from(prompt);

@@ -1,9 +1,9 @@
-//! What a dashboard is shown.
+//! The contents of a snapshot.
 
 use crate::lab::{Lab, ask, plenty, stem};
 use chairlift_core::{Config, Policy, Request, Snapshot, TimelineState};
 
-/// Ten blocks and two rows.
+/// Ten blocks and two slots.
 fn small() -> Config {
     Config { num_blocks: 11, max_seqs: 2, max_tokens: 32, watermark: 0, ..plenty(Policy::Fcfs) }
 }
@@ -59,13 +59,14 @@ fn every_block_is_free_cached_shared_or_somebodys() {
     let seen = look(&mut lab);
     let count = |kind: u32| seen.cells.iter().filter(|&&cell| cell == kind).count();
     let row = |tag: u64| Snapshot::HELD + seen.slots.iter().find(|row| row.tag == tag).expect("it runs").slot;
-    // Two blocks of the stem are held by both, each has a third of its own, and the first one's third had no name.
+    // Both sequences hold two blocks of the stem, and each has a third block of its own. The first sequence's third
+    // block was not named.
     assert_eq!((count(Snapshot::SHARED), count(row(2)), count(row(3))), (2, 1, 1));
     assert_eq!((count(Snapshot::CACHED), count(Snapshot::FREE), seen.blocks_per_cell), (0, 6, 1));
     lab.finish();
     let seen = look(&mut lab);
     assert_eq!((seen.cells.iter().filter(|&&cell| cell == Snapshot::CACHED).count(), seen.cells.len()), (2 + 2, 10));
-    // Four blocks to a cell, and the last has two: what most of them are.
+    // Four blocks per cell, and two in the last. A cell shows the most frequent value.
     let seen = lab.scheduler.snapshot(lab.now, 64, 3);
     assert_eq!((seen.cells.len(), seen.blocks_per_cell), (3, 4));
 }
@@ -118,7 +119,7 @@ fn who_ran_while_one_waited_is_named_by_tenant() {
         let timeline = lab.scheduler.explain(tag).expect("it is known");
         lab.scheduler.ahead(&timeline).iter().map(|(tenant, time)| (tenant.to_string(), *time)).collect::<Vec<_>>()
     };
-    // It still waits: four steps of the first, and the second's first.
+    // Request 3 still waits: four steps of the first request and one of the second.
     assert_eq!(ahead(&lab, 3), [("a".to_owned(), 4000), ("b".to_owned(), 1000)]);
     lab.finish();
     assert_eq!(ahead(&lab, 3), [("a".to_owned(), 4000), ("b".to_owned(), 2000)]);

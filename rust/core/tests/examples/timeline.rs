@@ -1,4 +1,4 @@
-//! Where a request's time went, and who used what.
+//! Timelines, and usage by tenant and class.
 
 use crate::lab::{Cost, Lab, ask, plenty};
 use chairlift_core::{Batching, Config, FinishReason, Policy, Request, Time, Timeline, TimelineState};
@@ -14,7 +14,7 @@ fn blocks_are_billed_for_the_time_they_are_held() {
     lab.add(ask(1, 16, 3));
     lab.add(ask(2, 20, 3));
     lab.finish();
-    // One block for a millisecond, and a second one for the two that follow; two blocks for three.
+    // One block for a millisecond and a second one for the next two milliseconds; two blocks for three milliseconds.
     assert_eq!((lab.ended[&1].block_us, lab.ended[&2].block_us), (1000 + 2 * 2000, 2 * 3000));
 }
 
@@ -28,12 +28,12 @@ fn a_life_is_told_in_causes() {
     lab.add(ask(2, 50, 2));
     lab.now += 200;
     lab.finish();
-    // Prompt alone: 1000 + 100 * 10; till the next plan 500; two tokens of 1000.
+    // Prompt alone: 1000 + 100 * 10. Until the next plan: 500. Then two tokens of 1000.
     let first = &lab.ended[&1];
     assert_eq!(time(first, &[TimelineState::Prefill]), 2000);
     assert_eq!(time(first, &[TimelineState::Decode, TimelineState::DecodeShared]), 500 + 2000);
     assert_eq!((first.arrived, first.started, first.first_token, first.ended), (0, Some(0), Some(2000), 4500));
-    // 200 till the next plan, then two steps for the row, its prompt of 1500, and its second token.
+    // 200 until the next plan, then two steps waiting for the slot, a prompt of 1500, and the second token.
     let second = &lab.ended[&2];
     assert_eq!(time(second, &[TimelineState::WaitStep]), 200);
     assert_eq!(time(second, &[TimelineState::WaitSlots]), 2000);
@@ -50,7 +50,7 @@ fn what_was_done_with_a_request_before_it_was_added_is_a_part_of_its_time_and_no
     let id = lab.scheduler.add(ask(1, 10, 2), 10_000).expect("it fits");
     lab.scheduler.prepared(id, &[(TimelineState::Receive, 3000), (TimelineState::Tokenize, 1000), (TimelineState::Grammar, 1_000_000)]);
     let seen = lab.scheduler.explain(1).expect("it waits");
-    // The clock began at zero: there was no time for more.
+    // The clock started at zero, so no more time fits.
     assert_eq!(
         [TimelineState::Receive, TimelineState::Tokenize, TimelineState::Grammar].map(|cause| time(&seen, &[cause])),
         [3000, 1000, 6000]
@@ -67,7 +67,7 @@ fn steps_that_others_share_are_told_apart() {
     lab.step();
     lab.add(ask(2, 10, 2));
     lab.finish();
-    // Its prompt alone, a decode beside the other's prompt, and two more beside its decode or alone.
+    // Its prompt alone, one decode beside the other's prompt, and two more decodes beside the other's decode or alone.
     assert_eq!(time(&lab.ended[&1], &[TimelineState::Prefill]), 1000);
     assert_eq!(time(&lab.ended[&1], &[TimelineState::DecodeShared]), 1000);
     assert_eq!(time(&lab.ended[&1], &[TimelineState::Decode]), 2000);
@@ -76,7 +76,7 @@ fn steps_that_others_share_are_told_apart() {
 
 #[test]
 fn the_limit_that_binds_is_named() {
-    // Tokens: the first step has none left; half of the next is for those that wait.
+    // Tokens: the first step has none left. Half of the next step is for waiting requests.
     let mut lab = Lab::new(Config { max_tokens: 10, max_seqs: 10, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 100, 1));
     lab.add(ask(2, 10, 1));
@@ -84,7 +84,7 @@ fn the_limit_that_binds_is_named() {
     assert_eq!(lab.scheduler.stats().waiting_by_state[TimelineState::WaitBudget as usize], 1);
     lab.finish();
     assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[TimelineState::WaitBudget])), (Some(TimelineState::WaitBudget), 1000));
-    // Blocks: ten, of which the first has six.
+    // Blocks: ten, six of which the first request holds.
     let mut lab = Lab::new(Config { num_blocks: 11, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 90, 6));
     lab.add(ask(2, 70, 1));
@@ -92,7 +92,7 @@ fn the_limit_that_binds_is_named() {
     assert_eq!(lab.scheduler.stats().waiting_by_state[TimelineState::WaitBlocks as usize], 1);
     lab.finish();
     assert_eq!((lab.ended[&2].limit(), time(&lab.ended[&2], &[TimelineState::WaitBlocks])), (Some(TimelineState::WaitBlocks), 6000));
-    // Order: of two classes, the lower one has the row's turn, and the other waits for that.
+    // Policy: of two classes, the lower one has the turn for the slot and the other waits for the policy's order.
     let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Priority) });
     lab.add(ask(1, 10, 5));
     lab.step();
@@ -102,7 +102,7 @@ fn the_limit_that_binds_is_named() {
     let waiting = lab.scheduler.stats().waiting_by_state;
     assert_eq!((waiting[TimelineState::WaitSlots as usize], waiting[TimelineState::WaitPolicy as usize]), (1, 1));
     lab.finish();
-    // Four steps behind the first, while it is the third's turn; five behind the third, which are its own.
+    // Request 2 waits four steps while the third request has the turn, and five steps with its own turn while the third runs.
     assert_eq!((time(&lab.ended[&2], &[TimelineState::WaitPolicy]), time(&lab.ended[&2], &[TimelineState::WaitSlots])), (4000, 5000));
     assert_eq!((time(&lab.ended[&3], &[TimelineState::WaitPolicy]), time(&lab.ended[&3], &[TimelineState::WaitSlots])), (0, 4000));
 }
@@ -116,7 +116,7 @@ fn use_adds_up_by_tenant_and_by_class() {
     }
     lab.step();
     let now: Vec<_> = lab.scheduler.tenants().map(|(name, usage)| (name.to_string(), usage.running, usage.waiting)).collect();
-    // The first two run, both of y.
+    // The first two requests run, both of tenant y.
     assert!(now.contains(&("y".into(), 1, 2)) || now.contains(&("y".into(), 2, 2)), "{now:?}");
     lab.finish();
     let of = |tags: &[u64], value: fn(&Timeline) -> u64| -> u64 { tags.iter().map(|tag| value(&lab.ended[tag])).sum() };
@@ -149,7 +149,7 @@ fn the_last_ten_thousand_are_explained_and_those_that_live() {
     assert_eq!((timeline.finish, timeline.output_tokens, time(&timeline, &[TimelineState::Prefill])), (None, 1, 1000));
 }
 
-/// Numbers that look random: xorshift (Marsaglia, 2003).
+/// Pseudorandom numbers: xorshift (Marsaglia, 2003).
 struct Dice(u64);
 
 impl Dice {
@@ -161,19 +161,19 @@ impl Dice {
     }
 }
 
-/// What the test saw of a request.
+/// A request as the test observed it.
 #[derive(Clone, Copy, Default)]
 struct Seen {
     arrived: Time,
-    /// Since when it has no row.
+    /// Time since the request has had no slot.
     off_since: Time,
-    /// How long it had none after its start.
+    /// Total time without a slot after the start.
     off: Time,
     started: bool,
     running: bool,
 }
 
-/// Runs a sequence of random requests, keeps books of its own, and compares them with every account.
+/// Runs random requests, keeps independent accounts and compares them with every timeline.
 fn keep_books(config: Config, requests: u64, dice: &mut Dice) -> HashMap<u64, Timeline> {
     let mut lab = Lab::new(config);
     lab.check_every = 64;
@@ -194,7 +194,7 @@ fn keep_books(config: Config, requests: u64, dice: &mut Dice) -> HashMap<u64, Ti
                 predicted_tokens: (dice.below(2) == 0).then_some(new),
                 ..ask(next, prompt, new)
             };
-            // Some came while a step was under way.
+            // Some requests arrived during a step.
             let came = lab.now - if dice.below(3) == 0 { dice.below(300) } else { 0 }.min(lab.now);
             lab.try_add_at(came, request).expect("it fits");
             for fork in 0..if dice.below(5) == 0 { 1 + dice.below(2) } else { 0 } {
@@ -245,7 +245,7 @@ fn compare(timeline: &Timeline, seen: &Seen) {
     assert_eq!(timeline.arrived, seen.arrived);
     assert_eq!(timeline.started.is_some(), seen.started);
     assert_eq!(time(timeline, &waits), timeline.queued(), "{timeline:?}");
-    // Whoever ended without a row had been without it till then.
+    // A request that ended without a slot had none since then.
     let off = seen.off + if seen.started && !seen.running { timeline.ended - seen.off_since } else { 0 };
     assert_eq!(time(timeline, &[TimelineState::Preempted, TimelineState::Swapped]), off, "{timeline:?}");
     if timeline.preemptions == 0
@@ -285,7 +285,7 @@ fn ten_thousand_accounts_are_right_to_the_microsecond() {
         }
     }
     assert!(all.len() >= 10_000);
-    // Every cause of the scheduler's occurs, or the comparison proves little.
+    // Every state that the scheduler sets must occur, or the comparison proves little.
     for (cause, name) in TimelineState::NAMES.into_iter().filter(|&(cause, _)| cause < TimelineState::Receive) {
         assert!(all.iter().any(|timeline| timeline.states[cause as usize] > 0), "nothing of {name}");
     }

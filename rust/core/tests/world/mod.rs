@@ -1,7 +1,6 @@
-//! A scheduler beside a fake model that knows what every request must get.
+//! A scheduler beside a fake model that knows the expected tokens of every request.
 //!
-//! Shared by the property test and the fuzz target, which differ in where the
-//! calls come from.
+//! The property test and the fuzz target share it. They differ in the source of the calls.
 
 use chairlift_core::{
     Config, FinishReason, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Scheduler, SeqId, StepBuffers,
@@ -11,10 +10,10 @@ use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 
 pub(crate) const VOCABULARY: u32 = 3;
-/// A cell computed from a broken one is broken too, as with NaN.
+/// Marks an invalid cell. A cell computed from an invalid cell is invalid too, as with NaN.
 const POISON: u32 = 0xDEAD_DEAD;
 
-/// A call, or several that belong together.
+/// A call, or several calls that belong together.
 #[derive(Clone, Debug)]
 pub(crate) enum Op {
     Add {
@@ -22,42 +21,40 @@ pub(crate) enum Op {
         new: u32,
         stop: bool,
         salt: u8,
-        /// Forks, and whether they come at once or later.
+        /// Number of forks, and whether they are added at once or later.
         forks: usize,
         priority: i32,
         tenant: u8,
-        /// Time until the deadlines, if there are any.
+        /// Time until the deadlines, if the request has any.
         patience: Option<u64>,
         predicted: Option<u32>,
-        /// How long ago it came: the engine may have been at a step.
+        /// Time since the arrival, because a request may arrive during a step.
         ago: u64,
     },
     Abort(usize),
     Fork(usize),
-    /// Lets time pass.
+    /// Advances the clock.
     Wait(u64),
     Draft {
         which: usize,
         right: usize,
         wrong: usize,
     },
-    /// Plans and runs a step; leaves up to `lag` steps uncommitted.
+    /// Plans and runs a step. Leaves up to `lag` steps uncommitted.
     Step {
         lag: usize,
         poison: Option<usize>,
-        /// Whose part of the step is not computed, which it and those who share its blocks do not survive.
+        /// The request whose part of the step is not computed. It fails, and so do requests that share its blocks.
         lost: Option<usize>,
     },
 }
 
-/// The key and value of one position: like the real ones, a function of the
-/// token there and of everything before it.
+/// The key and value of one position. Like real ones, they are a function of the token there and of all tokens before it.
 fn cell(before: u32, token: Token) -> u32 {
     if before == POISON { POISON } else { (before ^ token).wrapping_mul(0x9E37_79B1).rotate_left(9) }
 }
 
-/// What stands before position 0. It depends on the salt, so that a block
-/// shared across salts shows.
+/// The state before position 0. It depends on the salt, so that the test detects a block shared across salts.
 fn origin(salt: u8) -> u32 {
     1 + u32::from(salt)
 }
@@ -70,7 +67,7 @@ fn oracle(salt: u8, context: &[Token]) -> Token {
     sample(context.iter().fold(origin(salt), |before, token| cell(before, *token))) as Token
 }
 
-/// A request as the test knows it.
+/// A request from the test's view.
 #[derive(Clone)]
 struct Live {
     seq: SeqId,
@@ -80,19 +77,19 @@ struct Live {
     stop: Option<Token>,
     priority: i32,
     tenant: std::sync::Arc<str>,
-    /// The first of its forks, or itself.
+    /// Tag of the first request of the family, or its own tag.
     family: u64,
-    /// Its cells were broken, or it may have shared the blocks of a request that failed: it may fail.
+    /// Whether the request may fail, because its cells were invalid or it may have shared the blocks of a failed request.
     exposed: bool,
 }
 
-/// The scheduler, the model's cache, and the requests as a caller knows them.
+/// The scheduler, the model's cache, and the requests from the caller's view.
 pub(crate) struct World {
     scheduler: Recorder,
     cache: Vec<u32>,
     host: Vec<u32>,
     tables: Vec<i32>,
-    /// The tables of somebody who hears of changes only, step by step.
+    /// A copy of the block tables, updated only from the changes of each step.
     copied_tables: Vec<i32>,
     last_token: Vec<i32>,
     row_salt: Vec<u8>,
@@ -226,7 +223,7 @@ impl World {
         }
     }
 
-    /// Adds a fork of a request, which begins where that one began.
+    /// Adds a fork of a request. It starts with the same prompt.
     fn fork(&mut self, of: u64) {
         let Some(parent) = self.live.get(&of) else { return };
         let (tokens, prompt_len) = self.scheduler.tokens(parent.seq).unwrap();
@@ -238,7 +235,7 @@ impl World {
         self.next_tag += 1;
     }
 
-    /// Drops whoever missed its deadline.
+    /// Drops requests that missed their deadline.
     fn expire(&mut self) {
         let mut ended = Vec::new();
         self.scheduler.expire(self.now, &mut ended);
@@ -248,7 +245,7 @@ impl World {
         }
     }
 
-    /// Forgets a request that ended, after a look at its account.
+    /// Removes a request that ended and checks its timeline.
     fn settle(&mut self, timeline: &Timeline) {
         assert_eq!(timeline.states.iter().sum::<u64>(), timeline.ended - timeline.arrived, "{timeline:?}");
         assert!(timeline.preemptions <= 8, "{timeline:?}");
@@ -262,8 +259,8 @@ impl World {
         }
     }
 
-    /// Plans a step and runs it on the fake model, but for what is `lost`, and
-    /// says who cannot live without that. `None` if there was nothing to run.
+    /// Plans a step and runs it on the fake model, except for `lost`. Returns the requests that fail without it, or
+    /// `None` if there was nothing to run.
     fn step(&mut self, poison: Option<u64>, lost: Option<u64>) -> Option<Vec<u64>> {
         let config = *self.scheduler.config();
         self.expire();
@@ -337,7 +334,7 @@ impl World {
                 assert!(slots[at] as usize >= size, "wrote the scratch block");
                 let before = if position == 0 { origin(self.row_salt[row]) } else { self.cache[slot(position - 1)] };
                 let token = if ids[at] < 0 { self.last_token[(-ids[at] - 1) as usize] } else { ids[at] };
-                // A row whose request failed in the step before has no token; it is dropped at the commit.
+                // A slot whose request failed in the previous step has no token. The commit drops it.
                 let broken = (poison == Some(self.row_tag[row]) && plan.chunks[i].samples) || token < 0;
                 self.cache[slots[at] as usize] = if broken { POISON } else { cell(before, token as Token) };
             }
@@ -355,7 +352,7 @@ impl World {
         Some((0..n.seqs).filter(lacks).map(|i| self.row_tag[rows[i] as usize]).collect())
     }
 
-    /// Nobody is admitted in a step that preempted, but those for whom that was done.
+    /// A step that preempted sequences admits only the requests they were preempted for.
     fn check_order(&self, plan: &StepPlan) {
         if plan.preempted.is_empty() || plan.admitted.is_empty() {
             return;
@@ -376,13 +373,13 @@ impl World {
         }
     }
 
-    /// No step writes a cell that another sequence had before the step.
+    /// No step writes a cell that belonged to another sequence before the step.
     fn check_writes(&self, plan: &StepPlan, starts: &[i32], positions: &[i32], slots: &[i32]) {
         let config = self.scheduler.config();
         let (size, max_blocks) = (config.block_size as usize, config.max_blocks_per_seq() as usize);
         for (reader, chunk) in plan.chunks.iter().enumerate() {
             if plan.admitted.iter().any(|admitted| admitted.seq == chunk.seq) {
-                continue; // what it found may be completed in this very step
+                continue; // a block found in the cache may be completed in this same step
             }
             let (row, start) = (chunk.slot as usize, positions[starts[reader] as usize] as usize);
             let had: Vec<usize> = (0..start).map(|p| self.tables[row * max_blocks + p / size] as usize * size + p % size).collect();
@@ -399,7 +396,7 @@ impl World {
             let live = self.live.get_mut(&output.tag).expect("output of a request that is over");
             if output.finish == Some(FinishReason::Error) {
                 assert!(live.exposed, "request {} failed for another's fault", output.tag);
-                // Who shares its blocks in the same step comes later in the batch.
+                // A sequence that shares its blocks in the same step comes later in the batch.
                 self.live.values_mut().for_each(|live| live.exposed = true);
                 continue;
             }
@@ -422,7 +419,7 @@ impl World {
         self.scheduler.check();
     }
 
-    /// Runs until every request has ended, one step in flight at most.
+    /// Runs until every request has ended, with at most one step in flight.
     pub(crate) fn drain(&mut self) {
         while !self.in_flight.is_empty() {
             self.commit();
@@ -444,7 +441,7 @@ impl World {
         self.scheduler.check();
     }
 
-    /// The journal of all that makes every decision again.
+    /// Replays the journal of all calls. It must repeat every decision.
     pub(crate) fn replay(&mut self) {
         let mut journal = Vec::new();
         self.scheduler.take_journal(&mut journal);
