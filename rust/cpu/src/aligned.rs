@@ -1,11 +1,11 @@
-//! A vector whose memory starts at a cache line.
+//! A vector whose memory starts at a cache line boundary.
 
 use std::alloc::{self, Layout};
 use std::marker::PhantomData;
 
 use crate::unsafe_slice::UnsafeSlice;
 
-/// 64 bytes, aligned.
+/// 64 bytes, aligned to 64 bytes.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);
@@ -14,10 +14,10 @@ struct Line([u8; 64]);
 ///
 /// # Safety
 ///
-/// Every bit pattern is a value of the type, and the type has no padding bytes.
+/// Every bit pattern is a valid value of the type, and the type has no padding bytes.
 pub(crate) unsafe trait Pod: Copy + Send + Sync + 'static {}
 
-// SAFETY: all patterns of bits are numbers.
+// SAFETY: every bit pattern is a number.
 unsafe impl Pod for f32 {}
 // SAFETY: as above.
 unsafe impl Pod for i8 {}
@@ -30,7 +30,7 @@ unsafe impl Pod for i16 {}
 // SAFETY: as above.
 unsafe impl Pod for i32 {}
 
-/// A vector of fixed length whose memory starts at a cache line; all zeros at first.
+/// A zero-initialised vector of fixed length whose memory starts at a cache line boundary.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AlignedVec<T> {
     memory: Box<[Line]>,
@@ -39,7 +39,7 @@ pub(crate) struct AlignedVec<T> {
 }
 
 impl<T: Pod> AlignedVec<T> {
-    /// `len` zeros.
+    /// A vector of `len` zeros.
     pub(crate) fn zeros(len: usize) -> Self {
         let bytes = Layout::array::<T>(len).expect("less than all memory").size();
         let count = bytes.div_ceil(size_of::<Line>());
@@ -47,7 +47,7 @@ impl<T: Pod> AlignedVec<T> {
         let memory = if count == 0 {
             Box::default()
         } else {
-            // SAFETY: the layout is that of `count` lines, not of none, and zeros are a line.
+            // SAFETY: the layout is that of `count` lines, `count` is not 0, and zero bytes are a valid line.
             unsafe {
                 let start = alloc::alloc_zeroed(layout).cast::<Line>();
                 if start.is_null() {
@@ -59,14 +59,14 @@ impl<T: Pod> AlignedVec<T> {
         Self { memory, len, kind: PhantomData }
     }
 
-    /// Grows to at least `len` numbers. Growing replaces the contents by zeros.
+    /// Grows to at least `len` numbers. Growing replaces the contents with zeros.
     pub(crate) fn reserve(&mut self, len: usize) {
         if self.len < len {
             *self = Self::zeros(len);
         }
     }
 
-    /// A view that several threads may write to.
+    /// Returns a view that several threads can write to.
     pub(crate) fn shared(&mut self) -> UnsafeSlice<'_, T> {
         UnsafeSlice::new(self)
     }
@@ -76,14 +76,14 @@ impl<T: Pod> std::ops::Deref for AlignedVec<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: the lines hold `len` numbers, any bytes are some, and a line's alignment is more than theirs.
+        // SAFETY: the lines hold `len` numbers, every bit pattern is valid, and a line is aligned more strictly than `T`.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast(), self.len) }
     }
 }
 
 impl<T: Pod> std::ops::DerefMut for AlignedVec<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and `self` is borrowed alone.
+        // SAFETY: as above, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.memory.as_mut_ptr().cast(), self.len) }
     }
 }
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "less than all memory")]
     fn more_than_all_memory_is_refused() {
-        // As many bytes as wrap around to a few.
+        // The byte count wraps around to a small number.
         let _ = AlignedVec::<f32>::zeros(usize::MAX / 4 + 2);
     }
 }

@@ -1,4 +1,4 @@
-//! Attention of a step's tokens to the keys and values in the cache's blocks.
+//! Attention of a step's tokens over the KV cache.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -13,44 +13,45 @@ use crate::unsafe_slice::UnsafeSlice;
 #[cfg(test)]
 mod tests;
 
-/// Keys that are looked at together. Tiles begin at multiples of it, wherever a query is.
+/// Keys per tile. Tiles start at multiples of this number, whatever the query's position.
 const TILE: usize = 64;
 
-/// Most rows that a task should have: tiles of keys and values are read again for so many.
+/// Target maximum of rows (query tokens times heads of a group) in a task. A task reads its tiles of keys and values once for all of its
+/// rows.
 const ROWS: usize = 48;
 
-/// Most rows of a micro-tile, and the registers that each has sums in.
+/// Maximum rows of a micro-tile. Each row accumulates in [`VECTORS`] registers.
 const MICRO: usize = 6;
 const VECTORS: usize = 4;
 
-/// Fewest lanes that a register has.
+/// Minimum lanes of a register.
 const LANES: usize = 4;
 
-/// Whose tokens a step has, and where their keys and values are.
+/// The sequences of a step, and where their keys and values are.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sequences<'a> {
-    /// Sequence i has the tokens `query_starts[i]` to `query_starts[i + 1]` of the step.
+    /// Sequence i has the step's tokens from `query_starts[i]` to `query_starts[i + 1]`.
     pub(crate) query_starts: &'a [i32],
-    /// Tokens of each sequence, of which those of the step are the last.
+    /// Context length of each sequence, including its tokens in the step, which are the last ones.
     pub(crate) context_lens: &'a [i32],
-    /// Which row of `block_tables` is each sequence's.
+    /// Each sequence's row in `block_tables`.
     pub(crate) rows: &'a [i32],
-    /// Blocks in the order of the tokens in them, \[rows\]\[`max_blocks`\].
+    /// Block ids in the order of the tokens that they hold, \[rows\]\[`max_blocks`\].
     pub(crate) block_tables: &'a [i32],
     pub(crate) max_blocks: usize,
 }
 
-/// Some queries of one sequence, and the heads that share one head of keys and values.
+/// Some query tokens of one sequence, with the query heads that share one KV head.
 #[derive(Clone, Copy, Debug)]
 struct Task {
     sequence: usize,
     kv_head: usize,
-    /// The first query, counted from the sequence's first in the step.
+    /// Index of the first query token, relative to the sequence's first token in the step.
     first: usize,
     queries: usize,
 }
 
-/// What the threads have to do for a step, in each layer the same.
+/// The attention tasks of a step. They are the same in every layer.
 #[derive(Debug)]
 pub(crate) struct Plan<'a> {
     sequences: Sequences<'a>,
@@ -60,9 +61,10 @@ pub(crate) struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// Cuts a step into tasks, the longest first, so that the threads end nearly together.
+    /// Splits a step into tasks. The longest tasks come first, so that the threads finish at nearly the same time.
     ///
-    /// `heads` of queries are a multiple of `kv_heads`. The cuts are in the queries only: a query's context stays in one piece.
+    /// `heads`, the number of query heads, must be a multiple of `kv_heads`. Only the queries are split: one task handles the whole context
+    /// of a query.
     pub(crate) fn new(sequences: Sequences<'a>, heads: usize, kv_heads: usize) -> Self {
         let group = heads / kv_heads;
         let most = (ROWS / group).max(1);
@@ -79,12 +81,12 @@ impl<'a> Plan<'a> {
         Self { tasks, ..plan }
     }
 
-    /// How many tasks there are.
+    /// Number of tasks.
     pub(crate) fn len(&self) -> usize {
         self.tasks.len()
     }
 
-    /// The tokens of a sequence.
+    /// A sequence's tokens in the step.
     fn queries(&self, sequence: usize) -> Range<usize> {
         self.sequences.query_starts[sequence] as usize..self.sequences.query_starts[sequence + 1] as usize
     }
@@ -94,41 +96,41 @@ impl<'a> Plan<'a> {
         self.sequences.context_lens[task.sequence] as usize - self.queries(task.sequence).len() + task.first
     }
 
-    /// The block that the token at `position` of a sequence is in.
+    /// The block of the token at `position` of a sequence.
     fn block(&self, sequence: usize, position: usize, block_size: usize) -> usize {
         let Sequences { rows, block_tables, max_blocks, .. } = self.sequences;
         block_tables[rows[sequence] as usize * max_blocks + position / block_size] as usize
     }
 }
 
-/// A thread's memory for [`Attention::attend`].
+/// Per-thread scratch memory for [`Attention::attend`].
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
-    /// \[rows\]\[head dim\], times the scale.
+    /// \[rows\]\[head dim\]: queries times the scale.
     query: AlignedVec<f32>,
-    /// \[rows\]\[head dim, padded\]: values weighted by the powers of e.
+    /// \[rows\]\[head dim, padded\]: sums of the values, weighted by the exponentials.
     sums: AlignedVec<f32>,
-    /// \[rows\]\[lanes\]: the powers of e, summed by position modulo lanes.
+    /// \[rows\]\[lanes\]: sums of the exponentials, by position modulo lanes.
     weights: AlignedVec<f32>,
-    /// \[rows\]: the largest score so far, of which the powers of e are relative.
+    /// \[rows\]: the running maximum of the scores, which is subtracted before the exponential.
     largest: AlignedVec<f32>,
-    /// \[head dim\]\[TILE\]: keys in whatever form, where blocks do not hold whole registers of them.
+    /// \[head dim\]\[TILE\]: gathered keys, in the cache's format. Used when the block size is not a multiple of the lanes.
     keys: AlignedVec<i32>,
 }
 
-/// One layer's attention: scaled dot products, softmax, weighted values.
+/// Attention in one layer: scaled dot products, softmax, weighted sum of the values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Attention<'a> {
     pub(crate) plan: &'a Plan<'a>,
     pub(crate) pages: Pages<'a>,
     pub(crate) layer: usize,
-    /// How many tokens a token sees, itself included; all if none.
+    /// Sliding window: how many tokens a token attends to, including itself. `None`: all tokens.
     pub(crate) window: Option<usize>,
-    /// What products of queries and keys are multiplied by.
+    /// Factor of the dot products of queries and keys.
     pub(crate) scale: f32,
-    /// Where a score x becomes c * tanh(x / c), that c.
+    /// The cap c if a score x is replaced by `c * tanh(x / c)`.
     pub(crate) softcap: Option<f32>,
-    /// \[tokens\]\[stride\], which begin with \[heads\]\[head dim\].
+    /// \[tokens\]\[stride\]. Each row starts with \[heads\]\[head dim\].
     pub(crate) query: &'a [f32],
     pub(crate) stride: usize,
     /// \[tokens\]\[heads\]\[head dim\].
@@ -136,14 +138,15 @@ pub(crate) struct Attention<'a> {
 }
 
 impl Attention<'_> {
-    /// Does the plan's task of that number.
+    /// Runs the plan's task with this index.
     ///
-    /// The softmax is online (Milakov and Gimelshein, 2018), over tiles at fixed positions: what is computed for a query, and in
-    /// what order, depends on its position, the window and the shape of the heads, and on nothing else.
+    /// The softmax is online (Milakov and Gimelshein, 2018), over tiles at fixed positions. The operations for a query, and their order,
+    /// depend only on its position, the window and the shape of the heads.
     ///
     /// # Safety
     ///
-    /// Each task is done by one thread, and meanwhile nobody else reads `out` or writes the pages. What a query sees is written.
+    /// Each task runs on one thread. Meanwhile no other thread reads `out` or writes the pages. All keys and values that the queries attend
+    /// to have been written.
     pub(crate) unsafe fn attend(&self, isa: Isa, task: usize, scratch: &mut Scratch) {
         let task = self.plan.tasks[task];
         match self.pages.form {
@@ -153,14 +156,14 @@ impl Attention<'_> {
         }
     }
 
-    /// The tokens that the token at `position` of a sequence sees.
+    /// The positions that the token at `position` of a sequence attends to.
     #[inline(always)]
     fn seen(&self, position: usize) -> Range<usize> {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))..position + 1
     }
 }
 
-/// A task, and the form of the cache.
+/// A task with the element type of the cache.
 struct Attend<'a, C> {
     of: &'a Attention<'a>,
     task: Task,
@@ -168,15 +171,15 @@ struct Attend<'a, C> {
     cell: PhantomData<C>,
 }
 
-/// Where the keys and values of the tokens from `start` on lie.
+/// Pointers to the keys and values of the tokens from `start` on.
 struct Tile<C> {
     start: usize,
-    /// Tokens of the tile that some row of the task sees, counted from `start`.
+    /// Tokens of the tile that at least one row of the task attends to, relative to `start`.
     tokens: Range<usize>,
-    /// For each register of tokens, where their first dimension is, and how many numbers further the next one.
+    /// For each register of tokens, the address of their first dimension. The next dimension is `step` elements further.
     keys: [*const C; TILE / LANES],
     step: usize,
-    /// For each token.
+    /// One pointer per token.
     values: [*const C; TILE],
     key_scales: [f32; TILE],
     value_scales: [f32; TILE],
@@ -221,7 +224,7 @@ impl<C: Cell> Kernel for Attend<'_, C> {
 }
 
 impl<C: Cell> Attend<'_, C> {
-    /// Clears the sums, and lays the queries side by side.
+    /// Clears the accumulators and copies the scaled queries.
     #[inline(always)]
     fn begin<S: Simd>(&mut self, rows: usize) {
         let (plan, head_dim) = (self.of.plan, self.of.pages.shape.head_dim);
@@ -244,7 +247,7 @@ impl<C: Cell> Attend<'_, C> {
         }
     }
 
-    /// Finds the tile's keys and values.
+    /// Finds the addresses of the tile's keys and values.
     #[inline(always)]
     fn fill<S: Simd>(&mut self, tile: &mut Tile<C>) {
         let (pages, padded) = (self.of.pages, self.of.pages.padded());
@@ -257,7 +260,7 @@ impl<C: Cell> Attend<'_, C> {
             let offset = (tile.start + token) % size;
             let end = tile.tokens.end.min(token + size - offset);
             let block = self.of.plan.block(self.task.sequence, tile.start + token, size);
-            // SAFETY: all offsets are within the page, or within `gathered`, which has room for as many cells of 4 bytes.
+            // SAFETY: all offsets are within the page, or within `gathered`, which has room for cells of 4 bytes.
             unsafe {
                 let Parts { scales, values, keys } = pages.page::<C>(self.of.layer, block, self.task.kv_head);
                 for (i, value) in tile.values[token..end].iter_mut().enumerate() {
@@ -271,10 +274,10 @@ impl<C: Cell> Attend<'_, C> {
                 }
                 if direct {
                     if token == tile.tokens.start {
-                        // Registers without a token that anybody sees: any keys will do.
+                        // Some registers have no visible token. They need a valid address, whose keys are not used.
                         tile.keys.fill(keys);
                     }
-                    // Only the first block of a window begins within, and then not always at a register's first token.
+                    // `token` can be in the middle of a block, or of a register, only in the first block of a window.
                     for vector in token / S::LANES..end.div_ceil(S::LANES) {
                         tile.keys[vector] = keys.add((tile.start + vector * S::LANES) % size);
                     }
@@ -293,12 +296,12 @@ impl<C: Cell> Attend<'_, C> {
         }
     }
 
-    /// Lets 6 rows, 3 rows or one look at the tile, if they see any of it.
+    /// Processes 1, 3 or 6 rows of the tile. Returns at once if they attend to none of its tokens.
     #[inline(always)]
     fn look<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: Range<usize>) {
         let (of, pages) = (self.of, self.of.pages);
         let first = of.plan.position(&self.task);
-        // What is seen only moves on from one row to the next.
+        // The bounds of the visible range never decrease from one row to the next.
         let seen = |row: usize| of.seen(first + row / of.plan.group);
         let tokens = tile.tokens.start.max(seen(rows.start).start.saturating_sub(tile.start))
             ..tile.tokens.end.min(seen(rows.end - 1).end.saturating_sub(tile.start));
@@ -309,7 +312,7 @@ impl<C: Cell> Attend<'_, C> {
         let lanes = vectors.start * S::LANES..vectors.end * S::LANES;
         let mut scores = [[0.0; TILE]; MICRO];
         let mut factors = [[0.0; 16]; MICRO];
-        // SAFETY: the scratch memory was laid out for all rows (`begin`), and the tile's pointers were set for all of its tokens.
+        // SAFETY: `begin` sized the scratch memory for all rows, and `fill` set the tile's pointers for all of its tokens.
         unsafe {
             let query = self.scratch.query.as_ptr().add(rows.start * pages.shape.head_dim);
             for v in (vectors.start / VECTORS * VECTORS..vectors.end).step_by(VECTORS) {
@@ -360,7 +363,7 @@ impl<C: Cell> Attend<'_, C> {
         }
     }
 
-    /// Divides the sums by the weights' and hands them out.
+    /// Divides the weighted sums by the sums of the weights and writes the output.
     #[inline(always)]
     fn end<S: Simd>(&mut self, s: S, rows: usize) {
         let (plan, pages) = (self.of.plan, self.of.pages);
@@ -369,7 +372,7 @@ impl<C: Cell> Attend<'_, C> {
         for row in 0..rows {
             let (token, head) = (first + row / plan.group, self.task.kv_head * plan.group + row % plan.group);
             let start = (token * plan.kv_heads * plan.group + head) * head_dim;
-            // SAFETY: the scratch memory was laid out for all rows, and only this task writes this part of the output.
+            // SAFETY: `begin` sized the scratch memory for all rows, and only this task writes this part of the output.
             let out = unsafe {
                 let weight = s.sum(s.load(self.scratch.weights.as_ptr().add(row * S::LANES)));
                 for x in &mut self.scratch.sums[row * padded..][..padded] {
@@ -382,7 +385,7 @@ impl<C: Cell> Attend<'_, C> {
     }
 }
 
-/// Products of `R` queries with the keys of [`VECTORS`] of the tile's registers.
+/// Dot products of `R` queries with the keys in [`VECTORS`] of the tile's registers.
 #[inline(always)]
 unsafe fn products<S: Simd, C: Cell, const R: usize>(
     s: S,
@@ -395,7 +398,7 @@ unsafe fn products<S: Simd, C: Cell, const R: usize>(
     let keys: [*const C; VECTORS] = std::array::from_fn(|v| tile.keys[first + v]);
     let mut sums = [[s.splat(0.0); VECTORS]; R];
     for d in 0..head_dim {
-        // SAFETY: the keys' pointers are good for `head_dim` steps, and there are `R` queries.
+        // SAFETY: the key pointers are valid for `head_dim` steps, and there are `R` queries.
         unsafe {
             let query: [S::F; R] = std::array::from_fn(|r| s.splat(*query.add(r * head_dim + d)));
             for v in 0..VECTORS {
@@ -408,33 +411,34 @@ unsafe fn products<S: Simd, C: Cell, const R: usize>(
     }
     for (scores, sums) in scores.iter_mut().zip(sums) {
         for (to, sum) in scores[first * S::LANES..][..VECTORS * S::LANES].chunks_exact_mut(S::LANES).zip(sums) {
-            // SAFETY: the chunk has as many numbers.
+            // SAFETY: the chunk has `S::LANES` numbers.
             unsafe { s.store(to.as_mut_ptr(), sum) };
         }
     }
 }
 
-/// Multiplies a row's numbers by those of the tokens.
+/// Multiplies a row's numbers by the tokens' numbers in `by`.
 #[inline(always)]
 fn multiply<S: Simd>(s: S, row: &mut [f32; TILE], by: &[f32; TILE], vectors: Range<usize>) {
     let lanes = vectors.start * S::LANES..vectors.end * S::LANES;
     for (x, y) in row[lanes.clone()].chunks_exact_mut(S::LANES).zip(by[lanes].chunks_exact(S::LANES)) {
-        // SAFETY: the chunks have as many numbers.
+        // SAFETY: the chunks have `S::LANES` numbers.
         unsafe { s.store(x.as_mut_ptr(), s.mul(s.load(x.as_ptr()), s.load(y.as_ptr()))) };
     }
 }
 
-/// Makes a row's scores powers of e relative to the largest so far, and adds them up; returns what to multiply older sums by.
+/// Replaces a row's scores by their exponentials relative to the running maximum and adds them to the weights. Returns the factor that
+/// rescales older sums.
 #[inline(always)]
 unsafe fn powers<S: Simd>(s: S, scores: &mut [f32; TILE], vectors: Range<usize>, largest: &mut f32, weights: *mut f32) -> S::F {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe {
         let mut most = s.splat(*largest);
         for v in vectors.clone() {
             most = s.max(most, s.load(scores.as_ptr().add(v * S::LANES)));
         }
         let before = std::mem::replace(largest, s.largest(most));
-        // A row that has seen nothing yet: all of its scores are minus infinity, as powers 0.
+        // The row has no visible token yet. Its scores are all minus infinity, and their exponentials must be 0.
         let base = s.splat(if *largest == f32::NEG_INFINITY { 0.0 } else { *largest });
         let factor = exp(s, s.sub(s.splat(before), base));
         let mut sum = s.mul(s.load(weights), factor);
@@ -449,22 +453,22 @@ unsafe fn powers<S: Simd>(s: S, scores: &mut [f32; TILE], vectors: Range<usize>,
     }
 }
 
-/// Sums of values, to which those of a tile are added.
+/// Weighted sums of the values, to which a tile's values are added.
 struct Weighted<'a, C> {
     weights: &'a [[f32; TILE]; MICRO],
     tokens: Range<usize>,
     values: &'a [*const C; TILE],
-    /// What the sums so far are multiplied by, in all lanes of a register.
+    /// Factor that rescales each row's sums, in all lanes of a register.
     factors: &'a [[f32; 16]; MICRO],
     sums: *mut f32,
     padded: usize,
 }
 
 impl<C: Cell> Weighted<'_, C> {
-    /// Adds to the sums of `R` rows in the `V` registers of dimensions from `d` on.
+    /// Adds to the sums of `R` rows, in the `V` registers of dimensions that start at `d`.
     #[inline(always)]
     unsafe fn add<S: Simd, const R: usize, const V: usize>(&self, s: S, d: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe {
             let at = |r: usize, v: usize| self.sums.add(r * self.padded + d + v * S::LANES);
             let mut sums: [[S::F; R]; V] =

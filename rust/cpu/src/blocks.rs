@@ -1,102 +1,102 @@
-//! The blocks that a decoder is a list of, as data. Each reads the residual stream, and adds its output to it.
+//! The blocks of a decoder, as data. Each block reads the residual stream and adds its output to it.
 
 use crate::linear::{Activation, Linear};
 use crate::rope::Rope;
 use crate::weights::Merge;
 
-/// What all blocks of a decoder share.
+/// Configuration that all blocks of a decoder share.
 #[derive(Clone, Debug)]
 pub struct DecoderConfig {
-    /// Size of a token's hidden state.
+    /// Size of the hidden state.
     pub hidden_size: usize,
-    /// Heads of queries.
+    /// Number of query heads.
     pub num_heads: usize,
-    /// Heads of keys and values.
+    /// Number of KV heads.
     pub num_kv_heads: usize,
-    /// Numbers of a head.
+    /// Size of a head.
     pub head_dim: usize,
     /// `rms_norm_eps`.
     pub rms_norm_eps: f32,
-    /// Rotary embeddings, to which attention blocks refer by index.
+    /// Rotary embeddings. Attention blocks refer to them by index.
     pub ropes: Vec<Rope>,
-    /// What embeddings are multiplied by (Gemma, Granite).
+    /// Factor of the embeddings (Gemma, Granite).
     pub embedding_scale: f32,
-    /// Where a logit x becomes c * tanh(x / c), that c (Gemma 2).
+    /// The cap c if a logit x is replaced by `c * tanh(x / c)` (Gemma 2).
     pub final_softcap: Option<f32>,
 }
 
-/// A norm, what is computed of it, and how the result is added to the residual stream.
+/// A block: an input norm, attention or an MLP, and how the output is added to the residual stream.
 #[derive(Debug)]
 pub struct Block {
-    /// Weight of the norm of the block's input.
+    /// Weight of the input norm.
     pub norm: Vec<f32>,
-    /// What the block computes.
+    /// Attention or MLP.
     pub kind: BlockKind,
-    /// Weight of a norm of the block's output (Gemma).
+    /// Weight of the output norm (Gemma).
     pub post_norm: Option<Vec<f32>>,
-    /// What the output is multiplied by before it is added (Granite's `residual_multiplier`).
+    /// Factor of the output before it is added to the residual stream (Granite's `residual_multiplier`).
     pub residual_scale: f32,
 }
 
-/// What a block computes.
+/// The computation of a block.
 #[derive(Debug)]
 pub enum BlockKind {
-    /// Attention to the tokens before, which keeps one layer of the KV cache.
+    /// Attention, with one layer of the KV cache.
     Attention(SelfAttention),
-    /// A gated network of two layers.
+    /// A gated MLP.
     Mlp(GatedMlp),
 }
 
-/// Causal attention, with grouped queries.
+/// Causal attention with grouped queries.
 #[derive(Debug)]
 pub struct SelfAttention {
-    /// `q_proj`, `k_proj` and `v_proj`, one under another.
+    /// `q_proj`, `k_proj` and `v_proj`, stacked.
     pub qkv_proj: Linear,
     /// `o_proj`.
     pub o_proj: Linear,
-    /// Weights of the norms of each head's queries and keys (Qwen 3, Gemma 3).
+    /// Weights of the query norm and the key norm, which apply to each head (Qwen 3, Gemma 3).
     pub qk_norm: Option<[Vec<f32>; 2]>,
-    /// The index of the rotary embedding in [`DecoderConfig::ropes`]; None where positions do not count (`SmolLM3`).
+    /// Index of the rotary embedding in [`DecoderConfig::ropes`]. `None`: the layer has no positional embedding (`SmolLM3`).
     pub rope: Option<usize>,
-    /// What products of queries and keys are multiplied by.
+    /// Factor of the dot products of queries and keys.
     pub scale: f32,
-    /// Where a score x becomes c * tanh(x / c), that c (Gemma 2).
+    /// The cap c if a score x is replaced by `c * tanh(x / c)` (Gemma 2).
     pub softcap: Option<f32>,
-    /// How many tokens a token sees, itself included; all if None.
+    /// Sliding window: how many tokens a token attends to, including itself. `None`: all tokens.
     pub window: Option<usize>,
 }
 
 /// `down_proj(activation(gate_proj(x)) * up_proj(x))`.
 #[derive(Debug)]
 pub struct GatedMlp {
-    /// `gate_proj` and `up_proj`, as a gated matrix.
+    /// `gate_proj` and `up_proj`, merged as [`Merge::Gated`].
     pub gate_up_proj: Linear,
     /// `down_proj`.
     pub down_proj: Linear,
-    /// What the gate goes through.
+    /// Activation of the gate.
     pub activation: Activation,
 }
 
-/// Weights or options that do not fit each other.
+/// Weights or options do not fit each other.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what} do not fit the decoder's configuration")]
 pub struct ShapeError {
-    /// Which.
+    /// The weights or options that do not fit.
     pub what: &'static str,
 }
 
-/// An error that names `what`, unless it `fits`.
+/// Returns an error that names `what`, unless `fits` is true.
 pub(crate) fn check(fits: bool, what: &'static str) -> Result<(), ShapeError> {
     if fits { Ok(()) } else { Err(ShapeError { what }) }
 }
 
 impl DecoderConfig {
-    /// Numbers of a token's queries, and of its keys or values.
+    /// Width of a token's queries, and width of its keys or values.
     pub(crate) fn widths(&self) -> (usize, usize) {
         (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim)
     }
 
-    /// Numbers of a token's queries, keys and values together.
+    /// Width of a token's queries, keys and values together.
     pub(crate) fn qkv_width(&self) -> usize {
         let (queries, kv) = self.widths();
         queries + 2 * kv
@@ -121,7 +121,7 @@ impl Block {
         }
     }
 
-    /// Numbers between the two layers of a network, 0 for other blocks.
+    /// Width of the MLP's inner layer. 0 for other blocks.
     pub(crate) fn inner(&self) -> usize {
         match &self.kind {
             BlockKind::Attention(_) => 0,
@@ -143,7 +143,7 @@ impl SelfAttention {
 }
 
 impl GatedMlp {
-    /// Numbers between the two layers.
+    /// Width of the inner layer.
     pub(crate) fn inner(&self) -> usize {
         self.gate_up_proj.matrix.outs
     }

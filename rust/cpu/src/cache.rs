@@ -1,4 +1,4 @@
-//! The keys and values of all tokens, in blocks that requests own.
+//! The KV cache: keys and values of all tokens, in blocks that requests own.
 
 use std::alloc::{Layout, alloc_zeroed};
 use std::ops::{Deref, DerefMut};
@@ -14,51 +14,52 @@ use crate::unsafe_slice::UnsafeSlice;
 #[cfg(test)]
 mod tests;
 
-/// A token's values are padded to a multiple of this many, the widest register's lanes, so that kernels need no remainders.
+/// A token's values are padded to a multiple of this number, the lanes of the widest register, so that kernels need no remainder loops.
 const PADDING: usize = 16;
 
-/// Bytes of a cache line, at which pages begin.
+/// Bytes of a cache line. Pages start at multiples of it.
 const LINE: usize = 64;
 
-/// How large a cache is. No number is 0.
+/// Dimensions of a KV cache. None of them is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {
-    /// Layers of the model.
+    /// Number of layers.
     pub layers: usize,
-    /// Blocks that sequences can own.
+    /// Number of blocks that sequences can own.
     pub blocks: usize,
-    /// Heads of keys and values.
+    /// Number of KV heads.
     pub kv_heads: usize,
-    /// Tokens in a block.
+    /// Number of tokens in a block.
     pub block_size: usize,
-    /// Numbers of a head.
+    /// Size of a head.
     pub head_dim: usize,
 }
 
-/// How numbers are stored in the cache.
+/// Storage format of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvForm {
-    /// As they are.
+    /// fp32.
     F32,
-    /// In IEEE half precision.
+    /// IEEE half precision.
     F16,
-    /// As integers from -127 to 127, with one fp32 scale for a token's keys, and one for its values, of each head.
+    /// Integers from -127 to 127. Each head of a token has one fp32 scale for its keys and one for its values.
     Int8,
 }
 
-/// The system refuses the memory that a cache asks for.
+/// The system refuses the memory for a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("the system has no {:.1} GiB of memory for KV blocks: ask for fewer", *bytes as f64 / f64::from(1 << 30))]
 pub struct OutOfMemory {
-    /// Bytes that were asked for; the largest number where there are more.
+    /// Requested bytes. `usize::MAX` if the size overflows.
     pub bytes: usize,
 }
 
-/// Keys and values of all layers, and a second pool of blocks that only keeps what is swapped out.
+/// Keys and values of all layers, and a second pool of blocks for swapped-out data.
 ///
-/// A page is a block's part in one layer and head: for [`KvForm::Int8`] the scales of the keys and of the values, \[2\]\[block size\];
-/// the values, \[block size\]\[head dim, padded\]; the keys, \[head dim\]\[block size\]. So scores are computed for several tokens at
-/// once, and outputs for several dimensions: nothing is summed across a register.
+/// A KV page is a block's part in one layer and head. It has up to three parts. For [`KvForm::Int8`] the first part is the scales of the
+/// keys and of the values, \[2\]\[block size\]. The values follow, \[block size\]\[head dim, padded\], and then the keys,
+/// \[head dim\]\[block size\]. With this layout a register holds scores of several tokens, or several dimensions of an output, and no
+/// kernel sums across the lanes of a register.
 pub struct KvCache {
     shape: KvShape,
     form: KvForm,
@@ -69,23 +70,23 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A cache of zeros, with `host_blocks` more to swap to. It takes memory only as blocks are written.
+    /// Creates a cache of zeros with `host_blocks` additional blocks for swapping. Physical memory is used only when blocks are written.
     pub fn new(shape: KvShape, form: KvForm, host_blocks: usize) -> Result<Self, OutOfMemory> {
         let bytes = |blocks: usize| blocks.checked_mul(Self::bytes_per_block(shape, form)).ok_or(OutOfMemory { bytes: usize::MAX });
         Ok(Self { shape, form, device: Zeroed::new(bytes(shape.blocks)?)?, host: Zeroed::new(bytes(host_blocks)?)? })
     }
 
-    /// Memory that a block of all layers takes.
+    /// Bytes of a block, over all layers.
     pub fn bytes_per_block(shape: KvShape, form: KvForm) -> usize {
         shape.layers * shape.kv_heads * Page::new(shape, form).bytes
     }
 
-    /// How large it is.
+    /// The dimensions of the cache.
     pub fn shape(&self) -> KvShape {
         self.shape
     }
 
-    /// Copies whole blocks, (source, target), one pair after the other. Panics where there is no such block.
+    /// Copies whole blocks. Each pair is (source, target), and pairs are copied in order. Panics if a block does not exist.
     pub fn copy(&mut self, pairs: &[(u32, u32)]) {
         for &(source, target) in pairs {
             for layer in 0..self.shape.layers {
@@ -95,7 +96,7 @@ impl KvCache {
         }
     }
 
-    /// Copies blocks to the host's pool, (block, host block), then others from it, (host block, block). Panics where there is no such block.
+    /// Copies blocks to the host pool, (block, host block), and then blocks from it, (host block, block). Panics if a block does not exist.
     pub fn swap(&mut self, outs: &[(u32, u32)], ins: &[(u32, u32)]) {
         for layer in 0..self.shape.layers {
             for &(block, host) in outs {
@@ -109,12 +110,12 @@ impl KvCache {
         }
     }
 
-    /// A view that threads may write to.
+    /// Returns a view that several threads can write to.
     pub(crate) fn pages(&mut self) -> Pages<'_> {
         Pages { cells: UnsafeSlice::new(&mut self.device), shape: self.shape, form: self.form, page: Page::new(self.shape, self.form) }
     }
 
-    /// Where a block's pages of one layer lie.
+    /// Byte range of a block's pages in one layer.
     fn part(&self, layer: usize, block: u32) -> std::ops::Range<usize> {
         assert!((block as usize) < self.shape.blocks, "there is no block {block}");
         let bytes = Self::bytes_per_block(self.shape, self.form) / self.shape.layers;
@@ -122,7 +123,7 @@ impl KvCache {
         start..start + bytes
     }
 
-    /// Where a swapped block's pages of one layer lie.
+    /// Byte range of a swapped-out block's pages in one layer.
     fn host_part(&self, layer: usize, block: u32) -> std::ops::Range<usize> {
         let bytes = Self::bytes_per_block(self.shape, self.form) / self.shape.layers;
         let start = (block as usize * self.shape.layers + layer) * bytes;
@@ -130,7 +131,7 @@ impl KvCache {
     }
 }
 
-/// Where in a page things lie, in bytes.
+/// Byte offsets in a page, and its size.
 #[derive(Clone, Copy, Debug)]
 struct Page {
     values: usize,
@@ -150,7 +151,7 @@ impl Page {
     }
 }
 
-/// A cache that a team of threads writes and reads together.
+/// A view of the cache that a thread pool reads and writes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pages<'a> {
     cells: UnsafeSlice<'a, u8>,
@@ -159,29 +160,29 @@ pub(crate) struct Pages<'a> {
     page: Page,
 }
 
-/// A page's parts; what they hold is told in [`KvCache`].
+/// Pointers to the parts of a page. [`KvCache`] describes them.
 #[derive(Clone, Copy)]
 pub(crate) struct Parts<C> {
-    /// Of the keys, then of the values; meaningless unless [`Cell::SCALED`].
+    /// Scales of the keys, then of the values. Meaningless unless [`Cell::SCALED`].
     pub(crate) scales: *const f32,
     pub(crate) values: *const C,
     pub(crate) keys: *const C,
 }
 
 impl Pages<'_> {
-    /// Numbers from one token's values to the next one's.
+    /// Stride between the values of two tokens, in elements.
     #[inline(always)]
     pub(crate) fn padded(self) -> usize {
         self.shape.head_dim.next_multiple_of(PADDING)
     }
 
-    /// Stores a token's keys and values \[heads\]\[head dim\] in one layer; its slot is block * block size + offset.
+    /// Stores a token's keys and values, \[heads\]\[head dim\], in one layer. The slot is `block * block_size + offset`.
     ///
     /// # Safety
     ///
-    /// Nobody else reads or writes the same slot meanwhile.
+    /// No other thread reads or writes the same slot meanwhile.
     pub(crate) unsafe fn write(self, layer: usize, slot: usize, keys: &[f32], values: &[f32]) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe {
             match self.form {
                 KvForm::F32 => self.write_cells::<f32>(layer, slot, keys, values),
@@ -193,14 +194,14 @@ impl Pages<'_> {
 
     /// # Safety
     ///
-    /// As above, and `C` is of the cache's form.
+    /// As for [`Pages::write`], and `C` is the cache's element type.
     unsafe fn write_cells<C: Cell>(self, layer: usize, slot: usize, keys: &[f32], values: &[f32]) {
         let KvShape { kv_heads, block_size, head_dim, .. } = self.shape;
         let (block, offset) = (slot / block_size, slot % block_size);
         assert!(keys.len() == kv_heads * head_dim && values.len() == keys.len());
         for (head, (keys, values)) in keys.chunks_exact(head_dim).zip(values.chunks_exact(head_dim)).enumerate() {
             let start = self.start(layer, block, head);
-            // SAFETY: the cells and scales of a slot are its own; all are aligned, as pages and their parts are.
+            // SAFETY: a slot has its own cells and scales. All of them are aligned, because pages and their parts are.
             unsafe {
                 let inverse = self.put_scale::<C>(start, offset, keys);
                 for (d, &x) in keys.iter().enumerate() {
@@ -214,40 +215,40 @@ impl Pages<'_> {
         }
     }
 
-    /// Stores the scale of some numbers of a token, where there is one, and returns what to multiply them by.
+    /// Stores the scale for `numbers`, if the format has scales. Returns the factor that converts the numbers to codes.
     #[inline(always)]
     unsafe fn put_scale<C: Cell>(self, start: usize, index: usize, numbers: &[f32]) -> f32 {
         if !C::SCALED {
             return 1.0;
         }
-        // Compared as integers, what is not a number is the largest, and stays in sight.
+        // Compares magnitudes as integers. NaN is then the largest, and the scale becomes NaN.
         let largest = f32::from_bits(numbers.iter().fold(0, |most, x| most.max(x.to_bits() & 0x7fff_ffff)));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { self.put(start + index * size_of::<f32>(), largest / 127.0) };
         if largest > 0.0 { 127.0 / largest } else { 0.0 }
     }
 
     #[inline(always)]
     unsafe fn put<T>(self, at: usize, x: T) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { self.cells.write(at, size_of::<T>()).as_mut_ptr().cast::<T>().write(x) }
     }
 
-    /// A page to read.
+    /// Returns a page for reading.
     ///
     /// # Safety
     ///
-    /// `C` is of the cache's form, and nobody writes the page while it is read.
+    /// `C` is the cache's element type, and no thread writes the page while it is read.
     #[inline(always)]
     pub(crate) unsafe fn page<C: Cell>(self, layer: usize, block: usize, head: usize) -> Parts<C> {
-        // SAFETY: the caller's promise; the offsets are within the page.
+        // SAFETY: the caller guarantees it, and the offsets are within the page.
         unsafe {
             let page = self.cells.read(self.start(layer, block, head), self.page.bytes).as_ptr();
             Parts { scales: page.cast(), values: page.add(self.page.values).cast(), keys: page.add(self.page.keys).cast() }
         }
     }
 
-    /// Where a page begins. Panics where there is no such block.
+    /// Byte offset of a page. Panics if the block does not exist.
     #[inline(always)]
     fn start(self, layer: usize, block: usize, head: usize) -> usize {
         assert!(block < self.shape.blocks, "there is no block {block}");
@@ -255,15 +256,15 @@ impl Pages<'_> {
     }
 }
 
-/// A number as it is stored.
+/// An element of the cache.
 pub(crate) trait Cell: Pod {
-    /// Whether there are scales.
+    /// Whether the format has scales.
     const SCALED: bool;
 
-    /// What is stored for `x`; `inverse` is one over the scale.
+    /// Converts `x` to the stored format. `inverse` is 1 / scale.
     fn store(x: f32, inverse: f32) -> Self;
 
-    /// Reads a register of them, without the scale. They need not be aligned.
+    /// Loads a register of elements, without applying the scale. `p` need not be aligned.
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F;
 }
 
@@ -277,7 +278,7 @@ impl Cell for f32 {
 
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { s.load(p) }
     }
 }
@@ -292,7 +293,7 @@ impl Cell for u16 {
 
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { s.load_f16(p) }
     }
 }
@@ -300,7 +301,7 @@ impl Cell for u16 {
 impl Cell for i8 {
     const SCALED: bool = true;
 
-    /// Added to 1.5 * 2^23, a number is rounded to an integer, ties to even, that the lowest bits hold.
+    /// Rounds to the nearest integer, ties to even, by adding 1.5 * 2^23. The integer is then in the lowest bits of the sum.
     #[inline(always)]
     fn store(x: f32, inverse: f32) -> Self {
         (x * inverse + 12_582_912.0).to_bits() as i8
@@ -308,12 +309,12 @@ impl Cell for i8 {
 
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { s.load_i8(p) }
     }
 }
 
-/// Zeros that begin at a cache line.
+/// Zeroed memory that starts at a cache line boundary.
 struct Zeroed {
     memory: Box<[u8]>,
     start: usize,
@@ -324,9 +325,9 @@ impl Zeroed {
     fn new(len: usize) -> Result<Self, OutOfMemory> {
         let refused = OutOfMemory { bytes: len };
         let size = len.checked_add(LINE).ok_or(refused)?;
-        // Unaligned, since the allocator would clear aligned memory by itself, page for page.
+        // The layout has no alignment: for aligned memory the allocator would write the zeros itself, and so touch every page.
         let layout = Layout::array::<u8>(size).map_err(|_| refused)?;
-        // SAFETY: the layout is of one byte at least, and is that of a slice of bytes.
+        // SAFETY: the layout has at least one byte, and is that of a slice of bytes.
         let memory = unsafe {
             let memory = alloc_zeroed(layout);
             if memory.is_null() {

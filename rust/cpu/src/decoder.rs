@@ -1,4 +1,4 @@
-//! A decoder: from token ids to logits, all of it on one thread pool.
+//! A decoder: computes logits from token ids on one thread pool.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -14,7 +14,7 @@ use crate::step::{SlotSet, Step, StepError};
 use crate::unsafe_slice::UnsafeSlice;
 use crate::weights::{Matrix, Merge};
 
-/// A list of blocks between embeddings and a head, and what it computes in.
+/// The blocks of a model, its embeddings and LM head, and the buffers of a step.
 #[derive(Debug)]
 pub struct Decoder {
     isa: Isa,
@@ -22,11 +22,11 @@ pub struct Decoder {
     config: DecoderConfig,
     blocks: Vec<Block>,
     norm: Vec<f32>,
-    /// Where tokens' first hidden states are read, if not in the head.
+    /// The embedding matrix. `None` if it is the head's matrix.
     embedding: Option<Matrix>,
     head: Linear,
     slots: SlotSet,
-    /// Tokens of the last step.
+    /// Number of tokens in the last step.
     tokens: usize,
     buffers: Buffers,
     rows: Rows,
@@ -34,7 +34,7 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// A decoder of these weights; `embedding` where it is not the head's matrix.
+    /// Creates a decoder of these weights. `embedding` is `None` if the embeddings are the head's matrix.
     pub fn new(
         isa: Isa,
         pool: ThreadPool,
@@ -69,10 +69,11 @@ impl Decoder {
         })
     }
 
-    /// Runs a step, and keeps the hidden states of its tokens.
+    /// Runs a step and keeps the hidden states of its tokens.
     ///
-    /// Refuses, with nothing changed, a step whose arrays do not fit each other, the model or the cache: threads rely on it that no two
-    /// tokens have one slot or one place. Panics for a block table that names blocks which the cache does not have.
+    /// Returns an error, and changes nothing, if the step's arrays do not fit each other, the model or the cache. The threads rely on this
+    /// check: no two tokens have the same slot or the same position in the step. Panics if a block table names a block that the cache does
+    /// not have.
     pub fn forward(&mut self, step: &Step<'_>, cache: &mut KvCache) -> Result<(), StepError> {
         self.check(step, cache.shape())?;
         let Self { isa, pool, config, blocks, embedding, head, rows, buffers, scratch, .. } = self;
@@ -108,7 +109,8 @@ impl Decoder {
         step.check(self.head.matrix.outs, cache, &mut self.slots)
     }
 
-    /// What the last step's hidden states say of the tokens after those at places `at`: [`at`][vocabulary] into `out`.
+    /// Computes the logits after the tokens at indices `at` of the last step. Writes one row of the vocabulary's size to `out` for each
+    /// index.
     pub fn logits(&mut self, at: &[i32], out: &mut [f32]) {
         let Self { isa, pool, config, norm, head, rows, scratch, .. } = self;
         let (isa, hidden, eps) = (*isa, config.hidden_size, config.rms_norm_eps);

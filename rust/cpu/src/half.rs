@@ -1,17 +1,17 @@
-//! IEEE half precision, one number at a time.
+//! Conversion of IEEE half precision, one number at a time.
 
-/// The number that 16 bits of half precision stand for.
+/// Converts a half-precision number to fp32.
 #[inline]
 pub fn to_f32(half: u16) -> f32 {
     let sign = u32::from(half & 0x8000) << 16;
     let rest = u32::from(half & 0x7fff) << 13;
-    // Shifted into place, the exponent is 112 too small; a multiplication mends that for subnormal numbers too.
+    // After the shift the exponent is 112 too small. The multiplication corrects it, also for subnormal numbers.
     let scaled = f32::from_bits(rest) * f32::from_bits((127 + 112) << 23);
     let bits = if half & 0x7c00 == 0x7c00 { rest | 0x7f80_0000 } else { scaled.to_bits() };
     f32::from_bits(sign | bits)
 }
 
-/// The nearest number of half precision, ties to even; infinity from 65520 on.
+/// Rounds to the nearest half-precision number, ties to even. The result is infinity from 65520 on.
 #[inline]
 pub fn from_f32(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -22,10 +22,10 @@ pub fn from_f32(x: f32) -> u16 {
     } else if magnitude >= 0x4780_0000 {
         0x7c00
     } else if magnitude < 0x3880_0000 {
-        // Subnormal: added to a number whose last place is theirs, the sum is rounded as they must be.
+        // Subnormal result: the last place of the sum with 0.5 is the last place of the result, so the addition rounds correctly.
         (f32::from_bits(magnitude) + 0.5).to_bits() as u16
     } else {
-        // The exponent's bias moved, and rounded to nearest even.
+        // Rebiases the exponent and rounds to nearest even.
         let rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);
         ((rounded - (112 << 23)) >> 13) as u16
     };
@@ -33,19 +33,19 @@ pub fn from_f32(x: f32) -> u16 {
 }
 
 #[cfg(test)]
-#[allow(clippy::float_cmp)] // To the bit is what is tested.
+#[allow(clippy::float_cmp)] // The tests compare exact bits.
 mod tests {
     use super::*;
 
     const INFINITY: u16 = 0x7c00;
 
-    /// A finite number by its definition; the bits of infinity stand for the next power of two.
+    /// A finite number by its definition. The bits of infinity give the next power of two.
     fn value(half: u16) -> f64 {
         let (exponent, fraction) = (i32::from(half >> 10), f64::from(half & 0x3ff) / 1024.0);
         if exponent == 0 { fraction * (-14_f64).exp2() } else { (1.0 + fraction) * f64::from(exponent - 15).exp2() }
     }
 
-    /// The nearest by its distance, of two as near the even.
+    /// The number with the smallest distance, the even one of two with equal distance.
     fn nearest(x: f32, values: &[f64]) -> u16 {
         let x = f64::from(x);
         let above = values.partition_point(|&value| value < x).min(values.len() - 1);
@@ -82,14 +82,14 @@ mod tests {
             let half = nearest(x, &values);
             assert_eq!((from_f32(x), from_f32(-x)), (half, 0x8000 | half), "{x:e}");
         };
-        // Each half, the middle between it and the next, and the neighbours of both.
+        // Tests each half, the midpoint between it and the next one, and the neighbours of both.
         for pair in values.windows(2) {
             for x in [pair[0], f64::midpoint(pair[0], pair[1])] {
                 let bits = (x as f32).to_bits();
                 (bits.saturating_sub(1)..=bits + 1).for_each(|bits| check(f32::from_bits(bits)));
             }
         }
-        // A step that shares no factor with the spacing of the numbers.
+        // The step has no common factor with the spacing of the numbers.
         (0..f32::INFINITY.to_bits()).step_by(20_011).for_each(|bits| check(f32::from_bits(bits)));
         assert_eq!(from_f32(65519.996), INFINITY - 1);
         for x in [65520.0, 65536.0, f32::MAX, f32::INFINITY] {

@@ -1,9 +1,8 @@
 //! A decoder's forward pass on the CPU.
 //!
-//! The weights lie in panels as the processor's registers want them; every
-//! number of a result is summed in one order that depends on nothing but the
-//! shape of the weights. So a request's result is the same, bit for bit,
-//! whoever shares its step, however its prompt was cut, and on how many threads.
+//! Weights are packed in panels that fit the processor's registers. Every number of a result is summed in a fixed order that depends only
+//! on the shape of the weights. So a request's result has the same bits whatever other requests are in its steps, however its prompt is
+//! split, and on any number of threads.
 
 mod aligned;
 mod attention;
@@ -35,7 +34,7 @@ pub use step::{Step, StepError};
 pub use tensor::{Numbers, ReadError, Source, Tensor};
 pub use weights::{Form, Matrix, Merge, PackError};
 
-/// ggml's numbers of the block types that [`Form::Kept`] keeps.
+/// ggml's type numbers of the block types that [`Form::Kept`] supports.
 pub fn block_types() -> Vec<u32> {
     ggml::BlockType::ALL.into_iter().map(ggml::BlockType::number).collect()
 }

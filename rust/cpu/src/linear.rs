@@ -1,10 +1,8 @@
 //! Linear layers: rows of activations times panels of weights.
 //!
-//! A tile is a few rows by one panel, summed in registers over ascending
-//! columns of the input, one fused multiplication and addition each: so no
-//! number of a result depends on which rows, or how many, were computed with
-//! it. The loops around it keep what is used again in the caches (Goto and
-//! van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008).
+//! A tile is a few rows times one panel. It is summed in registers over ascending inputs, with one fused multiply-add for each, so a result
+//! does not depend on which rows, or how many, are computed with it. The loops around the tiles keep data that is used again in the caches
+//! (Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008).
 
 mod epilogue;
 #[cfg(test)]
@@ -24,41 +22,42 @@ use epilogue::{Finish, Gate, add_bias};
 pub use epilogue::Activation;
 pub(crate) use epilogue::{Epilogue, softcap};
 
-/// Inputs that are summed before the next panel's turn: a panel's part of so many stays in the second cache with the rows'.
+/// Maximum inputs that are summed before the next panel. A panel's slice of this depth stays in the L2 cache together with the slice of the
+/// rows.
 const DEPTH: usize = 1024;
-/// Rows that share a panel's part while it is there.
+/// Maximum rows that use a panel's slice while it is in the cache.
 const GROUP: usize = 128;
-/// From so many tiles on, panels of halves are made fp32 once for all of them, and not within each.
+/// Minimum number of tiles for which panels of 16-bit weights are expanded to fp32 once for all tiles, and not within each tile.
 const EXPANDED: usize = 3;
-/// Inputs that are made fp32 at once for one tile alone: two panels' part of so many stays in the first cache.
+/// Inputs that are expanded to fp32 at once for a single tile. The slices of two panels of this depth stay in the L1 cache.
 const SHALLOW: usize = 128;
-/// Panels that a thread takes at once, where there are enough.
+/// Maximum panels that a thread takes at once.
 const STRIP: usize = 4;
 
 /// A linear layer.
 #[derive(Debug)]
 pub struct Linear {
     pub(crate) matrix: Matrix,
-    /// For each row of the matrix; of a gated one, the gate's first.
+    /// One bias for each row of the matrix. In a gated matrix, the gate's biases come first.
     bias: Option<Vec<f32>>,
 }
 
 impl Linear {
-    /// A layer with the weights of `matrix` and, if there is one, a `bias` for each of its rows: of a gated matrix, the gate's first.
-    /// Panics if there are not as many.
+    /// Creates a layer with the weights of `matrix` and, optionally, a `bias` for each of its rows. In a gated matrix, the gate's biases
+    /// come first. Panics if the number of biases differs from the number of rows.
     pub fn new(matrix: Matrix, bias: Option<&[f32]>) -> Self {
         let rows: usize = matrix.parts.iter().map(|part| part.rows).sum();
         assert!(bias.is_none_or(|bias| bias.len() == rows), "a bias for each row");
         Self { matrix, bias: bias.map(<[f32]>::to_vec) }
     }
 
-    /// Its weights, to read rows of.
+    /// Returns the weights, for a matrix whose rows are read as embeddings.
     pub fn into_matrix(self) -> Matrix {
         self.matrix
     }
 }
 
-/// How M rows are cut into tiles: as few as possible, and as equal as possible.
+/// Splits rows into as few tiles as possible, with sizes as equal as possible.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tiling {
     rows: usize,
@@ -83,14 +82,14 @@ impl Tiling {
     }
 }
 
-/// Rows of activations as tiles want them: [inputs][rows of the tile], tile after tile; or as 8-bit blocks.
+/// Packed rows of activations: fp32 numbers, [inputs][rows of the tile] for each tile, or 8-bit blocks.
 #[derive(Debug, Default)]
 pub(crate) struct Rows {
     floats: AlignedVec<f32>,
     quant: QuantRows,
 }
 
-/// The rows of one call.
+/// The packed rows of one call.
 #[derive(Clone, Copy)]
 pub(crate) struct Packed<'a> {
     tiling: Tiling,
@@ -98,7 +97,7 @@ pub(crate) struct Packed<'a> {
     quant: quant::SharedRows<'a>,
 }
 
-/// What one thread computes in.
+/// Per-thread scratch memory.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     row: Vec<f32>,
@@ -107,20 +106,21 @@ pub(crate) struct Scratch {
 }
 
 impl Rows {
-    /// Makes room for `rows` rows of `ins` inputs.
+    /// Allocates room for `rows` rows of `ins` inputs.
     pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
         self.floats.reserve(rows * ins);
         self.quant.reserve(isa, rows, ins);
     }
 
-    /// A view for a call with `rows` rows.
+    /// Returns a view for a call with `rows` rows.
     pub(crate) fn packed(&mut self, isa: Isa, rows: usize) -> Packed<'_> {
         Packed { tiling: Tiling::new(isa, rows), floats: self.floats.shared(), quant: self.quant.shared() }
     }
 }
 
 impl Packed<'_> {
-    /// Packs rows for `layer`: each is what `fill` writes, given its number. A phase of the team.
+    /// Packs rows for `layer`. `fill` gets the index of a row and writes it. This is one phase of the thread pool: every worker must call
+    /// it.
     pub(crate) fn pack(
         self,
         worker: &mut Worker<'_>,
@@ -138,11 +138,11 @@ impl Packed<'_> {
             for m in range.clone() {
                 fill(m, row);
                 if let Store::Int8(_) = layer.matrix.parts[0].store {
-                    // SAFETY: each tile is one piece's.
+                    // SAFETY: one index of the loop writes each tile.
                     unsafe { self.quant.pack(isa, range.clone(), m, row) };
                     continue;
                 }
-                // SAFETY: each tile is one piece's.
+                // SAFETY: one index of the loop writes each tile.
                 let to = unsafe { self.floats.write(range.start * ins, height * ins) };
                 for (to, &x) in to[m - range.start..].iter_mut().step_by(height).zip(&*row) {
                     *to = x;
@@ -151,7 +151,8 @@ impl Packed<'_> {
         });
     }
 
-    /// Multiplies the packed rows by the layer's weights, adds its bias, and applies `epilogue` to the results: row m goes to `out[m * stride..]`. A phase of the team.
+    /// Multiplies the packed rows by the layer's weights, adds its bias, and applies `epilogue` to the results. Row m goes to
+    /// `out[m * stride..]`. This is one phase of the thread pool: every worker must call it.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn multiply(
         self,
@@ -186,7 +187,7 @@ impl Packed<'_> {
                 let count = width.min(matrix.parts[part].rows - column);
                 for m in rows.clone() {
                     let at = (i * rows.len() + m - rows.start) * width;
-                    // SAFETY: the columns of a panel are one piece's, in each row.
+                    // SAFETY: one index of the loop writes the columns of a panel in each row.
                     let out = unsafe { out.write(m * stride + first_row + column, count) };
                     let sums = &mut sums[at..at + width];
                     if let Epilogue::Gate(activation) = epilogue {
@@ -201,7 +202,7 @@ impl Packed<'_> {
         });
     }
 
-    /// Sums some panels of a tensor for some tiles into `sums`, [panels][rows][width].
+    /// Sums some panels of a tensor for some tiles. Writes the result to `sums`, [panels][rows][width].
     #[allow(clippy::too_many_arguments)]
     fn sum_part(
         self,
@@ -221,7 +222,7 @@ impl Packed<'_> {
             Store::F16(numbers) => self.sum_numbers(isa, numbers, panels, tiles, sums, expanded),
             Store::Bf16(numbers) => self.sum_numbers(isa, numbers, panels, tiles, sums, expanded),
             Store::Blocks(blocks) if tiles.len() == 1 && ggml::fused_rows(rows) => {
-                // SAFETY: what the phase before this one packed, nobody writes now.
+                // SAFETY: an earlier phase packed these rows, and no thread writes them now.
                 let a = unsafe { self.floats.read(first * ins, rows * ins) };
                 for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows * width)) {
                     ggml::multiply(isa, blocks, panel, rows, a, sums);
@@ -237,7 +238,7 @@ impl Packed<'_> {
                     for (i, panel) in panels.clone().enumerate() {
                         let at = (i * rows + range.start - first) * width;
                         let sums = &mut sums[at..at + range.len() * width];
-                        // SAFETY: what the phase before this one packed, nobody writes now.
+                        // SAFETY: an earlier phase packed these rows, and no thread writes them now.
                         unsafe { quant::tile(isa, weights, panel, self.quant, range.clone(), sums) };
                     }
                 }
@@ -267,7 +268,7 @@ impl Packed<'_> {
         }
     }
 
-    /// The same with panels that `expand` makes fp32, given which one and which inputs of it: whole units of so many.
+    /// Sums panels that `expand` converts to fp32. `expand` gets a panel and a range of its inputs, which is a multiple of `unit`.
     #[allow(clippy::too_many_arguments)]
     fn sum_expanded(
         self,
@@ -281,7 +282,8 @@ impl Packed<'_> {
     ) {
         let width = isa.panel();
         let rows = self.tiling.range(tiles.end - 1).end - self.tiling.range(tiles.start).start;
-        // What one tile alone uses need not outlive the first cache; two panels, because a single row wants two.
+        // Expanded weights that a single tile uses need to stay in the L1 cache only. Two panels, because a single row multiplies two
+        // panels at once.
         let (depth, together) = if tiles.len() == 1 { (SHALLOW.max(unit), 2) } else { (DEPTH, STRIP) };
         expanded.reserve(together * depth * width);
         for start in part.clone().step_by(together) {
@@ -297,7 +299,7 @@ impl Packed<'_> {
         }
     }
 
-    /// Adds what `inputs` contribute to the sums of `count` panels `b`, each `apart` from the one before.
+    /// Adds the products of `inputs` to the sums of `count` panels `b`. Each panel starts `apart` numbers after the previous one.
     #[allow(clippy::too_many_arguments)]
     fn sum<E: Element>(
         self,
@@ -315,7 +317,7 @@ impl Packed<'_> {
         for tile in tiles {
             let range = self.tiling.range(tile);
             let height = range.len();
-            // SAFETY: what the phases before this one packed, nobody writes now.
+            // SAFETY: an earlier phase packed these rows, and no thread writes them now.
             let a = unsafe { self.floats.read(range.start * ins + inputs.start * height, inputs.len() * height) };
             let sums = &mut sums[(range.start - rows.start) * width..];
             isa.run(Sum { height, a, b, count, b_apart: apart, sums, sums_apart: rows.len() * width, fresh: inputs.start == 0 });
@@ -323,17 +325,17 @@ impl Packed<'_> {
     }
 }
 
-/// How a matrix's panels are cut into strips, each of panels of one tensor; of a gated matrix, of the same panels of both.
+/// Splits a matrix's panels into strips. A strip has panels of one tensor. In a gated matrix, it has the same panels of both tensors.
 struct Strips<'a> {
     matrix: &'a Matrix,
     isa: Isa,
-    /// Panels of a strip at most.
+    /// Maximum panels of a strip.
     each: usize,
     count: usize,
 }
 
 impl<'a> Strips<'a> {
-    /// Few enough for the cache, and enough for all threads.
+    /// Chooses strips that are small enough for the cache, and enough of them for all threads.
     fn new(matrix: &'a Matrix, isa: Isa, groups: usize, threads: usize) -> Self {
         let panels: usize = matrix.parts.iter().map(|part| part.panels(isa)).sum();
         let panels_at_once = if matrix.merge == Merge::Gated { 2 } else { 1 };
@@ -343,7 +345,7 @@ impl<'a> Strips<'a> {
         Self { matrix, isa, each, count }
     }
 
-    /// A strip's tensor, the first row of that, and the strip's panels.
+    /// A strip's tensor, the tensor's first row, and the strip's panels.
     fn find(&self, mut strip: usize) -> (usize, usize, Range<usize>) {
         let mut first_row = 0;
         for (index, part) in self.matrix.parts.iter().enumerate() {
@@ -359,13 +361,13 @@ impl<'a> Strips<'a> {
     }
 }
 
-/// Cuts inputs into equal pieces, whole units of them and at most `depth` long.
+/// Splits inputs into equal pieces of at most `depth`. Each piece is a multiple of `unit`.
 fn pieces(ins: usize, unit: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
     let each = ins.div_ceil(ins.div_ceil(depth)).next_multiple_of(unit).min(depth);
     (0..ins).step_by(each).map(move |start| start..ins.min(start + each))
 }
 
-/// Makes numbers fp32.
+/// Converts numbers to fp32.
 struct Expand<'a, E> {
     from: &'a [E],
     to: &'a mut [f32],
@@ -378,14 +380,15 @@ impl<E: Element> Kernel for Expand<'_, E> {
     fn run<S: Simd>(self, s: S) {
         assert!(self.from.len() >= self.to.len() && self.to.len().is_multiple_of(S::LANES));
         for at in (0..self.to.len()).step_by(S::LANES) {
-            // SAFETY: both have a register's length from here on.
+            // SAFETY: both slices have at least `S::LANES` numbers from `at` on.
             unsafe { s.store(self.to.as_mut_ptr().add(at), E::load(s, self.from.as_ptr().add(at))) }
         }
     }
 }
 
-/// Sums tiles: `height` rows `a` [depth][height] by `count` panels `b` [depth][width], each `b_apart` from the one before; into
-/// `sums` [height][width], each `sums_apart` from the one before. Not `fresh` ones go on from what is there.
+/// Multiplies `height` rows `a` [depth][height] by `count` panels `b` [depth][width]. Each panel starts `b_apart` numbers after the
+/// previous one. The results go to `sums` [height][width]. Each panel's sums start `sums_apart` numbers after the previous ones. If `fresh`
+/// is false, the results are added to the existing sums.
 struct Sum<'a, E> {
     height: usize,
     a: &'a [f32],
@@ -425,21 +428,21 @@ impl<E: Element> Sum<'_, E> {
         let (a, b, sums) = (self.a.as_ptr(), self.b.as_ptr(), self.sums.as_mut_ptr());
         let apart = (self.b_apart, self.sums_apart);
         let mut panel = 0;
-        // One row alone has too few sums to hide how long each addition takes: two panels at once have enough.
+        // A single row has too few accumulators to hide the latency of the additions. Two panels at once have enough.
         while R == 1 && panel + 2 <= self.count {
-            // SAFETY: asserted above.
+            // SAFETY: the lengths are asserted above.
             unsafe { tile::<S, E, R, V, 2>(s, depth, a, b.add(panel * apart.0), sums.add(panel * apart.1), apart, self.fresh) };
             panel += 2;
         }
         while panel < self.count {
-            // SAFETY: asserted above.
+            // SAFETY: the lengths are asserted above.
             unsafe { tile::<S, E, R, V, 1>(s, depth, a, b.add(panel * apart.0), sums.add(panel * apart.1), apart, self.fresh) };
             panel += 1;
         }
     }
 }
 
-/// Sums `P` panels of `V` registers' width for `R` rows in registers.
+/// Sums `P` panels, each `V` registers wide, for `R` rows in registers.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
 unsafe fn tile<S: Simd, E: Element, const R: usize, const V: usize, const P: usize>(

@@ -2,7 +2,7 @@
 
 use crate::simd::{Kernel, Simd};
 
-/// Writes `x`, scaled to root mean square 1 and then by `weight`, to `out`; all of one length.
+/// Scales `x` to root mean square 1, multiplies it by `weight`, and writes it to `out`. All three have the same length.
 pub(crate) struct RmsNorm<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) weight: &'a [f32],
@@ -19,7 +19,7 @@ impl Kernel for RmsNorm<'_> {
         let whole = x.len() / S::LANES * S::LANES;
         let mut squares = s.splat(0.0);
         for at in (0..whole).step_by(S::LANES) {
-            // SAFETY: a register's length is left from here on.
+            // SAFETY: `x` has at least `S::LANES` numbers from `at` on.
             let x = unsafe { s.load(x.as_ptr().add(at)) };
             squares = s.fma(x, x, squares);
         }

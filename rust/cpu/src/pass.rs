@@ -1,4 +1,4 @@
-//! A step's way through the blocks of a decoder, in phases that all threads run together.
+//! Runs a step through the blocks of a decoder, in phases on the thread pool.
 
 use crate::aligned::AlignedVec;
 use crate::attention::{self, Attention, Plan};
@@ -13,24 +13,24 @@ use crate::step::Step;
 use crate::unsafe_slice::UnsafeSlice;
 use crate::weights::Matrix;
 
-/// What a step is computed in, kept from one to the next.
+/// Buffers that are reused from step to step.
 #[derive(Debug, Default)]
 pub(crate) struct Buffers {
     /// The residual stream, \[tokens\]\[hidden size\].
     pub(crate) hidden: AlignedVec<f32>,
-    /// Queries, keys and values, \[tokens\]\[heads and twice the KV heads\]\[head dim\].
+    /// Queries, keys and values, \[tokens\]\[query heads and twice the KV heads\]\[head dim\].
     qkv: AlignedVec<f32>,
     /// Outputs of attention, \[tokens\]\[heads\]\[head dim\].
     attended: AlignedVec<f32>,
-    /// Gated inputs of `down_proj`, \[tokens\]\[the widest block's\].
+    /// Gated inputs of `down_proj`, \[tokens\]\[the largest inner width\].
     inner: AlignedVec<f32>,
-    /// Outputs of a block before their norm, \[tokens\]\[hidden size\].
+    /// Outputs of a block before the output norm, \[tokens\]\[hidden size\].
     output: AlignedVec<f32>,
-    /// Cosines and sines, \[tokens\]\[ropes\].
+    /// Cos/sin tables, \[tokens\]\[ropes\].
     cos_sin: AlignedVec<f32>,
 }
 
-/// What one thread computes in.
+/// Per-thread scratch memory.
 #[derive(Debug, Default)]
 pub(crate) struct Spare {
     pub(crate) linear: Scratch,
@@ -38,10 +38,10 @@ pub(crate) struct Spare {
     row: Vec<f32>,
 }
 
-/// A step, as all threads see it.
+/// A step, shared by all threads.
 ///
-/// SAFETY of all blocks below: a phase writes rows that no other piece of the same phase touches, and reads what phases before it
-/// wrote. A step's slots differ.
+/// SAFETY of all blocks below: in a phase, one index writes each row, and the phase reads only data of earlier phases. The slots of a step
+/// are distinct.
 pub(crate) struct Pass<'a> {
     pub(crate) isa: Isa,
     pub(crate) config: &'a DecoderConfig,
@@ -49,7 +49,7 @@ pub(crate) struct Pass<'a> {
     pub(crate) plan: &'a Plan<'a>,
     pub(crate) pages: Pages<'a>,
     packed: Packed<'a>,
-    /// Numbers of a token's cosines and sines, for all ropes.
+    /// Width of a token's cos/sin tables, for all rotary embeddings.
     cos_sin_width: usize,
     hidden: UnsafeSlice<'a, f32>,
     qkv: UnsafeSlice<'a, f32>,
@@ -60,7 +60,7 @@ pub(crate) struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// A step in `buffers`, which get room for it; blocks have at most `inner` numbers a token between their layers.
+    /// Creates the pass of a step and makes room for it in `buffers`. `inner` is the largest inner width of the blocks.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn new(
         isa: Isa,
@@ -95,7 +95,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Runs all blocks; `table` has the embeddings.
+    /// Runs all blocks. `table` is the embedding matrix.
     pub(crate) fn run(&self, worker: &mut Worker<'_>, spare: &mut Spare, table: &Matrix, blocks: &[Block]) {
         self.embed(worker, table);
         let mut layer = 0;
@@ -110,11 +110,11 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The embeddings of the step's tokens, and the cosines and sines of their positions.
+    /// Reads the embeddings of the step's tokens and computes the cos/sin tables of their positions.
     fn embed(&self, worker: &mut Worker<'_>, table: &Matrix) {
         let Self { config: &DecoderConfig { hidden_size, embedding_scale, .. }, cos_sin_width, step, .. } = *self;
         worker.parallel_for(step.input_ids.len(), |t| {
-            // SAFETY: as said above.
+            // SAFETY: only index t writes these rows in this phase (see `Pass`).
             let (state, mut cos_sin) =
                 unsafe { (self.hidden.write(t * hidden_size, hidden_size), self.cos_sin.write(t * cos_sin_width, cos_sin_width)) };
             table.read_row(step.input_ids[t] as usize, state);
@@ -129,7 +129,7 @@ impl<'a> Pass<'a> {
         });
     }
 
-    /// An attention block, whose keys and values are the cache's `layer`.
+    /// Runs an attention block, whose keys and values are in the cache's `layer`.
     fn attend(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, attention: &SelfAttention, layer: usize) {
         let (width, (queries, _)) = (self.config.qkv_width(), self.config.widths());
         self.pack_normed(worker, spare, &block.norm, &attention.qkv_proj);
@@ -142,21 +142,21 @@ impl<'a> Pass<'a> {
             window: attention.window,
             scale: attention.scale,
             softcap: attention.softcap,
-            // SAFETY: as said above.
+            // SAFETY: an earlier phase wrote these rows (see `Pass`).
             query: unsafe { self.qkv.read(0, self.step.input_ids.len() * width) },
             stride: width,
             out: self.attended,
         };
-        // SAFETY: as said above.
+        // SAFETY: one index runs each task, and earlier phases wrote all keys and values (see `Pass`).
         worker.parallel_for(self.plan.len(), |task| unsafe { seen.attend(self.isa, task, &mut spare.attention) });
         self.add(worker, spare, block, &attention.o_proj, self.attended, queries);
     }
 
-    /// Norms and turns the queries and keys of token `t`, and writes its keys and values to the cache.
+    /// Applies the query and key norms and the rotary embedding to token `t`, and writes its keys and values to the cache.
     fn write_kv(&self, t: usize, attention: &SelfAttention, layer: usize, spare: &mut Vec<f32>) {
         let &DecoderConfig { num_heads, head_dim, rms_norm_eps: eps, ref ropes, .. } = self.config;
         let (width, (queries, kv)) = (self.config.qkv_width(), self.config.widths());
-        // SAFETY: as said above.
+        // SAFETY: only index t writes this row in this phase (see `Pass`).
         let row = unsafe { self.qkv.write(t * width, width) };
         let (heads, values) = row.split_at_mut(queries + kv);
         if let Some(weights) = &attention.qk_norm {
@@ -168,15 +168,15 @@ impl<'a> Pass<'a> {
         }
         if let Some(index) = attention.rope {
             let start: usize = ropes[..index].iter().map(Rope::width).sum();
-            // SAFETY: as said above.
+            // SAFETY: an earlier phase wrote this row (see `Pass`).
             let cos_sin = unsafe { self.cos_sin.read(t * self.cos_sin_width + start, ropes[index].width()) };
             self.isa.run(Rotate { heads, head_dim, cos_sin });
         }
-        // SAFETY: as said above.
+        // SAFETY: the slots of a step are distinct (see `Pass`).
         unsafe { self.pages.write(layer, self.step.slots[t] as usize, &heads[queries..], values) };
     }
 
-    /// A gated network.
+    /// Runs a gated MLP.
     fn gate(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, mlp: &GatedMlp) {
         let inner = mlp.inner();
         self.pack_normed(worker, spare, &block.norm, &mlp.gate_up_proj);
@@ -185,20 +185,20 @@ impl<'a> Pass<'a> {
         self.add(worker, spare, block, &mlp.down_proj, self.inner, inner);
     }
 
-    /// Packs the norm of the residual stream for `linear`.
+    /// Normalises the residual stream and packs it for `linear`.
     fn pack_normed(&self, worker: &mut Worker<'_>, spare: &mut Spare, weight: &[f32], linear: &Linear) {
         let &DecoderConfig { hidden_size, rms_norm_eps: eps, .. } = self.config;
         self.packed.pack(worker, self.isa, linear, &mut spare.linear, |t, out| {
-            // SAFETY: as said above.
+            // SAFETY: an earlier phase wrote this row (see `Pass`).
             let x = unsafe { self.hidden.read(t * hidden_size, hidden_size) };
             self.isa.run(RmsNorm { x, weight, eps, out });
         });
     }
 
-    /// Adds a block's output, `linear` of rows of `width` numbers, to the residual stream.
+    /// Multiplies `rows`, which are `width` wide, by `linear` and adds the block's output to the residual stream.
     fn add(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, linear: &Linear, rows: UnsafeSlice<'_, f32>, width: usize) {
         let &DecoderConfig { hidden_size, rms_norm_eps: eps, .. } = self.config;
-        // SAFETY: as said above.
+        // SAFETY: an earlier phase wrote these rows (see `Pass`).
         let copy = |t: usize, out: &mut [f32]| out.copy_from_slice(unsafe { rows.read(t * width, width) });
         self.packed.pack(worker, self.isa, linear, &mut spare.linear, copy);
         let Some(weight) = &block.post_norm else {
@@ -208,7 +208,7 @@ impl<'a> Pass<'a> {
         self.packed.multiply(worker, self.isa, linear, self.output, hidden_size, Epilogue::Store, &mut spare.linear);
         spare.row.resize(hidden_size, 0.0);
         worker.parallel_for(self.step.input_ids.len(), |t| {
-            // SAFETY: as said above.
+            // SAFETY: an earlier phase wrote the output, and only index t writes this row of the residual stream (see `Pass`).
             let (x, state) = unsafe { (self.output.read(t * hidden_size, hidden_size), self.hidden.write(t * hidden_size, hidden_size)) };
             self.isa.run(RmsNorm { x, weight, eps, out: &mut spare.row });
             state.iter_mut().zip(&spare.row).for_each(|(state, x)| *state += x * block.residual_scale);

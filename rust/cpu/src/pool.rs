@@ -19,44 +19,44 @@ use std::{
     thread,
 };
 
-/// How often a thread polls the barrier before it yields its core.
+/// Number of times that a thread polls the barrier before it yields its core.
 ///
-/// Some tens of microseconds: phases end nearly together, unless the system took a thread's core away.
+/// This takes some tens of microseconds. Threads finish a phase at nearly the same time, unless the system has preempted one.
 const SPINS: u32 = if cfg!(loom) { 0 } else { 2_000 };
 
-/// Threads that sleep until [`ThreadPool::run`] has work for all of them.
+/// A thread pool. Its threads sleep until [`ThreadPool::run`] is called.
 #[derive(Debug)]
 pub struct ThreadPool {
     state: Arc<State>,
     threads: Vec<thread::JoinHandle<()>>,
 }
 
-/// What all threads share.
+/// State that all threads share.
 #[derive(Debug)]
 struct State {
     size: usize,
     call: Mutex<Call>,
     called: Condvar,
     returned: Condvar,
-    /// The next index of the phase's loop.
+    /// The next index of the current phase's loop.
     next: CachePadded<AtomicUsize>,
-    /// Threads that have come to the end of the phase.
+    /// Number of threads that have reached the end of the phase.
     arrived: CachePadded<AtomicUsize>,
-    /// Phases that have ended.
+    /// Number of completed phases.
     phases: CachePadded<AtomicUsize>,
-    /// A thread panicked: nobody may wait for it.
+    /// Set when a thread has panicked. Other threads must not wait for it.
     broken: AtomicBool,
 }
 
-/// A value on a cache line of its own (processors fetch them in pairs), so that waiting threads do not slow down working ones.
+/// A value on its own pair of cache lines, so that waiting threads do not slow down working ones. Processors fetch cache lines in pairs.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct CachePadded<T>(T);
 
-/// The panic of a thread that waits for one that panicked.
+/// Panic payload of a thread that was waiting for a thread that panicked.
 struct Abandoned;
 
-/// What the threads are to do now.
+/// The current call.
 #[derive(Default)]
 struct Call {
     number: u64,
@@ -72,14 +72,14 @@ impl std::fmt::Debug for Call {
     }
 }
 
-/// A function of the thread that called [`ThreadPool::run`], which stays there until all have returned from it.
+/// The function of the current call. The thread in [`ThreadPool::run`] owns it and does not return until all threads have returned from it.
 #[derive(Clone, Copy)]
 struct Work(*const (dyn Fn(&mut Worker<'_>) + Sync));
 
-// SAFETY: the function is `Sync`, and lives as long as anybody may call it (see `ThreadPool::run`).
+// SAFETY: the function is `Sync`, and lives as long as any thread can call it (see `ThreadPool::run`).
 unsafe impl Send for Work {}
 
-/// One thread's part in a call.
+/// One thread's view of a call.
 #[derive(Debug)]
 pub struct Worker<'a> {
     state: &'a State,
@@ -88,12 +88,12 @@ pub struct Worker<'a> {
 }
 
 impl ThreadPool {
-    /// Starts `threads - 1` threads: the one that calls `run` is the first. If one cannot be started, those before it end.
+    /// Starts `threads - 1` threads. The thread that calls `run` is the first. If a thread cannot be started, the threads before it end.
     pub fn new(threads: usize) -> io::Result<Self> {
         Self::start(threads, |index, state| thread::Builder::new().name(format!("chairlift-cpu-{index}")).spawn(move || state.serve(index)))
     }
 
-    /// Starts the threads by `spawn`, which gets each one's index.
+    /// Starts the threads with `spawn`, which gets the index of each.
     fn start(threads: usize, spawn: impl Fn(usize, Arc<State>) -> io::Result<thread::JoinHandle<()>>) -> io::Result<Self> {
         let state = Arc::new(State {
             size: threads.max(1),
@@ -105,7 +105,7 @@ impl ThreadPool {
             phases: CachePadded::default(),
             broken: AtomicBool::new(false),
         });
-        // Dropped on the way out, the pool ends the threads that it has.
+        // If `spawn` fails, dropping the pool ends the threads that have started.
         let mut pool = Self { state, threads: Vec::new() };
         for index in 1..pool.state.size {
             pool.threads.push(spawn(index, Arc::clone(&pool.state))?);
@@ -113,22 +113,23 @@ impl ThreadPool {
         Ok(pool)
     }
 
-    /// How many threads there are, the caller's included.
+    /// Number of threads, including the caller.
     pub fn size(&self) -> usize {
         self.state.size
     }
 
-    /// Lets every thread call `work` once, and returns when all have. What one panics with, this panics with.
+    /// Calls `work` once on every thread and returns when all calls have returned. If a call panics, this function panics with the same
+    /// payload.
     pub fn run(&mut self, work: impl Fn(&mut Worker<'_>) + Sync) {
         let work: &(dyn Fn(&mut Worker<'_>) + Sync) = &work;
         let state = &*self.state;
-        // The lock below shows this to the threads.
+        // Taking the lock below makes these stores visible to the threads.
         state.next.0.store(0, Ordering::Relaxed);
         state.arrived.0.store(0, Ordering::Relaxed);
         state.phases.0.store(0, Ordering::Relaxed);
         state.broken.store(false, Ordering::Relaxed);
-        // SAFETY: only the lifetime is forgotten, and this function does not return before `working` is 0. No cast: those may not
-        // change lifetimes in days to come.
+        // SAFETY: only the lifetime is extended, and this function does not return before `working` is 0. Not a cast: a future Rust may
+        // forbid casts that extend lifetimes.
         #[allow(clippy::transmute_ptr_to_ptr)]
         let forgotten = Work(unsafe {
             std::mem::transmute::<*const (dyn Fn(&mut Worker<'_>) + Sync), *const (dyn Fn(&mut Worker<'_>) + Sync + 'static)>(work)
@@ -159,14 +160,14 @@ impl Drop for ThreadPool {
         self.state.call.lock().expect("nobody panics with the lock").over = true;
         self.state.called.notify_all();
         for thread in self.threads.drain(..) {
-            // What a thread panicked with was told by `run`.
+            // `run` has already reported the thread's panic.
             let _ = thread.join();
         }
     }
 }
 
 impl State {
-    /// A thread's loop: waits for a call, runs it, reports its end.
+    /// A thread's main loop: waits for a call, runs it, and reports its completion.
     fn serve(&self, index: usize) {
         let mut seen = 0;
         loop {
@@ -181,7 +182,7 @@ impl State {
                 seen = call.number;
                 call.work.expect("a call comes with its work")
             };
-            // SAFETY: `run` waits for this thread before it lets go of the function.
+            // SAFETY: `run` waits for this thread before the function is dropped.
             self.call(unsafe { &*work.0 }, index);
             let mut call = self.call.lock().expect("nobody panics with the lock");
             call.working -= 1;
@@ -191,8 +192,8 @@ impl State {
         }
     }
 
-    /// One thread's part. What it panics with is kept for the caller if it is the first; only then do others hear of it, so that
-    /// theirs are later.
+    /// Runs one thread's part of a call and keeps the first panic for the caller. `broken` is set after the panic is stored, so the panics
+    /// of waiting threads always come later.
     fn call(&self, work: &(dyn Fn(&mut Worker<'_>) + Sync), index: usize) {
         let mut worker = Worker { state: self, index, phase: 0 };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(&mut worker))) {
@@ -203,17 +204,17 @@ impl State {
 }
 
 impl Worker<'_> {
-    /// The thread's number, from 0.
+    /// The thread's index, from 0.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// How many threads there are.
+    /// Number of threads.
     pub fn size(&self) -> usize {
         self.state.size
     }
 
-    /// Calls `body` with each index below `count`, on whichever thread is free, and waits until all threads have finished.
+    /// Calls `body` with each index below `count`, on any free thread, and waits until all threads have finished.
     ///
     /// Every thread must call it with the same `count`. Writes of one phase are visible in the next.
     pub fn parallel_for(&mut self, count: usize, mut body: impl FnMut(usize)) {
@@ -227,12 +228,13 @@ impl Worker<'_> {
         self.wait();
     }
 
-    /// Waits until all threads have come here.
+    /// Waits until all threads have reached this point.
     fn wait(&mut self) {
         let state = self.state;
         self.phase += 1;
-        // What each thread did is released by its addition, acquired by the last one's, and released with the phase's end to
-        // those who see it. In between all have taken their last index and none the next phase's first, so the counter can be reset.
+        // Each thread's addition to `arrived` releases its writes. The last thread's addition acquires them, and its store to `phases`
+        // releases them to the threads that load it. At this point every thread has taken its last index of this phase, and no thread has
+        // taken one of the next, so the counters can be reset.
         if state.arrived.0.fetch_add(1, Ordering::AcqRel) + 1 == state.size {
             state.arrived.0.store(0, Ordering::Relaxed);
             state.next.0.store(0, Ordering::Relaxed);
@@ -287,7 +289,7 @@ mod tests {
             let result = catch_unwind(AssertUnwindSafe(|| {
                 pool.run(|worker| {
                     worker.parallel_for(10, |_| ());
-                    // Without a word to the standard error, which others read.
+                    // Unlike `panic!`, this does not write to standard error.
                     if worker.index() == guilty {
                         resume_unwind(Box::new(round));
                     }
@@ -336,7 +338,7 @@ mod tests {
                 thread::Builder::new().spawn(move || state.serve(index))
             });
             assert_eq!(error.expect_err("one failed").to_string(), "no more threads");
-            // Each running thread would hold the state.
+            // Each running thread would hold a reference to the state.
             assert!(kept.into_inner().expect("one thread").expect("spawned").upgrade().is_none(), "thread {failing} failed");
         }
     }
@@ -348,9 +350,9 @@ mod loom_tests {
 
     use super::*;
 
-    /// Numbers that loom watches for races; each index is written by one thread of a phase.
+    /// Cells that loom checks for races. In each phase one thread writes each index.
     struct Cells(Vec<UnsafeCell<usize>>);
-    // SAFETY: loom reports accesses that race.
+    // SAFETY: loom reports racing accesses.
     unsafe impl Sync for Cells {}
 
     impl Cells {

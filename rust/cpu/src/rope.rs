@@ -1,24 +1,24 @@
-//! Rotary position embedding (Su and others, 2021): pairs of a head's numbers, half of the rotated part apart, are turned
-//! by angles that grow with the position.
+//! Rotary position embedding (Su and others, 2021). It rotates pairs of a head's numbers, which are half of the rotated width apart, by
+//! angles proportional to the position.
 
 use crate::simd::{Kernel, Simd};
 
 /// A rotary embedding.
 #[derive(Clone, Debug)]
 pub struct Rope {
-    /// Radians per position of each pair. A head's numbers beyond the pairs stay as they are.
+    /// Radians per position for each pair. The numbers of a head beyond the pairs are not rotated.
     pub frequencies: Vec<f32>,
-    /// What cosines and sines are multiplied by; 1 but for `LongRoPE`.
+    /// Factor of the cosines and sines. 1 except for `LongRoPE`.
     pub scale: f32,
 }
 
 impl Rope {
-    /// How many of a head's numbers are turned, and how many numbers [`Rope::write`] writes.
+    /// The rotated width of a head. [`Rope::write`] writes this number of values.
     pub(crate) fn width(&self) -> usize {
         2 * self.frequencies.len()
     }
 
-    /// Writes the cosines, then the sines, of a position's angles.
+    /// Writes the cosines, then the sines, for a position.
     pub(crate) fn write(&self, position: i32, out: &mut [f32]) {
         let (cosines, sines) = out.split_at_mut(self.frequencies.len());
         for ((cosine, sine), frequency) in cosines.iter_mut().zip(sines).zip(&self.frequencies) {
@@ -28,11 +28,11 @@ impl Rope {
     }
 }
 
-/// Turns heads that lie one after the other.
+/// Rotates consecutive heads.
 pub(crate) struct Rotate<'a> {
     pub(crate) heads: &'a mut [f32],
     pub(crate) head_dim: usize,
-    /// What [`Rope::write`] wrote.
+    /// The cosines and sines from [`Rope::write`].
     pub(crate) cos_sin: &'a [f32],
 }
 

@@ -1,4 +1,4 @@
-//! Chooses tokens from rows of logits, and says how likely tokens were.
+//! Sampling: chooses tokens from rows of logits, and computes log-probabilities.
 
 mod draw;
 mod score;
@@ -8,42 +8,42 @@ use std::thread;
 pub use draw::{Draw, choose};
 pub use score::{Score, score};
 
-/// Logits that are looked at in one go: what is made of them stays in the first cache.
+/// Logits that are processed at once. Their intermediate results stay in the L1 cache.
 const BLOCK: usize = 1024;
-/// Logits for which a thread is worth starting: that takes some 50 us, these at least 200.
+/// Minimum logits per thread. Starting a thread takes about 50 us; this number of logits takes at least 200 us.
 const WORTH: usize = 1 << 18;
 
-/// A number's place among all, as an integer: NaNs lie beyond the infinities, and both zeros are one.
+/// Maps a number to an integer with the same order. NaNs are beyond the infinities, and both zeros have the same rank.
 #[inline(always)]
 fn rank(x: f32) -> i32 {
     let bits = (x + 0.0).to_bits() as i32;
     bits ^ ((bits >> 31) & i32::MAX)
 }
 
-/// A token's place among those of a row: the likeliest is the smallest, and of equals the first.
+/// Sort key of a token in its row. The likeliest token has the smallest key. Equal logits are ordered by token id.
 #[inline(always)]
 fn order(x: f32, token: usize) -> u64 {
     let falling = (rank(x) as u32) ^ 0x7fff_ffff;
     (u64::from(falling) << 32) | token as u64
 }
 
-/// The token of an [`order`].
+/// The token of an [`order`] key.
 #[inline(always)]
 fn token_of(order: u64) -> usize {
     order as u32 as usize
 }
 
-/// Where a row's logits lie.
+/// The extremes of a row's logits.
 #[derive(Clone, Copy)]
 struct Extent {
-    /// The first of the largest.
+    /// The first token with the largest logit.
     first: usize,
     best: f32,
     lowest: f32,
 }
 
 impl Extent {
-    /// `None` if there is NaN among the logits, or the best is not finite.
+    /// `None` if a logit is NaN or the largest is not finite.
     #[inline(always)]
     fn of(logits: &[f32]) -> Option<Self> {
         let (mut best, mut block, mut lowest) = (i32::MIN, 0, i32::MAX);
@@ -67,12 +67,12 @@ impl Extent {
     }
 }
 
-/// The number of a [`rank`].
+/// The number with this [`rank`].
 fn number(rank: i32) -> f32 {
     f32::from_bits((rank ^ ((rank >> 31) & i32::MAX)) as u32)
 }
 
-/// A full block: those there are, and minus infinity.
+/// A full block: the logits, padded with minus infinity.
 #[inline(always)]
 fn padded<'a>(part: &'a [f32], spare: &'a mut [f32; BLOCK]) -> &'a [f32; BLOCK] {
     if let Ok(full) = part.try_into() {
@@ -83,7 +83,7 @@ fn padded<'a>(part: &'a [f32], spare: &'a mut [f32; BLOCK]) -> &'a [f32; BLOCK] 
     spare
 }
 
-/// What `row` gives for each row, in order, on at most `threads` threads and no more than are worth it.
+/// Collects the results of `row` for all rows, in order. Uses at most `threads` threads, and no more than the work justifies.
 fn spread<T: Send>(rows: usize, vocabulary: usize, threads: usize, row: impl Fn(usize) -> T + Sync) -> Vec<T> {
     let threads = threads.min(rows * vocabulary / WORTH).max(1);
     let each = rows.div_ceil(threads);
@@ -104,16 +104,16 @@ pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A row of finite and masked logits, at least one of them finite.
+    /// A row of finite and masked logits. At least one is finite.
     #[derive(Clone, Copy, Debug)]
     pub(crate) struct Case {
         pub(crate) seed: u64,
         pub(crate) vocabulary: usize,
-        /// How far apart logits are.
+        /// Scale of the logits.
         pub(crate) spread: f32,
-        /// If they are whole numbers of such steps of it: many are equal.
+        /// If set, logits are multiples of `spread / steps`, so that many are equal.
         pub(crate) steps: Option<f32>,
-        /// Which part is minus infinity.
+        /// Share of logits that are minus infinity.
         pub(crate) masked: f32,
     }
 
@@ -131,7 +131,7 @@ pub(crate) mod tests {
             let mut logits: Vec<f32> = (0..self.vocabulary)
                 .map(|_| {
                     let masked = uniform() < self.masked;
-                    // The sum of four is nearly normal.
+                    // The sum of four uniform numbers is nearly normal.
                     let x = (uniform() + uniform() + uniform() + uniform() - 2.0) * 1.7;
                     let x = self.steps.map_or(x, |steps| (x * steps).round() / steps) * self.spread;
                     if masked { f32::NEG_INFINITY } else { x }
@@ -165,7 +165,7 @@ pub(crate) mod tests {
         assert!(rising.is_sorted_by(|a, b| rank(*a) < rank(*b)));
         assert!(rising.iter().all(|&x| number(rank(x)).to_bits() == x.to_bits()));
         assert_eq!(rank(-0.0), rank(0.0));
-        // Arithmetic may change the sign of what is not a number: on either side it lies beyond an infinity.
+        // Arithmetic can change the sign of NaN. With either sign, its rank is beyond the infinities.
         assert!([f32::NAN, -f32::NAN].iter().all(|&x| rank(x) > rank(f32::INFINITY) || rank(x) < rank(f32::NEG_INFINITY)));
         assert!(order(2.0, 9) < order(1.0, 0) && order(0.0, 3) < order(-0.0, 4) && order(-1.0, 0) < order(f32::NEG_INFINITY, 0));
         assert_eq!(token_of(order(-3.0, 255_999)), 255_999);

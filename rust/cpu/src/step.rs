@@ -2,7 +2,7 @@
 
 use crate::cache::KvShape;
 
-/// One forward pass: the tokens of some sequences. Python's `StepBuffers` documents the arrays.
+/// One forward pass over tokens of some sequences. Python's `StepBuffers` documents the arrays.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct Step<'a> {
@@ -11,17 +11,17 @@ pub struct Step<'a> {
     pub slots: &'a [i32],
     pub query_starts: &'a [i32],
     pub context_lens: &'a [i32],
-    /// The row of `block_tables` that each sequence has.
+    /// Each sequence's row in `block_tables`.
     pub rows: &'a [i32],
     pub block_tables: &'a [i32],
     /// Width of a row of `block_tables`.
     pub max_blocks: usize,
 }
 
-/// Why a step cannot be run.
+/// The reason why a step cannot run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StepError {
-    /// An array is shorter or longer than the others ask for.
+    /// The length of an array does not match the other arrays.
     #[error("{what} has {found} entries where the step needs {expected}")]
     Length {
         /// The array.
@@ -31,37 +31,37 @@ pub enum StepError {
         /// The length that the other arrays imply.
         expected: usize,
     },
-    /// The model has no such token.
+    /// A token id is outside the vocabulary.
     #[error("token {at} of the step is {id}, and the vocabulary has {vocabulary} tokens")]
     Token {
-        /// Its place in the step.
+        /// The token's index in the step.
         at: usize,
-        /// Its id.
+        /// The token id.
         id: i32,
-        /// How many ids there are.
+        /// Size of the vocabulary.
         vocabulary: usize,
     },
-    /// A slot outside the cache.
+    /// A slot is outside the cache.
     #[error("token {at} of the step has slot {slot}, and the cache has {slots} slots")]
     Slot {
-        /// The token's place in the step.
+        /// The token's index in the step.
         at: usize,
-        /// Its slot.
+        /// The slot.
         slot: i32,
-        /// How many slots the cache has.
+        /// Number of slots in the cache.
         slots: usize,
     },
-    /// Two tokens would write their keys and values to one slot.
+    /// Two tokens would write their keys and values to the same slot.
     #[error("two tokens of the step have slot {0}")]
     DuplicateSlot(usize),
-    /// `query_starts` must ascend from 0 to the number of tokens, so that no token belongs to two sequences or to none.
+    /// `query_starts` does not ascend from 0 to the number of tokens. Each token must belong to exactly one sequence.
     #[error("query_starts must ascend from 0 to {tokens}, and entry {at} is {start}")]
     QueryStart {
         /// The entry's index.
         at: usize,
         /// The entry.
         start: i32,
-        /// Tokens in the step.
+        /// Number of tokens in the step.
         tokens: usize,
     },
     /// A sequence's context is shorter than its tokens in the step, or longer than its row of the block table.
@@ -69,41 +69,41 @@ pub enum StepError {
     Context {
         /// The sequence's index.
         sequence: usize,
-        /// Its entry in `context_lens`.
+        /// The sequence's entry in `context_lens`.
         context: i32,
-        /// Its tokens in the step.
+        /// Number of the sequence's tokens in the step.
         queries: usize,
-        /// Tokens that a row of the block table has room for.
+        /// Number of tokens that fit a row of the block table.
         room: usize,
     },
-    /// A row that the block table does not have.
+    /// A sequence's row is outside the block table.
     #[error("sequence {sequence} has row {row}, and the block table has {rows} rows")]
     Row {
         /// The sequence's index.
         sequence: usize,
-        /// Its row.
+        /// The row.
         row: i32,
-        /// How many rows there are.
+        /// Number of rows in the block table.
         rows: usize,
     },
-    /// The cache was made for another model.
+    /// The dimensions of the cache do not match the model.
     #[error("the KV cache has {found} {what}, and the model has {expected}")]
     Cache {
-        /// What differs.
+        /// The dimension that differs.
         what: &'static str,
-        /// The cache's number.
+        /// The cache's value.
         found: usize,
-        /// The model's number.
+        /// The model's value.
         expected: usize,
     },
 }
 
-/// One bit for each slot of the cache, all clear between two steps.
+/// One bit for each slot of the cache. All bits are clear between steps.
 #[derive(Debug, Default)]
 pub(crate) struct SlotSet(Vec<u64>);
 
 impl SlotSet {
-    /// Checks that all slots exist and differ. Takes time proportional to the number of slots given.
+    /// Checks that all slots exist and are distinct. The time is proportional to the number of slots given.
     fn check(&mut self, slots: &[i32], count: usize) -> Result<(), StepError> {
         self.0.resize(count.div_ceil(64), 0);
         let mut result = Ok(());
@@ -129,8 +129,8 @@ impl SlotSet {
 }
 
 impl Step<'_> {
-    /// Checks all that threads rely on when they write to the cache and to the step's buffers. Takes time proportional to the numbers
-    /// of tokens and sequences.
+    /// Checks all conditions that the threads rely on when they write to the cache and to the step's buffers. The time is proportional to
+    /// the number of tokens and sequences.
     pub(crate) fn check(&self, vocabulary: usize, cache: KvShape, slots: &mut SlotSet) -> Result<(), StepError> {
         let (tokens, sequences) = (self.input_ids.len(), self.context_lens.len());
         let lengths = [
@@ -161,7 +161,7 @@ impl Step<'_> {
         slots.check(self.slots, cache.blocks * cache.block_size)
     }
 
-    /// Checks that each token belongs to one sequence, and that each sequence's context has `room`.
+    /// Checks that each token belongs to one sequence, and that no context is longer than `room`.
     fn check_sequences(&self, room: usize) -> Result<(), StepError> {
         let tokens = self.input_ids.len();
         let mut end = 0;

@@ -1,4 +1,4 @@
-//! A checkpoint's matrix, in memory or in a file, read row by row.
+//! A checkpoint's matrix, in memory or in a file, which is read row by row.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -8,7 +8,7 @@ use crate::ggml::BlockType;
 use crate::half;
 use crate::pool::ThreadPool;
 
-/// Reading a file's weights failed.
+/// Reading weights from a file failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the weights cannot be read: {0}")]
 pub struct ReadError(String);
@@ -22,12 +22,12 @@ pub enum Numbers {
     F16,
     /// bfloat16.
     Bf16,
-    /// Blocks of the ggml type with that number.
+    /// Blocks of the ggml type with this number.
     Ggml(u32),
 }
 
 impl Numbers {
-    /// The block type, if it is one that is kept as it is.
+    /// The block type, if it is supported without conversion.
     pub(crate) fn blocks(self) -> Option<BlockType> {
         match self {
             Self::Ggml(number) => BlockType::from_ggml(number),
@@ -35,7 +35,7 @@ impl Numbers {
         }
     }
 
-    /// Bytes of a row of `ins` numbers; None for unknown ggml types, and rows that are not whole blocks.
+    /// Bytes of a row of `ins` numbers. `None` for unsupported ggml types, and for rows that are not whole blocks.
     pub(crate) fn row_bytes(self, ins: usize) -> Option<usize> {
         match self {
             Self::F32 => ins.checked_mul(4),
@@ -44,7 +44,7 @@ impl Numbers {
         }
     }
 
-    /// Makes fp32 of a row.
+    /// Converts a row to fp32.
     pub(crate) fn decode(self, row: &[u8], to: &mut [f32]) {
         let halves = || row.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
         match self {
@@ -58,33 +58,34 @@ impl Numbers {
     }
 }
 
-/// Where a tensor's bytes are.
+/// The location of a tensor's bytes.
 #[derive(Clone, Copy, Debug)]
 pub enum Source<'a> {
     /// In memory, little-endian.
     Memory(&'a [u8]),
-    /// In a file, from this byte on.
+    /// In a file, starting at this byte offset.
     File(&'a File, u64),
 }
 
 /// A matrix of `rows` rows of `ins` numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensor<'a> {
-    /// The format of its numbers.
+    /// The number format.
     pub numbers: Numbers,
     /// Number of rows.
     pub rows: usize,
-    /// Numbers in each row.
+    /// Number of columns.
     pub ins: usize,
-    /// Where its bytes are.
+    /// The location of the bytes.
     pub source: Source<'a>,
-    /// Rows of an attention head where the two halves of its rotary rows alternate, as llama.cpp writes Llama's queries and keys; the
-    /// matrix has the first half of each head's rows first. 0 where rows are in order.
+    /// Number of rows of an attention head if its rows are interleaved for the rotary embedding, as llama.cpp writes Llama's queries and
+    /// keys: the rows of the two halves alternate. The packed matrix has the first half of each head's rows first. 0 if the rows are in
+    /// order.
     pub interleaved: usize,
 }
 
 impl Tensor<'_> {
-    /// The row of the source that is row `row` of the matrix.
+    /// The source's row for row `row` of the matrix.
     fn source_row(&self, row: usize) -> usize {
         if self.interleaved == 0 {
             return row;
@@ -93,7 +94,7 @@ impl Tensor<'_> {
         head * self.interleaved + within % half * 2 + within / half
     }
 
-    /// Calls `body` with the index of each panel of `width` rows, and those rows, on all threads of the pool.
+    /// Calls `body` with the index of each panel of `width` rows, and its rows, on all threads of the pool.
     pub(crate) fn for_each_panel(
         &self,
         pool: &mut ThreadPool,
@@ -151,12 +152,12 @@ pub(crate) struct RowReader<'a> {
 }
 
 impl RowReader<'_> {
-    /// How many rows there are.
+    /// Number of rows.
     pub(crate) fn count(&self) -> usize {
         self.bytes.len() / self.size
     }
 
-    /// The bytes of one.
+    /// The bytes of one row.
     pub(crate) fn row(&self, row: usize) -> &[u8] {
         &self.bytes[row * self.size..(row + 1) * self.size]
     }

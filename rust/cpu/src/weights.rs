@@ -1,5 +1,4 @@
-//! A linear layer's weights, packed in panels: columns that a tile computes
-//! side by side lie side by side.
+//! A linear layer's weights, packed in panels. A panel has the columns that a tile computes together side by side.
 
 use crate::aligned::{AlignedVec, Pod};
 use crate::ggml::BlockPanels;
@@ -9,7 +8,7 @@ use crate::quant::QuantWeights;
 use crate::simd::{Isa, Simd};
 use crate::tensor::{Numbers, ReadError, RowReader, Source, Tensor};
 
-/// How a matrix's weights are kept. All but `Int8` are multiplied in fp32.
+/// Storage format of a matrix's weights. Weights in formats other than `Int8` are multiplied in fp32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// fp32.
@@ -18,44 +17,44 @@ pub enum Form {
     F16,
     /// bfloat16.
     Bf16,
-    /// As in the checkpoint, each of a matrix's tensors by itself: fp32, 16 bits, or ggml's blocks.
+    /// The checkpoint's format, for each tensor of a matrix separately: fp32, 16 bits, or ggml's blocks.
     Kept,
-    /// Integers of 8 bits, or of 4 where the checkpoint has them so, in blocks of 32 with a scale each; multiplied by activations that
-    /// are made such integers too.
+    /// 8-bit integers, or 4-bit integers if the checkpoint has them, in blocks of 32 with a scale each. They are multiplied by activations
+    /// that are quantised to 8-bit integers.
     Int8,
 }
 
-/// How the rows of several tensors become one matrix's.
+/// How the rows of several tensors are merged to one matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Merge {
-    /// One under another.
+    /// The rows of one tensor follow those of the previous one.
     Stacked,
-    /// Two of equal shape: `gate_proj`, and `up_proj`.
+    /// Two tensors of the same shape: `gate_proj` and `up_proj`.
     Gated,
 }
 
-/// Why weights cannot be packed.
+/// The reason why weights cannot be packed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PackError {
-    /// Half precision ends at 65504.
+    /// A weight does not fit half precision, whose largest number is 65504.
     #[error("a weight of {0:e} does not fit float16: use float32 or bfloat16")]
     Overflow(f32),
-    /// A tensor in memory is not as long as its shape says.
+    /// The length of a tensor in memory does not match its shape.
     #[error("{rows} rows of {ins} numbers are {expected} bytes, not {found}")]
     Shape {
-        /// Rows that the caller counted.
+        /// Number of rows in the shape.
         rows: usize,
-        /// Numbers in each.
+        /// Number of columns in the shape.
         ins: usize,
-        /// How long the tensor should be.
+        /// Expected length in bytes.
         expected: usize,
-        /// How long it is.
+        /// Actual length in bytes.
         found: usize,
     },
-    /// The tensors of a matrix have different inputs, or a gated matrix is not made of two of one shape.
+    /// The tensors of a matrix have different numbers of inputs, or a gated matrix does not have two tensors of the same shape.
     #[error("the tensors of one matrix do not have the same shape")]
     Mismatch,
-    /// A ggml type that is not kept as it is.
+    /// A ggml type that is not supported without conversion.
     #[error("blocks of ggml type {0}, or rows that are not whole blocks, cannot be used as they are")]
     Blocks(u32),
     /// The file could not be read.
@@ -63,13 +62,13 @@ pub enum PackError {
     Read(#[from] ReadError),
 }
 
-/// A number that weights are kept in.
+/// An element of the weights.
 pub(crate) trait Element: Pod {
-    /// Reads a register of them as fp32.
+    /// Loads a register of elements as fp32.
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F;
-    /// The nearest to `x`.
+    /// Rounds `x` to the nearest element.
     fn from_f32(x: f32) -> Self;
-    /// What it stands for.
+    /// Converts the element to fp32.
     fn to_f32(self) -> f32;
 }
 
@@ -78,12 +77,12 @@ pub(crate) trait Element: Pod {
 #[repr(transparent)]
 pub(crate) struct F16(u16);
 
-/// The upper half of an fp32.
+/// bfloat16: the upper half of an fp32.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub(crate) struct Bf16(u16);
 
-// SAFETY: a u16 by another name.
+// SAFETY: a transparent wrapper of u16.
 unsafe impl Pod for F16 {}
 // SAFETY: as above.
 unsafe impl Pod for Bf16 {}
@@ -91,7 +90,7 @@ unsafe impl Pod for Bf16 {}
 impl Element for f32 {
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees it.
         unsafe { s.load(p) }
     }
     fn from_f32(x: f32) -> Self {
@@ -105,7 +104,7 @@ impl Element for f32 {
 impl Element for F16 {
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees it.
         unsafe { s.load_f16(p.cast()) }
     }
     fn from_f32(x: f32) -> Self {
@@ -119,14 +118,14 @@ impl Element for F16 {
 impl Element for Bf16 {
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees it.
         unsafe { s.load_bf16(p.cast()) }
     }
-    /// Rounded to nearest even.
+    /// Rounds to nearest even.
     fn from_f32(x: f32) -> Self {
         let bits = x.to_bits();
         if x.is_nan() {
-            // Rounding could carry into the sign.
+            // Rounding a NaN could carry into the sign.
             return Self((bits >> 16) as u16 | 0x40);
         }
         Self(((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16)
@@ -136,7 +135,7 @@ impl Element for Bf16 {
     }
 }
 
-/// Panels of one kind of number: [panels][ins][panel width].
+/// Panels of one element type: [panels][ins][panel width].
 #[derive(Debug)]
 pub(crate) struct Panels<E> {
     pub(crate) numbers: AlignedVec<E>,
@@ -150,7 +149,7 @@ impl<E: Element> Panels<E> {
         let mut numbers = AlignedVec::zeros(tensor.rows.next_multiple_of(width) * ins);
         let shared = numbers.shared();
         tensor.for_each_panel(pool, width, |panel, rows: &RowReader<'_>| {
-            // SAFETY: each panel is one call's.
+            // SAFETY: each panel is written by one call.
             let out: &mut [E] = unsafe { shared.write(panel * width * ins, width * ins) };
             let mut row = vec![0.0; ins];
             for column in 0..rows.count() {
@@ -163,7 +162,7 @@ impl<E: Element> Panels<E> {
         Ok(Self { numbers, ins, width })
     }
 
-    /// The panels from this one on.
+    /// The numbers from this panel on.
     pub(crate) fn panel(&self, panel: usize) -> &[E] {
         &self.numbers[panel * self.width * self.ins..]
     }
@@ -179,10 +178,10 @@ impl<E: Element> Panels<E> {
 /// The weights [outs, ins] of a linear layer.
 #[derive(Debug)]
 pub struct Matrix {
-    /// One for each tensor, each with panels of its own; so their formats may differ.
+    /// One part for each tensor. Each has its own panels, so the formats can differ.
     pub(crate) parts: Vec<Part>,
     pub(crate) ins: usize,
-    /// Outputs; of a gated matrix, those after the gate.
+    /// Number of outputs. For a gated matrix, the number after the gate is applied.
     pub(crate) outs: usize,
     pub(crate) merge: Merge,
 }
@@ -194,7 +193,7 @@ pub(crate) struct Part {
     pub(crate) rows: usize,
 }
 
-/// The panels, by the kind of their numbers.
+/// The panels, by storage format.
 #[derive(Debug)]
 pub(crate) enum Store {
     F32(Panels<f32>),
@@ -214,7 +213,7 @@ impl Part {
             (Form::F16, _) => {
                 let panels = Panels::<F16>::pack(pool, width, tensor)?;
                 if panels.numbers.iter().any(|x| x.to_f32().is_infinite()) {
-                    // Once more, to tell which it was.
+                    // Packs again in fp32 to find the weight that overflows.
                     let numbers = Panels::<f32>::pack(pool, width, tensor)?.numbers;
                     let largest = numbers.iter().copied().find(|&x| F16::from_f32(x).to_f32().is_infinite());
                     return Err(PackError::Overflow(largest.unwrap_or(f32::INFINITY)));
@@ -230,7 +229,7 @@ impl Part {
         Ok(Self { store, rows: tensor.rows })
     }
 
-    /// How many panels there are.
+    /// Number of panels.
     pub(crate) fn panels(&self, isa: Isa) -> usize {
         self.rows.div_ceil(isa.panel())
     }
@@ -247,7 +246,7 @@ impl Part {
 }
 
 impl Matrix {
-    /// Packs tensors of equal inputs, reading those that are in files on all threads of the pool.
+    /// Packs tensors with the same number of inputs. All threads of the pool read tensors that are in files.
     pub fn pack(pool: &mut ThreadPool, isa: Isa, tensors: &[Tensor<'_>], merge: Merge, form: Form) -> Result<Self, PackError> {
         let ins = tensors.first().map_or(0, |tensor| tensor.ins);
         let rows: usize = tensors.iter().map(|tensor| tensor.rows).sum();
@@ -275,7 +274,7 @@ impl Matrix {
         Ok(Self { parts, ins, outs, merge })
     }
 
-    /// Row `out` of the matrix, as an embedding. Not of a gated one.
+    /// Reads row `out` of the matrix, as an embedding. The matrix must not be gated.
     pub(crate) fn read_row(&self, out: usize, to: &mut [f32]) {
         let mut row = out;
         for part in &self.parts {
@@ -287,7 +286,7 @@ impl Matrix {
         panic!("there is no row {out}");
     }
 
-    /// Whether it is of this shape.
+    /// Whether the matrix has this shape.
     pub(crate) fn is(&self, outs: usize, ins: usize, merge: Merge) -> bool {
         (self.outs, self.ins, self.merge) == (outs, ins, merge)
     }

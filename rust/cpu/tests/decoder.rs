@@ -1,4 +1,4 @@
-//! The whole decoder: against plain arithmetic, and bit for bit against itself in other company.
+//! Compares the whole decoder with plain arithmetic, and checks that results have the same bits whatever else is in a step.
 
 use chairlift_cpu::cache::{KvCache, KvForm, KvShape};
 use chairlift_cpu::{
@@ -19,7 +19,7 @@ const WIDE: usize = (HEADS + 2 * KV_HEADS) * HEAD;
 const QUERIES: usize = HEADS * HEAD;
 const EPS: f32 = 1e-5;
 
-/// Numbers between -1 and 1 that follow from the seed.
+/// Pseudo-random numbers between -1 and 1.
 fn numbers(seed: u32, count: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9) | 1;
     let mut next = || {
@@ -45,7 +45,7 @@ fn config(hidden_size: usize, num_heads: usize, num_kv_heads: usize, head_dim: u
     DecoderConfig { hidden_size, num_heads, num_kv_heads, head_dim, rms_norm_eps: EPS, ropes, embedding_scale: 1.0, final_softcap: None }
 }
 
-/// Weights, row by row; those of layers by layer.
+/// Weights, row by row. Vectors of vectors have one entry per layer.
 struct Weights {
     embedding: Vec<f32>,
     qkv: Vec<Vec<f32>>,
@@ -111,7 +111,7 @@ impl Weights {
             .expect("all fits")
     }
 
-    /// Logits after each token of a sequence, in f64 and without a cache.
+    /// Logits after each token of a sequence, in fp64 and without a cache.
     fn reference(&self, tokens: &[i32], window: Option<usize>) -> Vec<f64> {
         let norm = |x: &[f64], weight: &[f32]| -> Vec<f64> {
             let scale = (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + f64::from(EPS)).sqrt();
@@ -156,18 +156,19 @@ impl Weights {
     }
 }
 
-/// Runs the sequences, in each step as many more of their tokens as `cuts` says; returns each one's logits, token after token.
+/// Runs the sequences in steps. `cuts` gives the number of tokens that each step adds to a sequence. Returns the logits of each sequence,
+/// token by token.
 fn run(decoder: &mut Decoder, form: KvForm, sequences: &[&[i32]], cuts: &[usize]) -> Vec<Vec<f32>> {
     let blocks = 1 + MAX_BLOCKS * sequences.len();
     let shape = KvShape { layers: LAYERS, blocks, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
     let mut cache = KvCache::new(shape, form, 0).expect("there is memory");
     let mut logits = vec![Vec::new(); sequences.len()];
-    // CachePadded from those of others, and not in order.
+    // Each sequence has its own blocks, in shuffled order.
     let block = |s: usize, i: usize| (1 + s * MAX_BLOCKS + (i * 7 + s) % MAX_BLOCKS) as i32;
     for cut in cuts.iter().cycle() {
         let (mut input_ids, mut positions, mut slots, mut who) = (vec![], vec![], vec![], vec![]);
         let (mut query_starts, mut context_lens, mut rows) = (vec![0], vec![], vec![]);
-        // Each sequence keeps its row, whoever else is in the step.
+        // Each sequence keeps its row, whatever other sequences are in the step.
         let block_tables: Vec<i32> = (0..sequences.len()).flat_map(|s| (0..MAX_BLOCKS).map(move |i| block(s, i))).collect();
         for (s, tokens) in sequences.iter().enumerate() {
             let done = logits[s].len() / VOCABULARY;

@@ -1,4 +1,4 @@
-//! Attention against its definition, and against itself: a token's output is the same bits in whatever step it was computed.
+//! Compares attention with its definition, and checks that a token's output has the same bits in every step that computes it.
 
 use proptest::prelude::*;
 
@@ -7,12 +7,12 @@ use crate::cache::{KvCache, KvShape};
 use crate::half;
 use crate::pool::ThreadPool;
 
-/// The second of the layers is the one that is tested.
+/// The tests use the second layer.
 const LAYER: usize = 1;
 
 #[derive(Clone, Debug)]
 struct Case {
-    /// Heads of keys and values, and how many of the queries share one.
+    /// Number of KV heads. `group` is the number of query heads that share one.
     kv_heads: usize,
     group: usize,
     head_dim: usize,
@@ -25,11 +25,11 @@ struct Case {
     seed: u64,
 }
 
-/// Numbers in no order.
+/// A pseudo-random generator.
 struct Random(u64);
 
 impl Random {
-    /// One of the numbers below `end`.
+    /// A number below `end`.
     fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % end
@@ -46,7 +46,7 @@ impl Random {
     }
 }
 
-/// What a sequence's tokens are: queries, keys and values, [tokens][heads * head dim] each.
+/// A sequence's queries, keys and values, [tokens][heads * head dim] each.
 struct Tokens {
     queries: Vec<f32>,
     keys: Vec<f32>,
@@ -65,9 +65,9 @@ impl Case {
         self.contexts.iter().map(one).collect()
     }
 
-    /// Serves all sequences to their ends in steps that bring `cut` tokens of a sequence, and returns the outputs of each.
+    /// Runs all sequences to their ends and returns their outputs. Each step adds `cut` tokens of a sequence.
     ///
-    /// All that nobody may look at is not a number: cells that were never written, and those that the window has left.
+    /// Every cell that no query attends to is NaN: cells that were never written, and cells that have left the window.
     fn serve(&self, isa: Isa, threads: usize, random: &mut Random, mut cut: impl FnMut(&mut Random) -> usize) -> Vec<Vec<f32>> {
         let (heads, size) = (self.kv_heads * self.group, self.block_size);
         let (width, kv_width) = (heads * self.head_dim, self.kv_heads * self.head_dim);
@@ -85,7 +85,7 @@ impl Case {
         let slot =
             |sequence: usize, position: usize| blocks[rows[sequence] * max_blocks + position / size] as usize * size + position % size;
         let write = |slot: usize, keys: &[f32], values: &[f32]| {
-            // SAFETY: nobody else is there.
+            // SAFETY: no other thread uses the cache.
             unsafe { pages.write(LAYER, slot, keys, values) };
         };
         let nothing = vec![f32::NAN; kv_width];
@@ -118,7 +118,7 @@ impl Case {
             let attention = Attention { plan: &plan, pages, layer: LAYER, window, scale, softcap, query: &query, stride, out: shared };
             pool.run(|worker| {
                 let mut scratch = Scratch::default();
-                // SAFETY: each task is done by one thread, and all tokens were written.
+                // SAFETY: one thread runs each task, and all tokens have been written.
                 worker.parallel_for(plan.len(), |task| unsafe { attention.attend(isa, task, &mut scratch) });
             });
             for (&i, step) in members.iter().zip(starts.windows(2)) {
@@ -132,7 +132,7 @@ impl Case {
         outputs
     }
 
-    /// Some numbers of a head as the cache holds them.
+    /// A head's numbers, rounded as the cache stores them.
     fn stored(&self, numbers: &[f32]) -> Vec<f64> {
         let largest = numbers.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
         let store = |&x: &f32| match self.form {
@@ -144,7 +144,7 @@ impl Case {
         numbers.iter().map(store).collect()
     }
 
-    /// The definition.
+    /// Attention by its definition, in fp64.
     fn expected(&self, tokens: &Tokens) -> Vec<f64> {
         let (dim, heads) = (self.head_dim, self.kv_heads * self.group);
         let [keys, values] = [&tokens.keys, &tokens.values].map(|x| x.chunks(dim).map(|x| self.stored(x)).collect::<Vec<_>>());

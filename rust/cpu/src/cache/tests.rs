@@ -1,6 +1,6 @@
-//! What is written is read, where it was copied and swapped to.
+//! Written keys and values are read back, also after copies and swaps.
 
-#![allow(clippy::float_cmp)] // What is stored as it is, or as 0, comes back exactly.
+#![allow(clippy::float_cmp)] // Values stored unchanged, and zeros, are read back exactly.
 
 use super::*;
 use crate::simd::{Isa, Kernel};
@@ -9,7 +9,7 @@ const SHAPE: KvShape = KvShape { layers: 2, blocks: 5, kv_heads: 3, block_size: 
 
 const FORMS: [KvForm; 3] = [KvForm::F32, KvForm::F16, KvForm::Int8];
 
-/// A token's keys and values, which no other token has.
+/// Keys and values that are unique to a token.
 fn token(layer: usize, slot: usize) -> [Vec<f32>; 2] {
     let first = ((layer * 100 + slot) * 36) as f32;
     [0, 18].map(|start| (start..start + 18).map(|i| (first + i as f32) / 1000.0).collect())
@@ -17,11 +17,11 @@ fn token(layer: usize, slot: usize) -> [Vec<f32>; 2] {
 
 fn write(cache: &mut KvCache, layer: usize, slot: usize) {
     let [keys, values] = token(layer, slot);
-    // SAFETY: nobody else is there.
+    // SAFETY: no other thread uses the cache.
     unsafe { cache.pages().write(layer, slot, &keys, &values) };
 }
 
-/// A token's keys and values as the kernels read them, in the portable registers.
+/// Reads a token's keys and values as the kernels do, with the portable registers.
 struct Token<'a> {
     pages: Pages<'a>,
     layer: usize,
@@ -33,7 +33,7 @@ impl Token<'_> {
         let (block, offset) = (self.slot / SHAPE.block_size, self.slot % SHAPE.block_size);
         let number = |p: *const C, scale: f32| {
             let (mut cells, mut numbers) = ([C::store(0.0, 1.0); 16], [0.0; 16]);
-            // SAFETY: the pointer is that of a cell; the arrays are as long as the widest register.
+            // SAFETY: `p` points to a cell, and the arrays are as long as the widest register.
             unsafe {
                 cells[0] = *p;
                 s.store(numbers.as_mut_ptr(), C::load(s, cells.as_ptr()));
@@ -43,7 +43,7 @@ impl Token<'_> {
         let mut token = [Vec::new(), Vec::new()];
         for head in 0..SHAPE.kv_heads {
             for d in 0..SHAPE.head_dim {
-                // SAFETY: within the page, which nobody writes.
+                // SAFETY: the pointers are within the page, and no thread writes it.
                 unsafe {
                     let parts = self.pages.page::<C>(self.layer, block, head);
                     let scale = |index: usize| if C::SCALED { *parts.scales.add(index) } else { 1.0 };
@@ -101,7 +101,7 @@ fn integers_keep_zeros_and_what_is_not_a_number() {
     let mut cache = KvCache::new(SHAPE, KvForm::Int8, 0).expect("memory");
     let mut values = vec![0.0; 18];
     values[7] = -f32::NAN;
-    // SAFETY: nobody else is there.
+    // SAFETY: no other thread uses the cache.
     unsafe { cache.pages().write(0, 3, &[0.0; 18], &values) };
     let [keys, values] = read(&mut cache, 0, 3);
     assert_eq!(keys, [0.0; 18]);
@@ -115,7 +115,7 @@ fn blocks_are_copied_and_swapped_in_all_layers() {
         let mut cache = KvCache::new(SHAPE, form, 2).expect("memory");
         (0..2).for_each(|layer| (0..20).for_each(|slot| write(&mut cache, layer, slot)));
         let before: Vec<_> = (0..2).map(|layer| (0..20).map(|slot| read(&mut cache, layer, slot)).collect::<Vec<_>>()).collect();
-        // What each block holds, by the block that held it first.
+        // `blocks[i]` is the block that originally held the contents of block i.
         let check = |cache: &mut KvCache, blocks: [usize; 5]| {
             for (layer, before) in before.iter().enumerate() {
                 for slot in 0..20 {
@@ -126,7 +126,7 @@ fn blocks_are_copied_and_swapped_in_all_layers() {
         };
         cache.copy(&[(0, 1), (1, 3)]);
         check(&mut cache, [0, 0, 2, 0, 4]);
-        // A block that goes out makes room for one that comes in.
+        // A block is swapped out, and another one is swapped in to its place.
         cache.swap(&[(2, 0), (4, 1)], &[]);
         cache.swap(&[(0, 0)], &[(0, 2), (1, 3)]);
         check(&mut cache, [0, 0, 0, 4, 4]);
@@ -142,7 +142,7 @@ fn memory_is_refused_with_an_error_and_taken_only_when_written() {
     assert_eq!(error.bytes, shape.blocks * each);
     let error = KvCache::new(SHAPE, KvForm::F32, usize::MAX / 2).err().expect("more than there are addresses");
     assert_eq!(error.bytes, usize::MAX);
-    // 1 GiB, of which a few pages are used; what other tests use meanwhile is far less than the rest.
+    // The cache has 1 GiB, of which the test uses a few pages. Other tests use far less than the rest meanwhile.
     let resident = || {
         let pages = std::fs::read_to_string("/proc/self/statm").ok()?;
         pages.split(' ').nth(1)?.parse::<usize>().ok()

@@ -1,4 +1,4 @@
-//! Blocks as fp32 weights in registers: multiplied there, or written out for several tiles.
+//! Decodes blocks to fp32 weights in registers. The weights are multiplied there, or written out for several tiles.
 
 use std::ops::Range;
 
@@ -7,39 +7,39 @@ use super::types::{CodeBits, ScaleKind};
 use super::{BLOCK, BlockPanels, BlockType};
 use crate::simd::{Int8, Isa, Kernel, prefetch};
 
-/// Most columns of a panel.
+/// Maximum columns of a panel.
 const WIDTH: usize = 32;
-/// Most groups of a unit that have a scale of their own.
+/// Maximum number of scale groups in a unit.
 const GROUPS: usize = 16;
-/// How far ahead weights are asked for, in bytes: as far as memory is slow. The processor's own guess ends with each page.
+/// Prefetch distance in bytes, chosen to cover the memory latency. The hardware prefetcher stops at each page boundary.
 const AHEAD: usize = 2048;
-/// Most rows for which [`multiply`] is faster than expanding the weights first.
+/// Maximum rows for which [`multiply`] is faster than expanding the weights first.
 const FUSED_ROWS: usize = 4;
 
-/// 2 to the power of 23, to which a code is added by setting the lowest bits.
+/// 2^23. Setting the lowest bits of this number adds a code to it.
 const EXPONENT: f32 = 8_388_608.0;
 
-/// How codes become values, as constants of the kernels: by a table of 16 values, or by subtracting an offset.
+/// The ways to convert codes to values, as const parameters of the kernels: by a table of 16 values, or by subtracting an offset.
 const TABLE: u8 = 0;
 const FOUR: u8 = 1;
 const FIVE: u8 = 2;
 const SIX: u8 = 3;
 const EIGHT: u8 = 4;
 
-/// Whether a tile of so many rows should be computed by [`multiply`].
+/// Whether [`multiply`] should compute a tile with this number of rows.
 pub(crate) fn fused_rows(rows: usize) -> bool {
     rows <= FUSED_ROWS
 }
 
-/// Multiplies a tile of `rows` rows `a` \[ins\]\[rows\] by a panel; into `sums` \[rows\]\[columns\].
+/// Multiplies a tile of `rows` rows `a` \[ins\]\[rows\] by a panel. Writes the result to `sums` \[rows\]\[columns\].
 ///
-/// Each sum is of fused multiplications and additions over ascending inputs, as are those of expanded weights: the bits are the same.
+/// Each sum uses fused multiply-adds over ascending inputs. Expanded weights are summed in the same way, so the results have the same bits.
 pub(crate) fn multiply(isa: Isa, panels: &BlockPanels, panel: usize, rows: usize, a: &[f32], sums: &mut [f32]) {
     assert!(a.len() == rows * panels.ins && sums.len() == rows * panels.width && panels.width == isa.panel());
     isa.run(Multiply { from: Units::new(panels, panel), rows, a, sums });
 }
 
-/// Writes a panel's weights of `inputs`, which begin and end with a unit, to `to` \[inputs\]\[columns\].
+/// Writes a panel's weights for `inputs` to `to` \[inputs\]\[columns\]. `inputs` must start and end at unit boundaries.
 pub(crate) fn expand(isa: Isa, panels: &BlockPanels, panel: usize, inputs: Range<usize>, to: &mut [f32]) {
     let (each, mut from) = (panels.unit_inputs(), Units::new(panels, panel));
     assert!(inputs.start.is_multiple_of(each) && inputs.end.is_multiple_of(each) && panels.width == isa.panel());
@@ -48,7 +48,7 @@ pub(crate) fn expand(isa: Isa, panels: &BlockPanels, panel: usize, inputs: Range
     isa.run(Expand { from, to });
 }
 
-/// Units of one panel.
+/// The units of one panel.
 struct Units<'a> {
     bytes: &'a [u8],
     kind: BlockType,
@@ -60,7 +60,7 @@ impl<'a> Units<'a> {
         Self { bytes: panels.panel(panel), kind: panels.kind, unit: Unit::new(panels.kind, panels.width) }
     }
 
-    /// Which constant the kernel is compiled for.
+    /// The decoding constant of the kernel.
     fn decoding<S: Int8>(&self) -> u8 {
         match self.kind.code_bits() {
             CodeBits::Four if S::LOOKUP || self.kind.table().is_some() => TABLE,
@@ -71,21 +71,21 @@ impl<'a> Units<'a> {
         }
     }
 
-    /// Gives `sink` each input's index and weights, in ascending order.
+    /// Passes each input's index and weights to `sink`, in ascending order.
     ///
     /// # Safety
     ///
-    /// `V` registers are the panel's width, and `D` is of [`Units::decoding`].
+    /// `V` registers are as wide as the panel, and `D` is the result of [`Units::decoding`].
     #[inline(always)]
     unsafe fn each<S: Int8, const D: u8, const V: usize>(&self, s: S, sink: &mut impl Sink<S, V>) {
         let (width, blocks) = (V * S::LANES, self.kind.block() / BLOCK);
-        // Not a constant: the compiler would unroll the loops over blocks, and then run out of registers.
+        // Not a constant: the compiler would unroll the loops over blocks and run out of registers.
         let (size, block_bytes) = (self.unit.bytes, self.unit.block);
         let per_block = if D == SIX { 2 * width } else { width };
         let constants = Constants::new(s, self.kind);
         let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
         for (u, unit) in self.bytes.chunks_exact(size).enumerate() {
-            // SAFETY: a unit has all that its layout says, and a panel's width is at most that of the arrays.
+            // SAFETY: a unit has all parts of its layout, and a panel is at most as wide as the arrays.
             unsafe {
                 scales.fill::<S, V>(s, self.kind, self.unit, unit, blocks * per_block / width);
                 let mut p = unit.as_ptr().add(self.unit.codes);
@@ -104,13 +104,13 @@ impl<'a> Units<'a> {
     }
 }
 
-/// What takes weights as they are decoded. A trait and no closure: closures that are not inlined lack the kernel's target features.
+/// Receives weights as they are decoded. This is a trait because closures that are not inlined lack the kernel's target features.
 trait Sink<S: Int8, const V: usize> {
-    /// Takes the weights of input `k` in all columns of the panel.
+    /// Receives the weights of input `k` in all columns of the panel.
     unsafe fn take(&mut self, s: S, k: usize, weights: [S::F; V]);
 }
 
-/// A unit's scales and shifts in fp32, \[groups\]\[columns\].
+/// Scales and shifts of a unit in fp32, \[groups\]\[columns\].
 #[repr(align(64))]
 struct Scales {
     factors: [f32; GROUPS * WIDTH],
@@ -118,7 +118,7 @@ struct Scales {
 }
 
 impl Scales {
-    /// Reads those of a unit.
+    /// Reads the scales and shifts of a unit.
     #[inline(always)]
     unsafe fn fill<S: Int8, const V: usize>(&mut self, s: S, kind: BlockType, unit: Unit, from: &[u8], groups: usize) {
         let width = V * S::LANES;
@@ -126,7 +126,7 @@ impl Scales {
         let from = from.as_ptr();
         let (factors, shifts) = (self.factors.as_mut_ptr(), self.shifts.as_mut_ptr());
         for column in (0..width).step_by(S::LANES) {
-            // SAFETY: as asserted; the unit's layout has as many numbers of each kind.
+            // SAFETY: as asserted. The unit's layout has room for all numbers of each kind.
             unsafe {
                 let scale = from.add(2 * column).cast::<u16>();
                 let second = from.add(unit.second + 2 * column).cast::<u16>();
@@ -145,7 +145,7 @@ impl Scales {
                         s.store(shifts.add(column), s.load_f16(second));
                     }
                     ScaleKind::ScaleMin => {
-                        // Factors have 6 bits, so that they are the same signed and unsigned.
+                        // Factors have 6 bits, so their signed and unsigned values are equal.
                         let (scale, minimum) = (s.load_f16(scale), s.load_f16(second));
                         let negative = s.mul(minimum, s.splat(-1.0));
                         for g in 0..groups {
@@ -168,7 +168,7 @@ impl Scales {
     }
 }
 
-/// What codes become values by.
+/// Constants that convert codes to values.
 struct Constants<S: Int8> {
     table: S::Table,
     offset: S::F,
@@ -182,24 +182,25 @@ impl<S: Int8> Constants<S> {
     }
 }
 
-/// Repeats an expression with a constant in place of a name.
+/// Repeats a block with each of the given constants bound to `$i`.
 macro_rules! unrolled {
     ($i:ident in $($n:literal)* => $body:block) => { $({ const $i: usize = $n; $body })* };
 }
 
-/// Reads a plane's word of each column.
+/// Loads word `word` of a plane for each column.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
 unsafe fn plane<S: Int8, const V: usize>(s: S, p: *const u8, word: usize) -> [S::I; V] {
     let mut words = [s.splat_i32(0); V];
     for v in 0..V {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         words[v] = unsafe { s.words(p.add(4 * (word * V + v) * S::LANES)) };
     }
     words
 }
 
-/// The value of codes of 4 to 6 bits: `low` bits of each column's word `WORD`, and `high` bits where they are.
+/// Decodes code `i` of 4 to 6 bits in each column. `low` is the word with the low 4 bits. `high` is the word with the high bits, if there
+/// are any.
 #[inline(always)]
 fn value<S: Int8, const D: u8>(s: S, constants: &Constants<S>, low: S::I, high: S::I, i: usize, place: usize) -> S::F {
     let shift = 4 * i as i32;
@@ -210,13 +211,13 @@ fn value<S: Int8, const D: u8>(s: S, constants: &Constants<S>, low: S::I, high: 
     if D == FOUR {
         return s.sub(s.with_exponent(code), constants.offset);
     }
-    // Where the high bits lie they are shifted, or rotated, to become bits 4 and 5.
+    // The high bits are shifted, or rotated, to bits 4 and 5.
     let (at, mask) = if D == FIVE { (place as i32, 16) } else { (2 * (place % 16) as i32, 48) };
     let high = s.field(high, if at < 28 { at } else { at - 32 }, mask);
     s.sub(s.with_exponent(s.or(code, high)), constants.offset)
 }
 
-/// Gives `sink` the first (`H` = 0) or second 16 weights of 32, whose codes are at `p`; the first of the 32 is of input `k`.
+/// Passes the first (`H` = 0) or second 16 of 32 weights to `sink`. The codes are at `p`. The first of the 32 weights is that of input `k`.
 #[inline(always)]
 #[allow(clippy::needless_range_loop, clippy::too_many_arguments)]
 unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
@@ -231,7 +232,7 @@ unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
     let width = V * S::LANES;
     let group = if D == SIX { H * width } else { 0 };
     let (mut factor, mut shift, mut weights) = ([s.splat(0.0); V], [s.splat(0.0); V], [s.splat(0.0); V]);
-    // SAFETY: the caller's promise that all of the block is there.
+    // SAFETY: the caller guarantees that the whole block is valid.
     unsafe {
         for v in 0..V {
             factor[v] = s.load(factors.add(group + v * S::LANES));
@@ -304,12 +305,12 @@ impl Expand<'_> {
         if D == FOUR && S::LOOKUP {
             return;
         }
-        // SAFETY: `expand` has checked that there is room for the weights of all units.
+        // SAFETY: the function `expand` has checked that there is room for the weights of all units.
         unsafe { self.from.each::<S, D, V>(s, &mut Store(self.to.as_mut_ptr())) }
     }
 }
 
-/// Writes weights \[inputs\]\[columns\].
+/// Writes weights, \[inputs\]\[columns\].
 struct Store(*mut f32);
 
 impl<S: Int8, const V: usize> Sink<S, V> for Store {
@@ -317,7 +318,7 @@ impl<S: Int8, const V: usize> Sink<S, V> for Store {
     #[allow(clippy::needless_range_loop)]
     unsafe fn take(&mut self, s: S, k: usize, weights: [S::F; V]) {
         for v in 0..V {
-            // SAFETY: the caller's promise that there is room.
+            // SAFETY: the caller guarantees that there is room.
             unsafe { s.store(self.0.add((k * V + v) * S::LANES), weights[v]) }
         }
     }
@@ -358,12 +359,12 @@ impl Multiply<'_> {
     #[inline(always)]
     #[allow(clippy::needless_range_loop)]
     fn multiply<S: Int8, const D: u8, const R: usize, const V: usize>(self, s: S) {
-        // Compiled for no instruction set that looks up tables as fast.
+        // Instruction sets with a fast lookup use `TABLE` for 4-bit codes. This return keeps the compiler from generating `FOUR` for them.
         if D == FOUR && S::LOOKUP {
             return;
         }
         let mut sums = Sums::<S, R, V> { a: self.a.as_ptr(), sums: [[s.splat(0.0); V]; R] };
-        // SAFETY: `multiply` has checked that there are as many inputs, and sums.
+        // SAFETY: the function `multiply` has checked the number of inputs and of sums.
         unsafe {
             self.from.each::<S, D, V>(s, &mut sums);
             let to = self.sums.as_mut_ptr();
@@ -376,7 +377,7 @@ impl Multiply<'_> {
     }
 }
 
-/// Sums in registers, of weights times rows `a` \[inputs\]\[rows\].
+/// Accumulators of weights times rows `a` \[inputs\]\[rows\].
 struct Sums<S: Int8, const R: usize, const V: usize> {
     a: *const f32,
     sums: [[S::F; V]; R],
@@ -387,7 +388,7 @@ impl<S: Int8, const R: usize, const V: usize> Sink<S, V> for Sums<S, R, V> {
     #[allow(clippy::needless_range_loop)]
     unsafe fn take(&mut self, s: S, k: usize, weights: [S::F; V]) {
         for r in 0..R {
-            // SAFETY: the caller's promise that there are as many inputs.
+            // SAFETY: the caller guarantees that `a` has this input.
             let x = s.splat(unsafe { *self.a.add(k * R + r) });
             for v in 0..V {
                 self.sums[r][v] = s.fma(x, weights[v], self.sums[r][v]);

@@ -1,9 +1,9 @@
-//! ggml's quantised block types, computed with as they are.
+//! ggml's quantised block types, used without conversion.
 //!
-//! A GGUF file stores a matrix row as blocks of 32 or 256 weights: integer codes of 4, 5, 6 or 8 bits, and scales. [`BlockType`] takes
-//! a block of any type apart into one form, [`Unpacked`]; [`BlockPanels`] packs that form for the processor's registers, without
-//! loss and in about as many bytes; the kernels of `decode` make fp32 weights of it in registers:
-//! `weight = value(code) * scale + shift`, equal to what the gguf package dequantises.
+//! A GGUF file stores a matrix row as blocks of 32 or 256 weights: integer codes of 4, 5, 6 or 8 bits, and scales. [`BlockType`] unpacks a
+//! block of any type to one common format, [`Unpacked`]. [`BlockPanels`] packs that format for the processor's registers, without loss and
+//! in about the same number of bytes. The kernels in `decode` compute fp32 weights in registers: `weight = value(code) * scale + shift`.
+//! The weights equal those that the `gguf` package dequantises.
 
 mod decode;
 mod panels;
@@ -13,7 +13,7 @@ pub(crate) use decode::{expand, fused_rows, multiply};
 pub(crate) use panels::BlockPanels;
 pub(crate) use types::{BlockType, Unpacked};
 
-/// Weights of the smallest block.
+/// Number of weights in the smallest block.
 pub(crate) const BLOCK: usize = 32;
 
 #[cfg(test)]

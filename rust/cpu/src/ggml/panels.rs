@@ -1,4 +1,4 @@
-//! Blocks packed for the kernels: the columns of a panel side by side.
+//! Blocks packed for the kernels, with the columns of a panel side by side.
 
 use super::BLOCK;
 use super::types::{BlockType, CodeBits, ScaleKind, Unpacked};
@@ -7,13 +7,14 @@ use crate::pool::ThreadPool;
 use crate::simd::Isa;
 use crate::tensor::{ReadError, RowReader, Tensor};
 
-/// The weights of one tensor as panels of blocks.
+/// The weights of one tensor, as panels of blocks.
 ///
-/// A panel is a sequence of units, each with the panel's columns of one block in the file: scales in half precision, \[columns\];
-/// shifts or minimums, \[columns\]; factors of the scales, and of the minimums, \[groups\]\[columns\]; then codes. Those of 32 weights
-/// are planes of 32-bit words, \[words\]\[columns\]: of the low four bits, 4 words, where weight i is in word i / 8 at bit 4 (i % 8);
-/// of a fifth bit, a word with weight i's at bit i + 4; of a fifth and sixth bit, 2 words with weight i's in word i / 16 at bit
-/// 2 (i % 16) + 4 (both rotated: bits beyond 31 are the lowest); of 8 bits, 8 words, where weight i is byte i % 4 of word i / 4.
+/// A panel is a sequence of units. A unit holds, for each column of the panel, one block of the file. Its parts are: scales in half
+/// precision, \[columns\]; shifts or minimums, \[columns\]; factors of the scales, then factors of the minimums, \[groups\]\[columns\]; and
+/// codes. The codes of 32 weights are planes of 32-bit words, \[words\]\[columns\]. The low four bits take 4 words: weight i is in word
+/// i / 8 at bit 4 (i % 8). A fifth bit takes 1 word: weight i is at bit i + 4. A fifth and a sixth bit take 2 words: weight i is in word
+/// i / 16 at bit 2 (i % 16) + 4. These high bits are rotated: bits beyond 31 wrap around to the lowest bits. Codes of 8 bits take 8 words:
+/// weight i is byte i % 4 of word i / 4.
 #[derive(Debug)]
 pub(crate) struct BlockPanels {
     pub(super) bytes: AlignedVec<u8>,
@@ -22,15 +23,15 @@ pub(crate) struct BlockPanels {
     pub(super) ins: usize,
 }
 
-/// Where in a unit things lie, in bytes, and how much there is of them.
+/// Byte offsets in a unit, and sizes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unit {
-    /// Shifts or minimums.
+    /// Offset of the shifts or minimums.
     pub(super) second: usize,
     pub(super) scales: usize,
     pub(super) mins: usize,
     pub(super) codes: usize,
-    /// Bytes of the codes of 32 weights.
+    /// Bytes of the codes of 32 weights, in all columns.
     pub(super) block: usize,
     pub(super) bytes: usize,
 }
@@ -53,7 +54,7 @@ impl Unit {
     }
 }
 
-/// Words of a column's 32 codes.
+/// Number of words that hold a column's 32 codes.
 fn words(bits: CodeBits) -> usize {
     match bits {
         CodeBits::Four => 4,
@@ -64,7 +65,7 @@ fn words(bits: CodeBits) -> usize {
 }
 
 impl BlockPanels {
-    /// Reads and packs a tensor of blocks, panel by panel on all threads.
+    /// Reads and packs a tensor of blocks. All threads pack panels.
     pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>, kind: BlockType) -> Result<Self, ReadError> {
         let (width, ins) = (isa.panel(), tensor.ins);
         let unit = Unit::new(kind, width);
@@ -72,7 +73,7 @@ impl BlockPanels {
         let mut bytes = AlignedVec::zeros(tensor.rows.div_ceil(width) * size);
         let shared = bytes.shared();
         tensor.for_each_panel(pool, width, |panel, rows: &RowReader<'_>| {
-            // SAFETY: each panel is one call's.
+            // SAFETY: each panel is written by one call.
             let out = unsafe { shared.write(panel * size, size) };
             for column in 0..rows.count() {
                 for (block, to) in rows.row(column).chunks_exact(kind.bytes()).zip(out.chunks_exact_mut(unit.bytes)) {
@@ -83,18 +84,18 @@ impl BlockPanels {
         Ok(Self { bytes, kind, width, ins })
     }
 
-    /// A panel's units.
+    /// The units of a panel.
     pub(super) fn panel(&self, panel: usize) -> &[u8] {
         let size = self.ins / self.kind.block() * Unit::new(self.kind, self.width).bytes;
         &self.bytes[panel * size..(panel + 1) * size]
     }
 
-    /// Inputs that cuts of a panel must be multiples of.
+    /// Inputs per unit. Parts of a panel must start and end at multiples of it.
     pub(crate) fn unit_inputs(&self) -> usize {
         self.kind.block()
     }
 
-    /// The weights of a column, as an embedding's row.
+    /// Reads the weights of a column, as an embedding.
     pub(crate) fn read_column(&self, column: usize, out: &mut [f32]) {
         let unit = Unit::new(self.kind, self.width);
         let panel = self.panel(column / self.width);
@@ -108,8 +109,8 @@ impl BlockPanels {
     }
 }
 
-/// Where weight `i` of 32 is among a column's words: each entry a word, the bit there, and the bits of the code from which it has
-/// `1 << bits` less one.
+/// The location of weight `i` of 32 in a column's words. Each entry has the word, the bit in that word, the lowest bit of the code that is
+/// there, and the mask.
 fn places(bits: CodeBits, i: usize) -> [Option<(usize, u32, u32, u32)>; 2] {
     let low = Some((i / 8, 4 * (i % 8) as u32, 0, 15));
     match bits {
@@ -120,7 +121,7 @@ fn places(bits: CodeBits, i: usize) -> [Option<(usize, u32, u32, u32)>; 2] {
     }
 }
 
-/// Puts a block into its column of a unit.
+/// Writes a block to its column of a unit.
 fn write(block: &Unpacked, kind: BlockType, unit: Unit, to: &mut [u8], width: usize, column: usize) {
     to[2 * column..][..2].copy_from_slice(&block.scale.to_le_bytes());
     if unit.scales > unit.second {
@@ -139,7 +140,7 @@ fn write(block: &Unpacked, kind: BlockType, unit: Unit, to: &mut [u8], width: us
     }
 }
 
-/// A column's words of 32 codes, with the bits where `places` says.
+/// Packs 32 codes into a column's words. [`places`] gives the location of the bits.
 fn words_of(bits: CodeBits, codes: &[u8; BLOCK]) -> [u32; 8] {
     let gather = |codes: &[u8], from: u32, each: u32| {
         let field = |(i, &code): (usize, &u8)| (u32::from(code) >> from & ((1 << each) - 1)) << (i as u32 * each);
@@ -162,7 +163,7 @@ fn words_of(bits: CodeBits, codes: &[u8; BLOCK]) -> [u32; 8] {
     words
 }
 
-/// Takes a block out of its column of a unit.
+/// Reads a block from its column of a unit.
 fn read(kind: BlockType, unit: Unit, from: &[u8], width: usize, column: usize) -> Unpacked {
     let number = |at: usize| u16::from_le_bytes([from[at], from[at + 1]]);
     let mut block = Unpacked { codes: [0; 256], scale: number(2 * column), second: 0, scales: [0; 16], mins: [0; 8] };

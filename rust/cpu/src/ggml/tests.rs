@@ -1,6 +1,6 @@
-//! Every block type against ggml's definitions, and every kernel against the portable decoding.
+//! Compares every block type with ggml's definitions, and every kernel with the portable decoding.
 
-#![allow(clippy::float_cmp)] // To the bit is what is tested.
+#![allow(clippy::float_cmp)] // The tests compare exact bits.
 
 use super::types::{CodeBits, ScaleKind};
 use super::*;
@@ -9,7 +9,7 @@ use crate::pool::ThreadPool;
 use crate::simd::Isa;
 use crate::tensor::{Numbers, Source, Tensor};
 
-/// Blocks of `rows` rows of `ins` weights: any codes and factors, with scales below 0.01 that no arithmetic overflows.
+/// Blocks of `rows` rows of `ins` weights, with any codes and factors. Scales are below 0.01, so that nothing overflows.
 pub(crate) fn random_blocks(kind: BlockType, rows: usize, ins: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(2).wrapping_add(1);
     let mut next = || {
@@ -35,7 +35,7 @@ pub(crate) fn random_blocks(kind: BlockType, rows: usize, ins: usize, seed: u64)
     bytes
 }
 
-/// The weights of those blocks.
+/// The weights of these blocks.
 pub(crate) fn dequantized(kind: BlockType, bytes: &[u8], ins: usize) -> Vec<f32> {
     let row_bytes = kind.row_bytes(ins).expect("whole blocks");
     let mut weights = vec![0.0; bytes.len() / row_bytes * ins];
@@ -55,8 +55,8 @@ fn bits(weights: &[f32]) -> Vec<u32> {
     weights.iter().map(|w| w.to_bits()).collect()
 }
 
-/// Blocks written down by hand, each with its first, second and last weights as ggml's C code computes them. The Python tests compare
-/// whole random blocks with the gguf package.
+/// Handwritten blocks, each with its first, middle and last weights as ggml's C code computes them. The Python tests compare whole random
+/// blocks with the `gguf` package.
 #[test]
 fn blocks_stand_for_what_ggml_says() {
     let one = [0x00, 0x3c];
@@ -71,18 +71,18 @@ fn blocks_stand_for_what_ggml_says() {
     };
     assert_eq!(first_and_last(BlockType::Q4_0, &block(&one, 0xf1, BlockType::Q4_0)), (-7.0, 7.0, 7.0));
     assert_eq!(first_and_last(BlockType::Q4_1, &block(&[0, 0x3c, 0, 0x40], 0xf1, BlockType::Q4_1)), (3.0, 17.0, 17.0));
-    // The fifth bits: of weight 0 alone.
+    // Only weight 0 has its fifth bit set.
     assert_eq!(first_and_last(BlockType::Q5_0, &block(&[0, 0x3c, 1, 0, 0, 0], 0xf1, BlockType::Q5_0)), (1.0, -1.0, -1.0));
     assert_eq!(first_and_last(BlockType::Q5_1, &block(&[0, 0x3c, 0, 0x40, 1, 0, 0, 0], 0xf1, BlockType::Q5_1)), (19.0, 17.0, 17.0));
     assert_eq!(first_and_last(BlockType::Q8_0, &block(&one, 0x80, BlockType::Q8_0)), (-128.0, -128.0, -128.0));
     assert_eq!(first_and_last(BlockType::IQ4_NL, &block(&one, 0xf1, BlockType::IQ4_NL)), (-104.0, 113.0, 113.0));
-    // Scale 2 to the power of 128 - 128, half of the power that the byte stands for.
+    // The scale is 2^(128 - 128), half of the power that the byte encodes.
     assert_eq!(first_and_last(BlockType::MXFP4, &block(&[128], 0xf1, BlockType::MXFP4)), (1.0, -12.0, -12.0));
-    // Scales 1 to 8 (the last four have high bits too), minimums of which only the last is not 0.
+    // The scales are 1 to 8 (the last four have high bits too). Only the last minimum is not 0.
     let scales = [1, 2, 3, 4 | 1 << 6, 0, 0, 0, 3 << 6, 5, 6, 7, 8 | 1 << 4];
     let head = [&[0, 0x3c, 0, 0x3c], scales.as_slice()].concat();
     assert_eq!(first_and_last(BlockType::Q4_K, &block(&head, 0xf1, BlockType::Q4_K)), (1.0, 5.0, 15.0 * 24.0 - 49.0));
-    // All fifth bits of the first sub-block, none of others.
+    // The fifth bits are set in the first sub-block only.
     let head = [head.as_slice(), &[1; 32]].concat();
     assert_eq!(first_and_last(BlockType::Q5_K, &block(&head, 0xf1, BlockType::Q5_K)), (17.0, 5.0, 15.0 * 24.0 - 49.0));
     let mut six = [vec![0xf1; 128], vec![0; 64], vec![1; 16], one.to_vec()].concat();

@@ -1,17 +1,17 @@
-//! The block types, and how each one's bytes are taken apart.
+//! The block types, and how to unpack their bytes.
 
 use super::BLOCK;
 use crate::half;
 
-/// Weights of a K type's block, which share a scale of half precision.
+/// Number of weights in a block of a K type. They share a scale in half precision.
 const SUPER: usize = 256;
 
-/// The values of the codes of `IQ4_NL` and `IQ4_XS`.
+/// Values of the codes of `IQ4_NL` and `IQ4_XS`.
 const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-/// Twice the values of the codes of `MXFP4`, which are floats of 4 bits.
+/// Twice the values of the codes of `MXFP4`, which are 4-bit floats.
 const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// A ggml block type that is kept as it is.
+/// A ggml block type that [`BlockPanels`](super::BlockPanels) stores without conversion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(non_camel_case_types)]
 pub(crate) enum BlockType {
@@ -28,7 +28,7 @@ pub(crate) enum BlockType {
     MXFP4,
 }
 
-/// How many bits a code has.
+/// Number of bits in a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CodeBits {
     Four,
@@ -37,28 +37,28 @@ pub(crate) enum CodeBits {
     Eight,
 }
 
-/// How scales are stored.
+/// Storage format of the scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ScaleKind {
     /// A scale in half precision for each 32 weights.
     Half,
-    /// The same, and a shift in half precision.
+    /// A scale and a shift in half precision for each 32 weights.
     HalfShift,
     /// A scale in bfloat16 for each 32 weights.
     Bf16,
-    /// A scale and a minimum in half precision for 256 weights, each times an unsigned byte for each 32.
+    /// A scale and a minimum in half precision for 256 weights. Each is multiplied by an unsigned byte for each 32 weights.
     ScaleMin,
-    /// A scale in half precision for 256 weights, times a signed byte for each 32 (or 16, for codes of 6 bits).
+    /// A scale in half precision for 256 weights, multiplied by a signed byte for each 32 weights (16 for codes of 6 bits).
     Signed,
 }
 
-/// A block taken apart. Unused parts are zero.
+/// An unpacked block. Unused parts are zero.
 pub(crate) struct Unpacked {
-    /// A code for each weight; of codes of 8 bits the value plus 128.
+    /// A code for each weight. Codes of 8 bits are the value plus 128.
     pub(crate) codes: [u8; SUPER],
-    /// In half precision or bfloat16, as the [`ScaleKind`] says.
+    /// In half precision or bfloat16, according to the [`ScaleKind`].
     pub(crate) scale: u16,
-    /// The shift, or the minimum, in half precision.
+    /// The shift or the minimum, in half precision.
     pub(crate) second: u16,
     /// Factors of the scale, signed or unsigned.
     pub(crate) scales: [u8; 16],
@@ -81,7 +81,7 @@ impl BlockType {
         Self::MXFP4,
     ];
 
-    /// ggml's number of the type.
+    /// ggml's type number.
     pub(crate) fn number(self) -> u32 {
         match self {
             Self::Q4_0 => 2,
@@ -98,12 +98,12 @@ impl BlockType {
         }
     }
 
-    /// The type with that number in ggml; None for types that are not kept as they are.
+    /// The type with this ggml number. `None` if the type is not supported without conversion.
     pub(crate) fn from_ggml(number: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.number() == number)
     }
 
-    /// Weights in a block.
+    /// Number of weights in a block.
     pub(crate) fn block(self) -> usize {
         match self.scale_kind() {
             ScaleKind::Half | ScaleKind::HalfShift | ScaleKind::Bf16 => BLOCK,
@@ -127,7 +127,7 @@ impl BlockType {
         }
     }
 
-    /// Bytes of a row of `ins` weights in the file; None if those are not whole blocks.
+    /// Bytes of a row of `ins` weights in the file. `None` if `ins` is not a multiple of the block.
     pub(crate) fn row_bytes(self, ins: usize) -> Option<usize> {
         ins.is_multiple_of(self.block()).then(|| ins / self.block() * self.bytes())
     }
@@ -151,7 +151,7 @@ impl BlockType {
         }
     }
 
-    /// What is subtracted from a code. Codes of 4 bits that are not linear have a table instead.
+    /// The offset that is subtracted from a code. Non-linear codes of 4 bits have a table instead.
     pub(crate) fn offset(self) -> f32 {
         match self {
             Self::Q4_0 => 8.0,
@@ -162,7 +162,7 @@ impl BlockType {
         }
     }
 
-    /// The value of each code of 4 bits, where it is not the code less the offset.
+    /// The value of each code of 4 bits, for types whose codes are not linear.
     pub(crate) fn table(self) -> Option<[f32; 16]> {
         match self {
             Self::IQ4_NL | Self::IQ4_XS => Some(IQ4.map(f32::from)),
@@ -176,7 +176,7 @@ impl BlockType {
         self.table().map_or(f32::from(code) - self.offset(), |table| table[usize::from(code)])
     }
 
-    /// Takes a block of the file apart.
+    /// Unpacks a block of the file.
     pub(crate) fn unpack(self, bytes: &[u8]) -> Unpacked {
         let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let mut block = Unpacked { codes: [0; SUPER], scale: half(0), second: half(2), scales: [0; 16], mins: [0; 8] };
@@ -186,7 +186,7 @@ impl BlockType {
             Self::Q4_1 => nibbles(&bytes[4..20], codes),
             Self::MXFP4 => {
                 nibbles(&bytes[1..17], codes);
-                // 2 to the power of e - 128: half of the power that the byte stands for, since the table's values are doubled.
+                // The scale is 2^(e - 128), half of the power that the byte encodes, because the table's values are doubled.
                 block.scale = if bytes[0] < 2 { 0x20 << bytes[0] } else { u16::from(bytes[0] - 1) << 7 };
             }
             Self::Q5_0 | Self::Q5_1 => {
@@ -237,7 +237,7 @@ impl BlockType {
         block
     }
 
-    /// The weights of a row of the file.
+    /// Computes the weights of a row of the file.
     pub(crate) fn dequantize(self, row: &[u8], to: &mut [f32]) {
         for (bytes, to) in row.chunks_exact(self.bytes()).zip(to.chunks_exact_mut(self.block())) {
             let block = self.unpack(bytes);
@@ -250,7 +250,7 @@ impl BlockType {
 }
 
 impl Unpacked {
-    /// The scale and the shift of weight `i`. A shift of minus zero leaves every product as it is.
+    /// The scale and the shift of weight `i`. A shift of -0.0 leaves every product unchanged.
     pub(crate) fn scale_and_shift(&self, kind: BlockType, i: usize) -> (f32, f32) {
         let scale = half::to_f32(self.scale);
         match kind.scale_kind() {
@@ -268,7 +268,7 @@ impl Unpacked {
     }
 }
 
-/// 32 codes of 16 bytes: the low halves, then the high ones.
+/// Unpacks 32 codes from 16 bytes: the low halves first, then the high halves.
 fn nibbles(bytes: &[u8], codes: &mut [u8]) {
     for (i, &byte) in bytes.iter().enumerate() {
         (codes[i], codes[i + BLOCK / 2]) = (byte & 15, byte >> 4);

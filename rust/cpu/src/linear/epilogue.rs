@@ -1,30 +1,30 @@
-//! What becomes of a linear layer's sums, while they are in the cache.
+//! Epilogues: operations on a linear layer's sums while they are in the cache.
 
 use crate::simd::{Kernel, Simd, exp, tanh};
 
-/// What the gate of a gated network goes through.
+/// Activation of the gate in a gated MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// x * sigmoid(x).
+    /// `x * sigmoid(x)`.
     Silu,
-    /// GELU, approximated with tanh.
+    /// GELU with the tanh approximation.
     GeluTanh,
 }
 
-/// What becomes of the sums.
+/// The operation on the sums.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Epilogue {
-    /// They are the result.
+    /// Store the sums.
     Store,
-    /// Times this factor, they are added to what is there.
+    /// Multiply the sums by this factor and add them to the output.
     Add(f32),
-    /// Of a gated matrix: the result is the gate's activation times the other.
+    /// For a gated matrix: store `activation(gate) * up`.
     Gate(Activation),
-    /// The result is c * tanh(sum / c).
+    /// Store `c * tanh(sum / c)`.
     Softcap(f32),
 }
 
-/// Applies an epilogue, but for [`Epilogue::Gate`], to a row of a panel's sums.
+/// Applies an epilogue other than [`Epilogue::Gate`] to a row of a panel's sums.
 pub(super) struct Finish<'a> {
     pub(super) sums: &'a mut [f32],
     pub(super) out: &'a mut [f32],
@@ -43,7 +43,7 @@ impl Kernel for Finish<'_> {
         if let Epilogue::Softcap(cap) = epilogue {
             assert!(sums.len().is_multiple_of(S::LANES));
             for at in (0..sums.len()).step_by(S::LANES) {
-                // SAFETY: a register's length is left from here on.
+                // SAFETY: the slice has at least `S::LANES` numbers from `at` on.
                 unsafe {
                     let x = s.load(sums.as_ptr().add(at));
                     s.store(sums.as_mut_ptr().add(at), softcap(s, x, cap));
@@ -54,13 +54,13 @@ impl Kernel for Finish<'_> {
     }
 }
 
-/// c * tanh(x / c).
+/// `c * tanh(x / c)`.
 #[inline(always)]
 pub(crate) fn softcap<S: Simd>(s: S, x: S::F, cap: f32) -> S::F {
     s.mul(s.splat(cap), tanh(s, s.div(x, s.splat(cap))))
 }
 
-/// activation(gate) * up, of a row of two panels' sums.
+/// Computes `activation(gate) * up` for a row of the sums of two panels.
 pub(super) struct Gate<'a> {
     pub(super) gates: &'a mut [f32],
     pub(super) ups: &'a mut [f32],
@@ -79,7 +79,7 @@ impl Kernel for Gate<'_> {
         add_bias(ups, biases[1]);
         match activation {
             Activation::Silu => gate(s, gates, ups, |gate| gate),
-            // 0.5 * (1 + tanh(u)) is sigmoid(2u).
+            // `0.5 * (1 + tanh(u))` equals `sigmoid(2 * u)`.
             Activation::GeluTanh => gate(s, gates, ups, |gate| {
                 let cubic = s.fma(s.mul(gate, gate), s.splat(0.044_715), s.splat(1.0));
                 s.mul(s.mul(gate, cubic), s.splat(2.0 * 0.797_884_6))
@@ -89,12 +89,12 @@ impl Kernel for Gate<'_> {
     }
 }
 
-/// Makes each gate gate * sigmoid(argument(gate)) * up.
+/// Replaces each gate by `gate * sigmoid(argument(gate)) * up`.
 #[inline(always)]
 fn gate<S: Simd>(s: S, gates: &mut [f32], ups: &[f32], argument: impl Fn(S::F) -> S::F) {
     assert!(gates.len() == ups.len() && gates.len().is_multiple_of(S::LANES));
     for at in (0..gates.len()).step_by(S::LANES) {
-        // SAFETY: both have a register's length from here on.
+        // SAFETY: both slices have at least `S::LANES` numbers from `at` on.
         unsafe {
             let gate = s.load(gates.as_ptr().add(at));
             let up = s.load(ups.as_ptr().add(at));

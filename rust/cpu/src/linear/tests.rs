@@ -5,7 +5,7 @@ use crate::pool::ThreadPool;
 use crate::tensor::{Numbers, Source, Tensor};
 use crate::weights::{Form, PackError};
 
-/// Numbers between -1 and 1 that bf16 can hold.
+/// Numbers between -1 and 1 that are exact in bfloat16.
 fn numbers(seed: u32, count: usize) -> Vec<f32> {
     let mut state = seed;
     let mut next = || {
@@ -15,7 +15,7 @@ fn numbers(seed: u32, count: usize) -> Vec<f32> {
     (0..count).map(|_| next()).collect()
 }
 
-/// The bytes of numbers as a checkpoint has them.
+/// The bytes of the numbers in a checkpoint.
 fn bytes_of(weights: &[f32]) -> Vec<u8> {
     weights.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
@@ -43,7 +43,8 @@ fn multiply(isa: Isa, threads: usize, layer: &Linear, x: &[f32], start: f32, epi
     out
 }
 
-/// Checks a layer against plain sums, and that no number of a result depends on which rows are computed with it, or on how many threads.
+/// Compares a layer with plain sums. Checks that a result does not depend on the rows that are computed with it, or on the number of
+/// threads.
 fn check(isa: Isa, layer: &Linear, weights: &[f32], bias: &[f32], tolerance: f64, what: &str) {
     let (outs, ins) = (layer.matrix.outs, layer.matrix.ins);
     let x = numbers(3, 150 * ins);
@@ -66,14 +67,14 @@ fn check(isa: Isa, layer: &Linear, weights: &[f32], bias: &[f32], tolerance: f64
 
 #[test]
 fn products_are_right_and_rows_do_not_depend_on_each_other() {
-    // Inputs that are summed at once and in two turns; outputs that fill panels and that do not; rows for one tile, some, and groups of tiles.
+    // Covers inputs in one and in two slices, full and partial panels, and rows for one tile, some tiles, and groups of tiles.
     for (outs, ins) in [(5, 3), (70, 64), (33, 1184)] {
         let (weights, bias) = (numbers(1, outs * ins), numbers(2, outs));
         let bytes = bytes_of(&weights);
         for isa in Isa::available() {
             for form in [Form::F32, Form::F16, Form::Bf16, Form::Kept] {
                 let matrix = pack(isa, &[tensor(Numbers::F32, outs, ins, &bytes)], Merge::Stacked, form);
-                // Half precision has 11 bits for weights of up to 8.
+                // Half precision has 11 bits, for weights of up to 8.
                 let tolerance = if form == Form::F16 { 5e-4 } else { 1e-6 };
                 check(isa, &Linear::new(matrix, Some(&bias)), &weights, &bias, tolerance, &format!("{form:?}"));
             }
@@ -224,7 +225,7 @@ fn tensors_in_files_are_read_and_a_file_that_ends_too_early_is_refused() {
         });
         assert_eq!(both[0], both[1]);
     }
-    // Shortened while it is open, as a file may be while it is read.
+    // Truncates the open file. This can happen while weights are being read.
     std::fs::OpenOptions::new().write(true).open(&path).and_then(|file| file.set_len(5000)).expect("a shorter file");
     for form in [Form::Kept, Form::F32, Form::Int8] {
         let error = Matrix::pack(&mut pool, Isa::best(), &[in_file], Merge::Stacked, form).expect_err("the file is too short");

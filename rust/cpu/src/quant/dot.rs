@@ -1,4 +1,4 @@
-//! The products of a tile.
+//! Multiplication of a tile.
 
 use std::ops::Range;
 
@@ -7,22 +7,22 @@ use super::weights::block_bytes;
 use super::{BLOCK, Bits, QuantWeights, SharedRows};
 use crate::simd::{Int8, Isa, Kernel, prefetch};
 
-/// How far ahead weights are asked for, in bytes: as far as memory is slow. The processor's own guess ends with each page.
+/// Prefetch distance in bytes, chosen to cover the memory latency. The hardware prefetcher stops at each page boundary.
 const AHEAD: usize = 2048;
 
-/// Multiplies the rows `range`, a tile of `rows`, by a panel of weights; into `out` [rows of the tile, columns of the panel].
+/// Multiplies the tile `range` of `rows` by a panel of weights. Writes the result to `out` [rows of the tile, columns of the panel].
 ///
 /// # Safety
 ///
-/// The rows are packed, with as many numbers as the weights have, and nobody packs others into the tile meanwhile.
+/// The tile's rows are packed and have the weights' number of inputs. No thread packs rows of this tile meanwhile.
 pub(crate) unsafe fn tile(isa: Isa, weights: &QuantWeights, panel: usize, rows: SharedRows<'_>, range: Range<usize>, out: &mut [f32]) {
     assert_eq!(isa, weights.isa());
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let (blocks, wide) = unsafe { rows.tile(isa, range.clone(), weights.blocks()) };
     isa.run(Tile { bits: weights.bits(), weights: weights.panel(panel), rows: range.len(), blocks, wide, out });
 }
 
-/// Multiplies a tile.
+/// The kernel of [`tile`].
 struct Tile<'a> {
     bits: Bits,
     weights: &'a [u8],
@@ -56,7 +56,7 @@ impl Tile<'_> {
         let count = self.blocks.len() / R;
         assert!(self.blocks.len() == count * R && (S::GROUP != 2 || self.wide.len() == self.blocks.len() * BLOCK));
         assert!(self.weights.len() == count * block_bytes(V * S::LANES, self.bits) && self.out.len() == R * V * S::LANES);
-        // SAFETY: all lengths are as they must be.
+        // SAFETY: the lengths are asserted above.
         unsafe {
             match self.bits {
                 Bits::Eight => self.multiply::<S, R, V, false>(s, count),
@@ -65,14 +65,14 @@ impl Tile<'_> {
         }
     }
 
-    /// Adds up `count` blocks for `R` rows and `V` registers of columns.
+    /// Sums `count` blocks for `R` rows and `V` registers of columns.
     ///
-    /// The registers hold sums of integers; the sums over blocks stay in `out`, which is near enough.
+    /// Registers hold the integer sums of a block. The fp32 sums over blocks stay in `out`, which is in the L1 cache.
     #[inline(always)]
     #[allow(clippy::needless_range_loop)]
     unsafe fn multiply<S: Int8, const R: usize, const V: usize, const FOUR: bool>(self, s: S, count: usize) {
         let width = V * S::LANES;
-        // Not a constant: the compiler would unroll the loop over groups, and then run out of registers.
+        // Not a constant: the compiler would unroll the loop over groups and run out of registers.
         let size = self.weights.len() / count.max(1);
         let out = self.out.as_mut_ptr();
         // SAFETY: the caller has checked all lengths.
@@ -107,7 +107,7 @@ impl Tile<'_> {
                     add::<S, R, V>(s, &mut sums, codes, 4, |p| s.bytes(p), x, size_of::<Block>(), S::dot8);
                 }
 
-                // Else the compiler would keep these sums in registers too, of which it has not enough.
+                // Without `black_box` the compiler would keep these sums in registers too, and run out of them.
                 let out = std::hint::black_box(out);
                 for v in 0..V {
                     let scale = s.load_f16(scales.add(v * S::LANES));
@@ -128,8 +128,8 @@ impl Tile<'_> {
     }
 }
 
-/// Adds a block's products: of the weights `codes`, `group` of a column at a time, with as many activations `x` of each row, 32 bits,
-/// which are `apart` from those of the row before.
+/// Adds the products of a block. It multiplies the weights `codes`, `group` of a column at a time, by the same number of activations `x` of
+/// each row. These are 32 bits, and `apart` bytes from those of the previous row.
 #[inline(always)]
 #[allow(clippy::needless_range_loop, clippy::too_many_arguments)]
 unsafe fn add<S: Int8, const R: usize, const V: usize>(

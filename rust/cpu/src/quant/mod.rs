@@ -1,8 +1,8 @@
-//! Products of weights in blocks of 8-bit or 4-bit integers with activations in blocks of 8-bit ones.
+//! Multiplication of weights in blocks of 8-bit or 4-bit integers by activations in blocks of 8-bit integers.
 //!
-//! A block is 32 numbers that follow each other, as integers with a scale: `scale * integer`, of 4-bit weights
-//! `scale * integer + shift`. Within a block sums are of integers, and so exact; the blocks' sums are fp32, added in ascending
-//! order. So a row's results do not depend on the other rows.
+//! A block is 32 consecutive numbers, stored as integers with a scale: `scale * integer`, or `scale * integer + shift` for 4-bit weights.
+//! Within a block the sums are integers, and so exact. The blocks' sums are fp32 and are added in ascending order. So a row's results do
+//! not depend on the other rows.
 
 mod dot;
 mod rows;

@@ -7,34 +7,34 @@ use crate::aligned::{AlignedVec, Pod};
 use crate::simd::{Int8, Isa, Kernel};
 use crate::unsafe_slice::UnsafeSlice;
 
-/// Below this, a block's largest number is as good as zero: its inverse would come near infinity.
+/// A block whose largest magnitude is not above this number becomes zeros, because the inverse would be close to infinity.
 const TINY: f32 = 1e-30;
 
-/// A block of a row.
+/// A block of a row of activations.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(super) struct Block {
     pub(super) codes: [i8; BLOCK],
-    /// Not a number if some number of the block is none or infinite; so all that is computed of it is none either.
+    /// NaN if a number of the block is NaN or infinite, so that all results of the block are NaN.
     pub(super) scale: f32,
-    /// The scale times the sum of the codes: what a weight's shift is multiplied by.
+    /// The scale times the sum of the codes: the factor of a weight's shift.
     pub(super) scaled_sum: f32,
-    /// What a sum of products begins with, to make up for the offset of the weights.
+    /// Initial value of an integer sum. It compensates for the offset of the weights.
     pub(super) start: i32,
 }
 
-// SAFETY: numbers of 1 and 4 bytes, 44 bytes without padding; all patterns of bits are some.
+// SAFETY: the fields have 1 and 4 bytes, 44 bytes in total without padding, and every bit pattern is valid.
 unsafe impl Pod for Block {}
 
-/// Activations of a step: tile after tile, in each [blocks][rows of the tile].
+/// Activations of a step, [blocks][rows of the tile] for each tile.
 #[derive(Debug, Default)]
 pub(crate) struct QuantRows {
     blocks: AlignedVec<Block>,
-    /// The codes once more as 16 bits, where they are multiplied so.
+    /// The codes again, as 16-bit integers, for instruction sets that multiply 16-bit integers.
     wide: AlignedVec<i16>,
 }
 
-/// Rows that a team packs, and then multiplies.
+/// A view of the rows. The threads pack them in one phase and multiply them in a later one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SharedRows<'a> {
     blocks: UnsafeSlice<'a, Block>,
@@ -42,7 +42,7 @@ pub(crate) struct SharedRows<'a> {
 }
 
 impl QuantRows {
-    /// Makes room for `rows` rows of `ins` numbers.
+    /// Allocates room for `rows` rows of `ins` numbers.
     pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
         let blocks = rows * ins.div_ceil(BLOCK);
         self.blocks.reserve(blocks);
@@ -51,23 +51,23 @@ impl QuantRows {
         }
     }
 
-    /// A view for a team.
+    /// Returns a view for the thread pool.
     pub(crate) fn shared(&mut self) -> SharedRows<'_> {
         SharedRows { blocks: self.blocks.shared(), wide: self.wide.shared() }
     }
 }
 
 impl<'a> SharedRows<'a> {
-    /// Packs `numbers` as row `row` of the tile that has the rows `tile`.
+    /// Packs `numbers` as row `row` of the tile with the rows `tile`.
     ///
     /// # Safety
     ///
-    /// Nobody else packs the tile's rows, or reads them, meanwhile.
+    /// No other thread packs or reads the tile's rows meanwhile.
     pub(crate) unsafe fn pack(self, isa: Isa, tile: Range<usize>, row: usize, numbers: &[f32]) {
         let blocks = numbers.len().div_ceil(BLOCK);
         let (start, count) = (tile.start * blocks, tile.len() * blocks);
         assert!(tile.contains(&row));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         let (to, wide) = unsafe {
             let wide: &mut [i16] = if isa.run(Wide) { self.wide.write(start * BLOCK, count * BLOCK) } else { &mut [] };
             (self.blocks.write(start, count), wide)
@@ -75,19 +75,19 @@ impl<'a> SharedRows<'a> {
         isa.run(Pack { numbers, to, wide, row: row - tile.start, rows: tile.len() });
     }
 
-    /// The blocks of the tile that has the rows `tile`, and their wide codes if there are such.
+    /// Returns the blocks of the tile with the rows `tile`, and their wide codes if the instruction set uses them.
     ///
     /// # Safety
     ///
-    /// They are packed, and nobody packs others into the tile while the slices live.
+    /// The rows are packed, and no thread packs rows of this tile while the slices live.
     pub(super) unsafe fn tile(self, isa: Isa, tile: Range<usize>, blocks: usize) -> (&'a [Block], &'a [i16]) {
         let (start, count) = (tile.start * blocks, tile.len() * blocks);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { (self.blocks.read(start, count), if isa.run(Wide) { self.wide.read(start * BLOCK, count * BLOCK) } else { &[] }) }
     }
 }
 
-/// Whether there are wide codes.
+/// Returns whether the instruction set uses wide codes.
 struct Wide;
 
 impl Kernel for Wide {
@@ -98,7 +98,7 @@ impl Kernel for Wide {
     }
 }
 
-/// Packs a row, one of a tile's `rows`.
+/// Packs one of a tile's `rows`.
 struct Pack<'a> {
     numbers: &'a [f32],
     to: &'a mut [Block],
@@ -133,17 +133,17 @@ fn pack_block<S: Int8>(s: S, numbers: &[f32; BLOCK], to: &mut Block) {
     let mut largest = s.splat(0.0);
     let mut odd = s.splat(0.0);
     for at in (0..BLOCK).step_by(S::LANES) {
-        // SAFETY: registers have 4, 8 or 16 lanes, and so a block's are whole ones.
+        // SAFETY: registers have 4, 8 or 16 lanes, so a block is a whole number of registers.
         let x = unsafe { s.load(numbers.as_ptr().add(at)) };
         largest = s.max(s.max(x, s.sub(s.splat(0.0), x)), largest);
-        // Zero times a number is zero, but not of infinity or of what is no number.
+        // The product with zero is zero for finite numbers, and NaN for infinities and NaN.
         odd = s.fma(x, s.splat(0.0), odd);
     }
     let (largest, odd) = (s.largest(largest), s.sum(odd));
     let inverse = s.splat(if largest > TINY { 127.0 / largest } else { 0.0 });
     let mut sum = s.splat(0.0);
     for at in (0..BLOCK).step_by(S::LANES) {
-        // SAFETY: as above, and there are as many codes.
+        // SAFETY: as above, and there are `BLOCK` codes.
         unsafe {
             let x = s.round(s.mul(s.load(numbers.as_ptr().add(at)), inverse));
             s.store_bytes(to.codes.as_mut_ptr().add(at), x);

@@ -6,7 +6,7 @@ use crate::pool::ThreadPool;
 use crate::simd::Isa;
 use crate::tensor::{Numbers, Source, Tensor};
 
-/// Numbers that look random (Knuth's constants).
+/// A pseudo-random generator (Knuth's constants).
 struct Random(u64);
 
 impl Random {
@@ -14,27 +14,27 @@ impl Random {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as u32
     }
-    /// From -1 to 1.
+    /// A number from -1 to 1.
     fn number(&mut self) -> f32 {
         self.bits() as f32 / (1_u32 << 30) as f32 - 1.0
     }
     fn row(&mut self, len: usize) -> Vec<f32> {
         (0..len).map(|_| self.number()).collect()
     }
-    /// A row of blocks with scales up to 0.01, and any integers.
+    /// A row of blocks with scales up to 0.01 and any integers.
     fn blocks(&mut self, kind: BlockType, ins: usize) -> Vec<u8> {
         random_blocks(kind, 1, ins, u64::from(self.bits()))
     }
 }
 
-/// What ggml's blocks stand for.
+/// The values of ggml's blocks.
 fn dequantized(kind: BlockType, bytes: &[u8]) -> Vec<f32> {
     let mut numbers = vec![0.0; bytes.len() / kind.bytes() * kind.block()];
     kind.dequantize(bytes, &mut numbers);
     numbers
 }
 
-/// Numbers as the scale and the integers of their block.
+/// The numbers after rounding to their block's scale and integers.
 fn quantized(numbers: &[f32]) -> Vec<f64> {
     let mut values = Vec::new();
     for block in numbers.chunks(BLOCK) {
@@ -45,20 +45,20 @@ fn quantized(numbers: &[f32]) -> Vec<f64> {
     values
 }
 
-/// All that `weights` of `columns` columns make of `rows`, computed as one tile: [rows][columns].
+/// The product of `weights`, which has `columns` columns, and `rows`, computed as one tile: [rows][columns].
 fn product(isa: Isa, weights: &QuantWeights, columns: usize, rows: &[Vec<f32>]) -> Vec<Vec<f32>> {
     let mut packed = QuantRows::default();
     packed.reserve(isa, rows.len(), rows[0].len());
     let packed = packed.shared();
     for (m, row) in rows.iter().enumerate() {
-        // SAFETY: there is one thread.
+        // SAFETY: only this thread uses the rows.
         unsafe { packed.pack(isa, 0..rows.len(), m, row) }
     }
     let width = isa.panel();
     let mut results = vec![Vec::new(); rows.len()];
     for panel in 0..columns.div_ceil(width) {
         let mut out = AlignedVec::zeros(rows.len() * width);
-        // What was there must not matter.
+        // The previous contents must not matter.
         out.fill(f32::NAN);
         // SAFETY: as above.
         unsafe { tile(isa, weights, panel, packed, 0..rows.len(), &mut out) }
@@ -87,7 +87,7 @@ fn bits_of(results: &[Vec<f32>]) -> Vec<Vec<u32>> {
     results.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
 }
 
-/// Compares with sums of the same numbers in double precision; what pads the last panel is zero.
+/// Compares with sums of the same numbers in double precision. The padding of the last panel must be zero.
 fn assert_products(isa: Isa, results: &[Vec<f32>], weights: &[Vec<f32>], rows: &[Vec<f32>]) {
     for (result, row) in results.iter().zip(rows) {
         let x = quantized(row);
@@ -136,7 +136,7 @@ fn floats_become_the_nearest_blocks_and_a_ragged_end_is_padded() {
                 packed.read_row(column, &mut row);
                 for (read, block) in row.chunks(BLOCK).zip(floats.chunks(BLOCK)) {
                     let largest = block.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
-                    // Half a step, and as much as the scale was rounded.
+                    // Half a step, and the rounding of the scale.
                     let bound = largest / 127.0 * 0.5 + largest / 2048.0;
                     assert!(read.iter().zip(block).all(|(a, b)| (a - b).abs() <= bound), "{read:?} of {block:?}");
                 }
@@ -158,7 +158,7 @@ fn blocks_of_other_types_become_the_nearest_of_eight_bits() {
             packed.read_row(0, &mut row);
             for (found, weights) in row.chunks(BLOCK).zip(dequantized(kind, &blocks[0]).chunks(BLOCK)) {
                 let largest = weights.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
-                // Half a step, and as much as the scale was rounded.
+                // Half a step, and the rounding of the scale.
                 let bound = largest / 127.0 * 0.5 + largest / 2048.0 + f32::EPSILON;
                 assert!(found.iter().zip(weights).all(|(a, b)| (a - b).abs() <= bound), "{kind:?}");
             }
@@ -170,7 +170,7 @@ fn blocks_of_other_types_become_the_nearest_of_eight_bits() {
 fn the_largest_integers_overflow_nothing() {
     for isa in Isa::available() {
         for (kind, codes) in [(BlockType::Q8_0, [0x80, 0x7f]), (BlockType::Q4_0, [0xff, 0x00]), (BlockType::Q4_1, [0xff, 0x00])] {
-            // Scales, and shifts, of 1.
+            // Scales and shifts are 1.
             let mut bytes = vec![0x00, 0x3c, 0x00, 0x3c];
             bytes.truncate(if kind == BlockType::Q4_1 { 4 } else { 2 });
             let blocks = codes.map(|code| [bytes.clone(), vec![code; kind.bytes() - bytes.len()]].concat());

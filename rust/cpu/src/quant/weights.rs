@@ -7,10 +7,10 @@ use crate::pool::ThreadPool;
 use crate::simd::{Int8, Isa, Kernel};
 use crate::tensor::{ReadError, Tensor};
 
-/// 1.5 * 2^23: a small number added to it is rounded to the nearest integer, and that is in the sum's last bits.
+/// 1.5 * 2^23. Adding it to a small number rounds that to the nearest integer, which is then in the last bits of the sum.
 const ROUNDER: f32 = 12_582_912.0;
 
-/// How many bits an integer has.
+/// Number of bits of an integer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Bits {
     /// -128 to 127, times a scale.
@@ -24,16 +24,17 @@ pub(crate) enum Bits {
 struct Block {
     /// In half precision.
     scale: u16,
-    /// In half precision; 4-bit blocks only.
+    /// In half precision. Only 4-bit blocks have a shift.
     shift: u16,
-    /// Signed, or from 0 to 15.
+    /// Signed for 8 bits, 0 to 15 for 4 bits.
     codes: [i8; BLOCK],
 }
 
-/// Weights [columns, ins] as panels of blocks.
+/// Weights [columns, ins], as panels of blocks.
 ///
-/// A panel's block is the columns' scales, of 4-bit weights their shifts, and then integers: [8][column][4] bytes, or what the
-/// instruction set wants. Two 4-bit ones share a byte, as in ggml: [4][column][4], with the block's second half in the upper bits.
+/// A panel's block has the scales of all columns, the shifts for 4-bit weights, and then the integers. 8-bit integers are [8][column][4]
+/// bytes, or another layout that the instruction set needs. Two 4-bit integers share a byte, as in ggml: [4][column][4], with the block's
+/// second half in the upper bits.
 #[derive(Debug)]
 pub(crate) struct QuantWeights {
     bytes: AlignedVec<u8>,
@@ -43,8 +44,7 @@ pub(crate) struct QuantWeights {
 }
 
 impl QuantWeights {
-    /// Reads and packs a tensor. Blocks of types `Q4_0`, `Q4_1` and `Q8_0` are kept exactly; other numbers become the nearest integers
-    /// of 8 bits.
+    /// Reads and packs a tensor. Blocks of types `Q4_0`, `Q4_1` and `Q8_0` are kept exactly. Other numbers are rounded to 8-bit integers.
     pub(crate) fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>) -> Result<Self, ReadError> {
         let (width, ins) = (isa.panel(), tensor.ins);
         let kept = tensor.numbers.blocks().filter(|kind| matches!(kind, BlockType::Q4_0 | BlockType::Q4_1 | BlockType::Q8_0));
@@ -55,7 +55,7 @@ impl QuantWeights {
         let shared = bytes.shared();
         let layout = Layout::of(isa);
         tensor.for_each_panel(pool, width, |panel, rows| {
-            // SAFETY: each panel is one call's.
+            // SAFETY: each panel is written by one call.
             let out = unsafe { shared.write(panel * size, size) };
             let mut row = vec![0.0; blocks * BLOCK];
             for column in 0..rows.count() {
@@ -74,7 +74,7 @@ impl QuantWeights {
         Ok(Self { bytes, bits, isa, ins })
     }
 
-    /// The weights of a column, as an embedding's row.
+    /// Reads the weights of a column, as an embedding.
     pub(crate) fn read_row(&self, column: usize, out: &mut [f32]) {
         let width = self.isa.panel();
         for (out, bytes) in out.chunks_mut(BLOCK).zip(self.panel(column / width).chunks_exact(block_bytes(width, self.bits))) {
@@ -83,13 +83,13 @@ impl QuantWeights {
         }
     }
 
-    /// A panel's blocks.
+    /// The blocks of a panel.
     pub(super) fn panel(&self, panel: usize) -> &[u8] {
         let size = self.blocks() * block_bytes(self.isa.panel(), self.bits);
         &self.bytes[panel * size..(panel + 1) * size]
     }
 
-    /// Blocks in a column.
+    /// Number of blocks in a column.
     pub(super) fn blocks(&self) -> usize {
         self.ins.div_ceil(BLOCK)
     }
@@ -103,7 +103,7 @@ impl QuantWeights {
     }
 }
 
-/// Bytes of a block of a panel of so many columns.
+/// Bytes of one block of a panel with `width` columns.
 pub(super) const fn block_bytes(width: usize, bits: Bits) -> usize {
     match bits {
         Bits::Eight => width * (2 + BLOCK),
@@ -111,12 +111,12 @@ pub(super) const fn block_bytes(width: usize, bits: Bits) -> usize {
     }
 }
 
-/// How an instruction set wants 8-bit weights.
+/// Layout of 8-bit weights for an instruction set.
 #[derive(Clone, Copy)]
 struct Layout {
-    /// How many of a column lie side by side.
+    /// Number of a column's weights that are adjacent.
     group: usize,
-    /// What they are stored larger by.
+    /// Offset that is added to the stored weights.
     offset: u8,
 }
 
@@ -135,37 +135,37 @@ impl Layout {
 }
 
 impl Block {
-    /// The nearest 8-bit block to some numbers: the largest becomes 127 or -127. It is none if one of them is none.
+    /// Rounds numbers to an 8-bit block. The largest magnitude becomes 127 or -127. If a number is NaN, the whole block is NaN.
     fn nearest(numbers: &[f32; BLOCK]) -> Self {
-        // Magnitudes are ordered as their bits are, and what is no number comes last.
+        // Magnitudes have the same order as their bits, and NaN is the largest.
         let largest = numbers.map(|x| x.to_bits() & 0x7fff_ffff).into_iter().max().map_or(0.0, f32::from_bits);
-        // The integers are made for the scale as it will be used, and so rounded first.
+        // Rounds the scale to half precision first, because the integers must fit the scale that is stored.
         let scale = half::from_f32(largest / 127.0);
         let inverse = if half::to_f32(scale) > 0.0 { 1.0 / half::to_f32(scale) } else { 0.0 };
         let code = |x: f32| ((x * inverse).clamp(-127.0, 127.0) + ROUNDER).to_bits() as i8;
         Self { scale, shift: 0, codes: numbers.map(code) }
     }
 
-    /// A block as ggml has it, its integers as they are.
+    /// Converts a ggml block without changing its integers.
     fn of_ggml(kind: BlockType, bytes: &[u8]) -> Self {
         let Unpacked { codes, scale, second, .. } = kind.unpack(bytes);
         let codes: [u8; BLOCK] = std::array::from_fn(|i| codes[i]);
         match kind {
-            // Kept with an offset of 128 there.
+            // The unpacked codes of `Q8_0` are the value plus 128.
             BlockType::Q8_0 => Self { scale, shift: 0, codes: codes.map(|code| (code ^ 0x80) as i8) },
-            // A power of two times the scale is exact.
+            // The product of the scale and a power of two is exact.
             BlockType::Q4_0 => Self { scale, shift: half::from_f32(-8.0 * half::to_f32(scale)), codes: codes.map(|code| code as i8) },
             _ => Self { scale, shift: second, codes: codes.map(|code| code as i8) },
         }
     }
 
-    /// What it stands for.
+    /// The values of the block.
     fn numbers(&self) -> [f32; BLOCK] {
         let (scale, shift) = (half::to_f32(self.scale), half::to_f32(self.shift));
         self.codes.map(|code| scale * f32::from(code) + shift)
     }
 
-    /// Puts it into a panel's block.
+    /// Writes the block to its column of a panel's block.
     fn write(&self, to: &mut [u8], width: usize, column: usize, bits: Bits, layout: Layout) {
         to[2 * column..][..2].copy_from_slice(&self.scale.to_le_bytes());
         match bits {
@@ -185,7 +185,7 @@ impl Block {
         }
     }
 
-    /// Takes it out of a panel's block.
+    /// Reads the block from its column of a panel's block.
     fn read(from: &[u8], width: usize, column: usize, bits: Bits, layout: Layout) -> Self {
         let half = |at: usize| u16::from_le_bytes([from[at], from[at + 1]]);
         let scale = half(2 * column);

@@ -1,34 +1,36 @@
-//! Draws tokens: top-k, top-p, min-p, and the inverse of what is left of the cumulative distribution.
+//! Draws tokens: top-k, top-p and min-p filters, then inverse transform sampling from the remaining distribution.
 
 use super::{BLOCK, Extent, order, padded, spread, token_of};
 use crate::simd::{Isa, Kernel, Simd, exp};
 
-/// Into how many buckets of falling logits the tokens are put. A power of two.
+/// Number of buckets, in order of falling logits. A power of two.
 const BUCKETS: usize = 1024;
-/// How far down the buckets reach, in units of the temperature: the last one holds all that is less likely than e^-32 of the best.
+/// Range of the buckets, in units of the temperature. The last bucket has all tokens whose probability is below e^-32 times that of the
+/// likeliest.
 const REACH: f32 = 32.0;
-/// Tokens that are asked together whether one is in a bucket.
+/// Number of tokens that are compared with a bucket at once.
 const FEW: usize = 32;
 
-/// How one row is to be drawn.
+/// Sampling parameters of one row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Draw {
-    /// 0: the first of the likeliest.
+    /// 0: greedy. Takes the first of the likeliest tokens.
     pub temperature: f64,
-    /// So many of the likeliest are left; 0: all.
+    /// Number of likeliest tokens to keep. 0: all.
     pub top_k: usize,
-    /// Of these the fewest that have together this part of their probability.
+    /// Keeps the fewest of these tokens whose share of their total probability is at least this number.
     pub top_p: f64,
-    /// Of these those that are at least this probable in comparison with the likeliest.
+    /// Keeps the tokens whose probability is at least this number times that of the likeliest.
     pub min_p: f64,
-    /// Where in the cumulative distribution of what is left, likeliest first; in [0, 1).
+    /// Position in the cumulative distribution of the remaining tokens, likeliest first. In [0, 1).
     pub uniform: f64,
 }
 
-/// A token for each row of `logits` [draws, vocabulary]; `None` where there is NaN among them or the best is not finite.
+/// Chooses a token for each row of `logits` [draws, vocabulary]. `None` if a logit of the row is NaN or the largest is not finite.
 ///
-/// Tokens are ordered likeliest first, equal ones by their number. One whose probability is below e^-87 of the likeliest's is never
-/// drawn. The result depends on nothing but the row, bit for bit. Panics if the logits are not so many rows of one length.
+/// Tokens are ordered likeliest first, and by id if they are equally likely. Tokens whose probability is below e^-87 times that of the
+/// likeliest are never drawn. The result depends only on the row, bit for bit. Panics if the length of `logits` is not a multiple of the
+/// number of draws.
 pub fn choose(isa: Isa, logits: &[f32], draws: &[Draw], threads: usize) -> Vec<Option<u32>> {
     let Some(vocabulary) = logits.len().checked_div(draws.len()) else { return Vec::new() };
     assert_eq!(vocabulary * draws.len(), logits.len(), "rows of one length");
@@ -67,29 +69,29 @@ impl Kernel for Row<'_> {
     }
 }
 
-/// The tokens up to one of them, likeliest first.
+/// A prefix of the tokens, likeliest first.
 #[derive(Clone, Copy)]
 struct Prefix {
-    /// The last of them.
+    /// The last token of the prefix.
     token: usize,
     count: usize,
-    /// The sum of their weights.
+    /// Sum of the tokens' weights.
     mass: f64,
 }
 
-/// A row's tokens, likeliest first, as far as anybody needs to know their order.
+/// A row's tokens, likeliest first. They are sorted only as far as needed.
 ///
-/// They lie in buckets of which each holds likelier ones than the next, and only a bucket that is looked into is sorted.
-/// A weight is a probability over that of the likeliest; tokens of weight 0 are as good as none.
+/// Tokens are in buckets. All tokens of a bucket are at least as likely as those of the next, and a bucket is sorted only when it is
+/// opened. A weight is a probability divided by that of the likeliest. Tokens of weight 0 are ignored.
 struct Ordered<'a, S> {
     s: S,
     logits: &'a [f32],
     scale: Scale,
     counts: [u32; BUCKETS],
     masses: [f64; BUCKETS],
-    /// How many tokens min-p leaves.
+    /// Number of tokens that min-p keeps.
     likely: usize,
-    /// The bucket that was looked into last, its tokens by `order`, and their weights.
+    /// The bucket that was opened last, its tokens as `order` keys, and their weights.
     open: Option<usize>,
     members: Vec<u64>,
     weights: Vec<f32>,
@@ -115,7 +117,7 @@ impl<'a, S: Simd> Ordered<'a, S> {
         Self { s, logits, scale, counts, masses, likely, open: None, members: Vec::new(), weights: Vec::new() }
     }
 
-    /// All that have a weight; the last of them is not known.
+    /// All tokens with a weight. The last of them is unknown.
     #[inline(always)]
     fn all(&self) -> Prefix {
         let (mut count, mut mass) = (0, 0.0);
@@ -126,7 +128,7 @@ impl<'a, S: Simd> Ordered<'a, S> {
         Prefix { token: usize::MAX, count, mass }
     }
 
-    /// The fewest tokens, likeliest first, that are `limit` or whose weights are `enough`. There must be as many as `limit`.
+    /// The shortest prefix that has `limit` tokens or whose weights are `enough`. There must be at least `limit` tokens.
     #[inline(always)]
     fn find(&mut self, limit: usize, enough: impl Fn(f64) -> bool) -> Prefix {
         let mut found = Prefix { token: usize::MAX, count: 0, mass: 0.0 };
@@ -143,7 +145,7 @@ impl<'a, S: Simd> Ordered<'a, S> {
                     break;
                 }
             }
-            // In this order the sum may have come out smaller by a rounding: then it is the bucket's last.
+            // Rounding can make the sum in this order smaller. Then the result is the bucket's last token.
             break;
         }
         found
@@ -160,7 +162,7 @@ impl<'a, S: Simd> Ordered<'a, S> {
         for (i, part) in self.logits.chunks(BLOCK).enumerate() {
             self.scale.place(self.s, padded(part, &mut spare), &mut places);
             for (j, (few, near)) in places.chunks_exact(FEW).zip(part.chunks(FEW)).enumerate() {
-                // Without a way out, so that it is done with registers: mostly there is none.
+                // No early exit, so that the loop is vectorised. Usually none of these tokens is in the bucket.
                 if !few.iter().fold(false, |found, place| found | (bucket(*place) == wanted)) {
                     continue;
                 }
@@ -182,24 +184,24 @@ impl<'a, S: Simd> Ordered<'a, S> {
     }
 }
 
-/// What makes weights and buckets of logits.
+/// Converts logits to weights and buckets.
 #[derive(Clone, Copy)]
 struct Scale {
     best: f32,
     temperature: f32,
-    /// Buckets in a unit of logits.
+    /// Buckets per unit of logits.
     steps: f32,
 }
 
 impl Scale {
     fn new(extent: Extent, temperature: f64) -> Self {
-        // Within these bounds no quotient is NaN; nobody means a temperature beyond them.
+        // Within these bounds no quotient is NaN. Temperatures outside them have no practical use.
         let temperature = (temperature as f32).clamp(1e-30, 1e30);
         let reach = (extent.best - extent.lowest).min(REACH * temperature);
         Self { best: extent.best, temperature, steps: (BUCKETS as f32 / reach).min(f32::MAX) }
     }
 
-    /// Probabilities over that of the likeliest.
+    /// Computes probabilities, divided by that of the likeliest.
     #[inline(always)]
     fn weigh<S: Simd>(self, s: S, logits: &[f32; BLOCK], weights: &mut [f32; BLOCK]) {
         let (best, temperature) = (s.splat(self.best), s.splat(self.temperature));
@@ -212,7 +214,7 @@ impl Scale {
         }
     }
 
-    /// What [`bucket`] makes buckets of. All steps are monotone, so no token comes into a later one than a less likely.
+    /// Computes the arguments of [`bucket`]. All operations are monotone, so a token never gets a later bucket than a less likely token.
     #[inline(always)]
     fn place<S: Simd>(self, s: S, logits: &[f32; BLOCK], places: &mut [f32; BLOCK]) {
         let (best, steps, last) = (s.splat(self.best), s.splat(self.steps), s.splat((BUCKETS - 1) as f32));
@@ -227,7 +229,7 @@ impl Scale {
     }
 }
 
-/// 2^23: a small integer added to it stands in the lowest bits of the sum.
+/// 2^23. Adding a small integer to it puts the integer in the lowest bits of the sum.
 const SHIFT: f32 = 8_388_608.0;
 
 #[inline(always)]
@@ -242,10 +244,10 @@ mod tests {
     use proptest::prelude::*;
 
     const GREEDY: Draw = Draw { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, uniform: 0.0 };
-    /// What fp32 exponentials may differ by, relative to themselves.
+    /// Maximum relative error of fp32 exponentials.
     const ROUNDING: f64 = 1e-5;
 
-    /// A row's tokens in order, and the sums of their weights, by sorting everything in fp64.
+    /// A row's tokens in order, and the cumulative sums of their weights. Computed by sorting all tokens in fp64.
     struct Sorted {
         tokens: Vec<usize>,
         weights: Vec<f64>,
@@ -262,7 +264,7 @@ mod tests {
             Self { tokens, weights, sums }
         }
 
-        /// How many tokens are left, if what top-p and min-p compare is larger by `slack`, relatively.
+        /// Number of tokens that the filters keep if the comparisons of top-p and min-p are relaxed by the relative `slack`.
         fn kept(&self, draw: Draw, slack: f64) -> usize {
             let k = if draw.top_k == 0 { self.tokens.len() } else { draw.top_k.min(self.tokens.len()) };
             let mass = draw.top_p * self.sums[k - 1];
@@ -271,7 +273,7 @@ mod tests {
             (0..k).take_while(|rank| within(*rank) && self.weights[*rank] * (1.0 + slack) >= draw.min_p).count().max(1)
         }
 
-        /// Whether the draw may have given `token`, up to rounding.
+        /// Whether `token` is a valid result of the draw, up to rounding.
         fn may_give(&self, draw: Draw, token: usize) -> bool {
             let rank = self.tokens.iter().position(|i| *i == token).expect("a token of the row");
             let (least, most) = (self.kept(draw, -ROUNDING), self.kept(draw, ROUNDING));
@@ -336,7 +338,7 @@ mod tests {
     #[test]
     fn equal_tokens_come_in_the_order_of_their_numbers() {
         let logits = [0.0, 1.0, -0.0, 1.0, 0.0];
-        // Two weights of 1 and three of 2/3: in twelfths, tokens end at 3, 6, 8, 10 and 12.
+        // Two weights are 1 and three are 2/3. In twelfths, the cumulative weights are 3, 6, 8, 10 and 12.
         for (twelfth, expected) in [1, 1, 1, 3, 3, 3, 0, 0, 2, 2, 4, 4].into_iter().enumerate() {
             let draw = Draw { temperature: 1.0 / 1.5f64.ln(), uniform: (twelfth as f64 + 0.5) / 12.0, ..GREEDY };
             for isa in Isa::available() {

@@ -1,28 +1,29 @@
-//! How likely tokens were, and which were the likeliest.
+//! Log-probabilities and ranks of tokens, and the likeliest tokens.
 
 use super::{BLOCK, Extent, order, padded, rank, spread, token_of};
 use crate::simd::{Isa, Kernel, Simd, exp};
 
-/// Logits that are asked together whether one is among the likeliest.
+/// Number of logits that are compared with the bound at once.
 const FEW: usize = 64;
 
-/// What there is to say of a token at temperature 1.
+/// Log-probability and rank of a token at temperature 1.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Score {
     /// The token.
     pub token: u32,
-    /// Its log-probability. NaN, as all others, if there is NaN among the logits or the best is not finite; no rank means anything then.
+    /// The token's log-probability. If a logit is NaN or the largest is not finite, all log-probabilities are NaN and ranks are
+    /// meaningless.
     pub logprob: f32,
-    /// 1: none is likelier.
+    /// The token's rank. 1: no token is likelier.
     pub rank: u32,
-    /// The likeliest and their log-probabilities, the best first, equal ones by their number.
+    /// The likeliest tokens and their log-probabilities, best first. Equally likely tokens are ordered by id.
     pub likeliest: Vec<(u32, f32)>,
 }
 
-/// A score for each row of `logits` [tokens, vocabulary], with the `count` likeliest, or all if there are fewer.
+/// Computes a score for each row of `logits` [tokens, vocabulary], with the `count` likeliest tokens, or all tokens if there are fewer.
 ///
-/// It depends on nothing but the row, bit for bit. Panics if the logits are not so many rows of one length, and for a token that is not
-/// in the vocabulary.
+/// The result depends only on the row, bit for bit. Panics if the length of `logits` is not a multiple of the number of tokens, or if a
+/// token is not in the vocabulary.
 pub fn score(isa: Isa, logits: &[f32], tokens: &[u32], count: usize, threads: usize) -> Vec<Score> {
     let Some(vocabulary) = logits.len().checked_div(tokens.len()) else { return Vec::new() };
     assert_eq!(vocabulary * tokens.len(), logits.len(), "rows of one length");
@@ -54,7 +55,7 @@ impl Kernel for Row<'_> {
     }
 }
 
-/// The logarithm of the sum of all probabilities over the best, whose logit is `best`.
+/// The logarithm of the sum of `exp(logit - best)`, where `best` is the largest logit.
 #[inline(always)]
 fn log_total<S: Simd>(s: S, logits: &[f32], best: f32) -> f64 {
     let (mut total, mut spare) = (0.0, [0.0; BLOCK]);
@@ -71,17 +72,17 @@ fn log_total<S: Simd>(s: S, logits: &[f32], best: f32) -> f64 {
     total.ln()
 }
 
-/// The `count` likeliest tokens, the best first.
+/// The `count` likeliest tokens, best first.
 #[inline(always)]
 fn likeliest(logits: &[f32], count: usize) -> Vec<usize> {
     if count == 0 {
         return Vec::new();
     }
-    // Candidates gather until there are twice as many as wanted; then half of them go, and fewer tokens are candidates from then on.
+    // Collects candidates until there are twice as many as requested. Then it drops half of them and raises the bound for new candidates.
     let (room, mut bound) = ((2 * count).max(FEW), i32::MIN);
     let mut found = Vec::with_capacity(room + FEW);
     for (i, few) in logits.chunks(FEW).enumerate() {
-        // Of equals the first is likelier, so who comes later has to be better than the bound.
+        // Of equal tokens the first is likelier, so a later token must exceed the bound.
         if !few.iter().fold(false, |better, x| better | (rank(*x) > bound)) {
             continue;
         }
@@ -104,7 +105,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// By sorting everything, in fp64.
+    /// Computes a score in fp64 by sorting all tokens.
     fn reference(logits: &[f32], token: usize, count: usize) -> Score {
         let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = logits.iter().map(|x| (f64::from(*x) - f64::from(best)).exp()).sum();

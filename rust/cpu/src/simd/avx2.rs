@@ -8,13 +8,13 @@ use super::{Kernel, Simd};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
 
-/// Runs a kernel, which the processor must be able to.
+/// Runs a kernel. The processor must have these instructions.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
     kernel.run(Avx2(()))
 }
 
-// SAFETY of all blocks below: `self` proves that the instructions exist; pointers are the caller's affair.
+// SAFETY of all blocks below: `self` proves that the processor has the instructions, and the caller guarantees that pointers are valid.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Simd for Avx2 {
     const LANES: usize = 8;

@@ -1,53 +1,53 @@
-//! Products of 8-bit and 4-bit weights with 8-bit activations.
+//! Multiplication of 8-bit and 4-bit weights by 8-bit activations.
 
 use super::Simd;
 use super::portable::Portable;
 
-/// What the kernels for quantised weights do with registers of integers.
+/// Operations on registers of integers, for the kernels for quantised weights.
 ///
-/// A register holds, for each of [`Simd::LANES`] columns, a few weights that follow each other in the column. It is multiplied by
-/// the activations that belong to them, the same for all columns. Sums are exact.
+/// A register holds a few consecutive weights of each of [`Simd::LANES`] columns. It is multiplied by the activations of these weights,
+/// which are the same for all columns. Sums are exact.
 pub(crate) trait Int8: Simd {
-    /// [`Simd::LANES`] integers of 32 bits, or as many times two of 16, or four of 8.
+    /// A register of [`Simd::LANES`] 32-bit integers, twice as many 16-bit integers, or four times as many 8-bit integers.
     type I: Copy;
     /// A table of 16 numbers.
     type Table: Copy;
-    /// Whether [`Int8::lookup`] is faster than to make numbers of integers.
+    /// Whether [`Int8::lookup`] is faster than converting integers to fp32.
     const LOOKUP: bool;
-    /// How many 8-bit weights of a column a register holds: 4 as they are, or 2 of 16 bits each.
+    /// Number of 8-bit weights of a column in a register: 4 as bytes, or 2 as 16-bit integers.
     const GROUP: usize;
-    /// What 8-bit weights are stored larger by, where the processor multiplies unsigned ones.
+    /// Offset that is added to stored 8-bit weights, for processors that multiply unsigned weights.
     const OFFSET: i32;
 
-    /// The same 32 bits for all columns.
+    /// Fills all columns with the same 32 bits.
     fn splat_i32(self, x: i32) -> Self::I;
-    /// Reads 8-bit weights: [`Int8::GROUP`] of a column, and then those of the next.
+    /// Loads 8-bit weights: [`Int8::GROUP`] of each column.
     unsafe fn bytes(self, p: *const u8) -> Self::I;
-    /// Reads 4-bit weights, four of a column: half 0 or 1 of each byte.
+    /// Loads 4-bit weights, four of each column, from the low (`half` = 0) or high (`half` = 1) bits of each byte.
     unsafe fn nibbles(self, p: *const u8, half: usize) -> Self::I;
-    /// Adds to each column's sum its products of 8-bit weights `w` with activations.
+    /// Adds the products of 8-bit weights `w` and activations `x` to each column's sum.
     fn dot8(self, sum: Self::I, w: Self::I, x: Self::I) -> Self::I;
-    /// As `dot8` with 4-bit weights; the sums of at most 32 products are only good for `total4`.
+    /// Like `dot8`, for 4-bit weights. A sum can hold at most 32 products per column and must be read with `total4`.
     fn dot4(self, sum: Self::I, w: Self::I, x: Self::I) -> Self::I;
-    /// The columns' sums, of what `dot4` has added up.
+    /// Converts the sums of `dot4` to one 32-bit sum per column.
     fn total4(self, sum: Self::I) -> Self::I;
     fn to_f32(self, x: Self::I) -> Self::F;
-    /// Reads [`Simd::LANES`] words of 32 bits.
+    /// Loads [`Simd::LANES`] 32-bit words.
     unsafe fn words(self, p: *const u8) -> Self::I;
-    /// The bits of `mask` of each word, shifted right by `shift`, or left where that is negative.
+    /// Shifts each word right by `shift`, or left if it is negative, and masks it with `mask`.
     fn field(self, x: Self::I, shift: i32, mask: i32) -> Self::I;
     fn or(self, a: Self::I, b: Self::I) -> Self::I;
-    /// 2 to the power of 23, plus words that are less.
+    /// 2^23 plus each word, as fp32. Words must be less than 2^23.
     fn with_exponent(self, x: Self::I) -> Self::F;
-    /// Prepares [`Int8::lookup`].
+    /// Prepares a table for [`Int8::lookup`].
     fn table(self, values: &[f32; 16]) -> Self::Table;
-    /// Of each word, the value that the table has for the four bits from `shift` on.
+    /// Looks up the four bits of each word that start at bit `shift`.
     fn lookup(self, x: Self::I, shift: i32, table: Self::Table) -> Self::F;
-    /// Writes numbers from -128 to 127 as bytes, rounded to the nearest; some bytes for others.
+    /// Rounds numbers from -128 to 127 to the nearest integers and stores them as bytes. Other numbers give unspecified bytes.
     unsafe fn store_bytes(self, p: *mut i8, x: Self::F);
 }
 
-// SAFETY of all blocks below: as many bytes lie where the caller says.
+// SAFETY of all blocks below: the caller guarantees that the pointers are valid.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Int8 for Portable {
     type I = [i32; 8];
@@ -123,13 +123,14 @@ mod x86 {
     use super::super::avx512::Avx512;
     use super::Int8;
 
-    // SAFETY of all blocks below: `self` proves that the instructions exist; pointers are the caller's affair.
+    // SAFETY of all blocks below: `self` proves that the processor has the instructions, and the caller guarantees that pointers are valid.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Int8 for Avx2 {
         type I = __m256i;
         type Table = [__m256; 2];
         const LOOKUP: bool = false;
-        // Bytes are multiplied by unsigned ones only, in pairs whose sums overflow 16 bits unless one factor is small.
+        // AVX2 multiplies signed bytes only by unsigned bytes and adds the products in pairs. The sums overflow 16 bits unless one factor
+        // is small.
         const GROUP: usize = 2;
         const OFFSET: i32 = 0;
 
@@ -154,7 +155,7 @@ mod x86 {
         }
         #[inline(always)]
         fn dot4(self, sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
-            // 16 bits hold 16 products of 15 and 127.
+            // 16 bits can hold the sum of 16 products of 15 and 127.
             unsafe { _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)) }
         }
         #[inline(always)]
@@ -192,7 +193,7 @@ mod x86 {
         #[inline(always)]
         fn lookup(self, x: __m256i, shift: i32, table: [__m256; 2]) -> __m256 {
             unsafe {
-                // The instructions heed the lowest three bits of each word, and the highest one.
+                // The permutation uses the lowest three bits of each word, and the blend uses the highest bit.
                 let index = _mm256_srl_epi32(x, _mm_cvtsi32_si128(shift));
                 let [low, high] = table.map(|half| _mm256_permutevar8x32_ps(half, index));
                 _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
@@ -274,7 +275,7 @@ mod x86 {
         }
         #[inline(always)]
         fn lookup(self, x: __m512i, shift: i32, table: __m512) -> __m512 {
-            // The instruction heeds the lowest four bits of each word.
+            // The instruction uses the lowest four bits of each word.
             unsafe { _mm512_permutexvar_ps(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), table) }
         }
         #[inline(always)]
@@ -291,7 +292,7 @@ mod arm {
     use super::super::neon::Neon;
     use super::Int8;
 
-    // SAFETY of all blocks below: NEON is part of every 64-bit ARM processor; pointers are the caller's affair.
+    // SAFETY of all blocks below: every 64-bit ARM processor has NEON, and the caller guarantees that pointers are valid.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Int8 for Neon {
         type I = int32x4_t;
@@ -320,7 +321,7 @@ mod arm {
             unsafe {
                 let (w, x) = (vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x));
                 let low = vmull_s8(vget_low_s8(w), vget_low_s8(x));
-                // Two products of -128 and 127 fit 16 bits.
+                // 16 bits can hold the sum of two products of -128 and 127.
                 vpadalq_s16(sum, vpaddq_s16(low, vmull_high_s8(w, x)))
             }
         }

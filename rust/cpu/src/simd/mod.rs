@@ -1,5 +1,4 @@
-//! Registers of fp32 lanes: one trait, an implementation per instruction set,
-//! and the choice between them at run time.
+//! Registers of fp32 lanes: a trait, an implementation per instruction set, and the selection at run time.
 
 mod int8;
 mod portable;
@@ -15,32 +14,31 @@ mod neon;
 #[cfg(test)]
 mod tests;
 
-/// What the kernels do with registers.
+/// Register operations of the kernels.
 ///
-/// A value of the type is proof that the processor has the instructions: only
-/// [`Isa::run`] makes one, inside a function compiled for them. All methods
-/// are inlined there, as kernels must be.
+/// A value of the type proves that the processor has the instructions. Only [`Isa::run`] creates one, inside a function that is compiled
+/// for them. All methods are inlined there, and kernels must be inlined too.
 pub(crate) trait Simd: Copy {
-    /// fp32 numbers in a register.
+    /// Number of fp32 lanes in a register.
     const LANES: usize;
-    /// Registers that a panel of weights is wide (2 or 4).
+    /// Width of a panel of weights, in registers (2 or 4).
     const VECTORS: usize;
-    /// Most rows of activations that a tile has, so that its sums fit the registers beside the operands.
+    /// Maximum rows of a tile. Its accumulators must fit the registers together with the operands.
     const ROWS: usize;
 
     /// A register.
     type F: Copy;
 
     fn splat(self, x: f32) -> Self::F;
-    /// Reads [`Simd::LANES`] numbers from `p`, which need not be aligned.
+    /// Loads [`Simd::LANES`] numbers from `p`, which need not be aligned.
     unsafe fn load(self, p: *const f32) -> Self::F;
-    /// Writes [`Simd::LANES`] numbers to `p`, which need not be aligned.
+    /// Stores [`Simd::LANES`] numbers to `p`, which need not be aligned.
     unsafe fn store(self, p: *mut f32, x: Self::F);
-    /// Reads IEEE half-precision numbers.
+    /// Loads half-precision numbers.
     unsafe fn load_f16(self, p: *const u16) -> Self::F;
-    /// Reads numbers of which only the upper half of fp32 is kept.
+    /// Loads bfloat16 numbers, which are the upper halves of fp32 numbers.
     unsafe fn load_bf16(self, p: *const u16) -> Self::F;
-    /// Reads integers of 8 bits.
+    /// Loads 8-bit integers.
     unsafe fn load_i8(self, p: *const i8) -> Self::F;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
@@ -48,36 +46,36 @@ pub(crate) trait Simd: Copy {
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
-    /// The larger of each pair; `b` where one is not a number.
+    /// The larger of each pair. `b` if either is NaN.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
-    /// The smaller of each pair; `b` where one is not a number.
+    /// The smaller of each pair. `b` if either is NaN.
     fn min(self, a: Self::F, b: Self::F) -> Self::F;
-    /// The sum of all lanes, in an order of the instruction set's own.
+    /// The sum of all lanes. The order depends on the instruction set.
     fn sum(self, x: Self::F) -> f32;
-    /// The largest lane, of numbers that are not NaN.
+    /// The largest lane. No lane may be NaN.
     fn largest(self, x: Self::F) -> f32;
     /// Rounds to the nearest integer, ties to even.
     fn round(self, x: Self::F) -> Self::F;
-    /// 2 to the power of `n`, integers from -126 to 127.
+    /// 2^`n`, for integers from -126 to 127.
     fn power_of_two(self, n: Self::F) -> Self::F;
 }
 
-/// e to the power of `x`, to 2 units in the last place; 0 below -87.3, and never more than e to the power of 88.
+/// e^`x`, to 2 units in the last place. 0 below -87.3, and never more than e^88.
 ///
 /// The reduction and the polynomial are those of Cephes' `expf`.
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
-    // Below the first bound the result would be subnormal. The mask is a factor, so that it needs no operation of its own.
+    // Below -87.3 the result would be subnormal, and is masked to 0. The mask is a factor, so that the trait needs no operation for it.
     let x = s.min(s.splat(88.0), x);
     let kept = s.max(s.splat(-87.3), x);
     let (n, r, p) = exp_parts(s, kept);
     let p = s.fma(s.mul(r, r), p, s.add(r, s.splat(1.0)));
-    // 1 where x >= -87.3, else 0: min(1, max(0, (x + 87.3) * huge + 1)).
+    // 1 where x >= -87.3, otherwise 0: min(1, max(0, (x + 87.3) * huge + 1)).
     let inside = s.min(s.splat(1.0), s.max(s.splat(0.0), s.fma(s.sub(x, kept), s.splat(1e30), s.splat(1.0))));
     s.mul(s.mul(p, s.power_of_two(n)), inside)
 }
 
-/// `n`, `r` and `p` such that e to the power of `x` is (1 + r + r * r * p) times 2 to the power of `n`.
+/// Returns `n`, `r` and `p` such that e^`x` is `(1 + r + r * r * p)` times 2^`n`.
 #[inline(always)]
 fn exp_parts<S: Simd>(s: S, x: S::F) -> (S::F, S::F, S::F) {
     let n = s.round(s.mul(x, s.splat(std::f32::consts::LOG2_E)));
@@ -92,10 +90,10 @@ fn exp_parts<S: Simd>(s: S, x: S::F) -> (S::F, S::F, S::F) {
 
 /// The hyperbolic tangent, to a few units in the last place.
 ///
-/// It is m / (m + 2), where m is e to the power of 2x, less 1. Numbers near 0 keep their digits, since there the 1 is never added.
+/// The result is `m / (m + 2)`, where m is e^(2x) - 1. Numbers near 0 keep their precision, because m is computed without adding 1.
 #[inline(always)]
 pub(crate) fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
-    // Beyond these bounds the result is 1 or -1.
+    // The result is 1 or -1 beyond these bounds.
     let x = s.max(s.splat(-10.0), s.min(s.splat(10.0), x));
     let (n, r, p) = exp_parts(s, s.add(x, x));
     let power = s.power_of_two(n);
@@ -103,11 +101,11 @@ pub(crate) fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
     s.div(m, s.add(m, s.splat(2.0)))
 }
 
-/// Asks for the cache line at `p`, which need not be anybody's, to be read soon.
+/// Prefetches the cache line at `p`, which need not be a valid address.
 #[inline(always)]
 pub(crate) fn prefetch(p: *const u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a hint, which every processor of this kind knows.
+    // SAFETY: a prefetch is a hint, and every processor of this architecture has the instruction.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast());
     }
@@ -120,18 +118,18 @@ pub(crate) fn prefetch(p: *const u8) {
     let _ = p;
 }
 
-/// Work that is compiled once for each instruction set.
+/// Code that is compiled once for each instruction set.
 pub(crate) trait Kernel {
     type Output;
-    /// Does it with the registers of `S`. To be `#[inline(always)]`, as all that it calls.
+    /// Runs the kernel with the registers of `S`. Implementations, and all functions that they call, must be `#[inline(always)]`.
     fn run<S: Int8>(self, s: S) -> Self::Output;
 }
 
-/// An instruction set that kernels are compiled for. All but `Portable` come from [`Isa::available`] alone: nobody else makes them.
+/// An instruction set that kernels are compiled for. Only [`Isa::available`] creates values other than `Portable`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Isa {
-    /// What every processor has.
+    /// Available on every processor.
     Portable,
     /// AVX2 with FMA and F16C: 8 lanes, 16 registers.
     #[cfg(target_arch = "x86_64")]
@@ -148,7 +146,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// All that this processor has, the fastest first.
+    /// All instruction sets that this processor has, the fastest first.
     pub fn available() -> Vec<Self> {
         let mut found = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -173,12 +171,12 @@ impl Isa {
         found
     }
 
-    /// The fastest that this processor has.
+    /// The fastest instruction set that this processor has.
     pub fn best() -> Self {
         Self::available()[0]
     }
 
-    /// A word for people.
+    /// A readable name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
@@ -191,7 +189,7 @@ impl Isa {
         }
     }
 
-    /// Columns in a panel of weights.
+    /// Number of columns in a panel of weights.
     pub(crate) fn panel(self) -> usize {
         struct Width;
         impl Kernel for Width {
@@ -204,7 +202,7 @@ impl Isa {
         self.run(Width)
     }
 
-    /// Most rows in a tile of activations.
+    /// Maximum rows in a tile of activations.
     pub(crate) fn rows(self) -> usize {
         struct Rows;
         impl Kernel for Rows {
@@ -217,18 +215,18 @@ impl Isa {
         self.run(Rows)
     }
 
-    /// Runs a kernel as compiled for this instruction set.
+    /// Runs the version of a kernel that is compiled for this instruction set.
     #[inline]
     pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self {
             Self::Portable => kernel.run(portable::Portable),
-            // SAFETY: values other than `Portable` come from `available` alone, which has asked the processor.
+            // SAFETY: only `available` creates values other than `Portable`, and it has checked the processor.
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => unsafe { avx2::run(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => unsafe { avx512::run(kernel) },
-            // SAFETY: as above; NEON is part of every 64-bit ARM processor.
+            // SAFETY: as above. Every 64-bit ARM processor has NEON.
             #[cfg(target_arch = "aarch64")]
             Self::Neon => unsafe { neon::run(kernel) },
         }

@@ -9,13 +9,13 @@ use super::{Kernel, Simd};
 #[derive(Clone, Copy)]
 pub(crate) struct Neon(());
 
-/// Runs a kernel, which the processor must be able to.
+/// Runs a kernel. The processor must have these instructions.
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
     kernel.run(Neon(()))
 }
 
-// SAFETY of all blocks below: `self` proves that the instructions exist; pointers are the caller's affair.
+// SAFETY of all blocks below: `self` proves that the processor has the instructions, and the caller guarantees that pointers are valid.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Simd for Neon {
     const LANES: usize = 4;
@@ -76,7 +76,7 @@ impl Simd for Neon {
     fn div(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
         unsafe { vdivq_f32(a, b) }
     }
-    /// A comparison and a choice: the instruction for the larger of two returns any that is not a number.
+    /// Compares and selects, because the maximum instruction returns NaN if either operand is NaN.
     #[inline(always)]
     fn max(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
         unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) }

@@ -1,9 +1,9 @@
-//! Arrays, which the compiler makes of whatever registers every processor of its kind has.
+//! Arrays, which the compiler maps to the target's baseline registers.
 
 use super::Simd;
 use crate::half;
 
-/// Eight numbers side by side.
+/// An array of eight numbers.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
@@ -12,7 +12,7 @@ fn each(a: [f32; 8], b: [f32; 8], f: impl Fn(f32, f32) -> f32) -> [f32; 8] {
     std::array::from_fn(|i| f(a[i], b[i]))
 }
 
-// SAFETY of all blocks below: eight numbers lie where the caller says.
+// SAFETY of all blocks below: the caller guarantees that the pointers are valid for eight numbers.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Simd for Portable {
     const LANES: usize = 8;
@@ -45,7 +45,7 @@ impl Simd for Portable {
     unsafe fn load_i8(self, p: *const i8) -> [f32; 8] {
         unsafe { p.cast::<[i8; 8]>().read_unaligned() }.map(f32::from)
     }
-    /// A product and a sum, each rounded: a fused one is a slow call where the processor has no instruction.
+    /// Multiplies and adds with two roundings. Without a processor instruction, a fused multiply-add is a slow function call.
     #[inline(always)]
     fn fma(self, a: [f32; 8], b: [f32; 8], c: [f32; 8]) -> [f32; 8] {
         std::array::from_fn(|i| a[i] * b[i] + c[i])

@@ -1,13 +1,13 @@
-//! Every instruction set against scalar code.
+//! Compares every instruction set with scalar code.
 
-#![allow(clippy::float_cmp)] // To the bit is what is tested.
+#![allow(clippy::float_cmp)] // The tests compare exact bits.
 
 use std::marker::PhantomData;
 
 use super::*;
 use crate::half;
 
-/// Numbers in the widest register there is: inputs are as many, or a multiple of it.
+/// Lanes of the widest register. The length of the inputs is a multiple of it.
 const WIDEST: usize = 16;
 
 /// An operation on registers.
@@ -15,7 +15,7 @@ trait Op {
     fn apply<S: Simd>(s: S, a: S::F, b: S::F, c: S::F) -> S::F;
 }
 
-/// Does it to all numbers of three slices.
+/// Applies the operation to three slices, element by element.
 struct Elementwise<'a, O>([&'a [f32]; 3], PhantomData<O>);
 
 impl<O: Op> Kernel for Elementwise<'_, O> {
@@ -25,7 +25,7 @@ impl<O: Op> Kernel for Elementwise<'_, O> {
         let [a, b, c] = self.0;
         let mut out = vec![0.0; a.len()];
         for i in (0..a.len()).step_by(S::LANES) {
-            // SAFETY: a register's numbers of each slice, as slicing has checked.
+            // SAFETY: each pointer is that of a slice of `S::LANES` numbers.
             unsafe {
                 let [a, b, c] = [a, b, c].map(|x| s.load(x[i..i + S::LANES].as_ptr()));
                 s.store(out[i..i + S::LANES].as_mut_ptr(), O::apply(s, a, b, c));
@@ -74,7 +74,7 @@ macro_rules! kernel {
                 let $lanes = S::LANES;
                 let mut out = Vec::new();
                 for $numbers in self.0.chunks_exact(S::LANES) {
-                    // SAFETY: there are as many numbers as in a register, and room for as many.
+                    // SAFETY: each chunk, and each output, has `S::LANES` numbers.
                     out.extend_from_slice(&unsafe { $result });
                 }
                 out
@@ -103,16 +103,16 @@ kernel!(StoreBytes: f32 => i8, |s, lanes, x| {
     s.store_bytes(out.as_mut_ptr(), s.load(x.as_ptr()));
     out
 });
-// One number of each register, as often as it has lanes.
+// One number per register, repeated for each lane.
 kernel!(Sum: f32 => f32, |s, lanes, x| vec![s.sum(s.load(x.as_ptr())); lanes]);
 kernel!(Largest: f32 => f32, |s, lanes, x| vec![s.largest(s.load(x.as_ptr())); lanes]);
 
-/// The same bits, or both not a number: which one differs between processors.
+/// Whether the bits are equal, or both numbers are NaN. The bits of NaN differ between processors.
 fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
 
-/// Numbers at the borders of fp32, and others, in no order.
+/// Numbers at the limits of fp32, and pseudo-random numbers.
 fn numbers() -> Vec<f32> {
     let borders = [0.0, 1.0, 0.5, 1.5, 2.5, 8_388_607.5, 1e-45, f32::MIN_POSITIVE, f32::MAX, f32::INFINITY, f32::NAN];
     let mut state = 1_u32;
@@ -142,7 +142,7 @@ fn arithmetic_is_that_of_scalars() {
             check("fma", apply::<Fma>(isa, &a, &b, &numbers), &fma);
         }
         for i in 0..n {
-            // Each number by the others, side by side.
+            // Pairs each number with all others.
             let b: Vec<f32> = (0..n).map(|j| numbers[(i + j) % n]).collect();
             let check = |name: &str, got: Vec<f32>, want: fn(f32, f32) -> f32| {
                 for (got, (&a, &b)) in got.into_iter().zip(numbers.iter().zip(&b)) {
@@ -198,7 +198,7 @@ impl Kernel for Lanes {
     }
 }
 
-/// Copies a register's numbers from one place to another.
+/// Copies one register of numbers.
 struct Copies<'a>(&'a [f32], &'a mut [f32]);
 impl Kernel for Copies<'_> {
     type Output = ();
@@ -206,7 +206,7 @@ impl Kernel for Copies<'_> {
     fn run<S: Int8>(self, s: S) {
         let Self(from, to) = self;
         assert!(from.len() >= S::LANES && to.len() >= S::LANES);
-        // SAFETY: as asserted.
+        // SAFETY: the lengths are asserted above.
         unsafe { s.store(to.as_mut_ptr(), s.load(from.as_ptr())) }
     }
 }
@@ -255,7 +255,7 @@ fn bytes_are_read_as_they_are_and_written_as_the_nearest() {
     }
 }
 
-/// How far `got` is from e to the power of `x`, in units of the last place.
+/// The error of `got` compared with e^`x`, in units in the last place.
 fn exp_error(x: f32, got: f32) -> f64 {
     let want = f64::from(x).exp();
     let place = f64::from(f32::from_bits((want as f32).to_bits() + 1)) - f64::from(want as f32);
@@ -264,7 +264,7 @@ fn exp_error(x: f32, got: f32) -> f64 {
 
 #[test]
 fn exp_is_near_over_its_whole_range() {
-    // A step that shares no factor with the spacing of the numbers; the borders are left to the test below.
+    // The step has no common factor with the spacing of the numbers. The test below covers the limits.
     let positive = (0..88.0_f32.to_bits()).step_by(60_013).map(f32::from_bits);
     let negative = (0..87.3_f32.to_bits()).step_by(60_013).map(|bits| -f32::from_bits(bits));
     let dense = (0..176_000).map(|i| (i - 87_300) as f32 * 1e-3 + 3e-5);
