@@ -1,1 +1,1 @@
-"""GPU kernels in Triton: one operation a file, with its kernel, its launcher and a reference in torch."""
+"""GPU kernels in Triton. Each file has one operation: its kernel, its launcher and a reference in torch."""

@@ -1,6 +1,6 @@
-"""The gate of a gated network: an activation of one half of each row times the other half, on the GPU."""
+"""The activation of a gated MLP on the GPU: activation(gate) * up."""
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type"
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch.nn import functional
 
 BLOCK = 1024
-"""Columns a program: 8 a lane of its 4 warps, which are 16 bytes of halves."""
+"""Columns per program: 8 per lane of its 4 warps, which are 16 bytes in half precision."""
 
 ROOT = 0.7978845608028654
 """The square root of 2 / pi."""
@@ -32,7 +32,7 @@ def _act_mul_kernel(out_ptr, gate_up_ptr, columns, root: tl.constexpr, gelu: tl.
 def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """Maps contiguous gate_up [rows, 2 * columns] to activation(gate) * up [rows, columns].
 
-    The activation is silu or gelu_tanh, which is GELU by its approximation with tanh.
+    The activation is silu or gelu_tanh (GELU's tanh approximation).
     """
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, columns)
@@ -42,7 +42,7 @@ def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def act_mul_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """The same in torch, for tests: fp32 inside, rounded once at the end."""
+    """Reference in torch, for tests: computed in fp32 and rounded once at the end."""
     gate, up = gate_up.float().chunk(2, -1)
     active = functional.gelu(gate, approximate="tanh") if activation == "gelu_tanh" else functional.silu(gate)
     return (active * up).to(gate_up.dtype)

@@ -1,6 +1,6 @@
 """Merges the partial results that `paged_decode` leaves where a context is split (Flash-Decoding)."""
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type,operator"
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ As in FlashInfer, a fixed grid of programs takes units of work from a list plann
 split into several units, whose results `paged_combine` merges. The reference in torch is `chairlift.layers.attention`.
 """
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type,assignment,misc,operator"
 
 from __future__ import annotations

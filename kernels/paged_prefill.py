@@ -3,7 +3,7 @@
 The reference in torch is `chairlift.layers.attention`.
 """
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type,misc,operator"
 
 from __future__ import annotations

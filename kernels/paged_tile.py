@@ -1,11 +1,11 @@
-"""What the decode and prefill attention kernels share: loads of KV tiles, scores, and the online softmax of FlashAttention.
+"""Functions shared by the decode and prefill attention kernels: loads of KV tiles, scores, and FlashAttention's online softmax.
 
-Names are FlashAttention's: a tile has BLOCK_M query rows and BLOCK_N keys; m_i is the running maximum of each row, l_i the running sum
-of exponentials, acc the unnormalised output. Scores are in base 2, which the hardware's exponential takes. The reference in torch is
+Names are FlashAttention's: a tile has BLOCK_M query rows and BLOCK_N keys; m_i is the running maximum of each row, l_i the running sum of
+exponentials, acc the unnormalised output. Scores are in base 2, for the hardware's exponential. The reference in torch is
 `chairlift.layers.attention`.
 """
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type"
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load_kv_tile(
 
 @triton.jit
 def qk_tile(q, k, qk_scale, cap, SOFTCAP: tl.constexpr):
-    """Scores q @ k^T * qk_scale; with a soft cap, cap * tanh of them."""
+    """Returns scores q @ k^T * qk_scale or, with a soft cap, cap * tanh(q @ k^T * qk_scale / cap)."""
     # "ieee" keeps fp32 inputs from being rounded to tf32.
     qk = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * qk_scale
     if SOFTCAP:
@@ -74,7 +74,10 @@ def add_sink(sink, m_i, l_i, acc):
 
 
 class AttentionMetadata(NamedTuple):
-    """Where a step's sequences lie, int32: sequence i has row slots[i] of `block_tables`; the rest is as in the step buffers."""
+    """The positions of a step's sequences, int32.
+
+    Sequence i has row slots[i] of `block_tables`; other fields are as in the step buffers.
+    """
 
     block_tables: torch.Tensor
     slots: torch.Tensor

@@ -1,6 +1,6 @@
-"""Input tokens that were not known when their step was planned, looked up on the GPU."""
+"""Fills in input tokens that were not known when their step was planned, on the GPU."""
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type"
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def _resolve_kernel(out_ptr, input_ids_ptr, last_token_ptr, count, block: tl.con
 
 
 def resolve(input_ids: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
-    """Input ids [T] with what each row sampled last, last_token [rows], where the id is -(row + 1); all int32 and contiguous.
+    """Returns input ids [T] with -(slot + 1) replaced by last_token[slot]; last_token is [slots]. All are int32 and contiguous.
 
-    A row whose sample failed has a negative last token. Its result is thrown away: token 0 stands in for it.
+    A slot whose sample failed has a negative last token. It becomes token 0, and the result is not used.
     """
     out = torch.empty_like(input_ids)
     count = input_ids.numel()

@@ -1,6 +1,6 @@
-"""Root-mean-square normalisation of rows, on the GPU, alone or with the addition to the residual stream that comes before it."""
+"""RMS normalisation of rows on the GPU, optionally fused with the preceding addition to the residual stream."""
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg"
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import triton.language as tl
 
 @triton.jit
 def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, residual_ptr, inner_ptr, eps, columns, block: tl.constexpr):
-    # One program normalises one row, which it holds whole: sums are in fp32 and in the same order whatever the number of rows.
+    # One program normalises one whole row. Sums are in fp32 and in the same order for any number of rows.
     start = tl.program_id(0).to(tl.int64) * columns
     offsets = tl.arange(0, block)
     mask = offsets < columns
-    # All loads come before the first sum, which waits for the whole row.
+    # All loads come before the first sum, which needs the whole row.
     x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -26,7 +26,7 @@ def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, residual_ptr, inner_ptr, eps, c
             x = x * tl.rsqrt(tl.sum(x * x, 0) / columns + eps) * inner
         total = (residual + x).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + start + offsets, total, mask=mask)
-        # What is normalised is what was stored, as if the one came after the other.
+        # The stored sum is normalised, so the result equals that of two separate operations.
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)
     tl.store(out_ptr + start + offsets, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
@@ -40,9 +40,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, inner: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Adds x to residual, in place, and returns the sum normalised; both contiguous [..., columns].
+    """Adds x to residual in place and returns the normalised sum. Both are contiguous [..., columns].
 
-    With `inner` [columns] x is itself normalised, and scaled by that, before it is added (Gemma 2).
+    `inner` [columns] is the weight of a norm that is applied to x before the addition (Gemma 2).
     """
     return _launch(x, weight, residual, inner, eps)
 
@@ -51,21 +51,21 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
     out = torch.empty_like(x)
     columns = x.shape[-1]
     block = triton.next_power_of_2(columns)
-    # 32 lanes a warp, 8 values or more a lane.
+    # A warp has 32 lanes with at least 8 values each.
     warps = min(max(block // 256, 1), 16)
     _rms_norm_kernel[(x.numel() // columns,)](out, x, weight, residual, inner, eps, columns, block=block, num_warps=warps)
     return out
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The same in torch, for tests: fp32 inside, rounded once at the end."""
+    """Reference in torch, for tests: computed in fp32 and rounded once at the end."""
     return _normalised(x.float(), weight, eps).to(x.dtype)
 
 
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, inner: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same in torch, for tests: `residual` changes too."""
+    """Reference in torch, for tests. It also changes `residual`."""
     wide = x.float() if inner is None else _normalised(x.float(), inner, eps)
     residual.copy_(residual.float() + wide)
     return rms_norm_reference(residual, weight, eps)

@@ -1,6 +1,6 @@
-"""Between a layer's first product and its attention, on the GPU: heads are normalised, turned, and stored in the cache, in one pass."""
+"""Normalises and rotates the heads of a layer's queries and keys and stores keys and values in the cache, in one pass on the GPU."""
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type,misc"
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from chairlift.kernels.write_kv_reference import write_kv_reference
 
 @triton.jit
 def _turned(low, high, norm_ptr, eps, cosines, sines, pair, pairs, half: tl.constexpr):
-    """Both halves of heads, [heads, pairs] each, normalised if there is a norm, and turned."""
+    """Returns both halves of heads, [heads, pairs] each, rotated, after normalisation if there is a norm."""
     if norm_ptr is not None:
         low_norm = tl.load(norm_ptr + pair, mask=pairs, other=0.0).to(tl.float32)
         high_norm = tl.load(norm_ptr + half + pair, mask=pairs, other=0.0).to(tl.float32)
@@ -60,12 +60,13 @@ def _rope_write_kernel(
     head_block: tl.constexpr,
     pair_block: tl.constexpr,
 ):
-    # A program has some heads of one token, all of one kind: first come the programs of queries, then those of keys and of values.
+    # A program has some heads of one token, all queries, all keys or all values. The programs of queries come first, then keys, then
+    # values.
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts: tl.constexpr = (heads + head_block - 1) // head_block
     kv_parts: tl.constexpr = (kv_heads + head_block - 1) // head_block
-    # Broadcast before they are read: each lane loads what it needs of a vector for all heads, and none waits for another.
+    # Broadcast before the load: each lane loads the elements of a vector that it needs for all heads, and no lane waits for another.
     pair = tl.broadcast_to(tl.arange(0, pair_block)[None, :], (head_block, pair_block))
     pairs = pair < half
     cosines = tl.load(cosines_ptr + token * half + pair, mask=pairs, other=0.0)
@@ -124,17 +125,17 @@ def rope_write(
     eps: float = 0.0,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Turns the queries and keys of qkv [T, heads + 2 * kv_heads, D], stores keys and values, and returns the queries [T, heads, D].
+    """Rotates the queries and keys of qkv [T, heads + 2 * kv_heads, D], stores keys and values, and returns the queries [T, heads, D].
 
-    `cosines` and `sines` fp32 [T, D / 2] turn the pairs (i, i + D / 2). With `norms`, [D] for queries and for keys, each head is first
-    scaled to root mean square 1, then by its norm (Qwen3). qkv may be strided along its tokens; its queries are turned in place. For
-    `keys`, `values`, `slots` and `scales` see `write_kv`; here both are D wide. A token whose slot is -1 has its queries turned alone.
+    `cosines` and `sines` fp32 [T, D / 2] rotate the pairs (i, i + D / 2). `norms`, [D] for queries and keys, apply an RMS norm to each head
+    first (Qwen3). qkv may be strided along its tokens; its queries are rotated in place. `keys`, `values`, `slots` and `scales` are as in
+    `write_kv`, with D columns for both keys and values. For a token with slot -1 only the queries are rotated.
     """
     tokens, all_heads, dim = qkv.shape
     kv_heads = keys.shape[1]
     heads, half = all_heads - 2 * kv_heads, dim // 2
     pair_block = triton.next_power_of_2(half)
-    # 512 pairs a program: 8 a lane of its 2 warps, which are twice 16 bytes of halves.
+    # 512 pairs per program: 8 per lane of its 2 warps, which are twice 16 bytes in half precision.
     head_block = min(max(512 // pair_block, 1), triton.next_power_of_2(heads))
     grid = (tokens, triton.cdiv(heads, head_block) + 2 * triton.cdiv(kv_heads, head_block))
     _rope_write_kernel[grid](
@@ -173,7 +174,7 @@ def rope_write_reference(
     eps: float = 0.0,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The same in torch, for tests: fp32 until numbers are stored."""
+    """Reference in torch, for tests: computed in fp32 until numbers are stored."""
     kv_heads = keys.shape[1]
     heads = qkv.shape[1] - 2 * kv_heads
     turned = []

@@ -1,6 +1,6 @@
-"""Storing a step's keys and values in a paged cache, on the GPU; the reference in torch is `write_kv_reference`'s, which CPUs use."""
+"""Stores a step's keys and values in a paged cache on the GPU. On CPUs `write_kv_reference` does this."""
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type,misc"
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 def store_heads(
     cache_ptr, x, scale_ptr, slot, head, dim, mask, heads: tl.constexpr, block_stride, head_stride, offset_stride, block_size: tl.constexpr
 ):
-    """Stores x [heads, dims] of a token in its slot, unless that is -1; `head` is a column of indices, `dim` a row, `mask` of both.
+    """Stores x [heads, dims] of a token in its slot, unless the slot is -1.
 
-    In a cache of 8 bits x is divided by its head's scale.
+    `head` is a column of head indices, `dim` a row of dimension indices, and `mask` covers both. In an 8-bit cache x is divided by its
+    head's scale and clamped.
     """
     if cache_ptr.dtype.element_ty == tl.float8e4nv:
         if scale_ptr is not None:
             x = x / tl.load(scale_ptr + head, mask=head < heads, other=1.0)
         x = tl.clamp(x, -LARGEST, LARGEST)
-    # A cache has more numbers than 32 bits count.
+    # Offsets in the cache exceed 32 bits.
     start = (slot // block_size).to(tl.int64) * block_stride + (slot % block_size) * offset_stride
     if slot >= 0:
         tl.store(cache_ptr + start + head * head_stride + dim, x.to(cache_ptr.dtype.element_ty), mask=mask)
@@ -79,14 +80,14 @@ def write_kv(
 ) -> None:
     """Stores k [T, kv_heads, D] and v [T, kv_heads, Dv] in one layer's cache at slots int32 [T]: block * block_size + offset, or -1.
 
-    The cache is keys [blocks, kv_heads, block_size, D] and values [blocks, kv_heads, block_size, Dv]. All may have any strides but
-    along the last axis, which is contiguous. A token whose slot is -1 is not stored. For a cache of float8_e4m3fn, numbers are divided
-    by `scales`, fp32 [kv_heads] for keys and for values, and clamped to what it can hold.
+    The cache is keys [blocks, kv_heads, block_size, D] and values [blocks, kv_heads, block_size, Dv]. All tensors may have any strides, but
+    must be contiguous along the last axis. A token with slot -1 is not stored. In a cache of float8_e4m3fn, numbers are divided by
+    `scales`, fp32 [kv_heads] for keys and for values, and clamped to the dtype's range.
     """
     tokens, heads, key_dim = k.shape
     value_dim = v.shape[-1]
     dim_block = triton.next_power_of_2(max(key_dim, value_dim))
-    # 1024 numbers a program: 8 a lane, which are 16 bytes of halves.
+    # 1024 numbers per program: 8 per lane, which are 16 bytes in half precision.
     head_block = min(max(1024 // dim_block, 1), triton.next_power_of_2(heads))
     _write_kv_kernel[(tokens, triton.cdiv(heads, head_block))](
         k,

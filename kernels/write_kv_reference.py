@@ -1,4 +1,4 @@
-"""What `write_kv` does, in torch: for tests, and for tensors on a CPU."""
+"""Reference of `write_kv` in torch: for tests, and for tensors on a CPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ def write_kv_reference(
 ) -> None:
     """Stores k [T, kv_heads, D] and v [T, kv_heads, Dv] in one layer's cache at slots int32 [T]: block * block_size + offset, or -1.
 
-    The cache is keys [blocks, kv_heads, block_size, D] and values [blocks, kv_heads, block_size, Dv]. A token whose slot is -1 is not
-    stored. For a cache of float8_e4m3fn, numbers are divided by `scales`, fp32 [kv_heads] for keys and for values, and clamped to what
-    it can hold.
+    The cache is keys [blocks, kv_heads, block_size, D] and values [blocks, kv_heads, block_size, Dv]. A token with slot -1 is not stored.
+    In a cache of float8_e4m3fn, numbers are divided by `scales`, fp32 [kv_heads] for keys and for values, and clamped to the dtype's range.
     """
     seen = slots >= 0
     block, offset = slots[seen] // keys.shape[2], slots[seen] % keys.shape[2]

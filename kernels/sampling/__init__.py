@@ -1,1 +1,1 @@
-"""Sampling on the GPU: one operation a file, and in `reference` the same operations in torch."""
+"""Sampling on the GPU. Each file has one operation; `reference` has the same operations in torch."""

@@ -1,6 +1,6 @@
-"""The draw: the largest of logit / temperature + Gumbel noise, on the GPU."""
+"""Draws a token per row on the GPU: the largest logit / temperature + Gumbel noise."""
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type"
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from chairlift.kernels.sampling.order import number_of, ordered, pair, token_of
 from chairlift.kernels.sampling.settings import Settings
 
 BLOCK = 2048
-"""Tokens that a program looks at."""
+"""Tokens per program."""
 
 
 @triton.jit
 def words(seed, position, first, block: tl.constexpr):
-    """Random words (uint32) for `block` tokens from `first`, a multiple of four, as in `reference.words`."""
+    """Returns random words (uint32) for `block` tokens from `first`, a multiple of four, as in `reference.words`."""
     group = first // 4 + tl.arange(0, block // 4)
     zero = group * 0
     a, b, c, d = tl.philox(seed, group, zero, zero + position, zero)
@@ -27,10 +27,10 @@ def words(seed, position, first, block: tl.constexpr):
 
 @triton.jit
 def gumbel(bits):
-    """Gumbel noise for random words, as in `reference.gumbel`."""
+    """Returns Gumbel noise for random words, as in `reference.gumbel`."""
     v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     w = 1.0 - v
-    # Where w is 1 the quotient is not a number, and v is the logarithm.
+    # Where w is 1 the quotient is NaN, and the logarithm is v.
     waiting = tl.where(w == 1.0, v, -tl.log(w) * (v / (1.0 - w)))
     return -tl.log(waiting)
 
@@ -39,8 +39,8 @@ def gumbel(bits):
 def _draw_kernel(
     best_ptr, logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, least_ptr, stride, vocabulary, block: tl.constexpr
 ):
-    # One program finds the best of one block of one row. What it computes is the same whatever else there is in the step: a row without
-    # temperature differs by a branch, one without truncation by a bound that every token reaches.
+    # One program finds the best token of one block of one row. The result does not depend on the other rows. A greedy row takes a branch; a
+    # row without truncation has a threshold that every token reaches.
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + place)
     temperature, least = tl.load(temperature_ptr + row), tl.load(least_ptr + place)
@@ -51,7 +51,7 @@ def _draw_kernel(
     score = x
     if temperature > 0:
         score = tl.where(order >= least, x, float("-inf"))
-        # Most blocks of a row with top-k or top-p have nothing to draw.
+        # Most blocks of a row with top-k or top-p contain no token that can be drawn.
         if tl.max(order, 0) >= least:
             noise = gumbel(words(tl.load(seed_ptr + row), tl.load(positions_ptr + place), part * block, block))
             score = score / temperature + noise
@@ -63,7 +63,7 @@ def _draw_kernel(
 def _choose_kernel(
     tokens_ptr, last_token_ptr, said_ptr, best_ptr, rows_ptr, slot_ptr, vocabulary, parts, counts: tl.constexpr, width: tl.constexpr
 ):
-    # One program ends the draw of one row, and keeps the token where the next step looks for it.
+    # One program completes the draw of one row and stores the token where the next step reads it.
     place = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, width)
     best = tl.max(tl.load(best_ptr + place * parts + offsets, mask=offsets < parts, other=-0x7FFFFFFFFFFFFFFF), 0)
@@ -87,10 +87,10 @@ def draw(
     last_token: torch.Tensor,
     said: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A token for each row of logits [N, vocabulary], int32 [N]; -1 where there is NaN or the best logit is not finite.
+    """Draws a token for each row of logits [N, vocabulary]: int32 [N], -1 if a logit is NaN or the best is not finite.
 
-    Tokens can be drawn whose `ordered` logit is not below `least`, int32 [N]. The tokens are also put into `last_token` (0 for -1), and
-    counted in `said`, if given, for rows that are penalised. Temperature 0 takes the first of the largest logits.
+    Only tokens whose `ordered` logit is at least `least`, int32 [N], can be drawn. The tokens are also written to `last_token` (0 for -1)
+    and, if `said` is given, counted there for rows with penalties. Temperature 0 takes the first of the largest logits.
     """
     count, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, BLOCK)

@@ -1,6 +1,6 @@
-"""How likely tokens were, and which were the likeliest, on the GPU."""
+"""Computes log-probabilities of tokens and of the most likely tokens on the GPU."""
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type"
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import triton.language as tl
 from chairlift.kernels.sampling.order import number_of, pair, token_of
 
 BLOCK = 4096
-"""Tokens that a program looks at."""
+"""Tokens per program."""
 
 _NONE = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 """Less than any pair."""
 
 
-# Callers ask for any count: a variant of the kernels for 1 and another for 16 would be compiled when a request comes up with it.
+# Without this, Triton would compile variants for a count of 1 and for multiples of 16 when a request first uses such a count.
 @triton.jit(do_not_specialize=["count"])
 def _part_kernel(
     best_ptr, total_ptr, likelier_ptr, likeliest_ptr, logits_ptr, places_ptr, tokens_ptr, stride, vocabulary, count, block: tl.constexpr
 ):
-    # One program looks at one block of one row: its best logit, the sum of the exponentials over that, how many are likelier than the
-    # token that was chosen, and the `count` likeliest.
+    # One program computes, for one block of one row, its best logit, the sum of exponentials relative to it, how many tokens are more
+    # likely than the chosen one, and the `count` most likely tokens.
     line, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = line * tl.num_programs(1) + part
     place = tl.load(places_ptr + line)
@@ -35,7 +35,7 @@ def _part_kernel(
     x = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf"))
     best = tl.max(x, 0)
     tl.store(best_ptr + at, best)
-    # Where the best is -inf there is nothing to sum.
+    # If the best logit is -inf, the sum is 0.
     total = tl.sum(tl.where(x > float("-inf"), tl.exp(x - best), 0.0), 0)
     tl.store(total_ptr + at, total)
     tl.store(likelier_ptr + at, tl.sum((x > own).to(tl.int32), 0))
@@ -62,7 +62,7 @@ def _line_kernel(
     width: tl.constexpr,
     candidates: tl.constexpr,
 ):
-    # One program puts the parts of one row together.
+    # One program combines the parts of one row.
     line = tl.program_id(0).to(tl.int64)
     place = tl.load(places_ptr + line)
     offsets = tl.arange(0, width)
@@ -88,10 +88,10 @@ def _line_kernel(
 
 
 def score(logits: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Lines for the rows of logits [N, vocabulary] at `places` [M], whose tokens are those of `tokens`, int32 [N].
+    """Returns lines for the rows `places` [M] of logits [N, vocabulary], for the tokens at these places of `tokens`, int32 [N].
 
-    int32 [M, 3 + 2 * count]: the token (0 for -1), its log-probability, its rank (1: none is likelier), the `count` likeliest, the best
-    first and equal ones by their number, and their log-probabilities. Log-probabilities are the bits of an fp32.
+    int32 [M, 3 + 2 * count]: the token (0 for -1), its log-probability, its rank (1 is the most likely), the `count` most likely tokens,
+    best first and ties by id, and their log-probabilities. Log-probabilities are the bits of an fp32.
     """
     lines, (_, vocabulary), device = len(places), logits.shape, logits.device
     parts = triton.cdiv(vocabulary, BLOCK)

@@ -1,6 +1,6 @@
-"""Penalties for tokens that a sequence holds already, on the GPU."""
+"""Applies repetition, presence and frequency penalties on the GPU."""
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type"
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import triton.language as tl
 from chairlift.kernels.sampling.settings import Settings
 
 BLOCK = 4096
-"""Tokens that a program looks at."""
+"""Tokens per program."""
 
 
 @triton.jit
 def _penalise_kernel(
     logits_ptr, said_ptr, rows_ptr, slot_ptr, repetition_ptr, presence_ptr, frequency_ptr, stride, vocabulary, block: tl.constexpr
 ):
-    # One program changes one block of one row, or nothing in a row that is not penalised.
+    # One program penalises one block of one row. It does nothing for a row without penalties.
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + place)
     slot = tl.load(slot_ptr + row).to(tl.int64)
@@ -27,7 +27,7 @@ def _penalise_kernel(
         repetition, presence, frequency = tl.load(repetition_ptr + row), tl.load(presence_ptr + row), tl.load(frequency_ptr + row)
         tokens = part * block + tl.arange(0, block)
         said = tl.load(said_ptr + slot * vocabulary + tokens, mask=tokens < vocabulary, other=0)
-        # Most tokens were never said: their logits are neither read nor written.
+        # Most tokens do not occur in the sequence: their logits are neither read nor written.
         logits_ptr += place * stride
         x = tl.load(logits_ptr + tokens, mask=said > 0, other=0.0)
         count = said >> 1
@@ -36,7 +36,7 @@ def _penalise_kernel(
 
 
 def penalise(logits: torch.Tensor, rows: torch.Tensor, settings: Settings, said: torch.Tensor) -> None:
-    """Changes the logits [N, vocabulary] of those of rows [N] that are penalised; for `said` see `reference.penalise`."""
+    """Penalises the logits [N, vocabulary] of the rows [N] that have penalties. `said` is as in `reference.penalise`."""
     count, vocabulary = logits.shape
     columns = settings.slot, settings.repetition, settings.presence, settings.frequency
     stride = logits.stride(0)

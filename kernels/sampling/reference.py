@@ -1,4 +1,4 @@
-"""What the kernels of this room compute, in torch: for tests, and for tensors on a CPU."""
+"""References of the sampling kernels in torch: for tests, and for tensors on a CPU."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import torch
 from chairlift.kernels.sampling.settings import Settings
 
 FAILED = -1
-"""The token of a row with NaN among its logits, or whose best logit is not finite."""
+"""The token of a row with a NaN logit or whose best logit is not finite."""
 LOWEST = torch.iinfo(torch.int32).min
-"""Below what `ordered` makes of any number."""
+"""Less than `ordered` of any number."""
 MASS = 2.0**40
-"""What a weight of 1 is in fixed point. Sums of a vocabulary's weights stay below 2^63."""
+"""A weight of 1 in fixed point. The sum of a vocabulary's weights stays below 2^63."""
 
 _WORD = 0xFFFFFFFF
 
 
 def philox(key: tuple[torch.Tensor, ...], counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Philox4x32-10 (Salmon et al., 2011): four random words for two of a key and four of a counter, all int64 below 2^32."""
+    """Philox4x32-10 (Salmon et al., 2011): four random words from a key of two words and a counter of four, all int64 below 2^32."""
     (k0, k1), (c0, c1, c2, c3) = key, counter
     for _ in range(10):
-        # The products wrap around in int64, which leaves their bits right.
+        # The products overflow in int64, which does not change their lower 64 bits.
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (p1 >> 32 & _WORD) ^ c1 ^ k0, p1 & _WORD, (p0 >> 32 & _WORD) ^ c3 ^ k1, p0 & _WORD
         k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
@@ -28,9 +28,9 @@ def philox(key: tuple[torch.Tensor, ...], counter: tuple[torch.Tensor, ...]) -> 
 
 
 def words(seed: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tensor:
-    """Random words [N, count] (int64 below 2^32) for int64 seeds [N] and non-negative positions [N]: word i is for token i.
+    """Returns random words [N, count] (int64 below 2^32) for int64 seeds [N] and non-negative positions [N]; word i is for token i.
 
-    The seed is the key; the counter has i // 4 and the position, so that its four words are for four tokens.
+    The seed is the key. The counter holds i // 4 and the position, and gives the words of four tokens.
     """
     seed, position = seed.unsqueeze(1), position.long().unsqueeze(1)
     group = torch.arange(-(-count // 4), device=seed.device)
@@ -39,9 +39,9 @@ def words(seed: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tenso
 
 
 def gumbel(bits: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise in fp32: -log(-log(1 - v)) for v = bits / 2^32, which is fine near 0, where unlikely tokens need it.
+    """Returns Gumbel noise in fp32: -log(-log(1 - v)) for v = bits / 2^32, with high resolution near 0, which unlikely tokens need.
 
-    The inner logarithm is exact there too: log(1 - v) = log(w) * v / (1 - w) for w, which is 1 - v rounded (Kahan).
+    The inner logarithm is exact there too: log(1 - v) = log(w) * v / (1 - w), where w is 1 - v rounded (Kahan).
     """
     v = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     w = 1 - v
@@ -50,7 +50,7 @@ def gumbel(bits: torch.Tensor) -> torch.Tensor:
 
 
 def ordered(x: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of fp32 numbers, both zeros being one."""
+    """Returns integers in the order of fp32 numbers. Both zeros are equal."""
     bits = torch.where(x == 0, 0.0, x).view(torch.int32)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
@@ -58,9 +58,9 @@ def ordered(x: torch.Tensor) -> torch.Tensor:
 def thresholds(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """What `ordered` logits must reach to be drawn, int32 [N], by sorting: for logits [N, vocabulary] and settings [N].
+    """Returns the `ordered` logit that a token must reach to be drawn, int32 [N], by sorting logits [N, vocabulary]; settings are [N].
 
-    Tokens as likely as the last one that stays do so too. Temperature 0 cuts nothing off.
+    Tokens as likely as the last selected token are also selected. Temperature 0 excludes no token.
     """
     vocabulary = logits.shape[1]
     values = logits.sort(descending=True).values
@@ -78,9 +78,9 @@ def thresholds(
 
 
 def penalise(logits: torch.Tensor, rows: torch.Tensor, settings: Settings, said: torch.Tensor) -> None:
-    """Changes the logits [N, vocabulary] of rows [N] that are penalised.
+    """Penalises the logits [N, vocabulary] of the rows [N] that have penalties.
 
-    `said`, int32 [slots, vocabulary], has for each token how often the output has it, times two, plus 1 if the prompt has it.
+    `said`, int32 [slots, vocabulary], has for each token twice its number of occurrences in the output, plus 1 if the prompt contains it.
     """
     slot = settings.slot[rows].unsqueeze(1)
     mine = torch.where(slot >= 0, said[slot.squeeze(1).clamp(min=0).long()], 0)
@@ -91,16 +91,16 @@ def penalise(logits: torch.Tensor, rows: torch.Tensor, settings: Settings, said:
 
 
 def draw(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, settings: Settings, least: torch.Tensor | None) -> torch.Tensor:
-    """A token for each row of logits [N, vocabulary], int32 [N]: the first of those whose logit / temperature + noise is the largest.
+    """Draws a token for each row of logits [N, vocabulary], int32 [N]: the first with the largest logit / temperature + noise.
 
-    `least` [N] is what their `ordered` logits must reach. Temperature 0 takes the first of the likeliest.
+    Only tokens whose `ordered` logit is at least `least` [N] can be drawn. Temperature 0 takes the first of the most likely tokens.
     """
     temperature = settings.temperature[rows].unsqueeze(1)
     noise = gumbel(words(settings.seed[rows], positions, logits.shape[1]))
     scores = torch.where(temperature > 0, logits / temperature + noise, logits)
     if least is not None:
         scores = scores.masked_fill(ordered(logits) < least.unsqueeze(1), float("-inf"))
-    # NaN is the largest of all to `max`.
+    # `max` treats NaN as the largest number.
     best, token = torch.where(logits == float("inf"), logits, scores.where(~logits.isnan(), logits)).max(1)
     return token.int().masked_fill(~best.isfinite(), FAILED)
 
@@ -115,7 +115,7 @@ def sample(
     *,
     truncated: bool,
 ) -> torch.Tensor:
-    """As `sample.sample`."""
+    """Reference of `sample.sample`."""
     if said is not None:
         penalise(logits, rows, settings, said)
     least = None
@@ -130,7 +130,7 @@ def sample(
 
 
 def score(logits: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """As `logprobs.score`."""
+    """Reference of `logprobs.score`."""
     logits, own = logits[places], tokens[places].clamp(min=0).long().unsqueeze(1)
     logprobs, likeliest = logits.log_softmax(1), logits.sort(descending=True, stable=True).indices[:, :count]
     rank = (logits > logits.gather(1, own)).sum(1, keepdim=True, dtype=torch.int32) + 1

@@ -1,4 +1,4 @@
-"""A token for each row of logits, on the GPU: all kernels of this room in their order."""
+"""Samples a token per row of logits on the GPU by running the sampling kernels in order."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def sample(
     *,
     truncated: bool,
 ) -> torch.Tensor:
-    """Tokens, int32 [N], for logits [N, vocabulary] in fp32 that belong to rows int32 [N] of the settings.
+    """Samples tokens, int32 [N], for logits [N, vocabulary] in fp32; `rows` int32 [N] are their rows of the settings.
 
-    `positions`, int32 [N], are the places that the tokens take in their sequences. `said`, None if no row is penalised, is read and
-    counts the tokens (see `reference.penalise`); `last_token`, int32 [rows], gets them, and 0 for a row that failed, whose token is -1.
-    `truncated` is whether some row has top-k, top-p or min-p. Logits may be changed. What a row draws does not depend on the others,
-    nor on these two.
+    `positions`, int32 [N], are the positions that the tokens will take in their sequences. `said` (see `reference.penalise`) is read and
+    counts the tokens; it is None if no row has penalties. The tokens are also written to `last_token`, int32 [rows], with 0 for a failed
+    row, whose token is -1. `truncated` is whether any row has top-k, top-p or min-p. Logits may be overwritten. A row's draw does not
+    depend on the other rows, nor on whether they need `said` or `truncated`.
     """
     if said is not None:
         penalise(logits, rows, settings, said)

@@ -1,4 +1,4 @@
-"""How rows are to be sampled, as the kernels read it."""
+"""Sampling parameters as the kernels read them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 
 class Settings(NamedTuple):
-    """One entry for each row of the engine, all on one device; a step's rows are looked up in them."""
+    """Sampling parameters with one entry per batch slot, all on one device. A step's rows are indices of them."""
 
     temperature: torch.Tensor
-    """fp32; 0: the first of the likeliest."""
+    """fp32; 0: the first of the most likely tokens."""
     top_k: torch.Tensor
     """int32; 0: all."""
     top_p: torch.Tensor
-    """fp32, of what top-k leaves; 1: all."""
+    """fp32, share of the tokens that top-k selects; 1: all."""
     min_p: torch.Tensor
-    """fp32, of the likeliest; 0: all."""
+    """fp32, relative to the most likely token; 0: all."""
     seed: torch.Tensor
-    """int64: the bits of an unsigned one."""
+    """int64 with the bits of a uint64."""
     repetition: torch.Tensor
     """fp32; 1: off."""
     presence: torch.Tensor
@@ -27,4 +27,4 @@ class Settings(NamedTuple):
     frequency: torch.Tensor
     """fp32; 0: off."""
     slot: torch.Tensor
-    """int32: which line of `said` a row has that is penalised; -1: none."""
+    """int32: the slot's row of `said` if it has penalties; -1: none."""

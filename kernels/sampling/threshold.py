@@ -1,6 +1,6 @@
-"""What a logit must reach to be drawn under top-k, top-p and min-p, on the GPU: found digit by digit, without sorting."""
+"""Finds the logit threshold of top-k, top-p and min-p on the GPU, by a radix select without sorting."""
 
-# Triton has no types: mypy checks the launchers alone.
+# Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type,assignment,operator"
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from chairlift.kernels.sampling.reference import MASS
 from chairlift.kernels.sampling.settings import Settings
 
 BLOCK, BLOCKS = 4096, 4
-"""Tokens that a program looks at in one go, and how many times it does."""
+"""Tokens per iteration of a program, and its number of iterations."""
 
 _MASS = tl.constexpr(MASS)
-# The bits of a logit, made to sort as it does, are three digits, of 11, 11 and 10 bits. Levels 0 to 2 find those of the least likely
-# token that top-k leaves, levels 3 to 5 those of the last of these that top-p leaves.
+# The bits of a logit, mapped to sort in its order, are three digits of 11, 11 and 10 bits. Levels 0 to 2 find those of the least likely
+# token that top-k selects, levels 3 to 5 those of the least likely of these that top-p selects.
 _LEVELS = tl.constexpr(6)
 _VALUES = tl.constexpr(2048)
-# What is known of a row before each level, and after the last: digits, and how much is wanted. Before level 3 it is all of top-k's.
+# State of a row before each level and after the last: the known digits and the remaining count or mass. Before level 3 it is top-k's
+# result.
 _STATE = tl.constexpr(2 * 7)
 _FLOOR = tl.constexpr(2 * 3)
 
 
 @triton.jit
 def _narrow(state_ptr, sums_ptr, level: tl.constexpr, top_k, top_p):
-    """The digits that are known after a level, as one number, and how much is wanted of what begins with them.
+    """Returns the digits known after a level, as one number, and the remaining count or mass among logits that begin with them.
 
-    What is looked for is the largest logit of which there is enough, with all that are above it: enough tokens for top-k, enough
-    probability for top-p. Its next digit is the largest for which that is so.
+    The search is for the largest logit that, with all logits above it, is enough: enough tokens for top-k, enough probability for top-p.
+    Its next digit is the largest that satisfies this.
     """
     values = tl.arange(0, _VALUES)
     sums = tl.load(sums_ptr + level * _VALUES + values)
@@ -66,8 +67,8 @@ def _sum_kernel(
     blocks: tl.constexpr,
     width: tl.constexpr,
 ):
-    # One program sums up, for some blocks of one row, how many tokens or how much probability each value of the level's digit has among
-    # those that begin with the digits known. Sums of integers are the same in any order. The first level also finds the best logits.
+    # One program sums, for some blocks of one row, the number of tokens or the probability for each value of the level's digit, among
+    # logits that begin with the known digits. Integer sums do not depend on the order. The first level also finds the best logits.
     place, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = tl.load(rows_ptr + place)
     temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -139,7 +140,7 @@ def _least_kernel(
     parts,
     width: tl.constexpr,
 ):
-    # One program puts together what one row's top-k, top-p and min-p ask.
+    # One program combines one row's top-k, top-p and min-p.
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + place)
     temperature, min_p = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
@@ -157,10 +158,10 @@ def _least_kernel(
 
 
 def thresholds(logits: torch.Tensor, rows: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """What `ordered` logits must reach to be drawn, int32 [N], for logits [N, vocabulary] of rows [N]: see `reference.thresholds`.
+    """Returns the `ordered` logit that a token must reach to be drawn, int32 [N], for logits [N, vocabulary] and rows [N].
 
-    A radix select: each level sums up what the values of one digit have, and its programs look first at what the level before has
-    found. Levels are launches of their own, since programs cannot wait for one another.
+    See `reference.thresholds`. This is a radix select: each level sums over the values of one digit, and its programs first evaluate the
+    previous level's sums. Each level is a separate launch, because programs cannot wait for one another.
     """
     count, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, BLOCK * BLOCKS)

@@ -1,4 +1,4 @@
-"""The Rust scheduler, as Python sees it; times are microseconds on one clock of the caller's."""
+"""The Rust scheduler, simulator and CPU kernels. Times are microseconds on one clock of the caller."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,19 +43,19 @@ __all__ = [
 __version__: str
 
 TIMELINE_STATES: tuple[str, ...]
-"""Names of the states that a request's time is divided into."""
+"""Names of the states into which a request's time is divided."""
 
 PREEMPTION_REASONS: tuple[str, ...]
-"""Names of the reasons for which a running sequence loses its blocks."""
+"""Names of the reasons for which a running sequence is preempted."""
 
 class Rejected(ValueError):
-    """A request that was turned away."""
+    """A request was rejected."""
 
 class EmptyPrompt(Rejected):
     """The prompt has no tokens."""
 
 class NoNewTokens(Rejected):
-    """No new token was asked for."""
+    """The request allows no new tokens."""
 
 class TooLong(Rejected):
     """Prompt and output exceed the model's context."""
@@ -64,7 +64,7 @@ class NeverFits(Rejected):
     """Prompt and output exceed the whole KV cache."""
 
 class QueueFull(Rejected):
-    """As many requests wait as may: `args` are the message and the microseconds after which to come back."""
+    """The queue is full. `args` are the message and the microseconds after which to retry."""
 
 @final
 class StepBuffers:
@@ -88,7 +88,7 @@ class StepBuffers:
 
 @final
 class StepPlan:
-    """A planned step, spent by `Scheduler.commit`."""
+    """A planned step. `Scheduler.commit` consumes it."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -102,44 +102,44 @@ class StepPlan:
     def num_table_writes(self) -> int: ...
     @property
     def admitted(self) -> list[tuple[int, int, int, int, int]]:
-        """One a sequence admitted in this step: row, sequence, tag, cached prompt tokens, microseconds it had queued."""
+        """One entry per sequence admitted in this step: batch slot, sequence, tag, cached prompt tokens, microseconds in the queue."""
     @property
     def preempted(self) -> list[int]:
-        """Tags of the sequences that lost their blocks to make room."""
+        """Tags of the sequences that were preempted."""
     @property
     def swap_out(self) -> list[tuple[int, int]]:
-        """Blocks to be copied to the host pool, (device, host), before anything else."""
+        """Blocks to copy to the host pool, (device, host), before all other copies."""
     @property
     def swap_in(self) -> list[tuple[int, int]]:
-        """Blocks to be copied from the host pool, (host, device), after that; then come the copies of the step buffers."""
+        """Blocks to copy from the host pool, (host, device), after `swap_out` and before the copies of the step buffers."""
 
 @final
 class Outputs:
-    """What a step gave: packed little-endian arrays of equal length, one entry a token."""
+    """The output of a step: packed little-endian arrays of equal length, one entry per token."""
 
     @property
     def tags(self) -> bytes:
-        """uint64: whose token."""
+        """uint64: the tag of the token's sequence."""
     @property
     def tokens(self) -> bytes:
         """int32: the token."""
     @property
     def finishes(self) -> bytes:
-        """uint8: 0 goes on, 1 stop, 2 length, 3 error (the entry's token is none)."""
+        """uint8: 0 running, 1 stop, 2 length, 3 error (the entry has no valid token)."""
     @property
     def ended(self) -> list[dict[str, Any]]:
-        """One ledger a request that finished: see `Scheduler.explain`."""
+        """The timelines of the requests that finished: see `Scheduler.explain`."""
 
 @final
 class Scheduler:
-    """Chooses each step's tokens and the KV blocks they live in."""
+    """Plans each step: chooses its tokens and allocates their KV blocks."""
 
     def __new__(cls, *, journal: bool = False, hash_key: int = 0, draft_tokens: int = 0, **settings: Any) -> Scheduler:
-        """Takes `settings` by the names of the function `settings`, and its defaults for the others; `journal`: calls are recorded.
+        """Creates a scheduler with `settings`, by the names of the function `settings`; other settings have their defaults.
 
-        `draft_tokens` is how many tokens are proposed for a sequence and step, at most; 0 for none.
-        `hash_key` of 128 bits is secret, where clients choose tokens. Raises ValueError for limits that run nothing, and for a value that
-        a setting does not take.
+        `journal` records all calls. `draft_tokens` is the maximum number of tokens proposed per sequence and step; 0 for none. `hash_key`
+        has 128 bits and must be secret if clients choose tokens. Raises ValueError for limits under which nothing can run, and for an
+        invalid value of a setting.
         """
     def add(
         self,
@@ -158,67 +158,69 @@ class Scheduler:
         predicted_tokens: int | None = None,
         draft: bool = False,
     ) -> int:
-        """Queues a request and returns its sequence's handle; raises a `Rejected` if it can never run or the queue is full.
+        """Queues a request and returns its sequence's handle. Raises a `Rejected` if it can never run or the queue is full.
 
-        `draft` says that several of its tokens can be sampled in one step.
+        With `draft`, several of its tokens can be sampled in one step.
         """
     def fork(self, seq: int, tag: int, now: int) -> int:
-        """Adds a sibling with the same prompt, which will share its blocks; KeyError if the sequence has ended."""
+        """Adds a sequence with the same prompt, which shares the prompt's blocks. Raises KeyError if the sequence has ended."""
     def prepared(self, seq: int, spent: Sequence[tuple[str, int]]) -> None:
-        """Books states that the request was in before it was added, with their microseconds; ValueError for an unknown state."""
+        """Records the microseconds of states from before the request was added. Raises ValueError for an unknown state."""
     def abort(self, seq: int, now: int) -> bool:
-        """Ends a request in whatever state it is; False if it has ended already."""
+        """Ends a request in any state. Returns False if it has ended already."""
     def stop(self, seq: int, now: int) -> bool:
-        """As `abort`, for a caller who has what it asked for: it counts as a stop."""
+        """Ends a request like `abort`, but counts it as stopped, because its caller has the complete output."""
     def fail(self, seq: int, now: int) -> bool:
-        """As `abort`, for one that cannot be computed: it counts as failed."""
+        """Ends a request like `abort`, but counts it as failed, because it cannot be computed."""
     def expire(self, now: int) -> list[dict[str, Any]]:
-        """Ends the requests that missed their deadlines, or surely will; returns their ledgers. To be called before `plan`."""
+        """Ends the requests that missed, or will certainly miss, their deadlines. Returns their timelines. Call it before `plan`."""
     def plan(self, buffers: StepBuffers, now: int) -> StepPlan | None:
-        """Chooses the next step and fills the buffers; None when there is nothing to run."""
+        """Plans the next step and fills the buffers. Returns None if there is nothing to run."""
     def commit(self, plan: StepPlan, sampled: NDArray[np.int32], now: int) -> Outputs:
-        """Takes in the sampled tokens (int32, one a sampled position, negative: none), plans in order."""
+        """Adds the sampled tokens: int32, one per sampled position, negative if sampling failed. Plans are committed in order."""
     def tokens(self, seq: int) -> tuple[bytes, int]:
-        """A sequence's tokens so far (int32) and how many are its prompt; KeyError if it has ended."""
+        """Returns a sequence's tokens so far (int32) and the number of prompt tokens. Raises KeyError if it has ended."""
     def explain(self, tag: int) -> dict[str, Any] | None:
-        """The ledger of a live request, or of one of the last 10,000 that ended: times by cause in microseconds, and what it used.
+        """Returns the timeline of a live request or of one of the last 10,000 that ended: microseconds by state, and resource use.
 
-        `ahead` has (tenant, microseconds) of those whose requests ran while it waited for its first step, the most first.
+        `queued_behind` has (tenant, microseconds): how long each tenant's requests ran while this request waited for its first step,
+        longest first.
         """
     def snapshot(self, now: int, max_waiting: int, max_cells: int) -> dict[str, Any]:
-        """Who has which row, who waits for what, what each KV block is, and the steps since the last look.
+        """Returns the sequence of each batch slot, the waiting requests, the state of the KV blocks, and the steps since the last snapshot.
 
-        `cells` are little-endian uint32: 0 free, 1 cached, 2 shared, 3 + row of its one holder; `blocks_per_cell` to each. A step's
-        `rows` has one character a row: d decodes, p computes its prompt, r computes again, - has no token in it, and a space is free.
-        Steps are noted for three seconds after a look. Rows, waiting and steps are dicts; times are microseconds.
+        `running`, `waiting` and `steps` are lists of dicts; times are microseconds. `kv_map` has a little-endian uint32 per cell of
+        `blocks_per_cell` blocks: 0 free, 1 cached, 2 shared, 3 + batch slot of its single owner. A step's `slots` has one character per
+        batch slot: d for decode, p for prefill, r for recomputation, - for no token in this step, a space for a free slot. Steps are
+        recorded for three seconds after a snapshot.
         """
     def wake_at(self) -> int | None:
-        """When `plan`, having given None, may give a step without another call before; None: never."""
+        """Returns the time at which `plan`, after it returned None, may plan a step without another call; None for never."""
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, and what is true now."""
+        """Returns counters since the start and the current gauges."""
     def usage(self) -> dict[str, Any]:
-        """What each tenant and each class used, under "tenants" and "classes"."""
+        """Returns the usage of each tenant and class, under "tenants" and "classes"."""
     def journal(self) -> bytes:
-        """What was recorded since the last call."""
+        """Returns the records since the last call."""
     def check(self) -> None:
         """Panics unless every invariant holds."""
 
 def settings() -> list[dict[str, Any]]:
-    """The table of a scheduler's settings: dicts with name, doc and default, and with least, most and optional, or with names."""
+    """Returns the table of a scheduler's settings: dicts with name, doc and default, and with min, max and optional, or with names."""
 
 def replay(journal: bytes) -> dict[str, Any]:
-    """Makes every recorded call again.
+    """Repeats every recorded call.
 
-    Returns config, calls, truncated, hash, differs_at (the first plan that came out otherwise, or None), step_model (microseconds of an
-    empty step, a prompt token, a decoding sequence, a token of context, a pair of tokens of a prompt), and report: what came of the
-    requests in the time that was recorded, as of `simulate`, with times from the first call. Raises ValueError for what is no journal.
+    Returns config, calls, truncated, hash, differs_at (the first plan that differs, or None), step_model (microseconds of an empty step, a
+    prompt token, a decoding sequence, a token of context, a pair of tokens of a prompt), and report: the results of the requests in the
+    recorded time, as in `simulate`, with times from the first call. Raises ValueError for an invalid journal.
     """
 
 def what_if(journal: bytes, changes: dict[str, Any]) -> dict[str, Any]:
-    """Lives the recorded requests again in virtual time, under the recorded settings but for `changes`.
+    """Simulates the recorded requests in virtual time, under the recorded settings with `changes`.
 
-    These are the arguments of `Scheduler`, but for block_size and journal. Steps take what the journal's took. Times count
-    from the first call. Returns config and report, as `simulate` gives it. Raises ValueError.
+    `changes` are arguments of `Scheduler` except block_size and journal. Steps take the times of the journal's steps. Times count from the
+    first call. Returns config and report, as in `simulate`. Raises ValueError.
     """
 
 def simulate(
@@ -232,29 +234,30 @@ def simulate(
     replicas: int = 1,
     routing: str = "round-robin",
 ) -> list[dict[str, Any]]:
-    """Runs requests, in the order of their arrivals, through as many schedulers in virtual time; a report of each.
+    """Simulates requests on `replicas` schedulers in virtual time, in the order of their arrivals. Returns a report for each.
 
-    `requests` is int64 [N, 10]: arrival (microseconds), tokens of prompt, of output, and allowed; tenant (its place in `tenants`, names
-    and weights), priority; microseconds to the deadline, and to that of the first token; predicted tokens (-1: none); how many of `names`
-    are its own, each for `name_block` tokens of its prompt: equal names mean equal tokens up to there. `settings` are the arguments of
-    `Scheduler`, but for journal. A step takes what a curve through points (tokens, microseconds) says, and microseconds for each sequence
-    that decodes, token of context, and pair of a prompt's tokens. `routing` is round-robin, least-loaded, prefix-aware or predicted.
+    `requests` is int64 [N, 10]: arrival (microseconds); tokens of prompt, tokens of output, and maximum tokens of output; tenant (an index
+    in `tenants`, which has names and weights); priority; microseconds to the deadline, and to that of the first token (-1: none); predicted
+    tokens (-1: none); and how many of `names` belong to the request. Each name stands for `name_block` tokens of its prompt: prompts with
+    equal names have equal tokens up to there. `settings` are the arguments of `Scheduler` except journal. `step_time` is a curve through
+    points (tokens, microseconds) and the additional microseconds per decoding sequence, per token of context and per pair of a prompt's
+    tokens. `routing` is round-robin, least-loaded, prefix-aware or predicted.
 
-    A report has ended (int64 [N, 35]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended, tokens
-    of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, and time by
-    each of `causes`), refused (tags), steps, chunks (of sequences in steps), ended_at, stats, gaps and step_times (int64 [n, 2]:
-    microseconds and how often), timeline (int64 [n, 7]: time, sequences in the step and its tokens, running, waiting,
-    blocks held, saturation in thousandths), tenant (int64 [N]: whose request, its place in `tenants`), service (what each tenant was given
-    in each window of `service_window` microseconds: 1 for a prompt token computed, 2 for an output token; empty in a replay), and
-    sums over time (microseconds with a step, sequences in it times microseconds, blocks held then times microseconds, and the most
-    sequences in a step and blocks held). Raises ValueError.
+    A report has ended (int64 [N, 35]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended; tokens
+    of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, and the
+    time in each of `states`), refused (tags), steps, chunks (of sequences in steps), ended_at, stats, gaps and step_times (int64 [n, 2]:
+    microseconds and count), timeline (int64 [n, 7]: time, sequences in the step and its tokens, running, waiting, blocks held, saturation
+    in thousandths), tenant (int64 [N]: the index of each request's tenant in `tenants`), service (by tenant, the service in each window of
+    `service_window` microseconds: 1 per prompt token computed, 2 per output token; empty in a replay), and sums (microseconds with a step;
+    the same times its sequences; the same times the blocks held; the most sequences in a step; the most blocks held). Raises ValueError.
     """
 
 def step_times(journal: bytes) -> bytes:
-    """What each step of a journal had to do and how long it took: int64 [steps, 6].
+    """Returns the load and duration of each step of a journal: int64 [steps, 6].
 
-    Tokens of prompts, sequences that decode, tokens of context, pairs of a prompt's tokens; microseconds from its plan to its commit,
-    and to the next plan (-1: not committed, or the next was not planned at once). Raises ValueError for what is no journal.
+    The columns are prompt tokens, decoding sequences, tokens of context, pairs of a prompt's tokens, microseconds from the plan to the
+    commit, and microseconds to the next plan. A time is -1 if the step was not committed or the next step was not planned at once. Raises
+    ValueError for an invalid journal.
     """
 
 def choose(
@@ -267,52 +270,53 @@ def choose(
     *,
     threads: int,
 ) -> bytes:
-    """A token for each row of logits [N, vocabulary]: int32 [N], -1 where there is NaN among them or the best is not finite.
+    """Draws a token for each row of logits [N, vocabulary]: int32 [N], -1 if a logit is NaN or the best is not finite.
 
-    Temperature 0 takes the first of the likeliest. Otherwise tokens are ordered, likeliest first, equal ones by their number; top-k
-    (0: all) and of these top-p and min-p leave some, and `uniforms` in [0, 1) say where in their cumulative distribution the token
-    is. On at most so many threads, without the GIL: nobody may write to the logits meanwhile. Raises ValueError for other shapes.
+    Temperature 0 takes the first of the most likely tokens. Otherwise tokens are sorted, most likely first, ties by id. top-k (0: all),
+    then top-p and min-p select tokens, and `uniforms` in [0, 1) are positions in their cumulative distribution. Runs on up to `threads`
+    threads without the GIL: the logits must not be written meanwhile. Raises ValueError for other shapes.
     """
 
 def score(logits: NDArray[np.float32], tokens: NDArray[np.int64], count: int, *, threads: int) -> bytes:
-    """A line for each row of logits [M, vocabulary], as in `chairlift.runner.sampling.logprobs.score`: int32 [M, 3 + 2 * count].
+    """Returns a line for each row of logits [M, vocabulary], as in `chairlift.runner.sampling.logprobs.score`: int32 [M, 3 + 2 * count].
 
-    Equally likely tokens come by their number; log-probabilities are NaN where `choose` gives -1. Threads and the GIL as there. Raises
-    ValueError for a token or a count beyond the vocabulary.
+    Equally likely tokens are sorted by id. Log-probabilities are NaN where `choose` returns -1. Threads and the GIL are as in `choose`.
+    Raises ValueError for a token or a count beyond the vocabulary.
     """
 
 def decode_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], *, window: int | None = None) -> bytes:
-    """Which keys each unit of decode attention reads in a step, chunks of up to 4 tokens; int32 rows of 4.
+    """Returns the work list of decode attention for a step's chunks of up to 4 tokens: int32 rows of 4.
 
-    First the counts (splits, merges, parts, longest chunk); then splits (sequence, first key, end, part), where the part is that of
-    the first token, the next token's is the next, and -1 is that of a split which is all that its tokens see; then merges (token,
-    part, step, parts), whose parts lie `step` apart. Contexts of 0 are padding. Raises ValueError for lengths that do not match.
+    The first row has the counts (splits, merges, parts, longest chunk). Then come splits (sequence, first key, end, part): `part` is the
+    partial result of the chunk's first token, its next tokens have the next ones, and -1 means that the sequence has only this split. Then
+    come merges (token, first part, stride, number of parts). Sequences with context 0 are padding. Raises ValueError for lengths that do
+    not match.
     """
 
 def max_splits(longest: int, *, window: int | None = None) -> int:
-    """The most splits that `decode_work` makes of a sequence with one token in the step and up to `longest` in its context.
+    """Returns the most splits that `decode_work` makes of a sequence with one token in the step and a context of up to `longest` tokens.
 
-    Raises ValueError for less than one token.
+    Raises ValueError if `longest` or `window` is less than one.
     """
 
 def prefill_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], *, tokens: int) -> bytes:
-    """The pieces of a step's longer chunks, of up to `tokens` each; int32 rows of 2: the count and 0; then sequence, first token.
+    """Returns the work list of prefill attention: tiles of up to `tokens` tokens of the step's longer chunks; int32 rows of 2.
 
-    Raises ValueError for lengths that do not match.
+    The first row is the count and 0. Then come tiles (sequence, first token). Raises ValueError for lengths that do not match.
     """
 
 def instruction_set() -> str:
-    """The instructions that the CPU's kernels use here: avx512, avx2, neon or portable."""
+    """Returns the instruction set of the CPU kernels on this machine: avx512, avx2, neon or portable."""
 
 def block_types() -> list[int]:
-    """ggml's numbers of the block types that `Linear` keeps as they are."""
+    """Returns ggml's numbers of the block types that `Linear` stores unchanged."""
 
 @final
 class TensorFile:
-    """An open file of weights, which is read as they are packed."""
+    """An open file of weights. Tensors are read while they are packed."""
 
     def __new__(cls, path: Path) -> TensorFile:
-        """Opens the file. Raises OSError where that fails."""
+        """Opens the file. Raises OSError if that fails."""
 
 @final
 class Linear:
@@ -328,17 +332,17 @@ class Linear:
         bias: NDArray[np.float32] | None = None,
         gated: bool = False,
     ) -> Linear:
-        """Packs matrices [rows, ins] that lie one under another or, `gated`, a gate and what it lets through.
+        """Packs matrices [rows, ins] into one layer, stacked by rows or, if `gated`, as interleaved gate and up projections.
 
-        Each comes as the kind of its numbers (float32, float16, bfloat16, or a ggml type's number), its rows, its bytes (or a file,
-        and the byte at which they start there), and the rows of a head whose rotary halves alternate in the source, else 0. They are
-        kept as `form` says, float32, float16, bfloat16, kept (each as it is), or int8, and multiplied in fp32 unless int8.
-        Raises ValueError where that cannot be done, or the file ends too early.
+        Each tensor is its dtype (float32, float16, bfloat16, or a ggml type's number), its rows, its bytes (or a file and the byte offset
+        in it), and the rows of a head whose rotary halves alternate in the source, else 0. `form` is the dtype of the packed weights:
+        float32, float16, bfloat16, kept (each as it is), or int8. Products are in fp32, except for int8. Raises ValueError if the tensors
+        cannot be packed or the file ends too early.
         """
 
 @final
 class DecoderBlock:
-    """A block of a decoder: a norm, what is computed of it, and how that is added to the residual stream."""
+    """A decoder block: a norm, then attention or an MLP, whose output is added to the residual stream."""
 
     @staticmethod
     def attention(
@@ -354,11 +358,11 @@ class DecoderBlock:
         post_norm: NDArray[np.float32] | None = None,
         residual_scale: float = 1.0,
     ) -> DecoderBlock:
-        """Causal attention, whose scores are multiplied by `scale`. Takes the linear layers.
+        """Creates a block of causal attention with scores multiplied by `scale`. Takes ownership of the linear layers.
 
-        `qk_norm` are norms of each head's queries and keys, `rope` is the index of the decoder's rotary embedding (None: no positions),
-        a `softcap` c makes c * tanh(x / c) of scores, and a token sees `window` tokens, itself included. The output goes through
-        `post_norm` and is multiplied by `residual_scale`. Raises ValueError for layers that were taken before.
+        `qk_norm` are norms of each head's queries and keys. `rope` is the index of the decoder's rotary embedding (None: no positions). A
+        `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens, itself included. `post_norm` is applied to the output,
+        which is then multiplied by `residual_scale`. Raises ValueError for a layer that another block owns.
         """
 
     @staticmethod
@@ -371,11 +375,14 @@ class DecoderBlock:
         post_norm: NDArray[np.float32] | None = None,
         residual_scale: float = 1.0,
     ) -> DecoderBlock:
-        """down_proj(activation(gate) * up), with the activation silu or gelu_tanh; `gate_up_proj` is a gated layer. Else as `attention`."""
+        """Creates down_proj(activation(gate) * up); the activation is silu or gelu_tanh, `gate_up_proj` is gated.
+
+        The rest is as in `attention`.
+        """
 
 @final
 class Decoder:
-    """A decoder on the CPU, with threads of its own: a list of blocks between embeddings and a head."""
+    """A decoder on the CPU with its own threads: embeddings, a list of blocks and a head."""
 
     def __new__(
         cls,
@@ -394,10 +401,10 @@ class Decoder:
         embedding_scale: float = 1.0,
         final_softcap: float | None = None,
     ) -> Decoder:
-        """Takes the blocks. Embeddings are the rows of the head where there is no `embedding`.
+        """Takes ownership of the blocks. Without an `embedding`, embeddings are the rows of the head.
 
-        Each rotary embedding is the radians per position of the pairs that it turns, of which a head may have fewer than half its
-        numbers, and what cosines and sines are multiplied by. Raises ValueError for blocks that do not fit the configuration.
+        Each rotary embedding has the radians per position of the rotated pairs, which may be fewer than half of a head's numbers, and the
+        factor of cosines and sines. Raises ValueError for blocks that do not fit the configuration.
         """
 
     def forward(
@@ -414,24 +421,25 @@ class Decoder:
     ) -> None:
         """Runs a step over the cache, without the GIL, and keeps the hidden states of its tokens.
 
-        Arrays are those of `chairlift.runner.buffers.StepBuffers`. `block_tables` is read in place: leave it alone until the call returns.
-        Raises ValueError for a step that threads could not share: two tokens with one slot, sequences that overlap, unknown tokens.
+        The arrays are those of `chairlift.runner.buffers.StepBuffers`. `block_tables` is read in place and must not change until the call
+        returns. Raises ValueError for a step that is not safe to run in parallel: two tokens with one KV slot, overlapping sequences, or
+        unknown tokens.
         """
 
     def logits(self, at: NDArray[np.int32], out: NDArray[np.float32]) -> None:
-        """Writes what the last step says of the tokens after those at places `at` to `out` [at, vocabulary], without the GIL."""
+        """Writes the last step's logits at token positions `at` to `out` [at, vocabulary], without the GIL."""
 
 @final
 class KvCache:
-    """The keys and values of all layers, in blocks, and room for blocks that are swapped out; takes memory as it is used."""
+    """The KV cache of all layers, in blocks, with a host pool for swapped-out blocks. Memory is only resident once it is used."""
 
     def __new__(
         cls, *, layers: int, blocks: int, kv_heads: int, block_size: int, head_dim: int, form: str, host_blocks: int = 0
     ) -> KvCache:
-        """`form` is float32, float16 or int8. Raises MemoryError where the system refuses the memory."""
+        """Creates a cache with dtype `form`: float32, float16 or int8. Raises MemoryError if the system refuses the memory."""
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, one pair (from, to) after the other."""
+        """Copies whole blocks, one pair (from, to) after another."""
 
     def swap(self, outs: Sequence[tuple[int, int]], ins: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks to the host's room (block, host block), then others from it (host block, block)."""
+        """Copies blocks to the host pool (block, host block), then from it (host block, block)."""

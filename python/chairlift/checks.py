@@ -1,4 +1,4 @@
-"""What the fields of a request may hold: numbers within their bounds, or an error that says which."""
+"""Validates the fields of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    """Raises InvalidRequest unless `value` is a finite number from `low` (`above`: which it must exceed) to `high`."""
+    """Raises InvalidRequest unless `value` is a finite number from `low` to `high`; with `above`, it must exceed `low`."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
     if not ok or (above and value == low):
         span = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"

@@ -1,4 +1,4 @@
-"""Every setting of the engine and the server: one field, one flag, one environment variable."""
+"""Settings of the engine and the server. Each field is a flag and an environment variable."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 from chairlift.errors import InvalidSetting
 
 DEFAULT_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS = 8, 16
-"""Tokens that speculative decoding proposes for a sequence and step."""
+"""Default and maximum number of tokens that speculative decoding proposes per sequence and step."""
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-"""The model that `serve`, `generate`, `chat` and `LLM()` use when none is named."""
+"""The model that `serve`, `generate`, `chat` and `LLM()` use by default."""
 
 ENV_PREFIX = "CHAIRLIFT_"
 
 DEFAULT_SEATS, DEFAULT_STEP_TOKENS = 64, 128
-"""Sequences and tokens in one step where nobody said how many and memory is not short."""
+"""Default maximum of sequences and tokens per step, if memory is not short."""
 CUDA_SEATS, CUDA_STEP_TOKENS = 256, 2048
-"""The same on a GPU, which is busy with no fewer, and so quick that streams hardly notice a step of so many tokens."""
+"""The same on a GPU. It needs this many to be busy, and runs a step of this size so quickly that streams hardly notice."""
 
 LARGEST_WEIGHT = 10_000
 LONGEST_MS = 1e10
-"""The longest duration that a setting may have: four months."""
+"""The longest duration that a setting may have, in milliseconds: four months."""
 
 _COUNTS = (
     "max_model_len",
@@ -46,7 +46,7 @@ _DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms")
 
 
 def _size(text: str) -> int:
-    """Reads `4096`, `32k`, `2G` or `1.5GiB`; decimal suffixes are lower case k/m/g, binary ones K/M/G or KiB/MiB/GiB."""
+    """Parses `4096`, `32k`, `2G` or `1.5GiB`. Decimal suffixes are lower case k/m/g, binary ones K/M/G or KiB/MiB/GiB."""
     text = text.strip()
     match = re.fullmatch(r"([^a-zA-Z]+)(?:([kmgt])|([KMGT])(?:iB)?)?", text)
     try:
@@ -59,7 +59,7 @@ def _size(text: str) -> int:
 
 
 def _weights(text: str) -> dict[str, int]:
-    """Reads `alice=2,bob=1`; what is wrong with a weight is said where all settings are checked."""
+    """Parses `alice=2,bob=1`. The weights are validated with all other settings."""
     weights = {}
     for item in text.split(","):
         name, equals, weight = item.rpartition("=")
@@ -70,7 +70,7 @@ def _weights(text: str) -> dict[str, int]:
 
 
 def _check_speculation(config: Mapping[str, str | int]) -> None:
-    """Raises ValueError unless `config` is a method that there is, with a number of tokens that a step can verify."""
+    """Raises ValueError unless `config` has a known method and a number of tokens that a step can verify."""
     if unknown := config.keys() - {"method", "num_speculative_tokens"}:
         raise ValueError(f"--speculative-config: unknown key {min(unknown)!r}; there are 'method' and 'num_speculative_tokens'")
     if (method := config.get("method")) not in ("ngram", "off"):
@@ -83,7 +83,7 @@ def _check_speculation(config: Mapping[str, str | int]) -> None:
 
 
 def _speculation(text: str) -> dict[str, str | int]:
-    """Reads the JSON object of --speculative-config; its values are checked where all settings are."""
+    """Parses the JSON object of --speculative-config. Its values are validated with all other settings."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -94,7 +94,7 @@ def _speculation(text: str) -> dict[str, str | int]:
 
 
 def _origins(text: str) -> tuple[str, ...]:
-    """Reads `https://a.example,http://localhost:3000` or `*`."""
+    """Parses `https://a.example,http://localhost:3000` or `*`."""
     origins = tuple(origin.strip().lower() for origin in text.split(","))
     for origin in origins:
         scheme, separator, host = origin.partition("://")
@@ -104,13 +104,13 @@ def _origins(text: str) -> tuple[str, ...]:
 
 
 def _flag(default: Any, help: str, parse: Callable[[str], Any] = str, *, group: str, secret: bool = False, **extra: Any) -> Any:
-    """A dataclass field that the command line shows as `--name`, under the heading `group`, with `help` and `parse`."""
+    """Defines a dataclass field that is the flag `--name` with `help` and `parse`, under the heading `group`."""
     return field(default=default, repr=not secret, metadata={"help": help, "parse": parse, "group": group, **extra})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the engine needs to load a model and schedule its requests."""
+    """Settings for loading a model and scheduling its requests."""
 
     model: str = DEFAULT_MODEL
     tokenizer: str | None = _flag(None, "directory or file of the tokenizer, when it is not beside the weights", group="model")
@@ -282,7 +282,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError, naming the flag, for a setting that can't work."""
+        """Raises ValueError, naming the flag, for an invalid setting."""
         for item in fields(self):
             _check_type(item, getattr(self, item.name))
             choices = item.metadata.get("choices")
@@ -323,26 +323,26 @@ class EngineConfig:
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Tokens that are proposed for a sequence and step, at most; 0 without speculative decoding."""
+        """Maximum number of tokens proposed per sequence and step; 0 without speculative decoding."""
         config = self.speculative_config or {"method": "off"}
         return 0 if config["method"] == "off" else int(config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS))
 
     @property
     def seats(self) -> int:
-        """Sequences in one step, if memory is not short."""
+        """Maximum number of sequences per step, if memory is not short."""
         usual = CUDA_SEATS if self.device == "cuda" else DEFAULT_SEATS
         return self.max_num_seqs or min(usual, self.max_num_batched_tokens or usual)
 
     @property
     def step_tokens(self) -> int:
-        """Tokens in one step, if memory is not short."""
+        """Maximum number of tokens per step, if memory is not short."""
         usual = CUDA_STEP_TOKENS if self.device == "cuda" else DEFAULT_STEP_TOKENS
         return self.max_num_batched_tokens or max(usual, self.seats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What the HTTP server needs beside an engine."""
+    """Settings of the HTTP server, in addition to an engine's."""
 
     host: str = _flag("127.0.0.1", "address to listen on", group="server")
     port: int = _flag(8000, "port to listen on; 0 picks a free one", int, group="server")
@@ -399,13 +399,13 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError, naming the flag, for a setting that can't work."""
-        # An unset variable in a script would otherwise make a server that looks guarded and is not.
+        """Raises ValueError, naming the flag, for an invalid setting."""
+        # Rejected because an unset variable in a script would give a server that looks protected and is not.
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ValueError("--api-key must not be empty, nor begin or end with a space")
         if self.max_body_size < 1:
             raise ValueError(f"--max-body-size must be at least 1, got {self.max_body_size}")
-        # The system would take it modulo 65536, without a word.
+        # The system would silently take the port modulo 65536.
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
@@ -413,9 +413,9 @@ class ServerConfig:
 
 
 def engine_config(name: str, settings: Mapping[str, Any], config: EngineConfig | None = None) -> EngineConfig:
-    """`config`, or the defaults, with these settings, as a caller of `name` in Python gave them.
+    """Returns `config`, or the defaults, with `settings` applied, as given in Python to the caller `name`.
 
-    Raises TypeError for a setting that doesn't exist, and InvalidSetting, which calls it by its name in Python, for a value.
+    Raises TypeError for an unknown setting and InvalidSetting, with the setting's Python name, for an invalid value.
     """
     known = [item.name for item in fields(EngineConfig)]
     for unknown in settings.keys() - set(known):
@@ -438,11 +438,11 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "bool": (bool, "True or False"),
     "Mapping": (Mapping, "a dict"),
 }
-"""What the annotation of a setting allows, and how that is called."""
+"""The Python types that a setting's annotation allows, and their description."""
 
 
 def _check_type(item: Field[Any], value: object) -> None:
-    """Raises ValueError if a value given in Python is not of the field's type."""
+    """Raises ValueError if a value given in Python does not have the field's type."""
     annotation = str(item.type)
     if value is None and annotation.endswith("| None"):
         return
@@ -456,7 +456,7 @@ def _check_type(item: Field[Any], value: object) -> None:
 
 
 def from_environment(cls: type, names: Collection[str], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Reads those fields of `cls` among `names` that `CHAIRLIFT_...` variables set; ValueError names the variable."""
+    """Reads the fields of `cls` in `names` that `CHAIRLIFT_...` variables set. Raises ValueError with the variable's name."""
     found: dict[str, Any] = {}
     for item in fields(cls):
         text = environ.get(ENV_PREFIX + item.name.upper())
@@ -470,7 +470,7 @@ def from_environment(cls: type, names: Collection[str], environ: Mapping[str, st
 
 
 def parse_value(metadata: Mapping[str, Any], annotation: object, text: str) -> Any:
-    """Turns the text of a flag or variable into the field's value; raises ValueError if it is none."""
+    """Converts the text of a flag or variable to the field's value. Raises ValueError if it is invalid."""
     if "bool" in str(annotation):
         if text.lower() in ("1", "true", "yes", "on"):
             return True
@@ -484,6 +484,6 @@ def parse_value(metadata: Mapping[str, Any], annotation: object, text: str) -> A
     try:
         return parse(text)
     except ValueError:
-        if parse in (int, float):  # their own messages speak of literals and bases
+        if parse in (int, float):  # their own messages mention literals and bases
             raise ValueError(f"expected a {'whole ' * (parse is int)}number, got {text!r}") from None
         raise

@@ -30,7 +30,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Where one sequence's time in the engine went. Times are seconds on the machine's monotonic clock.
+    """Records how long one sequence spent in each state in the engine. Times are seconds on the machine's monotonic clock.
 
     `states` has the seconds spent in each state of `chairlift.timeline.STATES`; they sum to the sequence's lifetime. States that took no
     time are left out.

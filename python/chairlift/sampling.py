@@ -1,4 +1,4 @@
-"""How the next token of a request is chosen, and when to stop."""
+"""Sampling parameters of a request: how tokens are chosen and when to stop."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ MAX_LOGPROBS = 20
 MAX_BIASED = 1024
 MAX_BAD_WORDS = 128
 MAX_WORD_TOKENS = 5 * MAX_STOP_LENGTH
-"""Characters have up to four bytes, and tokens at least one, but for one that begins a text."""
+"""A character has up to four bytes, and a token has at least one byte, except a token at the beginning of a text."""
 MAX_GRAMMAR = 65_536
-"""Characters that a schema, regular expression, list of choices or grammar may have."""
+"""Maximum characters of a schema, regular expression, list of choices or grammar."""
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class StructuredOutput(NamedTuple):
-    """What form an answer must have: `json` (a JSON schema), `json_object` (any, no text), `regex`, `choice` (a JSON list of strings)
-    or `grammar` (Lark, as llguidance reads it)."""
+    """The form that an answer must have.
+
+    The kinds are `json` (a JSON schema), `json_object` (any object, no text), `regex`, `choice` (a JSON list of strings) and `grammar`
+    (Lark, as llguidance reads it).
+    """
 
     kind: str
     text: str = ""
     param: str = "structured_outputs"
-    """The field of the request that it comes from, for what is said of it."""
+    """The request field that it comes from, for error messages."""
 
 
 def structured(given: Any) -> StructuredOutput:
-    """A `StructuredOutput` of what a caller gave: one, vLLM's {"regex": ...}, or a JSON schema as a dict or a pydantic model.
+    """Converts a caller's value to a `StructuredOutput`: one, vLLM's {"regex": ...}, or a JSON schema as a dict or pydantic model.
 
-    Schemas and choices in it may be Python values, which become JSON. Raises InvalidRequest for anything else.
+    Schemas and choices may be Python values, which are converted to JSON. Raises InvalidRequest for anything else.
     """
     value = given
     if hasattr(value, "model_json_schema"):
@@ -66,19 +69,19 @@ def structured(given: Any) -> StructuredOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's way of sampling; the order is penalties, temperature, top-k, top-p, min-p.
+    """One request's sampling parameters, applied in the order penalties, temperature, top-k, top-p, min-p.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `max_tokens` None means as many as the context
-    leaves. `seed` makes the draws a function of (seed, position) alone, whatever else is in the batch. The
-    generated text ends before the first of `stop`; a token of `stop_token_ids` ends it too. `n` answers are drawn;
-    with `best_of` above it that many are, and the `n` with the highest mean log-probability of their tokens are kept.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `max_tokens` None means as many as the context allows. With a `seed`, draws
+    depend only on (seed, position), whatever else is in the batch. The generated text ends before the first occurrence of a string of
+    `stop`; a token of `stop_token_ids` also ends it. `n` answers are returned. With `best_of` > `n`, that many are drawn, and the `n` with
+    the highest mean log-probability of their tokens are kept.
 
-    `min_tokens` keeps the model from ending before as many, and stop strings from being seen in them. `logit_bias` is added to logits
-    by token id, first of all; only `allowed_token_ids` can be drawn, if given. `bad_words` (text, or token ids) are never completed
-    in the tokens in which the tokenizer writes them, with and without a space before. `structured_output` bounds the answer's form.
-    `logprobs` asks for the log-probability of each token of the answer and of so many of the likeliest beside it, at temperature 1
-    and before anything above; `prompt_logprobs` for those of the prompt, which is then computed whole, whatever is cached.
-    `include_stop_str_in_output` shows the stop string or token, `skip_special_tokens=False` control tokens.
+    Until `min_tokens` tokens are generated, the model cannot end the answer, and stop strings are not matched. `logit_bias` is added to
+    logits by token id, before all other changes. Only `allowed_token_ids` can be drawn, if given. `bad_words` (text or token ids) are never
+    completed in the tokens in which the tokenizer writes them, with and without a space before. `structured_output` constrains the answer's
+    form. `logprobs` requests the log-probability of each output token and of this many most likely alternatives, at temperature 1 and
+    before all changes above. `prompt_logprobs` requests the same for the prompt, which is then computed whole, regardless of the cache.
+    `include_stop_str_in_output` includes the stop string or token in the text, `skip_special_tokens=False` control tokens.
     """
 
     max_tokens: int | None = 16
@@ -106,18 +109,18 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest, naming the field and what it may be."""
+        """Raises InvalidRequest with the field and its allowed values."""
         if self.max_tokens is not None:
             integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         number("temperature", self.temperature, 0.0, 100.0)
-        if self.top_k == -1:  # both are in use for "off"
+        if self.top_k == -1:  # both -1 and 0 are in use for "off"
             self._set("top_k", 0)
         integer("top_k", self.top_k, 0, 2**31 - 1)
         number("top_p", self.top_p, 0.0, 1.0, above=True)
         number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             integer("seed", self.seed, -(2**63), 2**63 - 1)
-        # Smaller ones could make finite logits infinite.
+        # A smaller penalty could make finite logits infinite.
         number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -167,23 +170,23 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
     @property
     def penalised(self) -> bool:
-        """Whether the choice depends on the tokens so far."""
+        """Whether the choice depends on the previous tokens through penalties."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def verifiable(self) -> bool:
-        """Whether several tokens can be sampled in one step: none depends on the text before it but through the model."""
+        """Whether several tokens can be sampled in one step: each depends on the previous text only through the model."""
         bounded = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens or self.structured_output
         return not (self.penalised or bounded or self.ranked or self.logprobs is not None)
 
     @property
     def num_sequences(self) -> int:
-        """How many answers are drawn."""
+        """Number of answers to draw."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -198,7 +201,7 @@ def _at_most(name: str, count: int, most: int) -> None:
 
 
 def _listed(name: str, value: object) -> tuple[Any, ...]:
-    """The values of a list, of which None is an empty one."""
+    """Returns the values of a list; None gives an empty one."""
     if value is not None and not isinstance(value, Iterable):
         raise InvalidRequest(f"{name} must be a list, got {value!r:.100}", param=name)
     return () if value is None else tuple(value)
@@ -216,7 +219,7 @@ def _strings(name: str, value: str | tuple[str, ...], most: int) -> tuple[str, .
 
 def _words(name: str, value: str | tuple[str | tuple[int, ...], ...]) -> tuple[str | tuple[int, ...], ...]:
     words = (value,) if isinstance(value, str) else _listed(name, value)
-    # A text becomes two lists of ids, at most: with and without a space before it.
+    # A text becomes at most two lists of ids: with and without a space before it.
     _at_most(name, len(words) - sum(not isinstance(word, str) for word in words) // 2, MAX_BAD_WORDS)
     found: list[str | tuple[int, ...]] = []
     for word in words:

@@ -1,4 +1,4 @@
-"""How a request is treated beside others: its class, its tenant, its deadlines."""
+"""Scheduling parameters of a request: its class, its tenant and its deadlines."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from chairlift.checks import integer, number, text
 
 LONGEST_MS = 1e10
-"""The latest deadline that can be asked for, four months: later ones are mistakes."""
+"""The latest deadline that a request may have: four months. A later one is rejected as a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """One request's place among the others; what it changes depends on the engine's scheduling policy.
+    """One request's scheduling parameters. Their effect depends on the engine's scheduling policy.
 
-    Lower `priority` goes first. `tenant` is whose share the request counts against. Deadlines are in milliseconds from the
-    arrival at the engine, for the last and for the first token: a request that misses one is dropped. `cache_salt` keeps its
-    KV blocks apart from those of requests with another salt, or none. `predicted_tokens` is how many tokens the caller expects
-    to come out.
+    Lower `priority` goes first. The request counts against the share of `tenant`. Deadlines are in milliseconds from the arrival at the
+    engine, for the last and for the first token: a request that misses one is dropped. A request shares cached KV blocks only with requests
+    of the same `cache_salt`; requests without one share among themselves. `predicted_tokens` is the number of output tokens that the caller
+    expects.
     """
 
     priority: int = 0
@@ -28,7 +28,7 @@ class Scheduling:
     predicted_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest, naming the field and what it may be."""
+        """Raises InvalidRequest with the field and its allowed values."""
         integer("priority", self.priority, -(2**31), 2**31 - 1)
         text("tenant", self.tenant, 0, 128)
         if self.deadline_ms is not None:

@@ -157,7 +157,7 @@ def tokenizer_file(directory: Path, source: str | Path | None = None) -> Path:
 
 
 class _TokenBytes:
-    """How a vocabulary represents bytes: GPT-2's alphabet of 256 characters, or SentencePiece's ▁ and <0x0A>."""
+    """A vocabulary's representation of bytes: GPT-2's alphabet of 256 characters, or SentencePiece's ▁ and <0x0A>."""
 
     def __init__(self, backend: Backend, file: Path) -> None:
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}

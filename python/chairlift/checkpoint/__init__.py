@@ -1,1 +1,1 @@
-"""From a model's name to a directory with its weights, configuration and tokenizer; nothing here imports torch."""
+"""Finds a model by name and returns a directory with its weights, configuration and tokenizer. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Where fetched and converted models are kept."""
+"""The directories of downloaded and converted models."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from chairlift.errors import ChairliftError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says of a full disk."""
+"""Error numbers of a full disk."""
 
 
 def cache_dir(directory: str | None = None) -> Path:
-    """`directory`, else $CHAIRLIFT_CACHE_DIR, else $XDG_CACHE_HOME/chairlift, else ~/.cache/chairlift; it need not exist yet."""
+    """Returns `directory`, else $CHAIRLIFT_CACHE_DIR, else $XDG_CACHE_HOME/chairlift, else ~/.cache/chairlift. It may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME")
     return _named(directory) or (Path(base) if base else Path.home() / ".cache") / "chairlift"
 
 
 def hub_dir(directory: str | None = None) -> Path | None:
-    """Where models of the Hugging Face hub are kept, if `directory` or $CHAIRLIFT_CACHE_DIR says; None: in the hub's own cache."""
+    """Returns the directory of Hugging Face hub models if `directory` or $CHAIRLIFT_CACHE_DIR sets it; None for the hub's own cache."""
     named = _named(directory)
     return named and named / "hub"
 
@@ -34,7 +34,7 @@ def _named(directory: str | None) -> Path | None:
 
 @contextmanager
 def writing_to(directory: Path) -> Iterator[None]:
-    """Turns an OSError of the block, which writes below `directory`, into a ChairliftError that names the disk and what to do."""
+    """Turns an OSError in the block, which writes below `directory`, into a ChairliftError that names the disk and a remedy."""
     try:
         yield
     except OSError as error:
@@ -49,5 +49,5 @@ def writing_to(directory: Path) -> Iterator[None]:
 
 
 def _mount(path: Path) -> Path:
-    """Where the disk that holds `path`, or will hold it, is mounted."""
+    """Returns the mount point of the disk that holds, or will hold, `path`."""
     return next(place for place in (path, *path.parents) if place.is_mount())

@@ -1,4 +1,4 @@
-"""The sampling settings that a checkpoint recommends, from its generation_config.json."""
+"""Reads a checkpoint's recommended sampling settings from generation_config.json."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from chairlift.errors import InvalidRequest, InvalidSetting
 from chairlift.sampling import SamplingParams
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""The settings that are applied, as vLLM applies them. `max_new_tokens` and `do_sample` are not."""
+"""The settings that are applied, as in vLLM. `max_new_tokens` and `do_sample` are ignored."""
 
 
 def recommended_sampling(directory: Path) -> dict[str, Any]:
-    """The recommended settings of the model in `directory`, by their names in `SamplingParams`; empty without any.
+    """Returns the recommended settings of the model in `directory`, by their names in `SamplingParams`; empty if there are none.
 
     Raises InvalidSetting if a value is not allowed.
     """

@@ -1,4 +1,4 @@
-"""GGUF to the Hugging Face layout: config.json, tokenizer.json, and the tensors under their Hugging Face names."""
+"""Converts GGUF to the Hugging Face layout: config.json, tokenizer.json, and the tensors under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
 }
-"""The `general.architecture` values that can be read; Mistral and SmolLM2 files say `llama`, and Granite 3 and dense 4 `granite`."""
+"""Supported values of `general.architecture`. Mistral and SmolLM2 files say `llama`; Granite 3 and dense Granite 4 say `granite`."""
 _INTERLEAVED = {"llama", "smollm3", "granite"}
-"""Whose rotary rows llama.cpp has in another order."""
+"""Architectures whose rotary rows llama.cpp stores in another order."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -49,24 +49,24 @@ _GEMMA_LAYER = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Gemma has a norm behind attention and one behind the network, and other names for those before them."""
+"""Gemma has an additional norm after attention and after the MLP, and other names for the norms before them."""
 _IGNORED = ("rope_freqs.weight", ".attn_rot_embd.weight")
-"""Not weights: frequencies that follow from the configuration."""
+"""Tensors that are not weights: frequencies that follow from the configuration."""
 _CACHED_BYTES = 1 << 16
 
 LINK = "model.gguf"
-"""In the directory of a converted model: a symbolic link to the file, whose tensors are read from there."""
+"""File name in the directory of a converted model: a symbolic link to the GGUF file, from which the tensors are read."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None) -> None:
-    """Writes the model of a GGUF file, but for its weights, to the new directory `out`, whole or not at all.
+    """Writes the model of a GGUF file, except its weights, to the new directory `out`, completely or not at all.
 
-    That is its configuration, its tokenizer, and a link to the file: weights are read from the file itself, see `GGUFTensors`. A
-    `tokenizer.json` beside the file is taken instead of the file's own vocabulary. If another process made `out` meanwhile, its
-    result stays. `sampling` are recommended settings, for the model's generation_config.json. Raises UnsupportedModel for a
-    file that cannot be read, with the reason.
+    The directory gets the configuration, the tokenizer and a link to the file: weights are read from the file itself, see `GGUFTensors`. A
+    `tokenizer.json` beside the file replaces the file's own vocabulary. If another process created `out` meanwhile, its result stays.
+    `sampling` are recommended settings for generation_config.json. Raises UnsupportedModel, with the reason, for a file that cannot be
+    read.
     """
     file = _opened(path)
     config = model_config(file)
@@ -90,34 +90,34 @@ def _write(file: GGUFFile, config: dict[str, Any], out: Path, sampling: Mapping[
     generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
     _write_json(out / "generation_config.json", generation | {"eos_token_id": turn_end_ids(file)} | dict(sampling))
     for _ in _matched(file, config):
-        pass  # it has all tensors, and they are of the right shape
+        pass  # checks that all tensors exist and have the right shapes
     (out / LINK).symlink_to(file.path.absolute())
     out.chmod(0o755)
 
 
 class GGUFTensors:
-    """The tensors of a GGUF file under Hugging Face's names, in the order of rows that Hugging Face's models have."""
+    """The tensors of a GGUF file under Hugging Face's names and in the row order of Hugging Face's models."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the header. Raises UnsupportedModel for a file that is damaged, or holds no model that can be read."""
+        """Reads the header. Raises UnsupportedModel if the file is damaged or its model is not supported."""
         self.path = path
         self.file = _opened(path)
         self._config = model_config(self.file)
         self.entries = dict(_matched(self.file, self._config))
 
     def interleaved(self, name: str) -> int:
-        """Rows of a head where the halves of its rotary rows alternate in the file (see `_halves`), else 0."""
+        """Returns the rows of a head if the halves of its rotary rows alternate in the file (see `_halves`), else 0."""
         return self._config["head_dim"] if _is_rotary(self._config, name) else 0
 
     def values(self, name: str) -> Array:
-        """The tensor's values in fp32, as the gguf package gives them."""
+        """Returns the tensor's values in fp32, as dequantised by the gguf package."""
         rows = _dequantize(self.file, self.entries[name])
         if is_gemma(self._config) and name.endswith("norm.weight"):
-            rows = rows - np.float32(1)  # Hugging Face's norms multiply by 1 + weight, llama.cpp's by what the file has
+            rows = rows - np.float32(1)  # Hugging Face's norms multiply by 1 + weight, llama.cpp's by the stored weight
         return _halves(rows, rows.shape[0] // self._config["head_dim"]) if _is_rotary(self._config, name) else rows
 
     def type_name(self, name: str) -> str:
-        """What ggml calls the tensor's type."""
+        """Returns ggml's name of the tensor's type."""
         from gguf.constants import GGMLQuantizationType
 
         return GGMLQuantizationType(self.entries[name].kind).name
@@ -135,7 +135,7 @@ def _opened(path: Path) -> GGUFFile:
 
 
 def model_config(file: GGUFFile) -> dict[str, Any]:
-    """The file's configuration as Hugging Face's config.json has it."""
+    """Returns the file's configuration in the format of Hugging Face's config.json."""
     kind = file.get("general.architecture", str)
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -188,9 +188,9 @@ def is_gemma(config: dict[str, Any]) -> bool:
 
 
 def _gemma_config(file: GGUFFile, kind: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What else a Gemma's config.json has."""
+    """Returns Gemma's additional entries of config.json."""
     layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
-    # The files do not say it: the models with 27 billion parameters divide scores by the root of another number than the head's size.
+    # The files do not contain this: models with 27 billion parameters scale attention scores by hidden size / heads, not by the head size.
     largest = (kind, layers) in (("gemma2", 46), ("gemma3", 62))
     found: dict[str, Any] = {
         "model_type": {"gemma3": "gemma3_text"}.get(kind, kind),
@@ -210,7 +210,7 @@ def _gemma_config(file: GGUFFile, kind: str, config: dict[str, Any]) -> dict[str
 
 
 def _granite_config(file: GGUFFile) -> dict[str, Any]:
-    """What else a Granite's config.json has."""
+    """Returns Granite's additional entries of config.json."""
     if file.get("granite.rope.scaling.finetuned", bool) is False:
         raise UnsupportedModel(f"{file.path} has no rotary positions, which Granite's code here needs")
     names = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
@@ -219,7 +219,7 @@ def _granite_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _layer_types(file: GGUFFile, key: str, default: int, layers: int) -> list[str]:
-    """Which layers have a window: all but the last of every so many, or those that a list names."""
+    """Returns the attention type of each layer. Every n-th layer has full attention, or a list names the layers with a window."""
     pattern = file.metadata.get(key)
     if isinstance(pattern, list):
         if len(pattern) != layers:
@@ -248,7 +248,7 @@ def _rope_scaling(file: GGUFFile, kind: str, head_dim: int) -> dict[str, Any] | 
 
 
 def _llama3_scaling(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3's scaling, of which the file holds only the result: how much slower each frequency turns."""
+    """Returns Llama 3's scaling. The file holds only its result: the divisor of each frequency."""
     divisors = _dequantize(file, file.tensors["rope_freqs.weight"])
     factor, low, high, context = float(divisors.max()), 1.0, 4.0, 8192
     turns = context * base ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
@@ -266,7 +266,7 @@ def _llama3_scaling(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any
 
 
 def _hf_name(name: str, config: dict[str, Any]) -> str | None:
-    """Hugging Face's name of a tensor; None for one that is not known."""
+    """Returns Hugging Face's name of a tensor; None if it is unknown."""
     names = _LAYER | _GEMMA_LAYER if is_gemma(config) else _LAYER
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP and suffix == "weight":
@@ -278,7 +278,7 @@ def _hf_name(name: str, config: dict[str, Any]) -> str | None:
 
 
 def _expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a model of this configuration has, biases included."""
+    """Returns the name and shape of every tensor of a model with this configuration, biases included."""
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
@@ -288,7 +288,7 @@ def _expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     biased = [f"mlp.{name}" for name in mlp] if config["mlp_bias"] else []
     if config["attention_bias"]:
-        # Qwen2 always has biases, but none on its output projection.
+        # Qwen2 always has biases on its attention projections except the output projection.
         biased += [f"self_attn.{name}" for name in attention if (config["model_type"], name) != ("qwen2", "o_proj")]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
@@ -305,7 +305,7 @@ def _expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _matched(file: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, TensorEntry]]:
-    """Each tensor with its Hugging Face name; raises unless the file has exactly those that the configuration asks for."""
+    """Yields each tensor with its Hugging Face name. Raises if the file's tensors are not exactly those of the configuration."""
     if config["num_hidden_layers"] > len(file.tensors):
         raise UnsupportedModel(f"{file.path} says it has {config['num_hidden_layers']} layers but holds {len(file.tensors)} tensors")
     expected = _expected_shapes(config)
@@ -321,7 +321,7 @@ def _matched(file: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, Tens
 
 
 def _is_rotary(config: dict[str, Any], name: str) -> bool:
-    """Whether llama.cpp has the tensor's rows in another order: it does so for what models like Llama rotate."""
+    """Whether llama.cpp reorders the tensor's rows: it does for the rotated projections of Llama-like models."""
     return bool(config["model_type"] in _INTERLEAVED and name.rsplit(".", 2)[1] in ("q_proj", "k_proj"))
 
 
@@ -331,13 +331,13 @@ def _halves(weights: Array, heads: int) -> Array:
 
 
 def _dequantize(file: GGUFFile, entry: TensorEntry) -> Array:
-    """The tensor's values in fp32, `entry.shape`."""
+    """Returns the tensor's values in fp32, with shape `entry.shape`."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
     kind, data = GGMLQuantizationType(entry.kind), file.data(entry)
     block = GGML_QUANT_SIZES[kind][1]
-    # Blocks are independent, and pieces that stay in the processor's cache take half the time of whole tensors.
+    # Blocks are independent. Chunks that stay in the processor's cache take half the time of whole tensors.
     step = max(1, _CACHED_BYTES // block) * block
     try:
         values: Array = np.concatenate([dequantize(data[at : at + step], kind) for at in range(0, data.size, step)])

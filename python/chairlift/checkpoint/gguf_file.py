@@ -1,4 +1,4 @@
-"""A GGUF file's header: its metadata, and where each tensor lies."""
+"""Reads a GGUF file's header: its metadata and the position of each tensor."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_DIMENSIONS = 4
 _FIRST_READ = 1 << 22
-"""Bytes of a header that are read at once; most vocabularies need no more."""
+"""Bytes of a header to read at once. Most vocabularies fit in one read."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of the file: `shape` as numpy has it (rows first), `kind` a ggml type, `start` and `size` in bytes."""
+    """One tensor of the file: `shape` in numpy's order (rows first), `kind` a ggml type, `start` and `size` in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,19 +36,19 @@ class TensorEntry:
 class GGUFFile:
     """An open GGUF file of version 2 or 3.
 
-    The `gguf` package's own reader makes an array object for each entry of the vocabulary, which takes seconds;
-    this one takes a tenth of one. It trusts no length in the file: whatever does not fit raises UnsupportedModel.
+    The `gguf` package's own reader makes an array object for each entry of the vocabulary, which takes seconds. This reader takes a tenth
+    of a second. It checks every length in the file and raises UnsupportedModel for invalid data.
     """
 
     def __init__(self, path: Path, block_sizes: dict[int, tuple[int, int]]) -> None:
-        """Reads the header; `block_sizes` maps a ggml type to its elements and bytes per block."""
+        """Reads the header. `block_sizes` maps a ggml type to its elements and bytes per block."""
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorEntry] = {}
         self._block_sizes = block_sizes
         self._at = 0
         self._header = b""
-        # Read, not mapped: a mapped file that becomes shorter kills the process that looks at it.
+        # The file is read and not mapped, because access to a mapped file that was truncated kills the process.
         self._file = path.open("rb")
         self._size = os.fstat(self._file.fileno()).st_size
         if self._file.read(4) != b"GGUF":
@@ -60,14 +60,14 @@ class GGUFFile:
         self._header = b""
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """The metadata under `key`, None if there is none; raises UnsupportedModel if it is not of type `kind`."""
+        """Returns the metadata under `key`; None if it is missing. Raises UnsupportedModel if it is not of type `kind`."""
         value = self.metadata.get(key)
         if value is None or type(value) is kind:
             return value
         raise self._corrupt(f"{key} is {value!r:.50} and not of type {kind.__name__}")
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer of the metadata; raises UnsupportedModel if it is missing and has no default."""
+        """Returns a positive integer of the metadata. Raises UnsupportedModel if it is missing and has no default."""
         value = self.get(key, int)
         value = default if value is None else value
         if value is None or not 0 < value < 2**31:
@@ -75,9 +75,9 @@ class GGUFFile:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive real number of the metadata, as `size` does integers.
+        """Returns a positive real number of the metadata. Raises UnsupportedModel if it is missing and has no default.
 
-        It is the shortest decimal with the same fp32 value: 1e-05, where the file's number widens to 9.999999747378752e-06.
+        The result is the shortest decimal with the same fp32 value: 1e-05 instead of 9.999999747378752e-06.
         """
         value = self.get(key, float)
         value = default if value is None else value
@@ -86,7 +86,7 @@ class GGUFFile:
         return float(str(np.float32(value)))
 
     def data(self, entry: TensorEntry) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The tensor's bytes as they lie in the file, flat uint8. Raises UnsupportedModel if the file has become shorter."""
+        """Returns the tensor's bytes as stored, flat uint8. Raises UnsupportedModel if the file was truncated."""
         data = bytearray(entry.size)
         at = 0
         while at < entry.size:
@@ -116,7 +116,7 @@ class GGUFFile:
         self._place(entries, -(-self._at // alignment) * alignment)
 
     def _place(self, entries: list[tuple[str, tuple[int, ...], int, int]], data_start: int) -> None:
-        """Finds each tensor's bytes, and checks that the file holds them."""
+        """Computes each tensor's position and checks that the file contains it."""
         for name, shape, kind, offset in entries:
             if kind not in self._block_sizes:
                 raise UnsupportedModel(f"{self.path}: tensor {name} is of ggml type {kind}, which the gguf package cannot read; update it")
@@ -162,7 +162,7 @@ class GGUFFile:
         return self._header[at : at + length].decode("utf-8", "replace")
 
     def _advance(self, size: int) -> int:
-        """Goes `size` bytes on, which are in `_header` then; returns where they start. Raises ValueError beyond the file's end."""
+        """Advances by `size` bytes, reads them into `_header` and returns their start. Raises ValueError beyond the file's end."""
         start, end = self._at, self._at + size
         if end > self._size:
             raise ValueError(f"{size} bytes at byte {start} of {self._size}")

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json."""
+"""Converts the tokenizer of a GGUF file to tokenizer.json and tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SPLITS = {
     "qwen2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
 }
-"""How text is cut into words before merging, by the file's `tokenizer.ggml.pre`."""
+"""Regular expressions that split text into words before merging, by the file's `tokenizer.ggml.pre`."""
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
@@ -39,8 +39,8 @@ _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn
 def write_tokenizer(file: GGUFFile, out: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json for a GGUF file to the directory `out`.
 
-    A tokenizer.json beside the file is copied instead of building one. Raises UnsupportedModel for a vocabulary of
-    a kind that is not known, or that contradicts itself.
+    A tokenizer.json beside the file is copied instead of building one. Raises UnsupportedModel for a vocabulary of an unknown kind or with
+    contradictory data.
     """
     beside = file.path.parent / "tokenizer.json"
     if beside.is_file():
@@ -58,7 +58,7 @@ def write_tokenizer(file: GGUFFile, out: Path) -> None:
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         if token := _role(file, name):
             config[f"{role}_token"] = token[0]
-            # So that whoever wants the number of a role need not load the tokenizer.
+            # Lets callers read the id of a role's token without loading the tokenizer.
             config["added_tokens_decoder"][str(token[1])] = {"content": token[0], "special": True}
     if template := file.get("tokenizer.chat_template", str):
         config["chat_template"] = template
@@ -66,7 +66,7 @@ def write_tokenizer(file: GGUFFile, out: Path) -> None:
 
 
 def turn_end_ids(file: GGUFFile) -> list[int]:
-    """The tokens that end an answer: end of sequence, and what chat models put after a turn."""
+    """Returns the tokens that end an answer: end of sequence, and the end-of-turn tokens of chat models."""
     ids = [token[1] for name in ("eos", "eot", "eom") if (token := _role(file, name))]
     tokens, kinds = file.get("tokenizer.ggml.tokens", list) or [], file.get("tokenizer.ggml.token_type", list) or []
     for index, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
@@ -76,7 +76,7 @@ def turn_end_ids(file: GGUFFile) -> list[int]:
 
 
 def build_tokenizer(file: GGUFFile) -> Tokenizer:
-    """The tokenizer that the file's metadata describes."""
+    """Builds the tokenizer that the file's metadata describes."""
     from tokenizers import AddedToken
 
     tokens, kinds = file.get("tokenizer.ggml.tokens", list) or [], file.get("tokenizer.ggml.token_type", list) or []
@@ -97,7 +97,7 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
         _add_ends(tokenizer, file)
     except UnsupportedModel:
         raise
-    except Exception as error:  # the tokenizers package raises nothing more precise
+    except Exception as error:  # the tokenizers package raises plain Exception
         raise _refused(file, f"its vocabulary is not sound ({error})") from None
     return tokenizer
 
@@ -107,10 +107,10 @@ def _refused(file: GGUFFile, reason: str) -> UnsupportedModel:
 
 
 def _byte_level(vocab: dict[str, int], lines: list[str], split: str) -> Tokenizer:
-    """BPE over bytes, as GPT-2, SmolLM, Llama 3 and Qwen have it."""
+    """Builds a byte-level BPE tokenizer, as in GPT-2, SmolLM, Llama 3 and Qwen."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    # A merge is two pieces with a space between; neither is empty.
+    # A merge is two pieces separated by a space; neither is empty.
     merges = [(line[:at], line[at + 1 :]) for line in lines for at in (line.index(" ", 1),)]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split == "llama3"))
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -129,7 +129,7 @@ def _byte_level(vocab: dict[str, int], lines: list[str], split: str) -> Tokenize
 
 
 def _sentencepiece(vocab: dict[str, int], file: GGUFFile) -> Tokenizer:
-    """SentencePiece BPE with bytes for what the vocabulary lacks, as Llama 2 and early Mistral have it."""
+    """Builds a SentencePiece BPE tokenizer with byte fallback, as in Llama 2 and early Mistral."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores, unknown = file.get("tokenizer.ggml.scores", list) or [], _role(file, "unknown")
@@ -148,7 +148,7 @@ def _sentencepiece(vocab: dict[str, int], file: GGUFFile) -> Tokenizer:
 
 
 def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores amount to: every split of a token into two tokens, best token first."""
+    """Returns the merges that are equivalent to SentencePiece's scores: every split of a token into two tokens, best token first."""
     found: list[tuple[float, int, int, int, str, str]] = []
     for token, index in vocab.items():
         for at in range(1, len(token)):
@@ -159,25 +159,25 @@ def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]
 
 
 def _role(file: GGUFFile, name: str) -> tuple[str, int] | None:
-    """The token with a role like `bos`, as text and id."""
+    """Returns the text and id of the token with a role like `bos`."""
     tokens, token = file.get("tokenizer.ggml.tokens", list) or [], file.get(f"tokenizer.ggml.{name}_token_id", int)
     return (tokens[token], token) if token is not None and token < len(tokens) else None
 
 
 def _adds(file: GGUFFile, name: str) -> bool:
-    """Whether each prompt begins with `bos`, or ends with `eos`."""
+    """Whether each prompt begins with `bos` or ends with `eos`."""
     said = file.get(f"tokenizer.ggml.add_{name}_token", bool)
     llama3 = _SPLITS.get(file.get("tokenizer.ggml.pre", str) or "") == "llama3"
     return name == "bos" and (llama3 or file.get("tokenizer.ggml.model", str) == "llama") if said is None else said
 
 
 def _add_ends(tokenizer: Tokenizer, file: GGUFFile) -> None:
-    """Has the tokenizer put `bos` before each prompt, or `eos` after it, where the file says so."""
+    """Makes the tokenizer add `bos` before or `eos` after each prompt, as the file says."""
     from tokenizers import processors
 
     ends = {name: token for name in ("bos", "eos") if _adds(file, name) and (token := _role(file, name))}
     if ends:
-        # `$` begins a variable in a template, so the tokens go by plain names there.
+        # `$` begins a variable in a template, so the template refers to the tokens by plain names.
         single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in ends]
         special = [{"id": name, "ids": [index], "tokens": [text]} for name, (text, index) in ends.items()]
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a directory in Hugging Face's layout."""
+"""Maps a user's model name or path to a directory in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chairlift.errors import ModelNotFound
 __all__ = ["cache_dir", "locate", "public_name"]
 
 _LAYOUT = 2
-"""Part of the name of a converted model: counts up when `convert` writes something else than before."""
+"""Part of the name of a converted model. It is incremented when the output of `convert` changes."""
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -28,12 +28,12 @@ _HUB_TIMEOUT = 10
 
 
 def locate(model: str, revision: str | None = None, directory: str | None = None, progress: bool = True) -> Path:
-    """The local directory of a model, fetched or converted first if need be.
+    """Returns the local directory of a model. Downloads or converts the model first if necessary.
 
-    `model` is DEFAULT_MODEL, a directory with a config.json (or nothing but one .gguf file), a .gguf file, or a name
-    `organisation/model` of the Hugging Face hub, of which `revision` is a branch, tag or commit. Models are kept in `directory`, or
-    where `cache_dir` says, and those of the hub in the hub's own cache. `progress` shows on stderr what takes long. Raises
-    ModelNotFound, naming the ways out, UnsupportedModel, or ChairliftError for a disk that is full.
+    `model` is DEFAULT_MODEL, a directory with a config.json (or with only one .gguf file), a .gguf file, or a name `organisation/model` on
+    the Hugging Face hub, with `revision` as branch, tag or commit. Models are stored in `directory`, or as `cache_dir` says; hub models by
+    default in the hub's own cache. `progress` reports slow operations on stderr. Raises ModelNotFound with remedies, UnsupportedModel, or
+    ChairliftError if the disk is full.
     """
     cache = cache_dir(directory)
     path = Path(os.path.expanduser(model))
@@ -54,7 +54,7 @@ def locate(model: str, revision: str | None = None, directory: str | None = None
 
 
 def public_name(model: str) -> str:
-    """The name under which clients see a model: of a local path the last part alone, without .gguf; else what `model` is."""
+    """Returns the name under which clients see a model: the last part of a local path, without .gguf; otherwise `model`."""
     path = Path(os.path.abspath(os.path.expanduser(model)))
     if not path.exists():
         return model
@@ -78,9 +78,10 @@ def _directory(path: Path, cache: Path, progress: bool) -> Path:
 
 
 def _gguf(path: Path, cache: Path, progress: bool) -> Path:
-    """The converted form of a file, which is made again when the file or a tokenizer.json beside it has changed.
+    """Returns the converted directory of a file. Converts again if the file or a tokenizer.json beside it has changed.
 
-    Then the former one is removed. Those of other layouts stay: a server of another version may be using them.
+    The previous directory is then removed. Directories of other layout versions stay, because a server of another version may be using
+    them.
     """
     path = path.resolve()
     identity = hashlib.sha256()
@@ -98,12 +99,12 @@ def _gguf(path: Path, cache: Path, progress: bool) -> Path:
 
 
 def _converted(source: Callable[[], Path], cache: Path, name: str, progress: bool, sampling: Mapping[str, float] | None = None) -> Path:
-    """The converted form of the file `source`, called `name`, made if it is missing; then old copies of weights are removed."""
+    """Returns the converted directory `name` of the file `source`, created if it is missing. Then removes old copies of weights."""
     out = cache / "gguf" / name
     if not (out / LINK).exists():
         path = source()
         if out.is_dir() and not (out / LINK).exists():
-            shutil.rmtree(out)  # the file that it links to was moved away
+            shutil.rmtree(out)  # the GGUF file that it links to was moved
         with _announced(f"Reading the tokenizer of {path.name}", progress):
             convert(path, out, sampling)
         _remove_old_copies(cache / "models")
@@ -111,16 +112,16 @@ def _converted(source: Callable[[], Path], cache: Path, name: str, progress: boo
 
 
 def _remove_old_copies(directory: Path) -> None:
-    """Removes the copies of weights that earlier versions wrote, which hold a `model.blocks`; whatever else lies there is the user's."""
+    """Removes copies of weights that earlier versions wrote, which contain a `model.blocks`. Other directories belong to the user."""
     for blocks in directory.glob("*/model.blocks"):
         shutil.rmtree(blocks.parent, ignore_errors=True)
     with contextlib.suppress(OSError):
-        directory.rmdir()  # only if nothing is left in it
+        directory.rmdir()  # only if it is empty
 
 
 @contextlib.contextmanager
 def _announced(text: str, progress: bool) -> Iterator[None]:
-    """Shows `text` on stderr while the block runs: turning on a terminal, as one line elsewhere."""
+    """Shows `text` on stderr while the block runs: as a spinner on a terminal, as one line elsewhere."""
     if not progress:
         yield
         return
@@ -134,7 +135,7 @@ def _announced(text: str, progress: bool) -> Iterator[None]:
 
 
 def _from_hub(name: str, revision: str | None, directory: Path | None) -> Path:
-    """The hub's snapshot of a model, in `directory` or the hub's own cache; $HF_HUB_OFFLINE and $HF_TOKEN are honoured."""
+    """Returns the hub's snapshot of a model in `directory` or the hub's own cache. Respects $HF_HUB_OFFLINE and $HF_TOKEN."""
     ways_out = "name a local directory or .gguf file instead, or fetch it where the hub can be reached and copy it here"
     try:
         from huggingface_hub import constants, errors, snapshot_download
@@ -152,7 +153,7 @@ def _from_hub(name: str, revision: str | None, directory: Path | None) -> Path:
         raise ModelNotFound(f"the Hugging Face hub has no model {name} (or it is private: set HF_TOKEN); {ways_out}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise ModelNotFound(f"{name} is not in the local cache and the Hugging Face hub cannot be reached; {ways_out}") from None
-    except Exception as error:  # what the hub's HTTP stack raises differs between its versions
+    except Exception as error:  # the exceptions of the hub's HTTP stack differ between versions
         if isinstance(error, OSError) and error.errno in FULL:
             with writing_to(directory or Path(constants.HF_HUB_CACHE)):
                 raise

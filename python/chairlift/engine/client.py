@@ -55,7 +55,7 @@ log = logging.getLogger("chairlift")
 STOP_SECONDS = 5.0
 """Seconds that the engine gets to exit before it is killed."""
 REMEMBERED = 10_000
-"""Most request ids that `explain` knows. The engine remembers as many ended sequences."""
+"""Maximum number of request ids that `explain` knows. The engine remembers as many ended sequences."""
 
 
 class AsyncEngine:
@@ -276,7 +276,7 @@ class AsyncEngine:
             del self._answers[ask]
 
     def _answer(self, ask: int, answer: Any) -> None:
-        """Resolves the future of a question, unless its caller has gone."""
+        """Resolves the future of a question, unless its caller was cancelled."""
         if (asking := self._answers.get(ask)) is not None and not asking.done():
             asking.set_result(answer)
 
@@ -419,7 +419,7 @@ class AsyncEngine:
 
 
 def _death(frame: Fatal) -> ChairliftError:
-    """The engine's last words as the exception they were, if it is one of ours."""
+    """Converts the engine's last message to the exception that it reports, if it is a chairlift exception."""
     kind = getattr(errors, frame.error, None)
     if isinstance(kind, type) and issubclass(kind, ChairliftError):
         return kind(frame.message)

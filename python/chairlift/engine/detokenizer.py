@@ -1,4 +1,4 @@
-"""A request's text as its tokens come: never half a character, never a part of a stop string."""
+"""Decodes a request's tokens incrementally, without partial characters and without partial stop strings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """Turns the tokens of one answer into text, a few at a time.
+    """Decodes the tokens of one answer, a few at a time.
 
-    The texts of all pushes together are what `Tokenizer.decode` gives for all tokens, up to the stop string that was
-    completed first (of several completed by the same character, the longest), or with it, however the tokens were grouped.
-    What the first `min_tokens` complete does not count. The cost of a token does not depend on how many there were.
+    However the tokens are grouped, the texts of all pushes together equal `Tokenizer.decode` of all tokens, up to the stop string that is
+    completed first, or including it. If one character completes several stop strings, the longest counts. Stop strings that the first
+    `min_tokens` tokens complete do not count. The cost of a token does not depend on the number of tokens before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -30,12 +30,12 @@ class TextStream:
         self._held = ""
         self._at_start = tokenizer.strips_first_space
         self.stopped: str | None = None
-        """The stop string that ended the text, once it did; what is pushed later is ignored."""
+        """The stop string that ended the text, if any. Tokens pushed afterwards are ignored."""
         self.length = 0
-        """Characters so far: those held back count, and those that a stop string cut off."""
+        """Characters so far, including text that is held back or cut off by a stop string."""
 
     def push(self, token_ids: Sequence[int], final: bool) -> str:
-        """The new text that is safe to show after these tokens; `final` gives out what was held back."""
+        """Returns the new text that cannot be part of a stop string. `final` also returns the text held back."""
         if self.stopped is not None:
             return ""
         if not self._stops:
@@ -55,7 +55,7 @@ class TextStream:
         return text
 
     def _before_stop(self, text: str, final: bool, *, counts: bool = True) -> str:
-        """Takes new text; gives what can't belong to a stop string any more, which ends here if that `counts`."""
+        """Adds text and returns the part that cannot belong to a stop string any more. A complete stop string ends the text if `counts`."""
         start = len(self._held)
         self._held += text
         for end, character in enumerate(text, start + 1):
@@ -72,12 +72,12 @@ class TextStream:
 
 
 class _Stop:
-    """How much of one stop string the text ends with, kept up to date by character (Knuth, Morris and Pratt's way)."""
+    """Tracks how many characters of one stop string the text ends with (Knuth, Morris and Pratt)."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        # shorter[n]: the next shorter beginning that the first n characters also end with.
+        # shorter[n] is the length of the next shorter prefix that the first n characters also end with.
         self._shorter = [0, 0]
         length = 0
         for character in text[1:]:
@@ -85,7 +85,7 @@ class _Stop:
             self._shorter.append(length)
 
     def takes(self, character: str) -> bool:
-        """Whether `character` completes the stop string."""
+        """Advances by `character` and returns whether it completes the stop string."""
         self.matched = self._next(self.matched, character)
         if self.matched < len(self.text):
             return False

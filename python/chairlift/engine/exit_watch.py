@@ -1,8 +1,8 @@
 """Reports the death of a process before the kernel has freed its memory, on Linux 6.9 and later.
 
-A socket of a process that is killed closes only after the process's memory is freed, which takes up to a second for a model. A pidfd
-of a thread is readable as soon as that thread has exited. The last thread to exit frees the memory first, and the main thread's exit
-is reported with that of the last, so the child starts two threads for this purpose: at least one of them is reported at once.
+The socket of a killed process closes only after the process's memory is freed, which takes up to a second for a model. A pidfd of a thread
+becomes readable as soon as that thread has exited. The last thread to exit frees the memory first, and the kernel reports the main thread's
+exit together with the last thread's. The child therefore starts two threads for this purpose: at least one of them is reported at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def start_sentinels() -> list[int]:
 
 
 class ExitWatch:
-    """Calls `on_exit` in the event loop once one of the watched threads has exited; never where the system can't tell."""
+    """Calls `on_exit` in the event loop when one of the watched threads has exited. Does nothing on a system without this feature."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
         self._loop = loop
@@ -42,13 +42,13 @@ class ExitWatch:
         if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
             return
         for thread in threads:
-            with suppress(OSError):  # an older Linux, or the thread has exited: the socket's end will tell
+            with suppress(OSError):  # an older Linux, or the thread has exited and the socket will close
                 pidfd = os.pidfd_open(thread, PIDFD_THREAD)
                 self._pidfds.append(pidfd)
                 self._loop.add_reader(pidfd, self._exited)
 
     def close(self) -> None:
-        """Ends the watch; may be called again."""
+        """Stops watching. May be called repeatedly."""
         while self._pidfds:
             pidfd = self._pidfds.pop()
             self._loop.remove_reader(pidfd)

@@ -1,4 +1,4 @@
-"""The engine for scripts and notebooks: it runs in the caller's process, and `generate` returns when all is done."""
+"""The engine for scripts and notebooks. It runs in the caller's process; `generate` returns when all requests are complete."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("chairlift")
 
 LONG_WORK = 1.0
-"""Seconds of work after which a progress bar is worth its line."""
+"""Seconds of work after which the progress bar appears."""
 
 LONGEST_SLEEP = 0.1
-"""Seconds after which an engine that waits for its time looks whether it was interrupted."""
+"""Maximum seconds between checks for an interrupt while the engine waits."""
 
 Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model in this process: no child, no server, no `__main__` guard.
+    """A model in this process: no child process, no server, no `__main__` guard.
 
-    `settings` are the fields of `EngineConfig`. Raises ModelNotFound or UnsupportedModel, InvalidSetting for a value, or TypeError for
-    an unknown name.
+    `settings` are the fields of `EngineConfig`. Raises ModelNotFound or UnsupportedModel, InvalidSetting for a value, or TypeError for an
+    unknown name.
     """
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: Any) -> None:
-        from chairlift.engine.loop import Engine  # here, for it brings torch: `from chairlift import LLM` stays quick
+        from chairlift.engine.loop import Engine  # imports torch; `from chairlift import LLM` stays fast
 
         self.config = engine_config("LLM", {"model": model, **settings})
         model = self.config.model
@@ -58,7 +58,7 @@ class LLM:
         self.facts: dict[str, Any] = {**self._engine.facts, "model": model}
         log_decisions(model, self.facts["decisions"])
         warn_of_short_context(self.config, self.facts)
-        self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences are numbered on from its tag
+        self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
         self._turn = threading.Lock()
 
     def generate(
@@ -69,12 +69,12 @@ class LLM:
         scheduling: Scheduling | Sequence[Scheduling] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Completes each prompt (see `Prompt`); returns whole outputs in the order of the prompts, `n` for each.
+        """Completes each prompt (see `Prompt`). Returns whole outputs in the order of the prompts, `n` for each.
 
-        `params` and `scheduling` are one for all, or one each; without `params` those of `default_params` are used.
-        `progress` shows a bar, or does not; by default it appears on a terminal when the work takes over a second. Raises
-        InvalidRequest, naming the prompt's index, or QueueFull, before anything is run. A request that fails on the way has
-        `finish_reason` "error", one that misses its deadline "deadline", and neither disturbs the others.
+        `params` and `scheduling` are one value for all prompts, or one per prompt; `params` defaults to `default_params`. `progress` shows
+        or hides a bar; by default it appears on a terminal when the work takes over a second. Raises InvalidRequest, with the prompt's
+        index, or QueueFull, before any prompt runs. A request that fails later has `finish_reason` "error", one that misses its deadline
+        "deadline"; neither affects the others.
         """
         many = listed(prompts)
         each = _one_each("params", SamplingParams, self.default_params() if params is None else params, len(many))
@@ -94,7 +94,7 @@ class LLM:
         scheduling: Scheduling | Sequence[Scheduling] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or each of several, through the model's chat template; else as `generate`."""
+        """Answers one or several conversations, rendered with the model's chat template. Other arguments as in `generate`."""
         conversations: list[Any] = list(messages) if isinstance(messages, list | tuple) and not _is_conversation(messages) else [messages]
         prompts = []
         for index, conversation in enumerate(conversations):
@@ -105,7 +105,7 @@ class LLM:
         return self.generate(prompts, params, scheduling=scheduling, progress=progress)
 
     def default_params(self, **settings: Any) -> SamplingParams:
-        """Sampling settings as the checkpoint recommends them (`--generation-config`), with `settings` above them."""
+        """Returns the checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
         return SamplingParams(**{**self.facts.get("default_sampling", {}), **settings})
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -115,7 +115,7 @@ class LLM:
         return Request(self.tokenizer, next(self._tags), prompt_token_ids, params)
 
     def _run(self, requests: list[Request], scheduling: list[Scheduling], progress: bool | None) -> list[RequestOutput]:
-        """Runs checked requests to their ends, or aborts them all."""
+        """Runs validated requests to their ends, or aborts them all."""
         outputs: dict[int, RequestOutput] = {}
         running: dict[int, Request] = {}
         try:
@@ -133,7 +133,7 @@ class LLM:
         finally:
             for tag in running:
                 self._engine.abort(tag)
-            while self._engine.has_work:  # a step may be under way though nobody waits for it
+            while self._engine.has_work:  # a step may be in flight although no request waits for it
                 self._engine.step()
         return list(outputs.values())
 
@@ -143,7 +143,7 @@ class LLM:
             self._wait(len(running))
             return
         for request in deliver(report, running):
-            # Text is made at the end, all at once, unless a stop string has to be looked for.
+            # Text is decoded once at the end, unless stop strings must be matched.
             if not request.params.stop and any(tag in running for tag in request.tags):
                 continue
             for part in request.take():
@@ -157,7 +157,7 @@ class LLM:
         bar.advance(len(report.finishes))
 
     def _wait(self, open_ones: int) -> None:
-        """Sleeps until the engine may have something to run; raises EngineDead if that will never be."""
+        """Sleeps until the engine may have something to run. Raises EngineDead if it never will."""
         seconds = self._engine.wakes_in()
         if seconds is None:
             raise EngineDead(f"the engine found nothing to run, with {open_ones} requests open")
@@ -165,7 +165,7 @@ class LLM:
 
 
 class _Bar:
-    """A progress bar that appears when the work turns out to be long; it counts the tokens that may still come."""
+    """A progress bar that appears if the work takes long. Its total is the maximum number of tokens."""
 
     def __init__(self, requests: list[Request], wanted: bool | None) -> None:
         self._requests = len(requests)
@@ -184,7 +184,7 @@ class _Bar:
             self._progress.stop()
 
     def advance(self, tokens: int) -> None:
-        """Counts a step's tokens, and shows where things stand."""
+        """Counts a step's tokens and updates the bar."""
         self._tokens += tokens
         seconds = time.monotonic() - self._began
         if not self._allowed or seconds < self._patience:
@@ -195,7 +195,7 @@ class _Bar:
         self._progress.update(self._progress.task_ids[0], completed=self._tokens + self._spared, note=note)
 
     def end(self, request: Request) -> None:
-        """Counts a request that ended, perhaps sooner than it might have."""
+        """Counts an ended request and the tokens that it did not use."""
         self._done += 1
         self._spared += _most_tokens(request) - request.num_tokens
 
@@ -217,10 +217,10 @@ def _open_progress(total: int) -> Progress:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[threading.Event]:
-    """Sets the event on Ctrl-C instead of raising, so that a step is never left half done; a second Ctrl-C raises as usual."""
+    """Sets the event on Ctrl-C instead of raising, so that every step completes. A second Ctrl-C raises as usual."""
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield pressed  # not ours to catch
+        yield pressed  # another thread or the caller's own handler receives Ctrl-C
         return
 
     def hold(number: int, frame: FrameType | None) -> None:
@@ -237,7 +237,7 @@ def _interrupts_held() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _naming(index: int) -> Iterator[None]:
-    """Puts the prompt's place into what is wrong with it."""
+    """Adds the prompt's index to an error."""
     try:
         yield
     except InvalidRequest as error:
@@ -248,7 +248,7 @@ T = TypeVar("T", SamplingParams, Scheduling)
 
 
 def _one_each(name: str, kind: type[T], given: T | Sequence[T] | None, count: int) -> list[T]:
-    """What was given for each of `count` prompts, or for all of them; the default where nothing was."""
+    """Returns the value for each of `count` prompts: one for all, one per prompt, or the default."""
     each: list[Any] = list(given) if isinstance(given, list | tuple) else [kind() if given is None else given] * count
     for one in each:
         if not isinstance(one, kind):

@@ -48,7 +48,7 @@ SNAPSHOT_WAITING, SNAPSHOT_CELLS = 64, 4096
 
 @dataclass(slots=True)
 class _RequestState:
-    """What the engine knows of a sequence that has not ended."""
+    """The engine's state of a sequence that has not ended."""
 
     seq: int
     """The core's handle."""
@@ -498,7 +498,7 @@ def _logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) 
 
 
 def _accepted(sample_tags: np.ndarray, output_tags: np.ndarray) -> np.ndarray:
-    """Which samples became output tokens, bool [samples]: of each tag the first ones, as many as it has output tokens."""
+    """Marks the samples that became output tokens, bool [samples]: the first samples of each tag, one per output token."""
     at = np.arange(len(sample_tags))
     begins = np.append(True, sample_tags[1:] != sample_tags[:-1])
     tags, counts = np.unique(output_tags, return_counts=True)

@@ -82,7 +82,7 @@ class EngineLike(Protocol):
         """Queues a request. Raises InvalidRequest or QueueFull."""
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
-        """Ends a sequence whose client has left or, if `stopped`, that a stop string has ended."""
+        """Ends a sequence that was aborted or, if `stopped`, that a stop string has ended."""
 
     def step(self) -> Report | None:
         """Runs one step; None if there is nothing to run."""
@@ -147,7 +147,7 @@ def main(fd: int, load: Callable[[], EngineMaker] = load) -> int:
         parent.send(Phase("imports", time.perf_counter() - began))
         _run(parent, inbox, make)
     except (BrokenPipeError, ConnectionResetError):
-        return 1  # the parent has gone
+        return 1  # the parent has exited
     except BaseException as error:  # a panic of the core is not an Exception
         if not isinstance(error, ChairliftError):
             traceback.print_exc()
@@ -301,7 +301,7 @@ def _add(
 
 
 def _receive_frames(sock: socket.socket, inbox: Inbox) -> None:
-    """Moves frames from the socket to the queue. Ends the process at once, even during a step, when the parent has gone."""
+    """Moves frames from the socket to the queue. Ends the process at once, even during a step, when the parent exits."""
     with sock.makefile("rb") as file:
         try:
             while (frame := receive(file)) is not None:

@@ -50,7 +50,7 @@ class StallDetector:
 
 
 class Watchdog(threading.Thread):
-    """Checks `engine` until `send` raises OSError because the parent has gone.
+    """Checks `engine` until `send` raises OSError because the parent has exited.
 
     `first_step` is the expected duration of the first step in seconds, before the engine can predict. If a stage lasts too long, the
     scheduler's state and all threads' stacks are printed to stderr, once.

@@ -1,1 +1,1 @@
-"""Answers of a given form: JSON by a schema, a regular expression, a choice or a grammar, kept to by masks over the vocabulary."""
+"""Structured output: JSON schemas, regular expressions, choices and grammars, enforced by masks over the vocabulary."""

@@ -1,4 +1,4 @@
-"""The grammars of an engine: compiled by a thread of their own, kept for the next request, and followed token by token."""
+"""Compiles an engine's grammars on a separate thread, caches them, and matches output against them token by token."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_WAITING = 256
-"""Grammars that may wait to be compiled."""
+"""Maximum number of grammars that wait to be compiled."""
 MAX_KEPT, MAX_KEPT_BYTES = 256, 512 * 2**20
-"""Compiled grammars that are kept, and their memory, though the newest always is."""
+"""Maximum number and total bytes of cached grammars. The newest grammar is always kept."""
 STACK_BYTES = 64 * 2**20
-"""Many times what a grammar has had in its trial; only what is used takes memory."""
+"""Stack of the compiling thread in bytes: many times the stack of a trial. Only used pages take memory."""
 
 
 class Grammar:
-    """A compiled grammar, of which every sequence has its own matcher; `size` is its memory in bytes."""
+    """A compiled grammar of `size` bytes. Each sequence has its own matcher."""
 
     def __init__(self, template: LLMatcher, size: int) -> None:
         self._template = template
         self.size = size
 
     def matcher(self) -> Matcher:
-        """A matcher at the beginning of an answer; it shares with the others what they find out about the grammar."""
+        """Returns a matcher at the start of the output. All matchers of a grammar share its lexer's cache."""
         return Matcher(self._template.deep_copy())
 
 
 class Matcher:
-    """One sequence's place in a grammar, as `chairlift.runner.sampling.matcher` wants it."""
+    """The position of one sequence in a grammar: a `chairlift.runner.sampling.matcher.Matcher`."""
 
     def __init__(self, place: LLMatcher) -> None:
         self._place = place
 
     def mask(self, bitmask: torch.Tensor, index: int) -> None:
-        """Sets a bit for each token that may come next, only ends of sequence behind the grammar's end; raises ValueError.
+        """Sets the bits of the tokens that the grammar allows next. After the grammar's end only end-of-sequence tokens are allowed.
 
-        `bitmask` is int32 [rows, ceil(vocabulary / 32)] on the CPU.
+        `bitmask` is int32 [rows, ceil(vocabulary / 32)] on the CPU. Raises ValueError.
         """
         row = bitmask[index]
         self._place.unsafe_compute_mask_ptr(row.data_ptr(), row.nbytes)
         self._check()
 
     def accept(self, token: int) -> None:
-        """Goes on by one token; raises ValueError if the grammar has no place for it."""
+        """Advances by one token. Raises ValueError if the grammar does not allow it."""
         self._place.consume_token(token)
         self._check()
 
@@ -62,9 +62,9 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars over a model's vocabulary, each at first in a trial that bounds its time and memory.
+    """Compiles grammars over a model's vocabulary. Each grammar is first compiled in a trial process with limits on time and memory.
 
-    `compile` belongs to one thread; the first call of it starts another, which reads the tokenizer and does the work.
+    Only one thread may call `compile`. The first call starts another thread, which loads the tokenizer and compiles.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -76,7 +76,7 @@ class Grammars:
         self._thread: threading.Thread | None = None
 
     def compile(self, structure: StructuredOutput) -> Future[Grammar]:
-        """The grammar as soon as it is compiled, or InvalidRequest with what is wrong with it; raises QueueFull."""
+        """Returns the future of the compiled grammar. It fails with InvalidRequest if the grammar is invalid. Raises QueueFull."""
         key = (structure.kind, structure.text)
         future = self._kept.get(key)
         if future is None or _is_accident(future):
@@ -90,7 +90,7 @@ class Grammars:
         return future
 
     def close(self) -> None:
-        """Ends the thread, after what it is compiling, and the process of its trials."""
+        """Ends the thread after its current grammar, and ends the trial process."""
         if self._thread is not None:
             self._work.put(None)
             self._trial.close()
@@ -114,11 +114,11 @@ class Grammars:
                 future.set_result(Grammar(compiled(self._tokenizer, structure), size))
             except Exception as error:
                 future.set_exception(error)
-            except BaseException as error:  # a panic of Rust's is no Exception
+            except BaseException as error:  # a Rust panic is not an Exception
                 future.set_exception(RequestFailed(f"the grammar could not be compiled: {error}"))
 
     def _shrink(self) -> None:
-        """Lets go of the grammars that were not asked for the longest; sequences that use them go on."""
+        """Evicts the least recently requested grammars. Sequences that use them are not affected."""
         sizes = {key: _size(future) for key, future in self._kept.items()}
         total = sum(sizes.values())
         while len(self._kept) > MAX_KEPT or (total > MAX_KEPT_BYTES and len(self._kept) > 1):
@@ -127,7 +127,7 @@ class Grammars:
 
 
 def _is_accident(future: Future[Grammar]) -> bool:
-    """Whether it failed for a reason that is not in the grammar."""
+    """Whether the compilation failed for a reason other than the grammar."""
     return future.done() and not isinstance(future.exception(), InvalidRequest | None)
 
 

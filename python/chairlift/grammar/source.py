@@ -1,4 +1,4 @@
-"""The form that an answer must have, as llguidance reads it, and tool calls as such a form."""
+"""Converts structured-output requests and tool calls to grammars for llguidance."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from chairlift.errors import InvalidRequest
 from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
 
 _SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Space between a JSON answer's tokens is free, but bounded: small models like to go on with it for ever."""
+"""Whitespace between JSON tokens is optional and bounded, because small models tend to repeat it without end."""
 
 
 def source(structure: StructuredOutput) -> str:
-    """What llguidance's matchers are made from; raises ValueError for a JSON schema or a list of choices that is none."""
+    """Returns the source of llguidance's matcher. Raises ValueError for an invalid JSON schema or list of choices."""
     from llguidance import LLMatcher
 
     match structure.kind:
@@ -36,7 +36,7 @@ def source(structure: StructuredOutput) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """How a model writes calls: `begin`, calls with `separator` between them, `end`.
+    """The syntax of a model's tool calls: `begin`, calls with `separator` between them, `end`.
 
     A call is `before`, the function's name, `between`, the arguments as JSON, and `after`.
     """
@@ -57,16 +57,16 @@ def calls_grammar(
     several: bool,
     instead: StructuredOutput | None = None,
 ) -> StructuredOutput:
-    """A form that makes the model call one of `tools`, by name with the JSON schema of its arguments; if `several`, one or more.
+    """Returns a grammar that makes the model call one of `tools` (name to JSON schema of the arguments); one or more calls if `several`.
 
-    `control` has the marks in `form` for which the vocabulary has control tokens, with their ids: those are no text to the model. With
-    `instead`, which has to be of a JSON kind, the answer may have that form and call nothing. Raises InvalidRequest if the tools'
-    schemas are too long together, if `instead` is of another kind, or if calls begin like JSON too.
+    `control` maps the marks of `form` that are control tokens to their ids, because the model does not produce them as text. `instead`,
+    which must be a JSON kind, is an alternative: the answer may have that form and call nothing. Raises InvalidRequest if the tools'
+    schemas are too long in total, if `instead` is of another kind, or if calls begin like JSON.
     """
     calls = f"calls: {_lark(form.begin, control)} {_calls(form, control, several)}"
     if instead is None:
         return _form(["start: calls", calls, *_each(form, tools, control)])
-    # llguidance's lexer goes on with the longest text that it could read: it would take all JSON for the beginning of a call.
+    # llguidance's lexer continues with the longest match: it would take any JSON for the beginning of a call.
     if instead.kind not in ("json", "json_object") or not form.begin:
         message = f"{instead.param} and tools don't go together here: leave out either, or send tool_choice none or required"
         raise InvalidRequest(message, param=instead.param)
@@ -77,29 +77,29 @@ def calls_grammar(
 def free_calls_grammar(
     mark: str, form: ToolCallFormat, tools: Mapping[str, Mapping[str, Any] | None], control: Mapping[str, int], *, several: bool
 ) -> StructuredOutput:
-    """Any text, but what follows `mark`, with which `form` has to begin, is as in `calls_grammar`; if not `several`, it ends with a call.
+    """Returns a grammar for free text in which `mark` begins calls as in `calls_grammar`. Without `several`, one call ends the text.
 
-    Without a mark ("") only an answer that begins with a brace is calls. Raises InvalidRequest if the tools' schemas are too long
-    together.
+    `form` must begin with `mark`. If `mark` is empty, the answer contains calls only if it begins with a brace. Raises InvalidRequest if
+    the tools' schemas are too long in total.
     """
     if not mark:
         rules = ["start: calls | text", r"text: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/"]
         return _form([*rules, f"calls: {_calls(form, control, several)}", *_each(form, tools, control)])
     within = f"{_lark(form.begin.removeprefix(mark), control)} {_calls(form, control, several and mark not in form.separator)}"
-    # A text that ends with a suffix ends where that first appears: nothing gets past the mark.
+    # A text rule with a suffix ends at the first occurrence of the suffix, so free text cannot contain the mark.
     before = [f"before: text {_lark(mark, control)}"] if mark in control else [f"before[suffix={json.dumps(mark)}]: /(.|\\n)*/"]
     start = "start: (before calls)* text" if several else "start: before calls | text"
     return _form([start, "text: /(.|\\n)*/", *before, f"calls: {within}", *_each(form, tools, control)])
 
 
 def _calls(form: ToolCallFormat, control: Mapping[str, int], several: bool) -> str:
-    """What follows the beginning of calls, to their end."""
+    """Returns the rule for everything after the beginning of the calls, up to their end."""
     separated = f" ({_lark(form.separator, control)} call)*" if several else ""
     return f"call{separated} {_lark(form.end, control)}"
 
 
 def _each(form: ToolCallFormat, tools: Mapping[str, Mapping[str, Any] | None], control: Mapping[str, int]) -> list[str]:
-    """The rules for one call of each tool."""
+    """Returns the rules for one call of each tool."""
     names = [f"call_{index}" for index in range(len(tools))]
     rules = [f"call: {' | '.join(names)}"]
     for rule, (name, schema) in zip(names, tools.items(), strict=True):
@@ -108,7 +108,7 @@ def _each(form: ToolCallFormat, tools: Mapping[str, Mapping[str, Any] | None], c
 
 
 def _json(schema: Mapping[str, Any] | None) -> str:
-    """A JSON object by its schema. Each schema is a document of its own: that is what its references are relative to."""
+    """Returns the rule for a JSON object. Each schema is a separate document, because its references are relative to its root."""
     return "%json " + json.dumps({"type": "object", "x-guidance": {"whitespace_pattern": _SPACE}, **(schema or {})})
 
 
@@ -124,7 +124,7 @@ def _form(rules: list[str]) -> StructuredOutput:
 
 
 def _lark(text: str, control: Mapping[str, int]) -> str:
-    """A text in a Lark rule, with control tokens by their ids."""
+    """Returns a text as a Lark expression, with control tokens by id."""
     if not text:
         return '""'
     marks = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))

@@ -1,8 +1,8 @@
-"""Whether a grammar can be compiled within bounds, tried where nothing else can suffer.
+"""Compiles grammars in a separate process first, with limits on time and memory.
 
-llguidance bounds most of its work, but not all: a schema of 50 characters can take it minutes and gigabytes, one of a few thousand
-its stack, and then the process is gone. None of that can be told from the text, so a grammar is first compiled in a process that
-may be killed: a fork of `python -m chairlift.grammar.trial`, which holds the vocabulary.
+llguidance bounds most of its work, but not all. A schema of 50 characters can take minutes and gigabytes. A schema of a few thousand
+characters can overflow the stack, which kills the process. The text does not show this in advance. Each grammar is therefore first compiled
+in a process that may be killed: a fork of `python -m chairlift.grammar.trial`, which holds the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CPU_SECONDS = 1.0
-"""What a grammar may take to compile. Schemas in use take milliseconds; one of 1500 properties took 0.2 s where this was measured."""
+"""CPU seconds that a grammar may take to compile. Schemas in use take milliseconds; one with 1500 properties took 0.2 s when measured."""
 WALL_SECONDS = 30.0
-"""The same by the clock, for a machine so loaded that the time above takes as long."""
+"""Limit in wall-clock seconds, for a machine so loaded that the CPU time above takes as long."""
 MAX_BYTES = 256 * 2**20
-"""Memory that one grammar may take."""
+"""Bytes of memory that one grammar may take."""
 STACK_BYTES = 4 * 2**20
 MAX_LEXER_STATES = 50_000
-"""A fifth of llguidance's default: each takes 1 to 2 kB, and they grow with every answer."""
+"""A fifth of llguidance's default. Each takes 1 to 2 kB, and their number grows with every answer."""
 MAX_MESSAGE = 400
-"""Characters of llguidance's message that are worth passing on: it may repeat the grammar."""
+"""Maximum characters of llguidance's message to report, because the message may repeat the grammar."""
 
 
 class Vocabulary(NamedTuple):
-    """What a grammar's masks are over: a tokenizer.json, how many tokens the model has, and which of them end an answer."""
+    """The vocabulary that masks cover: a tokenizer.json, the model's number of tokens, and the tokens that end an answer."""
 
     file: Path
     size: int
     ends: tuple[int, ...]
 
     def load(self) -> LLTokenizer:
-        """Reads the file, which takes most of a second for 50,000 tokens; raises ValueError."""
+        """Reads the file, which takes almost a second for 50,000 tokens. Raises ValueError."""
         from llguidance import LLTokenizer
 
         return LLTokenizer(str(self.file), n_vocab=self.size, eos_token=list(self.ends))
 
 
 def compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
-    """The grammar with its first mask made, which is when most of what is wrong with it shows; raises InvalidRequest."""
+    """Compiles the grammar and computes its first mask, which detects most errors. Raises InvalidRequest."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
@@ -68,7 +68,7 @@ def compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
 
 
 def shortened(message: str) -> str:
-    """An error of llguidance's on one line; of a long one the ends, for a grammar that it quotes stands between."""
+    """Formats an error of llguidance on one line. A long message keeps its start and end, because it quotes the grammar in between."""
     message = " ".join(message.removesuffix("<non-verbose/>").split())
     if len(message) <= MAX_MESSAGE:
         return message
@@ -76,14 +76,14 @@ def shortened(message: str) -> str:
 
 
 class Trial:
-    """The process that tries grammars, one after the other; it is started by the first, and again if it was killed."""
+    """The process that tries grammars one after another. The first grammar starts it; it is started again if it was killed."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, structure: StructuredOutput) -> int:
-        """How many bytes the grammar takes; raises InvalidRequest if it is wrong or takes too much, RequestFailed if that is not known."""
+        """Returns the grammar's bytes. Raises InvalidRequest if it is invalid or too large, RequestFailed if the trial itself failed."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = self._start()
@@ -109,15 +109,15 @@ class Trial:
             self._process.communicate()
 
     def _start(self) -> subprocess.Popen[str]:
-        # The child finds modules where this process does, and not in its working directory.
+        # The child has this process's module path and does not import from its working directory.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         command = [sys.executable, "-P", "-m", "chairlift.grammar.trial", json.dumps([str(self._vocabulary.file), *self._vocabulary[1:]])]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
 
 
 def main() -> None:
-    """Answers each line with a grammar by one that says what became of it, until there are no more."""
-    # Ctrl-C reaches the whole group of processes; this one ends with its parent, whose pipe closes.
+    """Reads one grammar per line and writes one result per line, until the input ends."""
+    # Ctrl-C reaches the whole process group. This process ends with its parent, when the pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     file, size, ends = json.loads(sys.argv[1])
     broken = None
@@ -152,10 +152,10 @@ def _fork(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, Any]
 
 
 def _bound() -> None:
-    """Takes from this process what it must not use; to run into that kills it."""
-    os.nice(5)  # less than the steps of those who are served already
+    """Sets this process's resource limits. Exceeding them kills it."""
+    os.nice(5)  # lower priority than the steps of running requests
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stderr.fileno())  # where Rust writes its last words
+    os.dup2(null, sys.stderr.fileno())  # Rust writes its panic messages here
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
     if sys.platform == "linux":
@@ -172,7 +172,7 @@ def _verdict(tokenizer: LLTokenizer, structure: StructuredOutput) -> dict[str, A
         matcher = compiled(tokenizer, structure)
     except InvalidRequest as error:
         return {"error": str(error)}
-    # All that is done outside of the engine's thread with the large stack is done here with the small one.
+    # Everything that runs outside the engine's thread with the large stack runs here with the small one.
     matcher.deep_copy().compute_bitmask()
     del matcher
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -1,1 +1,1 @@
-"""The parts that a transformer is made of, over ragged token axes and a paged cache."""
+"""Layers of a transformer, over a ragged token axis and a paged cache."""

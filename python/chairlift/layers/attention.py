@@ -136,7 +136,7 @@ def paged_attention(
             rows = span.reshape(len(k), -1, span.shape[-1])
             seen.copy_(functional.scaled_dot_product_attention(rows, k, v, scale=scale).view_as(seen))
         else:
-            # Several queries' go in as heads of their own, of which the keys and values are repeated without a copy.
+            # For several queries, each query head is a separate head; keys and values are expanded to the heads without a copy.
             heads = span.reshape(len(span), len(k), -1, span.shape[-1]).permute(1, 2, 0, 3)
             k, v = (part.unsqueeze(1).expand(-1, heads.shape[1], -1, -1) for part in (k, v))
             mixed = functional.scaled_dot_product_attention(heads, k, v, read.visible, is_causal=read.causal, scale=scale)
@@ -145,7 +145,7 @@ def paged_attention(
 
 
 def _gather(cache: torch.Tensor, read: SequenceRead, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """What a read sees of keys or values: [kv_heads, keys, head_dim]."""
+    """Returns the keys or values of a read: [kv_heads, keys, head_dim]."""
     seen = cache.index_select(0, read.blocks).transpose(0, 1).flatten(1, 2)[:, read.keys]
     if cache.dtype == dtype:
         return seen
@@ -161,7 +161,7 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention written out, in fp32, for what torch's own cannot do: query [n, heads, D], k and v as gathered."""
+    """Computes attention step by step in fp32, for options that torch's own attention lacks. k and v are as gathered."""
     count, heads, dim = query.shape
     scores = query.reshape(count, len(k), -1, dim).permute(1, 2, 0, 3).float() @ k.float().unsqueeze(1).mT * scale
     if softcap:

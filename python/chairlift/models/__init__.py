@@ -1,1 +1,1 @@
-"""Native model code, and the configuration that a checkpoint comes with."""
+"""Native model code and checkpoint configurations."""

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says of its model, checked and in our words."""
+"""Parses and checks a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chairlift.models.shape import KvSpec, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class _Gemma:
-    """What Gemma 2 and 3 do otherwise; of every `pattern` layers the last sees all of its context, the others a window."""
+    """Settings specific to Gemma 2 and 3. Every `pattern`-th layer has full attention, the other layers have a sliding window."""
 
     pattern: int
     theta: float
@@ -25,7 +25,10 @@ class _Gemma:
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """How a checkpoint names a layer's linear layers, below `model.layers.N.`; one name for several means that they are one tensor."""
+    """Names of a layer's linear layers in a checkpoint, below `model.layers.N.`.
+
+    A single name for several projections means one fused tensor.
+    """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -34,7 +37,7 @@ class Projections:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What one architecture takes for granted where its config.json is silent, and what it may have at all."""
+    """An architecture's defaults where its config.json is silent, and its optional features."""
 
     kv_heads: int | None = None
     head_dim: int | None = None
@@ -57,7 +60,7 @@ class _Family:
 
 
 class NoNativeModel(UnsupportedModel):
-    """A model that there is no code of ours for; transformers may have some."""
+    """The model has no native code in chairlift; transformers may support it."""
 
 
 FAMILIES = {
@@ -99,12 +102,12 @@ FAMILIES = {
         only_in_rust=True,
     ),
 }
-"""The architectures that there is code of ours for, some of them in the CPU's kernels alone."""
+"""The architectures with native code, some only in the CPU kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """How positions turn into angles; `kind` is default, linear or llama3, and the rest belongs to the latter two."""
+    """Parameters of the rotary embedding. `kind` is default, linear or llama3; the other fields apply to linear and llama3."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -116,7 +119,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRope:
-    """LongRoPE: what the frequencies of each pair are divided by, in sequences up to `original_max_position_embeddings` and beyond.
+    """LongRoPE: divisors of each pair's frequency, for sequences up to `original_max_position_embeddings` and for longer ones.
 
     Cosines and sines are multiplied by `scale`.
     """
@@ -129,13 +132,14 @@ class LongRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ModelShape):
-    """The shape of a model of the Llama family.
+    """The configuration of a model of the Llama family.
 
-    `windows` has one entry per layer: how many tokens back, itself included, a token sees; None is all of them. Layers with a window
-    turn by `local_rope`. `activation` is silu or gelu_tanh. Scores of attention are products times `attention_scale`. A softcap c
-    makes c * tanh(x / c) of scores, or of logits. `embedding_scale` multiplies embeddings, `norm_offset` is added to the weights of
-    all norms, and with `post_norms` attention and network have one behind them too. The first `rotary_dim` numbers of a head turn, in the
-    layers that `uses_rope` says. What a layer adds to the residual stream is multiplied by `residual_scale`, logits by `logits_scale`.
+    `windows` has one entry per layer: the number of tokens that a token sees, itself included; None means all. Layers with a window use
+    `local_rope`. `activation` is silu or gelu_tanh. Attention scores are products times `attention_scale`. A softcap c maps scores or
+    logits to c * tanh(x / c). Embeddings are multiplied by `embedding_scale`, `norm_offset` is added to the weights of all norms, and
+    `post_norms` adds a norm after attention and after the MLP. The first `rotary_dim` numbers of each head are rotated, in the layers
+    selected by `uses_rope`. The output of attention and of the MLP is multiplied by `residual_scale` before it is added to the residual
+    stream, and logits are multiplied by `logits_scale`.
     """
 
     num_kv_heads: int
@@ -166,19 +170,19 @@ class ModelConfig(ModelShape):
 
     @property
     def kv_specs(self) -> tuple[KvSpec, ...]:
-        """What each layer keeps in the KV cache."""
+        """The shape of each layer's KV cache."""
         return tuple(KvSpec(self.num_kv_heads, self.head_dim, self.head_dim, window) for window in self.windows)
 
     @property
     def num_weights(self) -> int:
-        """How many numbers all weights have, but for biases."""
+        """The number of parameters, without biases."""
         tables = 1 if self.tie_word_embeddings else 2
         matrices = sum(outs * ins for outs, ins in self.layer_matrices)
         return self.num_layers * (matrices + 2 * self.hidden_size) + self.hidden_size * (tables * self.vocab_size + 1)
 
     @property
     def layer_matrices(self) -> tuple[tuple[int, int], ...]:
-        """Outputs and inputs of what a layer multiplies by: queries, keys and values; attention's output; gate and up; down."""
+        """Outputs and inputs of a layer's matrices: merged query, key and value; attention output; merged gate and up; down."""
         queries, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, inner = self.hidden_size, self.intermediate_size
         return (queries + 2 * kv, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)
@@ -187,7 +191,8 @@ class ModelConfig(ModelShape):
     def load(cls, directory: Path) -> ModelConfig:
         """Reads config.json of a checkpoint's directory.
 
-        Raises ModelNotFound when there is no readable config.json, UnsupportedModel for what makes no sense, and NoNativeModel as such.
+        Raises ModelNotFound if there is no readable config.json, UnsupportedModel for invalid values, and NoNativeModel for a model without
+        native code.
         """
         path = directory / "config.json"
         try:
@@ -202,7 +207,10 @@ class ModelConfig(ModelShape):
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ModelConfig:
-        """Reads the content of a config.json. Raises UnsupportedModel for what is wrong, NoNativeModel for what has no code of ours."""
+        """Parses the content of a config.json.
+
+        Raises UnsupportedModel for invalid values, NoNativeModel for a model without native code.
+        """
         architecture = _architecture(raw)
         family = FAMILIES[architecture]
         gemma = family.gemma
@@ -261,10 +269,10 @@ class ModelConfig(ModelShape):
 
 
 def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
-    """Reads the config.json of any checkpoint: as a ModelConfig if there is code of ours for it, else as transformers does.
+    """Reads the config.json of any checkpoint: as a ModelConfig if native code supports it, else with transformers.
 
-    With `in_torch` the code must be torch's: what only the CPU's kernels know is left to transformers. Raises ModelNotFound when there
-    is no readable config.json, UnsupportedModel when chairlift cannot run what it describes.
+    With `in_torch` native code must be in torch: architectures that only the CPU kernels support are left to transformers. Raises
+    ModelNotFound if there is no readable config.json, UnsupportedModel if chairlift cannot run the model.
     """
     try:
         model = ModelConfig.load(directory)
@@ -272,7 +280,7 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
             raise NoNativeModel(f"{model.architecture} has code of ours for one process on a CPU alone")
         return model
     except NoNativeModel as reason:
-        # Here, for importing transformers takes seconds.
+        # Imported here because transformers takes seconds to import.
         from chairlift.models.transformers_config import TransformersConfig
 
         return TransformersConfig.load(directory, str(reason))
@@ -288,7 +296,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _check_supported(raw: dict[str, Any], architecture: str) -> None:
-    """Raises NoNativeModel for what an architecture with code of ours may ask for, and has none."""
+    """Raises NoNativeModel for features that the architecture allows but the native code lacks."""
     gemma = FAMILIES[architecture].gemma
     known = ("gelu_pytorch_tanh",) if gemma else ("silu", "swish")
     activation = (raw.get("hidden_activation") if gemma else raw.get("hidden_act")) or known[0]
@@ -303,7 +311,7 @@ def _check_supported(raw: dict[str, Any], architecture: str) -> None:
 
 
 def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A positive integer of the config; None and absence mean the default."""
+    """Returns a positive integer of the config. None and absence mean the default."""
     value = raw.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -312,7 +320,7 @@ def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
 
 
 def _number(raw: dict[str, Any], name: str, default: float | None) -> float | None:
-    """A positive number of the config, or null; absence means the default."""
+    """Returns a positive number of the config, or None for null. Absence means the default."""
     value = raw.get(name, default)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
         raise UnsupportedModel(f"config.json: {name} must be a positive number or null, got {value!r}")
@@ -320,7 +328,7 @@ def _number(raw: dict[str, Any], name: str, default: float | None) -> float | No
 
 
 def _multipliers(raw: dict[str, Any]) -> dict[str, float]:
-    """Granite's, which are 1 where config.json is silent."""
+    """Returns Granite's multipliers, which are 1 where config.json is silent."""
     names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
     return {name: _number(raw, name, 1.0) or 1.0 for name in names}
 
@@ -335,7 +343,7 @@ def _check_dense(raw: dict[str, Any]) -> None:
 
 
 def _uses_rope(raw: dict[str, Any], architecture: str, layers: int) -> tuple[bool, ...]:
-    """In which layers positions count."""
+    """Returns for each layer whether it uses rotary positions."""
     if architecture == "GraniteMoeHybridForCausalLM":
         return (raw.get("position_embedding_type") == "rope",) * layers
     interval = FAMILIES[architecture].no_rope_interval
@@ -351,12 +359,12 @@ def _uses_rope(raw: dict[str, Any], architecture: str, layers: int) -> tuple[boo
 
 
 def _ropes(raw: dict[str, Any], family: _Family) -> tuple[RopeConfig, RopeConfig]:
-    """Those of layers that see all of their context, and of those with a window."""
+    """Returns the rotary embeddings of layers with full attention and of layers with a sliding window."""
     gemma = family.gemma
     if gemma is None or gemma.theta == gemma.local_theta:
         rope = _rope(raw, family)
         return rope, rope
-    # transformers 5 has a table for each kind of layer; before it the one for windows was a number of its own.
+    # transformers 5 has a table for each kind of layer. Earlier versions have a separate number for layers with a window.
     tables = raw.get("rope_parameters") or {}
     everywhere = {**raw, "rope_theta": raw.get("rope_theta") or gemma.theta, "rope_parameters": tables.get("full_attention")}
     local = {"rope_theta": raw.get("rope_local_base_freq") or gemma.local_theta, "rope_parameters": tables.get("sliding_attention")}
@@ -364,7 +372,10 @@ def _ropes(raw: dict[str, Any], family: _Family) -> tuple[RopeConfig, RopeConfig
 
 
 def _rope_table(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Reads both spellings: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling` before it; and the type."""
+    """Returns the rotary parameters and their type.
+
+    Reads `rope_parameters` of transformers 5, and the older `rope_theta` and `rope_scaling`.
+    """
     found: dict[str, Any] = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     return found, found.get("rope_type", found.get("type", "default"))
 
@@ -389,7 +400,7 @@ def _rope(raw: dict[str, Any], family: _Family) -> RopeConfig:
 
 
 def _rotary_dim(raw: dict[str, Any], family: _Family, head_dim: int) -> int:
-    """How many of a head's numbers turn."""
+    """Returns how many numbers of each head are rotated."""
     partial = _rope_table(raw)[0].get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial in (None, 1, 1.0):
         return head_dim
@@ -423,7 +434,7 @@ def _long_rope(raw: dict[str, Any], rotary_dim: int, max_positions: int) -> Long
 
 
 def _windows(raw: dict[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
-    """Which layers see a sliding window: all of Mistral's, and of Qwen and Gemma the ones that layer_types or a rule name."""
+    """Returns each layer's sliding window: all layers of Mistral; in Qwen and Gemma those selected by layer_types or by a rule."""
     family = FAMILIES[architecture]
     window = raw.get("sliding_window", family.sliding_window)
     if architecture == "LlamaForCausalLM" or family.multipliers or window is None:
@@ -450,7 +461,7 @@ def _windows(raw: dict[str, Any], architecture: str, layers: int) -> tuple[int |
 
 
 def _quantises_weights(found: Any) -> bool:
-    """Whether more than keys and values is quantised, of which our models take the scales (see `Llama`)."""
+    """Whether more than keys and values is quantised. Quantised keys and values are supported, with their scales (see `Llama`)."""
     if not isinstance(found, dict):
         return bool(found)
     return found.get("quant_method") != "compressed-tensors" or bool(found.get("config_groups")) or not found.get("kv_cache_scheme")

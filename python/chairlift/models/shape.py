@@ -1,4 +1,4 @@
-"""What everybody but its own code needs to know of a model."""
+"""The properties of a model that memory planning, precision and the engine need."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 
 class KvSpec(NamedTuple):
-    """What one layer keeps of each token: keys [kv_heads, head_dim] and values [kv_heads, value_dim].
+    """One layer's cache per token: keys [kv_heads, head_dim] and values [kv_heads, value_dim].
 
-    `window` is how many tokens back, itself included, a token sees in this layer; None is all of them.
+    `window` is the number of tokens that a token sees in this layer, itself included; None means all.
     """
 
     kv_heads: int
@@ -21,11 +21,11 @@ class KvSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape(ABC):
-    """The numbers of any model that memory, precision and the engine go by.
+    """Properties of any model that memory planning, precision and the engine need.
 
-    `intermediate_size` is the widest that a layer gets for one token. `dtype` is the checkpoint's own, as a word (float32, bfloat16,
-    float16), or None when it does not say; `quantization` is the method of a quantised one.
-    `not_ours` says why there is no code of ours for it, and is empty where there is.
+    `intermediate_size` is the widest activation of a layer for one token. `dtype` is the checkpoint's dtype as a word (float32, bfloat16,
+    float16), or None if it does not say. `quantization` is the method of a quantised checkpoint. `not_ours` is the reason why there is no
+    native code for the model; it is empty if there is.
     """
 
     architecture: str
@@ -42,9 +42,9 @@ class ModelShape(ABC):
     @property
     @abstractmethod
     def kv_specs(self) -> tuple[KvSpec, ...]:
-        """What each layer keeps in the KV cache."""
+        """The shape of each layer's KV cache."""
 
     @property
     @abstractmethod
     def num_weights(self) -> int:
-        """How many numbers all weights have."""
+        """The number of parameters."""

@@ -1,4 +1,4 @@
-"""What transformers' own code says of a model, for the architectures that have none of ours; no weights are read."""
+"""Configurations of models without native code, as transformers' own code defines them. Reads no weights."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from chairlift.errors import UnsupportedModel
 from chairlift.models.shape import KvSpec, ModelShape
 
 ATTENTION = "chairlift"
-"""The name of our attention among transformers' implementations, and of the argument that says what it does in this step."""
+"""The name of chairlift's attention among transformers' implementations, and of the argument that passes it the current step."""
 
 DECODERS: Any = AutoModelForCausalLM
-"""What makes models of configs and checkpoints, which transformers does not type."""
+"""The factory of models from configs and checkpoints, which transformers does not type."""
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""What a layer may be: one that keeps another state, or hides tokens by its mask alone, would go wrong without a word."""
+"""Supported layer types. A layer that keeps another state, or hides tokens only by its mask, would silently give wrong results."""
 UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
-"""What models tell attention that changes its result, and that ours heeds (there is no dropout outside of training)."""
+"""Arguments of attention that change its result and that chairlift's attention supports (there is no dropout in inference)."""
 HARMLESS = {"position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"}
-"""What reaches attention because a model hands everything on."""
+"""Arguments that reach attention only because a model forwards all of them. They are ignored."""
 PROBE_TOKENS = 3
 MAX_POSITIONS = 2048
-"""The context length of a model whose config names none."""
+"""The context length of a model whose config does not name one."""
 
 Attend = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
-"""Attention of one layer over a step's T tokens: query [1, heads, T, head_dim], key and value likewise; gives [1, T, heads, value_dim]."""
+"""Attention of one layer for a step's T tokens: query [1, heads, T, head_dim], key and value likewise; returns [1, T, heads, value_dim]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig(ModelShape):
-    """A model that transformers computes but for attention, which is ours.
+    """A model that transformers computes, except attention, which chairlift computes.
 
-    `specs` and `weights` were found by building it without memory behind it and running it once. `theirs` is transformers' own config,
-    and `decoder` the name of the module within the model that does all but what makes logits of hidden states.
+    `specs` and `weights` are found by building the model without memory for its weights and running it once. `theirs` is transformers' own
+    config. `decoder` is the name of the module that computes hidden states, without the head.
     """
 
     decoder: str
@@ -49,17 +49,20 @@ class TransformersConfig(ModelShape):
 
     @property
     def kv_specs(self) -> tuple[KvSpec, ...]:
-        """What each layer keeps in the KV cache."""
+        """The shape of each layer's KV cache."""
         return self.specs
 
     @property
     def num_weights(self) -> int:
-        """How many numbers all weights have."""
+        """The number of parameters."""
         return self.weights
 
     @classmethod
     def load(cls, directory: Path, reason: str) -> TransformersConfig:
-        """Reads a checkpoint's config, and tries its code; raises UnsupportedModel where paged attention would not be the model's own."""
+        """Reads a checkpoint's config and probes its code.
+
+        Raises UnsupportedModel if paged attention would not give the model's own results.
+        """
         try:
             theirs = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         except Exception as error:
@@ -68,7 +71,7 @@ class TransformersConfig(ModelShape):
 
     @classmethod
     def of(cls, theirs: Any, reason: str) -> TransformersConfig:
-        """The same for one of transformers' configs."""
+        """Creates the configuration from one of transformers' configs."""
         architecture = _architecture(theirs)
         text = theirs.get_text_config(decoder=True)
         if unknown := set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES:
@@ -82,7 +85,7 @@ class TransformersConfig(ModelShape):
         except Exception as error:
             raise UnsupportedModel(f"{architecture}: transformers cannot build it: {brief(error)}") from None
         found = _record(model, text.num_hidden_layers, architecture)
-        # Experts work side by side on the same token.
+        # The activations of all experts of one token exist at the same time.
         wide = [max(p.shape[-2:]) for p in model.parameters() if p.ndim > 1 and text.vocab_size not in p.shape]
         dtype = getattr(text, "dtype", None) or theirs.dtype
         return cls(
@@ -104,14 +107,17 @@ class TransformersConfig(ModelShape):
 
 
 def skeleton(theirs: Any) -> Any:
-    """The model without memory behind its weights; raises whatever transformers does."""
+    """Builds the model without memory for its weights. Raises any error that transformers raises."""
     with torch.device("meta"):
-        # A copy: what a model is built from becomes a part of it.
+        # Copied because the model keeps the config that it is built from.
         return DECODERS.from_config(copy.deepcopy(theirs), attn_implementation=ATTENTION, trust_remote_code=False).eval()
 
 
 def _architecture(theirs: Any) -> str:
-    """The name of transformers' decoder for a config; raises UnsupportedModel if there is none, or none that leaves attention to others."""
+    """Returns the name of transformers' decoder for a config.
+
+    Raises UnsupportedModel if there is none or its attention cannot be replaced.
+    """
     names = list(theirs.architectures or ())
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), ())
     kinds = {kind.__name__: kind for kind in (found if isinstance(found, tuple) else (found,))}
@@ -131,9 +137,9 @@ class _Found(NamedTuple):
 
 @torch.inference_mode()
 def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
-    """Runs some tokens, and returns the number of query heads, what each layer gives to attention, and the name of the decoder.
+    """Runs a few tokens. Returns the number of query heads, each layer's attention inputs and the name of the decoder.
 
-    Raises UnsupportedModel where the model does not hand over all of its attention, or asks for one that is not ours.
+    Raises UnsupportedModel if the model does not delegate all of its attention or needs an unsupported feature.
     """
     heads: list[int] = []
     specs: list[KvSpec] = []
@@ -174,11 +180,11 @@ def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
 
 
 def settle(model: PreTrainedModel, longest: int | None = None) -> None:
-    """Takes away all that looks at the numbers of a whole step, where sequences of all lengths are.
+    """Removes computations that inspect a whole step at once, because a step contains sequences of all lengths.
 
-    That is a search for padding, done for a warning, and rotary frequencies that follow from the longest sequence at hand (longrope,
-    dynamic): from now on they are those of `longest` for all, as in vLLM, for keys stay in the cache as they were turned. Without it
-    they are as they are.
+    These are a search for padding, done for a warning, and rotary frequencies that depend on the longest sequence at hand (longrope,
+    dynamic). As in vLLM, all sequences get the frequencies of the length `longest`, because cached keys stay rotated. If `longest` is None,
+    the frequencies do not change.
     """
     parts: Iterable[Any] = model.modules()
     for part in parts:
@@ -199,14 +205,14 @@ def settle(model: PreTrainedModel, longest: int | None = None) -> None:
 def _attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **how: Any
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in the place of its own."""
+    """The attention function that transformers calls instead of its own."""
     attend: Attend | None = how.pop(ATTENTION, None)
     if attend is None:
         raise UnsupportedModel(f"{type(module).__name__} of transformers does not hand on what it is given for attention")
     return attend(module, query, key, value, how | {"attention_mask": attention_mask}), None
 
 
-# Without a mask function of the same name, models make no masks: they would be of the whole step, as if it were one sequence.
+# Registered without a mask function of the same name, so models create no masks. A mask would treat the whole step as one sequence.
 AttentionInterface.register(ATTENTION, _attention)
 
 
@@ -219,5 +225,5 @@ def _quantization(theirs: Any) -> str | None:
 
 
 def brief(error: Exception) -> str:
-    """The first line of what somebody else's code complains of."""
+    """Returns the first line of a library's error message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,4 +1,4 @@
-"""A model that transformers computes, but for its attention: that is ours, over a ragged token axis and a paged cache."""
+"""Runs a model with transformers' code, except attention, which chairlift computes over a ragged token axis and a paged cache."""
 
 from __future__ import annotations
 
@@ -29,27 +29,30 @@ PACKAGES = {
     "quanto": ("optimum-quanto",),
     "torchao": ("torchao",),
 }
-"""What transformers needs to read a checkpoint that is quantised with a method; of others it says so itself."""
+"""Packages that transformers needs to read a checkpoint quantised with each method. transformers reports those of other methods."""
 DEQUANTISED = {"compressed-tensors", "fp8"}
-"""The methods whose weights become whole when they are read: transformers would do it in a step of the whole model, which there is
-none of here, or by kernels that it fetches from the network."""
+"""Methods whose weights are dequantised on reading.
+
+transformers would dequantise them in a forward pass of the whole model, which is not used here, or with kernels downloaded from the
+network.
+"""
 
 
 class TransformersModel:
-    """Any decoder of transformers that hands its attention to others (`AttentionInterface`), as vLLM's and SGLang's fallbacks use it.
+    """Any transformers decoder that delegates its attention (`AttentionInterface`), like the fallbacks of vLLM and SGLang.
 
-    `specs` says what each layer keeps in the cache.
+    `specs` has the shape of each layer's cache.
     """
 
     def __init__(self, model: PreTrainedModel, config: TransformersConfig, longest: int) -> None:
-        """Takes over `model`, for sequences of up to `longest` tokens."""
+        """Wraps `model` for sequences of up to `longest` tokens."""
         self.model, self.config, self.specs, self.longest = model, config, config.kv_specs, longest
         self.scales: Sequence[Scales | None] = [None] * len(self.specs)
-        """Those of each layer's keys and values in 8 bits, where there are any."""
+        """Scales of each layer's 8-bit keys and values, if it has any."""
         self.text = model.config.get_text_config(decoder=True)
         decoder: Any = model.get_submodule(config.decoder)
-        # The decoder runs once a step, the head for any of its tokens and as often as asked: as the whole model, which holds all that is
-        # done to logits, around a decoder that only repeats what it said.
+        # The decoder runs once per step, the head for any tokens and as often as needed. The head runs as the whole model, which includes
+        # all changes to logits, with a decoder that only returns the hidden states it is given.
         self._decode, decoder.forward = decoder.forward, self._repeat
         settle(model, longest)
 
@@ -58,19 +61,19 @@ class TransformersModel:
     def load(
         cls, config: TransformersConfig, directory: Path, dtype: torch.dtype, device: torch.device, longest: int, made: WeightSource | None
     ) -> TransformersModel:
-        """Loads the weights of a directory's safetensors files, or takes its matrices from `made`; raises UnsupportedModel."""
+        """Loads the weights of a directory's safetensors files, or takes its matrices from `made`. Raises UnsupportedModel."""
         model = _loaded(config, directory, dtype, device) if made is None else _made(config, dtype, device, made)
         return cls(model.eval(), config, longest)
 
     def forward(self, step: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
-        """Runs a step over each layer's cache; returns hidden states [T, hidden]."""
+        """Runs a step over each layer's cache. Returns hidden states [T, hidden]."""
 
         def attend(
             module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: dict[str, Any]
         ) -> torch.Tensor:
             layer: Any = module.layer_idx
             keys, values = cache[layer]
-            # Stored before read: attention finds this step's keys where it finds all others.
+            # Keys and values are written before attention, which reads this step's keys from the cache.
             scales = self.scales[layer] if keys.dtype == torch.float8_e4m3fn else None
             write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, step.attention, scales=scales)
             return paged_attention(
@@ -90,13 +93,13 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """What a step's hidden states say of the tokens after those at places `at` [N]; returns [N, vocabulary]."""
+        """Returns logits [N, vocabulary] at token positions `at` [N] of a step's hidden states."""
         self._said = type(self._said)(last_hidden_state=hidden[at].unsqueeze(0))
         logits: torch.Tensor = self.model(input_ids=at.unsqueeze(0), use_cache=False).logits[0]
         return logits
 
     def reference(self, ids: torch.Tensor) -> torch.Tensor:
-        """The logits [T, vocabulary] of one whole sequence [T], with transformers' attention."""
+        """Returns the logits [T, vocabulary] of one whole sequence [T], computed with transformers' attention."""
         self.model.set_attn_implementation("eager")
         try:
             self._said = self._run(ids, torch.arange(len(ids), device=ids.device))
@@ -106,9 +109,9 @@ class TransformersModel:
 
     @contextlib.contextmanager
     def narrowed(self, window: int) -> Iterator[None]:
-        """While it lasts sliding windows are this small, ours and transformers', so that a short sequence reaches beyond them.
+        """Sets all sliding windows, chairlift's and transformers', to this size, so that a short sequence exceeds them.
 
-        One that is wider than any sequence may get stays as it is: nobody reaches beyond it.
+        A window that is wider than the longest sequence is not changed, because no sequence exceeds it.
         """
         wide = getattr(self.text, "sliding_window", None)
         if wide is None or wide >= self.longest:
@@ -134,7 +137,7 @@ def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, dev
         _check_packages(config.architecture, config.quantization)
     if config.quantization in DEQUANTISED:
         theirs.quantization_config["dequantize"] = True
-    # Only with accelerate can weights come to a device without passing through a whole model on the host.
+    # Only with accelerate can weights reach a device without a complete copy of the model on the host.
     there = device.type == "cpu" or importlib.util.find_spec("accelerate")
     try:
         with _without_bars():
@@ -158,7 +161,7 @@ def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, dev
 
 
 def _check_packages(architecture: str, method: str) -> None:
-    """Raises UnsupportedModel, naming all of them, if packages are missing that transformers needs for a method."""
+    """Raises UnsupportedModel with the names of all missing packages that transformers needs for a method."""
     needed = PACKAGES.get(method, ())
     if missing := [name for name in needed if not _installed(name)]:
         raise UnsupportedModel(
@@ -179,7 +182,7 @@ def _made(config: TransformersConfig, dtype: torch.dtype, device: torch.device, 
     with torch.device(device):
         model = DECODERS.from_config(copy.deepcopy(config.theirs), dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False)
     for name, parameter in model.named_parameters():
-        # What is no matrix is a norm or a bias, of which only the model knows what is neutral.
+        # A parameter that is no matrix is a norm or a bias; only the model knows its neutral value.
         if parameter.ndim > 1:
             parameter.copy_(made.take(name, *parameter.shape))
     return model
@@ -187,7 +190,7 @@ def _made(config: TransformersConfig, dtype: torch.dtype, device: torch.device, 
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Keeps transformers from drawing progress on stderr."""
+    """Disables transformers' progress bars on stderr."""
     shown = is_progress_bar_enabled()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

@@ -17,7 +17,7 @@ Pairs = Iterable[tuple[int, int]]
 
 
 class StepSizes(NamedTuple):
-    """How many entries of its buffers a step uses."""
+    """The number of entries that a step uses in each of its buffers."""
 
     tokens: int
     seqs: int

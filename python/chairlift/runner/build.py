@@ -118,7 +118,7 @@ def choose_executor(config: EngineConfig, model: ModelShape) -> tuple[Loader, De
     """Chooses the code for a model: CPU kernels in Rust, else our model in torch, else transformers' model."""
     name = model.architecture
     if config.tensor_parallel_size > 1:
-        # Imported here because few engines start several processes.
+        # Imported here because few engines are tensor-parallel.
         from chairlift.runner.tensor_parallel.executor import TensorParallelExecutor
 
         code = f"{name}, in torch, in {config.tensor_parallel_size} processes"

@@ -59,7 +59,7 @@ class _Builder:
         try:
             return _core.Decoder(
                 blocks,
-                # The head is linear: what logits are multiplied by can be the norm's.
+                # The head is linear, so the norm's weight can include the factor of the logits.
                 norm=self.norm("model.norm") * np.float32(model.logits_scale),
                 head=head,
                 embedding=None if tied else embedding,
@@ -133,11 +133,11 @@ class _Builder:
 
 
 def _named(prefix: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
-    """The tensors of several projections, and how many rows each has."""
+    """Returns the tensors of several projections and the number of rows of each."""
     return {f"{prefix}{name}": size for name, size in zip(names, sizes if len(names) > 1 else (sum(sizes),), strict=True)}
 
 
 def _halves(kind: str, rows: int, data: NDArray[np.uint8] | tuple[_core.TensorFile, int], interleaved: int) -> list[Part]:
-    """A gate and what it gates, of a tensor in memory that has them one under the other."""
+    """Splits a tensor in memory that stacks gate and up projections into the two."""
     assert isinstance(data, np.ndarray), "GGUF files have them apart"
     return [(kind, rows // 2, half, interleaved) for half in np.split(data, 2)]

@@ -135,7 +135,7 @@ def smallest_graph(graphs: Sequence[Graph], num_tokens: int, num_seqs: int) -> G
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all graphs of an engine use, at fixed addresses."""
+    """Objects that all graphs of an engine use, at fixed addresses."""
 
     recorder: GraphCapture
     model: TorchExecutor

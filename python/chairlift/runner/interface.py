@@ -1,4 +1,4 @@
-"""The interface between the engine's loop and whatever runs its steps."""
+"""The interface of a runner, which runs the steps that the engine plans."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Runner(Protocol):
     """Whether a sequence's logits are bitwise equal whatever else is in the batch."""
     has_logprobs: bool
     decisions: tuple[Decision, ...]
-    """What was chosen at start-up, and why."""
+    """The decisions made at start-up and their reasons."""
     buffers: list[StepBuffers]
     """One per step that may be in flight; the scheduler fills them in turn."""
 

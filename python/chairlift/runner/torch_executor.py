@@ -29,7 +29,7 @@ from chairlift.runner.weights import DummyWeights, open_weights
 
 
 class Network(Protocol):
-    """A model's layers in torch: ours or transformers'."""
+    """A model's layers in torch: chairlift's own or transformers'."""
 
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Runs a step over each layer's cache; returns hidden states [T, hidden]."""

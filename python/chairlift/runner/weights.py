@@ -1,4 +1,4 @@
-"""Where a model's tensors come from: safetensors files, or a seed."""
+"""Loads a model's tensors from safetensors or GGUF files, or generates them from a seed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ log = logging.getLogger("chairlift")
 
 READABLE = {torch.float32, torch.bfloat16, torch.float16}
 NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
-"""How the names end of what a model may do without: old tables of rotary angles, and scales of a KV cache that is not in 8 bits."""
+"""Suffixes of tensors that a model may ignore: old tables of rotary angles, and scales of a KV cache that is not in 8 bits."""
 
 
 Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int], int]
-"""A matrix as `_core.Linear` takes it: the kind of its numbers, its rows, its bytes or where a file has them, and for rotary rows that
-alternate the rows of a head, else 0."""
+"""A matrix as `_core.Linear` takes it.
+
+Its fields are its dtype, its rows, its bytes or their position in a file, and the rows of a head whose rotary halves alternate, else 0.
+"""
 
 
 class SafetensorWeights:
-    """The tensors of a directory's *.safetensors files, mapped rather than read: what is never touched costs nothing."""
+    """The tensors of a directory's *.safetensors files, which are memory-mapped: tensors that are not used are not read."""
 
     def __init__(self, directory: Path, dtype: torch.dtype | None, device: torch.device) -> None:
         """Opens model.safetensors, or the files that model.safetensors.index.json names."""
@@ -45,9 +47,9 @@ class SafetensorWeights:
         self.left = set(self.files)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor of that name on the device of the model, in its dtype if it has one, and as it is otherwise.
+        """Returns the tensor of that name on the model's device, in the model's dtype, or in the file's dtype if the model has none.
 
-        Raises UnsupportedModel if it is missing or misshapen.
+        Raises UnsupportedModel if the tensor is missing or has another shape.
         """
         if name not in self.files:
             raise UnsupportedModel(f"{self.directory} has no tensor {name}: its weights do not belong to its config.json")
@@ -60,9 +62,9 @@ class SafetensorWeights:
         return tensor.to(self.device, self.dtype or tensor.dtype)
 
     def scales(self, name: str, heads: int) -> torch.Tensor | None:
-        """The scales of that name, fp32 [heads], of which the checkpoint may have one for all; None if it has none.
+        """Returns the scales of that name, fp32 [heads]; None if the checkpoint has none. A single scale applies to all heads.
 
-        Raises UnsupportedModel if they are not so many, or none.
+        Raises UnsupportedModel if their number or a value is invalid.
         """
         if name not in self.files:
             return None
@@ -72,11 +74,11 @@ class SafetensorWeights:
         return found.expand(heads).contiguous()
 
     def part(self, name: str, rows: int, ins: int) -> Part:
-        """A matrix [rows, ins] as the checkpoint has it, for the CPU's kernels."""
+        """Returns a matrix [rows, ins] in the checkpoint's dtype, for the CPU kernels."""
         return in_memory(self.take(name, rows, ins))
 
     def finish(self, model: ModelConfig) -> None:
-        """Raises UnsupportedModel if there are tensors that nobody took, but for a tied head and what is NEEDLESS."""
+        """Raises UnsupportedModel if a tensor was not used, except a tied head and the tensors of NEEDLESS."""
         ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
         extra = sorted(name for name in self.left - ignored if not name.endswith(NEEDLESS))
         if extra:
@@ -85,7 +87,7 @@ class SafetensorWeights:
 
 
 def in_memory(tensor: torch.Tensor) -> Part:
-    """A tensor's rows for the CPU's kernels."""
+    """Returns a tensor's rows for the CPU kernels."""
     rows, kind = len(tensor), str(tensor.dtype).removeprefix("torch.")
     return kind, rows, tensor.contiguous().view(-1).view(torch.uint8).numpy(), 0
 
@@ -93,9 +95,9 @@ def in_memory(tensor: torch.Tensor) -> Part:
 def open_weights(
     config: EngineConfig, directory: Path, dtype: torch.dtype | None, device: torch.device, norm: float = 1.0
 ) -> SafetensorWeights | GGUFWeights | DummyWeights:
-    """The weights that the settings ask for: those of the directory, or random ones, which are fp32 where no dtype is named.
+    """Opens the weights that the settings select: the directory's, or random ones, which are fp32 if `dtype` is None.
 
-    `norm` is how a checkpoint of this model has a norm that changes nothing.
+    `norm` is the value of a neutral norm weight in a checkpoint of this model.
     """
     if config.load_format == "dummy":
         return DummyWeights(config.seed, dtype or torch.float32, device, norm)
@@ -130,13 +132,13 @@ def _files(directory: Path) -> list[Path]:
 
 
 class GGUFWeights:
-    """The tensors of a GGUF file, read from there as they are taken."""
+    """The tensors of a GGUF file, read from the file when they are taken."""
 
     FLOATS: ClassVar = {0: "float32", 1: "float16", 30: "bfloat16"}
-    """ggml's numbers of the types that are plain numbers."""
+    """ggml's numbers of the unquantised types."""
 
     def __init__(self, link: Path, dtype: torch.dtype | None, device: torch.device) -> None:
-        """Opens the file that `link` leads to. Raises ModelNotFound if it is gone, UnsupportedModel if it cannot be read."""
+        """Opens the file that `link` points to. Raises ModelNotFound if it is missing, UnsupportedModel if it cannot be read."""
         path = link.resolve()
         if not path.is_file():
             raise ModelNotFound(f"{path} is gone, though {link.parent} was made of it: name the model's file again")
@@ -146,15 +148,18 @@ class GGUFWeights:
         self._block_types = set(_core.block_types())
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor of that name, dequantised; in fp32 where the model has no dtype. Raises UnsupportedModel if it is misshapen."""
+        """Returns the tensor of that name, dequantised, in fp32 if the model has no dtype.
+
+        Raises UnsupportedModel if it has another shape.
+        """
         self._check(name, shape)
         return torch.from_numpy(self.tensors.values(name)).to(self.device, self.dtype)
 
     def scales(self, name: str, heads: int) -> None:
-        """There are none."""
+        """Returns None: GGUF files have no scales."""
 
     def part(self, name: str, rows: int, ins: int) -> Part:
-        """A matrix [rows, ins] for the CPU's kernels: as it lies in the file, or in fp32 if it is of a type that they do not know."""
+        """Returns a matrix [rows, ins] for the CPU kernels: in the file's type, or in fp32 if the kernels do not support that type."""
         self._check(name, (rows, ins))
         entry = self.tensors.entries[name]
         if not self._is_kept(entry.kind):
@@ -163,7 +168,7 @@ class GGUFWeights:
         return kind, rows, (self._file, entry.start), self.tensors.interleaved(name)
 
     def sizes(self) -> tuple[int, int, list[str]]:
-        """Bytes of the tensors that the CPU's kernels keep as they are, of the fp32 that others become, and the types of the others."""
+        """Returns the bytes of tensors in types that the CPU kernels support, the fp32 bytes of the others, and the types of the others."""
         kept, expanded, types = 0, 0, set()
         for name, entry in self.tensors.entries.items():
             if self._is_kept(entry.kind):
@@ -174,7 +179,7 @@ class GGUFWeights:
         return kept, expanded, sorted(types)
 
     def finish(self, model: ModelConfig) -> None:
-        """Nothing can be left over: the file was matched with its configuration when it was opened."""
+        """Does nothing: the file's tensors were matched with its configuration when it was opened."""
 
     def _is_kept(self, kind: int) -> bool:
         return kind in self.FLOATS or kind in self._block_types
@@ -187,9 +192,9 @@ class GGUFWeights:
 
 
 def gguf_sizes(directory: Path) -> tuple[int, int]:
-    """Bytes of a GGUF file's tensors that the CPU's kernels keep as they are, and of the fp32 that others become; 0 for other models.
+    """Returns the bytes of a GGUF file's tensors in types that the CPU kernels support, and the fp32 bytes of the others.
 
-    Logs what becomes larger, before it is read.
+    Both are 0 for other models. Logs which tensors become larger, before they are read.
     """
     if not (directory / LINK).is_symlink():
         return 0, 0
@@ -206,10 +211,10 @@ def gguf_sizes(directory: Path) -> tuple[int, int]:
 
 
 class DummyWeights:
-    """Random tensors of any shape, equal for equal seeds: to measure a model whose weights are not at hand.
+    """Random tensors of any shape, equal for equal seeds, to benchmark a model without its weights.
 
-    Matrices keep the scale of what they multiply, and embeddings are large enough that logits are not flat. All come from one
-    pool of normal numbers, repeated: drawing billions of them would take minutes.
+    Matrices preserve the scale of their input, and embeddings are large enough that logits are not flat. All tensors are slices of one
+    repeated pool of normal numbers, because drawing billions of numbers would take minutes.
     """
 
     POOL = 1_048_573
@@ -221,7 +226,7 @@ class DummyWeights:
         self.offset = 0
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """A random tensor, small for biases; norms change nothing."""
+        """Returns a random tensor. Biases are small, norms are neutral."""
         if name.endswith("norm.weight"):
             return torch.full(shape, self.norm, dtype=self.dtype, device=self.device)
         size = math.prod(shape)
@@ -231,16 +236,16 @@ class DummyWeights:
         start, self.offset = self.offset, (self.offset + size) % self.POOL
         repeats = -(-(start + size) // self.POOL)
         pool = (self.pool * std).to(self.device, self.dtype)
-        # A copy, which does not keep what is before and behind it.
+        # A copy does not keep the rest of the pool in memory.
         drawn: torch.Tensor = pool.repeat(repeats)[start : start + size].clone().view(shape)
         return drawn
 
     def scales(self, name: str, heads: int) -> None:
-        """There are none."""
+        """Returns None: random weights have no scales."""
 
     def part(self, name: str, rows: int, ins: int) -> Part:
-        """A random matrix for the CPU's kernels."""
+        """Returns a random matrix for the CPU kernels."""
         return in_memory(self.take(name, rows, ins))
 
     def finish(self, model: ModelConfig) -> None:
-        """Nothing can be left over."""
+        """Does nothing: no tensor can be left over."""

@@ -1,1 +1,1 @@
-"""What fits into memory: weights, KV cache and steps."""
+"""Memory planning for weights, KV cache and steps."""
