@@ -81,7 +81,7 @@ pub struct Stats {
     pub queued_prompt_tokens: u64,
     /// Why no step was planned. `None` if there was no work.
     pub stall: Option<Stall>,
-    /// Waiting sequences, by [`TimelineState`].
+    /// Waiting sequences, by [`TimelineState`](crate::TimelineState).
     pub waiting_by_state: [usize; STATES],
     /// Predicted wait of a request that arrives now, in microseconds.
     pub predicted_wait: u64,
