@@ -1,6 +1,6 @@
 """Speculative decoding by prompt lookup: on and off in turn, in one process. Writes benches/results/drafts.md.
 
-    python benches/drafts.py [--repeats 3] [--model MODEL]
+    python benches/drafts.py [--repeats 3] [--streams 1 4 16 64] [--model MODEL]
 
 The prompts are natural text, in TASKS: with random tokens nothing could be learned. CPU time is the process's own, so that other
 load on the machine changes it little.
@@ -81,6 +81,7 @@ def main() -> None:
     """Measures every task at every number of streams, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     arguments = parser.parse_args()
     engines = {
@@ -98,7 +99,7 @@ def main() -> None:
     ]
     for task, text in TASKS.items():
         prompt = engines["off"].tokenizer.chat([{"role": "user", "content": text}])
-        for streams in STREAMS:
+        for streams in arguments.streams:
             costs: dict[str, list[Cost]] = {name: [] for name in engines}
             before = engines["on"]._engine.stats()
             for _ in range(arguments.repeats):
