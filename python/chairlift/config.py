@@ -7,11 +7,10 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, did_you_mean
 
 DEFAULT_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS = 8, 16
 """Default and maximum number of tokens that speculative decoding proposes per sequence and step."""
@@ -419,8 +418,7 @@ def engine_config(name: str, settings: Mapping[str, Any], config: EngineConfig |
     """
     known = [item.name for item in fields(EngineConfig)]
     for unknown in settings.keys() - set(known):
-        near = get_close_matches(unknown, known, 1)
-        raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}" + (f": did you mean {near[0]}?" if near else ""))
+        raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}{did_you_mean(unknown, known, 0.6)}")
     try:
         given = {**settings, "model": os.fspath(settings["model"])} if "model" in settings else settings
     except TypeError:

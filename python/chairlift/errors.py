@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class ChairliftError(Exception):
     """Base class of all exceptions that chairlift raises on purpose."""
@@ -66,3 +69,12 @@ class EngineDead(ChairliftError):
 
 class EngineClosed(EngineDead):
     """The engine was shut down before the request was complete."""
+
+
+def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.75) -> str:
+    """`: did you mean NAME?` with the most similar of the `known` names; empty if none has this `similarity`, 0 to 1.
+
+    The default is the similarity of two words of four letters that differ in a swap.
+    """
+    near = get_close_matches(name, list(known), 1, similarity)
+    return f": did you mean {near[0]}?" if near else ""

@@ -10,9 +10,8 @@ from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
 from chairlift.cli import values
-from chairlift.cli.suggestions import did_you_mean
 from chairlift.config import DEFAULT_MODEL, ENV_PREFIX, EngineConfig, ServerConfig, from_environment, parse_value
-from chairlift.errors import InvalidSetting
+from chairlift.errors import InvalidSetting, did_you_mean
 
 C = TypeVar("C")
 

@@ -12,9 +12,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from chairlift.cli import flags
-from chairlift.cli.suggestions import did_you_mean
 from chairlift.config import EngineConfig, ServerConfig
-from chairlift.errors import ChairliftError
+from chairlift.errors import ChairliftError, did_you_mean
 
 COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",
