@@ -489,12 +489,13 @@ def _logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) 
 
     A tag has one sample, or several in a row where tokens were drafted. Sequences that ended since the plan have no output.
     """
-    logprobs = sampled.logprobs
+    if not sampled.logprobs.size:
+        return b"", {}  # no request needs any
     if len(output_tags) == sample_tags.nbytes:
-        return logprobs.tobytes(), {int(sample_tags[at]): line for at, line in sampled.details.items()}
+        return sampled.logprobs.tobytes(), {int(sample_tags[at]): line for at, line in sampled.details.items()}
     has_output = _accepted(sample_tags, np.frombuffer(output_tags, dtype=np.uint64))
-    selected = logprobs[has_output] if logprobs.size else logprobs
-    return selected.tobytes(), {int(sample_tags[at]): line for at, line in sampled.details.items() if has_output[at]}
+    details = {int(sample_tags[at]): line for at, line in sampled.details.items() if has_output[at]}
+    return sampled.logprobs[has_output].tobytes(), details
 
 
 def _accepted(sample_tags: np.ndarray, output_tags: np.ndarray) -> np.ndarray:

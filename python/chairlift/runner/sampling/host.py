@@ -13,7 +13,7 @@ from chairlift.runner.sampling import logprobs
 from chairlift.runner.sampling.choice import LOWEST_TEMPERATURE, choose
 from chairlift.runner.sampling.penalties import Penalties
 from chairlift.runner.sampling.philox import uniforms
-from chairlift.runner.sampling.sampler import Drawn, Scored
+from chairlift.runner.sampling.sampler import Drawn, Scored, entries_of
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class HostSampler:
         scored: Scored | None,
     ) -> Drawn:
         """Draws a token per row of logits [N, vocabulary], which it may overwrite."""
-        penalised = [(i, self.penalties[slot]) for i, slot in enumerate(slots.tolist()) if slot in self.penalties]
+        penalised = entries_of(self.penalties, slots)
         for i, penalties in penalised:
             penalties.apply(logits[i])
         temperature = self.temperature[slots]

@@ -163,7 +163,7 @@ class Sampler:
         computed the logits, they must still be at its address. The previous sample must have been taken.
         """
         at = np.flatnonzero(self.scored[slots] != NONE_REQUESTED)
-        biased, matched = _present(self.biases, slots), _present(self.matchers, slots)
+        biased, matched = entries_of(self.biases, slots), entries_of(self.matchers, slots)
         scored = None
         if at.size:
             unchanged = at.size == len(slots) and not biased and not matched and self.tokens.keeps_logits(slots)
@@ -196,6 +196,6 @@ class Sampler:
 T = TypeVar("T")
 
 
-def _present(by_slot: Mapping[int, T], slots: np.ndarray) -> list[tuple[int, T]]:
+def entries_of(by_slot: Mapping[int, T], slots: np.ndarray) -> list[tuple[int, T]]:
     """The entries of a step's slots, by index in the step."""
     return [(i, by_slot[slot]) for i, slot in enumerate(slots.tolist()) if slot in by_slot] if by_slot else []
