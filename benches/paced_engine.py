@@ -5,7 +5,8 @@ import sys
 import time
 
 from chairlift.engine import process
-from chairlift.engine.loop import Engine, StepReport
+from chairlift.engine.frames import StepOutputs
+from chairlift.engine.loop import Engine
 
 STEP = float(os.environ.get("PACED_MS", "0")) / 1e3
 
@@ -15,7 +16,7 @@ class PacedEngine(Engine):
 
     due = 0.0
 
-    def step(self) -> StepReport | None:
+    def step(self) -> StepOutputs | None:
         """Runs one step, no sooner than STEP after the one before."""
         report = super().step()
         if report is not None and STEP:

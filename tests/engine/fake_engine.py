@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chairlift.engine import process
+from chairlift.engine.frames import StepOutputs
 from chairlift.errors import InvalidRequest, QueueFull
 
 REFUSED, CRASHING, DYING, HANGING, FAILING, BROKEN, FULL, LATE, PATIENT, PANICKING = range(900_001, 900_011)
@@ -68,25 +69,12 @@ class FakeReport:
     entries: list = field(default_factory=list)
     started: list = field(default_factory=list)
     ended: list = field(default_factory=list)
-    details: dict = field(default_factory=dict)
-    prompts: list = field(default_factory=list)
-    starved: list = field(default_factory=list)
 
-    @property
-    def tags(self):
-        return struct.pack(f"<{len(self.entries)}Q", *(entry[0] for entry in self.entries))
-
-    @property
-    def tokens(self):
-        return struct.pack(f"<{len(self.entries)}i", *(entry[1] for entry in self.entries))
-
-    @property
-    def finishes(self):
-        return bytes(entry[2] for entry in self.entries)
-
-    @property
-    def logprobs(self):
-        return struct.pack(f"<{len(self.entries)}f", *(entry[3] for entry in self.entries))
+    def outputs(self):
+        tags, tokens, finishes, logprobs = zip(*self.entries, strict=True) if self.entries else ((), (), (), ())
+        count = len(tags)
+        arrays = struct.pack(f"<{count}Q", *tags), struct.pack(f"<{count}i", *tokens), bytes(finishes), struct.pack(f"<{count}f", *logprobs)
+        return StepOutputs(*arrays, self.started, self.ended)
 
 
 class FakeEngine:
@@ -161,7 +149,7 @@ class FakeEngine:
             if finish:
                 del self.running[tag]
                 report.ended.append(ledger(tag, ("stop", "length", "error")[finish - 1]))
-        return report
+        return report.outputs()
 
     def wakes_in(self):
         return max(0.0, self.ready_at - time.monotonic()) if self.running else None

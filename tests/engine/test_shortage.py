@@ -14,7 +14,8 @@ from test_overlap import POLICIES, clock, compare, directory, lazy, live, make, 
 
 from chairlift import SamplingParams
 from chairlift.engine import split_step
-from chairlift.engine.loop import Engine, StepReport
+from chairlift.engine.frames import StepOutputs
+from chairlift.engine.loop import Engine
 from chairlift.engine.request import deliver
 from chairlift.engine.stream import Stream
 from chairlift.errors import OutOfMemory
@@ -197,7 +198,7 @@ def test_blocks_are_copied_once_for_all_pieces_of_a_step(make, lazy, overlaps, l
 def test_its_caller_is_told_to_try_again(byte_model):
     stream = Stream(Tokenizer(byte_model), 7, [1, 2], SamplingParams(max_tokens=3), arrived=0.0)
     requests = {7: stream}
-    assert deliver(StepReport(starved=[7]), requests) == [stream]
+    assert deliver(StepOutputs(starved=[7]), requests) == [stream]
     assert not requests
     stream.wake()
     with pytest.raises(OutOfMemory, match="too little memory for this request just now: try again later") as raised:

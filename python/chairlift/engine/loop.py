@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from chairlift.checkpoint.generation_config import recommended_sampling
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
+from chairlift.engine.frames import StepOutputs
 from chairlift.engine.journal import Journal
 from chairlift.engine.split_step import SplitStep
 from chairlift.errors import InvalidRequest, OutOfMemory, QueueFull
@@ -76,21 +77,6 @@ class _InFlightStep:
     """The runner's handle; None if the device lacks memory for the whole step."""
     sampled: Sampled | None = None
     """The result of a split step."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The result of one step: packed arrays with one entry per token, started and ended sequences (see `frames.StepOutputs`)."""
-
-    tags: bytes = b""
-    tokens: bytes = b""
-    finishes: bytes = b""
-    logprobs: bytes = b""
-    started: Sequence[Sequence[int]] = ()
-    ended: Sequence[Mapping[str, Any]] = ()
-    details: Mapping[int, bytes] = field(default_factory=dict)
-    prompts: Sequence[tuple[int, bytes]] = ()
-    starved: Sequence[int] = ()
 
 
 class Engine:
@@ -201,7 +187,7 @@ class Engine:
         self._write_journal()
         return found
 
-    def step(self) -> StepReport | None:
+    def step(self) -> StepOutputs | None:
         """Expires missed deadlines and runs one step of the model; None if there was neither.
 
         If steps overlap, the next step is planned and launched before this one's tokens are collected, and sampled after they are
@@ -220,7 +206,7 @@ class Engine:
                 step = self._plan_and_launch(now, started)
                 if step is None:
                     self._write_journal()
-                    return StepReport(ended=expired) if expired else None
+                    return StepOutputs(ended=expired) if expired else None
                 self._sample(step, starved)
             # Plan and run the next step while the device runs this one.
             if self._runner.overlaps:
@@ -241,7 +227,17 @@ class Engine:
         self._write_journal()
         logprobs, details = _logprobs_of(sampled, step.tags, outputs.tags)
         ended, starved_tags = [*expired, *outputs.ended, *starved], [timeline["tag"] for timeline in starved]
-        return StepReport(outputs.tags, outputs.tokens, outputs.finishes, logprobs, started, ended, details, sampled.prompts, starved_tags)
+        return StepOutputs(
+            outputs.tags,
+            outputs.tokens,
+            outputs.finishes,
+            logprobs,
+            started,
+            ended,
+            details=details,
+            prompts=sampled.prompts,
+            starved=starved_tags,
+        )
 
     def wakes_in(self) -> float | None:
         """After a step that returned None: seconds until a step may have work without another `add`; None for never."""

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,7 +48,6 @@ from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
-    from chairlift.engine.request import Report
     from chairlift.grammar.grammars import Grammar
 
 MIN_LOCATE_SECONDS = 0.005
@@ -84,7 +83,7 @@ class EngineLike(Protocol):
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
         """Ends a sequence that was aborted or, if `stopped`, that a stop string has ended."""
 
-    def step(self) -> Report | None:
+    def step(self) -> StepOutputs | None:
         """Runs one step; None if there is nothing to run."""
 
     def wakes_in(self) -> float | None:
@@ -204,9 +203,7 @@ def _run(parent: _Parent, inbox: Inbox, make: EngineMaker) -> None:
             if step is None:
                 parent.send(StepOutputs(stats=counters.news(idle=True)))
             else:
-                news = counters.news(idle=False)
-                arrays = step.tags, step.tokens, step.finishes, step.logprobs
-                parent.send(StepOutputs(*arrays, step.started, step.ended, news, step.details, step.prompts, step.starved))
+                parent.send(replace(step, stats=counters.news(idle=False)))
             if not _drain(parent, engine, inbox, compiling, idle=step is None, cooling=counters.cooling):
                 return
     finally:

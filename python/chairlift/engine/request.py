@@ -6,7 +6,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from chairlift.engine.detokenizer import TextStream
 from chairlift.errors import InvalidRequest
@@ -14,51 +14,12 @@ from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from chairlift.engine.frames import StepOutputs
     from chairlift.tokenizer import Tokenizer
 
 STOP, ERROR, DEADLINE = 1, 3, 4
 FINISH_REASONS = (None, "stop", "length", "error", "deadline")
 """Names of the engine's finish codes. A missed deadline comes without a token, so the engine sends no code for it."""
-
-
-class Report(Protocol):
-    """The result of one step (see `frames.StepOutputs`)."""
-
-    @property
-    def tags(self) -> bytes:
-        """u64, one per token."""
-
-    @property
-    def tokens(self) -> bytes:
-        """i32, one per token."""
-
-    @property
-    def finishes(self) -> bytes:
-        """u8, one per token."""
-
-    @property
-    def logprobs(self) -> bytes:
-        """f32, one per token, or empty."""
-
-    @property
-    def details(self) -> Mapping[int, bytes]:
-        """Log-probabilities of the token, by tag."""
-
-    @property
-    def prompts(self) -> Sequence[Sequence[Any]]:
-        """Pairs of a tag and log-probabilities of the next prompt tokens."""
-
-    @property
-    def started(self) -> Sequence[Sequence[int]]:
-        """One per admitted sequence."""
-
-    @property
-    def ended(self) -> Sequence[Mapping[str, Any]]:
-        """One per ended sequence."""
-
-    @property
-    def starved(self) -> Sequence[int]:
-        """Tags of sequences that failed for lack of memory."""
 
 
 class Choice:
@@ -276,39 +237,39 @@ def joined(whole: RequestOutput | None, part: RequestOutput) -> RequestOutput:
 R = TypeVar("R", bound=Request)
 
 
-def deliver(report: Report, requests: dict[int, R]) -> list[R]:
+def deliver(step: StepOutputs, requests: dict[int, R]) -> list[R]:
     """Adds a step's tokens to `requests`, by tag, and removes ended tags. Returns the requests with news.
 
     Unknown tags belong to aborted requests; their tokens are dropped.
     """
     touched: dict[int, R] = {}
-    for tag, cached_tokens, queued in report.started:
+    for tag, cached_tokens, queued in step.started:
         if (request := requests.get(tag)) is not None:
             request.choice(tag).start(cached_tokens, queued)
             if (on_start := request.on_start) is not None:
                 request.on_start = None
                 on_start()
-    for ledger in report.ended:
-        tag = ledger["tag"]
-        if (request := requests.get(tag)) is not None and request.choice(tag).settle(ledger):
+    for timeline in step.ended:
+        tag = timeline["tag"]
+        if (request := requests.get(tag)) is not None and request.choice(tag).settle(timeline):
             touched[request.tags.start] = request
             del requests[tag]
-    for tag, lines in report.prompts:
+    for tag, lines in step.prompts:
         request = requests.get(tag)
         if request is not None and request.prompt_logprobs is not None and request.params.prompt_logprobs is not None:
             request.prompt_logprobs += TokenLogprobs.read(lines, request.params.prompt_logprobs)
-    details = report.details
-    count = len(report.finishes)
-    tags, tokens = struct.unpack(f"<{count}Q", report.tags), struct.unpack(f"<{count}i", report.tokens)
-    logprobs = struct.unpack(f"<{count}f", report.logprobs) if report.logprobs else (0.0,) * count
-    for tag, token, logprob, finish in zip(tags, tokens, logprobs, report.finishes, strict=True):
+    details = step.details
+    count = len(step.finishes)
+    tags, tokens = struct.unpack(f"<{count}Q", step.tags), struct.unpack(f"<{count}i", step.tokens)
+    logprobs = struct.unpack(f"<{count}f", step.logprobs) if step.logprobs else (0.0,) * count
+    for tag, token, logprob, finish in zip(tags, tokens, logprobs, step.finishes, strict=True):
         if (request := requests.get(tag)) is None:
             continue
         request.choice(tag).feed(token, logprob, finish, details.get(tag))
         touched[request.tags.start] = request
         if finish:
             del requests[tag]
-    for tag in report.starved:
+    for tag in step.starved:
         if (request := requests.pop(tag, None)) is not None:
             request.choice(tag).starve()
             touched[request.tags.start] = request
