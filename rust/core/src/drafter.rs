@@ -166,13 +166,12 @@ struct Drafted {
     /// Tokens proposed for the current step. The next field is the class of their match.
     draft: Vec<Token>,
     class: usize,
-    /// Number of tokens that pay. 0 except while that number is computed.
-    admitted: usize,
 }
 
 /// A drafted token that may be proposed.
 struct Candidate {
-    seq: SeqId,
+    /// Index of its sequence among those with a match.
+    index: usize,
     position: usize,
     /// Probability that this token and all before it are accepted.
     survival: f64,
@@ -236,15 +235,12 @@ impl Drafter {
         }
         let mut worth = Worth::new(&load, core.model());
         let sorted = worth.sorted(self.candidates(&matched));
-        for candidate in sorted {
-            if !worth.add(candidate.survival) {
-                break;
-            }
-            self.seqs[candidate.seq].admitted = candidate.position + 1;
+        let mut admitted = vec![0; matched.len()];
+        for candidate in sorted.iter().take_while(|candidate| worth.add(candidate.survival)) {
+            admitted[candidate.index] = candidate.position + 1;
         }
-        for id in matched {
+        for (id, admitted) in matched.into_iter().zip(admitted) {
             let drafted = &mut self.seqs[id];
-            let admitted = std::mem::take(&mut drafted.admitted);
             drafted.draft.truncate(admitted);
             if admitted == 0 {
                 self.acceptance.idle(drafted.class);
@@ -256,11 +252,11 @@ impl Drafter {
 
     /// All drafted tokens of these sequences.
     fn candidates<'a>(&'a self, matched: &'a [SeqId]) -> impl Iterator<Item = Candidate> + 'a {
-        matched.iter().flat_map(move |&seq| {
-            let drafted = &self.seqs[seq];
+        matched.iter().enumerate().flat_map(move |(index, &id)| {
+            let drafted = &self.seqs[id];
             (0..drafted.draft.len()).scan(1.0, move |survival, position| {
                 *survival *= self.acceptance.rate(drafted.class, position);
-                Some(Candidate { seq, position, survival: *survival })
+                Some(Candidate { index, position, survival: *survival })
             })
         })
     }

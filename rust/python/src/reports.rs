@@ -15,16 +15,24 @@ fn finish_word(finish: core::FinishReason) -> &'static str {
     }
 }
 
-/// The finish reason's number in the columns of a simulation: as in `Outputs.finishes`, plus 4 for a missed deadline
-/// and 5 for an abort.
-pub(crate) fn finish_code(finish: Option<core::FinishReason>) -> i64 {
+/// The code of a token's finish reason in `Outputs.finishes`. Panics for an end that comes without a token.
+pub(crate) fn token_finish_code(finish: Option<core::FinishReason>) -> u8 {
     match finish {
         None => 0,
         Some(core::FinishReason::Stop) => 1,
         Some(core::FinishReason::Length) => 2,
         Some(core::FinishReason::Error) => 3,
+        Some(core::FinishReason::Deadline | core::FinishReason::Abort) => unreachable!("such an end comes without a token"),
+    }
+}
+
+/// The finish reason's number in the columns of a simulation: as in `Outputs.finishes`, plus 4 for a missed deadline
+/// and 5 for an abort.
+pub(crate) fn finish_code(finish: Option<core::FinishReason>) -> i64 {
+    match finish {
         Some(core::FinishReason::Deadline) => 4,
         Some(core::FinishReason::Abort) => 5,
+        of_token => token_finish_code(of_token).into(),
     }
 }
 

@@ -201,7 +201,7 @@ impl Scheduler {
         Ok(Outputs {
             tags: packed(py, tokens, |output| output.tag.to_le_bytes())?,
             tokens: packed(py, tokens, |output| (output.token as i32).to_le_bytes())?,
-            finishes: packed(py, tokens, |output| [finish_code(output.finish)])?,
+            finishes: packed(py, tokens, |output| [reports::token_finish_code(output.finish)])?,
             ended: reports::timelines(py, &outputs.ended)?.unbind(),
         })
     }
@@ -263,17 +263,6 @@ impl Scheduler {
     fn check(&self) -> PyResult<()> {
         self.lock()?.core.check();
         Ok(())
-    }
-}
-
-/// The code of a finish reason in `Outputs.finishes`.
-fn finish_code(finish: Option<core::FinishReason>) -> u8 {
-    match finish {
-        None => 0,
-        Some(core::FinishReason::Stop) => 1,
-        Some(core::FinishReason::Length) => 2,
-        Some(core::FinishReason::Error) => 3,
-        Some(core::FinishReason::Deadline | core::FinishReason::Abort) => unreachable!("such an end comes without a token"),
     }
 }
 
