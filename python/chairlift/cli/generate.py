@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
 async def _generate(config: EngineConfig, prompts: list[str], sampling: Mapping[str, Any], started: float) -> None:
     engine = AsyncEngine(config)
     await engine.start(started)
-    params = engine.default_params(**sampling)
     try:
+        params = engine.default_params(**sampling)
         if len(prompts) == 1 and params.n == 1:
             await _complete(engine, prompts[0], params, stream=True)
             print()

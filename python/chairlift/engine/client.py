@@ -41,7 +41,7 @@ from chairlift.engine.frames import (
 )
 from chairlift.engine.heartbeat import Heartbeat
 from chairlift.engine.prompt import Prompt, text_or_ids
-from chairlift.engine.request import deliver, encode_bad_words, validate
+from chairlift.engine.request import default_params, deliver, encode_bad_words, validate
 from chairlift.engine.stream import Stream
 from chairlift.engine.table import log_decisions, warn_of_short_context
 from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest
@@ -171,7 +171,7 @@ class AsyncEngine:
 
     def default_params(self, **settings: Any) -> SamplingParams:
         """The checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
-        return SamplingParams(**{**self.facts.get("default_sampling", {}), **settings})
+        return default_params(self.facts, settings)
 
     async def generate(
         self,

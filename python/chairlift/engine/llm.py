@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL, engine_config
 from chairlift.engine.prompt import Prompt, listed, text_or_ids
-from chairlift.engine.request import Request, deliver, encode_bad_words, joined, validate
+from chairlift.engine.request import Request, default_params, deliver, encode_bad_words, joined, validate
 from chairlift.engine.table import log_decisions, warn_of_short_context
 from chairlift.errors import EngineDead, InvalidRequest
 from chairlift.outputs import RequestOutput
@@ -106,7 +106,7 @@ class LLM:
 
     def default_params(self, **settings: Any) -> SamplingParams:
         """Returns the checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
-        return SamplingParams(**{**self.facts.get("default_sampling", {}), **settings})
+        return default_params(self.facts, settings)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         given = text_or_ids(prompt)

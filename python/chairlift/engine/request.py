@@ -276,6 +276,11 @@ def deliver(step: StepOutputs, requests: dict[int, R]) -> list[R]:
     return list(touched.values())
 
 
+def default_params(facts: Mapping[str, Any], settings: Mapping[str, Any]) -> SamplingParams:
+    """Returns the sampling parameters that the checkpoint recommends, by the engine's `facts`, overridden by `settings`."""
+    return SamplingParams(**{**facts.get("default_sampling", {}), **settings})
+
+
 def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, Any]) -> SamplingParams:
     """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if the model cannot run the request.
 
