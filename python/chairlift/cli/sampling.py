@@ -13,7 +13,9 @@ from chairlift.sampling import SamplingParams
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     """Adds the flags of sampling; `max_tokens` is the default of `--max-tokens`, None for the rest of the context."""
-    group = parser.add_argument_group("sampling")
+    group = parser.add_argument_group(
+        "sampling", "The defaults of temperature, top-k, top-p, min-p and repetition penalty are the checkpoint's, if it has any."
+    )
     shown = "the rest of the context" if max_tokens is None else max_tokens
     group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"most tokens to generate (default: {shown})")
     group.add_argument("--temperature", type=float, metavar="X", help="sampling temperature; 0 is greedy (default: 1)")
