@@ -71,9 +71,9 @@ class Cost:
 def run(llm: LLM, prompt: list[int], streams: int) -> tuple[Cost, list[list[int]]]:
     """Answers one prompt `streams` times, with another seed each, at temperature 0.2."""
     params = [SamplingParams(temperature=0.2, top_p=0.9, seed=seed, max_tokens=OUTPUT, ignore_eos=True) for seed in range(streams)]
-    steps, wall, cpu = llm._engine.stats()["steps"], time.perf_counter(), time.process_time()
+    steps, wall, cpu = llm.engine.stats()["steps"], time.perf_counter(), time.process_time()
     outputs = llm.generate([prompt] * streams, params, progress=False)
-    cost = Cost(time.perf_counter() - wall, time.process_time() - cpu, llm._engine.stats()["steps"] - steps)
+    cost = Cost(time.perf_counter() - wall, time.process_time() - cpu, llm.engine.stats()["steps"] - steps)
     return cost, [output.token_ids for output in outputs]
 
 
@@ -101,7 +101,7 @@ def main() -> None:
         prompt = engines["off"].tokenizer.chat([{"role": "user", "content": text}])
         for streams in arguments.streams:
             costs: dict[str, list[Cost]] = {name: [] for name in engines}
-            before = engines["on"]._engine.stats()
+            before = engines["on"].engine.stats()
             for _ in range(arguments.repeats):
                 answers = []
                 for name, llm in engines.items():
@@ -109,7 +109,7 @@ def main() -> None:
                     costs[name].append(cost)
                     answers.append(tokens)
                 assert answers[0] == answers[1], f"{task}: the answers differ"
-            after = engines["on"]._engine.stats()
+            after = engines["on"].engine.stats()
             drafted = after["draft_tokens"] - before["draft_tokens"]
             accepted = (after["accepted_draft_tokens"] - before["accepted_draft_tokens"]) / drafted if drafted else 0.0
             gain = {

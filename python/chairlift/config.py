@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 from chairlift.errors import InvalidSetting, did_you_mean
 
@@ -426,7 +427,27 @@ def engine_config(name: str, settings: Mapping[str, Any], config: EngineConfig |
     try:
         return replace(config or EngineConfig(), **given)
     except ValueError as error:
-        raise InvalidSetting(re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))) from None
+        raise InvalidSetting(_python_names(str(error))) from None
+
+
+T = TypeVar("T")
+
+
+def document_settings(cls: type[T]) -> type[T]:
+    """Shows the settings of `EngineConfig` in `help` of a class whose constructor takes them as `**settings`."""
+    own = [parameter for name, parameter in inspect.signature(cls).parameters.items() if name != "settings"]
+    settings = [item for item in fields(EngineConfig) if item.name not in {parameter.name for parameter in own}]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    keywords = [inspect.Parameter(item.name, keyword, default=item.default, annotation=item.type) for item in settings]
+    setattr(cls, "__signature__", inspect.Signature([*own, *keywords]))  # noqa: B010  (mypy knows no such attribute)
+    lines = [f"    {item.name}: {_python_names(item.metadata.get('help', 'name or path of the model'))}" for item in settings]
+    cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Settings:", *lines])
+    return cls
+
+
+def _python_names(text: str) -> str:
+    """The text with settings named as in Python instead of as flags."""
+    return re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), text)
 
 
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {

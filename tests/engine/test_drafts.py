@@ -37,7 +37,7 @@ def answers(**settings):
         for batch in batches:
             outputs += llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
     found = [(one.token_ids, one.text, one.finish_reason, one.logprobs, one.prompt_logprobs) for one in outputs]
-    return found, llm._engine.stats()
+    return found, llm.engine.stats()
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,22 @@
 """LLM against a fake engine: order, refusals before work, interrupts, failures that stay alone."""
 
+import dataclasses
+import inspect
+import pydoc
 import signal
 import subprocess
 import sys
+import threading
 import types
 
 import fake_engine
 import pytest
 from fake_engine import BROKEN, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, FakeEngine, text_of
 
+from chairlift.config import EngineConfig
+from chairlift.engine.client import AsyncEngine
 from chairlift.engine.llm import LLM
-from chairlift.errors import EngineDead, InvalidRequest, QueueFull
+from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
@@ -61,8 +67,8 @@ def test_stops(llm):
     assert (end.token_ids, end.text, end.finish_reason, end.stop_reason) == ([EOS - 1, EOS], chr(EOS - 1), "stop", None)
     assert (token.token_ids, token.text, token.finish_reason, token.stop_reason) == ([97, 98, 99], "ab", "stop", 99)
     assert (string.token_ids, string.text, string.finish_reason, string.stop_reason) == ([97, 98, 99, 100], "ab", "stop", "cd")
-    assert len(llm._engine.aborted) == 1
-    assert not llm._engine.running
+    assert len(llm.engine.aborted) == 1
+    assert not llm.engine.running
 
 
 def test_several_answers_stand_in_order_after_their_prompt(llm):
@@ -83,7 +89,7 @@ def test_the_best_answers_are_kept_and_come_first(llm, stop):
     assert [(output.index, output.token_ids[0]) for output in outputs] == [(0, 1200), (1, 1100)]
     # What ends by a stop string is ranked by what it has up to there.
     assert (outputs[0].finish_reason, len(outputs[0].token_ids)) == (("stop", 4) if stop else ("length", 30))
-    assert not llm._engine.running
+    assert not llm.engine.running
 
 
 def test_an_answer_without_an_end_ranks_below_those_with_one(llm):
@@ -107,7 +113,7 @@ def test_scheduling_is_one_for_all_or_one_each(llm):
     llm.generate(["a", "b"], params(max_tokens=1), scheduling=one)
     llm.chat([{"role": "user", "content": "a"}], params(max_tokens=1), scheduling=two)
     llm.generate("a", params(max_tokens=1))
-    assert llm._engine.scheduling == [one, two, one, one, two, Scheduling()]
+    assert llm.engine.scheduling == [one, two, one, one, two, Scheduling()]
     with pytest.raises(InvalidRequest, match="2 prompts and 1 scheduling"):
         llm.generate(["a", "b"], scheduling=[one])
 
@@ -116,13 +122,13 @@ def test_a_full_queue_refuses_all(llm):
     with pytest.raises(QueueFull, match="no more may") as caught:
         llm.generate(["a", [FULL]])
     assert caught.value.retry_after == 2.5
-    assert not llm._engine.running
+    assert not llm.engine.running
 
 
 def test_an_engine_that_waits_for_its_time_is_waited_for(llm):
     (output,) = llm.generate([PATIENT], params(max_tokens=2))
     assert output.token_ids == [PATIENT, PATIENT + 1]
-    assert llm._engine.steps <= 5
+    assert llm.engine.steps <= 5
 
 
 def test_a_stop_token_that_is_the_ignored_end_is_named(llm):
@@ -135,8 +141,8 @@ def test_a_bad_prompt_is_named_before_anything_runs(llm, bad):
     with pytest.raises(InvalidRequest, match="prompt 2: ") as caught:
         llm.generate(["a", "b", bad])
     assert caught.value.param == "prompt"
-    assert llm._engine.steps == 0
-    assert not llm._engine.running
+    assert llm.engine.steps == 0
+    assert not llm.engine.running
 
 
 def test_a_prompt_too_long_keeps_its_code(llm):
@@ -158,23 +164,23 @@ def test_a_failing_request_fails_alone(llm):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_an_error_aborts_everything_and_leaves_the_engine_usable(llm, monkeypatch, error):
-    step = llm._engine.step
+    step = llm.engine.step
 
     def failing():
-        if llm._engine.steps == 3:
+        if llm.engine.steps == 3:
             raise error
         return step()
 
-    monkeypatch.setattr(llm._engine, "step", failing)
+    monkeypatch.setattr(llm.engine, "step", failing)
     with pytest.raises(error):
         llm.generate(["a", "b"], params(max_tokens=100))
-    assert not llm._engine.running
+    assert not llm.engine.running
     monkeypatch.undo()
     assert llm.generate("a", params(max_tokens=3))[0].text == "abc"
 
 
 def test_ctrl_c_waits_for_the_steps_end(llm, monkeypatch):
-    step, finished = llm._engine.step, []
+    step, finished = llm.engine.step, []
 
     def pressed():
         if len(finished) == 2:
@@ -183,11 +189,11 @@ def test_ctrl_c_waits_for_the_steps_end(llm, monkeypatch):
         finished.append(report)
         return report
 
-    monkeypatch.setattr(llm._engine, "step", pressed)
+    monkeypatch.setattr(llm.engine, "step", pressed)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("a", params(max_tokens=100))
     assert len(finished) == 3
-    assert not llm._engine.running
+    assert not llm.engine.running
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -197,14 +203,14 @@ def test_a_second_ctrl_c_does_not_wait(llm, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("not reached")
 
-    monkeypatch.setattr(llm._engine, "step", stuck)
+    monkeypatch.setattr(llm.engine, "step", stuck)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("a")
 
 
 def test_an_engine_without_work_is_an_error_and_no_endless_loop(llm, monkeypatch):
-    monkeypatch.setattr(llm._engine, "step", lambda: None)
-    monkeypatch.setattr(llm._engine, "wakes_in", lambda: None)
+    monkeypatch.setattr(llm.engine, "step", lambda: None)
+    monkeypatch.setattr(llm.engine, "wakes_in", lambda: None)
     with pytest.raises(EngineDead, match="nothing to run, with 1 requests open"):
         llm.generate("a")
 
@@ -212,7 +218,7 @@ def test_an_engine_without_work_is_an_error_and_no_endless_loop(llm, monkeypatch
 def test_an_engine_that_cannot_add_leaves_nothing_behind(llm):
     with pytest.raises(RuntimeError, match="not foreseen"):
         llm.generate(["a", [BROKEN]])
-    assert not llm._engine.running
+    assert not llm.engine.running
 
 
 def test_progress_is_shown_when_wanted_and_never_on_stdout(llm, capfd):
@@ -237,6 +243,134 @@ def test_progress_is_shown_by_itself_for_long_work_on_a_terminal_only(llm, capfd
     assert not shows(None, terminal=True, patience=1000)
     assert not shows(None, terminal=False, patience=0)
     assert not shows(False, terminal=True, patience=0)
+
+
+def test_a_stream_yields_increments_as_the_engine_makes_them(llm):
+    outputs = list(llm.stream("a", params(max_tokens=4)))
+    assert [output.text for output in outputs] == ["a", "b", "c", "d"]
+    assert [output.finish_reason for output in outputs] == [None, None, None, "length"]
+    assert outputs[-1].timing.total == 3.0
+    assert [output.text for output in llm.stream_chat([{"role": "user", "content": "a"}], params(max_tokens=2))] == ["a", "b"]
+
+
+def test_a_stream_has_all_answers_by_index(llm):
+    texts = {0: "", 1: ""}
+    for output in llm.stream([1000], params(n=2, max_tokens=3)):
+        texts[output.index] += output.text
+    assert texts == {0: text_of(1000, 3), 1: text_of(1100, 3)}
+
+
+def test_a_stop_string_ends_a_stream(llm):
+    outputs = list(llm.stream("a", params(max_tokens=100_000, stop=("cd",))))
+    assert "".join(output.text for output in outputs) == "ab"
+    assert outputs[-1].stop_reason == "cd"
+    assert not llm.engine.running
+
+
+@pytest.mark.parametrize(("prompt", "reason"), [(FAILING, "error"), (LATE, "deadline")])
+def test_a_stream_that_fails_says_so_in_its_last_increment(llm, prompt, reason):
+    *_, last = llm.stream([prompt], params(max_tokens=9))
+    assert last.finish_reason == reason
+
+
+def test_a_wrong_prompt_is_refused_before_the_stream_is_read(llm):
+    with pytest.raises(InvalidRequest, match="a prompt is text"):
+        llm.stream(5)
+    with pytest.raises(InvalidRequest, match="a conversation is a list of messages"):
+        llm.stream_chat("hello")
+    with pytest.raises(QueueFull):
+        next(llm.stream([FULL]))
+
+
+def test_leaving_a_stream_aborts_its_request(llm):
+    for output in llm.stream("a", params(max_tokens=100_000)):
+        if output.text == "c":
+            break
+    assert not llm.engine.running
+    assert llm.generate("a", params(max_tokens=2))[0].text == "ab"
+
+
+def test_a_stream_that_the_garbage_collector_closes_in_a_step_is_aborted_after_it(llm, monkeypatch):
+    stream, step = llm.stream("a", params(max_tokens=100_000)), llm.engine.step
+    next(stream)
+
+    def collecting():
+        stream.close()
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", collecting)
+    assert llm.generate("x", params(max_tokens=2))[0].text == "xy"
+    assert not llm.engine.running
+
+
+def test_requests_run_beside_an_open_stream(llm):
+    stream = llm.stream("a", params(max_tokens=5))
+    assert next(stream).text == "a"
+    assert llm.generate("x", params(max_tokens=2))[0].text == "xy"
+    other = llm.stream("k", params(max_tokens=2))
+    assert next(other).text == "k"
+    # What the others' steps computed comes at once.
+    assert [output.text for output in stream] == ["bcd", "e"]
+    assert [output.text for output in other] == ["l"]
+
+
+def test_threads_share_the_engine(llm):
+    texts = {}
+
+    def generate(first):
+        texts[first] = [
+            output.text for output in llm.generate([[first], [first + 50]], params(max_tokens=30, stop=(text_of(first + 20, 1),)))
+        ]
+
+    threads = [threading.Thread(target=generate, args=(1000 * number,)) for number in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {first: [text_of(first, 20), text_of(first + 50, 30)] for first in range(1000, 9000, 1000)}
+    assert not llm.engine.running
+
+
+def test_ctrl_c_ends_a_stream_after_the_step(llm, monkeypatch):
+    step, finished = llm.engine.step, []
+
+    def pressed():
+        signal.raise_signal(signal.SIGINT)
+        finished.append(step())
+
+    stream = llm.stream("a", params(max_tokens=100))
+    next(stream)
+    monkeypatch.setattr(llm.engine, "step", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert len(finished) == 1
+    assert not llm.engine.running
+
+
+def test_close_ends_the_engine_once_and_open_streams(llm, capfd):
+    with llm:
+        stream = llm.stream("a", params(max_tokens=9))
+        next(stream)
+    llm.close()
+    assert capfd.readouterr().err.count("closed") == 1
+    with pytest.raises(EngineClosed, match="the LLM is closed"):
+        next(stream)
+    with pytest.raises(EngineClosed, match="the LLM is closed"):
+        llm.generate("a")
+
+
+@pytest.mark.parametrize("engine", [LLM, AsyncEngine])
+def test_help_shows_every_setting_with_its_default(engine):
+    shown, parameters = pydoc.render_doc(engine, renderer=pydoc.plaintext), inspect.signature(engine).parameters
+    for field in dataclasses.fields(EngineConfig):
+        assert (parameters[field.name].default, parameters[field.name].annotation) in (
+            (field.default, field.type),
+            (field.default, "str | os.PathLike[str]"),
+        )
+        if "help" in field.metadata:
+            assert f"{field.name}: {field.metadata['help'][:20]}" in shown
+    assert "max_num_seqs)" in shown
+    assert "--" not in shown.partition("Methods defined here")[0]
 
 
 def test_facts_name_the_model_as_it_was_asked_for(llm):

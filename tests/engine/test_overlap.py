@@ -323,8 +323,8 @@ def test_a_model_in_torch_answers_the_same_and_keeps_to_forms(byte_model, monkey
         monkeypatch.setattr(loop, "_build_runner", runner)
         llm = LLM(str(byte_model), load_format="dummy", device="cpu", num_kv_blocks=60, block_size=8, max_num_seqs=4)
         outputs.append(llm.generate([prompt[: 14 - index] for index in range(len(params))], params))
-        assert not llm._engine.has_work
-        llm._engine.close()
+        assert not llm.engine.has_work
+        llm.close()
     for one, two in zip(*outputs, strict=True):
         assert (one.token_ids, one.text, one.finish_reason) == (two.token_ids, two.text, two.finish_reason)
         # Who else is in a step may change the last bit.

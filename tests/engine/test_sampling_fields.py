@@ -137,7 +137,7 @@ def test_prompts_are_told_once_when_they_lose_their_blocks(make, likelihoods):
     llm = make(num_kv_blocks=24, max_model_len=100)
     params = SamplingParams(temperature=0.0, max_tokens=40, n=2, prompt_logprobs=1, logprobs=1, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params)
-    assert llm._engine.stats()["preemptions"] > 3
+    assert llm.engine.stats()["preemptions"] > 3
     for output in outputs:
         check_prompt(output, likelihoods, 1)
         assert [found.token for found in output.logprobs] == output.token_ids

@@ -34,7 +34,7 @@ def make(byte_model):
 
     yield llm
     for one in made:
-        one._engine.close()
+        one.close()
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_what_is_refused_names_its_field_before_anything_runs(llm):
     with pytest.raises(InvalidRequest, match=r"prompt 1: guided_regex cannot be used: .*unclosed group") as refused:
         llm.generate([PROMPT] * 2, [bounded("json_object"), wrong])
     assert refused.value.param == "guided_regex"
-    assert not llm._engine.has_work
+    assert not llm.engine.has_work
 
 
 @pytest.mark.parametrize("field", [{"ignore_eos": True}, {"min_tokens": 3}])

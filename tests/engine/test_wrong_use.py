@@ -66,7 +66,7 @@ def test_prompts_of_every_form(llm, prompts, ids):
 def test_wrong_calls_are_invalid_requests(llm, call, says):
     with pytest.raises(InvalidRequest, match=says):
         call(llm)
-    assert not llm._engine.running
+    assert not llm.engine.running
 
 
 @pytest.mark.parametrize(

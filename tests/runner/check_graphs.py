@@ -100,7 +100,7 @@ def answers(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) ->
     for output in llm.generate(prompts, copy.deepcopy(params), progress=False):
         lines = [*(output.logprobs or []), *(output.prompt_logprobs or [])[1:]]
         found.append((output.token_ids, [line.logprob for line in lines]))
-    llm._engine.close()
+    llm.close()
     return found
 
 
@@ -121,7 +121,7 @@ def test_answers_are_the_same_with_graphs_and_without(seed, long, tokens, make):
         emulator = Emulator()
         llm = make(emulator, overlaps, max_num_batched_tokens=tokens)
         same(answers(llm, *asked), expected)
-        graphs = llm._engine._runner.graphs
+        graphs = llm.engine._runner.graphs
         recorded = {tier for graph in graphs for tier, replay in graph._samples.items() if replay}
         # Penalties took new memory on the way.
         assert max(tier.count_rows for tier in recorded) == 8
@@ -144,7 +144,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(make):
         (Emulator(), {"enforce_eager": True}, "--enforce-eager says so"),
     ):
         llm = make(records, True, **settings)
-        assert ["CUDA graphs", "none", why] in llm._engine.facts["decisions"]
+        assert ["CUDA graphs", "none", why] in llm.engine.facts["decisions"]
         found.append(answers(llm, *asked))
         assert records.replays == 0
     same(found[0], found[1])

@@ -41,7 +41,7 @@ def test_two_processes_answer_as_one_does(
     shutil.copy(byte_model / "tokenizer.json", tmp_path)
     one, two = (LLM(str(tmp_path), **SIZES, **TIGHT, swap_space=1 << 20, tensor_parallel_size=size) for size in (1, 2))
     answers = [output.token_ids for output in two.generate(prompts, GREEDY)]
-    assert two._engine.stats()["preemptions"] > 0
+    assert two.engine.stats()["preemptions"] > 0
     assert answers == [output.token_ids for output in one.generate(prompts, GREEDY)]
     ids = model.generate(tiny_models.torch.tensor([prompts[4]]), do_sample=False, max_new_tokens=12, min_new_tokens=12, eos_token_id=None)
     assert answers[4] == ids[0, 60:].tolist()
@@ -65,7 +65,7 @@ def test_what_cannot_be_cut_is_refused(family: str, size: int, says: str, tmp_pa
 
 def test_a_worker_that_ends_is_told_of(byte_model: Path) -> None:
     llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
-    [worker] = llm._engine._runner.model._workers
+    [worker] = llm.engine._runner.model._workers
     worker._process.kill()
     worker._process.wait()
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_a_worker_that_ends_is_told_of(byte_model: Path) -> None:
 
 def test_a_step_that_fails_ends_the_workers(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
-    model = llm._engine._runner.model
+    model = llm.engine._runner.model
     with monkeypatch.context() as patch:
         patch.setattr(model._part, "forward", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -95,9 +95,9 @@ def test_a_worker_that_cannot_load_says_why(byte_model: Path, monkeypatch: pytes
 def test_workers_that_nobody_needs_any_more_are_gone(byte_model: Path) -> None:
     for close in (False, True):
         llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
-        [worker] = llm._engine._runner.model._workers
+        [worker] = llm.engine._runner.model._workers
         if close:
-            llm._engine.close()
+            llm.close()
         else:
             del llm
             gc.collect()
@@ -107,7 +107,7 @@ def test_workers_that_nobody_needs_any_more_are_gone(byte_model: Path) -> None:
 
 def test_too_little_memory_in_a_step_ends_all_and_is_not_tried_again(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
-    model = llm._engine._runner.model
+    model = llm.engine._runner.model
 
     def lacking(*arguments: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

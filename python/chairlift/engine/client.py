@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 
 from chairlift import errors
 from chairlift.checkpoint.locate import locate
-from chairlift.config import EngineConfig, engine_config
+from chairlift.config import EngineConfig, document_settings, engine_config
 from chairlift.engine import frames
 from chairlift.engine.exit_watch import ExitWatch
 from chairlift.engine.frames import (
@@ -58,10 +58,12 @@ REMEMBERED = 10_000
 """Maximum number of request ids that `explain` knows. The engine remembers as many ended sequences."""
 
 
+@document_settings
 class AsyncEngine:
     """An engine in a child process, for one event loop.
 
-    `settings` are the fields of `EngineConfig`. Use it with `async with`, or call `start` and `close`.
+    Its settings are those of `config`, or the defaults, changed by keyword arguments. Use it with `async with`, or call `start` and
+    `close`.
     """
 
     tokenizer: Tokenizer

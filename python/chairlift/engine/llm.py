@@ -1,4 +1,4 @@
-"""The engine for scripts and notebooks. It runs in the caller's process; `generate` returns when all requests are complete."""
+"""The engine for scripts and notebooks. It runs in the caller's process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from chairlift.checkpoint.locate import locate
-from chairlift.config import DEFAULT_MODEL, engine_config
+from chairlift.config import DEFAULT_MODEL, document_settings, engine_config
 from chairlift.engine.prompt import Prompt, listed, text_or_ids
 from chairlift.engine.request import Request, default_params, deliver, encode_bad_words, joined, validate
 from chairlift.engine.table import log_decisions, warn_of_short_context
-from chairlift.errors import EngineDead, InvalidRequest
+from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
 from chairlift.scheduling import Scheduling
@@ -28,6 +29,8 @@ from chairlift.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+    from chairlift.engine.loop import Engine
 
 log = logging.getLogger("chairlift")
 
@@ -40,11 +43,12 @@ LONGEST_SLEEP = 0.1
 Message = Mapping[str, Any]
 
 
+@document_settings
 class LLM:
     """A model in this process: no child process, no server, no `__main__` guard.
 
-    `settings` are the fields of `EngineConfig`. Raises ModelNotFound or UnsupportedModel, InvalidSetting for a value, or TypeError for an
-    unknown name.
+    Use it with `with`, or call `close`. Threads may share it: their requests run in the same batches. Raises ModelNotFound or
+    UnsupportedModel, InvalidSetting for a setting's value, or TypeError for an unknown setting.
     """
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: Any) -> None:
@@ -54,12 +58,35 @@ class LLM:
         model = self.config.model
         directory = locate(model, self.config.revision, self.config.cache_dir)
         self.tokenizer = Tokenizer(directory, self.config.tokenizer)
-        self._engine = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
+        self._engine: Engine | None = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
         self.facts: dict[str, Any] = {**self._engine.facts, "model": model}
         log_decisions(model, self.facts["decisions"])
         warn_of_short_context(self.config, self.facts)
         self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
-        self._turn = threading.Lock()
+        self._requests: dict[int, _Request] = {}  # by tag, those that have not ended
+        self._unused: deque[tuple[int, bool]] = deque()  # tags to abort, and whether a stop string ended them
+        self._lock = threading.Lock()  # held for each use of the engine
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for its `stats`. Raises EngineClosed after `close`."""
+        if self._engine is None:
+            raise EngineClosed("the LLM is closed: make a new one")
+        return self._engine
+
+    def close(self) -> None:
+        """Ends the engine and frees the model's memory. Open streams raise EngineClosed. May be called repeatedly."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+            self._requests.clear()
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
     def generate(
         self,
@@ -79,12 +106,25 @@ class LLM:
         many = listed(prompts)
         each = _one_each("params", SamplingParams, self.default_params() if params is None else params, len(many))
         treated = _one_each("scheduling", Scheduling, scheduling, len(many))
+        news: deque[_Request] = deque()
         requests = []
         for index, (prompt, one) in enumerate(zip(many, each, strict=True)):
             with _naming(index):
-                requests.append(self._request(prompt, one))
-        with self._turn:
-            return self._run(requests, treated, progress)
+                requests.append(self._request(prompt, one, news))
+        return self._run(requests, treated, news, progress)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """Completes one prompt. Yields increments of its `n` outputs, by `index`; the last of each has a `finish_reason`.
+
+        With `best_of`, the `n` best outputs are yielded whole at the end. Closing the generator, or leaving its loop, aborts the request.
+        Several streams may be open: each runs while any of them is read. Errors as in `generate`.
+        """
+        one_params = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
+        treated = _one_each("scheduling", Scheduling, scheduling, 1)
+        news: deque[_Request] = deque()
+        return self._stream(self._request(prompt, one_params[0], news), treated, news)
 
     def chat(
         self,
@@ -99,75 +139,135 @@ class LLM:
         prompts = []
         for index, conversation in enumerate(conversations):
             with _naming(index):
-                if not _is_conversation(conversation):
-                    raise InvalidRequest("a conversation is a list of messages, each with `role` and `content`", param="messages")
-                prompts.append(self.tokenizer.chat([dict(message) for message in conversation]))
+                prompts.append(self._render(conversation))
         return self.generate(prompts, params, scheduling=scheduling, progress=progress)
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """Answers one conversation, rendered with the model's chat template, in increments as `stream` does."""
+        return self.stream(self._render(messages), params, scheduling=scheduling)
 
     def default_params(self, **settings: Any) -> SamplingParams:
         """Returns the checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
         return default_params(self.facts, settings)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _render(self, conversation: object) -> list[int]:
+        if not _is_conversation(conversation):
+            raise InvalidRequest("a conversation is a list of messages, each with `role` and `content`", param="messages")
+        return self.tokenizer.chat([dict(message) for message in conversation])
+
+    def _request(self, prompt: Prompt, params: SamplingParams, news: deque[_Request]) -> _Request:
         given = text_or_ids(prompt)
         prompt_token_ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         params = validate(prompt_token_ids, encode_bad_words(params, self.tokenizer), self.facts)
-        return Request(self.tokenizer, next(self._tags), prompt_token_ids, params)
+        return _Request(self.tokenizer, next(self._tags), prompt_token_ids, params, news)
 
-    def _run(self, requests: list[Request], scheduling: list[Scheduling], progress: bool | None) -> list[RequestOutput]:
+    def _run(
+        self, requests: list[_Request], scheduling: list[Scheduling], news: deque[_Request], progress: bool | None
+    ) -> list[RequestOutput]:
         """Runs validated requests to their ends, or aborts them all."""
-        outputs: dict[int, RequestOutput] = {}
-        running: dict[int, Request] = {}
-        try:
-            for index, (request, treated) in enumerate(zip(requests, scheduling, strict=True)):
-                with _naming(index):
-                    self._engine.add(request.tags.start, request.prompt_token_ids, request.params, treated)
-                running.update(dict.fromkeys(request.tags, request))
-                for choice in range(request.params.n):
-                    outputs[request.tags[choice]] = RequestOutput("", [], request.prompt_token_ids, index=choice)
-            with _Bar(requests, progress) as bar, _interrupts_held() as interrupted:
-                while running:
-                    self._step(running, outputs, bar)
-                    if interrupted.is_set():
-                        raise KeyboardInterrupt
-        finally:
-            for tag in running:
-                self._engine.abort(tag)
-            while self._engine.has_work:  # a step may be in flight although no request waits for it
-                self._engine.step()
+        outputs = {
+            request.tags[choice]: RequestOutput("", [], request.prompt_token_ids, index=choice)
+            for request in requests
+            for choice in range(request.params.n)
+        }
+        open_requests = set(requests)
+        with self._added(requests, scheduling), _Bar(requests, progress) as bar, _interrupts_held() as interrupted:
+            while open_requests:
+                tokens = self._step(news)
+                for request in _drain(news):
+                    # Text is decoded once at the end, unless stop strings must be matched.
+                    if not request.params.stop and any(tag in self._requests for tag in request.tags):
+                        continue
+                    for part in request.take():
+                        tag = request.tags[part.index]
+                        outputs[tag] = joined(outputs[tag], part)
+                    self._leave(request.finished(), stopped=True)
+                    if request.over and request in open_requests:
+                        open_requests.remove(request)
+                        bar.end(request)
+                bar.advance(tokens)
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
         return list(outputs.values())
 
-    def _step(self, running: dict[int, Request], outputs: dict[int, RequestOutput], bar: _Bar) -> None:
-        report = self._engine.step()
-        if report is None:
-            self._wait(len(running))
-            return
-        for request in deliver(report, running):
-            # Text is decoded once at the end, unless stop strings must be matched.
-            if not request.params.stop and any(tag in running for tag in request.tags):
-                continue
-            for part in request.take():
-                tag = request.tags[part.index]
-                outputs[tag] = joined(outputs[tag], part)
-            for tag in request.finished():
-                if running.pop(tag, None) is not None:
-                    self._engine.abort(tag, stopped=True)
-            if request.over:
-                bar.end(request)
-        bar.advance(len(report.finishes))
+    def _stream(self, request: _Request, scheduling: list[Scheduling], news: deque[_Request]) -> Generator[RequestOutput, None, None]:
+        with self._added([request], scheduling):
+            while not request.over:
+                with _interrupts_held() as interrupted:
+                    self._step(news)
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
+                news.clear()
+                parts = request.take()
+                self._leave(request.finished(), stopped=True)
+                for part in parts:
+                    if part.finish_reason is not None or part.token_ids or part.text:
+                        yield part
 
-    def _wait(self, open_ones: int) -> None:
-        """Sleeps until the engine may have something to run. Raises EngineDead if it never will."""
-        seconds = self._engine.wakes_in()
+    @contextlib.contextmanager
+    def _added(self, requests: list[_Request], scheduling: list[Scheduling]) -> Iterator[None]:
+        """Adds the requests to the engine and, at the end, aborts those that have not ended."""
+        try:
+            with self._lock:
+                for index, (request, treated) in enumerate(zip(requests, scheduling, strict=True)):
+                    with _naming(index):
+                        self.engine.add(request.tags.start, request.prompt_token_ids, request.params, treated)
+                    self._requests.update(dict.fromkeys(request.tags, request))
+            yield
+        finally:
+            self._leave(tag for request in requests for tag in request.tags)
+
+    def _step(self, news: deque[_Request]) -> int:
+        """Runs a step, unless `news` has a request already from another thread's step. Returns the number of new tokens."""
+        with self._lock:
+            self._abort_unused()
+            if news:
+                return 0
+            report = self.engine.step()
+            if report is not None:
+                for request in deliver(report, self._requests):
+                    request.news.append(request)
+                return len(report.finishes)
+            seconds = self.engine.wakes_in()
         if seconds is None:
-            raise EngineDead(f"the engine found nothing to run, with {open_ones} requests open")
+            raise EngineDead(f"the engine found nothing to run, with {len(self._requests)} requests open")
         time.sleep(min(seconds, LONGEST_SLEEP))
+        return 0
+
+    def _leave(self, tags: Iterable[int], *, stopped: bool = False) -> None:
+        """Aborts sequences that have not ended; `stopped` if a stop string was found.
+
+        The garbage collector may close a stream while this thread holds the lock. The next step then aborts its request.
+        """
+        self._unused.extend((tag, stopped) for tag in tags if tag in self._requests)
+        if self._unused and self._lock.acquire(blocking=False):
+            try:
+                self._abort_unused()
+            finally:
+                self._lock.release()
+
+    def _abort_unused(self) -> None:
+        for tag, stopped in _drain(self._unused):
+            if self._requests.pop(tag, None) is not None and self._engine is not None:
+                self._engine.abort(tag, stopped=stopped)
+        while self._engine is not None and not self._requests and self._engine.has_work:
+            self._engine.step()  # a step may be in flight although no request waits for it
+
+
+class _Request(Request):
+    """A request that is put into its caller's queue when it has new tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams, news: deque[_Request]) -> None:
+        super().__init__(tokenizer, tag, prompt_token_ids, params)
+        self.news = news
 
 
 class _Bar:
     """A progress bar that appears if the work takes long. Its total is the maximum number of tokens."""
 
-    def __init__(self, requests: list[Request], wanted: bool | None) -> None:
+    def __init__(self, requests: Sequence[Request], wanted: bool | None) -> None:
         self._requests = len(requests)
         self._most = sum(map(_most_tokens, requests))
         self._allowed = sys.stderr.isatty() if wanted is None else wanted
@@ -198,6 +298,15 @@ class _Bar:
         """Counts an ended request and the tokens that it did not use."""
         self._done += 1
         self._spared += _most_tokens(request) - request.num_tokens
+
+
+Item = TypeVar("Item")
+
+
+def _drain(queue: deque[Item]) -> Iterator[Item]:
+    """Removes and yields the items of a queue."""
+    while queue:
+        yield queue.popleft()
 
 
 def _most_tokens(request: Request) -> int:
