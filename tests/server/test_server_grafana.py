@@ -1,4 +1,4 @@
-"""The Grafana board: every query of it, against what a server that has worked shows."""
+"""The Grafana dashboard and the alerts: each of their queries, with the metrics of a server that has worked."""
 
 import json
 import re
@@ -8,12 +8,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from fake_async_engine import FakeEngine, serving, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 BOARD = json.loads((Path(__file__).parents[2] / "docs" / "grafana" / "chairlift.json").read_text())
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+[ALERTS] = yaml.safe_load((Path(__file__).parents[2] / "docker" / "alerts.yml").read_text())["groups"]
+CONDITIONS = [rule["expr"] for rule in ALERTS["rules"] if "chairlift_" in rule["expr"]]
 USED = {"waiting": 1, "running": 2, "requests": 3, "prompt_tokens": 4, "cached_tokens": 1, "output_tokens": 5, "computed_tokens": 9}
 USED |= {"block_us": 10, "preemptions": 1, "queued_us": 7}
 
@@ -45,14 +48,15 @@ def test_every_metric_and_label_of_every_query_is_there(scraped):
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels)
     assert len(QUERIES) > 50
-    for query in [*QUERIES, BOARD["templating"]["list"][1]["definition"]]:
+    assert len(CONDITIONS) == len(ALERTS["rules"]) - 1  # all but `up`, which is Prometheus' own
+    for query in [*QUERIES, *CONDITIONS, BOARD["templating"]["list"][1]["definition"]]:
         names = re.findall(r"chairlift_\w+", query)
         assert names, query
         for name in names:
             assert name in labels, query
             asked = {label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")}
-            asked |= set(re.findall(r"(\w+)=~", query))
-            assert asked <= labels[name], query
+            asked |= set(re.findall(r"(\w+)=~?\"", query))
+            assert asked - {"instance"} <= labels[name], query  # Prometheus adds the instance
     for panel in PANELS:
         for target in panel["targets"]:
             for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
@@ -108,6 +112,11 @@ def test_prometheus_scrapes_the_server_and_answers_every_query(scraped, tmp_path
         wait_until(twice, 40)
         for query in QUERIES:
             assert ask(query), query
+        for condition in CONDITIONS:
+            # An alert is a comparison, which is empty while it is false: ask for each side of it.
+            sides = [side for side in condition.split(" > ") if "chairlift_" in side]
+            assert sides
+            assert all(ask(side) for side in sides), condition
         assert max(ask('up{job="chairlift"}')) == 1
     finally:
         prometheus.terminate()

@@ -1,0 +1,38 @@
+# The server as an image. `docker build .` builds the target cpu, the last one; `docker build --target cuda .` the other.
+
+FROM rust:1.89-slim-bookworm AS wheel
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/maturin \
+    && /opt/maturin/bin/pip install --no-cache-dir 'maturin>=1.13,<2'
+WORKDIR /source
+COPY . .
+RUN /opt/maturin/bin/maturin build --release --locked --out /wheels
+
+FROM python:3.13-slim-bookworm AS runtime
+RUN useradd --create-home --uid 1000 chairlift && install --directory --owner chairlift /models
+ENV CHAIRLIFT_CACHE_DIR=/models PYTHONUNBUFFERED=1
+VOLUME /models
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5m \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=3)"]
+ENTRYPOINT ["chairlift"]
+CMD ["serve", "--host", "0.0.0.0"]
+
+FROM runtime AS cuda
+# Triton compiles its kernels' launchers with a C compiler. The driver comes from the host (NVIDIA Container Toolkit).
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    pip install --no-cache-dir "$(echo /wheels/*.whl)[gguf,gpu,quantized]"
+USER 1000
+
+FROM runtime AS cpu
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu 'torch>=2.8' \
+    && pip install --no-cache-dir "$(echo /wheels/*.whl)[gguf]"
+USER 1000

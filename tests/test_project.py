@@ -1,0 +1,89 @@
+"""The files with which others build, run and publish the project: Dockerfile, compose.yaml, the source distribution, URLs."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+URL = "https://forge.example/team/chairlift"
+
+
+def test_compose_mounts_files_that_exist_and_publishes_on_loopback_only():
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    assert {"chairlift", "prometheus", "grafana"} == set(services)
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        for volume in service.get("volumes", []):
+            if volume.startswith("./"):
+                assert (ROOT / volume.split(":")[0]).exists(), volume
+    assert "API_KEY" in str(services["chairlift"]["environment"])
+    [scrape] = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text())["scrape_configs"]
+    assert scrape["static_configs"] == [{"targets": ["chairlift:8000"]}]
+    target = services["chairlift"]["build"]["target"]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.findall(r"^FROM \S+ AS (\w+)$", dockerfile, re.MULTILINE)[-1] == target
+
+
+def test_the_build_context_of_the_image_is_a_whole_crate(tmp_path):
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for name in allowed:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("target", "*.so", "__pycache__"))
+        else:
+            shutil.copy(ROOT / name, tmp_path / name)
+    subprocess.run(["cargo", "metadata", "--locked", "--offline", "--format-version=1"], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "python/chairlift/kernels/rms_norm.py").is_file()
+
+
+def test_the_source_distribution_holds_the_kernels_and_every_crate(tmp_path):
+    subprocess.run([sys.executable, "-m", "maturin", "sdist", "--out", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {"Cargo.lock", "LICENSE", "README.md", "pyproject.toml", "python/chairlift/kernels/rms_norm.py"} <= names
+    assert {f"rust/{crate.name}/Cargo.toml" for crate in (ROOT / "rust").iterdir() if crate.is_dir()} <= names
+    assert not [name for name in names if name.startswith("tests/") or name.endswith(".so")]
+
+
+@pytest.fixture
+def published(tmp_path):
+    """The two files after the URL was set."""
+    spec = importlib.util.spec_from_file_location("set_repository_url", ROOT / ".ci/set_repository_url.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    script.main(URL, tmp_path)
+    return tmp_path
+
+
+def test_the_url_of_the_repository_is_set_where_it_is_published(published):
+    project = tomllib.loads((published / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Repository"] == URL
+    assert project["scripts"]["chairlift"]
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", (published / "README.md").read_text())
+    assert links
+    for image, target in links:
+        assert target.startswith(f"{URL}/{'raw' if image else 'blob'}/main/"), target
+        assert (ROOT / target.split("/main/", 1)[1].split("#")[0]).exists(), target
+
+
+def test_the_workflows_use_targets_and_scripts_that_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in (ROOT / ".github/workflows").iterdir():
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        for job in jobs.values():
+            assert job["timeout-minutes"]
+            for need in [job.get("needs", [])] if isinstance(job.get("needs"), str) else job.get("needs", []):
+                assert need in jobs
+            for command in (step.get("run", "") for step in job["steps"]):
+                assert set(re.findall(r"\bmake ([a-z]+)", command)) <= targets
+                assert all((ROOT / script).exists() for script in re.findall(r"\.ci/\w+(?:\.py)?", command))
