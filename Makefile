@@ -9,7 +9,7 @@ SOURCES := $(RUST) $(shell find python kernels -name '*.py')
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 .PHONY: serve
 serve: $(VENV)/.installed ## set everything up and serve the default model at http://127.0.0.1:8000/v1 (ARGS="--port 9000" adds flags)
@@ -33,6 +33,10 @@ miri: ## run the CPU kernels' shared memory and KV cache tests under Miri (needs
 	@cargo +nightly miri --version >/dev/null 2>&1 || { \
 	  echo "make miri needs a nightly toolchain with Miri: rustup toolchain install nightly --component miri" >&2; exit 1; }
 	cargo +nightly miri test -p chairlift-cpu --lib -- aligned unsafe_slice cache
+
+.PHONY: compile-gate
+compile-gate: $(VENV)/.developing ## compile the GPU kernels for all head sizes, dtypes and devices and check the result (no GPU needed)
+	COMPILE_GATE=full $(BIN)/python -m pytest tests/kernels/test_compile_attention.py $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.developing ## formatting, lints and types of both languages

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from chairlift.kernels.paged_tile import LOG2E, multiprocessors
+from chairlift.kernels.launch_settings import device_limits
+from chairlift.kernels.paged_tile import LOG2E
 
 PROGRAMS_PER_SM = 16
 """Programs in the grid per multiprocessor."""
@@ -62,7 +63,7 @@ def paged_combine(
     lses [n, heads] are the log-sum-exps of the parts in base 2, minus infinity for an empty part. `merges` bounds the number of merges.
     """
     heads, dim = out.shape[1:]
-    grid = (min(merges * heads, PROGRAMS_PER_SM * multiprocessors(out.device)),)
+    grid = (min(merges * heads, PROGRAMS_PER_SM * device_limits(out.device).multiprocessors),)
     _paged_combine_kernel[grid](out, parts, lses, sinks, work, HEADS=heads, HEAD_DIM=dim, BLOCK_N=BLOCK_N, num_warps=4)
 
 

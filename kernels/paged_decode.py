@@ -13,14 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from chairlift.kernels.launch_settings import decode_settings, device_limits, head_shape
 from chairlift.kernels.paged_tile import (
     LOG2E,
     AttentionMetadata,
     Scoring,
     add_sink,
-    block_n,
     load_kv_tile,
-    multiprocessors,
     qk_tile,
     score_factors,
     softmax_update,
@@ -142,16 +141,6 @@ def _paged_decode_kernel(
             tl.store(lse_ptr + first_row + row, tl.where(l_i == 0, float("-inf"), m_i + tl.log2(l_i)), mask=is_query)
 
 
-def block_m(single: bool, group: int) -> int:
-    """BLOCK_M: the heads of a group for one token or for MAX_DECODE tokens, and at least the 16 rows that `tl.dot` needs."""
-    return max(16, int(triton.next_power_of_2(group if single else MAX_DECODE * group)))
-
-
-def num_warps(block_m: int, value_dim: int) -> int:
-    """As many warps as hold acc in half of their registers."""
-    return 4 if block_m * value_dim <= 8192 else 8
-
-
 def paged_decode(
     out: torch.Tensor,
     parts: torch.Tensor,
@@ -174,11 +163,11 @@ def paged_decode(
     touched.
     """
     kv_heads, block_size, dim = keys.shape[1:]
-    group = query.shape[1] // kv_heads
+    shape, limits = head_shape(query, keys, values), device_limits(query.device)
     factor, cap = score_factors(scoring)
     single = queries == 1
-    rows = block_m(single, group)
-    grid = (min(splits * kv_heads, PROGRAMS_PER_SM * multiprocessors(query.device)),)
+    settings = decode_settings(shape, 1 if single else MAX_DECODE, limits)
+    grid = (min(splits * kv_heads, PROGRAMS_PER_SM * limits.multiprocessors),)
     _paged_decode_kernel[grid](
         out,
         parts,
@@ -198,15 +187,12 @@ def paged_decode(
         *keys.stride()[:3],
         *values.stride()[:3],
         KV_HEADS=kv_heads,
-        GROUP=group,
+        GROUP=shape.group,
         HEAD_DIM=dim,
-        VALUE_DIM=values.shape[-1],
+        VALUE_DIM=shape.value_dim,
         BLOCK_SIZE=block_size,
         WINDOW=scoring.window or 0,
         SOFTCAP=bool(scoring.softcap),
         SINGLE_TOKEN=single,
-        BLOCK_M=rows,
-        BLOCK_N=block_n(keys),
-        num_warps=num_warps(rows, values.shape[-1]),
-        num_stages=3,
+        **settings._asdict(),
     )

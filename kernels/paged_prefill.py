@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from chairlift.kernels.launch_settings import device_limits, head_shape, prefill_settings
 from chairlift.kernels.paged_tile import (
     LOG2E,
     AttentionMetadata,
     Scoring,
     add_sink,
-    block_n,
     load_kv_tile,
     qk_tile,
     score_factors,
@@ -130,21 +130,6 @@ def _paged_prefill_kernel(
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=is_query[:, None] & (offs_dv < VALUE_DIM)[None, :])
 
 
-def block_m(group: int, value_dim: int) -> int:
-    """BLOCK_M: as many rows as registers hold, and at least the 64 that wgmma needs."""
-    return max(128 if value_dim <= 256 else 64, int(triton.next_power_of_2(group)))
-
-
-def num_stages(value_dim: int) -> int:
-    """Pipeline stages: the tiles being loaded, and the one being computed with."""
-    return 3 if value_dim <= 256 else 2
-
-
-def tile_tokens(group: int, value_dim: int) -> int:
-    """Tokens of a program, for `prefill_work`: all heads of a group are in the same tile."""
-    return block_m(group, value_dim) // group
-
-
 def paged_prefill(
     out: torch.Tensor,
     query: torch.Tensor,
@@ -158,11 +143,12 @@ def paged_prefill(
 ) -> None:
     """Attends from the tokens of prompt chunks; shapes are those of `paged_decode`.
 
-    `work` int32 comes from the core's `prefill_work` for `tile_tokens`, and `tiles` bounds the number of tiles in it. Rows of `out`
+    `work` int32 comes from the core's `prefill_work` for `chunk_tokens`, and `tiles` bounds the number of tiles in it. Rows of `out`
     that belong to decodes are not touched.
     """
     kv_heads, block_size, dim = keys.shape[1:]
-    group, value_dim = query.shape[1] // kv_heads, values.shape[-1]
+    shape = head_shape(query, keys, values)
+    settings = prefill_settings(shape, device_limits(query.device))
     factor, cap = score_factors(scoring)
     _paged_prefill_kernel[(kv_heads, tiles)](
         out,
@@ -181,15 +167,12 @@ def paged_prefill(
         *keys.stride()[:3],
         *values.stride()[:3],
         KV_HEADS=kv_heads,
-        GROUP=group,
+        GROUP=shape.group,
         HEAD_DIM=dim,
-        VALUE_DIM=value_dim,
+        VALUE_DIM=shape.value_dim,
         BLOCK_SIZE=block_size,
         WINDOW=scoring.window or 0,
         SOFTCAP=bool(scoring.softcap),
-        CHUNK_TOKENS=tile_tokens(group, value_dim),
-        BLOCK_M=block_m(group, value_dim),
-        BLOCK_N=block_n(keys),
-        num_warps=8,
-        num_stages=num_stages(value_dim),
+        CHUNK_TOKENS=settings.BLOCK_M // shape.group,
+        **settings._asdict(),
     )

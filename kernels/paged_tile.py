@@ -10,7 +10,6 @@ exponentials, acc the unnormalised output. Scores are in base 2, for the hardwar
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -99,15 +98,3 @@ def score_factors(scoring: Scoring) -> tuple[float, float]:
     """The factor and the soft cap of `qk_tile`, in base 2."""
     cap = scoring.softcap
     return (2 * scoring.scale / cap, cap * LOG2E.value) if cap else (scoring.scale * LOG2E.value, 0.0)
-
-
-def block_n(keys: torch.Tensor) -> int:
-    """BLOCK_N, the keys of a tile: few enough that several tiles fit in shared memory."""
-    row = triton.next_power_of_2(keys.shape[-1]) * keys.element_size()
-    return int(min(max(16384 // row, 16), 64))
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Number of streaming multiprocessors; 1 in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -146,3 +146,17 @@ def test_parts_are_combined(count, sinks):
     for token, first in ((2, 0), (0, 1)):
         torch.testing.assert_close(out[token], paged_combine_reference(parts[first::2], lses[first::2], sinks), rtol=1e-5, atol=1e-6)
     assert out[1].isnan().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 1.5}], ids=["plain", "gemma-2"])
+def test_a_4090s_smaller_tiles_give_the_same_numbers(options, monkeypatch):
+    # Imported here, because a launcher's module imports the function by name.
+    from chairlift.kernels import launch_settings, paged_decode, paged_prefill
+
+    limits = launch_settings.DeviceLimits((8, 9), 101376, 1)
+    for module in (launch_settings, paged_decode, paged_prefill):
+        monkeypatch.setattr(module, "device_limits", lambda device: limits)
+    step = AttentionStep([(40, 40), (33, 130), (1, 70), (2, 66)], heads=4, kv_heads=2, dim=256, value_dim=256, block_size=16)
+    shape = launch_settings.HeadShape(2, 256, 256, 2, 2)
+    assert launch_settings.prefill_settings(shape, limits) != launch_settings.prefill_settings(shape, launch_settings.INTERPRETER)
+    check(step, torch.float16, **options)

@@ -137,15 +137,17 @@ class DevicePlan:
     ) -> torch.Tensor:
         """See `paged_attention`."""
         # These import triton, which is only installed for GPUs.
+        from chairlift.kernels.launch_settings import chunk_tokens, device_limits, head_shape
         from chairlift.kernels.paged_combine import paged_combine
         from chairlift.kernels.paged_decode import paged_decode
-        from chairlift.kernels.paged_prefill import paged_prefill, tile_tokens
+        from chairlift.kernels.paged_prefill import paged_prefill
         from chairlift.kernels.paged_tile import AttentionMetadata, Scoring
 
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         metadata = AttentionMetadata(self.tables, self.rows, self.query_starts, self.context_lens)
         scoring = Scoring(scale, window, softcap, sinks, scales)
-        splits, tiles = self.decodes[window], self._tiles(tile_tokens(query.shape[1] // keys.shape[1], values.shape[-1]))
+        tokens = chunk_tokens(head_shape(query, keys, values), device_limits(query.device))
+        splits, tiles = self.decodes[window], self._tiles(tokens)
         if splits.units:
             parts, lses = self._parts(splits.parts, query.shape[1], values.shape[-1])
             shape = {"splits": splits.units, "queries": splits.longest}

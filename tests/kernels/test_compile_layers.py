@@ -1,7 +1,7 @@
 """What sm_90 makes of the kernels of a layer beside attention, for the shapes of well-known models."""
 
 import pytest
-from sm90 import Compiled, compiled
+from offline import Compiled, compiled
 from triton import next_power_of_2
 
 from chairlift.kernels import act_mul, copy_blocks, resolve, rms_norm, rope_write, write_kv

@@ -1,8 +1,10 @@
-"""The offline gate of the GPU kernels: compiles them for sm_90 (H100, H200) where there is no GPU, and tells what came of it.
+"""The compile gate: compiles GPU kernels where there is no GPU and reports registers, shared memory and instructions.
 
-Importing this skips a test file where Triton, or its copy of ptxas, is not installed.
+Importing this skips a test file where Triton, or its copy of NVIDIA's tools, is not installed. By default the tests compile a sample. With
+COMPILE_GATE=full in the environment (`make compile-gate`) they compile all shapes for all devices.
 """
 
+import os
 import re
 import subprocess
 import tempfile
@@ -17,20 +19,19 @@ triton = pytest.importorskip("triton", reason="Triton is not made for this platf
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-try:
-    from triton.backends.nvidia.compiler import get_ptxas
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+if not CUOBJDUMP.exists():
+    pytest.skip("this Triton comes without cuobjdump", allow_module_level=True)
 
-    PTXAS = get_ptxas(90).path
-except (ImportError, RuntimeError) as error:
-    pytest.skip(f"this Triton comes without ptxas: {error}", allow_module_level=True)
+FULL = os.environ.get("COMPILE_GATE") == "full"
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that a program may have."""
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that a program may have, by compute capability: A100; 3090, A10; 4090, L4; H100; B200; 5090."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ptxas and the PTX say of one variant of a kernel.
+    """What the cubin and the PTX say of one variant of a kernel.
 
     `loads` and `stores` count instructions that move so many bytes a thread between global memory and registers or, asynchronously,
     shared memory: 16 is the widest, and fewer for neighbouring numbers mean that the compiler did not know that they are aligned.
@@ -38,7 +39,7 @@ class Compiled:
 
     registers: int
     spilled: int
-    """Bytes of registers spilled, stores and loads."""
+    """Bytes of a thread's stack, to which ptxas spills registers."""
     shared_memory: int
     """Bytes a program."""
     wgmma: int
@@ -49,7 +50,7 @@ class Compiled:
     ptx: str
 
 
-def compiled(kernel: object, arguments: dict[str, object], *, num_warps: int = 4, num_stages: int = 3) -> Compiled:
+def compiled(kernel: object, arguments: dict[str, object], *, capability: int = 90, num_warps: int = 4, num_stages: int = 3) -> Compiled:
     """Compiles a `triton.jit` function, which must not be interpreted.
 
     `arguments` names every parameter of the kernel, as in Triton's ahead-of-time compiler: a type ("*bf16", "i32", "fp32") with
@@ -61,16 +62,17 @@ def compiled(kernel: object, arguments: dict[str, object], *, num_warps: int = 4
     signature = {name: types[name].removesuffix(":16") if name in types else "constexpr" for name in kernel.arg_names}
     aligned = [(kernel.arg_names.index(name),) for name, kind in types.items() if kind.endswith(":16")]
     source = ASTSource(kernel, signature, constants, {place: [["tt.divisibility", 16]] for place in aligned})
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": num_stages})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = built.asm["ptx"]
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "kernel.ptx"
-        path.write_text(ptx)
-        command = [PTXAS, "-arch=sm_90a", "-v", str(path), "-o", str(path.with_suffix(".cubin"))]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return Compiled(
-        registers=int(re.search(r"Used (\d+) registers", told)[1]),
-        spilled=sum(map(int, re.findall(r"(\d+) bytes spill", told))),
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        spilled=int(re.search(r"STACK:(\d+)", usage)[1]),
         shared_memory=built.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
         mma=ptx.count("mma.sync"),

@@ -1,0 +1,147 @@
+"""Launch settings of the attention kernels: tile sizes, warps and pipeline stages, for a device and the shapes of a model's heads.
+
+BLOCK_M query rows and BLOCK_N keys are multiplied at a time, with FlashAttention's names. A tile that needs more shared memory than the
+device has does not launch, and one that needs more registers than a thread has is slow. `make compile-gate` compiles the settings of all
+shapes and devices and checks both.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from triton import next_power_of_2
+
+HOPPER = 9
+"""Major compute capability of the devices whose products read both operands from shared memory (wgmma)."""
+MIN_KEYS = 16
+"""Smallest BLOCK_N: the inner side that `tl.dot` needs."""
+SLACK = 1024
+"""Bytes of shared memory for the reductions of a softmax."""
+
+
+class DeviceLimits(NamedTuple):
+    """The properties of a device on which launch settings depend."""
+
+    capability: tuple[int, int]
+    shared_memory: int
+    """Bytes that one program may use."""
+    multiprocessors: int
+
+
+class HeadShape(NamedTuple):
+    """The shape of a layer's attention: query heads per KV head, dimensions of keys and values, bytes of a query and of a cached number."""
+
+    group: int
+    head_dim: int
+    value_dim: int
+    query_bytes: int
+    cache_bytes: int
+
+
+class LaunchSettings(NamedTuple):
+    """Keyword arguments of a launch."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+INTERPRETER = DeviceLimits((9, 0), 232448, 1)
+"""The limits of Triton's interpreter: an H100's, with one program at a time."""
+
+
+@functools.cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The limits of a CUDA device; INTERPRETER for a CPU."""
+    if device.type != "cuda":
+        return INTERPRETER
+    found = torch.cuda.get_device_properties(device)
+    return DeviceLimits((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
+
+
+def head_shape(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> HeadShape:
+    """The shape of query [T, heads, D] and of a cache (see `paged_decode`)."""
+    group = query.shape[1] // keys.shape[1]
+    return HeadShape(group, keys.shape[-1], values.shape[-1], query.element_size(), keys.element_size())
+
+
+@functools.cache
+def decode_settings(shape: HeadShape, tokens: int, limits: DeviceLimits) -> LaunchSettings:
+    """Settings of `paged_decode` for chunks of up to `tokens` tokens. All heads of a group and all tokens of a chunk are in one tile.
+
+    Raises ValueError if the device has too little shared memory for these heads.
+    """
+    rows = max(16, _padded(shape.group * tokens))
+    # Threads multiply fp32 inputs, and need registers for their operands.
+    tile = 8192 if shape.query_bytes == 4 else 16384
+    keys = min(max(tile // (_padded(shape.head_dim) * shape.cache_bytes), MIN_KEYS), 64)
+    # As many warps as hold the output in half of their registers.
+    warps = 4 if rows * shape.value_dim <= 8192 else 8
+    return _fitted(shape, LaunchSettings(rows, keys, warps, 3), rows, limits)
+
+
+@functools.cache
+def prefill_settings(shape: HeadShape, limits: DeviceLimits) -> LaunchSettings:
+    """Settings of `paged_prefill`. All heads of a group are in one tile. Raises ValueError as `decode_settings` does."""
+    widest, out = _padded(max(shape.head_dim, shape.value_dim)), _padded(shape.value_dim)
+    if shape.query_bytes == 4:
+        # Tensor cores would round fp32 inputs to tf32, so threads multiply, and need registers for their operands.
+        rows, keys, stages = max(4096 // widest, 16), 32 if widest <= 128 else MIN_KEYS, 2
+        rows = min(rows, 64)
+    elif limits.capability[0] == HOPPER:
+        # wgmma multiplies at least 64 rows.
+        rows, keys = 128 if out <= 256 else 64, min(max(8192 // widest, MIN_KEYS), 64)
+        stages = 3 if out <= 256 else 2
+    else:
+        # Operands of mma.sync are in registers, beside the output.
+        rows = 128 if out <= 128 else 64
+        keys = min(max((8192 if rows == 64 else 4096) // out, MIN_KEYS), 64)
+        if rows == 64 and shape.cache_bytes < shape.query_bytes:
+            keys = MIN_KEYS  # the converted keys and values take registers too
+        stages = 3
+    least = int(max(_padded(shape.group), 16))
+    return _fitted(shape, LaunchSettings(max(rows, least), keys, 8, stages), least, limits)
+
+
+def chunk_tokens(shape: HeadShape, limits: DeviceLimits) -> int:
+    """Tokens of a tile of `paged_prefill`, for the core's `prefill_work`."""
+    return prefill_settings(shape, limits).BLOCK_M // shape.group
+
+
+def shared_memory(shape: HeadShape, settings: LaunchSettings, capability: tuple[int, int]) -> int:
+    """The most bytes of shared memory that Triton takes for a program with these settings."""
+    width = _padded(shape.head_dim) + _padded(shape.value_dim)
+    wgmma = capability[0] == HOPPER
+    # wgmma reads the tile that it multiplies from shared memory, converted if need be. Otherwise that tile is in registers.
+    buffers = settings.num_stages if wgmma else max(settings.num_stages - 1, 1)
+    query = settings.BLOCK_M * _padded(shape.head_dim) * shape.query_bytes
+    probabilities = settings.BLOCK_M * settings.BLOCK_N * shape.query_bytes
+    converted = settings.BLOCK_N * width * shape.query_bytes if wgmma and shape.cache_bytes < shape.query_bytes else 0
+    return query + probabilities + buffers * settings.BLOCK_N * width * shape.cache_bytes + converted + SLACK
+
+
+def _fitted(shape: HeadShape, wanted: LaunchSettings, least_rows: int, limits: DeviceLimits) -> LaunchSettings:
+    """The wanted settings, or smaller ones that fit into the device's shared memory."""
+    rows, keys, warps, stages = wanted
+    while (needed := shared_memory(shape, LaunchSettings(rows, keys, warps, stages), limits.capability)) > limits.shared_memory:
+        if stages > 2:
+            stages -= 1
+        elif keys > MIN_KEYS:
+            keys //= 2
+        elif rows > least_rows:
+            rows //= 2
+        elif stages > 1:
+            stages -= 1
+        else:
+            raise ValueError(
+                f"attention with {shape.head_dim} dimensions a head in {8 * shape.query_bytes} bits needs {needed >> 10} KiB of shared "
+                f"memory, and this device has {limits.shared_memory >> 10}"
+            )
+    return LaunchSettings(rows, keys, warps, stages)
+
+
+def _padded(size: int) -> int:
+    return int(next_power_of_2(size))

@@ -1,0 +1,134 @@
+"""What the compiler makes of paged attention, with the launch settings of each device, for the shapes of well-known models."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from offline import FULL, SHARED_MEMORY, Compiled, compiled
+
+from chairlift.kernels import paged_combine, paged_decode, paged_prefill
+from chairlift.kernels.launch_settings import DeviceLimits, HeadShape, LaunchSettings, decode_settings, prefill_settings, shared_memory
+
+METADATA = {
+    "slots_ptr": "*i32",
+    "query_starts_ptr": "*i32",
+    "context_lens_ptr": "*i32",
+    "block_tables_ptr": "*i32:16",
+    "work_ptr": "*i32:16",
+    "qk_scale": "fp32",
+    "cap": "fp32",
+    "table_stride": "i32",
+    "q_token_stride": "i32:16",
+    "q_head_stride": "i32:16",
+}
+"""Arguments of both kernels. Arrays anywhere in the step's buffers count as aligned to one of their numbers."""
+
+MODELS = {
+    "smollm2-135m": (3, 3, 64, 64, {}),
+    "phi-2": (32, 1, 80, 80, {}),
+    "phi-3-mini": (32, 1, 96, 96, {"window": 2047}),
+    "llama-3.1-8b": (8, 4, 128, 128, {}),
+    "qwen2.5-7b": (4, 7, 128, 128, {}),
+    "gpt-oss-20b": (8, 8, 64, 64, {"window": 128, "sinks": True}),
+    "deepseek-v3": (128, 1, 192, 128, {}),
+    "gemma-2-9b": (8, 2, 256, 256, {"window": 4096, "softcap": True}),
+    "gemma-4-full": (2, 8, 512, 512, {}),
+}
+"""KV heads, query heads per KV head, dimensions of keys and values, and options."""
+
+DTYPES = {"bf16": (2, "bf16", 2), "fp16": (2, "fp16", 2), "fp32": (4, "fp32", 4), "bf16, fp8 cache": (2, "fp8e4nv", 1)}
+"""Bytes of a query, the dtype of the cache and its bytes."""
+
+SAMPLE = [
+    (80, "llama-3.1-8b", "bf16"),
+    (86, "smollm2-135m", "fp32"),
+    (89, "gemma-2-9b", "bf16"),
+    (89, "llama-3.1-8b", "bf16, fp8 cache"),
+    (90, "llama-3.1-8b", "bf16"),
+    (90, "deepseek-v3", "fp16"),
+]
+CASES = [
+    (capability, model, dtype)
+    for capability, model, dtype in (product(SHARED_MEMORY, MODELS, DTYPES) if FULL else SAMPLE)
+    # Products of e4m3 need sm_89. fp16 compiles as bf16 does.
+    if not (("fp8" in dtype and capability < 89) or (FULL and dtype == "fp16" and model != "llama-3.1-8b"))
+]
+
+
+def limits(capability: int) -> DeviceLimits:
+    return DeviceLimits(divmod(capability, 10), SHARED_MEMORY[capability], 100)
+
+
+def shape(model: str, dtype: str) -> HeadShape:
+    _, group, dim, value_dim, _ = MODELS[model]
+    query, _, cache = DTYPES[dtype]
+    return HeadShape(group, dim, value_dim, query, cache)
+
+
+def build(kernel: object, capability: int, model: str, dtype: str, settings: LaunchSettings, **more: object) -> Compiled:
+    """Compiles a kernel for a model whose cache has keys and values in turns, in blocks of 16 tokens."""
+    kv_heads, group, dim, value_dim, options = MODELS[model]
+    kind, cell, size = dtype.partition(",")[0], dim + value_dim, 16
+    scales = "*fp32:16" if "fp8" in dtype else None
+    arguments = METADATA | dict.fromkeys(("out_ptr", "q_ptr"), f"*{kind}:16") | dict.fromkeys(("k_ptr", "v_ptr"), f"*{DTYPES[dtype][1]}:16")
+    arguments |= {
+        "sinks_ptr": "*fp32:16" if options.get("sinks") else None,
+        "k_scales_ptr": scales,
+        "v_scales_ptr": scales,
+        "k_block_stride": kv_heads * size * cell,
+        "k_head_stride": size * dim,
+        "k_token_stride": dim,
+        "v_block_stride": kv_heads * size * cell,
+        "v_head_stride": size * value_dim,
+        "v_token_stride": value_dim,
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_SIZE": size,
+        "WINDOW": options.get("window", 0),
+        "SOFTCAP": "softcap" in options,
+        "BLOCK_M": settings.BLOCK_M,
+        "BLOCK_N": settings.BLOCK_N,
+    }
+    return compiled(kernel, arguments | more, capability=capability, num_warps=settings.num_warps, num_stages=settings.num_stages)
+
+
+def check(found: Compiled, capability: int, model: str, dtype: str, settings: LaunchSettings) -> None:
+    """The kernel launches, keeps to its registers and loads keys and values 16 bytes at a time."""
+    assert found.shared_memory <= SHARED_MEMORY[capability]
+    # What `launch_settings` counts on, so that no other shape can exceed the device either.
+    assert found.shared_memory <= shared_memory(shape(model, dtype), settings, divmod(capability, 10))
+    # fp32 is multiplied by threads, and outputs of 512 dimensions fill the registers of all warps.
+    assert found.spilled <= (64 if dtype == "fp32" or MODELS[model][3] > 256 else 0)
+    assert found.loads[16] > 0
+    assert set(found.loads) <= {4, 8, 16}
+
+
+@pytest.mark.parametrize(("capability", "model", "dtype"), CASES)
+def test_prefill(capability, model, dtype):
+    settings = prefill_settings(shape(model, dtype), limits(capability))
+    chunk = settings.BLOCK_M // MODELS[model][1]
+    found = build(paged_prefill._paged_prefill_kernel, capability, model, dtype, settings, CHUNK_TOKENS=chunk)
+    check(found, capability, model, dtype, settings)
+    if dtype != "fp32":
+        assert found.wgmma if capability == 90 else found.mma or "tcgen05.mma" in found.ptx
+
+
+@pytest.mark.parametrize("tokens", [1, paged_decode.MAX_DECODE] if FULL else [1])
+@pytest.mark.parametrize(("capability", "model", "dtype"), CASES)
+def test_decode(capability, model, dtype, tokens):
+    settings = decode_settings(shape(model, dtype), tokens, limits(capability))
+    more = {"partial_out_ptr": "*fp32:16", "lse_ptr": "*fp32:16", "SINGLE_TOKEN": tokens == 1}
+    found = build(paged_decode._paged_decode_kernel, capability, model, dtype, settings, **more)
+    check(found, capability, model, dtype, settings)
+    if dtype != "fp32":
+        assert found.mma
+
+
+def test_combine():
+    given = {"out_ptr": "*bf16:16", "partial_out_ptr": "*fp32:16", "lse_ptr": "*fp32:16", "sinks_ptr": None, "work_ptr": "*i32:16"}
+    found = compiled(paged_combine._paged_combine_kernel, given | {"HEADS": 32, "HEAD_DIM": 128, "BLOCK_N": paged_combine.BLOCK_N})
+    assert found.spilled == 0
+    assert found.loads[16]
