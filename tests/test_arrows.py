@@ -11,7 +11,7 @@ LEAVES = {"config", "errors", "sampling", "scheduling", "outputs", "timeline"}
 MAY_IMPORT = {
     "": {"engine", "sim", *LEAVES},
     "__main__": {"cli"},
-    "cli": {"server", "engine", "checkpoint", "tokenizer", "bench", "sim", *LEAVES, ""},
+    "cli": {"server", "engine", "runner", "checkpoint", "tokenizer", "bench", "sim", *LEAVES, ""},
     "bench": {"errors"},
     "sim": {"engine", "bench", "models", "checkpoint", "_core", *LEAVES},
     "server": {"engine", "grammar", "tokenizer", "checkpoint", *LEAVES, ""},

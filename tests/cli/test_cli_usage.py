@@ -35,7 +35,7 @@ def test_version():
     assert (done.returncode, done.stdout) == (0, f"chairlift {chairlift.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "pull", "top", "explain"])
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "pull", "top", "explain", "doctor"])
 def test_every_command_explains_itself_by_example(command, capsys):
     with pytest.raises(SystemExit) as left:
         main.main([command, "--help"])

@@ -39,6 +39,13 @@ def available_memory() -> int:
     return max(0, available)
 
 
+def memory_limit() -> int | None:
+    """Bytes that this process's container may use; None without a limit."""
+    limits = [_read(f"{group}/{name}") for group in _groups("memory") for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    # Version 1 has a limit close to 2^63 where there is none.
+    return min((int(limit) for limit in limits if limit.isdigit() and int(limit) < 2**60), default=None)
+
+
 def _groups(kind: str) -> Iterator[str]:
     """The directories of this process's control groups for the controller `kind`, from its own to the root. All their limits apply."""
     for line in _read("/proc/self/cgroup").splitlines() or ["0::/"]:

@@ -1,0 +1,176 @@
+"""Describes this machine and what runs on it, for `chairlift doctor`. Works without torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from importlib import metadata, util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chairlift import _core
+from chairlift.runner.memory.decision import gib
+from chairlift.runner.memory.machine import available_memory, memory_limit, usable_cores
+
+if TYPE_CHECKING:
+    from chairlift.runner.kernel_check import KernelCheck
+
+Facts = dict[str, str]
+"""A section of the report: names and values in words."""
+
+MIN_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
+"""Lowest CUDA compute capabilities for the Triton kernels, and for fp8."""
+FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8")
+"""The features of x86 processors that the CPU kernels use or might use, by Linux's names. `avx512` needs those up to avx512_vnni."""
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "gguf")
+FEW_FILES = 4096
+"""Fewer open files than this limit the number of connections in practice."""
+
+
+def machine() -> dict[str, Facts]:
+    """The machine and its software: sections with facts."""
+    return {
+        "system": _system(),
+        "processor": _processor(),
+        "memory": _memory(),
+        "limits": _limits(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "GPU": _gpus(),
+    }
+
+
+def version(package: str) -> str:
+    """The version of an installed package, or "not installed"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _system() -> Facts:
+    return {"chairlift": _core.__version__, "python": platform.python_version(), "system": platform.platform()}
+
+
+def _processor() -> Facts:
+    lines = [line.partition(":") for line in _read("/proc/cpuinfo").splitlines()]
+    info = {key.strip(): value.strip() for key, _, value in reversed(lines)}
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    facts = {
+        "model": info.get("model name") or platform.processor() or platform.machine(),
+        "cores": f"{usable_cores()} physical that may be used; {allowed} threads allowed, {os.cpu_count()} in all",
+        "CPU kernels": _core.instruction_set(),
+    }
+    if platform.machine() in ("x86_64", "AMD64") and (flags := set(info.get("flags", "").split())):
+        facts["has"] = ", ".join(name for name in FEATURES if name in flags) or "none of the features below"
+        facts["lacks"] = ", ".join(name for name in FEATURES if name not in flags) or "nothing"
+    return facts
+
+
+def _memory() -> Facts:
+    total, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
+    return {
+        "total": gib(total),
+        "available": gib(available_memory()),
+        "container's limit": "none" if limit is None or limit >= total else gib(limit),
+    }
+
+
+def _limits() -> Facts:
+    files, locked = resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    hint = "" if files[0] >= FEW_FILES else f"; each stream needs one (ulimit -n {min(files[1], 65536)})"
+    facts = {"open files": f"{_limit(files[0], str)} (at most {_limit(files[1], str)}){hint}", "locked memory": _limit(locked[0], gib)}
+    if os.path.isdir("/dev/shm"):
+        facts["/dev/shm"] = f"{gib(shutil.disk_usage('/dev/shm').free)} free of {gib(shutil.disk_usage('/dev/shm').total)}"
+    return facts
+
+
+def _limit(value: int, words: Callable[[int], str]) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else words(value)
+
+
+def _gpus() -> Facts:
+    driver = _read("/proc/driver/nvidia/version").partition("\n")[0]
+    facts = {"driver": driver.partition(":")[2].strip() or "none (there is no /proc/driver/nvidia/version)"}
+    if not util.find_spec("torch"):
+        return facts | {"devices": "unknown: torch is not installed"}
+    import torch
+
+    facts["torch's CUDA"] = torch.version.cuda or "none: this torch is for CPUs"
+    if not torch.cuda.is_available():
+        return facts | {"devices": "none that torch sees"}
+    for index in range(torch.cuda.device_count()):
+        found, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        facts[f"device {index}"] = (
+            f"{found.name}, {gib(free)} free of {gib(total)}, compute capability {found.major}.{found.minor}, "
+            f"{found.multi_processor_count} multiprocessors, {found.shared_memory_per_block_optin >> 10} KiB of shared memory a program"
+        )
+    return facts
+
+
+def what_runs() -> Facts:
+    """What runs where, and why other things do not."""
+    reason = why_no_gpu()
+    isa = _core.instruction_set()
+    slow = "" if isa != "portable" else ", slowly: this processor lacks avx2, fma or f16c"
+    facts = {"--device auto": "cuda" if reason is None else f"cpu: {reason}"}
+    if reason is None:
+        facts["Chairlift's own models"] = "torch with Triton kernels on the GPU"
+        facts |= _dtypes(_capability())
+    else:
+        facts["Chairlift's own models"] = f"CPU kernels in Rust, {isa}{slow}"
+    missing = [name for name in ("torch", "transformers") if not util.find_spec(name)]
+    facts["other architectures"] = f"not here: {' and '.join(missing)} not installed" if missing else "transformers' code in torch"
+    return facts
+
+
+def why_no_gpu() -> str | None:
+    """Why the GPU kernels do not run here; None if they do."""
+    if not util.find_spec("torch"):
+        return "torch is not installed"
+    import torch
+
+    if torch.version.cuda is None:
+        return "this torch is built for CPUs"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not util.find_spec("triton"):
+        return "triton is not installed"
+    if _capability() < MIN_CAPABILITY:
+        return f"the device has compute capability {dotted(_capability())}, and the kernels need {dotted(MIN_CAPABILITY)}"
+    return None
+
+
+def _capability() -> tuple[int, int]:
+    import torch
+
+    found: tuple[int, int] = torch.cuda.get_device_capability()
+    return found
+
+
+def _dtypes(capability: tuple[int, int]) -> Facts:
+    fp8 = "yes" if capability >= FP8_CAPABILITY else f"no: it needs compute capability {dotted(FP8_CAPABILITY)}, not {dotted(capability)}"
+    return {"bfloat16, float16, float32": "yes", "--quantization fp8, --kv-cache-dtype fp8": fp8, "--quantization int8": "yes"}
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    """A compute capability as NVIDIA writes it: 8.9."""
+    return ".".join(map(str, capability))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def check_gpu(seconds: float) -> Iterator[KernelCheck]:
+    """Compares the kernels with their references on the first CUDA device."""
+    import torch
+
+    from chairlift.runner.kernel_check import check_kernels  # imports triton
+
+    return check_kernels(torch.device("cuda"), torch.bfloat16, seconds)

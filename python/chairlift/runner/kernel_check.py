@@ -1,0 +1,173 @@
+"""Compares each GPU kernel with its reference in torch on small inputs, for `chairlift doctor`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from chairlift.layers.attention import paged_attention, plan_attention
+from chairlift.layers.device_attention import DevicePlan
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Largest error relative to the largest number."""
+HEAD_SIZES = (64, 128, 256)
+BLOCK_SIZE = 16
+CHUNKS = ((1, 1), (1, 40), (1, 600), (3, 90), (50, 50), (33, 130))
+"""New tokens and context of the sequences for which attention is checked: decodes, one of them split, a short chunk and prefills."""
+
+
+class KernelCheck(NamedTuple):
+    """The result of one check."""
+
+    name: str
+    ok: bool
+    says: str
+
+
+def check_kernels(device: torch.device, dtype: torch.dtype, seconds: float) -> Iterator[KernelCheck]:
+    """Runs the kernels one after another on a device. Checks that would begin after `seconds` are skipped and reported as such."""
+    began = time.monotonic()
+    for name, compare in _checks(device, dtype):
+        if time.monotonic() - began > seconds:
+            yield KernelCheck(name, True, f"not checked: {seconds:.0f} s are over")
+            continue
+        try:
+            error = compare()
+        # A report must go on whatever a driver or a compiler raises.
+        except Exception as problem:
+            yield KernelCheck(name, False, f"does not run: {type(problem).__name__}: {str(problem).strip().splitlines()[-1]:.300}")
+            continue
+        bound = TOLERANCE[dtype]
+        # Written so that NaN fails.
+        ok = error <= bound
+        yield KernelCheck(name, ok, f"{'ok' if ok else 'wrong'}: relative error {error:.1e} ({bound:.0e} allowed)")
+
+
+def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], float]]]:
+    from chairlift.kernels import act_mul, copy_blocks, resolve, rms_norm, write_kv
+    from chairlift.kernels.resolve_reference import resolve_reference
+    from chairlift.kernels.write_kv_reference import write_kv_reference
+
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).to(device, kind)
+
+    x, residual, weight = draw(5, 1536), draw(5, 1536), draw(1536)
+    yield "rms_norm", lambda: _error(rms_norm.rms_norm(x, weight, 1e-6), rms_norm.rms_norm_reference(x, weight, 1e-6))
+
+    def summed() -> float:
+        sums = residual.clone(), residual.clone()
+        found, expected = rms_norm.add_rms_norm(x, sums[0], weight, 1e-6), rms_norm.add_rms_norm_reference(x, sums[1], weight, 1e-6)
+        return max(_error(found, expected), _error(*sums))
+
+    yield "add_rms_norm", summed
+
+    def gated(activation: str) -> float:
+        return _error(act_mul.act_mul(x, activation), act_mul.act_mul_reference(x, activation))
+
+    for activation in ("silu", "gelu_tanh"):
+        yield f"act_mul, {activation}", partial(gated, activation)
+
+    def moved() -> float:
+        cache, pairs = draw(6, 512, kind=torch.float32), torch.tensor([[1, 2], [2, 3]], dtype=torch.int32, device=device)
+        expected = cache.clone()
+        copy_blocks.copy_blocks(cache, pairs)
+        copy_blocks.copy_blocks_reference(expected, pairs)
+        return _error(cache, expected)
+
+    def resolved() -> float:
+        ids, last = torch.tensor([5, -1, -3], dtype=torch.int32, device=device), torch.tensor([7, 8, 9], dtype=torch.int32, device=device)
+        return _error(resolve.resolve(ids, last), resolve_reference(ids, last))
+
+    def stored() -> float:
+        k, v, slots = draw(3, 2, 64), draw(3, 2, 64), torch.tensor([17, -1, 33], dtype=torch.int32, device=device)
+        found = [torch.zeros(4, 2, BLOCK_SIZE, 64, dtype=dtype, device=device) for _ in range(4)]
+        write_kv.write_kv(k, v, found[0], found[1], slots)
+        write_kv_reference(k, v, found[2], found[3], slots)
+        return max(_error(found[0], found[2]), _error(found[1], found[3]))
+
+    yield "copy_blocks", moved
+    yield "resolve", resolved
+    yield "write_kv", stored
+    yield "rope_write", partial(_rope, draw, device, dtype)
+    for size in HEAD_SIZES:
+        yield f"paged attention, head size {size}", partial(_attention, draw, size, device)
+    yield "sampling", partial(_sampling, draw, device)
+    yield "log-probabilities", partial(_logprobs, draw, device)
+
+
+Draw = Callable[..., torch.Tensor]
+
+
+def _rope(draw: Draw, device: torch.device, dtype: torch.dtype) -> float:
+    from chairlift.kernels.rope_write import rope_write, rope_write_reference
+
+    qkv, angles = draw(3, 8, 128), draw(3, 64, kind=torch.float32)
+    slots = torch.tensor([17, -1, 33], dtype=torch.int32, device=device)
+    caches = [torch.zeros(4, 2, BLOCK_SIZE, 128, dtype=dtype, device=device) for _ in range(4)]
+    expected = rope_write_reference(qkv.clone(), angles.cos(), angles.sin(), caches[2], caches[3], slots)
+    found = rope_write(qkv, angles.cos(), angles.sin(), caches[0], caches[1], slots)
+    return max(_error(found, expected), _error(caches[0], caches[2]), _error(caches[1], caches[3]))
+
+
+def _attention(draw: Draw, size: int, device: torch.device) -> float:
+    """Decodes and prefills beside torch's attention, in fp32 on the host."""
+    heads, kv_heads = 8, 2
+    counts, contexts = (np.array(column, dtype=np.int32) for column in zip(*CHUNKS, strict=True))
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    width = -(-int(contexts.max()) // BLOCK_SIZE)
+    tables = np.arange(1, len(CHUNKS) * width + 1, dtype=np.int32).reshape(len(CHUNKS), width)
+    cache = draw(tables.size + 1, 2, kv_heads, BLOCK_SIZE, size)
+    keys, values, query = cache[:, 0], cache[:, 1], draw(int(starts[-1]), heads, size)
+    slots = np.full(len(query), -1, dtype=np.int32)
+    plan = DevicePlan.send(slots, starts, contexts, tables, windows=[None], device=device)
+    found = paged_attention(query, keys, values, plan)
+    host = torch.device("cpu")
+    expected_plan = plan_attention(slots, starts, contexts, tables, windows=frozenset([None]), block_size=BLOCK_SIZE, device=host)
+    return _error(found, paged_attention(query.float().cpu(), keys.float().cpu(), values.float().cpu(), expected_plan))
+
+
+def _sampling(draw: Draw, device: torch.device) -> float:
+    from chairlift.kernels.sampling import reference
+    from chairlift.kernels.sampling.sample import sample
+    from chairlift.kernels.sampling.settings import Settings
+
+    logits, count = draw(4, 5000, kind=torch.float32), 4
+    floats = {"temperature": [0.0, 1.0, 0.7, 1.0], "top_p": [1.0, 0.9, 1.0, 1.0], "min_p": [0.0, 0.0, 0.0, 0.1]}
+    numbers = {name: torch.tensor(values, device=device) for name, values in floats.items()}
+    off = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+    numbers |= {name: torch.full((count,), value, device=device) for name, value in off.items()}
+    integers = {"top_k": torch.tensor([0, 0, 50, 0], dtype=torch.int32, device=device)}
+    integers |= {"seed": torch.arange(count, device=device), "slot": torch.full((count,), -1, dtype=torch.int32, device=device)}
+    settings = Settings(**numbers, **integers)
+    rows = torch.arange(count, dtype=torch.int32, device=device)
+    last = torch.zeros(count, dtype=torch.int32, device=device)
+    found = sample(logits.clone(), rows, rows, settings, last, None, truncated=True)
+    host = Settings(*(column.cpu() for column in settings))
+    expected = reference.sample(logits.cpu(), rows.cpu(), rows.cpu(), host, last.cpu(), None, truncated=True)
+    return float((found.cpu() != expected).any())
+
+
+def _logprobs(draw: Draw, device: torch.device) -> float:
+    from chairlift.kernels.sampling import reference
+    from chairlift.kernels.sampling.logprobs import score
+
+    logits, places, tokens = draw(3, 5000, kind=torch.float32), torch.arange(3, device=device), torch.tensor([0, 17, 4999], device=device)
+    found, expected = score(logits, places, tokens, 4).cpu(), reference.score(logits.cpu(), places.cpu(), tokens.cpu(), 4)
+    numbers = [1, *range(7, 11)]  # log-probabilities; the other columns are integers
+    others = [column for column in range(11) if column not in numbers]
+    wrong = float((found[:, others] != expected[:, others]).any())
+    bits = [lines[:, numbers].contiguous().view(torch.float32) for lines in (found, expected)]
+    return max(wrong, _error(*bits))
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error, relative to the largest number expected."""
+    wide, right = found.detach().cpu().double(), expected.detach().cpu().double()
+    return float((wide - right).abs().max() / right.abs().max().clamp(min=1e-12))

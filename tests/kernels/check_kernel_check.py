@@ -1,0 +1,36 @@
+"""`chairlift doctor`'s comparison of the kernels with torch, in Triton's interpreter."""
+
+import pytest
+import torch
+
+from chairlift.kernels import act_mul, rms_norm
+from chairlift.runner import kernel_check
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    # The interpreter takes a second for a tile of 256 dimensions.
+    monkeypatch.setattr(kernel_check, "HEAD_SIZES", (64,))
+    monkeypatch.setattr(kernel_check, "CHUNKS", ((1, 1), (1, 600), (3, 40), (5, 20)))
+
+
+def test_right_wrong_and_broken_kernels_are_told_apart(monkeypatch):
+    right = rms_norm.rms_norm
+    monkeypatch.setattr(rms_norm, "rms_norm", lambda *given: right(*given) * 1.01)
+
+    def broken(*given):
+        raise RuntimeError("no kernel image\nis available")
+
+    monkeypatch.setattr(act_mul, "act_mul", broken)
+    found = {check.name: check for check in kernel_check.check_kernels(torch.device("cpu"), torch.float32, 600)}
+    assert len(found) == 11
+    wrong = {name for name, check in found.items() if not check.ok}
+    assert wrong == {"rms_norm", "act_mul, silu", "act_mul, gelu_tanh"}
+    assert found["rms_norm"].says.startswith("wrong: relative error 1.0e-02")
+    assert found["act_mul, silu"].says == "does not run: RuntimeError: is available"
+
+
+def test_no_check_begins_after_the_time_is_over():
+    found = list(kernel_check.check_kernels(torch.device("cpu"), torch.float32, 0))
+    assert {check.says for check in found[1:]} == {"not checked: 0 s are over"}
+    assert all(check.ok for check in found)
