@@ -397,6 +397,9 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = _flag(
         None, "send a trace of each request here, as OTLP over HTTP; needs pip install 'chairlift[otel]'", metavar="URL", group="server"
     )
+    usage_log: str | None = _flag(
+        None, "directory for the usage log: a JSON line for each request, for 'chairlift usage'", metavar="DIR", group="server"
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the flag, for an invalid setting."""

@@ -23,6 +23,7 @@ COMMANDS = {
     "top": "show a running server in the terminal",
     "explain": "show where a request's time went",
     "doctor": "describe this machine, what runs on it and why other things do not",
+    "usage": "sum a usage log by day, tenant and tier",
     "replay": "replay a recorded journal, as it was or under other settings",
     "bench": "benchmark a server, or the engine without a server",
     "simulate": "simulate a trace on a modelled device",
@@ -41,6 +42,7 @@ examples:
   chairlift top                        watch a running server
   chairlift explain ID                 show where a request's time went
   chairlift doctor                     describe this machine, for an issue report
+  chairlift usage DIR                  sum what each tenant used
   chairlift replay day.journal         show what was scheduled, and what other settings would have done
   chairlift bench serve                send requests to a server and report latency and throughput
   chairlift simulate --trace FILE      simulate a trace on a modelled device

@@ -14,10 +14,11 @@ from typing import Any
 from starlette.requests import Request
 
 from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull
-from chairlift.outputs import RequestOutput, Timing
+from chairlift.outputs import RequestOutput, Timeline, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.server.errors import api_error
 from chairlift.server.observability.latencies import Latencies
+from chairlift.server.observability.usage_log import UsageLabels
 from chairlift.server.registry import Refusal, engine_ids
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.service import service_of
@@ -51,6 +52,7 @@ class Generation:
         """
         self._service = service_of(request)
         self._scheduling = body.scheduling(request.state.tenant, request.headers)
+        self._tier = body.served_tier()
         self._stream = bool(body.stream)
         self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens)) for prompt in prompts]
         self._n = params.n
@@ -81,6 +83,11 @@ class Generation:
     def metrics(self) -> dict[str, Any]:
         """Returns the `metrics` field of the response, once an answer has ended; several answers are timed from first start to last end."""
         return {"metrics": timing_metrics(self._timing, self.usage.completion)} if self._timing else {}
+
+    def _usage_labels(self, index: int) -> UsageLabels:
+        scheduling = self._scheduling
+        tokens = len(self._prompts[index][0])
+        return UsageLabels(self._engine_ids[index], self._request_id, scheduling.tenant, self._tier, scheduling.priority, tokens)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields (choice index, increment); raises the engine's errors. Without `stream` a prompt yields only when it is complete."""
@@ -124,9 +131,12 @@ class Generation:
         latencies = metrics.latencies(self._scheduling.tenant, self._scheduling.priority)
         tokens = _TokenTimes(latencies, self._context.arrived)
         lengths: dict[int, int] = {}
+        timelines: list[Timeline | None] = []
         cached: int | None = None
         generated = 0
         unfinished = params.n
+        usage_log = self._service.usage_log
+        labels = self._usage_labels(index)
         reason = "abort"
         metrics.observe_params(params)
         submission = Submission(
@@ -153,12 +163,17 @@ class Generation:
                         self._timing = output.timing if self._timing is None else self._timing.merge(output.timing)
                         metrics.count_finished(output.finish_reason, time.monotonic() - self._context.arrived, latencies)
                         unfinished -= 1
+                        timelines.append(output.timeline)
+                        if usage_log is not None and not unfinished:
+                            await usage_log.write_ended(self._service.engine, labels, [] if params.ranked else timelines)
+                            usage_log = None
                     yield output
             if params.ranked:  # `best_of`: discarded answers count as usage too
                 with contextlib.suppress(EngineDead):  # the answer is complete even if the engine has ended since
                     sampled_tokens = sum(timeline.output_tokens for timeline in await self._service.engine.explain(self._engine_ids[index]))
                     usage.completion += max(0, sampled_tokens - generated)
         except (QueueFull, InvalidRequest) as error:
+            usage_log = None  # a rejected request has used nothing
             if isinstance(error, QueueFull):
                 unfinished = 0  # the engine counts the requests that it rejects
             reason, refused = "error", api_error(error)
@@ -176,6 +191,8 @@ class Generation:
         finally:
             for _ in range(unfinished):
                 metrics.count_finished(reason, time.monotonic() - self._context.arrived, latencies)
+            if usage_log is not None:
+                usage_log.write_later(self._service.engine, labels)
             if self._service.traces is not None:
                 self._service.traces.trace_request(self._service.engine, self._engine_ids[index], self._context)
 

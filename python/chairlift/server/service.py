@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine
     from chairlift.outputs import Timeline
     from chairlift.server.observability.traces import Traces
+    from chairlift.server.observability.usage_log import UsageLog
 
 
 @dataclass(slots=True)
@@ -36,6 +37,8 @@ class Service:
     """Name of a tool-call parser, or `auto` to choose one by the chat template."""
     traces: Traces | None = None
     """Exports OpenTelemetry traces, if configured."""
+    usage_log: UsageLog | None = None
+    """Records what each request used, if configured."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     """Whether requests are served, held or refused."""
     created: int = field(default_factory=lambda: int(time.time()))

@@ -24,6 +24,7 @@ from chairlift.server.observability import status_line
 from chairlift.server.observability.logs import redact_query
 from chairlift.server.observability.metrics import Metrics
 from chairlift.server.observability.traces import Traces
+from chairlift.server.observability.usage_log import UsageLog
 from chairlift.server.service import Service
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class Supervisor:
             alias=config.metrics_alias == "vllm",
         )
         traces = None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint, model)
-        self._service = Service(engine, model, metrics, config.tool_call_parser, traces, self._lifecycle)
+        usage_log = None if config.usage_log is None else UsageLog(config.usage_log, model)
+        self._service = Service(engine, model, metrics, config.tool_call_parser, traces, usage_log, self._lifecycle)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the supervisor logs start and shutdown itself
         logging.getLogger("uvicorn.access").addFilter(_is_not_probe)
         logging.getLogger("uvicorn.access").addFilter(redact_query)
@@ -135,6 +137,8 @@ class Supervisor:
             await asyncio.gather(http, return_exceptions=True)
             if self._service.traces is not None:
                 await self._service.traces.close()
+            if self._service.usage_log is not None:
+                await self._service.usage_log.close()
         return 1 if self._force_stop.is_set() or broken else 0
 
     def _stop(self, reason: str) -> None:

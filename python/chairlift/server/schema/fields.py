@@ -195,11 +195,13 @@ class GenerationRequest(GenerationParams):
                 fields[name] = _milliseconds(header, headers[header])
         return Scheduling(**fields | self._set_fields("priority", "deadline_ms", "ttft_deadline_ms", "cache_salt", "predicted_tokens"))
 
+    def served_tier(self) -> str:
+        """Returns the tier that serves the request: `auto` and no tier are served as `default`."""
+        return self.service_tier if self.service_tier is not None and SERVICE_TIERS[self.service_tier] else "default"
+
     def service_tier_field(self) -> dict[str, Any]:
         """Returns the response's `service_tier` field, if the request has one."""
-        if self.service_tier is None:
-            return {}
-        return {"service_tier": self.service_tier if SERVICE_TIERS[self.service_tier] else "default"}
+        return {} if self.service_tier is None else {"service_tier": self.served_tier()}
 
     def truncate(self, prompt: list[int]) -> list[int]:
         """Keeps the last `truncate_prompt_tokens` tokens of a prompt."""

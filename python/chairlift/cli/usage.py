@@ -1,0 +1,108 @@
+"""`chairlift usage`: sums a usage log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from chairlift.cli import flags
+from chairlift.errors import InvalidSetting
+
+_EXAMPLES = """\
+examples:
+  chairlift usage /var/log/chairlift                     by day, tenant and tier
+  chairlift usage /var/log/chairlift --by tenant         by tenant
+  chairlift usage /var/log/chairlift --since 2026-11-01 --json
+                                                         from the 1st of November, for programs
+
+'chairlift serve --usage-log DIR' writes the log.
+"""
+
+_GROUPS = ("day", "tenant", "tier", "model")
+_SUMS = {
+    "requests": "requests",
+    "prompt_tokens": "prompt tokens",
+    "cached_tokens": "of them cached",
+    "output_tokens": "output tokens",
+    "computed_tokens": "computed tokens",
+    "block_seconds": "KV block-seconds",
+    "seconds": "seconds",
+    "preemptions": "preemptions",
+}
+"""What is summed, with its heading."""
+
+
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(commands, "usage", summary, _EXAMPLES, run)
+    parser.add_argument("directory", metavar="DIR", type=Path, help="directory of the usage log")
+    parser.add_argument("--by", type=_groups, default=_GROUPS[:3], metavar="LIST", help="group by these: day, tenant, tier, model")
+    parser.add_argument("--since", metavar="DAY", default="", help="first day, as in 2026-11-01 (UTC)")
+    parser.add_argument("--until", metavar="DAY", default="9999", help="last day")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the sums, one line for each group."""
+    if not args.directory.is_dir():
+        raise InvalidSetting(f"{args.directory} is not a directory: name the one that was given to --usage-log")
+    console = Console(highlight=False)
+    invalid = 0
+    sums: dict[tuple[str, ...], dict[str, float]] = {}
+    for file in sorted(args.directory.glob("*.jsonl")):
+        if not args.since <= file.stem <= args.until:
+            continue
+        for record in _records(file):
+            if record is None:
+                invalid += 1
+                continue
+            key = tuple(file.stem if name == "day" else str(record[name]) for name in args.by)
+            group = sums.setdefault(key, dict.fromkeys(_SUMS, 0))
+            group["requests"] += 1
+            for name in list(_SUMS)[1:]:
+                group[name] += record[name]
+    if invalid:
+        Console(stderr=True).print(f"{invalid} incomplete lines were skipped", style="yellow")
+    if args.json:
+        rows = [dict(zip(args.by, key, strict=True)) | {name: round(value, 6) for name, value in sums[key].items()} for key in sorted(sums)]
+        print(json.dumps(rows, indent=2))
+    else:
+        console.print(_table(args.by, sums) if sums else "no records")
+    return 0
+
+
+def _records(file: Path) -> Iterator[dict[str, Any] | None]:
+    """Yields the records of a file; None for a line that was not written whole, because the machine or the disk failed."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            yield record if isinstance(record, dict) and all(name in record for name in [*_GROUPS[1:], *list(_SUMS)[1:]]) else None
+
+
+def _groups(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in _GROUPS]:
+        raise argparse.ArgumentTypeError(f"cannot group by {unknown[0]!r}: expected {', '.join(_GROUPS)}, separated by commas")
+    return names
+
+
+def _table(by: Sequence[str], sums: dict[tuple[str, ...], dict[str, float]]) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2))
+    for name in by:
+        table.add_column(name)
+    for heading in _SUMS.values():
+        table.add_column(heading, justify="right")
+    for key in sorted(sums):
+        table.add_row(*(part or "-" for part in key), *(f"{value:,.0f}" for value in sums[key].values()))
+    return table

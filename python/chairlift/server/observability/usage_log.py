@@ -1,0 +1,167 @@
+"""The usage log: one JSON line for each prompt that the engine has run, for billing and audit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chairlift.errors import ChairliftError, InvalidSetting
+from chairlift.outputs import Timeline
+
+if TYPE_CHECKING:
+    from chairlift.engine.client import AsyncEngine
+
+logger = logging.getLogger(__name__)
+
+SYNC_SECONDS = 1.0
+"""Seconds after which a written line is on the disk, and not only in the system's memory."""
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+_COUNTS = attrgetter("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps")
+"""Fields of a timeline that a record sums over the prompt's answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsageLabels:
+    """What a record says about its request, in addition to the timelines."""
+
+    id: str
+    """The engine's id of the prompt: the id of the answer, with `-0`, `-1` and so on if the request has several prompts."""
+    request_id: str
+    tenant: str
+    tier: str
+    priority: int
+    prompt_tokens: int
+
+
+class UsageLog:
+    """Appends records to `DIRECTORY/YYYY-MM-DD.jsonl`, by the UTC day on which the request ended.
+
+    A line is written before its answer's end is sent, so every answered request has one, even if the process is killed. It is on the
+    disk `SYNC_SECONDS` later. Several servers may share a directory.
+    """
+
+    def __init__(self, directory: str, model: str) -> None:
+        """Creates the directory for this user alone; raises InvalidSetting if it cannot be written."""
+        self._directory = Path(directory)
+        self._model = model
+        self._day = ""
+        self._file = -1
+        self._torn = False
+        """Whether the file ends in an incomplete line."""
+        self._sync: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._open(_day(time.time()))
+        except OSError as error:
+            raise InvalidSetting(f"--usage-log {directory}: {error.strerror}") from None
+
+    async def write_ended(self, engine: AsyncEngine, labels: UsageLabels, timelines: Sequence[Timeline | None] = ()) -> None:
+        """Appends the record of an ended prompt. The engine is asked for `timelines` of its answers that are not given.
+
+        A prompt that was lost with its engine has no timelines and gets no record.
+        """
+        known = [timeline for timeline in timelines if timeline is not None]
+        tenants: list[str] = []
+        try:
+            if not known or len(known) < len(timelines):
+                known = await engine.explain(labels.id)
+            if tags := sorted({tag for timeline in known for tag in timeline.preempted_by}):
+                tenants = sorted({other.tenant for other in await engine.explain_sequences(tags)})
+        except ChairliftError as error:
+            logger.debug("the engine could not be asked about %s: %s", labels.id, error)
+        if known:
+            self._append(labels, known, tenants)
+
+    def write_later(self, engine: AsyncEngine, labels: UsageLabels) -> None:
+        """Starts a task that does `write_ended`; `close` waits for it."""
+        self._start(self.write_ended(engine, labels))
+
+    def _append(self, labels: UsageLabels, timelines: Sequence[Timeline], preempted_by: Sequence[str]) -> None:
+        """Appends a line. Logs an error if the disk refuses it: the answer is sent all the same."""
+        now = time.time()
+        line = _encode(record(self._model, now, labels, timelines, preempted_by)).encode() + b"\n"
+        try:
+            if _day(now) != self._day:
+                self._open(_day(now))
+            data = b"\n" + line if self._torn else line
+            self._torn = os.write(self._file, data) < len(data)
+        except OSError as error:
+            logger.error("the usage record of %s could not be written: %s", labels.id, error.strerror)
+        else:
+            if self._torn:
+                logger.error("the usage record of %s could not be written: the disk is full", labels.id)
+        if self._sync is None:
+            self._sync = asyncio.get_running_loop().call_later(SYNC_SECONDS, self._start_sync)
+
+    async def close(self) -> None:
+        """Writes pending records, and returns when all are on the disk."""
+        await asyncio.gather(*self._tasks)
+        if self._sync is not None:
+            self._sync.cancel()
+        await asyncio.to_thread(os.fsync, self._file)
+        os.close(self._file)
+
+    def _open(self, day: str) -> None:
+        file = os.open(self._directory / f"{day}.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if self._file >= 0:
+            os.fsync(self._file)
+            os.close(self._file)
+        self._file, self._day = file, day
+        size = os.fstat(file).st_size
+        self._torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+
+    def _start_sync(self) -> None:
+        self._sync = None
+        self._start(asyncio.to_thread(os.fsync, self._file))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def record(model: str, now: float, labels: UsageLabels, timelines: Sequence[Timeline], preempted_by: Sequence[str]) -> dict[str, Any]:
+    """Returns the record of one prompt: its answers' timelines summed, and `seconds` from its arrival to its last answer's end."""
+    states: dict[str, float] = {}
+    for timeline in timelines:
+        for state, seconds in timeline.states.items():
+            states[state] = round(states.get(state, 0.0) + seconds, 6)
+    counts = map(sum, zip(*map(_COUNTS, timelines), strict=True))
+    cached_tokens, output_tokens, computed_tokens, recomputed_tokens, preemptions, swaps = counts
+    ended = max((timeline.ended for timeline in timelines if timeline.ended is not None), default=timelines[0].arrived)
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)),
+        "id": labels.id,
+        "request_id": labels.request_id,
+        "model": model,
+        "tenant": labels.tenant,
+        "tier": labels.tier,
+        "priority": labels.priority,
+        "finish": sorted({timeline.finish for timeline in timelines if timeline.finish}),
+        "prompt_tokens": labels.prompt_tokens,
+        "cached_tokens": cached_tokens,
+        "output_tokens": output_tokens,
+        "computed_tokens": computed_tokens,
+        "recomputed_tokens": recomputed_tokens,
+        "block_seconds": round(sum(timeline.block_seconds for timeline in timelines), 6),
+        "preemptions": preemptions,
+        "preempted_by": list(preempted_by),
+        "swaps": swaps,
+        "seconds": round(ended - timelines[0].arrived, 6),
+        "states": states,
+    }
+
+
+def _day(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(seconds))

@@ -1,0 +1,172 @@
+"""The usage log, with an engine that is a fake: what a record says, and what happens if the disk fails."""
+
+import asyncio
+import json
+import os
+import time
+
+import httpx
+import pytest
+from fake_async_engine import MODEL, FakeEngine, serving, timeline, wait_until
+
+from chairlift.cli.main import main
+from chairlift.errors import InvalidSetting
+from chairlift.server.observability import usage_log
+from chairlift.server.observability.usage_log import UsageLabels, UsageLog
+
+LABELS = UsageLabels("cmpl-1", "mine", "alice", "flex", 3, 5)
+
+
+def records(directory):
+    return [json.loads(line) for file in sorted(directory.glob("*.jsonl")) for line in file.read_text().splitlines()]
+
+
+def write(directory, *batches, engine=None):
+    """Writes a record for each batch of timelines, and returns all that are in the directory."""
+
+    async def run():
+        log = UsageLog(str(directory), MODEL)
+        for timelines in batches:
+            await log.write_ended(engine or FakeEngine(), LABELS, timelines)
+        await log.close()
+
+    asyncio.run(run())
+    return records(directory)
+
+
+def test_a_record_sums_the_answers_of_a_prompt(tmp_path):
+    second = timeline(finish="stop", ended=103.0, preemptions=2, states={"wait_blocks": 1.0, "decode": 1.0})
+    [record] = write(tmp_path, [timeline(cached_tokens=4), second])
+    assert record.pop("time").startswith(time.strftime("%Y-"))
+    assert record == {
+        "id": "cmpl-1",
+        "request_id": "mine",
+        "model": MODEL,
+        "tenant": "alice",
+        "tier": "flex",
+        "priority": 3,
+        "finish": ["length", "stop"],
+        "prompt_tokens": 5,
+        "cached_tokens": 4,
+        "output_tokens": 6,
+        "computed_tokens": 14,
+        "recomputed_tokens": 0,
+        "block_seconds": 1.0,
+        "preemptions": 2,
+        "swaps": 0,
+        "seconds": 3.0,
+        "states": {"wait_blocks": 2.5, "prefill": 0.25, "decode": 1.25},
+        "preempted_by": [],
+    }
+
+
+def test_a_record_names_the_tenants_that_its_request_was_preempted_for(tmp_path):
+    engine = FakeEngine()
+    engine.others = [timeline(tag=7, tenant="bob"), timeline(tag=8, tenant="carol"), timeline(tag=9, tenant="dave")]
+    [record] = write(tmp_path, [timeline(preemptions=2, preempted_by=(7, 8))], engine=engine)
+    assert record["preempted_by"] == ["bob", "carol"]
+
+
+def test_the_directory_and_its_files_are_for_this_user_alone(tmp_path):
+    write(tmp_path / "a" / "b", [timeline()])
+    [file] = (tmp_path / "a" / "b").iterdir()
+    assert (file.parent.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidSetting, match=r"^--usage-log .*file/logs: Not a directory$"):
+        UsageLog(str(tmp_path / "file" / "logs"), MODEL)
+
+
+def test_an_incomplete_line_of_an_earlier_run_spoils_no_other(tmp_path):
+    write(tmp_path, [timeline()])
+    [file] = tmp_path.iterdir()
+    with file.open("a") as torn:
+        torn.write('{"time":"2026-')
+    write_more = asyncio.run(_append(tmp_path))
+    lines = file.read_text().splitlines()
+    assert write_more == 1
+    assert len(lines) == 3
+    assert json.loads(lines[2])["id"] == "cmpl-1"
+
+
+async def _append(directory):
+    log = UsageLog(str(directory), MODEL)
+    await log.write_ended(FakeEngine(), LABELS, [timeline()])
+    await log.close()
+    return 1
+
+
+def test_a_new_day_begins_a_new_file(tmp_path, monkeypatch):
+    days = iter([0.0, 0.0, 86_400.0, 86_400.0])
+    monkeypatch.setattr(usage_log.time, "time", lambda: next(days))
+    write(tmp_path, [timeline()], [timeline()], [timeline()])
+    assert {file.name: len(file.read_text().splitlines()) for file in tmp_path.iterdir()} == {"1970-01-01.jsonl": 1, "1970-01-02.jsonl": 2}
+
+
+def test_a_full_disk_is_logged_and_the_next_record_is_whole_again(tmp_path, monkeypatch, caplog):
+    real, sizes = os.write, iter([20, None])
+
+    def refuse(file, data):
+        size = next(sizes, None)
+        return real(file, data if size is None else data[:size])
+
+    monkeypatch.setattr(usage_log.os, "write", refuse)
+    asyncio.run(_two(tmp_path))
+    assert "the usage record of cmpl-1 could not be written: the disk is full" in caplog.text
+    [file] = tmp_path.iterdir()
+    torn, whole = file.read_text().splitlines()
+    assert len(torn) == 20
+    assert json.loads(whole)["id"] == "cmpl-1"
+
+
+async def _two(directory):
+    log = UsageLog(str(directory), MODEL)
+    for _ in range(2):
+        await log.write_ended(FakeEngine(), LABELS, [timeline()])
+    await log.close()
+
+
+def test_a_request_that_the_client_leaves_has_a_record_and_a_refused_one_has_none(tmp_path):
+    with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base) as http:
+        service.usage_log = UsageLog(str(tmp_path), MODEL)
+        with http.stream("POST", "/v1/completions", json={"prompt": "slow", "max_tokens": 1000, "stream": True}) as reply:
+            next(reply.iter_lines())
+        wait_until(lambda: len(records(tmp_path)) == 1)
+        assert http.post("/v1/completions", json={"prompt": "full"}).status_code == 503
+        assert http.post("/v1/completions", json={"prompt": "ok", "max_tokens": 2, "service_tier": "flex"}).status_code == 200
+        assert [record["tier"] for record in records(tmp_path)] == ["default", "flex"]
+
+
+def test_the_command_sums_by_day_tenant_and_tier(tmp_path, capsys):
+    write(tmp_path, [timeline()], [timeline(output_tokens=4)])
+    with next(tmp_path.iterdir()).open("a") as torn:
+        torn.write('{"time":"2026-\n[]\n')
+    assert main(["usage", str(tmp_path), "--json"]) == 0
+    told = capsys.readouterr()
+    assert told.err == "2 incomplete lines were skipped\n"
+    [row] = json.loads(told.out)
+    assert row.pop("day") == time.strftime("%Y-%m-%d", time.gmtime())
+    assert row == {
+        "tenant": "alice",
+        "tier": "flex",
+        "requests": 2,
+        "prompt_tokens": 10,
+        "cached_tokens": 0,
+        "output_tokens": 7,
+        "computed_tokens": 14,
+        "block_seconds": 1.0,
+        "seconds": 4.0,
+        "preemptions": 0,
+    }
+    assert main(["usage", str(tmp_path), "--by", "tenant", "--until", "2001-01-01"]) == 0
+    assert capsys.readouterr().out == "no records\n"
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    assert main(["usage", str(tmp_path / "none")]) == 1
+    assert "is not a directory: name the one that was given to --usage-log" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["usage", str(tmp_path), "--by", "tenant,colour"])
+    assert "cannot group by 'colour': expected day, tenant, tier, model" in capsys.readouterr().err
