@@ -174,7 +174,7 @@ if __name__ == "__main__":
         from chairlift.cli.main import main as serve
         from chairlift.engine.client import AsyncEngine
 
-        AsyncEngine._command = ("-m", "paced_engine")
+        AsyncEngine.command = ("-m", "paced_engine")
         sys.exit(serve(["serve", *sys.argv[sys.argv.index("--serve") + 1 :]]))
     argparse.ArgumentParser(description=__doc__).parse_args()
     main()

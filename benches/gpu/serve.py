@@ -72,7 +72,7 @@ class Clock:
 
     def __enter__(self) -> Clock:
         engine = self.llm.engine
-        runner, step, collect = engine._runner, engine.step, engine._runner.collect
+        runner, step, collect = engine.runner, engine.step, engine.runner.collect
         waited, ended = 0.0, time.perf_counter()
 
         def collected(*given: Any) -> Any:
@@ -99,7 +99,7 @@ class Clock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.llm.engine.step, self.llm.engine._runner.collect
+        del self.llm.engine.step, self.llm.engine.runner.collect
         if self.profiler is not None:
             self._stop()
 
@@ -223,7 +223,7 @@ def same_weights(run: common.Run, llm: Any, config: dict[str, Any]) -> Any:
     import transformers
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    network = llm.engine._runner.model.network
+    network = llm.engine.runner.model.network
     told = transformers.LlamaConfig(**{**config, "dtype": network.embedding.dtype})
     told._attn_implementation = "sdpa"
     with torch.device("meta"):

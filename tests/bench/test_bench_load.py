@@ -6,7 +6,6 @@ from scripted_server import Scripted
 from chairlift.bench import load, processes
 from chairlift.bench.client import Target, models
 from chairlift.bench.figures import Figures
-from chairlift.bench.http import Http
 from chairlift.bench.measure import measure, wait_for, wait_until_ready
 from chairlift.bench.workload import Job
 from chairlift.errors import ChairliftError, InvalidSetting
@@ -94,13 +93,13 @@ def test_where_nobody_listens():
 
 
 def test_connecting_is_the_requests_time_and_no_lateness(monkeypatch):
-    connect = Http._connect
+    connect = asyncio.BaseEventLoop.create_connection
 
-    async def slowly(http):
+    async def slowly(loop, *arguments, **settings):
         await asyncio.sleep(0.3)
-        return await connect(http)
+        return await connect(loop, *arguments, **settings)
 
-    monkeypatch.setattr(Http, "_connect", slowly)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", slowly)
     (record,), _ = drive([job("a", due=0.05)])
     assert record.ttft >= 0.3
     assert 0 <= record.lag < 0.3

@@ -197,7 +197,7 @@ def fake(monkeypatch):
     for module in (client, llm):
         monkeypatch.setattr(module, "locate", lambda model, *_: Path("/models") / model)
         monkeypatch.setattr(module, "Tokenizer", FakeTokenizer)
-    monkeypatch.setattr(client.AsyncEngine, "_command", ("-m", "fake_engine"))
+    monkeypatch.setattr(client.AsyncEngine, "command", ("-m", "fake_engine"))
 
 
 def text_of(start, count):

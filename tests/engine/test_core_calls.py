@@ -144,7 +144,13 @@ class FakeRunner:
 def make(monkeypatch):
     names = {"Rejected": Rejected, "QueueFull": Full, "TooLong": TooLong, "NeverFits": NeverFits}
     names["NoNewTokens"] = type("NoNewTokens", (Rejected,), {})
-    monkeypatch.setattr(loop, "_core", SimpleNamespace(Scheduler=FakeCore, StepBuffers=lambda **arrays: None, **names))
+    cores = []
+
+    def core(**settings):
+        cores.append(FakeCore(**settings))
+        return cores[-1]
+
+    monkeypatch.setattr(loop, "_core", SimpleNamespace(Scheduler=core, StepBuffers=lambda **arrays: None, **names))
     monkeypatch.setattr(loop, "_build_runner", FakeRunner)
     monkeypatch.setattr(loop, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
     monkeypatch.setattr(loop, "tokenizer_file", lambda directory, tokenizer: directory)
@@ -153,8 +159,9 @@ def make(monkeypatch):
 
     def engine(**settings):
         made = loop.Engine(EngineConfig(**settings))
+        made.core = cores[-1]
         # One list for both, so that it shows who was called before whom.
-        made._runner.calls = made._scheduler.calls
+        made.runner.calls = made.core.calls
         return made
 
     return engine
@@ -184,7 +191,7 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         max_num_queued_reqs=3,
         target_itl_ms=0.5,
         watermark=0.1,
-    )._scheduler.settings
+    ).core.settings
     assert settings == {
         "num_blocks": 101,
         "block_size": 16,
@@ -224,7 +231,7 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
     treated = Scheduling(priority=-2, tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, cache_salt="ü", predicted_tokens=4)
     engine.add(1, [1, 2, 3], SamplingParams(max_tokens=None, stop_token_ids=(9,)), treated)
     engine.add(2, [1], SamplingParams(ignore_eos=True), Scheduling(tenant="b"))
-    assert engine._scheduler.added[1] == {
+    assert engine.core.added[1] == {
         "max_new_tokens": 47,
         "stop": [9, 2],
         "now": NOW,
@@ -238,19 +245,19 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
         "draft": True,
     }
     plain = {"salt": b"", "priority": 0, "weight": 1, "deadline": None, "ttft_deadline": None, "predicted_tokens": None, "draft": True}
-    assert engine._scheduler.added[2] == {"max_new_tokens": 16, "stop": [], "now": NOW, "tenant": "b", **plain}
+    assert engine.core.added[2] == {"max_new_tokens": 16, "stop": [], "now": NOW, "tenant": "b", **plain}
 
 
 def test_answers_are_forks_with_draws_of_their_own(make):
     engine = make()
     engine.add(4, [1, 2], SamplingParams(n=2, best_of=3, seed=77))
     engine.add(7, [1, 2], SamplingParams(n=2))
-    assert engine._scheduler.calls == [("fork", 40, 5), ("fork", 40, 6), ("fork", 70, 8)]
+    assert engine.core.calls == [("fork", 40, 5), ("fork", 40, 6), ("fork", 70, 8)]
 
     def seeds(tags):
-        engine._scheduler.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate(tags)]))
+        engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate(tags)]))
         engine.step()
-        return [engine._runner.seeds[row] for row in range(len(tags))]
+        return [engine.runner.seeds[row] for row in range(len(tags))]
 
     first = seeds([4, 5, 6, 7, 8])
     assert first[0] == 77
@@ -265,15 +272,15 @@ def test_answers_are_forks_with_draws_of_their_own(make):
 
 def test_what_the_core_refuses_is_said_in_our_words_and_leaves_nothing(make):
     engine = make()
-    engine._scheduler.room = 2
+    engine.core.room = 2
     with pytest.raises(QueueFull, match="no more may") as full:
         engine.add(1, [1, 2], SamplingParams(n=4))
     assert full.value.retry_after == 1.5
     assert not engine.has_work
-    assert not engine._scheduler.live
+    assert not engine.core.live
     with pytest.raises(QueueFull):
         engine.add(1, [1, 2], SamplingParams())
-    engine._scheduler.room = 1
+    engine.core.room = 1
     for length in (51, 41):
         with pytest.raises(InvalidRequest, match="too long") as refused:
             engine.add(1, [1] * length, SamplingParams())
@@ -285,7 +292,7 @@ def test_a_step_swaps_before_it_runs_and_expires_before_it_plans(make):
     engine = make()
     for tag in (1, 2, 3):
         engine.add(tag, [1, 2], SamplingParams())
-    core = engine._scheduler
+    core = engine.core
     core.expiring = [2]
     core.plans.append(plan([(0, 10, 1, 16, 250)], ending=[3], swap_out=[(5, 0)], swap_in=[(1, 6)]))
     report = engine.step()
@@ -294,14 +301,14 @@ def test_a_step_swaps_before_it_runs_and_expires_before_it_plans(make):
     assert np.frombuffer(report.logprobs, "<f4").tolist() == [-0.5]
     assert report.started == [(1, 16, 250)]
     assert report.ended == [{"tag": 2, "finish": "deadline"}, {"tag": 3, "finish": "length"}]
-    assert list(engine._live) == [1]
+    assert [engine.abort(tag) for tag in (1, 2, 3)] == [True, False, False]
 
 
 def test_the_next_step_is_launched_before_this_one_is_collected_and_sampled_after(make, monkeypatch):
     monkeypatch.setattr(FakeRunner, "overlaps", True)
     monkeypatch.setattr(FakeRunner, "buffers", FakeRunner.buffers * 2)
     engine = make()
-    core = engine._scheduler
+    core = engine.core
     for tag in (1, 2, 3):
         engine.add(tag, [1, 2], SamplingParams())
     # In the second plan 2 has taken the row of 1, which lost it, and whose last token is on its way.
@@ -324,12 +331,31 @@ def test_the_next_step_is_launched_before_this_one_is_collected_and_sampled_afte
     assert engine.step() is None
 
 
+def test_each_stage_of_a_step_is_told(make):
+    engine, stages = make(), {}
+
+    class Calls(list):
+        """Notes the engine's stage at each call."""
+
+        def append(self, call):
+            stages[call] = engine.stage[0]
+
+    engine.core.calls = engine.runner.calls = Calls()
+    engine.add(1, [1, 2], SamplingParams())
+    engine.core.plans.append(plan([(0, 10, 1, 0, 0)]))
+    engine.step()
+    assert stages == {
+        **{"expire": "plan", "plan": "plan", "add": "run", ("swap", (), ()): "run"},
+        **{"launch 1 in 0": "run", "sample 1": "run", "collect 1": "run", "commit": "commit"},
+    }
+
+
 @pytest.mark.parametrize("failing", ["launch", "collect", "sample"])
 def test_when_a_step_fails_all_that_are_under_way_are_committed_without_tokens(make, monkeypatch, failing):
     monkeypatch.setattr(FakeRunner, "overlaps", True)
     monkeypatch.setattr(FakeRunner, "buffers", FakeRunner.buffers * 2)
     engine = make()
-    core = engine._scheduler
+    core = engine.core
     engine.add(1, [1, 2], SamplingParams())
     core.plans += [plan([(0, 10, 1, 0, 0)]), plan(), plan()]
     engine.step()
@@ -337,7 +363,7 @@ def test_when_a_step_fails_all_that_are_under_way_are_committed_without_tokens(m
     committed = []
     monkeypatch.setattr(core, "commit", lambda plan, sampled, now: committed.append((plan, sampled.tolist())) or given)
     given = SimpleNamespace(tags=b"the tags", tokens=b"", finishes=b"", ended=[])
-    monkeypatch.setattr(engine._runner, failing, lambda *given: 1 / 0)
+    monkeypatch.setattr(engine.runner, failing, lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     # Without tokens, but for the one that was collected before the next one failed.
@@ -351,12 +377,12 @@ def test_log_probabilities_are_of_those_that_are_still_there(make, monkeypatch):
     engine = make()
     for tag in (1, 2, 3):
         engine.add(tag, [1, 2], SamplingParams())
-    core = engine._scheduler
+    core = engine.core
     core.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate((1, 2, 3))]))
     core.plans[0].num_samples = 3
     monkeypatch.setattr(FakeRunner, "buffers", (SimpleNamespace(arrays=dict, sample_slots=np.array([2, 0, 1], dtype=np.int32)),))
     sampled = Sampled(np.array([7, 8, 9], np.int32), np.array([-1, -2, -3], np.float32), {0: b"three", 1: b"one", 2: b"two"}, [])
-    monkeypatch.setattr(engine._runner, "collect", lambda step: sampled)
+    monkeypatch.setattr(engine.runner, "collect", lambda step: sampled)
     tags = np.array([3, 2], np.uint64).tobytes()  # 1 has left
     monkeypatch.setattr(core, "commit", lambda *given: SimpleNamespace(tags=tags, tokens=b"", finishes=b"", ended=[]))
     report = engine.step()
@@ -368,7 +394,7 @@ def test_a_step_is_none_only_if_nothing_at_all_happened(make):
     engine = make()
     engine.add(1, [1], SamplingParams())
     assert engine.step() is None
-    engine._scheduler.expiring = [1]
+    engine.core.expiring = [1]
     report = engine.step()
     assert (report.tags, report.finishes, report.ended) == (b"", b"", [{"tag": 1, "finish": "deadline"}])
     assert not engine.has_work
@@ -378,14 +404,14 @@ def test_a_step_is_none_only_if_nothing_at_all_happened(make):
 def test_the_cores_time_is_told_in_seconds_from_now(make):
     engine = make()
     for at, seconds in ((None, None), (NOW + 2_500_000, 2.5), (NOW - 1, 0.0)):
-        engine._scheduler.wake = at
+        engine.core.wake = at
         assert engine.wakes_in() == seconds
 
 
 def test_the_journal_is_whole_when_the_work_is_done_and_when_the_engine_is_closed(make, tmp_path):
     path = tmp_path / "journal"
     engine = make(journal=str(path))
-    core = engine._scheduler
+    core = engine.core
     assert core.settings["journal"]
     for tag in (1, 2):
         engine.add(tag, [1], SamplingParams())
@@ -414,7 +440,7 @@ def test_a_journal_that_cannot_be_written_is_named_before_anything_is_loaded(mak
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_ends_the_journal_and_not_the_work(make, caplog):
     engine = make(journal="/dev/full")
-    core = engine._scheduler
+    core = engine.core
     for tag in (1, 2):
         core.recorded = b"record"
         engine.add(tag, [1], SamplingParams())

@@ -5,7 +5,7 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
-from chairlift.engine.loop import _accepted
+from chairlift.engine.loop import accepted_samples
 
 REPEATS = "Copy this list twice. Apples, pears, plums, cherries, grapes, figs. Apples, pears, plums, cherries, grapes, figs. Apples, pears,"
 CODE = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n    return a * b\n\ndef add(a, b):\n"
@@ -66,8 +66,8 @@ def test_answers_are_the_same_where_sequences_are_preempted(expected):
 def test_of_each_tag_the_first_samples_count():
     asked = np.array([5, 7, 7, 7, 9, 3, 3], dtype=np.uint64)
     given = np.array([5, 7, 7, 3], dtype=np.uint64)
-    assert _accepted(asked, given).tolist() == [True, True, True, False, False, True, False]
-    assert not _accepted(asked, given[:0]).any()
+    assert accepted_samples(asked, given).tolist() == [True, True, True, False, False, True, False]
+    assert not accepted_samples(asked, given[:0]).any()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
     engine.add(2, fresh, GREEDY)
     engine.add(3, PROMPT, GREEDY)
     with monkeypatch.context() as broken:
-        broken.setattr(engine._runner, failing, fail)
+        broken.setattr(engine.runner, failing, fail)
         with pytest.raises(error):
             engine.step()
     assert not engine.has_work
@@ -80,14 +80,14 @@ def test_without_a_model_there_are_no_log_probabilities(model_dir: Path, name: s
 
 def test_a_sequence_that_cannot_be_sampled_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answer(engine, 1, PROMPT)
-    add_request, poison = engine._runner.add_request, replace(GREEDY, seed=13)
+    add_request, poison = engine.runner.add_request, replace(GREEDY, seed=13)
 
     def poisoned(slot: int, params: SamplingParams, *rest: object, **more: object) -> None:
         if params is poison:
             raise ZeroDivisionError("a bug in the sampler")
         add_request(slot, params, *rest, **more)
 
-    monkeypatch.setattr(engine._runner, "add_request", poisoned)
+    monkeypatch.setattr(engine.runner, "add_request", poisoned)
     engine.add(2, PROMPT, GREEDY)
     engine.add(3, [7, *PROMPT, *PROMPT], poison)  # it takes two steps to its first token, or what would be that
     engine.add(4, PROMPT, GREEDY)
@@ -106,30 +106,3 @@ def test_a_sequence_that_cannot_be_sampled_fails_alone(engine: Engine, monkeypat
     engine.check()
     monkeypatch.undo()
     assert answer(engine, 5, PROMPT) == expected  # in the same row, maybe
-
-
-def test_each_stage_of_a_step_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, str]] = []
-
-    class Spy:
-        """Notes the stage at each call."""
-
-        def __init__(self, spied: object) -> None:
-            self._spied = spied
-
-        def __getattr__(self, name: str) -> object:
-            seen.append((name, engine.stage[0]))
-            return getattr(self._spied, name)
-
-    monkeypatch.setattr(engine, "_scheduler", Spy(engine._scheduler))
-    monkeypatch.setattr(engine, "_runner", Spy(engine._runner))
-    answer(engine, 1, PROMPT)
-    for call, stage in (
-        ("plan", "plan"),
-        ("expire", "plan"),
-        ("add_request", "run"),
-        ("launch", "run"),
-        ("collect", "run"),
-        ("commit", "commit"),
-    ):
-        assert {at for name, at in seen if name == call} == {stage}

@@ -281,7 +281,7 @@ def test_a_step_that_fails_takes_the_one_before_along_and_nothing_else(make, clo
     for failing in ("launch", "sample", "collect"):
         engine = make(True)
         with monkeypatch.context() as broken:
-            calls, call = [0], getattr(engine._runner, failing)
+            calls, call = [0], getattr(engine.runner, failing)
 
             def fail(*given: object, calls: list[int] = calls, call: Callable = call) -> object:
                 calls[0] += 1
@@ -289,7 +289,7 @@ def test_a_step_that_fails_takes_the_one_before_along_and_nothing_else(make, clo
                     raise MemoryError
                 return call(*given)
 
-            broken.setattr(engine._runner, failing, fail)
+            broken.setattr(engine.runner, failing, fail)
             with pytest.raises(MemoryError):
                 live(engine, [replace(one, after=0) for one in asked], clock)
         assert not engine.has_work

@@ -135,7 +135,7 @@ def test_an_engine_that_waits_for_its_time_is_woken_then():
 def test_counters_are_sent_when_they_are_due_and_when_it_goes_idle(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
-    counters = process._Counters(FakeEngine(EngineConfig()))
+    counters = process.Counters(FakeEngine(EngineConfig()))
 
     def told(after, *, idle=False):
         now[0] += after

@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tight(engine: Engine, lazy: LazyDevice, fails: Callable[[Any, int, int], bool]) -> Counter[str]:  # noqa: F811
     """Has the model lack memory for steps of which `fails(buffers, num_tokens, num_seqs)` says so, halfway through; counts them."""
-    model, seen = engine._runner.model, Counter[str]()
+    model, seen = engine.runner.model, Counter[str]()
     forward = model.forward
 
     def lacking(buffers: Any, num_tokens: int, num_seqs: int) -> None:
@@ -100,7 +100,7 @@ def test_passes_and_samples_that_fail_now_and_then_change_nothing(make, lazy, cl
         engine = make(overlaps, **settings)
         chance = chances(seed)
         tight(engine, lazy, lambda *step, chance=chance: next(chance))
-        for whole, name in ((engine._runner.sampler, "draw"), (engine._runner.model, "logits")):
+        for whole, name in ((engine.runner.sampler, "draw"), (engine.runner.model, "logits")):
             setattr(whole, name, lacking(getattr(whole, name), chance))
         compare([expected, live(engine, asked, clock)])
         assert engine.stats()["steps_short_of_memory"] > 3
@@ -183,7 +183,7 @@ def test_blocks_are_copied_once_for_all_pieces_of_a_step(make, lazy, overlaps, l
     engine.add(1, list(range(8)), GREEDY)
     engine.step()
     copied: list[list[list[int]]] = []
-    monkeypatch.setattr(engine._runner.model, "copy", lambda pairs: copied.append(pairs.tolist()))
+    monkeypatch.setattr(engine.runner.model, "copy", lambda pairs: copied.append(pairs.tolist()))
     engine.add(2, list(range(8)), GREEDY)  # its last block is the other's, and is computed anew in part
     for _ in range(3):
         engine.step()

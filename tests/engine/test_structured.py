@@ -239,7 +239,7 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
     def drain(*frames):
         for frame in frames:
             inbox.put(frame)
-        assert process._drain(parent, engine, inbox, compiling, idle=False)
+        assert process.drain(parent, engine, inbox, compiling, idle=False)
 
     def request(tag, text=None):
         params = SamplingParams() if text is None else bounded("regex", text)

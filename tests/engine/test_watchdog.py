@@ -9,9 +9,9 @@ import fake_engine
 import pytest
 from fake_engine import ENDLESS, HANGING, FakeTokenizer
 
-from chairlift.engine import heartbeat, watchdog
+from chairlift.engine import frames, heartbeat, watchdog
 from chairlift.engine.client import AsyncEngine
-from chairlift.engine.frames import Alive
+from chairlift.engine.frames import Alive, Config
 from chairlift.engine.heartbeat import Heartbeat
 from chairlift.engine.watchdog import IDLE, STUCK_SECONDS, StallDetector, Watchdog
 from chairlift.errors import EngineDead
@@ -142,11 +142,11 @@ def test_a_stopped_process_is_stuck_until_it_goes_on(monkeypatch, capfd):
         # With a request open: time in which it was stopped is not held against its step.
         asking = asyncio.create_task(collect(engine, [1000], ENDLESS))
         await until(lambda: engine.stats()["running"])
-        engine._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, engine._process.pid, os.WSTOPPED)
+        os.kill(engine.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, engine.pid, os.WSTOPPED)
         await until(lambda: engine.stuck)
         assert engine.stuck[0] == "process"
-        engine._process.send_signal(signal.SIGCONT)
+        os.kill(engine.pid, signal.SIGCONT)
         await until(lambda: engine.stuck is None)
         asking.cancel()
         assert await collect(engine, [1000], 2) == [1000, 1001]
@@ -169,13 +169,22 @@ def test_a_step_that_never_ends_is_named_and_ends_the_engine(monkeypatch, capfd)
 
 
 def test_a_parent_that_does_not_read_for_a_while_finds_an_engine_that_gets_on(monkeypatch):
+    may_read, read = asyncio.Event(), frames.read
+    may_read.set()
+
+    async def slowly(reader):
+        await may_read.wait()
+        return await read(reader)
+
+    monkeypatch.setattr(frames, "read", slowly)
+
     async def test(engine):
         asking = asyncio.create_task(collect(engine, [1000], ENDLESS))
         await until(lambda: engine.stats()["running"])
-        engine._reader._transport.pause_reading()
+        may_read.clear()
         await until(lambda: engine.stuck)
         assert engine.stuck[0] == "process"
-        engine._reader._transport.resume_reading()
+        may_read.set()
         await until(lambda: engine.stuck is None)
         asking.cancel()
 
@@ -202,8 +211,23 @@ def test_a_token_that_cannot_be_shown_ends_its_own_request_only(monkeypatch):
     run(monkeypatch, test)
 
 
-def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before():
-    engine = AsyncEngine(journal="day.journal")
-    assert [engine._next_journal() for _ in range(3)] == ["day.journal", "day.journal.1", "day.journal.2"]
-    engine = AsyncEngine()
-    assert [engine._next_journal() for _ in range(2)] == [None, None]
+@pytest.mark.parametrize(("journal", "names"), [("day.journal", ["day.journal", "day.journal.1"]), (None, [None, None])])
+def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before(monkeypatch, journal, names):
+    fake_engine.fake(monkeypatch)
+    encode, journals = frames.encode, []
+
+    def noted(frame):
+        if isinstance(frame, Config):
+            journals.append(frame.settings["journal"])
+        return encode(frame)
+
+    monkeypatch.setattr(frames, "encode", noted)
+
+    async def main():
+        engine = AsyncEngine(journal=journal)
+        for _ in names:
+            async with engine:
+                pass
+
+    asyncio.run(main())
+    assert journals == names

@@ -42,7 +42,7 @@ def serve() -> int:
     from chairlift.server.http import body, protocol
 
     body.BODY_TIMEOUT = protocol.HEADERS_SECONDS = protocol.STALL_SECONDS = 1000  # type: ignore[misc]
-    AsyncEngine._command = ("-m", "paced_engine")
+    AsyncEngine.command = ("-m", "paced_engine")
     return main()
 
 

@@ -9,6 +9,7 @@ import torch
 
 from chairlift.errors import InvalidRequest, QueueFull, RequestFailed
 from chairlift.grammar import grammars as module
+from chairlift.grammar import trial
 from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.source import ToolCallFormat, calls_grammar
 from chairlift.grammar.trial import Vocabulary
@@ -211,10 +212,11 @@ def test_a_trial_whose_process_ends_is_no_verdict(vocabulary, monkeypatch):
     made = Grammars(vocabulary)
     with monkeypatch.context() as broken:
         gone = [sys.executable, "-c", ""]
-        broken.setattr(made._trial, "_start", lambda: subprocess.Popen(gone, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        process = subprocess.Popen(gone, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        broken.setattr(trial.subprocess, "Popen", lambda *arguments, **settings: process)
         with pytest.raises(RequestFailed, match="try again"):
             made.compile(structure("choice", ["a"])).result(PATIENCE)
-    made._trial._process.wait(PATIENCE)
+    process.wait(PATIENCE)
     assert made.compile(structure("choice", ["a"])).result(PATIENCE).matcher()
     made.close()
 

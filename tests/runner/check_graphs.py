@@ -1,6 +1,7 @@
 """Steps as graphs and without: the same answers. Run in a process of its own, in which Triton's kernels are interpreted."""
 
 import copy
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.engine import loop
 from chairlift.layers.device_attention import DevicePlan
 from chairlift.runner.build import build_runner
+from chairlift.runner.cuda_graphs import Graph
 from chairlift.runner.torch_executor import TorchExecutor
 
 VOCABULARY, SPLIT = 97, 512
@@ -113,20 +115,48 @@ def same(found: list[tuple[list[int], list[float]]], expected: list[tuple[list[i
 
 # With few tokens a step prompts come in pieces of one too, of which nothing is sampled.
 @pytest.mark.parametrize(("seed", "long", "tokens"), [(1, 1, SPLIT), (2, 0, 5)])
-def test_answers_are_the_same_with_graphs_and_without(seed, long, tokens, make):
+def test_answers_are_the_same_with_graphs_and_without(seed, long, tokens, make, monkeypatch):
     asked = script(seed, long)
     expected = answers(make(None, False, max_num_batched_tokens=tokens), *asked)
     assert len({tuple(ids) for ids, _ in expected}) > 6
+    sample, sampled = Graph.sample, Counter()
+
+    def noted(graph, variant, num_samples):
+        sampled[graph, variant] += 1  # the second sample of a variant is recorded
+        return sample(graph, variant, num_samples)
+
+    monkeypatch.setattr(Graph, "sample", noted)
     for overlaps in (False, True):
         emulator = Emulator()
+        sampled.clear()
         llm = make(emulator, overlaps, max_num_batched_tokens=tokens)
         same(answers(llm, *asked), expected)
-        graphs = llm.engine._runner.graphs
-        recorded = {tier for graph in graphs for tier, replay in graph._samples.items() if replay}
+        recorded = {variant for (_, variant), count in sampled.items() if count > 1}
         # Penalties took new memory on the way.
         assert max(tier.count_rows for tier in recorded) == 8
         assert {tier.truncated for tier in recorded} == {False, True}
         assert emulator.replays > 20
+
+
+class Lacking(Emulator):
+    """Has no memory for more once the engine has started."""
+
+    started = False
+
+    def record(self, work):
+        if self.started:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().record(work)
+
+
+def test_samples_that_cannot_be_recorded_run_without_a_graph(make, caplog):
+    asked = script(1, 1)
+    expected = answers(make(None, False), *asked)
+    emulator = Lacking()
+    llm = make(emulator, False)
+    emulator.started = True
+    same(answers(llm, *asked), expected)
+    assert any("cannot be captured and will be slower: CUDA out of memory" in record.getMessage() for record in caplog.records)
 
 
 class Unwilling(Emulator):

@@ -192,7 +192,8 @@ def test_failed_rows_leave_token_0_behind_and_count_nothing():
     logits[1] = torch.tensor([0.0, 0.0, 99.0, 0.0, 0.0])
     assert sample(made, logits, [0, 1]) == [-1, 2]
     assert made.last_token[:2].tolist() == [0, 2]
-    assert made._counts[:2].sum(1).tolist() == [0, 2]
+    # The penalty is 1: token 0 was not counted in the first row, token 2 was in the second.
+    assert sample(made, torch.tensor([[0.5, 0, 0, 0, 0], [0, 0, 0.5, 0.2, 0]]), [0, 1]) == [0, 3]
 
 
 class NothingWaits(TorchDispatchMode):

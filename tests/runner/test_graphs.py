@@ -64,21 +64,6 @@ def test_a_step_fits_the_smallest_graph_if_every_sequence_has_one_token():
     assert cuda_graphs.smallest_graph([], 1, 1) is None
 
 
-def test_a_tier_that_cannot_be_recorded_is_sampled_as_it_is():
-    asked, drawn, tier = [], [], cuda_graphs.SamplingVariant(truncated=True, count_rows=0)
-
-    def record(work):
-        asked.append(work)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    graph = cuda_graphs.Graph.__new__(cuda_graphs.Graph)
-    graph.size, graph._samples, graph._draw = 4, {}, drawn.append
-    graph._shared = SimpleNamespace(recorder=SimpleNamespace(record=record), tokens=torch.arange(4))
-    for _ in range(4):
-        assert graph.sample(tier, 3).tolist() == [0, 1, 2]
-    assert (drawn, len(asked)) == ([tier] * 4, 1)
-
-
 def test_all_of_sampling_and_a_copy_are_compiled_at_the_start(tmp_path, monkeypatch):
     write("llama", tmp_path)
     config = EngineConfig(device="cpu", num_kv_blocks=80, max_num_seqs=4)

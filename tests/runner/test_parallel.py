@@ -65,9 +65,9 @@ def test_what_cannot_be_cut_is_refused(family: str, size: int, says: str, tmp_pa
 
 def test_a_worker_that_ends_is_told_of(byte_model: Path) -> None:
     llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
-    [worker] = llm.engine._runner.model._workers
-    worker._process.kill()
-    worker._process.wait()
+    [worker] = llm.engine.runner.model.workers
+    worker.process.kill()
+    worker.process.wait()
     for _ in range(2):
         with pytest.raises(ChairliftError, match="a worker of --tensor-parallel-size exited with status -9"):
             llm.generate([[1, 2, 3]], GREEDY)
@@ -75,12 +75,12 @@ def test_a_worker_that_ends_is_told_of(byte_model: Path) -> None:
 
 def test_a_step_that_fails_ends_the_workers(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
-    model = llm.engine._runner.model
+    model = llm.engine.runner.model
     with monkeypatch.context() as patch:
-        patch.setattr(model._part, "forward", lambda *arguments: 1 / 0)
+        patch.setattr(model.part, "forward", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate([[1, 2, 3]], GREEDY)
-    assert model._workers[0].has_exited()
+    assert model.workers[0].has_exited()
     with pytest.raises(ChairliftError):
         llm.generate([[1, 2, 3]], GREEDY)
 
@@ -95,35 +95,35 @@ def test_a_worker_that_cannot_load_says_why(byte_model: Path, monkeypatch: pytes
 def test_workers_that_nobody_needs_any_more_are_gone(byte_model: Path) -> None:
     for close in (False, True):
         llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
-        [worker] = llm.engine._runner.model._workers
+        [worker] = llm.engine.runner.model.workers
         if close:
             llm.close()
         else:
             del llm
             gc.collect()
         # Not even the system's entry of it is left, which another process would have to clear away.
-        assert not Path(f"/proc/{worker._process.pid}").exists()
+        assert not Path(f"/proc/{worker.process.pid}").exists()
 
 
 def test_too_little_memory_in_a_step_ends_all_and_is_not_tried_again(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
-    model = llm.engine._runner.model
+    model = llm.engine.runner.model
 
     def lacking(*arguments: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(model._part, "forward", lacking)
+    monkeypatch.setattr(model.part, "forward", lacking)
     with pytest.raises(ChairliftError, match="a device of --tensor-parallel-size has too little memory") as raised:
         llm.generate([[1, 2, 3]], GREEDY)
     assert not isinstance(raised.value, OutOfMemory)
-    assert model._workers[0].has_exited()
+    assert model.workers[0].has_exited()
 
 
 def test_a_workers_buffers_are_those_of_the_other_process() -> None:
     passes: list[int] = []
     worker, cpu = Worker(), torch.device("cpu")
-    worker._group = ALONE
-    worker._part = SimpleNamespace(device=cpu, forward=lambda buffers, tokens, seqs: passes.append(buffers.input_ids[0]))
+    worker.group = ALONE
+    worker.part = SimpleNamespace(device=cpu, forward=lambda buffers, tokens, seqs: passes.append(buffers.input_ids[0]))
     # Blocks a row are fewer once the context is fitted to what there is.
     for blocks in (8, 8, 3):
         there = DeviceBuffers(2, 40, 6, blocks, cpu, CopyStream(cpu))
@@ -131,7 +131,7 @@ def test_a_workers_buffers_are_those_of_the_other_process() -> None:
         there.host[1].table_writes[:4] = 0, 7, 6 * blocks - 1, 9  # the first and the last entry of the tables
         there.load(1, 2)
         worker.forward(list(there.sizes), *there.loaded(), 1, 1)
-        assert torch.equal(worker._buffers.block_tables, there.block_tables)
+        assert torch.equal(worker.buffers.block_tables, there.block_tables)
     assert passes == [8, 8, 3]
 
 

@@ -120,9 +120,9 @@ class FakeEngine:
     async def close(self) -> None:
         if self.alive:
             self.end_with = EngineClosed
-        self._stop()
+        self.stop()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         self.alive = self.ready = False
         self.end.set()
         if self.on_end is not None and self.end_with is EngineDead:
@@ -158,7 +158,7 @@ class FakeEngine:
                     await asyncio.sleep(0.01)
                 if "die" in text.split() or f"dies{i}" in text or (f"once{i}" in text and not self.deaths):
                     self.deaths += 1
-                    self._stop()
+                    self.stop()
                 if not self.alive:
                     raise self.end_with("the engine has stopped")
                 if "late" in text and i == (2 if scheduling.ttft_deadline_ms is None else 0):

@@ -209,7 +209,7 @@ def probes(http):
 
 def test_probes_follow_the_engine(http, server, engine):
     assert probes(http) == [200, 200, 200, 200]
-    engine._stop()
+    engine.stop()
     assert probes(http) == [200, 503, 503, 503]
     engine.alive = True
     assert probes(http) == [200, 503, 503, 503]
@@ -237,6 +237,6 @@ def test_an_engine_that_dies_ends_its_requests_with_an_error(base, engine):
     with httpx.stream("POST", f"{base}/v1/completions", json=request) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
-        engine._stop()
+        engine.stop()
         *_, last, _ = lines
     assert '"code":"engine_dead"' in last

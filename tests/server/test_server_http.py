@@ -4,6 +4,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -130,7 +131,8 @@ def test_who_reads_slowly_but_reads_is_not_cut():
 
     connection = object.__new__(protocol.HttpProtocol)
     connection.transport, connection.loop = transport, loop = Transport(), Loop()
-    connection._start_stall_timer(100)
+    connection.flow = SimpleNamespace(pause_writing=lambda: None)
+    connection.pause_writing()
     transport.size = 60
     loop.later()
     assert not transport.aborted

@@ -2,6 +2,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections import Counter
 
 import httpx
 import pytest
@@ -148,12 +149,18 @@ def test_few_tenants_have_labels_and_no_counter_goes_down():
 
 def test_names_that_were_made_up_are_forgotten(monkeypatch):
     monkeypatch.setattr(engine_metrics, "MAX_LABELS", 5)
-    shares = engine_metrics._UsageByLabel("tenant", "tenant", engine_metrics._tenants)
+    stats = {}
+    metrics = engine_metrics.EngineMetrics({}, lambda: stats, dict, Counter(), lambda: 0)
+
+    def told(**tenants):
+        stats["tenants"] = tenants
+        [samples] = [family.samples for family in metrics.collect() if family.name == "chairlift_computed_tokens_by_tenant"]
+        return {sample.labels["tenant"]: sample.value for sample in samples}
+
     for number in range(10):
-        families = list(shares.families({}, {"a": use(number), f"t{number}": use(1)}))
-        [told] = [family.samples for family in families if family.name == "chairlift_computed_tokens_by_tenant"]
-        assert {sample.labels["tenant"]: sample.value for sample in told} == {"a": number, f"t{number}": 1}
-        assert len(shares._sums) <= 5
+        assert told(**{"a": use(number), f"t{number}": use(1)}) == {"a": number, f"t{number}": 1}
+    assert told(t0=use(1)) == {"t0": 1}
+    assert told(t9=use(1)) == {"t9": 2}, "a recent name is remembered"
 
 
 def test_first_tokens_are_timed_by_class(http):

@@ -43,11 +43,12 @@ def test_all_replicas_count() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"num_blocks": 401}, {"policy": "shortest", "num_blocks": 401}])
 def test_blocks_over_time_are_those_of_the_requests_accounts(settings: dict[str, object]) -> None:
-    result = run(workload(CONV).first(300).faster(2), LIMITS | settings, StepTime.constant(20_000))
+    step = 20_000
+    result = run(workload(CONV).first(300).faster(2), LIMITS | settings, StepTime.constant(step))
     figures = result.figures()
-    total = result.stats["total_blocks"]
-    assert result._blocks == result.requests["block_us"].sum(), "no two share anything"
-    assert result._batch <= sum(result.requests["ended"] - result.requests["started"])
+    total, busy = result.stats["total_blocks"], result.steps * step
+    assert figures["kv_used_mean"] * busy * total == pytest.approx(result.requests["block_us"].sum()), "no two share anything"
+    assert figures["batch_mean"] * busy <= sum(result.requests["ended"] - result.requests["started"])
     assert figures["kv_used_max"] * total == pytest.approx(max(result.timeline["blocks"]), abs=total * 0.1)
     assert figures["kv_used_max"] * total >= max(result.timeline["blocks"])
     assert figures["preemptions_recompute"] > 0, "what is lost and held again counts too"

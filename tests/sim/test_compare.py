@@ -146,7 +146,7 @@ def test_a_preempted_request_has_no_bar() -> None:
 
 def test_an_area_is_as_large_as_what_it_shows() -> None:
     static = results([4, 2, 3, 1])["static"]
-    across = compare_plot._TimeScale(static.duration)
+    across = compare_plot.TimeScale(static.duration)
     waits = across.mean_open(static.spans["arrived"], static.spans["started"])
     assert waits.mean() * static.duration == pytest.approx(2 * 0.004)
     assert (waits[:10].tolist(), waits[-10:].tolist()) == ([2.0] * 10, [0.0] * 10)

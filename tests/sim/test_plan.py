@@ -18,7 +18,7 @@ from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.sim import plan_report
 from chairlift.sim.devices import DEVICES, Profile
-from chairlift.sim.plan import Plan, Point, Targets, _candidates, plan
+from chairlift.sim.plan import Plan, Point, Targets, candidates, plan
 from chairlift.sim.run import machine
 from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import Workload
@@ -147,7 +147,7 @@ def test_the_same_plan_comes_out_again_and_reports_progress() -> None:
 
 def test_only_what_nobody_set_and_what_was_measured_is_tried() -> None:
     def tried(config: EngineConfig, largest: int | None = None) -> list[dict[str, int]]:
-        return _candidates(config, machine(None, made_up(TEN_MS), config)[0], largest)
+        return candidates(config, machine(None, made_up(TEN_MS), config)[0], largest)
 
     assert tried(FIXED) == []
     sizes = [change for change in tried(EngineConfig()) if "max_num_batched_tokens" in change]

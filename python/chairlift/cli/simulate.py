@@ -20,7 +20,7 @@ from chairlift.sim.workload import Workload
 
 ROUTINGS = ("round-robin", "least-loaded", "prefix-aware", "predicted")
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --rate-scale 4 --policy shortest
@@ -43,7 +43,7 @@ well-known model of the same name. A file of 'chairlift calibrate' names its mod
 
 def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
-    parser = flags.add_command(commands, "simulate", summary, _EXAMPLES, run)
+    parser = flags.add_command(commands, "simulate", summary, EXAMPLES, run)
     parser.add_argument("--trace", required=True, metavar="FILE", help="requests with their arrival times, prompt and output lengths")
     flags.add_model(parser, flags.SIMULATED_MODEL)
     parser.add_argument(

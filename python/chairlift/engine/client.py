@@ -71,7 +71,8 @@ class AsyncEngine:
     facts: dict[str, Any]
     """The limits of the engine and the model. Empty until the first start is complete."""
 
-    _command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
+    command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
+    """Arguments of Python that run the child process."""
 
     def __init__(self, config: EngineConfig | None = None, **settings: Any) -> None:
         self.config = engine_config("AsyncEngine", settings, config)
@@ -97,6 +98,11 @@ class AsyncEngine:
     def alive(self) -> bool:
         """Whether the engine's process exists, starting or ready."""
         return self._death is None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the child; None without one."""
+        return None if self._process is None else self._process.pid
 
     @property
     def ready(self) -> bool:
@@ -308,7 +314,7 @@ class AsyncEngine:
         parent_end, child_end = socket.socketpair()
         # The child has this process's module path and does not import from its working directory.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        command = [sys.executable, "-P", *self._command, str(child_end.fileno()), self.config.load_format]
+        command = [sys.executable, "-P", *self.command, str(child_end.fileno()), self.config.load_format]
         # Ctrl-C in a terminal also reaches the child, which has no handler until it has imported: it inherits the blocked signal.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

@@ -92,7 +92,7 @@ class Engine:
         directory = locate(config.model, config.revision, config.cache_dir)
         eos = eos_token_ids(directory, config.tokenizer)
         sampling = recommended_sampling(directory) if config.generation_config == "auto" else {}
-        self._runner = runner = _build_runner(config, directory, eos, on_phase)
+        self.runner = runner = _build_runner(config, directory, eos, on_phase)
         self._scheduler = _build_scheduler(config, runner)
         self._buffers = [_core.StepBuffers(**buffers.arrays()) for buffers in runner.buffers]
         self._next_buffer = 0
@@ -153,10 +153,10 @@ class Engine:
         if not self._live.keys().isdisjoint(tags):
             raise InvalidRequest(f"request {tag} is already running", param="request_id")
         tokens = np.ascontiguousarray(prompt, dtype=np.int32)
-        vocab_size = self._runner.model_config.vocab_size
+        vocab_size = self.runner.model_config.vocab_size
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
             raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
-        if not self._runner.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
+        if not self.runner.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise InvalidRequest("without a model (--load-format none) there are no log-probabilities: leave them out", param="logprobs")
         now, spent = min(_now(), submitted or sys.maxsize), spent or {}
         scores = None if params.prompt_logprobs is None else PromptLogprobs(tag, tokens, params.prompt_logprobs)
@@ -209,7 +209,7 @@ class Engine:
                     return StepOutputs(ended=expired) if expired else None
                 self._sample(step, starved)
             # Plan and run the next step while the device runs this one.
-            if self._runner.overlaps:
+            if self.runner.overlaps:
                 self._in_flight = self._plan_and_launch(now, started)
             sampled = self._collect(step)
         except BaseException:
@@ -267,7 +267,7 @@ class Engine:
     def close(self) -> None:
         """Flushes the journal and ends other processes. Unfinished requests get no more output."""
         self._grammars.close()
-        self._runner.close()
+        self.runner.close()
         if self._journal is not None:
             self._write_journal()
             self._journal.close()
@@ -285,7 +285,7 @@ class Engine:
 
     def _schedule(self, tag: int, tokens: np.ndarray, params: SamplingParams, scheduling: Scheduling, now: int, arrived: int) -> int:
         """Adds a request's first sequence to the scheduler. Deadlines count from `arrived`."""
-        max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self._runner.max_model_len - tokens.size)
+        max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self.runner.max_model_len - tokens.size)
 
         def deadline(milliseconds: float | None) -> int | None:
             return None if milliseconds is None else arrived + int(milliseconds * 1000)
@@ -309,7 +309,7 @@ class Engine:
     def _end_tokens(self, params: SamplingParams) -> list[int]:
         """The token ids at which a sequence stops."""
         ends = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos)]
-        return [token for token in ends if token < self._runner.model_config.vocab_size]
+        return [token for token in ends if token < self.runner.model_config.vocab_size]
 
     def _salt(self, params: SamplingParams, scheduling: Scheduling) -> bytes:
         """The salt of a request's prefix cache entries. Requests with equal salts share KV blocks.
@@ -339,15 +339,15 @@ class Engine:
         for slot, seq, tag, cached_tokens, queued in plan.admitted:
             self._assign_slot(slot, seq, tag)
             started.append((tag, cached_tokens, queued))
-        self._runner.swap(plan.swap_out, plan.swap_in)
+        self.runner.swap(plan.swap_out, plan.swap_in)
         sizes = StepSizes(plan.num_tokens, plan.num_seqs, plan.num_samples, plan.num_copies, plan.num_table_writes)
-        slots = self._runner.buffers[self._next_buffer].sample_slots[: sizes.samples]
+        slots = self.runner.buffers[self._next_buffer].sample_slots[: sizes.samples]
         failed = np.isin(slots, list(self._failed_slots)) if self._failed_slots else None
         step = _InFlightStep(self._next_buffer, sizes, self._slot_tags[slots], failed)
         self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
         if self._split_step.fits(sizes.tokens, now):
             try:
-                step.launched = self._runner.launch(step.buffer_index, sizes)
+                step.launched = self.runner.launch(step.buffer_index, sizes)
             except OutOfMemory as error:
                 self._split_step.out_of_memory(sizes.tokens, error, now)
                 step.sizes = sizes._replace(copies=0)  # the copies are done
@@ -360,11 +360,11 @@ class Engine:
         """
         if step.launched is not None:
             try:
-                return self._runner.sample(step.launched)
+                return self.runner.sample(step.launched)
             except OutOfMemory as error:
                 self._split_step.out_of_memory(step.sizes.tokens, error, _now())
             step.launched, step.sizes = None, step.sizes._replace(copies=0)
-            self._re_add(self._runner.buffers[step.buffer_index].batch_slots[: step.sizes.seqs].tolist())
+            self._re_add(self.runner.buffers[step.buffer_index].batch_slots[: step.sizes.seqs].tolist())
         step.sampled, failed_slots = self._split_step.run(step.buffer_index, step.sizes, self._last_token, self._re_add, _now())
         for slot in failed_slots:
             tag = int(self._slot_tags[slot])
@@ -379,7 +379,7 @@ class Engine:
     def _collect(self, step: _InFlightStep) -> Sampled:
         """Waits for a step's tokens."""
         self.stage = "run", time.monotonic()
-        sampled: Sampled = step.sampled or self._runner.collect(step.launched)
+        sampled: Sampled = step.sampled or self.runner.collect(step.launched)
         if step.failed is not None:
             sampled.tokens[step.failed] = -1
         return sampled
@@ -408,7 +408,7 @@ class Engine:
         """Forgets a sequence that has ended and frees its slot, unless another sequence has it."""
         slot = self._live.pop(tag).slot
         if slot is not None and self._slot_tags[slot] == tag:
-            self._runner.remove_request(slot)
+            self.runner.remove_request(slot)
 
     def _abandon(self) -> None:
         """Ends every request and discards every step."""
@@ -419,7 +419,7 @@ class Engine:
         while self._plans:
             plan = self._plans.popleft()
             self._scheduler.commit(plan, np.full(plan.num_samples, -1, dtype=np.int32), _now())
-        self._runner.wait()
+        self.runner.wait()
 
     def _assign_slot(self, slot: int, seq: int, tag: int) -> None:
         """Adds a sequence to the runner. If its sampling parameters fail there, only this sequence ends."""
@@ -430,11 +430,11 @@ class Engine:
         try:
             matcher = None if request.new_matcher is None else request.new_matcher()
             ends = self._end_tokens(request.params)
-            self._runner.add_request(slot, request.params, ids, prompt_len, request.seed, ends=ends, matcher=matcher, prompt=request.prompt)
+            self.runner.add_request(slot, request.params, ids, prompt_len, request.seed, ends=ends, matcher=matcher, prompt=request.prompt)
         except Exception:
             log.exception("sequence %d cannot be sampled and ends with an error", tag)
             self._failed_slots.add(slot)
-            self._runner.add_request(slot, SamplingParams(temperature=0.0), ids, prompt_len, 0)  # replaces a half-assigned slot
+            self.runner.add_request(slot, SamplingParams(temperature=0.0), ids, prompt_len, 0)  # replaces a half-assigned slot
 
     def _seed(self, tag: int, index: int, params: SamplingParams) -> int:
         """The seed of a sequence's draws. Sequences without a seed draw independently."""
@@ -489,12 +489,12 @@ def _logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) 
         return b"", {}  # no request needs any
     if len(output_tags) == sample_tags.nbytes:
         return sampled.logprobs.tobytes(), {int(sample_tags[at]): line for at, line in sampled.details.items()}
-    has_output = _accepted(sample_tags, np.frombuffer(output_tags, dtype=np.uint64))
+    has_output = accepted_samples(sample_tags, np.frombuffer(output_tags, dtype=np.uint64))
     details = {int(sample_tags[at]): line for at, line in sampled.details.items() if has_output[at]}
     return sampled.logprobs[has_output].tobytes(), details
 
 
-def _accepted(sample_tags: np.ndarray, output_tags: np.ndarray) -> np.ndarray:
+def accepted_samples(sample_tags: np.ndarray, output_tags: np.ndarray) -> np.ndarray:
     """Marks the samples that became output tokens, bool [samples]: the first samples of each tag, one per output token."""
     at = np.arange(len(sample_tags))
     begins = np.append(True, sample_tags[1:] != sample_tags[:-1])

@@ -193,7 +193,7 @@ def _run(parent: _Parent, inbox: Inbox, make: EngineMaker) -> None:
         parent.send(Ready(engine.facts, start_sentinels()))
         # The warm-up is two steps. A first prompt may be longer, but within the watchdog's STUCK_STEPS.
         Watchdog(engine, partial(parent.send, timeout=CHECK_SECONDS), first_step=phases.get("warm-up", 0.0) / 2).start()
-        counters = _Counters(engine)
+        counters = Counters(engine)
         compiling = Compiling()
         while True:
             step = engine.step()
@@ -204,13 +204,13 @@ def _run(parent: _Parent, inbox: Inbox, make: EngineMaker) -> None:
                 parent.send(StepOutputs(stats=counters.news(idle=True)))
             else:
                 parent.send(replace(step, stats=counters.news(idle=False)))
-            if not _drain(parent, engine, inbox, compiling, idle=step is None, cooling=counters.cooling):
+            if not drain(parent, engine, inbox, compiling, idle=step is None, cooling=counters.cooling):
                 return
     finally:
         engine.close()
 
 
-class _Counters:
+class Counters:
     """Decides when to send the engine's counters: at intervals, and when it becomes idle."""
 
     def __init__(self, engine: EngineLike) -> None:
@@ -233,7 +233,7 @@ class _Counters:
         return news
 
 
-def _drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: Compiling, *, idle: bool, cooling: bool = False) -> bool:
+def drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: Compiling, *, idle: bool, cooling: bool = False) -> bool:
     """Handles all frames in the inbox; False if the parent says stop. If `idle`, first waits for a frame or for the engine's next wake-up.
 
     While `cooling` the wait is short, so that decaying counters are sent.

@@ -149,7 +149,7 @@ class DevicePlan:
         tokens = chunk_tokens(head_shape(query, keys, values), device_limits(query.device))
         splits, tiles = self.decodes[window], self._tiles(tokens)
         if splits.units:
-            parts, lses = self._parts(splits.parts, query.shape[1], values.shape[-1])
+            parts, lses = self.part_buffers(splits.parts, query.shape[1], values.shape[-1])
             shape = {"splits": splits.units, "queries": splits.longest}
             paged_decode(out, parts, lses, query, keys, values, metadata, scoring, work=splits.list, **shape)
         if splits.merges:
@@ -167,7 +167,7 @@ class DevicePlan:
             self.prefills[tokens] = Work(_send([tiles], self.slots.device)[0] if count else self.slots, count)
         return self.prefills[tokens]
 
-    def _parts(self, count: int, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def part_buffers(self, count: int, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for `count` partial results [heads, dim] and their log-sum-exps, shared by layers of equal shape."""
         if (heads, dim) not in self._scratch:
             largest = max(work.parts for work in self.decodes.values())  # layers with other windows have other counts

@@ -44,7 +44,7 @@ def plot(results: Sequence[VariantResult], title: str, subtitle: str) -> str:
     few = all(len(result.spans) <= MAX_SPANS and result.slots <= MAX_SLOTS for result in results)
     assignments = [result.assign_slots() if few else None for result in results]
     assigned = [assignment for assignment in assignments if assignment is not None]
-    scale = _TimeScale(max(result.duration for result in results))
+    scale = TimeScale(max(result.duration for result in results))
     queues = [scale.mean_open(result.spans["arrived"], result.spans["started"]) for result in results]
     longest = max(1.0, *(float(queue.max()) for queue in queues))
     parts, y = list[str](), float(TOP)
@@ -65,7 +65,7 @@ def plot(results: Sequence[VariantResult], title: str, subtitle: str) -> str:
     return "\n".join([f'{head} aria-label="{escape(title)}">', *start, *parts, "</svg>"]) + "\n"
 
 
-class _TimeScale:
+class TimeScale:
     """Maps times to x coordinates."""
 
     def __init__(self, span: float) -> None:
@@ -75,6 +75,7 @@ class _TimeScale:
         """Round times in seconds, with their x coordinates."""
 
     def __call__(self, microseconds: float) -> float:
+        """The x coordinate of a time."""
         return LEFT + microseconds / 1e6 * self._scale
 
     def mean_open(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -100,7 +101,7 @@ def _heading(result: VariantResult, y: float) -> Iterator[str]:
     yield _text(right, y + 35, f"slot utilisation {figures['slot_utilisation']:.0%}", "end")
 
 
-def _slots(result: VariantResult, assigned: Sequence[int], y: float, scale: _TimeScale) -> tuple[list[str], float]:
+def _slots(result: VariantResult, assigned: Sequence[int], y: float, scale: TimeScale) -> tuple[list[str], float]:
     """The rows of slots, and their height."""
     high = max(4.0, min(_SLOT, 240 / result.slots))
     bar, end = high * 0.85, scale(result.duration * 1e6)
@@ -125,7 +126,7 @@ def _slots(result: VariantResult, assigned: Sequence[int], y: float, scale: _Tim
     return parts, result.slots * high
 
 
-def _running(result: VariantResult, y: float, scale: _TimeScale) -> tuple[list[str], float]:
+def _running(result: VariantResult, y: float, scale: TimeScale) -> tuple[list[str], float]:
     """The area of running requests, and its height."""
     spans, end = result.spans, scale(result.duration * 1e6)
     running = scale.mean_open(spans["started"], spans["ended"])
@@ -143,7 +144,7 @@ def _queue(counts: NDArray[np.float64], floor: float, longest: float) -> Iterato
     yield _text(LEFT - 8, floor - 2, f"max {counts.max():,.0f}", "small end")
 
 
-def _end(result: VariantResult, first: VariantResult, top: float, floor: float, scale: _TimeScale) -> Iterator[str]:
+def _end(result: VariantResult, first: VariantResult, top: float, floor: float, scale: TimeScale) -> Iterator[str]:
     """The line at the end of the run, and the gains relative to the first variant if there is space."""
     x = scale(result.duration * 1e6)
     yield f'<path class="done" d="M{x:.1f} {top - 3:.1f}V{floor:.1f}"/>'

@@ -154,7 +154,7 @@ def plan(
     seconds = max(_MIN_SECONDS, 20 * targets.ttft + 10 * targets.itl * fits.mean_output)
     # Throughput averages over many steps: their median error. The tail of ITL depends on single steps: the 90th percentile.
     error, tail_error = (float(on.errors.get(name, 0.0)) if isinstance(on, Profile) else ROOFLINE_ERROR for name in ("p50", "p90"))
-    changes = _candidates(config, usual, on.measured.get("most_tokens") if isinstance(on, Profile) else None)
+    changes = candidates(config, usual, on.measured.get("most_tokens") if isinstance(on, Profile) else None)
     progress = _Progress(on_progress, len(changes) + 4 * len(fits.seeds) + len(_DOUBLED) + len(_RATES))
 
     def trial(of: EngineConfig, slowdown: float = 1.0) -> _Trial:
@@ -258,7 +258,7 @@ class _Progress:
         self._done += 1
 
 
-def _candidates(config: EngineConfig, usual: dict[str, Any], measured_tokens: int | None) -> list[dict[str, Any]]:
+def candidates(config: EngineConfig, usual: dict[str, Any], measured_tokens: int | None) -> list[dict[str, Any]]:
     """Settings to try: step sizes up to the largest measured one, then numbers of slots. A step has a token for each slot."""
     fixed = bool(config.max_num_seqs or config.static_batch_size)
     tokens, slots = usual["max_tokens"], usual["max_seqs"]

@@ -45,7 +45,7 @@ class TensorParallelExecutor(ModelExecutor):
     """
 
     def __init__(self, workers: list[_Worker], group: TensorParallelGroup, part: TorchExecutor) -> None:
-        self._workers, self._group, self._part = workers, group, part
+        self.workers, self._group, self.part = workers, group, part
         self._end = weakref.finalize(self, _end, workers)
         self.device, self.batch_invariant = part.device, part.batch_invariant
 
@@ -74,48 +74,48 @@ class TensorParallelExecutor(ModelExecutor):
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
         """Allocates every process's KV cache."""
-        with _end_on_failure(self._workers):
+        with _end_on_failure(self.workers):
             self._call("allocate", num_blocks, block_size, host_blocks)
-            self._part.allocate(num_blocks, block_size, host_blocks)
-            for worker in self._workers:
+            self.part.allocate(num_blocks, block_size, host_blocks)
+            for worker in self.workers:
                 worker.wait_for_reply()
 
     def copy(self, pairs: np.ndarray) -> None:
         """Copies blocks within the cache."""
         self._call("copy", pairs.tolist())
-        self._part.copy(pairs)
+        self.part.copy(pairs)
 
     def swap(self, outs: Pairs, ins: Pairs) -> None:
         """Copies blocks to the host, then back."""
         outs, ins = list(outs), list(ins)
         if outs or ins:
             self._call("swap", outs, ins)
-            self._part.swap(outs, ins)
+            self.part.swap(outs, ins)
 
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
         """Runs the loaded step."""
         step = buffers.on_device
-        with _end_on_failure(self._workers):
+        with _end_on_failure(self.workers):
             self._call("forward", step.sizes, *step.loaded(), num_tokens, num_seqs)
             self._group.broadcast(step.input_ids[:num_tokens])
-            self._part.forward(buffers, num_tokens, num_seqs)
+            self.part.forward(buffers, num_tokens, num_seqs)
 
     def logits(self, at: np.ndarray) -> torch.Tensor:
         """Logits of the last step at token positions `at`."""
-        with _end_on_failure(self._workers):
+        with _end_on_failure(self.workers):
             self._call("logits", at.tolist())
-            return self._part.logits(at)
+            return self.part.logits(at)
 
     def synchronize(self) -> None:
         """Waits for this process's device. The others are at most one layer behind, because each layer ends with an all-reduce."""
-        self._part.synchronize()
+        self.part.synchronize()
 
     def close(self) -> None:
         """Ends the workers."""
         self._end()
 
     def _call(self, *call: Any) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             worker.call(*call)
 
 
@@ -150,7 +150,7 @@ class _Worker:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         command = [sys.executable, "-P", "-m", "chairlift.runner.tensor_parallel.worker", str(worker_end.fileno())]
         with worker_end:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[worker_end.fileno()], env={**os.environ, "PYTHONPATH": path}
             )
 
@@ -173,17 +173,17 @@ class _Worker:
     def end(self) -> None:
         """Kills the process and reaps it."""
         self._pipe.close()
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def has_exited(self) -> bool:
         """Whether the process has exited by itself, within EXIT_SECONDS."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_SECONDS)
-        return self._process.returncode is not None
+            self.process.wait(EXIT_SECONDS)
+        return self.process.returncode is not None
 
     def exit_error(self) -> ChairliftError:
         """The error for a process that has exited."""
-        if self._process.wait() == NO_MEMORY:
+        if self.process.wait() == NO_MEMORY:
             return ChairliftError(OUT_OF_MEMORY)
-        return ChairliftError(f"a worker of --tensor-parallel-size exited with status {self._process.wait()}: see its output above")
+        return ChairliftError(f"a worker of --tensor-parallel-size exited with status {self.process.wait()}: see its output above")

@@ -43,9 +43,9 @@ NO_MEMORY = 75
 class Worker:
     """This process's part of the model. It repeats the calls of `TensorParallelExecutor`."""
 
-    _part: TorchExecutor
-    _group: TensorParallelGroup
-    _buffers: DeviceBuffers | None = None
+    part: TorchExecutor
+    group: TensorParallelGroup
+    buffers: DeviceBuffers | None = None
 
     def load(self, rank: int, rendezvous: str, settings: dict[str, Any], directory: str, precision: dict[str, str]) -> None:
         """Joins the group and loads this process's part of the weights."""
@@ -53,36 +53,36 @@ class Worker:
         torch.set_num_threads(config.threads or 1)
         if config.device == "cuda":
             torch.cuda.set_device(rank)
-        self._group = TensorParallelGroup.join(rank, config.tensor_parallel_size, rendezvous, torch.device(config.device))
+        self.group = TensorParallelGroup.join(rank, config.tensor_parallel_size, rendezvous, torch.device(config.device))
         model = part_of(load_shape(Path(directory), in_torch=True), config.tensor_parallel_size)
-        self._part = TorchExecutor.load(config, Path(directory), model, Precision(**precision, decisions=()), self._group)
+        self.part = TorchExecutor.load(config, Path(directory), model, Precision(**precision, decisions=()), self.group)
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
         """Allocates this process's part of the KV cache."""
-        self._part.allocate(num_blocks, block_size, host_blocks)
+        self.part.allocate(num_blocks, block_size, host_blocks)
 
     def copy(self, pairs: list[list[int]]) -> None:
         """Copies blocks within the cache."""
-        self._part.copy(np.array(pairs, dtype=np.int32))
+        self.part.copy(np.array(pairs, dtype=np.int32))
 
     def swap(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
         """Copies blocks to the host, then back."""
-        self._part.swap(outs, ins)
+        self.part.swap(outs, ins)
 
     def forward(self, sizes: list[int], buffer_index: int, num_table_writes: int, packed: bytes, num_tokens: int, num_seqs: int) -> None:
         """Runs this process's part of a step, whose arrays are in `packed`."""
         # The memory-profiling step has buffers of other sizes.
-        if self._buffers is None or self._buffers.sizes != tuple(sizes):
+        if self.buffers is None or self.buffers.sizes != tuple(sizes):
             count, tokens, seqs, blocks = sizes
-            device = self._part.device
-            self._buffers = DeviceBuffers(count, tokens, seqs, blocks, device, CopyStream(device))
-        self._buffers.receive(buffer_index, num_table_writes, packed)
-        self._group.broadcast(self._buffers.input_ids[:num_tokens])
-        self._part.forward(self._buffers.host[buffer_index], num_tokens, num_seqs)
+            device = self.part.device
+            self.buffers = DeviceBuffers(count, tokens, seqs, blocks, device, CopyStream(device))
+        self.buffers.receive(buffer_index, num_table_writes, packed)
+        self.group.broadcast(self.buffers.input_ids[:num_tokens])
+        self.part.forward(self.buffers.host[buffer_index], num_tokens, num_seqs)
 
     def logits(self, at: list[int]) -> None:
         """Computes this process's part of the vocabulary."""
-        self._part.logits(np.array(at, dtype=np.int32))
+        self.part.logits(np.array(at, dtype=np.int32))
 
 
 def main(fd: int) -> None:
