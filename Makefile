@@ -24,6 +24,11 @@ test: $(VENV)/.developing ## set everything up and pass every test
 property: ## run the scheduler's property test with a million cases (CASES=5000000 runs more)
 	PROPERTY_CASES=$(or $(CASES),1000000) cargo test --release -p chairlift-core --test model
 
+.PHONY: fuzz
+fuzz: ## fuzz the scheduler for a minute (SECONDS=3600 for an hour)
+	mkdir -p rust/core/fuzz/corpus
+	cd rust/core/fuzz && cargo run --release -- corpus -max_total_time=$(or $(SECONDS),60) -max_len=4096
+
 .PHONY: loom
 loom: ## model-check the CPU kernels' thread pool with loom
 	RUSTFLAGS="--cfg loom" cargo test --target-dir target/loom -p chairlift-cpu --lib loom_tests

@@ -26,6 +26,18 @@ LAYERS = {
         {"recorded", "replica"},
         {"run"},
     ],
+    "cpu": [
+        {"half", "pod", "pool"},
+        {"simd", "unsafe_slice"},
+        {"aligned", "block_type", "norm", "rope", "sample"},
+        {"cache", "tensor"},
+        {"ggml", "quant", "step"},
+        {"weights"},
+        {"linear"},
+        {"attention", "blocks"},
+        {"pass"},
+        {"decoder"},
+    ],
     "python": [
         {"buffers", "decoder", "errors", "reports", "sample", "settings", "work"},
         {"scheduler", "simulate"},
@@ -40,7 +52,7 @@ CRATES = {"core": set(), "sim": {"core"}, "cpu": set(), "python": {"core", "cpu"
 
 def code(path: Path) -> str:
     """A file without comments and without its tests."""
-    text = path.read_text().split("#[cfg(test)]")[0]
+    text = re.split(r"#\[cfg\(test\)\]\nmod \w+ \{", path.read_text())[0]
     return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("//"))
 
 

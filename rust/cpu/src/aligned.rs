@@ -3,32 +3,13 @@
 use std::alloc::{self, Layout};
 use std::marker::PhantomData;
 
+use crate::pod::Pod;
 use crate::unsafe_slice::UnsafeSlice;
 
 /// 64 bytes, aligned to 64 bytes.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);
-
-/// A number type for which every bit pattern is a valid value.
-///
-/// # Safety
-///
-/// Every bit pattern is a valid value of the type, and the type has no padding bytes.
-pub(crate) unsafe trait Pod: Copy + Send + Sync + 'static {}
-
-// SAFETY: every bit pattern is a number.
-unsafe impl Pod for f32 {}
-// SAFETY: as above.
-unsafe impl Pod for i8 {}
-// SAFETY: as above.
-unsafe impl Pod for u8 {}
-// SAFETY: as above.
-unsafe impl Pod for u16 {}
-// SAFETY: as above.
-unsafe impl Pod for i16 {}
-// SAFETY: as above.
-unsafe impl Pod for i32 {}
 
 /// A zero-initialised vector of fixed length whose memory starts at a cache line boundary.
 #[derive(Clone, Debug, Default)]

@@ -6,8 +6,8 @@ use std::ptr::slice_from_raw_parts_mut;
 
 use thiserror::Error;
 
-use crate::aligned::Pod;
 use crate::half;
+use crate::pod::Pod;
 use crate::simd::Simd;
 use crate::unsafe_slice::UnsafeSlice;
 

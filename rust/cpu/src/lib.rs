@@ -6,6 +6,7 @@
 
 mod aligned;
 mod attention;
+mod block_type;
 mod blocks;
 pub mod cache;
 mod decoder;
@@ -14,6 +15,7 @@ pub mod half;
 mod linear;
 mod norm;
 mod pass;
+mod pod;
 mod pool;
 mod quant;
 mod rope;
@@ -36,5 +38,5 @@ pub use weights::{Form, Matrix, Merge, PackError};
 
 /// ggml's type numbers of the block types that [`Form::Kept`] supports.
 pub fn block_types() -> Vec<u32> {
-    ggml::BlockType::ALL.into_iter().map(ggml::BlockType::number).collect()
+    block_type::BlockType::ALL.into_iter().map(block_type::BlockType::number).collect()
 }

@@ -11,7 +11,8 @@ mod tests;
 use std::ops::Range;
 
 use crate::aligned::AlignedVec;
-use crate::ggml::{self, BLOCK};
+use crate::block_type::BLOCK;
+use crate::ggml;
 use crate::pool::Worker;
 use crate::quant::{self, QuantRows};
 use crate::simd::{Isa, Kernel, Simd};

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 
-use crate::ggml::BlockType;
+use crate::block_type::BlockType;
 use crate::half;
 use crate::pool::ThreadPool;
 

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use crate::aligned::Pod;
+use crate::pod::Pod;
 
 /// A mutable slice that several threads can use at once. Callers guarantee that no part is written by one thread while another uses it.
 #[derive(Debug)]

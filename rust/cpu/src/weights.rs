@@ -1,8 +1,9 @@
 //! A linear layer's weights, packed in panels. A panel has the columns that a tile computes together side by side.
 
-use crate::aligned::{AlignedVec, Pod};
+use crate::aligned::AlignedVec;
 use crate::ggml::BlockPanels;
 use crate::half;
+use crate::pod::Pod;
 use crate::pool::ThreadPool;
 use crate::quant::QuantWeights;
 use crate::simd::{Isa, Simd};

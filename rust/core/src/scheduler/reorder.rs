@@ -9,7 +9,7 @@ use crate::request::SeqId;
 use crate::sequence::Sequence;
 
 /// Maximum number of sequences reordered in one step. Later steps reorder the rest.
-const MAX_REORDERED: usize = 64;
+const MAX_REORDERED: usize = 16;
 
 impl Scheduler {
     /// Moves sequences whose cached prefix has grown to their new position.

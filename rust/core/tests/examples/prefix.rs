@@ -4,7 +4,7 @@ use crate::lab::{Lab, ask, plenty, stem};
 use chairlift_core::{Config, Policy, Request, TimelineState};
 
 /// Maximum number of block names looked up by a plan without admissions: 2 log2 of the blocks for each reordered sequence.
-const LOOKUPS: u64 = 16 * 64;
+const LOOKUPS: u64 = 16 * 16;
 
 #[test]
 fn who_has_least_left_to_compute_goes_first() {

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
+use super::BlockPanels;
 use super::panels::Unit;
-use super::types::{CodeBits, ScaleKind};
-use super::{BLOCK, BlockPanels, BlockType};
+use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind};
 use crate::simd::{Int8, Isa, Kernel, prefetch};
 
 /// Maximum columns of a panel.

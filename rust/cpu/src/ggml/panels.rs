@@ -1,8 +1,7 @@
 //! Blocks packed for the kernels, with the columns of a panel side by side.
 
-use super::BLOCK;
-use super::types::{BlockType, CodeBits, ScaleKind, Unpacked};
 use crate::aligned::AlignedVec;
+use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind, Unpacked};
 use crate::pool::ThreadPool;
 use crate::simd::Isa;
 use crate::tensor::{ReadError, RowReader, Tensor};

@@ -2,8 +2,8 @@
 
 #![allow(clippy::float_cmp)] // The tests compare exact bits.
 
-use super::types::{CodeBits, ScaleKind};
 use super::*;
+use crate::block_type::{BLOCK, BlockType, CodeBits, ScaleKind};
 use crate::half;
 use crate::pool::ThreadPool;
 use crate::simd::Isa;

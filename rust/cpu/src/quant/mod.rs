@@ -13,7 +13,7 @@ pub(crate) use rows::{QuantRows, SharedRows};
 use weights::Bits;
 pub(crate) use weights::QuantWeights;
 
-use crate::ggml::BLOCK;
+use crate::block_type::BLOCK;
 
 #[cfg(test)]
 mod tests;

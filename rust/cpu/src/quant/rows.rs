@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use super::BLOCK;
-use crate::aligned::{AlignedVec, Pod};
+use crate::aligned::AlignedVec;
+use crate::pod::Pod;
 use crate::simd::{Int8, Isa, Kernel};
 use crate::unsafe_slice::UnsafeSlice;
 

@@ -1,6 +1,6 @@
 use super::*;
 use crate::aligned::AlignedVec;
-use crate::ggml::BlockType;
+use crate::block_type::BlockType;
 use crate::ggml::tests::random_blocks;
 use crate::pool::ThreadPool;
 use crate::simd::Isa;

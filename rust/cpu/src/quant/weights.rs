@@ -1,7 +1,7 @@
 //! Weights in blocks of integers, packed in panels.
 
 use crate::aligned::AlignedVec;
-use crate::ggml::{BLOCK, BlockType, Unpacked};
+use crate::block_type::{BLOCK, BlockType, Unpacked};
 use crate::half;
 use crate::pool::ThreadPool;
 use crate::simd::{Int8, Isa, Kernel};

@@ -1,7 +1,9 @@
-//! The block types, and how to unpack their bytes.
+//! ggml's block types, and how to unpack their bytes.
 
-use super::BLOCK;
 use crate::half;
+
+/// Number of weights in the smallest block.
+pub(crate) const BLOCK: usize = 32;
 
 /// Number of weights in a block of a K type. They share a scale in half precision.
 const SUPER: usize = 256;
@@ -11,7 +13,7 @@ const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 /// Twice the values of the codes of `MXFP4`, which are 4-bit floats.
 const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// A ggml block type that [`BlockPanels`](super::BlockPanels) stores without conversion.
+/// A ggml block type that [`BlockPanels`](crate::ggml::BlockPanels) stores without conversion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(non_camel_case_types)]
 pub(crate) enum BlockType {
