@@ -30,6 +30,7 @@ COMMANDS = {
     "calibrate": "measure this machine's step times, for simulate and plan",
     "plan": "find how many users a machine can serve, its bottleneck, and the best settings",
     "compare": "compare batching modes and scheduling policies on the same requests",
+    "completion": "print a script with which bash, zsh or fish completes commands and flags",
 }
 """The commands with their help, in the order of `--help`. The module `chairlift.cli.NAME` has the command's flags and its `run(args)`."""
 
