@@ -40,7 +40,7 @@ IN_SERVER = {
     "app": {"errors", "http", "keys", "middleware", "observability", "routes", "service"},
     "middleware": {"errors", "http", "keys", "observability", "service"},
     "routes": {"chat", "errors", "generation", "http", "keys", "lifecycle", "observability", "registry", "schema", "service", "streaming"},
-    "chat": {"errors", "generation", "http", "schema", "service"},
+    "chat": {"errors", "generation", "http", "schema", "service", "usage"},
     "streaming": {"errors", "http"},
     "generation": {"errors", "observability", "registry", "schema", "service", "submission", "usage"},
     "submission": {"lifecycle", "observability", "service"},

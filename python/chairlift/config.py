@@ -391,6 +391,12 @@ class ServerConfig:
         choices=("auto", "hermes", "llama", "mistral"),
         group="server",
     )
+    reasoning_parser: str = _flag(
+        "auto",
+        "how the model marks its reasoning, by vLLM's names; 'auto' goes by its chat template, 'none' leaves it in the answer",
+        choices=("auto", "none", "deepseek_r1", "gemma4", "granite", "granite_thinking_parser", "mistral", "openai_gptoss", "qwen3"),
+        group="server",
+    )
     metrics_alias: str = _flag(
         "none", "'vllm' shows metrics a second time under vLLM's names, where it has them too", choices=("none", "vllm"), group="server"
     )

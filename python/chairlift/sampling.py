@@ -36,6 +36,8 @@ class StructuredOutput(NamedTuple):
     text: str = ""
     param: str = "structured_outputs"
     """The request field that it comes from, for error messages."""
+    before: str = ""
+    """Lark rules for text before the answer, such as reasoning; their `start` refers to the answer as `@answer`. Empty: no such text."""
 
 
 def structured(given: Any) -> StructuredOutput:
@@ -49,7 +51,7 @@ def structured(given: Any) -> StructuredOutput:
     elif isinstance(value, Mapping):
         [*keys] = value
         value = (keys[0], value[keys[0]]) if len(keys) == 1 and keys[0] in STRUCTURES else ("json", value)
-    if not isinstance(value, tuple | list) or not 1 <= len(value) <= 3:
+    if not isinstance(value, tuple | list) or not 1 <= len(value) <= 4:
         raise InvalidRequest(
             f"structured_output must be a StructuredOutput, a JSON schema as a dict, or a dict of one of {', '.join(STRUCTURES)}, "
             f"got {given!r:.100}",
@@ -155,6 +157,7 @@ class SamplingParams:
                     f"structured_output must be one of {', '.join(STRUCTURES)}, got {structure.kind!r:.100}", param="structured_outputs"
                 )
             text(structure.param, structure.text, 0, MAX_GRAMMAR)
+            text(structure.param, structure.before, 0, MAX_GRAMMAR)
             if self.ignore_eos or self.min_tokens:
                 conflict = "ignore_eos" if self.ignore_eos else "min_tokens"
                 message = f"{conflict} cannot be combined with {structure.param}, which says where the answer ends: leave one out"

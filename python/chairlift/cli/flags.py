@@ -21,7 +21,7 @@ COMMON = {
     *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "batching", "max_num_queued_reqs"),
     *("target_itl_ms", "journal", "num_kv_blocks", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching", "swap_space"),
     *("host", "port", "served_model_name", "api_key", "api_key_file", "cors_allow_origins", "ssl_certfile", "ssl_keyfile"),
-    *("admin_socket", "shutdown_timeout", "log_level", "log_format", "tool_call_parser"),
+    *("admin_socket", "shutdown_timeout", "log_level", "log_format", "tool_call_parser", "reasoning_parser"),
 }
 """The settings that `--help` shows; `--help-all` shows all."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,15 @@ _SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 def source(structure: StructuredOutput) -> str:
     """Returns the source of llguidance's matcher. Raises ValueError for an invalid JSON schema or list of choices."""
+    answer = _answer_source(structure)
+    if not structure.before:
+        return answer
+    # llguidance returns Lark as it is and other kinds as a list of one grammar.
+    [grammar] = [{"lark_grammar": answer}] if structure.kind in ("choice", "grammar") else json.loads(answer)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": structure.before}, {**grammar, "name": "answer"}]})
+
+
+def _answer_source(structure: StructuredOutput) -> str:
     from llguidance import LLMatcher
 
     match structure.kind:
@@ -47,6 +56,64 @@ class ToolCallFormat:
     after: str = "}"
     separator: str = ""
     end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The syntax of a model's reasoning: `start`, the reasoning, `end`, then the answer."""
+
+    start: str
+    end: str
+    after_end: str = ""
+    """Text that follows `end` and is not part of the answer."""
+    answer: str = ""
+    """Text that begins the answer and is not part of its content."""
+    dropped: tuple[str, ...] = ()
+    """Further marks in the answer that are not part of its content."""
+    implicit: bool = False
+    """Whether the model may omit `start`."""
+    repeats: bool = False
+    """Whether reasoning may begin again in the answer."""
+
+
+def after_reasoning(
+    structure: StructuredOutput,
+    form: ReasoningFormat,
+    control: Mapping[str, int],
+    ends: Collection[int],
+    *,
+    opened: bool,
+    budget: int | None = None,
+    complete: bool = False,
+) -> StructuredOutput:
+    """Returns a grammar for reasoning of at most `budget` tokens followed by an answer that has the form of `structure`.
+
+    `opened` means that the prompt has begun the reasoning; otherwise the model may begin it or not. `control` maps marks that are single
+    tokens to their ids, `ends` are the tokens that end an output. An end mark that is not a single token does not allow a budget.
+    `complete` means that `structure` includes the text that begins an answer.
+    """
+    rest = f"{_lark(form.after_end, control)} space"
+    if form.end in control:
+        others = ",".join(map(str, sorted({control[form.end], *ends})))
+        count = "*" if budget is None else f"{{0,{max(budget, 1)}}}"
+        body = "" if budget == 0 else f"<[^{others}]>{count} "
+        reasoning = f"reasoning: {body}<[{control[form.end]}]>"
+    else:
+        reasoning = f"reasoning[suffix={json.dumps(form.end)}]: /(.|\\n)*/"
+    begin = _lark(form.start, control)
+    if opened:
+        start = f"reasoning {rest}"
+    elif form.implicit:
+        start = f"({begin})? reasoning {rest}"
+    else:
+        start = f"({begin} reasoning {rest})?"
+    answer = "" if complete else f"{_lark(form.answer, control)} "
+    rules = [f"start: {start} {answer}@answer", reasoning, r"space: /[ \t\r\n]{0,8}/"]
+    return structure._replace(before="\n".join(rules))
+
+
+ANYTHING = "start: <[*]>*"
+"""A grammar that allows every output."""
 
 
 def calls_grammar(

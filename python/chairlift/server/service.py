@@ -35,6 +35,8 @@ class Service:
     metrics: Metrics
     tool_call_parser: str = "auto"
     """Name of a tool-call parser, or `auto` to choose one by the chat template."""
+    reasoning_parser: str = "auto"
+    """Name of a reasoning format, `auto` to choose one by the chat template, or `none`."""
     traces: Traces | None = None
     """Exports OpenTelemetry traces, if configured."""
     usage_log: UsageLog | None = None

@@ -43,14 +43,14 @@ class EventTemplate:
     """Serializes events that differ only in one text: the JSON around the text is encoded once. Most events of a stream are such."""
 
     PLACEHOLDER = "\0"
-    """Marks the position of the text in the data of the template."""
+    """Marks the positions of the text in the data of the template."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        self._before, self._after = event(data).rsplit(to_json_bytes(self.PLACEHOLDER), 1)
+        self._parts = event(data).split(to_json_bytes(self.PLACEHOLDER))
 
     def fill(self, text: str) -> bytes:
         """Returns the event with `text`."""
-        return self._before + to_json_bytes(text) + self._after
+        return to_json_bytes(text).join(self._parts)
 
 
 class EventStream(Response):

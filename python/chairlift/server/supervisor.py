@@ -73,7 +73,9 @@ class Supervisor:
         )
         traces = None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint, model)
         usage_log = None if config.usage_log is None else UsageLog(config.usage_log, model)
-        self._service = Service(engine, model, metrics, config.tool_call_parser, traces, usage_log, self._lifecycle)
+        self._service = Service(
+            engine, model, metrics, config.tool_call_parser, config.reasoning_parser, traces, usage_log, self._lifecycle
+        )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the supervisor logs start and shutdown itself
         logging.getLogger("uvicorn.access").addFilter(_is_not_probe)
         logging.getLogger("uvicorn.access").addFilter(redact_query)

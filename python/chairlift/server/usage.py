@@ -15,23 +15,27 @@ class Usage:
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    reasoning: int | None = None
+    """Tokens of the answers that are reasoning; None if the model does not reason."""
 
     def json(self) -> dict[str, Any]:
         """Returns OpenAI's `usage` object."""
+        details = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            **details,
         }
 
     def response(self) -> dict[str, Any]:
-        """Returns the `usage` object of OpenAI's Responses API; reasoning and cache-write tokens are always 0."""
+        """Returns the `usage` object of OpenAI's Responses API; cache-write tokens are always 0."""
         return {
             "input_tokens": self.prompt,
             "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
             "output_tokens": self.completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning or 0},
             "total_tokens": self.prompt + self.completion,
         }
 

@@ -1,4 +1,4 @@
-"""Chat completions for every chat API: renders the prompt, runs the generation, separates tool calls from content."""
+"""Chat completions for every chat API: renders the prompt, runs the generation, separates reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ from typing import Any, Self
 from starlette.requests import Request
 
 from chairlift.errors import InvalidRequest
-from chairlift.grammar.source import calls_grammar, free_calls_grammar
+from chairlift.grammar.source import ANYTHING, after_reasoning, calls_grammar, free_calls_grammar
 from chairlift.outputs import RequestOutput, TokenLogprobs
 from chairlift.sampling import StructuredOutput
+from chairlift.server.chat.reasoning import (
+    REASONING_FORMATS,
+    TAIL_TOKENS,
+    Reasoning,
+    ReasoningParser,
+    ReasoningState,
+    ReasoningTokens,
+    format_for_template,
+)
 from chairlift.server.chat.request import ChatRequest, ToolSpec
 from chairlift.server.chat.tools.formats import TOOL_PARSERS, Hermes, parser_for_template
 from chairlift.server.chat.tools.parser import ToolCallDelta, ToolParser
@@ -24,15 +33,17 @@ from chairlift.server.http.responses import ignored_header
 from chairlift.server.schema.logprobs import check_prompt_logprobs
 from chairlift.server.schema.response_format import schema_text
 from chairlift.server.service import Service, service_of
+from chairlift.server.usage import Usage
 
 
 @dataclass(slots=True)
 class Delta:
-    """An increment of one choice; its content comes before its tool calls."""
+    """An increment of one choice; its reasoning comes before its content, which comes before its tool calls."""
 
     index: int
     """Index of the choice."""
     content: str = ""
+    reasoning: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
     """At most one for each call."""
     logprobs: list[TokenLogprobs] | None = None
@@ -44,8 +55,8 @@ class Delta:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the increment holds content and nothing else."""
-        return bool(self.content) and not self.calls and self.logprobs is None and self.finish_reason is None
+        """Whether the increment holds either content or reasoning, and nothing else."""
+        return bool(self.content) != bool(self.reasoning) and not self.calls and self.logprobs is None and self.finish_reason is None
 
 
 @dataclass(slots=True)
@@ -63,6 +74,8 @@ class ChatChoice:
 
     content: str | None = None
     """None if there are only tool calls."""
+    reasoning: str | None = None
+    """None if the model has not reasoned."""
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
@@ -80,6 +93,8 @@ class ChatCompletion:
         self.headers = headers
         self.prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
         """Set once the first choice has begun, if the request asked for them."""
+        self.reasons = parser_config.reasoning is not None and parser_config.shows_reasoning
+        """Whether the response may have reasoning."""
         self._parser_config = parser_config
         self._n = n
 
@@ -94,24 +109,29 @@ class ChatCompletion:
         service.check_model(body.model)
         params, tool_spec = body.params(service.default_sampling), body.tool_spec()
         try:
-            prompt, parser_type = await _render_prompt(service, body, tool_spec)
-            control_texts = service.engine.tokenizer.control_texts if tool_spec else ()
-            parser_config = _ParserConfig(tool_spec, parser_type, control_texts, hide=params.skip_special_tokens)
+            prompt = await _render_prompt(service, body, tool_spec)
+            parser_config = _ParserConfig(
+                service, tool_spec, prompt, hide=params.skip_special_tokens, show=body.include_reasoning is not False
+            )
             if parser_config.control_marks:
                 params = replace(params, skip_special_tokens=False)
-            if tool_spec:
-                params = replace(params, structured_output=_tool_grammar(service, parser_config, params.structured_output))
-            check_prompt_logprobs([prompt], params)
-            generation = Generation(request, body, [prompt], params, kind=kind, prefix=prefix)
+            structure, budgeted = _structured_output(parser_config, params.structured_output, body.thinking_budget())
+            if body.thinking_budget() is not None and not budgeted:
+                ignored = [*ignored, "thinking_token_budget"]
+            params = replace(params, structured_output=structure)
+            check_prompt_logprobs([prompt.tokens], params)
+            generation = Generation(request, body, [prompt.tokens], params, kind=kind, prefix=prefix)
         except InvalidRequest as error:
             if error.param == "prompt":  # the engine's name for what the client sent as messages
                 error.param = "messages"
             raise
+        if prompt.reasoning is not None:
+            generation.usage.reasoning = 0
         return cls(generation, parser_config, params.n, ignored_header(ignored))
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Yields increments; raises the engine's errors. Closing the generator aborts the request: use `contextlib.aclosing`."""
-        choices = [_ChoiceParser(index, self._parser_config) for index in range(self._n)]
+        choices = [_ChoiceParser(index, self._parser_config, self.generation.usage) for index in range(self._n)]
         async with aclosing(self.generation.outputs()) as outputs:
             async for index, output in outputs:
                 if output.prompt_logprobs is not None:
@@ -123,11 +143,13 @@ class ChatCompletion:
         """Returns all complete choices; raises the engine's errors."""
         choices = [ChatChoice() for _ in range(self._n)]
         contents: list[list[str]] = [[] for _ in choices]
+        reasonings: list[list[str]] = [[] for _ in choices]
         arguments: list[list[list[str]]] = [[] for _ in choices]
         async with aclosing(self.deltas()) as deltas:
             async for delta in deltas:
                 choice = choices[delta.index]
                 contents[delta.index].append(delta.content)
+                reasonings[delta.index].append(delta.reasoning)
                 for call in delta.calls:
                     if call.id is not None and call.name is not None:
                         choice.calls.append(ToolCall(call.id, call.name))
@@ -138,54 +160,121 @@ class ChatCompletion:
                     choice.logprobs += delta.logprobs
                 if delta.finish_reason is not None:
                     choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-        for choice, content, parts in zip(choices, contents, arguments, strict=True):
+        for choice, content, reasoning, parts in zip(choices, contents, reasonings, arguments, strict=True):
             text = "".join(content)
             choice.content = text if text or not choice.calls else None
+            choice.reasoning = "".join(reasoning) or None
             for tool_call, part in zip(choice.calls, parts, strict=True):
                 tool_call.arguments = "".join(part)
         return choices
 
 
-class _ParserConfig:
-    """How to parse the output of a completion: the tools, the parser and the control tokens to hide."""
+@dataclass(frozen=True, slots=True)
+class _RenderedPrompt:
+    """A prompt's token ids and how to parse the output."""
 
-    def __init__(self, tool_spec: ToolSpec, parser_type: type[ToolParser], control_texts: Sequence[str], *, hide: bool) -> None:
-        """`control_texts` are the texts of the vocabulary's control tokens; `hide` removes those that do not mark tool calls."""
+    tokens: list[int]
+    parser_type: type[ToolParser]
+    reasoning: Reasoning | None
+    """None if the model does not reason."""
+
+
+class _ParserConfig:
+    """How to parse the output of a completion: reasoning, tools, and the control tokens to hide."""
+
+    def __init__(self, service: Service, tool_spec: ToolSpec, prompt: _RenderedPrompt, *, hide: bool, show: bool) -> None:
+        """`hide` removes control tokens that are not marks from the text, `show` includes the reasoning in the response."""
+        self.service = service
         self.tool_spec = tool_spec
-        self.parser_type = parser_type
-        marks = (*parser_type.marks, *parser_type.inner_marks)
-        self.control_marks = [text for text in control_texts if text in marks]
-        """The parser's marks that are control tokens: the engine must not remove them from the text."""
-        hidden = [re.escape(text) for text in control_texts if text not in marks]
+        self.parser_type = prompt.parser_type
+        self.reasoning = prompt.reasoning
+        self.shows_reasoning = show
+        self._parses_calls = bool(tool_spec) or self.parser_type.wraps_content
+        if not self._parses_calls and self.reasoning is None:
+            self.marks: tuple[str, ...] = ()
+        else:
+            tool_marks = (*self.parser_type.marks, *self.parser_type.inner_marks) if self._parses_calls else ()
+            form = self.reasoning and self.reasoning.format
+            self.marks = (*tool_marks, *((form.start, form.end, *form.dropped) if form else ()))
+        control_texts = service.engine.tokenizer.control_texts if self.marks else ()
+        self.control_marks = [text for text in control_texts if any(text in mark for mark in self.marks)]
+        """The marks, or parts of marks, that are control tokens: the engine must not remove them from the text."""
+        hidden = [re.escape(text) for text in control_texts if text not in self.control_marks]
         # If no mark is a control token, the engine removes control tokens itself.
         self._hidden = re.compile("|".join(hidden)) if hide and hidden and self.control_marks else None
 
-    def parser(self) -> ToolParser | None:
-        """Returns a parser for one choice; None if there are no tools."""
-        return self.parser_type([tool.function.name for tool in self.tool_spec.tools]) if self.tool_spec else None
+    def call_parser(self) -> ToolParser | None:
+        """Returns a parser of tool calls for one choice; None if there are no tools."""
+        return self.parser_type([tool.function.name for tool in self.tool_spec.tools]) if self._parses_calls else None
 
     def visible(self, text: str) -> str:
         """Removes hidden control tokens from a text of whole tokens."""
         return self._hidden.sub("", text) if self._hidden else text
 
+    def mark_ids(self) -> dict[str, int]:
+        """Returns the marks, and parts of marks, that are single tokens, with their ids."""
+        tokenizer = self.service.engine.tokenizer
+        encoded = {mark: tokenizer.encode(mark, add_special_tokens=False) for mark in (*self.control_marks, *self.marks)}
+        return {mark: ids[0] for mark, ids in encoded.items() if len(ids) == 1}
+
 
 async def prompt_of(service: Service, body: ChatRequest) -> list[int]:
     """Returns the token ids of a conversation's prompt; raises InvalidRequest."""
-    return (await _render_prompt(service, body, body.tool_spec()))[0]
+    return (await _render_prompt(service, body, body.tool_spec())).tokens
 
 
-async def _render_prompt(service: Service, body: ChatRequest, tool_spec: ToolSpec) -> tuple[list[int], type[ToolParser]]:
-    """Returns the prompt's token ids, and the parser for tool calls in the output."""
+async def _render_prompt(service: Service, body: ChatRequest, tool_spec: ToolSpec) -> _RenderedPrompt:
+    """Renders the prompt; raises InvalidRequest."""
     conversation, variables, parser_type = await asyncio.to_thread(_template_inputs, service, body, tool_spec)
-    return body.truncate(await service.render(conversation, **variables)), parser_type
+    tokens = body.truncate(await service.render(conversation, **variables))
+    return _RenderedPrompt(tokens, parser_type, _reasoning(service, tokens, conversation[-1] if body.continue_final_message else None))
 
 
-def _tool_grammar(service: Service, parser_config: _ParserConfig, content: StructuredOutput | None) -> StructuredOutput | None:
-    """Returns the grammar of an output that may or must contain tool calls; None if the output is unconstrained.
+def _reasoning(service: Service, prompt: list[int], continued: dict[str, Any] | None) -> Reasoning | None:
+    """Returns how outputs to `prompt`, which continue the message `continued`, contain reasoning; None if they do not."""
+    tokenizer, name = service.engine.tokenizer, service.reasoning_parser
+    form = format_for_template(tokenizer.template.source) if name == "auto" else REASONING_FORMATS.get(name)
+    if form is None:
+        return None
+    return Reasoning.after_prompt(form, tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False), continued)
 
-    `content` is the grammar that the client requested for an output without calls.
+
+def _structured_output(
+    parser_config: _ParserConfig, content: StructuredOutput | None, budget: int | None
+) -> tuple[StructuredOutput | None, bool]:
+    """Returns the grammar of an output (None if it is unconstrained), and whether the grammar limits the reasoning to `budget` tokens.
+
+    `content` is the grammar that the client requested for the answer.
     """
-    tool_spec, tokenizer = parser_config.tool_spec, service.engine.tokenizer
+    tool_spec, reasoning = parser_config.tool_spec, parser_config.reasoning
+    mark_ids = parser_config.mark_ids()
+    structure = _tool_grammar(parser_config, mark_ids, content) if tool_spec else content
+    if reasoning is None or reasoning.state is ReasoningState.OVER:
+        return structure, False
+    if reasoning.format.end not in mark_ids:
+        budget = None
+    if structure is None and budget is None:
+        return None, False
+    engine = parser_config.service.engine
+    ends = [token for token in engine.tokenizer.eos_token_ids if token < engine.facts["vocab_size"]]
+    grammar = after_reasoning(
+        structure or StructuredOutput("grammar", ANYTHING, "thinking_token_budget"),
+        reasoning.format,
+        mark_ids,
+        ends,
+        opened=reasoning.state is ReasoningState.OPEN,
+        budget=budget,
+        complete=structure is not content or structure is None,
+    )
+    return grammar, budget is not None
+
+
+def _tool_grammar(parser_config: _ParserConfig, mark_ids: dict[str, int], content: StructuredOutput | None) -> StructuredOutput | None:
+    """Returns the grammar of an answer that may or must contain tool calls; None if the answer is unconstrained.
+
+    `content` is the grammar that the client requested for an answer without calls.
+    """
+    tool_spec = parser_config.tool_spec
     strict = any(tool.function.strict for tool in tool_spec.tools)
     if not (tool_spec.required or content or strict):
         return None
@@ -195,13 +284,12 @@ def _tool_grammar(service: Service, parser_config: _ParserConfig, content: Struc
         schema_text(schema or {}, "tools", f"the schema of {name}'s parameters")
         if (schema or {}).get("type", "object") != "object":
             raise InvalidRequest(f'the schema of {name}\'s parameters must have "type": "object"', param="tools")
-    control_ids = {mark: tokenizer.encode(mark, add_special_tokens=False)[0] for mark in parser_config.control_marks}
-    call_format = parser_config.parser_type.call_format(tokenizer.template.source)
+    call_format = parser_config.parser_type.call_format(parser_config.service.engine.tokenizer.template.source)
     if not free:
         instead = None if tool_spec.required else content
-        return calls_grammar(call_format, schemas, control_ids, several=tool_spec.parallel, instead=instead)
+        return calls_grammar(call_format, schemas, mark_ids, several=tool_spec.parallel, instead=instead)
     trigger = parser_config.parser_type.marks[0] if call_format.begin else ""
-    return free_calls_grammar(trigger, call_format, schemas, control_ids, several=tool_spec.parallel)
+    return free_calls_grammar(trigger, call_format, schemas, mark_ids, several=tool_spec.parallel)
 
 
 def _template_inputs(
@@ -210,34 +298,39 @@ def _template_inputs(
     """Returns the conversation and variables for the chat template, and the parser for the calls that the template elicits."""
     conversation, variables = body.conversation(), body.variables()
     tools = [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in tool_spec.tools]
-    if body.documents and not service.engine.tokenizer.template.uses("documents"):
-        raise InvalidRequest("this model's chat template has no place for documents: put them into a message", param="documents")
-    if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in conversation):
-        return conversation, variables, Hermes
     template = service.engine.tokenizer.template
-    if not template.uses("tools"):
-        return add_tool_prompt(conversation, tools), variables, Hermes
+    if body.documents and not template.uses("documents"):
+        raise InvalidRequest("this model's chat template has no place for documents: put them into a message", param="documents")
     name = service.tool_call_parser
     parser_type = parser_for_template(template.source) if name == "auto" else TOOL_PARSERS[name]
+    if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in conversation):
+        return conversation, variables, parser_type
+    if not template.uses("tools"):
+        return add_tool_prompt(conversation, tools), variables, Hermes
     return conversation, {**variables, "tools": tools} if tools else variables, parser_type
 
 
 class _ChoiceParser:
     """Converts the engine's outputs of one choice to increments."""
 
-    def __init__(self, index: int, parser_config: _ParserConfig) -> None:
+    def __init__(self, index: int, parser_config: _ParserConfig, usage: Usage) -> None:
         self._index = index
+        self._config = parser_config
         self._tool_spec = parser_config.tool_spec
-        self._visible = parser_config.visible
-        self._parser = parser_config.parser()
+        self._usage = usage
+        reasoning = parser_config.reasoning
+        piece = parser_config.service.engine.tokenizer.piece
+        self._reasoning = None if reasoning is None else ReasoningParser(reasoning)
+        self._reasoning_tokens = None if reasoning is None else ReasoningTokens(reasoning, piece)
+        self._calls = parser_config.call_parser()
         self._called = False
         self._logprobs: list[TokenLogprobs] = []
 
     def push(self, output: RequestOutput) -> list[Delta]:
-        """Returns the increments of an output: none if its text is held back (half a character, a possible stop string or tool call)."""
+        """Returns the increments of an output: none if its text is held back (half a character, a possible stop string or mark)."""
         if output.logprobs:
             self._logprobs += output.logprobs
-        deltas = self._parse(output) if self._parser else [Delta(self._index, output.text)] if output.text else []
+        deltas = self._parse(output)
         if output.finish_reason and not deltas:
             deltas.append(Delta(self._index))
         if not deltas:
@@ -253,13 +346,21 @@ class _ChoiceParser:
         return deltas
 
     def _parse(self, output: RequestOutput) -> list[Delta]:
-        """Separates text into content and calls."""
-        assert self._parser is not None
-        parsed = self._parser.push(self._visible(output.text))
-        if output.finish_reason:
-            parsed += self._parser.end()
-        deltas: list[Delta] = []
-        for part in parsed:
+        """Separates text into reasoning, content and calls."""
+        reasoning, answer, final = "", self._config.visible(output.text), output.finish_reason is not None
+        if self._reasoning is not None and self._reasoning_tokens is not None:
+            reasoning, answer = self._reasoning.push(answer, final=final)
+            if not self._config.shows_reasoning:
+                reasoning = ""
+            self._usage.reasoning = (self._usage.reasoning or 0) + self._reasoning_tokens.count(output.token_ids)
+        deltas = [Delta(self._index, reasoning=reasoning)] if reasoning else []
+        if self._calls is None:
+            if answer and deltas:
+                deltas[-1].content = answer
+            elif answer:
+                deltas.append(Delta(self._index, answer))
+            return deltas
+        for part in self._calls.push(answer) + (self._calls.end() if final else []):
             if isinstance(part, str):
                 if not deltas or deltas[-1].calls:
                     deltas.append(Delta(self._index))

@@ -80,6 +80,8 @@ class Message(BaseModel):
     tool_calls: Annotated[list[_MessageToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     function_call: _CalledFunction | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Converts the message for a chat template; raises InvalidRequest that names the message as `where`."""
@@ -89,6 +91,9 @@ class Message(BaseModel):
         calls = self.tool_calls or ([_MessageToolCall(function=self.function_call)] if self.function_call else [])
         if calls:
             message["tool_calls"] = [_call_for_template(call) for call in calls]
+        if self.role == "assistant" and (reasoning := self.reasoning_content or self.reasoning):
+            # Templates differ in the name that they read; that of gpt-oss is `thinking`.
+            message |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
@@ -159,6 +164,10 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    include_reasoning: bool | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
 
     @property
@@ -177,6 +186,11 @@ class ChatRequest(GenerationRequest):
             if name in _RESERVED or not _VARIABLE.fullmatch(name):
                 raise InvalidRequest(f"chat_template_kwargs may not set {brief(name)}", param="chat_template_kwargs")
         _check_depth("chat_template_kwargs", variables)
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        if (thinking := self._thinking()) is not None:
+            for name in ("enable_thinking", "thinking"):  # Qwen's name and that of Granite and DeepSeek
+                variables.setdefault(name, thinking)
         if self.documents:
             _check_depth("documents", self.documents)
             variables["documents"] = self.documents
@@ -188,6 +202,16 @@ class ChatRequest(GenerationRequest):
         if self.continue_final_message or self.add_generation_prompt is False:
             variables["add_generation_prompt"] = False
         return variables
+
+    def _thinking(self) -> bool | None:
+        """Returns whether the model should reason; None leaves it to the chat template."""
+        if self.enable_thinking is not None or self.reasoning_effort is None:
+            return self.enable_thinking
+        return self.reasoning_effort != "none"
+
+    def thinking_budget(self) -> int | None:
+        """Returns the maximum number of reasoning tokens; None for no limit."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     def tool_spec(self) -> ToolSpec:
         """Returns the tools that may be called; raises InvalidRequest."""

@@ -37,7 +37,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 _WITHOUT_EFFECT = frozenset(
     (
         *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("prediction", "reasoning_effort", "verbosity"),
+        *("prediction", "verbosity"),
         *("spaces_between_special_tokens", "stream_interval"),
     )
 )

@@ -53,6 +53,8 @@ class ToolParser(ABC):
     """The mark that ends arguments that are invalid JSON."""
     inner_marks: ClassVar[tuple[str, ...]] = ()
     """Texts inside calls; like the marks they may be control tokens."""
+    wraps_content: ClassVar[bool] = False
+    """Whether content has marks too, so that answers without tools must be parsed."""
 
     def __init__(self, names: Collection[str], new_id: Callable[[], str] | None = None) -> None:
         """`names` are the available functions; `new_id` creates call ids."""

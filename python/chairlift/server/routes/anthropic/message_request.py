@@ -14,7 +14,8 @@ from chairlift.server.schema.fields import GenerationParams
 
 _BLOCKS = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
 
-FIELD_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
+FIELD_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
+FIELD_NAMES |= {"response_format": "output_config", "reasoning_effort": "output_config", "thinking_token_budget": "thinking"}
 """Names of chat fields in this API."""
 
 
@@ -53,6 +54,15 @@ class OutputConfig(BaseModel):
     effort: str | None = None
 
 
+class ThinkingOptions(BaseModel):
+    """Whether the model reasons, and for how many tokens at most."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    display: str | None = None
+
+
 class CountRequest(GenerationParams):
     """POST /v1/messages/count_tokens."""
 
@@ -63,6 +73,7 @@ class CountRequest(GenerationParams):
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
+    thinking: ThinkingOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
@@ -84,6 +95,12 @@ class CountRequest(GenerationParams):
             body["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
             if choice.disable_parallel_tool_use:
                 body["parallel_tool_calls"] = False
+        if self.thinking:
+            body["enable_thinking"] = self.thinking.type != "disabled"
+            if self.thinking.type == "enabled":
+                body["thinking_token_budget"] = self.thinking.budget_tokens
+        if self.output_config:
+            body["reasoning_effort"] = self.output_config.effort
         if self.output_config and self.output_config.format:
             output_format = self.output_config.format
             if output_format.get("type") == "json_schema":
@@ -117,20 +134,26 @@ def _function(tool: ClientTool) -> dict[str, Any]:
 
 
 def _assistant_messages(content: object, where: str) -> list[dict[str, Any]]:
-    """Converts an assistant message: text, then its tool calls."""
+    """Converts an assistant message: reasoning, text, then its tool calls."""
     if not isinstance(content, list):
         return [{"role": "assistant", "content": _text(content, where)}]
+    reasoning: list[str] = []
     texts, calls = [], []
     for index, block in enumerate(content):
         match block:
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(arguments)}:
                 function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
                 calls.append({"id": id, "type": "function", "function": function})
-            case {"type": "thinking" | "redacted_thinking"}:
-                pass  # reasoning of other models is dropped
+            case {"type": "thinking", "thinking": str(text)}:
+                reasoning.append(text)
+            case {"type": "redacted_thinking"}:
+                pass  # only its author can read it
             case _:
                 texts.append(_block(block, f"{where}[{index}]"))
-    return [{"role": "assistant", "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})}]
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
+    return [message | ({"tool_calls": calls} if calls else {})]
 
 
 def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
@@ -142,6 +165,8 @@ def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
         match block:
             case {"type": "tool_result", "tool_use_id": str(id)}:
                 result = _text(block.get("content") or "", f"{where}[{index}].content")
+                if block.get("is_error") is True:
+                    result = f"Error: {result}" if result else "Error"
                 results.append({"role": "tool", "tool_call_id": id, "content": result})
             case _:
                 texts.append(_block(block, f"{where}[{index}]"))

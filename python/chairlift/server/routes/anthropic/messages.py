@@ -45,7 +45,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 class _MessageBuilder:
-    """Builds the message from increments: text and tool_use blocks, and the events that report them."""
+    """Builds the message from increments: thinking, text and tool_use blocks, and the events that report them."""
 
     def __init__(self, body: MessagesRequest, completion: ChatCompletion) -> None:
         self._body = body
@@ -96,8 +96,13 @@ class _MessageBuilder:
 
     def _take(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Adds an increment and yields its events."""
+        if delta.reasoning:
+            if not self._in_block("thinking"):
+                yield from self._close()
+                yield self._open({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._append(delta.reasoning, {"type": "thinking_delta", "thinking": delta.reasoning})
         if delta.content:
-            if self._pieces is None or self._blocks[-1]["type"] != "text":
+            if not self._in_block("text"):
                 yield from self._close()
                 yield self._open({"type": "text", "text": ""})
             yield self._append(delta.content, {"type": "text_delta", "text": delta.content})
@@ -113,12 +118,15 @@ class _MessageBuilder:
     def _end(self) -> Iterator[dict[str, Any]]:
         """Yields the events after the last token."""
         yield from self._close()
-        if not self._blocks:
+        if not self._blocks or (self._blocks[-1]["type"] == "thinking" and self._stop_reason["stop_reason"] != "max_tokens"):
             yield self._open({"type": "text", "text": ""})
             yield from self._close()
         metrics = self._completion.generation.metrics() if self._body.metrics else {}
         yield {"type": "message_delta", "delta": self._stop_reason, "usage": self._completion.generation.usage.message(), **metrics}
         yield {"type": "message_stop"}
+
+    def _in_block(self, type: str) -> bool:
+        return self._pieces is not None and self._blocks[-1]["type"] == type
 
     def _open(self, block: dict[str, Any]) -> dict[str, Any]:
         self._blocks.append(block)
@@ -135,8 +143,8 @@ class _MessageBuilder:
         if self._pieces is None:
             return
         block, whole = self._blocks[-1], "".join(self._pieces)
-        if block["type"] == "text":
-            block["text"] = whole
+        if block["type"] in ("text", "thinking"):
+            block[block["type"]] = whole
         else:
             block["input"] = _input(whole)
         self._pieces = None

@@ -46,6 +46,8 @@ class _ChatResponse:
         choices = []
         for index, choice in enumerate(await self._completion.choices()):
             message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None, **self._calls(choice.calls)}
+            if self._completion.reasons:
+                message |= _reasoning(choice.reasoning)
             choices.append(
                 {
                     "index": index,
@@ -65,7 +67,8 @@ class _ChatResponse:
         """Yields the response as server-sent events."""
         generation, body = self._generation, self._body
         head: dict[str, Any] = generation.head | body.service_tier_field() | ({"usage": None} if body.include_usage else {})
-        templates: dict[int, EventTemplate] = {}
+        templates: dict[tuple[int, bool], EventTemplate] = {}
+        started: set[int] = set()
         always_usage = body.continuous_usage
 
         def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None, **extra: Any) -> bytes:
@@ -79,13 +82,19 @@ class _ChatResponse:
 
         async with aclosing(self._completion.deltas()) as deltas:
             async for delta in deltas:
-                if delta.index not in templates:
-                    templates[delta.index] = EventTemplate(data(delta.index, {"content": EventTemplate.PLACEHOLDER}))
+                if delta.index not in started:
+                    started.add(delta.index)
                     yield chunk(delta.index, {"role": "assistant", "content": None if delta.calls and not delta.content else ""})
                 if delta.is_plain and not always_usage:
-                    yield templates[delta.index].fill(delta.content)
+                    key = delta.index, bool(delta.reasoning)
+                    if key not in templates:
+                        text = EventTemplate.PLACEHOLDER
+                        templates[key] = EventTemplate(data(delta.index, _reasoning(text) if delta.reasoning else {"content": text}))
+                    yield templates[key].fill(delta.reasoning or delta.content)
                     continue
                 fields: dict[str, Any] = {"content": delta.content} if delta.content else {}
+                if delta.reasoning:
+                    fields |= _reasoning(delta.reasoning)
                 extra: dict[str, Any] = {"stop_reason": delta.stop_reason} if delta.finish_reason else {}
                 if delta.logprobs is not None:
                     extra["logprobs"] = self._logprobs(delta.logprobs)
@@ -126,6 +135,11 @@ class _ChatResponse:
             return None
         num_top, as_ids = self._body.top_logprobs or 0, bool(self._body.return_tokens_as_token_ids)
         return {"content": chat_logprobs_json(self._tokenizer, logprobs, num_top, as_ids), "refusal": None}
+
+
+def _reasoning(text: str | None) -> dict[str, Any]:
+    """Returns a message's reasoning under both of the names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -18,6 +18,7 @@ FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "logprobs": "top_logprobs",
+    "reasoning_effort": "reasoning.effort",
 }
 """Names of chat fields in this API."""
 
@@ -43,6 +44,15 @@ class TextOptions(BaseModel):
     verbosity: str | None = None
 
 
+class ReasoningOptions(BaseModel):
+    """Options of the reasoning. The reasoning is returned in full, so `summary` has no effect."""
+
+    model_config = ConfigDict(strict=True)
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
 class ResponsesRequest(GenerationParams):
     """POST /v1/responses. The server stores nothing: the client sends the whole conversation each time."""
 
@@ -53,11 +63,13 @@ class ResponsesRequest(GenerationParams):
         "prompt": (),
         "truncation": ("disabled",),
     }
-    without_effect = GenerationParams.without_effect | {"reasoning", "max_tool_calls", "stream_options"}
+    without_effect = GenerationParams.without_effect | {"max_tool_calls", "stream_options"}
     input: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking_token_budget: int | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -75,10 +87,12 @@ class ResponsesRequest(GenerationParams):
     def chat(self) -> ChatRequest:
         """Converts to a chat request; raises InvalidRequest with this API's field names."""
         body: dict[str, Any] = self.shared_fields()
-        for name in ("model", "service_tier", "parallel_tool_calls", "chat_template_kwargs"):
+        for name in ("model", "service_tier", "parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget"):
             body[name] = getattr(self, name)
         body["messages"] = self._messages()
         body["max_completion_tokens"] = self.max_output_tokens
+        if self.reasoning:
+            body["reasoning_effort"] = self.reasoning.effort
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.tools:
@@ -103,7 +117,8 @@ class ResponsesRequest(GenerationParams):
             raise InvalidRequest(f"input has {len(self.input)} items, at most {MAX_MESSAGES} are allowed", param="input")
         for index, item in enumerate(self.input):
             _append_item(messages, item, f"input[{index}]")
-        return messages
+        # Reasoning without an answer has no message to belong to.
+        return [message for message in messages if message.keys() != {"role", "reasoning_content"}]
 
     def _choice(self) -> Any:
         match self.tool_choice:
@@ -127,15 +142,19 @@ def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> No
     match item:
         case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
+                messages.append({"role": "assistant"})
+            messages[-1].setdefault("content", None)
             function = {"name": name, "arguments": arguments}
             messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
         case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
             messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(output, f"{where}.output")})
-        case {"type": "reasoning"}:
-            pass  # reasoning of other models is dropped
+        case {"type": "reasoning", **parts}:
+            # The reasoning belongs to the message or the calls that follow it.
+            messages.append({"role": "assistant", "reasoning_content": _reasoning(parts, where)})
         case {"role": "user" | "assistant" | "system" | "developer" as role, "content": content, **rest} if _is_message(rest):
-            messages.append({"role": role, "content": _text(content, f"{where}.content")})
+            if role != "assistant" or not messages or messages[-1].keys() != {"role", "reasoning_content"}:
+                messages.append({"role": role})
+            messages[-1]["content"] = _text(content, f"{where}.content")
         case _:
             message = f"{where} must be a message, a function_call, a function_call_output or a reasoning item, got {brief(item)}"
             raise InvalidRequest(message, param="input")
@@ -143,6 +162,15 @@ def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> No
 
 def _is_message(item: Mapping[Any, object]) -> bool:
     return item.get("type", "message") == "message"
+
+
+def _reasoning(item: Mapping[Any, object], where: str) -> str:
+    """Returns the text of a reasoning item: its content, else its summary. Encrypted reasoning of other servers has none."""
+    for name in ("content", "summary"):
+        match item.get(name):
+            case [_, *_] as parts:
+                return "\n".join(_part(part, f"{where}.{name}[{index}]") for index, part in enumerate(parts))
+    return ""
 
 
 def _text(content: object, where: str) -> str:
@@ -156,6 +184,8 @@ def _text(content: object, where: str) -> str:
 
 def _part(part: object, where: str) -> str:
     match part:
-        case {"type": "input_text" | "output_text" | "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+        case {"type": "refusal", "refusal": str(text)}:
+            return text
+        case {"type": "input_text" | "output_text" | "text" | "reasoning_text" | "summary_text", "text": str(text)}:
             return text
     raise InvalidRequest(f"{where} must be text (input_text or output_text), got {brief(part)}", param="input")

@@ -42,7 +42,7 @@ _Event = dict[str, Any]
 
 
 class _ResponseBuilder:
-    """Builds the response from increments: messages and function calls, and the events that report them."""
+    """Builds the response from increments: reasoning, messages and function calls, and the events that report them."""
 
     def __init__(self, body: ResponsesRequest, service_tier_field: str, completion: ChatCompletion, tokenizer: Any) -> None:
         self._body = body
@@ -101,6 +101,12 @@ class _ResponseBuilder:
 
     def _take(self, delta: Delta) -> Iterator[_Event]:
         """Adds an increment and yields its events."""
+        if delta.reasoning:
+            if self._item is None or self._item["type"] != "reasoning":
+                yield from self._close("completed")
+                yield from self._open({"type": "reasoning", "id": _id("rs"), "summary": [], "content": [], "status": "in_progress"})
+            self._pieces.append(delta.reasoning)
+            yield {"type": "response.reasoning_text.delta", **self._item_fields(), "content_index": 0, "delta": delta.reasoning}
         if delta.content and (self._item is None or self._item["type"] != "message"):
             yield from self._close("completed")
             yield from self._open(_message())
@@ -119,9 +125,10 @@ class _ResponseBuilder:
 
     def _end(self) -> Iterator[_Event]:
         """Yields the events after the last token; the last one has the whole response."""
-        if self._item is None:
-            yield from self._open(_message())
         truncated = self._finish_reason == "length"
+        if self._item is None or (self._item["type"] == "reasoning" and not truncated):
+            yield from self._close("completed")
+            yield from self._open(_message())
         yield from self._close("incomplete" if truncated else "completed")
         usage: dict[str, Any] = {"usage": self._completion.generation.usage.response()}
         if self._body.metrics:
@@ -135,18 +142,22 @@ class _ResponseBuilder:
     def _open(self, item: dict[str, Any]) -> Iterator[_Event]:
         self._item, self._pieces, self._logprobs = item, [], []
         yield {"type": "response.output_item.added", "output_index": len(self._done), "item": dict(item)}
-        if item["type"] == "message":
-            yield {"type": "response.content_part.added", **self._item_fields(), "content_index": 0, "part": _part("", [])}
+        if item["type"] in _PARTS:
+            part = _PARTS[item["type"]]("", [])
+            yield {"type": "response.content_part.added", **self._item_fields(), "content_index": 0, "part": part}
 
     def _close(self, status: str) -> Iterator[_Event]:
         """Completes the item in progress, if any."""
         if self._item is None:
             return
         item, whole = self._item, "".join(self._pieces)
-        if item["type"] == "message":
+        if item["type"] in _PARTS:
             place = {**self._item_fields(), "content_index": 0}
-            item["content"] = [_part(whole, self._logprobs)]
-            yield {"type": "response.output_text.done", **place, "text": whole, "logprobs": self._logprobs}
+            item["content"] = [_PARTS[item["type"]](whole, self._logprobs)]
+            if item["type"] == "message":
+                yield {"type": "response.output_text.done", **place, "text": whole, "logprobs": self._logprobs}
+            else:
+                yield {"type": "response.reasoning_text.done", **place, "text": whole}
             yield {"type": "response.content_part.done", **place, "part": item["content"][0]}
         else:
             item["arguments"] = whole
@@ -185,6 +196,7 @@ class _ResponseBuilder:
             "output": list(self._done),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "service_tier": self._service_tier,
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -203,8 +215,16 @@ def _message() -> dict[str, Any]:
     return {"type": "message", "id": _id("msg"), "status": "in_progress", "role": "assistant", "content": []}
 
 
-def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _reasoning_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+_PARTS = {"message": _text_part, "reasoning": _reasoning_part}
+"""Functions that make the content part of an item, by the item's type."""
 
 
 def _id(prefix: str) -> str:

@@ -1,0 +1,220 @@
+"""Separates a model's reasoning from its answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from chairlift.grammar.source import ReasoningFormat
+
+REASONING_FORMATS = {
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", implicit=True),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>"),
+    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    "granite_thinking_parser": ReasoningFormat("<think>", "</think>", dropped=("<response>", "</response>")),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "openai_gptoss": ReasoningFormat(
+        "<|channel|>analysis<|message|>", "<|end|>", after_end="<|start|>assistant", answer="<|channel|>final<|message|>", repeats=True
+    ),
+    "qwen3": ReasoningFormat("<think>", "</think>"),
+}
+"""Formats by vLLM's names. `qwen3` is that of most models with `<think>`."""
+
+_TEMPLATE_MARKS = {
+    "openai_gptoss": ("<|channel|>", "<|message|>"),
+    "gemma4": ("<|channel>", "<channel|>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "granite": ("Here is my thought process:",),
+    "granite_thinking_parser": ("<response>", "</think>"),
+    "deepseek_r1": ("<\uff5cAssistant\uff5c>", "</think>"),
+    "qwen3": ("</think>",),
+}
+"""Texts in a chat template that together identify its format; the first format that fits counts."""
+
+TAIL_TOKENS = 32
+"""Tokens at the prompt's end in which the chat template may begin or skip the reasoning."""
+
+
+def format_for_template(template: str) -> ReasoningFormat | None:
+    """Returns the format of a model with this chat template; None if the template does not mention reasoning."""
+    for name, marks in _TEMPLATE_MARKS.items():
+        if all(mark in template for mark in marks):
+            return REASONING_FORMATS[name]
+    return None
+
+
+class ReasoningState(Enum):
+    """The state of an output between two tokens."""
+
+    POSSIBLE = "possible"
+    """The model may begin with reasoning."""
+    OPEN = "open"
+    """Reasoning has begun and not ended."""
+    OVER = "over"
+    """The answer has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How one request's outputs contain reasoning: its format, and the state at the end of the prompt."""
+
+    format: ReasoningFormat
+    state: ReasoningState
+
+    @classmethod
+    def after_prompt(cls, form: ReasoningFormat, tail: str, continued: Mapping[str, Any] | None) -> Reasoning:
+        """Returns the reasoning of outputs to a prompt that ends with the text `tail`; `continued` is the message that they continue."""
+        if continued is not None:
+            tail = continued["content"]
+            if tail.rfind(form.start) > tail.rfind(form.end):
+                return cls(form, ReasoningState.OPEN)
+            return cls(form, ReasoningState.OVER if tail.strip() else ReasoningState.POSSIBLE)
+        tail = tail.rstrip()
+        if tail.endswith(form.start):
+            return cls(form, ReasoningState.OPEN)
+        return cls(form, ReasoningState.OVER if tail.endswith(form.end) else ReasoningState.POSSIBLE)
+
+
+class ReasoningParser:
+    """Separates the text of one output into reasoning and answer.
+
+    The result does not depend on how the text is cut, and the time is linear in its length. The first end mark ends the reasoning. Text
+    that may be part of a mark is held back. Whitespace around the reasoning is dropped.
+    """
+
+    def __init__(self, reasoning: Reasoning) -> None:
+        self._format = reasoning.format
+        self.state = reasoning.state
+        self._text = ""
+        self._spaces: list[str] = []
+        """Whitespace that is dropped if a mark follows it."""
+        self._begun = False
+        """Whether text of the current reasoning was returned."""
+        self._parts = 0
+        """Number of completed parts of the reasoning that had text."""
+        self._at_start = False
+        """Whether only whitespace has followed the end of the reasoning."""
+        self._dropped = re.compile("|".join(map(re.escape, self._format.dropped)) or "(?!)")
+
+    def push(self, text: str, *, final: bool = False) -> tuple[str, str]:
+        """Parses the next piece of text; returns reasoning and answer. `final` also returns what was held back."""
+        self._text += text
+        reasoning: list[str] = []
+        answer: list[str] = []
+        before = None
+        while self.state is not before:
+            before = self.state
+            match before:
+                case ReasoningState.POSSIBLE:
+                    self._parse_start(answer, final)
+                case ReasoningState.OPEN:
+                    self._parse_reasoning(reasoning, final)
+                case ReasoningState.OVER:
+                    self._parse_answer(answer, final)
+        return "".join(reasoning), "".join(answer)
+
+    def _parse_start(self, answer: list[str], final: bool) -> None:
+        """Decides whether the output begins with reasoning."""
+        form = self._format
+        text = self._text.lstrip()
+        self._spaces.append(self._text[: len(self._text) - len(text)])
+        self._text = text
+        if text.startswith(form.start):
+            self._open(text.removeprefix(form.start))
+        elif form.repeats or final or not form.start.startswith(text):
+            if form.implicit and text:
+                self._open(text)
+            else:
+                self.state = ReasoningState.OVER
+                answer += self._spaces
+                self._spaces.clear()
+
+    def _open(self, text: str) -> None:
+        self.state, self._text, self._begun = ReasoningState.OPEN, text, False
+        self._spaces.clear()
+
+    def _parse_reasoning(self, reasoning: list[str], final: bool) -> None:
+        """Consumes reasoning up to its end mark."""
+        text, end = self._text, self._format.end
+        if (at := text.find(end)) >= 0:
+            self._emit_reasoning(text[:at], reasoning)
+            self._spaces.clear()
+            self.state, self._text = ReasoningState.OVER, text[at + len(end) :]
+            self._at_start = not self._format.repeats
+            self._parts += self._begun
+            return
+        at = len(text) if final else _safe_end(text, (end,))
+        self._emit_reasoning(text[:at], reasoning)
+        self._text = text[at:]
+
+    def _emit_reasoning(self, text: str, reasoning: list[str]) -> None:
+        """Returns text as reasoning, without whitespace at both ends."""
+        if not self._begun:
+            text = text.lstrip()
+        if stripped := text.rstrip():
+            if self._parts and not self._begun:
+                reasoning.append("\n")
+            self._begun = True
+            reasoning += (*self._spaces, stripped)
+            self._spaces.clear()
+        if self._begun and len(stripped) < len(text):
+            self._spaces.append(text[len(stripped) :])
+
+    def _parse_answer(self, answer: list[str], final: bool) -> None:
+        """Consumes the answer, up to the next reasoning if it may begin again."""
+        form = self._format
+        text = self._text.lstrip() if self._at_start else self._text
+        self._at_start = self._at_start and not text
+        if form.repeats and (at := text.find(form.start)) >= 0:
+            answer.append(text[:at])
+            self._open(text[at + len(form.start) :])
+            return
+        text = self._dropped.sub("", text)
+        marks = (form.start,) if form.repeats else form.dropped
+        at = len(text) if final or not marks else _safe_end(text, marks)
+        answer.append(text[:at])
+        self._text = text[at:]
+
+
+def _safe_end(text: str, marks: Sequence[str]) -> int:
+    """Returns the end of the text, before any suffix that may begin a mark."""
+    longest = max(map(len, marks)) - 1
+    for start in range(max(0, len(text) - longest), len(text)):
+        if any(mark.startswith(text[start:]) for mark in marks):
+            return start
+    return len(text)
+
+
+class ReasoningTokens:
+    """Counts the tokens of one output that belong to its reasoning, including its end mark."""
+
+    def __init__(self, reasoning: Reasoning, piece: Callable[[int], bytes]) -> None:
+        """`piece` returns the bytes of a token."""
+        # A token may be part of a character, so the marks are searched in bytes, which Latin-1 maps to characters.
+        form = reasoning.format
+        form = replace(form, start=_as_bytes(form.start), end=_as_bytes(form.end), dropped=())
+        self._parser = ReasoningParser(replace(reasoning, format=form))
+        self._piece = piece
+        self._undecided = 0
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """Returns how many more tokens are reasoning after the next tokens."""
+        count = 0
+        for token in token_ids:
+            before = self._parser.state
+            self._parser.push(self._piece(token).decode("latin-1"))
+            match before, self._parser.state:
+                case ReasoningState.POSSIBLE, ReasoningState.POSSIBLE:
+                    self._undecided += 1
+                case ReasoningState.POSSIBLE, ReasoningState.OPEN:
+                    count += self._undecided + 1
+                case (ReasoningState.OPEN, _) | (_, ReasoningState.OPEN):
+                    count += 1
+        return count
+
+
+def _as_bytes(mark: str) -> str:
+    return mark.encode().decode("latin-1")
