@@ -185,7 +185,7 @@ def test_a_failure_in_mid_stream_is_told_as_one(http, client):
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": "a " * 3000}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [HOT], "tool_choice": {"type": "function", "name": "cold"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -25,15 +26,19 @@ from chairlift.server.chat.reasoning import (
     format_for_template,
 )
 from chairlift.server.chat.request import ChatRequest, ToolSpec
+from chairlift.server.chat.tools.custom import CustomCalls
 from chairlift.server.chat.tools.formats import TOOL_PARSERS, Hermes, parser_for_template
 from chairlift.server.chat.tools.parser import ToolCallDelta, ToolParser
 from chairlift.server.chat.tools.prompted import add_tool_prompt
+from chairlift.server.errors import brief
 from chairlift.server.generation import Generation
 from chairlift.server.http.responses import ignored_header
 from chairlift.server.schema.logprobs import check_prompt_logprobs
 from chairlift.server.schema.response_format import schema_text
 from chairlift.server.service import Service, service_of
 from chairlift.server.usage import Usage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -66,6 +71,8 @@ class ToolCall:
     id: str
     name: str
     arguments: str = ""
+    custom: bool = False
+    """Whether `arguments` are the free text of a custom tool's input."""
 
 
 @dataclass(slots=True)
@@ -118,6 +125,9 @@ class ChatCompletion:
             structure, budgeted = _structured_output(parser_config, params.structured_output, body.thinking_budget())
             if body.thinking_budget() is not None and not budgeted:
                 ignored = [*ignored, "thinking_token_budget"]
+            if left_out := body.left_out_tools():
+                logger.info("request %s: left out tools of types %s", request.state.context.request_id, ", ".join(map(brief, left_out)))
+                ignored = [*ignored, *(f"tools.{type}" for type in left_out)]
             params = replace(params, structured_output=structure)
             check_prompt_logprobs([prompt.tokens], params)
             generation = Generation(request, body, [prompt.tokens], params, kind=kind, prefix=prefix)
@@ -152,7 +162,7 @@ class ChatCompletion:
                 reasonings[delta.index].append(delta.reasoning)
                 for call in delta.calls:
                     if call.id is not None and call.name is not None:
-                        choice.calls.append(ToolCall(call.id, call.name))
+                        choice.calls.append(ToolCall(call.id, call.name, custom=call.custom))
                         arguments[delta.index].append([])
                     arguments[delta.index][call.index].append(call.arguments)
                 if delta.logprobs is not None:
@@ -205,7 +215,7 @@ class _ParserConfig:
 
     def call_parser(self) -> ToolParser | None:
         """Returns a parser of tool calls for one choice; None if there are no tools."""
-        return self.parser_type([tool.function.name for tool in self.tool_spec.tools]) if self._parses_calls else None
+        return self.parser_type([tool.name for tool in self.tool_spec.tools]) if self._parses_calls else None
 
     def visible(self, text: str) -> str:
         """Removes hidden control tokens from a text of whole tokens."""
@@ -275,11 +285,11 @@ def _tool_grammar(parser_config: _ParserConfig, mark_ids: dict[str, int], conten
     `content` is the grammar that the client requested for an answer without calls.
     """
     tool_spec = parser_config.tool_spec
-    strict = any(tool.function.strict for tool in tool_spec.tools)
+    strict = any(tool.strict for tool in tool_spec.tools)
     if not (tool_spec.required or content or strict):
         return None
     free = not (tool_spec.required or content)
-    schemas = {tool.function.name: None if free and not tool.function.strict else tool.function.parameters for tool in tool_spec.tools}
+    schemas = {tool.name: None if free and not tool.strict else tool.parameters for tool in tool_spec.tools}
     for name, schema in schemas.items():
         schema_text(schema or {}, "tools", f"the schema of {name}'s parameters")
         if (schema or {}).get("type", "object") != "object":
@@ -297,7 +307,7 @@ def _template_inputs(
 ) -> tuple[list[dict[str, Any]], dict[str, Any], type[ToolParser]]:
     """Returns the conversation and variables for the chat template, and the parser for the calls that the template elicits."""
     conversation, variables = body.conversation(), body.variables()
-    tools = [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in tool_spec.tools]
+    tools = [{"type": "function", "function": tool.model_dump(exclude_unset=True, exclude={"strict"})} for tool in tool_spec.tools]
     template = service.engine.tokenizer.template
     if body.documents and not template.uses("documents"):
         raise InvalidRequest("this model's chat template has no place for documents: put them into a message", param="documents")
@@ -323,6 +333,7 @@ class _ChoiceParser:
         self._reasoning = None if reasoning is None else ReasoningParser(reasoning)
         self._reasoning_tokens = None if reasoning is None else ReasoningTokens(reasoning, piece)
         self._calls = parser_config.call_parser()
+        self._custom = CustomCalls(self._tool_spec.custom)
         self._called = False
         self._logprobs: list[TokenLogprobs] = []
 
@@ -362,15 +373,23 @@ class _ChoiceParser:
             return deltas
         for part in self._calls.push(answer) + (self._calls.end() if final else []):
             if isinstance(part, str):
+                self._append_calls(deltas, self._custom.end())
                 if not deltas or deltas[-1].calls:
                     deltas.append(Delta(self._index))
                 deltas[-1].content += part
             elif self._tool_spec.parallel or part.index == 0:
                 self._called = True
-                if not deltas:
-                    deltas.append(Delta(self._index))
-                _append_call(deltas[-1].calls, part)
+                self._append_calls(deltas, self._custom.push(part))
+        if final:
+            self._append_calls(deltas, self._custom.end())
         return deltas
+
+    def _append_calls(self, deltas: list[Delta], parts: Sequence[ToolCallDelta]) -> None:
+        """Appends increments of calls to the newest delta."""
+        if parts and not deltas:
+            deltas.append(Delta(self._index))
+        for part in parts:
+            _append_call(deltas[-1].calls, part)
 
 
 def _append_call(calls: list[ToolCallDelta], part: ToolCallDelta) -> None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import SamplingParams
+from chairlift.server.chat.tools.custom import INPUT, PARAMETERS
 from chairlift.server.errors import brief
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.schema.response_format import MAX_DEPTH
@@ -34,6 +35,8 @@ _RESERVED = frozenset(
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
+_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
+
 _PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]}
 """A content part in /openapi.json."""
 
@@ -42,18 +45,59 @@ class Function(BaseModel):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     model_config = ConfigDict(strict=True)
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    name: Annotated[str, Field(pattern=_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
-    """A tool; only functions are supported."""
+class TextFormat(BaseModel):
+    """The form of a custom tool's input. The model sees a grammar, but the input may not match it."""
 
     model_config = ConfigDict(strict=True)
-    type: Literal["function"]
-    function: Function
+    type: str = "text"
+    grammar: dict[str, Any] | None = None
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class CustomTool(BaseModel):
+    """A tool whose input is free text."""
+
+    model_config = ConfigDict(strict=True)
+    name: Annotated[str, Field(pattern=_NAME)]
+    description: str | None = None
+    format: TextFormat | None = None
+
+    def as_function(self) -> Function:
+        """Returns the function that stands for the tool."""
+        description = self.description or ""
+        if self.format is not None and self.format.type == "grammar":
+            grammar = self.format.grammar or {"syntax": self.format.syntax, "definition": self.format.definition}
+            description += f"\nThe input must match this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
+        return Function(name=self.name, description=description.strip(), parameters=PARAMETERS)
+
+
+class Tool(BaseModel):
+    """A tool. Functions and custom tools are supported; tools of other types are left out."""
+
+    model_config = ConfigDict(strict=True)
+    type: str
+    function: Function | None = None
+    custom: CustomTool | None = None
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the server does not know this type of tool."""
+        return self.type not in ("function", "custom")
+
+    def as_function(self, where: str) -> Function:
+        """Returns the function, or the one that stands for the custom tool; raises InvalidRequest that names the tool as `where`."""
+        if self.type == "function" and self.function is not None:
+            return self.function
+        if self.type == "custom" and self.custom is not None:
+            return self.custom.as_function()
+        raise InvalidRequest(f"{where}.{self.type} is missing", param=f"{where}.{self.type}")
 
 
 class _CalledFunction(BaseModel):
@@ -62,11 +106,26 @@ class _CalledFunction(BaseModel):
     arguments: str | dict[str, Any] = "{}"
 
 
+class _CalledCustomTool(BaseModel):
+    model_config = ConfigDict(strict=True)
+    name: str
+    input: str
+
+
 class _MessageToolCall(BaseModel):
     model_config = ConfigDict(strict=True)
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: _CalledFunction
+    type: Literal["function", "custom"] = "function"
+    function: _CalledFunction | None = None
+    custom: _CalledCustomTool | None = None
+
+    def called(self, where: str) -> _CalledFunction:
+        """Returns the called function; raises InvalidRequest that names the call as `where`."""
+        if self.type == "custom" and self.custom is not None:
+            return _CalledFunction(name=self.custom.name, arguments={INPUT: self.custom.input})
+        if self.function is None:
+            raise InvalidRequest(f"{where}.{self.type} is missing", param=f"{where}.{self.type}")
+        return self.function
 
 
 class Message(BaseModel):
@@ -90,7 +149,7 @@ class Message(BaseModel):
         message: dict[str, Any] = {"role": role, "content": self._text(f"{where}.content")}
         calls = self.tool_calls or ([_MessageToolCall(function=self.function_call)] if self.function_call else [])
         if calls:
-            message["tool_calls"] = [_call_for_template(call) for call in calls]
+            message["tool_calls"] = [_call_for_template(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
         if self.role == "assistant" and (reasoning := self.reasoning_content or self.reasoning):
             # Templates differ in the name that they read; that of gpt-oss is `thinking`.
             message |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
@@ -118,9 +177,10 @@ class Message(BaseModel):
         )
 
 
-def _call_for_template(call: _MessageToolCall) -> dict[str, Any]:
+def _call_for_template(call: _MessageToolCall, where: str) -> dict[str, Any]:
     """Converts a tool call for a chat template, which expects arguments as an object if they are one."""
-    arguments = call.function.arguments
+    function = call.called(where)
+    arguments = function.arguments
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments)
@@ -130,14 +190,16 @@ def _call_for_template(call: _MessageToolCall) -> dict[str, Any]:
             arguments = parsed
     _check_depth("messages", arguments)
     id_field = {} if call.id is None else {"id": call.id}
-    return {**id_field, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {**id_field, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """The tools of a request and how the model may use them."""
 
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[Function, ...] = ()
+    custom: frozenset[str] = frozenset()
+    """Names of those that stand for custom tools."""
     required: bool = False
     """The model must call a tool."""
     named: bool = False
@@ -218,14 +280,14 @@ class ChatRequest(GenerationRequest):
         if self.legacy:
             if self.tools:
                 raise InvalidRequest("functions is the older name of tools: send one of them", param="functions")
-            tools = [Tool(type="function", function=function) for function in self.functions or ()]
+            tools = self.functions or []
         else:
-            tools = self.tools or []
+            tools = [tool.as_function(f"tools[{i}]") for i, tool in enumerate(self.tools or ()) if not tool.left_out]
         param = "functions" if self.legacy else "tools"
-        by_name = {tool.function.name: tool for tool in tools}
+        by_name = {tool.name: tool for tool in tools}
         if len(by_name) < len(tools):
             raise InvalidRequest(f"{param} has two functions of one name: give each its own", param=param)
-        _check_depth(param, [tool.function.parameters for tool in tools])
+        _check_depth(param, [tool.parameters for tool in tools])
         mode, names = self._tool_choice()
         for name in names or ():
             if name not in by_name:
@@ -234,7 +296,13 @@ class ChatRequest(GenerationRequest):
             raise InvalidRequest(f"{self._choice_field} asks for a call, but there are no {param}", param=self._choice_field)
         chosen = () if mode == "none" else tuple(by_name.values() if names is None else (by_name[name] for name in dict.fromkeys(names)))
         named = mode == "named"
-        return ToolSpec(chosen, mode in ("required", "named"), named, not (self.legacy or named or self.parallel_tool_calls is False))
+        custom = frozenset(tool.custom.name for tool in self.tools or () if tool.custom is not None)
+        parallel = not (self.legacy or named or self.parallel_tool_calls is False)
+        return ToolSpec(chosen, custom, mode in ("required", "named"), named, parallel)
+
+    def left_out_tools(self) -> list[str]:
+        """Returns the types of the tools that the server does not know."""
+        return list(dict.fromkeys(tool.type for tool in self.tools or () if tool.left_out))
 
     @property
     def _choice_field(self) -> str:
@@ -251,7 +319,9 @@ class ChatRequest(GenerationRequest):
                 return "auto", None
             case "none" | "auto" | "required" if self._choice_field == "tool_choice" or choice != "required":
                 return str(choice), None
-            case {"type": "function", "function": {"name": str(name)}} if self._choice_field == "tool_choice":
+            case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}} if (
+                self._choice_field == "tool_choice"
+            ):
                 return "named", [name]
             case {"name": str(name)} if self._choice_field == "function_call":
                 return "named", [name]
@@ -302,7 +372,7 @@ def rename_fields(error: InvalidRequest, names: Mapping[str, str]) -> InvalidReq
 def _function_name(tool: object) -> str | None:
     """Returns the function that an entry of `allowed_tools` names."""
     match tool:
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
             return name
     return None
 

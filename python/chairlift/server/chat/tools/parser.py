@@ -32,6 +32,8 @@ class ToolCallDelta:
     """The next part of the arguments' JSON text."""
     id: str | None = None
     name: str | None = None
+    custom: bool = False
+    """Whether `arguments` are the free text of a custom tool's input."""
 
 
 class InvalidCall(Exception):

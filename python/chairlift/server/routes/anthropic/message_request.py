@@ -28,13 +28,13 @@ class AnthropicMessage(BaseModel):
 
 
 class ClientTool(BaseModel):
-    """A function that the model may call and the client runs; other kinds of tools are not supported."""
+    """A function that the model may call and the client runs; tools of other types are left out."""
 
     model_config = ConfigDict(strict=True)
-    type: Literal["custom"] | None = None
+    type: str | None = None
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
 
 
 class ToolChoice(BaseModel):
@@ -89,7 +89,7 @@ class CountRequest(GenerationParams):
         if self.messages[-1].role == "assistant":  # the answer continues it
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools:
-            body["tools"] = [{"type": "function", "function": _function(tool)} for tool in self.tools]
+            body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools)]
         if choice := self.tool_choice:
             named = {"type": "function", "function": {"name": choice.name}}
             body["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
@@ -128,9 +128,14 @@ class MessagesRequest(CountRequest):
         return super()._body() | {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
 
 
-def _function(tool: ClientTool) -> dict[str, Any]:
+def _tool(tool: ClientTool, where: str) -> dict[str, Any]:
+    """Converts to a chat request's tool; raises InvalidRequest that names it as `where`."""
+    if tool.type not in (None, "custom"):
+        return {"type": tool.type}
+    if tool.input_schema is None:
+        raise InvalidRequest(f"{where}.input_schema is missing", param=f"{where}.input_schema")
     description = {} if tool.description is None else {"description": tool.description}
-    return {"name": tool.name, **description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {"name": tool.name, **description, "parameters": tool.input_schema}}
 
 
 def _assistant_messages(content: object, where: str) -> list[dict[str, Any]]:

@@ -109,14 +109,9 @@ class _ChatResponse:
         """Returns a message's tool calls."""
         if not calls:
             return {}
-        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
         if self._body.legacy:
-            return {"function_call": functions[0]}
-        return {
-            "tool_calls": [
-                {"id": call.id, "type": "function", "function": function} for call, function in zip(calls, functions, strict=True)
-            ]
-        }
+            return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
+        return {"tool_calls": [{"id": call.id, **_called(call)} for call in calls]}
 
     def _call_deltas(self, calls: Sequence[ToolCallDelta]) -> dict[str, Any]:
         """Returns the increments of a message's tool calls."""
@@ -144,11 +139,14 @@ def _reasoning(text: str | None) -> dict[str, Any]:
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     """Formats a call's next part; only the first has its id and name."""
-    if call.name is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {
-        "index": call.index,
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+    if call.name is not None:
+        return {"index": call.index, "id": call.id, **_called(call)}
+    part = {"custom": {"input": call.arguments}} if call.custom else {"function": {"arguments": call.arguments}}
+    return {"index": call.index, **part}
+
+
+def _called(call: ToolCall | ToolCallDelta) -> dict[str, Any]:
+    """Formats the called function or custom tool."""
+    if call.custom:
+        return {"type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -25,15 +25,27 @@ FIELD_NAMES = {
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class FunctionTool(BaseModel):
-    """A function that the model may call; other kinds of tools are not supported."""
+class ResponsesTool(BaseModel):
+    """A function or a custom tool that the model may call; tools of other types are left out."""
 
-    model_config = ConfigDict(strict=True)
-    type: Literal["function"]
-    name: str
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str
+    name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: dict[str, Any] | None = None
+
+    def response_tool(self) -> dict[str, Any]:
+        """Returns the tool as the response repeats it."""
+        return self.model_dump(exclude={"format"}) if self.type == "function" else self.model_dump(exclude_unset=True)
+
+    def chat_tool(self) -> dict[str, Any]:
+        """Converts to a chat request's tool."""
+        fields = {"custom": {"name", "description", "format"}, "function": {"name", "description", "parameters", "strict"}}
+        if self.type not in fields:
+            return {"type": self.type}
+        return {"type": self.type, self.type: self.model_dump(include=fields[self.type], exclude_none=True)}
 
 
 class TextOptions(BaseModel):
@@ -70,7 +82,7 @@ class ResponsesRequest(GenerationParams):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     thinking_token_budget: int | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
@@ -96,7 +108,7 @@ class ResponsesRequest(GenerationParams):
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.tools:
-            body["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools]
+            body["tools"] = [tool.chat_tool() for tool in self.tools]
         body["tool_choice"] = self._choice()
         if text_format := self.text and self.text.format:
             body["response_format"] = _response_format(text_format)
@@ -122,8 +134,8 @@ class ResponsesRequest(GenerationParams):
 
     def _choice(self) -> Any:
         match self.tool_choice:
-            case {"type": "function", "name": str(name)}:
-                return {"type": "function", "function": {"name": name}}
+            case {"type": "function" | "custom" as kind, "name": str(name)}:
+                return {"type": kind, kind: {"name": name}}
             case {"type": "allowed_tools", "mode": str(mode), "tools": [*tools]}:
                 allowed = [{"type": "function", "function": {"name": tool.get("name")}} for tool in tools if isinstance(tool, dict)]
                 return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
@@ -141,12 +153,10 @@ def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> No
     """Appends an input item to the conversation; raises InvalidRequest that names it as `where`."""
     match item:
         case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant"})
-            messages[-1].setdefault("content", None)
-            function = {"name": name, "arguments": arguments}
-            messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
-        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
+            _append_call(messages, {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+        case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(name), "input": str(text)}:
+            _append_call(messages, {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}})
+        case {"type": "function_call_output" | "custom_tool_call_output", "call_id": str(call_id), "output": output}:
             messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(output, f"{where}.output")})
         case {"type": "reasoning", **parts}:
             # The reasoning belongs to the message or the calls that follow it.
@@ -156,8 +166,16 @@ def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> No
                 messages.append({"role": role})
             messages[-1]["content"] = _text(content, f"{where}.content")
         case _:
-            message = f"{where} must be a message, a function_call, a function_call_output or a reasoning item, got {brief(item)}"
+            message = f"{where} must be a message, a call of a function or custom tool, its output, or a reasoning item, got {brief(item)}"
             raise InvalidRequest(message, param="input")
+
+
+def _append_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
+    """Appends a call to the assistant's last message, or to a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    messages[-1].setdefault("content", None)
+    messages[-1].setdefault("tool_calls", []).append(call)
 
 
 def _is_message(item: Mapping[Any, object]) -> bool:

@@ -115,11 +115,13 @@ class _ResponseBuilder:
         for call in delta.calls:
             if call.id is not None:
                 yield from self._close("completed")
-                head = {"type": "function_call", "id": _id("fc"), "call_id": call.id, "name": call.name}
-                yield from self._open({**head, "arguments": "", "status": "in_progress"})
+                kind, prefix, text = ("custom_tool_call", "ctc", "input") if call.custom else ("function_call", "fc", "arguments")
+                head = {"type": kind, "id": _id(prefix), "call_id": call.id, "name": call.name}
+                yield from self._open({**head, text: "", "status": "in_progress"})
             if call.arguments:
                 self._pieces.append(call.arguments)
-                yield {"type": "response.function_call_arguments.delta", **self._item_fields(), "delta": call.arguments}
+                name = "custom_tool_call_input" if call.custom else "function_call_arguments"
+                yield {"type": f"response.{name}.delta", **self._item_fields(), "delta": call.arguments}
         if delta.finish_reason:
             self._finish_reason = delta.finish_reason
 
@@ -159,6 +161,9 @@ class _ResponseBuilder:
             else:
                 yield {"type": "response.reasoning_text.done", **place, "text": whole}
             yield {"type": "response.content_part.done", **place, "part": item["content"][0]}
+        elif item["type"] == "custom_tool_call":
+            item["input"] = whole
+            yield {"type": "response.custom_tool_call_input.done", **self._item_fields(), "input": whole}
         else:
             item["arguments"] = whole
             yield {"type": "response.function_call_arguments.done", **self._item_fields(), "name": item["name"], "arguments": whole}
@@ -202,7 +207,7 @@ class _ResponseBuilder:
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tools": [tool.response_tool() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
