@@ -17,7 +17,6 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from peers.machine import Busy, describe
@@ -27,6 +26,8 @@ import chairlift
 import chairlift.runner
 from chairlift import EngineConfig
 from chairlift.bench.traces import read
+from chairlift.engine.frames import StepOutputs
+from chairlift.engine.loop import Engine
 from chairlift.runner.memory.machine import usable_cores
 from chairlift.sim.calibrate import calibrate, slowdown
 from chairlift.sim.compare import Variant
@@ -60,7 +61,7 @@ def lived(config: EngineConfig, trace: Workload, profile: Profile) -> tuple[dict
     last: dict[int, int] = {}
     gaps: list[int] = []
 
-    def watch(report: Any) -> None:
+    def watch(engine: Engine, report: StepOutputs) -> None:
         now = time.monotonic_ns() // 1000
         for tag in np.frombuffer(report.tags, np.uint64).tolist():
             if tag in last:

@@ -1,6 +1,8 @@
 """langchain-openai: chat models over both of OpenAI's chat APIs, and completions."""
 
 import asyncio
+import runpy
+from pathlib import Path
 from typing import Literal
 
 import openai
@@ -99,3 +101,10 @@ def test_a_call_that_must_be_made(slow, api):
 def test_logprobs(slow):
     answer = slow.bind(logprobs=True, top_logprobs=2, max_tokens=3).invoke("Say hello.")
     assert [len(token["top_logprobs"]) for token in answer.response_metadata["logprobs"]["content"]] == [2, 2, 2]
+
+
+def test_the_example(real, key, monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{real}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "langchain_chat.py"))
+    assert len(capsys.readouterr().out.splitlines()) >= 3

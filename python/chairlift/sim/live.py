@@ -17,16 +17,20 @@ from chairlift.sim.compare import Variant, VariantResult, request_span, variant_
 from chairlift.sim.workload import Workload
 
 if TYPE_CHECKING:
+    from chairlift.engine.frames import StepOutputs
     from chairlift.engine.loop import Engine
+
+    OnStep = Callable[[Engine, StepOutputs], None]
 
 _WARM_UP = 8
 """Prompt and output tokens of the warm-up request, which touches the memory for the first time."""
 
 
-def run_live(workload: Workload, variant: Variant, on_step: Callable[[Any], None] = lambda report: None) -> VariantResult:
+def run_live(workload: Workload, variant: Variant, on_step: OnStep = lambda engine, outputs: None) -> VariantResult:
     """Loads the model and runs the workload. Each request generates its full output length.
 
-    Latencies count from the time at which a request was due. `on_step` gets each step's report. Raises what the engine raises.
+    Latencies count from the time at which a request was due. `on_step` gets the engine and each step's outputs. Raises what the engine
+    raises.
     """
     from chairlift.engine.loop import Engine  # imports torch
 
@@ -44,9 +48,7 @@ def run_live(workload: Workload, variant: Variant, on_step: Callable[[Any], None
     return variant_result(variant, facts["max_num_seqs"], spans, unserved)
 
 
-def _serve(
-    engine: Engine, workload: Workload, prompts: list[NDArray[np.int32]], on_step: Callable[[Any], None]
-) -> tuple[list[tuple[int, ...]], int]:
+def _serve(engine: Engine, workload: Workload, prompts: list[NDArray[np.int32]], on_step: OnStep) -> tuple[list[tuple[int, ...]], int]:
     """The spans of the requests that finished, and the number of the others."""
     due, outputs, tenants = (workload.column(name).tolist() for name in ("arrival_us", "output", "tenant"))
     start, sent = _now(), 0
@@ -60,7 +62,7 @@ def _serve(
             sent += 1
         report = engine.step() if engine.has_work else None
         if report is not None:
-            on_step(report)
+            on_step(engine, report)
             spans += [request_span(timeline) for timeline in report.ended if timeline["finish"] == "length"]
             continue
         until_due = [(due[sent] - (_now() - start)) / 1e6] if sent < len(prompts) else []
