@@ -3,8 +3,9 @@
 use crate::batch::{Chunk, Outputs, StepPlan};
 use crate::error::Rejected;
 use crate::journal::{Kind, REASONS, Writer, zigzag};
-use crate::request::{FinishReason, Request, SeqId, Time, Token};
+use crate::request::{ArrivalNumber, FinishReason, Request, SeqId, Time, Token};
 use crate::scheduler::Scheduler;
+use crate::sequence::Spec;
 use crate::snapshot::Snapshot;
 use crate::timeline::{Timeline, TimelineState};
 use std::ops::Deref;
@@ -16,8 +17,20 @@ use std::ops::Deref;
 pub struct Recorder {
     scheduler: Scheduler,
     journal: Option<Writer>,
-    /// Sequences that may fill a block in a step, and whether the step has drafted tokens for them. Kept to reuse its memory.
-    filling: Vec<(SeqId, bool)>,
+    /// Sequences that may fill a block in a step, in batch order. Kept to reuse its memory.
+    filling: Vec<Filling>,
+}
+
+/// A sequence that may fill a block with the tokens that a step samples.
+#[derive(Debug)]
+struct Filling {
+    seq: SeqId,
+    arrival_number: ArrivalNumber,
+    tag: u64,
+    /// Whether the step verifies drafted tokens, so that the number of new tokens is a result.
+    drafted: bool,
+    /// Number of new tokens.
+    given: usize,
 }
 
 impl Deref for Recorder {
@@ -131,56 +144,66 @@ impl Recorder {
 
     /// See [`Scheduler::commit`].
     pub fn commit(&mut self, plan: StepPlan, sampled: &[i32], now: Time, outputs: &mut Outputs) {
-        let mut drafted = Vec::new();
         if self.journal.is_some() {
-            let size = self.scheduler.config().block_size;
-            let mask = if size.is_power_of_two() { size - 1 } else { 0 };
-            // A division per chunk would be measurable.
-            let is_full = |tokens: u32| if mask > 0 { tokens & mask == 0 } else { tokens.is_multiple_of(size) };
-            // The sampled token follows the chunk's last token.
-            let fills = |chunk: &&Chunk| chunk.samples && (chunk.drafted > 0 || is_full(chunk.start + chunk.len + 1));
-            self.filling.clear();
-            self.filling.extend(plan.chunks.iter().filter(fills).map(|chunk| (chunk.seq, chunk.drafted > 0)));
-            // A sequence that ends in the commit is removed by it.
-            drafted.extend(
-                self.filling
-                    .iter()
-                    .filter(|(_, drafted)| *drafted)
-                    .filter_map(|&(id, _)| self.scheduler.sequence(id))
-                    .map(|seq| (seq.spec().arrival_number, seq.spec().tag)),
-            );
+            self.note_filling(&plan);
         }
         self.scheduler.commit(plan, sampled, now, outputs);
-        self.record_commit(now, outputs, &drafted);
-        self.record_names(outputs);
+        self.count_given(outputs);
+        self.record_commit(now, outputs);
+        self.record_names();
+    }
+
+    /// Notes the sequences that may fill a block in this step. A sequence that ends in the commit is removed by it.
+    fn note_filling(&mut self, plan: &StepPlan) {
+        let size = self.scheduler.config().block_size;
+        let mask = if size.is_power_of_two() { size - 1 } else { 0 };
+        // A division per chunk would be measurable.
+        let is_full = |tokens: u32| if mask > 0 { tokens & mask == 0 } else { tokens.is_multiple_of(size) };
+        // The sampled token follows the chunk's last token.
+        let fills = |chunk: &&Chunk| chunk.samples && (chunk.drafted > 0 || is_full(chunk.start + chunk.len + 1));
+        let scheduler = &self.scheduler;
+        self.filling.clear();
+        self.filling.extend(plan.chunks.iter().filter(fills).filter_map(|chunk| {
+            let Spec { arrival_number, tag, .. } = *scheduler.sequence(chunk.seq)?.spec();
+            Some(Filling { seq: chunk.seq, arrival_number, tag, drafted: chunk.drafted > 0, given: 0 })
+        }));
+    }
+
+    /// Counts the new tokens of each noted sequence. Both lists are in batch order, and each noted sequence has a token.
+    fn count_given(&mut self, outputs: &Outputs) {
+        let mut tokens = outputs.tokens.iter().peekable();
+        for filling in &mut self.filling {
+            while tokens.next_if(|output| output.tag != filling.tag).is_some() {}
+            while tokens.next_if(|output| output.tag == filling.tag).is_some() {
+                filling.given += 1;
+            }
+        }
     }
 
     /// Records the requests that ended for a reason other than length, and the number of new tokens of each drafted
-    /// sequence, by arrival number and tag.
-    fn record_commit(&mut self, now: Time, outputs: &Outputs, drafted: &[(u64, u64)]) {
+    /// sequence.
+    fn record_commit(&mut self, now: Time, outputs: &Outputs) {
         let Some(journal) = &mut self.journal else { return };
         let ends = || outputs.ended.iter().filter(|timeline| matches!(timeline.finish, Some(FinishReason::Stop | FinishReason::Error)));
         journal.call(Kind::Commit, now).number(ends().count() as u64);
         for timeline in ends() {
             journal.number(timeline.tag).number(u64::from(timeline.finish == Some(FinishReason::Error)));
         }
-        journal.number(drafted.len() as u64);
-        for &(arrival_number, tag) in drafted {
-            let given = outputs.tokens.iter().filter(|output| output.tag == tag).count();
-            journal.number(arrival_number).number(given as u64);
+        let drafted = || self.filling.iter().filter(|filling| filling.drafted);
+        journal.number(drafted().count() as u64);
+        for filling in drafted() {
+            journal.number(filling.arrival_number).number(filling.given as u64);
         }
     }
 
     /// Records the names of blocks just filled by generated tokens. Other sequences may share these blocks, now or
     /// after a preemption.
-    fn record_names(&mut self, outputs: &Outputs) {
+    fn record_names(&mut self) {
         let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config().prefix_caching) else { return };
-        for &(id, drafted) in &self.filling {
+        for &Filling { seq: id, arrival_number, given, .. } in &self.filling {
             self.scheduler.name_blocks(id);
             let Some(seq) = self.scheduler.sequence(id) else { continue };
-            let size = self.scheduler.config().block_size as usize;
-            let (arrival_number, tag, len) = (seq.spec().arrival_number, seq.spec().tag, seq.tokens().len());
-            let given = if drafted { outputs.tokens.iter().filter(|output| output.tag == tag).count() } else { 1 };
+            let (size, len) = (self.scheduler.config().block_size as usize, seq.tokens().len());
             for block in (len - given) / size..len / size {
                 journal.note(Kind::Name).number(arrival_number).number(block as u64).name(seq.blocks.names()[block]);
             }

@@ -9,19 +9,12 @@ use crate::share::OUTPUT_TOKEN;
 use crate::timeline::Timeline;
 
 impl Scheduler {
-    /// Appends the tokens that one chunk sampled. Stops at the first drafted token that the model would not have
-    /// chosen, or at the request's end.
+    /// Appends the tokens that one chunk sampled, and ends the request or continues it.
     pub(super) fn commit_chunk(&mut self, chunk: &Chunk, sampled: &[i32], outputs: &mut Outputs) {
         let Some(seq) = self.seqs.get_mut(chunk.seq) else { return };
         seq.take_sample();
         let before = outputs.tokens.len();
-        let mut finish = deliver(seq, sampled[0], outputs);
-        for (i, &token) in sampled.iter().enumerate().skip(1) {
-            if finish.is_some() || seq.draft().get(i - 1) != Some(&(sampled[i - 1] as Token)) {
-                break;
-            }
-            finish = deliver(seq, token, outputs);
-        }
+        let finish = deliver_accepted(seq, sampled, outputs);
         let given = (outputs.tokens.len() - before) as u64 - u64::from(finish == Some(FinishReason::Error));
         self.accounts.count_generated(given);
         if self.config.policy.has_tenants() {
@@ -112,6 +105,20 @@ impl Scheduler {
         self.accounts.close(seq.member(), &timeline);
         timeline
     }
+}
+
+/// Appends sampled tokens up to the first after a drafted token that the model would not have chosen, or to the request's
+/// end. Returns the finish reason if the request ends.
+#[inline]
+fn deliver_accepted(seq: &mut Sequence, sampled: &[i32], outputs: &mut Outputs) -> Option<FinishReason> {
+    let mut finish = deliver(seq, sampled[0], outputs);
+    for (i, &token) in sampled.iter().enumerate().skip(1) {
+        if finish.is_some() || seq.draft().get(i - 1) != Some(&(sampled[i - 1] as Token)) {
+            break;
+        }
+        finish = deliver(seq, token, outputs);
+    }
+    finish
 }
 
 /// Appends a sampled token (negative if there is none). Returns the finish reason if the request ends.

@@ -3,7 +3,7 @@
 //! The property test and the fuzz target share it. They differ in the source of the calls.
 
 use chairlift_core::{
-    Config, FinishReason, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Scheduler, SeqId, StepBuffers,
+    Config, FinishReason, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Scheduler, SeqId, StepBuffers,
     StepPlan, Timeline, Token,
 };
 use std::cell::Cell;
@@ -102,6 +102,31 @@ pub(crate) struct World {
     ended: Vec<(u64, Option<FinishReason>)>,
 }
 
+/// The arrays of a step.
+#[derive(Default)]
+struct Arrays {
+    ids: Vec<i32>,
+    positions: Vec<i32>,
+    slots: Vec<i32>,
+    starts: Vec<i32>,
+    context_lens: Vec<i32>,
+    rows: Vec<i32>,
+    sample_at: Vec<i32>,
+    sample_rows: Vec<i32>,
+    copies: Vec<i32>,
+    lens: Lens,
+}
+
+impl Arrays {
+    fn new(max_tokens: usize, max_seqs: usize) -> Self {
+        let zeros = |len| vec![0; len];
+        let [ids, positions, slots, sample_at, sample_rows] = [(); 5].map(|()| zeros(max_tokens));
+        let [context_lens, rows] = [(); 2].map(|()| zeros(max_seqs));
+        let (starts, copies) = (zeros(max_seqs + 1), zeros(2 * max_seqs));
+        Self { ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, lens: Lens::default() }
+    }
+}
+
 impl World {
     pub(crate) fn new(config: Config, journal: bool) -> Self {
         let rows = config.max_seqs as usize;
@@ -164,38 +189,48 @@ impl World {
                 self.settle(&timeline);
             }
             Op::Draft { which, right, wrong } => {
-                let Some(tag) = self.pick(which) else { return };
-                let live = &self.live[&tag];
-                let mut context = live.context.clone();
-                for i in 0..right + wrong {
-                    let next = oracle(live.salt, &context);
-                    context.push(if i < right { next } else { (next + 1) % VOCABULARY });
+                if let Some(tag) = self.pick(which) {
+                    self.draft(tag, right, wrong);
                 }
-                self.scheduler.draft(live.seq, &context[live.context.len()..]);
             }
             Op::Step { lag, poison, lost } => {
-                let poison = poison.and_then(|which| self.pick(which));
-                if let Some(tag) = poison {
-                    let family = self.live[&tag].family;
-                    self.live.values_mut().filter(|live| live.family == family).for_each(|live| live.exposed = true);
-                }
-                let lost = lost.and_then(|which| self.pick(which));
-                for tag in self.step(poison, lost).unwrap_or_default() {
-                    while self.in_flight.len() > 1 {
-                        self.commit();
-                    }
-                    let Some(live) = self.live.get(&tag) else { continue };
-                    assert!(self.scheduler.fail(live.seq, self.now));
-                    let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
-                    assert_eq!(timeline.finish, Some(FinishReason::Error));
-                    self.settle(&timeline);
-                }
+                let [poison, lost] = [poison, lost].map(|which| which.and_then(|which| self.pick(which)));
+                self.run_step(poison, lost);
                 while self.in_flight.len() > lag {
                     self.commit();
                 }
             }
         }
         self.scheduler.check();
+    }
+
+    /// Drafts `right` tokens that the model will choose, then `wrong` ones that it will not.
+    fn draft(&mut self, tag: u64, right: usize, wrong: usize) {
+        let live = &self.live[&tag];
+        let mut context = live.context.clone();
+        for i in 0..right + wrong {
+            let next = oracle(live.salt, &context);
+            context.push(if i < right { next } else { (next + 1) % VOCABULARY });
+        }
+        self.scheduler.draft(live.seq, &context[live.context.len()..]);
+    }
+
+    /// Runs a step and fails the requests whose part of it was lost.
+    fn run_step(&mut self, poison: Option<u64>, lost: Option<u64>) {
+        if let Some(tag) = poison {
+            let family = self.live[&tag].family;
+            self.live.values_mut().filter(|live| live.family == family).for_each(|live| live.exposed = true);
+        }
+        for tag in self.step(poison, lost).unwrap_or_default() {
+            while self.in_flight.len() > 1 {
+                self.commit();
+            }
+            let Some(live) = self.live.get(&tag) else { continue };
+            assert!(self.scheduler.fail(live.seq, self.now));
+            let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
+            assert_eq!(timeline.finish, Some(FinishReason::Error));
+            self.settle(&timeline);
+        }
     }
 
     fn pick(&self, which: usize) -> Option<u64> {
@@ -262,46 +297,68 @@ impl World {
     /// Plans a step and runs it on the fake model, except for `lost`. Returns the requests that fail without it, or
     /// `None` if there was nothing to run.
     fn step(&mut self, poison: Option<u64>, lost: Option<u64>) -> Option<Vec<u64>> {
-        let config = *self.scheduler.config();
         self.expire();
         let poison = poison.filter(|tag| self.live.contains_key(tag));
         let plan = self.scheduler.plan(self.now)?;
-        let (max_tokens, max_seqs, max_blocks) =
-            (config.max_tokens as usize, config.max_seqs as usize, config.max_blocks_per_seq() as usize);
         for admitted in &plan.admitted {
             self.row_tag[admitted.slot as usize] = admitted.tag;
             self.row_salt[admitted.slot as usize] = self.live[&admitted.tag].salt;
         }
-        if config.reservation == Reservation::MaxTokens {
+        if self.scheduler.config().reservation == Reservation::MaxTokens {
             assert!(plan.preempted.is_empty(), "preempted though blocks were reserved");
         }
         self.check_order(&plan);
-        let (mut ids, mut positions, mut slots) = (vec![0; max_tokens], vec![0; max_tokens], vec![0; max_tokens]);
-        let (mut starts, mut lens, mut rows) = (vec![0; max_seqs + 1], vec![0; max_seqs], vec![0; max_seqs]);
-        let (mut sample_at, mut sample_rows, mut copies) = (vec![0; max_tokens], vec![0; max_tokens], vec![0; 2 * max_seqs]);
+        let arrays = self.fill(&plan);
+        self.copy_blocks(&plan, &arrays);
+        let missing = self.compute(&plan, &arrays, poison, lost);
+        self.check_writes(&plan, &arrays.starts, &arrays.positions, &arrays.slots);
+        let sampled: Vec<i32> =
+            arrays.sample_at[..arrays.lens.samples].iter().map(|&at| sample(self.cache[arrays.slots[at as usize] as usize])).collect();
+        for (&row, &token) in arrays.sample_rows.iter().zip(&sampled) {
+            self.last_token[row as usize] = token;
+        }
+        self.in_flight.push_back((plan, sampled));
+        let config = self.scheduler.config();
+        let lacks = |i: &usize| {
+            let first = arrays.rows[*i] as usize * config.max_blocks_per_seq() as usize;
+            let blocks = (arrays.context_lens[*i] as u32).div_ceil(config.block_size) as usize;
+            self.tables[first..first + blocks].iter().any(|block| missing.contains(block))
+        };
+        Some((0..arrays.lens.seqs).filter(lacks).map(|i| self.row_tag[arrays.rows[i] as usize]).collect())
+    }
+
+    /// The arrays that the model reads. The block tables in `self` are brought up to date.
+    fn fill(&mut self, plan: &StepPlan) -> Arrays {
+        let config = *self.scheduler.config();
+        let (max_tokens, max_seqs) = (config.max_tokens as usize, config.max_seqs as usize);
+        let mut arrays = Arrays::new(max_tokens, max_seqs);
         let mut writes = vec![0; 2 * self.tables.len()];
-        let n = plan.fill(
+        let lens = plan.fill(
             &self.scheduler,
             &StepBuffers {
-                input_ids: cells(&mut ids),
-                positions: cells(&mut positions),
-                slot_mapping: cells(&mut slots),
-                query_starts: cells(&mut starts),
-                context_lens: cells(&mut lens),
-                batch_slots: cells(&mut rows),
-                sample_at: cells(&mut sample_at),
-                sample_slots: cells(&mut sample_rows),
-                copies: cells(&mut copies),
+                input_ids: cells(&mut arrays.ids),
+                positions: cells(&mut arrays.positions),
+                slot_mapping: cells(&mut arrays.slots),
+                query_starts: cells(&mut arrays.starts),
+                context_lens: cells(&mut arrays.context_lens),
+                batch_slots: cells(&mut arrays.rows),
+                sample_at: cells(&mut arrays.sample_at),
+                sample_slots: cells(&mut arrays.sample_rows),
+                copies: cells(&mut arrays.copies),
                 block_tables: cells(&mut self.tables),
                 table_writes: cells(&mut writes),
-                max_blocks,
+                max_blocks: config.max_blocks_per_seq() as usize,
             },
         );
-        assert!(0 < n.tokens && n.tokens <= max_tokens && n.seqs <= max_seqs, "{n:?}");
-        writes.chunks(2).take(n.table_writes).for_each(|pair| self.copied_tables[pair[0] as usize] = pair[1]);
+        assert!(0 < lens.tokens && lens.tokens <= max_tokens && lens.seqs <= max_seqs, "{lens:?}");
+        writes.chunks(2).take(lens.table_writes).for_each(|pair| self.copied_tables[pair[0] as usize] = pair[1]);
         assert_eq!(self.copied_tables, self.tables);
+        Arrays { lens, ..arrays }
+    }
 
-        let size = config.block_size as usize;
+    /// Makes the step's copies of blocks, in the order that the plan states.
+    fn copy_blocks(&mut self, plan: &StepPlan, arrays: &Arrays) {
+        let size = self.scheduler.config().block_size as usize;
         for &(block, host) in &plan.swap_out {
             let (from, to) = (block.0 as usize * size, host as usize * size);
             self.host[to..to + size].copy_from_slice(&self.cache[from..from + size]);
@@ -310,46 +367,43 @@ impl World {
             let (from, to) = (host as usize * size, block.0 as usize * size);
             self.cache[to..to + size].copy_from_slice(&self.host[from..from + size]);
         }
-        for pair in copies.chunks(2).take(n.copies) {
+        for pair in arrays.copies.chunks(2).take(arrays.lens.copies) {
             let (from, to) = (pair[0] as usize * size, pair[1] as usize * size);
             self.cache.copy_within(from..from + size, to);
         }
+    }
+
+    /// Computes the cells of the step's tokens, except those of `lost`. Returns the blocks that lack them.
+    fn compute(&mut self, plan: &StepPlan, arrays: &Arrays, poison: Option<u64>, lost: Option<u64>) -> Vec<i32> {
+        let config = self.scheduler.config();
+        let (size, max_blocks) = (config.block_size as usize, config.max_blocks_per_seq() as usize);
         let mut missing = Vec::new();
-        for i in 0..n.seqs {
-            let (row, from, to) = (rows[i] as usize, starts[i] as usize, starts[i + 1] as usize);
+        for i in 0..arrays.lens.seqs {
+            let (row, from, to) = (arrays.rows[i] as usize, arrays.starts[i] as usize, arrays.starts[i + 1] as usize);
             if lost == Some(self.row_tag[row]) {
-                missing.extend(slots[from..to].iter().map(|&slot| slot / size as i32));
+                missing.extend(arrays.slots[from..to].iter().map(|&slot| slot / size as i32));
                 continue;
             }
             assert!(from < to, "an empty chunk");
             let slot = |position: usize| self.tables[row * max_blocks + position / size] as usize * size + position % size;
-            assert_eq!(lens[i], positions[to - 1] + 1);
+            assert_eq!(arrays.context_lens[i], arrays.positions[to - 1] + 1);
             if let Some(live) = self.live.get(&self.row_tag[row]) {
                 let limit = live.context.len() + live.left as usize;
-                assert!((lens[i] as usize) < limit + usize::from(limit == 1), "planned past the last token that can matter");
+                let context = arrays.context_lens[i] as usize;
+                assert!(context < limit + usize::from(limit == 1), "planned past the last token that can matter");
             }
             for at in from..to {
-                let position = positions[at] as usize;
-                assert_eq!(slots[at] as usize, slot(position));
-                assert!(slots[at] as usize >= size, "wrote the scratch block");
+                let (id, position) = (arrays.ids[at], arrays.positions[at] as usize);
+                assert_eq!(arrays.slots[at] as usize, slot(position));
+                assert!(arrays.slots[at] as usize >= size, "wrote the scratch block");
                 let before = if position == 0 { origin(self.row_salt[row]) } else { self.cache[slot(position - 1)] };
-                let token = if ids[at] < 0 { self.last_token[(-ids[at] - 1) as usize] } else { ids[at] };
+                let token = if id < 0 { self.last_token[(-id - 1) as usize] } else { id };
                 // A slot whose request failed in the previous step has no token. The commit drops it.
                 let broken = (poison == Some(self.row_tag[row]) && plan.chunks[i].samples) || token < 0;
-                self.cache[slots[at] as usize] = if broken { POISON } else { cell(before, token as Token) };
+                self.cache[arrays.slots[at] as usize] = if broken { POISON } else { cell(before, token as Token) };
             }
         }
-        self.check_writes(&plan, &starts, &positions, &slots);
-        let sampled: Vec<i32> = (0..n.samples).map(|i| sample(self.cache[slots[sample_at[i] as usize] as usize])).collect();
-        for (i, &token) in sampled.iter().enumerate() {
-            self.last_token[sample_rows[i] as usize] = token;
-        }
-        self.in_flight.push_back((plan, sampled));
-        let lacks = |i: &usize| {
-            let (first, blocks) = (rows[*i] as usize * max_blocks, (lens[*i] as usize).div_ceil(size));
-            self.tables[first..first + blocks].iter().any(|block| missing.contains(block))
-        };
-        Some((0..n.seqs).filter(lacks).map(|i| self.row_tag[rows[i] as usize]).collect())
+        missing
     }
 
     /// A step that preempted sequences admits only the requests they were preempted for.
