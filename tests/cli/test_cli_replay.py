@@ -1,5 +1,6 @@
 """`chairlift replay`: on journals that the real scheduler wrote, in made-up time."""
 
+import argparse
 import json
 import random
 import re
@@ -250,6 +251,17 @@ def test_every_setting_reaches_the_scheduler_in_its_units(replay, file, setting,
 def test_no_name_is_left_out_above():
     tried = {re.split("=", mark)[0].replace("-", "_") for mark, *_ in _settings()}
     assert tried | {"static_batch_size", "batch_timeout_ms"} == set(replay_settings.NAMES)
+
+
+def test_a_setting_may_be_none_where_the_core_allows_it():
+    table = {setting["name"]: setting for setting in _core.settings()}
+    for text, name, _ in [*_settings(), ("static_batch_size=2", "batch_size", 2)]:
+        flag = re.split("=", text)[0].replace("-", "_")
+        if table[name].get("optional"):
+            assert replay_settings.parse(f"{flag}=none") == (flag, [None])
+        else:
+            with pytest.raises(argparse.ArgumentTypeError):
+                replay_settings.parse(f"{flag}=none")
 
 
 def _settings():

@@ -467,3 +467,7 @@ def test_every_setting_of_the_core_comes_from_a_flag_and_goes_back_to_it():
     # Names that flags and the core both list are the same ones.
     for name, flag in (("policy", "scheduling_policy"), ("batching", "batching"), ("reservation", "kv_reservation")):
         assert list(flags[flag]["choices"]) == table[name]["names"]
+    # So are defaults, unless they depend on the machine or the pool.
+    defaults = scheduler_settings.of_config(EngineConfig(), **sizes, host_blocks=0, swap_ns_per_block=0)
+    for name in table.keys() - {"num_blocks", "max_tokens", "max_seqs", "max_model_len", "watermark"}:
+        assert defaults[name] == table[name]["default"], name
