@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -80,6 +81,7 @@ async def _serve(
     module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
     from chairlift.server.admin import serve_admin  # the supervisor has imported it
 
+    gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
     supervisor = module.Supervisor(engine, server.served_model_name or public_name(config.model), server, keys)
     async with nullcontext() if admin is None else serve_admin(admin, supervisor.admin()):
         status: int = await supervisor.run(starting, listener)

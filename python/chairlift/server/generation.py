@@ -89,21 +89,20 @@ class Generation:
         tokens = len(self._prompts[index][0])
         return UsageLabels(self._engine_ids[index], self._request_id, scheduling.tenant, self._tier, scheduling.priority, tokens)
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields (choice index, increment); raises the engine's errors. Without `stream` a prompt yields only when it is complete."""
-        if len(self._prompts) == 1:
-            async with aclosing(self._generate_prompt(0)) as outputs:
-                async for output in outputs:
-                    yield output.index, output
-            return
+        return self._generate_prompt(0) if len(self._prompts) == 1 else self._generate_prompts()
+
+    async def _generate_prompts(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Yields the increments of several prompts as they come."""
         queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(_MAX_BUFFERED_OUTPUTS)
 
         async def pump(index: int) -> None:
             end = None
             try:
                 async with aclosing(self._generate_prompt(index)) as outputs:
-                    async for output in outputs:
-                        await queue.put((index, output))
+                    async for item in outputs:
+                        await queue.put(item)
             except Exception as error:
                 end = error
             await queue.put((index, end))
@@ -118,16 +117,17 @@ class Generation:
                 if item is None:
                     running -= 1
                 else:
-                    yield index * self._n + item.index, item
+                    yield index, item
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _generate_prompt(self, index: int) -> AsyncGenerator[RequestOutput]:
+    async def _generate_prompt(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields one prompt's increments and updates usage and metrics."""
         metrics, usage = self._service.metrics, self.usage
         prompt, params = self._prompts[index]
+        first_choice = index * self._n
         latencies = metrics.latencies(self._scheduling.tenant, self._scheduling.priority)
         tokens = _TokenTimes(latencies, self._context.arrived)
         lengths: dict[int, int] = {}
@@ -167,7 +167,7 @@ class Generation:
                         if usage_log is not None and not unfinished:
                             await usage_log.write_ended(self._service.engine, labels, [] if params.ranked else timelines)
                             usage_log = None
-                    yield output
+                    yield first_choice + output.index, output
             if params.ranked:  # `best_of`: discarded answers count as usage too
                 with contextlib.suppress(EngineDead):  # the answer is complete even if the engine has ended since
                     sampled_tokens = sum(timeline.output_tokens for timeline in await self._service.engine.explain(self._engine_ids[index]))

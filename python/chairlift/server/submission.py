@@ -80,8 +80,11 @@ class Submission:
                 async with aclosing(self._generate(start)) as outputs:
                     async for output in outputs:
                         on_output(output)
+                        if delivered:
+                            yield output
+                            continue
                         pending.append(output)
-                        if not self._buffered and (delivered or output.text or output.finish_reason):
+                        if not self._buffered and (output.text or output.finish_reason):
                             delivered = True
                             for one in pending:
                                 yield one

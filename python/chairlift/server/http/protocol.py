@@ -99,6 +99,7 @@ class _LingeringTransport:
         self._transport = transport
         self._linger = linger
         self._closing = False
+        self.write = transport.write  # called for each token: `__getattr__` would cost more than the rest
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
