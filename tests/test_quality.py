@@ -1,5 +1,6 @@
 """What each form of weights and KV costs in quality, on the default model and a text of English prose; measured in docs/tuning.md."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from chairlift.config import EngineConfig
 from chairlift.runner.build import build_runner
 from chairlift.runner.executor import Loader
 from chairlift.runner.memory.precision import Precision
+from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.tokenizer import Tokenizer
 
@@ -34,15 +36,16 @@ def logits(model_dir: Path, ids: list[int], *, in_torch: str | None = None, **se
     """Our own, of one step; with the weights of layers in a form of 8 bits for torch."""
     count = len(ids)
     config = EngineConfig(device="cpu", max_model_len=1024, num_kv_blocks=65, max_num_seqs=1, max_num_batched_tokens=1024, **settings)
-    runner = build_runner(config, model_dir, load=with_quantization(in_torch) if in_torch else None)
+    runner = build_runner(config, model_dir, make_backend=partial(TorchBackend, load=with_quantization(in_torch)) if in_torch else None)
     buffers, places = runner.buffers[0], np.arange(count)
     buffers.input_ids[:count], buffers.positions[:count] = ids, places
     buffers.block_tables[0, :64] = np.arange(1, 65)
     buffers.slot_mapping[:count] = 16 + places
     buffers.query_starts[1] = buffers.context_lens[0] = count
-    runner.model.load_step(buffers, 0)
+    if in_torch:
+        runner.model.load_step(buffers, 0)
     runner.model.forward(buffers, count, 1)
-    return runner.model.logits(places)
+    return torch.as_tensor(runner.model.logits(places))
 
 
 def with_quantization(form: str) -> Loader:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -319,10 +320,11 @@ def steps_overlap(overlaps: bool) -> Iterator[None]:
     """Engines made within run the model in torch, on a CPU too, and plan a step while another runs, or do not."""
     from chairlift.engine import loop
     from chairlift.runner.build import build_runner
-    from chairlift.runner.torch_executor import TorchExecutor
+    from chairlift.runner.torch_backend import TorchBackend
 
     usual = loop._build_runner
-    loop._build_runner = lambda config, directory, eos, on_phase: build_runner(config, directory, on_phase, TorchExecutor.load, overlaps)
+    backend = partial(TorchBackend, overlaps=overlaps)
+    loop._build_runner = lambda config, directory, eos, on_phase: build_runner(config, directory, on_phase, backend)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from chairlift.runner.executor import ModelExecutor
+from chairlift.runner.device_executor import DeviceExecutor
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 aten = torch.ops.aten
@@ -157,8 +157,8 @@ _LOST = -1
 _MASK = 2**40 - 1
 
 
-class CellModel(ModelExecutor):
-    """A `ModelExecutor` with one number a token for its KV: a function of the token and of all before it, so that no mistake stays unseen.
+class CellModel(DeviceExecutor):
+    """A `DeviceExecutor` with one number a token for its KV: a function of the token and of all before it, so that no mistake stays unseen.
 
     What stands before position 0 is the same for all. It finds what is before a token through the block table that is on the device.
     """

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from chairlift.engine.loop import Engine
 from chairlift.engine.request import FINISH_REASONS
 from chairlift.kernels.sampling import reference
 from chairlift.runner.build import build_runner
-from chairlift.runner.torch_executor import TorchExecutor
+from chairlift.runner.torch_backend import TorchBackend
 from chairlift.sampling import StructuredOutput
 from chairlift.sim.replay import Recording
 
@@ -72,7 +73,7 @@ def lazy():
 @pytest.fixture
 def make(directory: Path, lazy: LazyDevice, monkeypatch: pytest.MonkeyPatch):
     """Makes engines on the lazy device, with steps that overlap and without."""
-    monkeypatch.setattr("chairlift.runner.runner.CopyStream", lambda device: LazyCopyStream(lazy))
+    monkeypatch.setattr("chairlift.runner.torch_runner.CopyStream", lambda device: LazyCopyStream(lazy))
     monkeypatch.setattr("chairlift.runner.build.time_swap", lambda model, blocks: 1)
 
     def sample(logits: torch.Tensor, *rest: object, **more: object) -> torch.Tensor:
@@ -88,7 +89,7 @@ def make(directory: Path, lazy: LazyDevice, monkeypatch: pytest.MonkeyPatch):
     def engine(overlaps: bool, **settings) -> Engine:
         def runner(config, directory, eos, on_phase):
             load = lambda *given: CellModel(lazy, VOCABULARY)  # noqa: E731
-            return build_runner(config, directory, on_phase, load, overlaps)
+            return build_runner(config, directory, on_phase, partial(TorchBackend, load=load, overlaps=overlaps))
 
         monkeypatch.setattr(loop, "_build_runner", runner)
         small = {"num_kv_blocks": 60, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16, "max_model_len": LONGEST}
@@ -103,7 +104,7 @@ class Form:
     def __init__(self, length: int, breaks_at: int) -> None:
         self.left, self.breaks_at, self.state, self.over = length, breaks_at, 1, False
 
-    def mask(self, bitmask: torch.Tensor, index: int) -> None:
+    def mask(self, bitmask: np.ndarray, index: int) -> None:
         assert not self.over, "a mask was asked for behind the end"
         allowed = [EOS] if not self.left else [token for token in range(VOCABULARY - 1) if token != EOS and (token + self.state) % 3]
         for token in allowed:
@@ -318,7 +319,7 @@ def test_a_model_in_torch_answers_the_same_and_keeps_to_forms(byte_model, monkey
     for overlaps in (False, True):
 
         def runner(config, directory, eos, on_phase, overlaps=overlaps):
-            return build_runner(config, directory, on_phase, TorchExecutor.load, overlaps)
+            return build_runner(config, directory, on_phase, partial(TorchBackend, overlaps=overlaps))
 
         monkeypatch.setattr(loop, "_build_runner", runner)
         llm = LLM(str(byte_model), load_format="dummy", device="cpu", num_kv_blocks=60, block_size=8, max_num_seqs=4)

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from chairlift.engine import loop
 from chairlift.layers.device_attention import DevicePlan
 from chairlift.runner.build import build_runner
 from chairlift.runner.cuda_graphs import Graph
+from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
 
 VOCABULARY, SPLIT = 97, 512
@@ -41,7 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(directory: Path, monkeypatch: pytest.MonkeyPatch):
     """Makes engines on a CPU that attend as a GPU does: with graphs that `records` makes, or without."""
-    monkeypatch.setattr("chairlift.runner.runner.CopyStream", LateCopyStream)
+    monkeypatch.setattr("chairlift.runner.torch_runner.CopyStream", LateCopyStream)
     # Its kernel takes a program for each token, and the interpreter a millisecond for each program.
     monkeypatch.setattr(DevicePlan, "write", write)
 
@@ -52,8 +54,9 @@ def make(directory: Path, monkeypatch: pytest.MonkeyPatch):
 
     def engine(records: object, overlaps: bool, **settings: object) -> LLM:
         with monkeypatch.context() as patch:
-            patch.setattr("chairlift.runner.warm_up.graph_capture", lambda device: records)
-            patch.setattr(loop, "_build_runner", lambda config, path, eos, on_phase: build_runner(config, path, on_phase, load, overlaps))
+            patch.setattr("chairlift.runner.torch_runner.graph_capture", lambda device: records)
+            backend = partial(TorchBackend, load=load, overlaps=overlaps)
+            patch.setattr(loop, "_build_runner", lambda config, path, eos, on_phase: build_runner(config, path, on_phase, backend))
             small = {
                 "num_kv_blocks": 200,
                 "block_size": 16,

@@ -27,8 +27,9 @@ class Driver:
         logits = runner.model.logits
 
         def kept(at):
-            self.logits = logits(at).clone()
-            return self.logits.clone()
+            found = logits(at)
+            self.logits = torch.from_numpy(found.copy()) if isinstance(found, np.ndarray) else found.clone()
+            return found
 
         runner.model.logits = kept  # type: ignore[method-assign]
 

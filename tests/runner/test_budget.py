@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from chairlift.runner.memory.budget import DeviceBudget, graph_bytes
 from chairlift.runner.memory.device_memory import Memory, is_out_of_memory, raise_out_of_memory
 from chairlift.runner.memory.precision import decide, torch_weight_bytes
 from chairlift.runner.memory.sizing import StepSize, block_bytes
+from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -220,7 +222,7 @@ def test_a_runner_measures_its_largest_step_and_goes_on_with_a_fresh_cache(tmp_p
 
     memory = Watched(total=4 * GIB)
     config = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=150, max_num_seqs=9, block_size=8)
-    runner = build_runner(config, tmp_path, load=Model.load, overlaps=overlaps, memory=memory)
+    runner = build_runner(config, tmp_path, make_backend=partial(TorchBackend, load=Model.load, overlaps=overlaps, memory=memory))
     assert sizes[:2] == [(150, 3, 1)] * 2  # two whole contexts and a piece, over one block
     assert {blocks for _, _, blocks in sizes[2:]} == {runner.num_kv_blocks}
     assert (runner.max_model_len, runner.max_num_batched_tokens, runner.max_num_seqs) == (64, 150, 9)

@@ -125,12 +125,12 @@ def test_no_rows_have_no_tokens():
 def test_penalties_are_those_of_the_host_and_count_what_was_drawn():
     params = SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
     tokens = np.array([3, 9, 9, 4, 11, 4], dtype=np.int32)
-    made, host = DeviceSampler(3, 30, torch.device("cpu")), Penalties(params, tokens, 3, torch.device("cpu"))
+    made, host = DeviceSampler(3, 30, torch.device("cpu")), Penalties(params, tokens, 3)
     made.add_request(1, params, tokens, 3, 0)
     for step in range(20):
         logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(step)) * 0.3
         expected = logits.clone()
-        host.apply(expected[0])
+        host.apply(expected[0].numpy())
         found = logits.clone()
         token = made.sample(found, ints([1]), ints([step]), made.prepare(np.array([1])))
         assert torch.equal(found, expected)

@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,9 @@ from chairlift.runner.build import build_runner
 from chairlift.runner.executor import Loader
 from chairlift.runner.memory.precision import Precision, torch_weight_bytes
 from chairlift.runner.tensor_parallel.shards import Shards
+from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
+from chairlift.runner.torch_weights import TorchDummyWeights, TorchWeights
 from chairlift.runner.weights import DummyWeights, SafetensorWeights
 
 SMALL = {"device": "cpu", "num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
@@ -37,7 +40,7 @@ def with_changes(**changes: str) -> Loader:
 
 def logits(directory: Path, load: Loader, **settings: object) -> tuple[torch.Tensor, TorchExecutor]:
     """What a model says after each of some prompts, cut in two, and after three more tokens that are always the same; and the model."""
-    runner = build_runner(EngineConfig(**SMALL | settings), directory, load=load)
+    runner = build_runner(EngineConfig(**SMALL | settings), directory, make_backend=partial(TorchBackend, load=load))
     driver = Driver(runner)
     ridings = [
         driver.add_request(row, np.random.default_rng(row).integers(0, 199, length + 3).tolist()) for row, length in enumerate(LENGTHS)
@@ -127,7 +130,7 @@ def test_a_process_rounds_the_part_that_it_has(tmp_path):
     write("llama-biased", tmp_path)
     model = ModelConfig.load(tmp_path)
     for rank in range(2):
-        whole = SafetensorWeights(tmp_path, torch.float32, torch.device("cpu"))
+        whole = TorchWeights(SafetensorWeights(tmp_path), torch.float32, torch.device("cpu"))
         part = Shards(whole, TensorParallelGroup(rank, 2)).take("model.layers.0.self_attn.o_proj.weight", model.hidden_size, 24)
         there = whole.take("model.layers.0.self_attn.o_proj.weight", model.hidden_size, 48)[:, 24 * rank : 24 * rank + 24]
         assert torch.equal(quantise(part, "int8").scale, there.abs().amax(1, keepdim=True) / 127)
@@ -199,7 +202,7 @@ def test_scales_may_be_of_each_head_and_of_keys_alone(scaled):
     assert torch.equal(second[0], scales)
     assert torch.equal(second[1], torch.ones(6))
     assert torch.equal(torch.stack(third), torch.tensor([[1.0], [3.0]]).expand(2, 6))
-    part = Shards(SafetensorWeights(path, torch.float32, torch.device("cpu")), TensorParallelGroup(1, 2))
+    part = Shards(TorchWeights(SafetensorWeights(path), torch.float32, torch.device("cpu")), TensorParallelGroup(1, 2))
     assert torch.equal(part.scales("model.layers.1.self_attn.k_scale", 3), scales[3:])
 
 
@@ -229,4 +232,5 @@ def test_random_norms_change_nothing(tmp_path):
         )
         for norm in (loaded.network.norm, loaded.network.layers[0].norm, loaded.network.layers[2].next_norm):
             assert torch.equal(norm, torch.ones_like(norm))
-    assert torch.equal(DummyWeights(0, torch.float32, torch.device("cpu")).take("model.norm.weight", 3), torch.ones(3))
+    dummy = TorchDummyWeights(DummyWeights(0), torch.float32, torch.device("cpu"))
+    assert torch.equal(dummy.take("model.norm.weight", 3), torch.ones(3))

@@ -16,14 +16,14 @@ from gguf_files import gguf_of, random_blocks, tiny_model, write_safetensors
 from transformers import AutoModelForCausalLM
 
 from chairlift import _core
-from chairlift.checkpoint.gguf import convert
+from chairlift.checkpoint.gguf import LINK, convert
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.runner.build import build_runner
 from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.memory.precision import Precision
-from chairlift.runner.weights import GGUFWeights, gguf_sizes
+from chairlift.runner.weights import GGUFWeights, open_weights
 
 Kind = gguf.GGMLQuantizationType
 EXACT = Precision("blocks", "none", "float32")
@@ -33,7 +33,8 @@ TYPES = [Kind(number) for number in _core.block_types()]
 def logits(directory: Path, precision: Precision = EXACT, config: EngineConfig | None = None) -> np.ndarray:
     """What the CPU's kernels make of a few tokens."""
     shape = ModelConfig.load(directory)
-    model = CpuExecutor.load(config or EngineConfig(device="cpu", threads=2), directory, shape, precision)
+    config = config or EngineConfig(device="cpu", threads=2)
+    model = CpuExecutor.load(config, open_weights(config, directory), shape, precision)
     model.allocate(2, 16, 0)
     ids = np.arange(11, dtype=np.int32) * 7 % 300
     at = np.arange(11, dtype=np.int32)
@@ -47,7 +48,7 @@ def logits(directory: Path, precision: Precision = EXACT, config: EngineConfig |
         batch_slots=np.zeros(1, np.int32),
         block_tables=np.array([[1]], np.int32),
     )
-    return model.logits(at).numpy().copy()
+    return model.logits(at).copy()
 
 
 def converted(path: Path, model: Any, *args: Any, **kwargs: Any) -> Path:
@@ -170,22 +171,22 @@ def test_types_that_become_fp32_are_named_with_their_size_first(tmp_path: Path, 
     kinds = {"model.embed_tokens": Kind.Q2_K, "lm_head": Kind.Q3_K}
     directory = converted(tmp_path / "mixed.gguf", model, Kind.Q4_K, kinds=kinds)
     with caplog.at_level(logging.WARNING, logger="chairlift"):
-        kept, expanded = gguf_sizes(directory)
+        kept, expanded = GGUFWeights(directory / LINK).sizes()
     assert expanded == 2 * 320 * 256 * 4
     assert 0 < kept < (tmp_path / "mixed.gguf").stat().st_size
     (record,) = caplog.records
     assert "tensors of type Q2_K, Q3_K are not computed with as they are, and take 1 MiB as float32" in record.getMessage()
     caplog.clear()
-    assert gguf_sizes(converted(tmp_path / "plain.gguf", model, Kind.Q4_K))[1] == 0
+    assert GGUFWeights(converted(tmp_path / "plain.gguf", model, Kind.Q4_K) / LINK).sizes()[1] == 0
     assert not caplog.records
 
 
-def test_torch_reads_the_same_weights(tmp_path: Path) -> None:
+def test_tensors_are_those_of_the_model(tmp_path: Path) -> None:
     model = tiny_model("llama")
     directory = converted(tmp_path / "tiny.gguf", model, Kind.F32)
-    weights = GGUFWeights(directory / "model.gguf", torch.float32, torch.device("cpu"))
+    weights = GGUFWeights(directory / LINK)
     for name, value in model.state_dict().items():
-        assert torch.equal(weights.take(name, *value.shape), value), name
+        assert np.array_equal(weights.take(name, *value.shape), value.numpy()), name
     weights.finish(ModelConfig.load(directory))
     with pytest.raises(UnsupportedModel, match=r"lm_head.weight is \[320, 64\] where the configuration asks for \[3, 64\]"):
         weights.take("lm_head.weight", 3, 64)
@@ -203,7 +204,7 @@ def test_a_file_whose_model_only_transformers_computes_is_refused(tmp_path: Path
 def test_a_file_that_is_gone_or_too_short_is_refused_before_anything_is_served(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     directory = converted(path, tiny_model("llama"), Kind.Q8_0)
-    weights = GGUFWeights(directory / "model.gguf", None, torch.device("cpu"))
+    weights = GGUFWeights(directory / LINK)
     size = path.stat().st_size
     # Shortened after its header was read: packing finds out.
     os.truncate(path, size - 100)

@@ -2,6 +2,7 @@ import itertools
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from chairlift.config import EngineConfig
 from chairlift.layers.device_attention import DecodeLists
 from chairlift.runner import cuda_graphs, warm_up
 from chairlift.runner.build import build_runner
-from chairlift.runner.torch_executor import TorchExecutor
+from chairlift.runner.torch_backend import TorchBackend
 
 
 def test_answers_are_the_same_with_graphs_and_without():
@@ -67,8 +68,8 @@ def test_a_step_fits_the_smallest_graph_if_every_sequence_has_one_token():
 def test_all_of_sampling_and_a_copy_are_compiled_at_the_start(tmp_path, monkeypatch):
     write("llama", tmp_path)
     config = EngineConfig(device="cpu", num_kv_blocks=80, max_num_seqs=4)
-    runner = build_runner(config, tmp_path, load=TorchExecutor.load, overlaps=False)
-    monkeypatch.setattr(runner, "device", SimpleNamespace(type="cuda"))
+    runner = build_runner(config, tmp_path, make_backend=partial(TorchBackend, overlaps=False))
+    monkeypatch.setattr(runner, "compiles_kernels", True)
     drawer, tiers, scored, copied = runner.sampler.tokens, [], [], []
     monkeypatch.setattr(runner.model, "copy", lambda pairs: copied.append(pairs.tolist()))
     sample, score = drawer.sample, drawer.score_rows

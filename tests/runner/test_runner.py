@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -8,23 +10,24 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, UnsupportedModel
 from chairlift.outputs import TokenLogprobs
 from chairlift.runner.build import build_runner
-from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.executor import time_swap
 from chairlift.runner.runner import ModelRunner
+from chairlift.runner.rust_backend import RustBackend
 from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
+from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.sampling import SamplingParams
 
 LENGTHS = (37, 1, 18, 70)
 
 
-@pytest.fixture(params=[CpuExecutor.load, TorchExecutor.load], ids=["cpu", "torch"])
+@pytest.fixture(params=[RustBackend, TorchBackend], ids=["cpu", "torch"])
 def runner_for(request):
     """Makes a runner, with the model in Rust and then in torch."""
 
     def make(directory, **settings) -> ModelRunner:
         small = {"num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-        return build_runner(EngineConfig(**{"device": "cpu"} | small | settings), directory, load=request.param)
+        return build_runner(EngineConfig(**{"device": "cpu"} | small | settings), directory, make_backend=request.param)
 
     return make
 
@@ -35,7 +38,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "runner_for"),
-    [*((name, CpuExecutor.load) for name in FAMILIES), *((name, TorchExecutor.load) for name in IN_TORCH)],
+    [*((name, RustBackend) for name in FAMILIES), *((name, TorchBackend) for name in IN_TORCH)],
     ids=[*(f"{name}-cpu" for name in FAMILIES), *(f"{name}-torch" for name in IN_TORCH)],
     indirect=["runner_for"],
 )
@@ -57,7 +60,7 @@ def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for
         assert riding.tokens[length:] == expected.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("runner_for", [CpuExecutor.load], indirect=True, ids=["cpu"])
+@pytest.mark.parametrize("runner_for", [RustBackend], indirect=True, ids=["cpu"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "granite4", "phi4-mini"])
 def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path, runner_for):
     write(name, tmp_path)
@@ -215,7 +218,7 @@ def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path, runner_for
 def test_torch_refuses_what_only_the_kernels_for_cpus_compute(tmp_path):
     write("smollm3", tmp_path)
     with pytest.raises(UnsupportedModel, match="SmolLM3ForCausalLM is only supported by the CPU kernels"):
-        build_runner(EngineConfig(device="cpu", num_kv_blocks=80), tmp_path, load=TorchExecutor.load)
+        build_runner(EngineConfig(device="cpu", num_kv_blocks=80), tmp_path, make_backend=TorchBackend)
 
 
 def test_dummy_weights_follow_the_seed_and_give_logits_that_are_not_flat(tmp_path, runner_for):
@@ -279,7 +282,7 @@ def test_a_draw_is_for_the_place_that_its_token_takes(tmp_path, runner_for):
 def test_a_draw_on_the_device_is_for_the_same_rows_and_places(tmp_path):
     write("llama", tmp_path)
     small = {"num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    driver = Driver(build_runner(EngineConfig(device="cpu", **small), tmp_path, load=TorchExecutor.load, overlaps=False))
+    driver = Driver(build_runner(EngineConfig(device="cpu", **small), tmp_path, make_backend=partial(TorchBackend, overlaps=False)))
     asked, sample = [], driver.runner.sampler.tokens.sample
     driver.runner.sampler.tokens.sample = lambda logits, rows, positions, tier: (
         asked.append((rows.tolist(), positions.tolist())) or sample(logits, rows, positions, tier)
@@ -313,7 +316,8 @@ def test_threads_are_the_physical_cores_unless_somebody_says_otherwise(tmp_path,
             return TorchExecutor.load(config, *rest)
 
         config = EngineConfig(num_kv_blocks=10, block_size=8, **settings)
-        [decision] = [decision for decision in build_runner(config, tmp_path, load=load).decisions if decision.what == "threads"]
+        runner = build_runner(config, tmp_path, make_backend=partial(TorchBackend, load=load))
+        [decision] = [decision for decision in runner.decisions if decision.what == "threads"]
         assert asked == [torch.get_num_threads()] == [int(decision.value)]
         return decision.value, decision.reason
 
@@ -349,8 +353,8 @@ def test_what_was_chosen_is_told_with_reasons(tmp_path, runner_for):
 def test_steps_are_made_for_the_memory_that_there_is(tmp_path, monkeypatch):
     write("llama", tmp_path)
     config = EngineConfig(device="cpu")
-    monkeypatch.setattr("chairlift.runner.memory.budget.available_memory", lambda: 2**20)
-    runner = build_runner(config, tmp_path, load=TorchExecutor.load)
+    monkeypatch.setattr("chairlift.runner.memory.host_budget.available_memory", lambda: 2**20)
+    runner = build_runner(config, tmp_path, make_backend=TorchBackend)
     assert runner.max_num_seqs <= runner.max_num_batched_tokens == len(runner.buffers[0].input_ids) < 256
     assert runner.max_num_seqs == len(runner.buffers[0].batch_slots) == len(runner.sampler.detailed)
     assert runner.num_kv_blocks * 16 * 3 * 2 * 2 * 8 * 4 < 2**20

@@ -30,12 +30,13 @@ class AtOnce(Sampler):
     there = False
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:
-        super().__init__(max_seqs, DeviceSampler(max_seqs, VOCABULARY, device) if self.there else HostSampler(max_seqs))
+        super().__init__(max_seqs, DeviceSampler(max_seqs, VOCABULARY, device) if self.there else HostSampler(max_seqs, 2))
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         ours, places = (torch.from_numpy(values.astype(np.int32)) for values in (rows, positions))
         step = SimpleNamespace(sample_at=torch.arange(len(rows)), sample_slots=ours, positions=places - 1)
-        tokens, self.logprobs, self.details = self.take(self.draw(logits, rows, positions, SimpleNamespace(on_device=step)))
+        where = logits if self.there else logits.numpy()
+        tokens, self.logprobs, self.details = self.take(self.draw(where, rows, positions, SimpleNamespace(on_device=step)))
         return tokens
 
 
@@ -161,10 +162,10 @@ def test_repetition_penalty_is_that_of_transformers():
     made = sampler()
     made.add_request(0, SamplingParams(temperature=0.0, repetition_penalty=1.7), tokens, 3, 0)
     found = logits.clone()
-    made.tokens.penalties[0].apply(found[0])
+    made.tokens.penalties[0].apply(found[0].numpy())
     assert torch.equal(found, expected)
     made.tokens.penalties[0].add(20)
-    made.tokens.penalties[0].apply(logits[0])
+    made.tokens.penalties[0].apply(logits[0].numpy())
     assert torch.equal((logits != expected).nonzero(), torch.tensor([[0, 20]]))
 
 
@@ -173,7 +174,7 @@ def test_presence_and_frequency_count_the_output_alone():
     params = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
     made.add_request(0, params, np.array([1, 2, 3, 3], dtype=np.int32), 2, 0)
     logits = torch.zeros(10)
-    made.tokens.penalties[0].apply(logits)
+    made.tokens.penalties[0].apply(logits.numpy())
     assert logits.tolist() == [0, 0, 0, -1.0, 0, 0, 0, 0, 0, 0]
 
 
@@ -234,7 +235,7 @@ class Alternating:
         self.taken: list[int] = []
         self.length = length
 
-    def mask(self, bitmask: torch.Tensor, index: int) -> None:
+    def mask(self, bitmask: np.ndarray, index: int) -> None:
         if len(self.taken) < self.length:
             bitmask[index] = -0x5555_5556 if len(self.taken) % 2 else 0x5555_5555  # the first is 0xAAAAAAAA, as an int32
 
@@ -245,7 +246,7 @@ class Alternating:
 
 
 class Maskless(Alternating):
-    def mask(self, bitmask: torch.Tensor, index: int) -> None:
+    def mask(self, bitmask: np.ndarray, index: int) -> None:
         super().mask(bitmask, index)
         raise RuntimeError("no mask")
 

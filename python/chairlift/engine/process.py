@@ -1,7 +1,7 @@
 """The engine's own process: `python -m chairlift.engine.process FD`, where FD is one end of a socket pair.
 
 Three threads work: one reads the socket, one runs the engine, one is the watchdog. Two more wait forever, so that the parent learns of
-their exit (`exit_watch`). torch is imported while the parent locates the model, so this module's own imports must be fast.
+their exit (`exit_watch`). The engine is imported while the parent locates the model, so this module's own imports must be fast.
 """
 
 from __future__ import annotations
@@ -121,11 +121,13 @@ EngineMaker = Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]
 
 
 def load(load_format: str = "auto") -> EngineMaker:
-    """Imports the engine, with torch unless no model is loaded."""
+    """Imports the engine; with torch if a model is loaded and there is a CUDA driver."""
     from chairlift.engine.loop import Engine
 
     if load_format != "none":
-        import chairlift.runner.build  # noqa: F401
+        from chairlift.runner.build import import_backend
+
+        import_backend()
 
     return Engine
 

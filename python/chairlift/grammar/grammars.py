@@ -13,7 +13,7 @@ from chairlift.grammar.trial import Trial, Vocabulary, compiled
 from chairlift.sampling import StructuredOutput
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_WAITING = 256
@@ -42,13 +42,13 @@ class Matcher:
     def __init__(self, place: LLMatcher) -> None:
         self._place = place
 
-    def mask(self, bitmask: torch.Tensor, index: int) -> None:
+    def mask(self, bitmask: np.ndarray, index: int) -> None:
         """Sets the bits of the tokens that the grammar allows next. After the grammar's end only end-of-sequence tokens are allowed.
 
-        `bitmask` is int32 [rows, ceil(vocabulary / 32)] on the CPU. Raises ValueError.
+        `bitmask` is int32 [rows, ceil(vocabulary / 32)]. Raises ValueError.
         """
         row = bitmask[index]
-        self._place.unsafe_compute_mask_ptr(row.data_ptr(), row.nbytes)
+        self._place.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
 
     def accept(self, token: int) -> None:

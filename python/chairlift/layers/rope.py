@@ -2,37 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from chairlift.layers.attention import AttentionPlan, Scales, write_kv
 from chairlift.layers.norm import rms_norm
-
-
-def inverse_frequencies(
-    head_dim: int,
-    theta: float,
-    kind: str = "default",
-    *,
-    factor: float = 1.0,
-    low_freq_factor: float = 1.0,
-    high_freq_factor: float = 4.0,
-    original_max_position_embeddings: int = 8192,
-) -> torch.Tensor:
-    """Radians per position for each of the head_dim / 2 pairs, fp32.
-
-    `linear` divides all frequencies by `factor`. `llama3` divides those with wavelengths above original / low_freq_factor, keeps those
-    with wavelengths below original / high_freq_factor, and interpolates between.
-    """
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if kind == "linear":
-        return frequencies / factor
-    if kind == "llama3":
-        periods = original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = ((periods - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / factor)
-    return frequencies
 
 
 def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -280,8 +280,11 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
             raise NoNativeModel(f"{model.architecture} has code of ours for one process on a CPU alone")
         return model
     except NoNativeModel as reason:
-        # Imported here because transformers takes seconds to import.
-        from chairlift.models.transformers_config import TransformersConfig
+        try:
+            # Imported here because transformers takes seconds to import and need not be installed.
+            from chairlift.models.transformers_config import TransformersConfig
+        except ModuleNotFoundError as error:
+            raise UnsupportedModel(f"{reason}, and transformers' code needs {error.name}: pip install chairlift") from None
 
         return TransformersConfig.load(directory, str(reason))
 

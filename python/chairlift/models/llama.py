@@ -14,9 +14,10 @@ from chairlift.layers.activation import act_mul
 from chairlift.layers.attention import AttentionPlan, Scales, paged_attention
 from chairlift.layers.linear import Linear
 from chairlift.layers.norm import add_rms_norm, rms_norm
-from chairlift.layers.rope import inverse_frequencies, rope_write, rotations
+from chairlift.layers.rope import rope_write, rotations
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
 from chairlift.models.config import ModelConfig
+from chairlift.models.rotary import inverse_frequencies
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
 """One layer's keys [blocks, kv_heads, block_size, head_dim] and values [blocks, kv_heads, block_size, value_dim]."""
@@ -69,7 +70,7 @@ class Llama:
         self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
         ropes = {config.rope, config.local_rope}
         device = self.embedding.device
-        self.frequencies = {rope: inverse_frequencies(config.head_dim, **asdict(rope)).to(device) for rope in ropes}
+        self.frequencies = {rope: torch.from_numpy(inverse_frequencies(config.head_dim, **asdict(rope))).to(device) for rope in ropes}
 
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Runs a batch over each layer's cache; returns hidden states [T, hidden]."""

@@ -9,14 +9,13 @@ from numpy.typing import NDArray
 
 from chairlift import _core
 from chairlift.errors import UnsupportedModel
-from chairlift.layers.rope import inverse_frequencies
 from chairlift.models.config import ModelConfig, RopeConfig
-from chairlift.runner.weights import DummyWeights, GGUFWeights, Part, SafetensorWeights
+from chairlift.models.rotary import inverse_frequencies
+from chairlift.runner.memory.precision import BYTES
+from chairlift.runner.weights import Part, Weights, as_float32
 
 
-def build_decoder(
-    model: ModelConfig, weights: SafetensorWeights | GGUFWeights | DummyWeights, form: str, threads: int, longest: int
-) -> _core.Decoder:
+def build_decoder(model: ModelConfig, weights: Weights, form: str, threads: int, longest: int) -> _core.Decoder:
     """Loads and packs all weights, matrix by matrix. `longest` is the most tokens of a sequence.
 
     Raises UnsupportedModel for weights that do not match the configuration.
@@ -30,7 +29,7 @@ def rotary_embedding(model: ModelConfig, rope: RopeConfig, longest: int) -> tupl
     LongRoPE has two sets of frequencies, for short and long sequences. Rotated keys stay in the cache, so one set is used for all
     sequences: that of the longest possible one, as in vLLM.
     """
-    frequencies = inverse_frequencies(model.rotary_dim, **asdict(rope)).numpy()
+    frequencies = inverse_frequencies(model.rotary_dim, **asdict(rope))
     if model.long_rope is None:
         return frequencies, 1.0
     long = longest > model.long_rope.original_max_position_embeddings
@@ -41,9 +40,7 @@ def rotary_embedding(model: ModelConfig, rope: RopeConfig, longest: int) -> tupl
 class _Builder:
     """Builds the blocks of one decoder."""
 
-    def __init__(
-        self, model: ModelConfig, weights: SafetensorWeights | GGUFWeights | DummyWeights, form: str, threads: int, longest: int
-    ) -> None:
+    def __init__(self, model: ModelConfig, weights: Weights, form: str, threads: int, longest: int) -> None:
         self.model, self.weights, self.form, self.threads, self.longest = model, weights, form, threads, longest
         self.ropes = list(dict.fromkeys((model.rope, model.local_rope)))
 
@@ -113,8 +110,7 @@ class _Builder:
 
     def vector(self, name: str, size: int) -> np.ndarray:
         """A one-dimensional tensor."""
-        taken: np.ndarray = self.weights.take(name, size).float().numpy()
-        return taken
+        return as_float32(self.weights.take(name, size))
 
     def norm(self, name: str, size: int | None = None) -> np.ndarray:
         """The weight of a norm; `size` is hidden_size by default."""
@@ -124,7 +120,7 @@ class _Builder:
         """Packs several projections of the same input into one layer."""
         parts = [self.weights.part(f"{name}.weight", size, ins) for name, size in outs.items()]
         if gated and len(parts) == 1:
-            parts = _halves(*parts[0])
+            parts = _halves(*parts[0], ins)
         biases = np.concatenate([self.vector(f"{name}.bias", size) for name, size in outs.items()]) if bias else None
         try:
             return _core.Linear(parts, ins, self.form, threads=self.threads, bias=biases, gated=gated)
@@ -137,7 +133,9 @@ def _named(prefix: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[
     return {f"{prefix}{name}": size for name, size in zip(names, sizes if len(names) > 1 else (sum(sizes),), strict=True)}
 
 
-def _halves(kind: str, rows: int, data: NDArray[np.uint8] | tuple[_core.TensorFile, int], interleaved: int) -> list[Part]:
-    """Splits a tensor in memory that stacks gate and up projections into the two."""
-    assert isinstance(data, np.ndarray), "GGUF files have them apart"
-    return [(kind, rows // 2, half, interleaved) for half in np.split(data, 2)]
+def _halves(kind: str, rows: int, data: NDArray[np.uint8] | tuple[_core.TensorFile, int], interleaved: int, ins: int) -> list[Part]:
+    """Splits a tensor that stacks gate and up projections into the two. GGUF files have them apart."""
+    if isinstance(data, np.ndarray):
+        return [(kind, rows // 2, half, interleaved) for half in np.split(data, 2)]
+    file, start = data
+    return [(kind, rows // 2, (file, start + half * ins * BYTES[kind]), interleaved) for half in (0, rows // 2)]

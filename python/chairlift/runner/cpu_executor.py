@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-import torch
 
 from chairlift import _core
 from chairlift.config import EngineConfig
@@ -13,12 +10,12 @@ from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
 from chairlift.runner.buffers import Pairs, StepBuffers
 from chairlift.runner.cpu_decoder import build_decoder
-from chairlift.runner.executor import HostExecutor
+from chairlift.runner.executor import ModelExecutor
 from chairlift.runner.memory.precision import Precision
-from chairlift.runner.weights import open_weights
+from chairlift.runner.weights import Weights
 
 
-class CpuExecutor(HostExecutor):
+class CpuExecutor(ModelExecutor):
     """A model in Rust. The forward pass is one call without the GIL."""
 
     batch_invariant = True
@@ -31,10 +28,9 @@ class CpuExecutor(HostExecutor):
         self._logits = np.empty((1, config.vocab_size), dtype=np.float32)
 
     @classmethod
-    def load(cls, config: EngineConfig, directory: Path, model: ModelConfig, precision: Precision) -> CpuExecutor:
-        """Loads and packs the weights of a directory (see `Loader`)."""
+    def load(cls, config: EngineConfig, weights: Weights, model: ModelConfig, precision: Precision) -> CpuExecutor:
+        """Packs the weights. The settings are complete. Raises UnsupportedModel."""
         form = "int8" if precision.quantization == "int8" else precision.weights.replace("blocks", "kept")
-        weights = open_weights(config, directory, None, cls.device, 1 - model.norm_offset)
         longest = config.max_model_len or model.max_position_embeddings
         decoder = build_decoder(model, weights, form, config.threads or 1, longest)
         weights.finish(model)
@@ -77,9 +73,9 @@ class CpuExecutor(HostExecutor):
             block_tables=buffers.block_tables,
         )
 
-    def logits(self, at: np.ndarray) -> torch.Tensor:
+    def logits(self, at: np.ndarray) -> np.ndarray:
         """Logits of the last step at token positions `at`."""
         if len(self._logits) < len(at):
             self._logits = np.empty((len(at), self.config.vocab_size), dtype=np.float32)
         self.decoder.logits(at.astype(np.int32, copy=False), self._logits)
-        return torch.from_numpy(self._logits[: len(at)])
+        return self._logits[: len(at)]

@@ -1,29 +1,27 @@
-"""Runs steps of a loaded model: forward pass, sampling and log-probabilities."""
+"""Runs steps of a loaded model: forward pass, sampling and log-probabilities. Without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from chairlift.errors import OutOfMemory
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, Sampled, StepBuffers, StepSizes
-from chairlift.runner.copy_stream import CopyStream, PendingResult
-from chairlift.runner.cuda_graphs import Graph, smallest_graph
-from chairlift.runner.executor import ModelExecutor
+from chairlift.runner.executor import Logits, ModelExecutor
 from chairlift.runner.memory.decision import Decision
-from chairlift.runner.memory.device_memory import DeviceMemory, raise_out_of_memory
 from chairlift.runner.memory.sizing import Size
-from chairlift.runner.sampling.device import DeviceSampler
-from chairlift.runner.sampling.host import HostSampler
+from chairlift.runner.pending import PendingResult
 from chairlift.runner.sampling.logprobs import CHUNK_LOGITS, packed
 from chairlift.runner.sampling.matcher import Matcher
 from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
 from chairlift.runner.sampling.sampler import PendingSample, Sampler, TokenSampler
 from chairlift.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from chairlift.runner.cuda_graphs import Graph
 
 
 @dataclass(slots=True)
@@ -31,7 +29,7 @@ class Launched:
     """A step in flight, from `ModelRunner.launch` to `ModelRunner.collect`."""
 
     buffer_index: int
-    logits: torch.Tensor
+    logits: Logits
     """Of the positions to be sampled; `sample` may overwrite them."""
     scored_prompts: list[tuple[PromptLogprobs, int]]
     """Prompts whose log-probabilities the step computes, each with the number of tokens."""
@@ -43,9 +41,12 @@ class Launched:
 
 
 class ModelRunner:
-    """The `Runner` of a loaded model. `build.build_runner` makes it."""
+    """The `Runner` of a loaded model, on the host; `TorchRunner` is that of a model in torch. `build.build_runner` makes them."""
 
     has_logprobs = True
+    overlaps = False
+    compiles_kernels = False
+    """Whether the first use of a sampling feature takes long."""
     decisions: tuple[Decision, ...] = ()
     host_blocks = 0
     swap_ns_per_block = 0
@@ -54,27 +55,16 @@ class ModelRunner:
         self,
         model: ModelExecutor,
         model_config: ModelShape,
-        memory: DeviceMemory,
         size: Size,
         block_size: int,
-        *,
-        overlaps: bool,
-        samples_on_device: bool,
+        buffers: list[StepBuffers],
+        tokens: TokenSampler,
     ) -> None:
-        """Allocates step buffers and the sampler. The model's KV cache must be allocated before the first step."""
-        self.model, self.model_config, self._memory = model, model_config, memory
-        self.device, self.batch_invariant, self.overlaps = model.device, model.batch_invariant, overlaps
+        """The model's KV cache must be allocated before the first step."""
+        self.model, self.model_config, self.batch_invariant = model, model_config, model.batch_invariant
         self.block_size, self.num_kv_blocks, self.max_model_len = block_size, size.num_blocks, size.max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = size.max_num_seqs, size.max_num_batched_tokens
-        copy_stream = CopyStream(self.device)
-        max_blocks = -(-self.max_model_len // block_size)
-        self.buffers = model.make_buffers(1 + overlaps, self.max_num_batched_tokens, self.max_num_seqs, max_blocks, copy_stream)
-        tokens: TokenSampler = HostSampler(self.max_num_seqs)
-        if samples_on_device:
-            tokens = DeviceSampler(self.max_num_seqs, model_config.vocab_size, self.device, copy_stream)
-        self.sampler = Sampler(self.max_num_seqs, tokens)
-        self.graphs: list[Graph] = []
-        """Captured decode steps, by size; empty without CUDA graphs."""
+        self.buffers, self.sampler = buffers, Sampler(self.max_num_seqs, tokens)
         self._prompts: dict[int, PromptLogprobs] = {}
 
     def add_request(
@@ -104,41 +94,18 @@ class ModelRunner:
         """Copies blocks to the host (device block, host block), then back (host block, device block)."""
         self.model.swap(outs, ins)
 
-    @torch.inference_mode()
     def launch(self, buffer_index: int, sizes: StepSizes) -> Launched:
         """Starts the block copies and the forward pass of the step in `buffers[buffer_index]` (see `Runner.launch`)."""
         buffers = self.buffers[buffer_index]
         if sizes.copies:
             self.model.copy(buffers.copies[: 2 * sizes.copies].reshape(-1, 2))
-        prompts = [(slot, prompt, prompt.scored) for slot, prompt in self._prompts.items()]
-        try:
-            with raise_out_of_memory():
-                graph = smallest_graph(self.graphs, sizes.tokens, sizes.seqs)
-                if graph is not None:
-                    logits = graph.launch(buffer_index, sizes)
-                    return Launched(buffer_index, logits, *self._score_prompts(buffers, sizes.seqs), graph)
-                self.model.load_step(buffers, sizes.table_writes)
-                self.sampler.tokens.resolve(buffers, sizes.tokens)
-                self.model.forward(buffers, sizes.tokens, sizes.seqs)
-                scored = self._score_prompts(buffers, sizes.seqs)
-                return Launched(buffer_index, self.model.logits(buffers.sample_at[: sizes.samples]), *scored)
-        except OutOfMemory:
-            for slot, prompt, before in prompts:
-                self._prompts[slot], prompt.scored = prompt, before
-            raise
+        return self._forward(buffers, sizes)
 
-    @torch.inference_mode()
     def sample(self, step: Launched) -> None:
         """Starts sampling a launched step (see `Runner.sample`)."""
         buffers, count = self.buffers[step.buffer_index], len(step.logits)
         positions = buffers.positions[buffers.sample_at[:count]] + 1
-        try:
-            with raise_out_of_memory():
-                step.sample = self.sampler.draw(step.logits, buffers.sample_slots[:count], positions, buffers, step.graph)
-        except OutOfMemory:
-            for prompt, length in step.scored_prompts:
-                prompt.scored -= length
-            raise
+        step.sample = self.sampler.draw(step.logits, buffers.sample_slots[:count], positions, buffers, step.graph)
 
     def collect(self, step: Launched) -> Sampled:
         """Waits for the oldest step in flight and returns its tokens."""
@@ -153,13 +120,21 @@ class ModelRunner:
         return self.collect(step)
 
     def wait(self) -> None:
-        """Waits until the device is idle and returns memory that torch holds in reserve. Steps in flight are discarded."""
+        """Waits until all queued work is done. Steps in flight are discarded."""
         self.model.synchronize()
-        self._memory.trim()
 
     def close(self) -> None:
         """Ends the processes that compute parts of the model."""
         self.model.close()
+
+    def _forward(self, buffers: StepBuffers, sizes: StepSizes) -> Launched:
+        self.model.forward(buffers, sizes.tokens, sizes.seqs)
+        scored = self._score_prompts(buffers, sizes.seqs)
+        return Launched(buffers.index, self._logits(buffers.sample_at[: sizes.samples]), *scored)
+
+    def _logits(self, at: np.ndarray) -> Logits:
+        """Logits of the last step at token positions `at`, where the sampler wants them."""
+        return self.model.logits(at)
 
     def _score_prompts(self, buffers: StepBuffers, num_seqs: int) -> tuple[list[tuple[PromptLogprobs, int]], list[PendingResult]]:
         """Starts computing the log-probabilities of the prompt tokens in this step, for requests that want them."""
@@ -180,7 +155,7 @@ class ModelRunner:
         places, targets = np.array(at, dtype=np.int32), np.concatenate(tokens)
         parts = [slice(start, start + size) for start in range(0, len(at), size)]
         self._prompts = {slot: prompt for slot, prompt in self._prompts.items() if not prompt.complete}
-        return scored, [self.sampler.tokens.score(self.model.logits(places[part]), targets[part], count) for part in parts]
+        return scored, [self.sampler.tokens.score(self._logits(places[part]), targets[part], count) for part in parts]
 
 
 def _prompt_lines(step: Launched) -> list[tuple[int, bytes]]:

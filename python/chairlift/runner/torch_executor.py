@@ -14,18 +14,18 @@ from chairlift.config import EngineConfig
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import AttentionPlan, plan_attention
 from chairlift.layers.device_attention import DevicePlan
-from chairlift.layers.linear import QUANTIZATIONS
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import ForwardBatch, LayerCache, Llama, kv_scales
 from chairlift.models.shape import KvSpec, ModelShape
 from chairlift.runner.buffers import Pairs, StepBuffers
 from chairlift.runner.device_buffers import DeviceBuffers
-from chairlift.runner.executor import ModelExecutor
+from chairlift.runner.device_executor import DeviceExecutor
 from chairlift.runner.memory.kv_cache import KvCache
-from chairlift.runner.memory.precision import Precision
+from chairlift.runner.memory.precision import EIGHT_BITS, Precision
 from chairlift.runner.tensor_parallel.shards import Shards
-from chairlift.runner.weights import DummyWeights, open_weights
+from chairlift.runner.torch_weights import TorchDummyWeights, open_torch_weights
+from chairlift.runner.weights import DummyWeights
 
 
 class Network(Protocol):
@@ -40,7 +40,7 @@ class Network(Protocol):
         ...
 
 
-class TorchExecutor(ModelExecutor):
+class TorchExecutor(DeviceExecutor):
     """A model in torch. Weights and KV have the compute dtype or 8 bits."""
 
     batch_invariant = False
@@ -67,10 +67,10 @@ class TorchExecutor(ModelExecutor):
         dtype: torch.dtype = getattr(torch, precision.compute)
         network: Network
         if isinstance(model, ModelConfig):
-            weights = open_weights(config, directory, dtype, device, 1 - model.norm_offset)
-            quantization = precision.quantization if precision.quantization in QUANTIZATIONS else None
+            weights = open_torch_weights(config, directory, dtype, device, 1 - model.norm_offset)
+            quantization = precision.quantization if precision.quantization in EIGHT_BITS else None
             network = Llama(model, weights if group.size == 1 else Shards(weights, group), group, quantization)
-            weights.finish(model)
+            weights.weights.finish(model)
         else:
             network = _from_transformers(config, directory, model, dtype, device)
         return cls(network, model.kv_specs, torch.float8_e4m3fn if precision.kv == "fp8" else dtype, device)
@@ -130,12 +130,12 @@ def _from_transformers(config: EngineConfig, directory: Path, model: ModelShape,
     from chairlift.runner.self_check import check
 
     assert isinstance(model, TransformersConfig)
-    made = DummyWeights(config.seed, dtype, device) if config.load_format == "dummy" else None
+    made = TorchDummyWeights(DummyWeights(config.seed), dtype, device) if config.load_format == "dummy" else None
     if made is None and (directory / LINK).is_symlink():
         raise UnsupportedModel(f"{(directory / LINK).resolve()}: {model.not_ours}, and transformers' code reads safetensors alone")
     longest = config.max_model_len or model.max_position_embeddings
     network = TransformersModel.load(model, directory, dtype, device, longest, made)
-    weights = made or open_weights(config, directory, dtype, device)
+    weights = made or open_torch_weights(config, directory, dtype, device)
     network.scales = [kv_scales(weights, layer, spec.kv_heads) for layer, spec in enumerate(model.kv_specs)]
     check(network, dtype, device, model.vocab_size, model.architecture)
     return network

@@ -1,18 +1,11 @@
-"""The first steps of a runner: they measure memory, compile kernels and capture CUDA graphs."""
+"""The first steps of a runner: they measure memory and compile kernels. Without torch."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from chairlift.runner.cuda_graphs import capture
-from chairlift.runner.graph_capture import graph_capture
-from chairlift.runner.memory.decision import Decision, asked, gib
-from chairlift.runner.memory.device_memory import DeviceMemory
 from chairlift.runner.runner import ModelRunner
-from chairlift.runner.sampling.device import DeviceSampler
 from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
-from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.sampling import SamplingParams
 
 SPLIT_CONTEXT = 1024
@@ -45,8 +38,8 @@ def warm_up(runner: ModelRunner) -> None:
     buffers = runner.buffers[0]
     longest = min(runner.block_size, len(buffers.input_ids), runner.max_model_len)
     cases = [(longest, longest, SamplingParams()), (1, 1, SamplingParams(temperature=0.0))]
-    if runner.device.type == "cuda":
-        # Compiles kernels: a short chunk, a context in several splits, every sampling feature, a block copy.
+    if runner.compiles_kernels:
+        # A short chunk, a context in several splits, every sampling feature, a block copy.
         cases.append((min(2, longest), min(SPLIT_CONTEXT, runner.max_model_len), ALL_FEATURES))
     for length, context, params in cases:
         buffers.positions[:length] = np.arange(context - length, context)
@@ -58,24 +51,3 @@ def warm_up(runner: ModelRunner) -> None:
         runner.run(length, 1, 1, int(params is ALL_FEATURES))
     for array in buffers.arrays().values():
         array.fill(0)
-
-
-@torch.inference_mode()
-def capture_graphs(runner: ModelRunner, memory: DeviceMemory, *, enforce_eager: bool) -> tuple[Decision, ...]:
-    """Captures CUDA graphs of decode steps, on a device that has them, and returns the decision about them."""
-    recorder, sampler = graph_capture(runner.device), runner.sampler.tokens
-    if recorder is None:
-        return ()
-    if enforce_eager:
-        return (Decision("CUDA graphs", "none", asked("--enforce-eager")),)
-    if not isinstance(runner.model, TorchExecutor) or not isinstance(sampler, DeviceSampler):
-        return (Decision("CUDA graphs", "none", "several processes run a step"),)
-    before = memory.read().free
-    try:
-        runner.graphs = capture(recorder, runner.model, runner.buffers[0].on_device, sampler, runner.max_model_len)
-    except RuntimeError as error:
-        reason = f"the model cannot be recorded: {str(error).strip().splitlines()[0]:.200}"
-        return (Decision("CUDA graphs", "none", reason),)
-    taken = gib(max(0, before - memory.read().free))
-    value = f"{len(runner.graphs)}, of up to {runner.graphs[-1].size} sequences, {taken}"
-    return (Decision("CUDA graphs", value, "decode steps are launched in one call"),)

@@ -6,15 +6,14 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from chairlift import _core
 from chairlift.checkpoint.gguf import LINK, GGUFTensors
+from chairlift.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
@@ -22,10 +21,11 @@ from chairlift.runner.memory.decision import gib
 
 log = logging.getLogger("chairlift")
 
-READABLE = {torch.float32, torch.bfloat16, torch.float16}
 NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 """Suffixes of tensors that a model may ignore: old tables of rotary angles, and scales of a KV cache that is not in 8 bits."""
 
+Array = np.ndarray[Any, np.dtype[Any]]
+"""A tensor: float32, float16, or the bits of bfloat16 as uint16, because numpy has no bfloat16."""
 
 Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int], int]
 """A matrix as `_core.Linear` takes it.
@@ -34,83 +34,110 @@ Its fields are its dtype, its rows, its bytes or their position in a file, and t
 """
 
 
-class SafetensorWeights:
-    """The tensors of a directory's *.safetensors files, which are memory-mapped: tensors that are not used are not read."""
+class Weights(Protocol):
+    """The tensors of a checkpoint, by their Hugging Face names."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype | None, device: torch.device) -> None:
-        """Opens model.safetensors, or the files that model.safetensors.index.json names."""
-        self.directory, self.dtype, self.device = directory, dtype, device
-        self.files: dict[str, Any] = {}
-        for path in _files(directory):
-            opened = _opened(path)
-            self.files.update(dict.fromkeys(opened.keys(), opened))
-        self.left = set(self.files)
+    def take(self, name: str, *shape: int) -> Array:
+        """Returns a tensor. Raises UnsupportedModel if it is missing or has another shape."""
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns the tensor of that name on the model's device, in the model's dtype, or in the file's dtype if the model has none.
-
-        Raises UnsupportedModel if the tensor is missing or has another shape.
-        """
-        if name not in self.files:
-            raise UnsupportedModel(f"{self.directory} has no tensor {name}: its weights do not belong to its config.json")
-        tensor: torch.Tensor = self.files[name].get_tensor(name)
-        if tensor.shape != shape:
-            raise UnsupportedModel(f"tensor {name} is {list(tensor.shape)} where config.json asks for {list(shape)}")
-        if tensor.dtype not in READABLE:
-            raise UnsupportedModel(f"tensor {name} is {tensor.dtype} (supported: float32, bfloat16, float16)")
-        self.left.discard(name)
-        return tensor.to(self.device, self.dtype or tensor.dtype)
-
-    def scales(self, name: str, heads: int) -> torch.Tensor | None:
+    def scales(self, name: str, heads: int) -> Array | None:
         """Returns the scales of that name, fp32 [heads]; None if the checkpoint has none. A single scale applies to all heads.
 
         Raises UnsupportedModel if their number or a value is invalid.
         """
-        if name not in self.files:
-            return None
-        found: torch.Tensor = self.files[name].get_tensor(name).flatten().to(self.device, torch.float32)
-        if len(found) not in (1, heads) or not (found > 0).all():
-            raise UnsupportedModel(f"tensor {name} must have a positive number, or one for each of {heads} KV heads")
-        return found.expand(heads).contiguous()
 
     def part(self, name: str, rows: int, ins: int) -> Part:
-        """Returns a matrix [rows, ins] in the checkpoint's dtype, for the CPU kernels."""
-        return in_memory(self.take(name, rows, ins))
+        """Returns a matrix [rows, ins] for the CPU kernels."""
+
+    def finish(self, model: ModelConfig) -> None:
+        """Raises UnsupportedModel if the checkpoint has a tensor that was not used and that the model may not ignore."""
+
+
+class SafetensorWeights:
+    """The tensors of a directory's *.safetensors files. Tensors that are not used are not read."""
+
+    def __init__(self, directory: Path) -> None:
+        """Opens model.safetensors, or the files that model.safetensors.index.json names."""
+        self.directory = directory
+        self._files = {name: file for file in map(SafetensorsFile, _files(directory)) for name in file.tensors}
+        self._kernel_files: dict[Path, _core.TensorFile] = {}
+        self._unused = set(self._files)
+
+    def take(self, name: str, *shape: int) -> Array:
+        """Returns a tensor in the file's dtype."""
+        file = self._check(name, shape)
+        self._unused.discard(name)
+        return _as_array(file, name)
+
+    def scales(self, name: str, heads: int) -> Array | None:
+        """Returns the scales of that name, fp32 [heads]."""
+        if name not in self._files:
+            return None
+        file = self._files[name]
+        self._check(name, file.tensors[name].shape)
+        scales = as_float32(_as_array(file, name)).reshape(-1)
+        if len(scales) not in (1, heads) or not (scales > 0).all():
+            raise UnsupportedModel(f"tensor {name} must have a positive number, or one for each of {heads} KV heads")
+        return np.broadcast_to(scales, heads).copy()
+
+    def part(self, name: str, rows: int, ins: int) -> Part:
+        """Returns a matrix [rows, ins] in the checkpoint's dtype. The kernels read it from the file."""
+        file = self._check(name, (rows, ins))
+        self._unused.discard(name)
+        if file.path not in self._kernel_files:
+            self._kernel_files[file.path] = _core.TensorFile(file.path)
+        entry = file.tensors[name]
+        return DTYPES[entry.dtype][0], rows, (self._kernel_files[file.path], entry.start), 0
 
     def finish(self, model: ModelConfig) -> None:
         """Raises UnsupportedModel if a tensor was not used, except a tied head and the tensors of NEEDLESS."""
         ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
-        extra = sorted(name for name in self.left - ignored if not name.endswith(NEEDLESS))
+        extra = sorted(name for name in self._unused - ignored if not name.endswith(NEEDLESS))
         if extra:
             more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {', '.join(extra[:3])}{more}")
 
+    def _check(self, name: str, shape: tuple[int, ...]) -> SafetensorsFile:
+        """Returns the file of a tensor. Raises UnsupportedModel if the tensor is missing, or has another shape or an unknown dtype."""
+        if name not in self._files:
+            raise UnsupportedModel(f"{self.directory} has no tensor {name}: its weights do not belong to its config.json")
+        entry = self._files[name].tensors[name]
+        if entry.shape != shape:
+            raise UnsupportedModel(f"tensor {name} is {list(entry.shape)} where config.json asks for {list(shape)}")
+        if entry.dtype not in DTYPES:
+            raise UnsupportedModel(f"tensor {name} is {entry.dtype} (supported: {', '.join(name for name, _ in DTYPES.values())})")
+        return self._files[name]
 
-def in_memory(tensor: torch.Tensor) -> Part:
-    """Returns a tensor's rows for the CPU kernels."""
-    rows, kind = len(tensor), str(tensor.dtype).removeprefix("torch.")
-    return kind, rows, tensor.contiguous().view(-1).view(torch.uint8).numpy(), 0
+
+def _as_array(file: SafetensorsFile, name: str) -> Array:
+    entry = file.tensors[name]
+    dtype = DTYPES[entry.dtype][0].replace("bfloat16", "uint16")
+    array: Array = file.data(name).view(dtype).reshape(entry.shape)
+    return array
 
 
-def open_weights(
-    config: EngineConfig, directory: Path, dtype: torch.dtype | None, device: torch.device, norm: float = 1.0
-) -> SafetensorWeights | GGUFWeights | DummyWeights:
-    """Opens the weights that the settings select: the directory's, or random ones, which are fp32 if `dtype` is None.
+def as_float32(array: Array) -> NDArray[np.float32]:
+    """Returns a tensor's values in fp32."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32, copy=False)
+
+
+def in_memory(array: Array) -> Part:
+    """Returns an fp32 matrix for the CPU kernels."""
+    return "float32", len(array), np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
+
+
+def open_weights(config: EngineConfig, directory: Path, norm: float = 1.0) -> SafetensorWeights | GGUFWeights | DummyWeights:
+    """Opens the weights that the settings select: the directory's, or random ones.
 
     `norm` is the value of a neutral norm weight in a checkpoint of this model.
     """
     if config.load_format == "dummy":
-        return DummyWeights(config.seed, dtype or torch.float32, device, norm)
+        return DummyWeights(config.seed, norm)
     if (directory / LINK).is_symlink():
-        return GGUFWeights(directory / LINK, dtype, device)
-    return SafetensorWeights(directory, dtype, device)
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise UnsupportedModel(f"{path} cannot be read as safetensors ({error}): is the download complete?") from None
+        return GGUFWeights(directory / LINK)
+    return SafetensorWeights(directory)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -137,38 +164,37 @@ class GGUFWeights:
     FLOATS: ClassVar = {0: "float32", 1: "float16", 30: "bfloat16"}
     """ggml's numbers of the unquantised types."""
 
-    def __init__(self, link: Path, dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(self, link: Path) -> None:
         """Opens the file that `link` points to. Raises ModelNotFound if it is missing, UnsupportedModel if it cannot be read."""
         path = link.resolve()
         if not path.is_file():
             raise ModelNotFound(f"{path} is gone, though {link.parent} was made of it: name the model's file again")
-        self.dtype, self.device = dtype, device
         self.tensors = GGUFTensors(path)
         self._file = _core.TensorFile(path)
         self._block_types = set(_core.block_types())
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns the tensor of that name, dequantised, in fp32 if the model has no dtype.
-
-        Raises UnsupportedModel if it has another shape.
-        """
+    def take(self, name: str, *shape: int) -> Array:
+        """Returns a tensor, dequantised to fp32."""
         self._check(name, shape)
-        return torch.from_numpy(self.tensors.values(name)).to(self.device, self.dtype)
+        return self.tensors.values(name)
 
     def scales(self, name: str, heads: int) -> None:
         """Returns None: GGUF files have no scales."""
 
     def part(self, name: str, rows: int, ins: int) -> Part:
-        """Returns a matrix [rows, ins] for the CPU kernels: in the file's type, or in fp32 if the kernels do not support that type."""
+        """Returns a matrix [rows, ins] in the file's type, or in fp32 if the kernels do not support that type."""
         self._check(name, (rows, ins))
         entry = self.tensors.entries[name]
         if not self._is_kept(entry.kind):
-            return in_memory(torch.from_numpy(self.tensors.values(name)))
+            return in_memory(self.tensors.values(name))
         kind = self.FLOATS.get(entry.kind, str(entry.kind))
         return kind, rows, (self._file, entry.start), self.tensors.interleaved(name)
 
-    def sizes(self) -> tuple[int, int, list[str]]:
-        """Returns the bytes of tensors in types that the CPU kernels support, the fp32 bytes of the others, and the types of the others."""
+    def sizes(self) -> tuple[int, int]:
+        """Returns the bytes of tensors in types that the CPU kernels support, and the fp32 bytes of the others.
+
+        Logs which tensors become larger.
+        """
         kept, expanded, types = 0, 0, set()
         for name, entry in self.tensors.entries.items():
             if self._is_kept(entry.kind):
@@ -176,7 +202,15 @@ class GGUFWeights:
             else:
                 expanded += 4 * math.prod(entry.shape)
                 types.add(self.tensors.type_name(name))
-        return kept, expanded, sorted(types)
+        if expanded:
+            log.warning(
+                "%s: tensors of type %s are not computed with as they are, and take %s as float32; "
+                "a file of type Q4_K_M or Q8_0 takes less",
+                self.tensors.path.name,
+                ", ".join(sorted(types)),
+                gib(expanded),
+            )
+        return kept, expanded
 
     def finish(self, model: ModelConfig) -> None:
         """Does nothing: the file's tensors were matched with its configuration when it was opened."""
@@ -191,25 +225,6 @@ class GGUFWeights:
             raise UnsupportedModel(f"{self.tensors.path}: tensor {name} is {found} where the configuration asks for {list(shape)}")
 
 
-def gguf_sizes(directory: Path) -> tuple[int, int]:
-    """Returns the bytes of a GGUF file's tensors in types that the CPU kernels support, and the fp32 bytes of the others.
-
-    Both are 0 for other models. Logs which tensors become larger, before they are read.
-    """
-    if not (directory / LINK).is_symlink():
-        return 0, 0
-    weights = GGUFWeights(directory / LINK, None, torch.device("cpu"))
-    kept, expanded, types = weights.sizes()
-    if expanded:
-        log.warning(
-            "%s: tensors of type %s are not computed with as they are, and take %s as float32; a file of type Q4_K_M or Q8_0 takes less",
-            weights.tensors.path.name,
-            ", ".join(types),
-            gib(expanded),
-        )
-    return kept, expanded
-
-
 class DummyWeights:
     """Random tensors of any shape, equal for equal seeds, to benchmark a model without its weights.
 
@@ -220,25 +235,24 @@ class DummyWeights:
     POOL = 1_048_573
     """A prime, so that no matrix has equal rows."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device, norm: float = 1.0) -> None:
-        self.dtype, self.device, self.norm = dtype, device, norm
-        self.pool = torch.randn(self.POOL, generator=torch.Generator().manual_seed(seed))
-        self.offset = 0
+    def __init__(self, seed: int, norm: float = 1.0) -> None:
+        self.norm = norm
+        self.pool = np.random.default_rng(seed).standard_normal(self.POOL, dtype=np.float32)
+        self._offset = 0
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def draw(self, name: str, size: int, columns: int) -> tuple[int, float]:
+        """Returns the place in the repeated pool of the next `size` numbers, and the factor of these numbers."""
+        start, self._offset = self._offset, (self._offset + size) % self.POOL
+        std = 0.1 if name.endswith("bias") else columns**-0.5
+        return start, std * 4 if "embed_tokens" in name or "lm_head" in name else std
+
+    def take(self, name: str, *shape: int) -> Array:
         """Returns a random tensor. Biases are small, norms are neutral."""
         if name.endswith("norm.weight"):
-            return torch.full(shape, self.norm, dtype=self.dtype, device=self.device)
+            return np.full(shape, self.norm, dtype=np.float32)
         size = math.prod(shape)
-        std = 0.1 if name.endswith("bias") else shape[-1] ** -0.5
-        if "embed_tokens" in name or "lm_head" in name:
-            std *= 4
-        start, self.offset = self.offset, (self.offset + size) % self.POOL
-        repeats = -(-(start + size) // self.POOL)
-        pool = (self.pool * std).to(self.device, self.dtype)
-        # A copy does not keep the rest of the pool in memory.
-        drawn: torch.Tensor = pool.repeat(repeats)[start : start + size].clone().view(shape)
-        return drawn
+        start, std = self.draw(name, size, shape[-1])
+        return (np.resize(np.roll(self.pool, -start), size) * np.float32(std)).reshape(shape)
 
     def scales(self, name: str, heads: int) -> None:
         """Returns None: random weights have no scales."""

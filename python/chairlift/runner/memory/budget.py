@@ -1,4 +1,4 @@
-"""Divides memory among weights, a step, CUDA graphs and the KV cache."""
+"""Divides a device's memory among weights, a step, CUDA graphs and the KV cache."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from dataclasses import replace
 from chairlift._core import max_splits
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, OutOfMemory
-from chairlift.layers.linear import QUANTIZATIONS
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.cuda_graphs import MAX_SIZE, sizes
 from chairlift.runner.memory.decision import Decision, gib
 from chairlift.runner.memory.device_memory import DeviceMemory, raise_out_of_memory
-from chairlift.runner.memory.machine import available_memory
-from chairlift.runner.memory.precision import BYTES, Precision, torch_weight_bytes
-from chairlift.runner.memory.sizing import Room, Size, StepSize, block_bytes, fit, fit_cache, fit_step, headroom, step_bytes
+from chairlift.runner.memory.precision import BYTES, EIGHT_BITS, Precision, torch_weight_bytes
+from chairlift.runner.memory.sizing import Room, Size, StepSize, block_bytes, fit_cache, fit_step, headroom, step_bytes
 from chairlift.runner.tensor_parallel.shards import part_of
 
 GRAPH_BYTES = 8 << 20
@@ -25,21 +23,6 @@ OWN_BYTES = 2 << 30
 """Most bytes that this process allocates outside torch, for kernels and NCCL. More than that is another process's."""
 SMALLER = {"bfloat16": "--dtype bfloat16", "fp8": "--quantization fp8", "int8": "--quantization int8"}
 """The flags that make weights smaller, by dtype or quantization."""
-
-
-class HostBudget:
-    """Divides the host's memory."""
-
-    def __init__(self, processes: int) -> None:
-        """`processes` is the number of processes that share this machine's memory."""
-        self._processes = processes
-
-    def check(self, config: EngineConfig, model: ModelShape, precision: Precision) -> None:
-        """Does nothing: `precision.decide` has checked that the weights fit."""
-
-    def fit(self, config: EngineConfig, model: ModelShape, precision: Precision, run: Callable[[StepSize], None]) -> Size:
-        """Sizes a step and the KV cache. Swapped-out blocks are in the same memory as the cache."""
-        return fit(config, model, precision.kv, max(0, available_memory() // self._processes - config.swap_space))
 
 
 class DeviceBudget:
@@ -72,7 +55,7 @@ class DeviceBudget:
         processes = config.tensor_parallel_size
         part = model if processes == 1 else part_of(model, processes)
         dtype = precision.quantization
-        if dtype == "none" or (dtype in QUANTIZATIONS and not isinstance(model, ModelConfig)):
+        if dtype == "none" or (dtype in EIGHT_BITS and not isinstance(model, ModelConfig)):
             dtype = precision.compute
         if dtype not in BYTES or self._fits(part, dtype, precision.compute):
             return

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.layers.linear import QUANTIZATIONS
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.memory.decision import Decision, asked, gib
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 """Bytes of one number of each dtype, without scales."""
+EIGHT_BITS = ("int8", "fp8")
+"""The quantizations of torch (see `layers.linear`)."""
 WEIGHT_BLOCK, WEIGHT_SCALE_BYTES = 32, 2
 """int8 weights per scale in Rust, and the scale's bytes."""
 ROW_SCALE_BYTES = 4
@@ -46,17 +45,23 @@ class Precision:
 
 
 def decide(
-    config: EngineConfig, model: ModelShape, available: int, blocks: tuple[int, int] = (0, 0), *, in_torch: bool = False
+    config: EngineConfig,
+    model: ModelShape,
+    available: int,
+    blocks: tuple[int, int] = (0, 0),
+    *,
+    in_torch: bool = False,
+    capability: tuple[int, int] = FP8_CAPABILITY,
 ) -> Precision:
     """Chooses the dtypes that the settings leave open, for `available` bytes of free memory. The settings' device is cpu or cuda.
 
     `blocks` are the bytes of a GGUF file's blocks and of its tensors that become fp32; 0 for other checkpoints. `in_torch` is whether
-    torch computes the model on a CPU.
+    torch computes the model on a CPU. `capability` is the CUDA device's compute capability.
 
     Raises InvalidSetting if the device does not support a setting or the weights do not fit.
     """
     if config.device == "cuda" or in_torch:
-        return _in_torch(config, model, available)
+        return _in_torch(config, model, available, capability)
     if config.kv_cache_dtype == "fp8":
         raise InvalidSetting("--kv-cache-dtype fp8 is for CUDA devices: int8 takes as little on a CPU")
     if config.quantization == "fp8":
@@ -83,8 +88,8 @@ def torch_weight_bytes(model: ModelShape, dtype: str, compute: str = "bfloat16")
 
     A transformers model is not quantised here. A quantised checkpoint counts with its dequantised size.
     """
-    if dtype not in QUANTIZATIONS or not isinstance(model, ModelConfig):
-        return model.num_weights * BYTES[compute if dtype in QUANTIZATIONS else dtype]
+    if dtype not in EIGHT_BITS or not isinstance(model, ModelConfig):
+        return model.num_weights * BYTES[compute if dtype in EIGHT_BITS else dtype]
     numbers = model.num_layers * sum(outs * ins for outs, ins in model.layer_matrices)
     scales = model.num_layers * sum(outs for outs, _ in model.layer_matrices) * ROW_SCALE_BYTES
     return (model.num_weights - numbers) * BYTES[compute] + numbers * BYTES[dtype] + scales
@@ -124,12 +129,12 @@ def _quantization(config: EngineConfig, model: ModelShape, weights: str, size: i
     return "int8", f"in {weights} the weights would take {gib(size)}, and {gib(available)} of memory are free"
 
 
-def _in_torch(config: EngineConfig, model: ModelShape, available: int) -> Precision:
+def _in_torch(config: EngineConfig, model: ModelShape, available: int, capability: tuple[int, int]) -> Precision:
     """torch's choice: one dtype for weights, activations and KV. It is the checkpoint's on a CUDA device, fp32 on a CPU if that fits."""
     quantised = model.quantization if config.load_format != "dummy" else None
-    quantization = config.quantization if config.quantization in QUANTIZATIONS else None
+    quantization = config.quantization if config.quantization in EIGHT_BITS else None
     if quantization:
-        _check_quantization(quantization, config, model, quantised)
+        _check_quantization(quantization, config, model, quantised, capability)
     usual = model.dtype in ("float16", "float32", "bfloat16")
     if config.dtype != "auto":
         compute, why = config.dtype, asked("--dtype")
@@ -156,7 +161,9 @@ def _in_torch(config: EngineConfig, model: ModelShape, available: int) -> Precis
     return Precision(compute, quantised or quantization or "none", kv, compute, decisions)
 
 
-def _check_quantization(quantization: str, config: EngineConfig, model: ModelShape, quantised: str | None) -> None:
+def _check_quantization(
+    quantization: str, config: EngineConfig, model: ModelShape, quantised: str | None, capability: tuple[int, int]
+) -> None:
     """Raises InvalidSetting if the model or the device does not support 8-bit weights in torch."""
     if quantised:
         raise InvalidSetting(f"--quantization {quantization}: the checkpoint is quantised already, with {quantised}; leave it out")
@@ -174,8 +181,6 @@ def _check_quantization(quantization: str, config: EngineConfig, model: ModelSha
     odd = sorted({size for sizes in model.layer_matrices for size in sizes if size % FP8_ALIGNMENT})
     if odd:
         raise InvalidSetting(f"--quantization fp8 needs matrices whose sides are multiples of {FP8_ALIGNMENT}, not of {odd[0]}: take int8")
-    # Without a device, as in tests, the lowest capability is assumed.
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else FP8_CAPABILITY
     if capability < FP8_CAPABILITY:
         here, least = (".".join(map(str, numbers)) for numbers in (capability, FP8_CAPABILITY))
         raise InvalidSetting(f"--quantization fp8 needs a device of compute capability {least}, and this one has {here}: take int8")

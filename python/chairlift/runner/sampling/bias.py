@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-import torch
 
-from chairlift.runner.copy_stream import send
+from chairlift.runner.executor import Logits
 from chairlift.sampling import SamplingParams
 
 NEVER = float("-inf")
@@ -59,21 +59,20 @@ class Bias:
         return np.concatenate((self._singles, *found)) if found else self._singles
 
 
-def apply(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
-    """Applies biases to the rows of logits [N, vocabulary] that have one."""
-    device = logits.device
+def apply(logits: Logits, biased: Sequence[tuple[int, Bias]], send: Callable[[np.ndarray], Any]) -> None:
+    """Applies biases to the rows of logits [N, vocabulary] that have one. `send` brings an array to where the logits are."""
 
-    def places(tokens: list[tuple[int, np.ndarray]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(tokens: list[tuple[int, np.ndarray]]) -> tuple[Any, Any]:
         rows = np.repeat([i for i, _ in tokens], [len(ids) for _, ids in tokens])
-        return send(rows, device), send(np.concatenate([ids for _, ids in tokens]), device)
+        return send(rows), send(np.concatenate([ids for _, ids in tokens]))
 
     if only := [(i, bias.allowed) for i, bias in biased if bias.allowed is not None]:
         at = places(only)
         kept = logits[at]
-        logits[send(np.array([i for i, _ in only]), device)] = NEVER
+        logits[send(np.array([i for i, _ in only]))] = NEVER
         logits[at] = kept
     if added := [(i, bias) for i, bias in biased if len(bias.tokens)]:
-        values = send(np.concatenate([bias.values for _, bias in added]), device)
+        values = send(np.concatenate([bias.values for _, bias in added]))
         logits[places([(i, bias.tokens) for i, bias in added])] += values
     if banned := [(i, tokens) for i, bias in biased if len(tokens := bias.banned())]:
         logits[places(banned)] = NEVER

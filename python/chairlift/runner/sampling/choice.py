@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from chairlift import _core
 
@@ -14,12 +13,19 @@ LOWEST_TEMPERATURE = 1e-5
 
 
 def choose(
-    logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, uniform: np.ndarray
+    logits: np.ndarray,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    uniform: np.ndarray,
+    *,
+    threads: int,
 ) -> np.ndarray:
     """Draws a token per row of logits [N, vocabulary] in fp32: int32 [N], FAILED if a logit is NaN or the best is not finite.
 
     Temperature 0 takes the first of the most likely tokens. Otherwise `top_k` (int64, 0: all), then `top_p` and `min_p` (fp64) select
     tokens, and `uniform`, fp64 in [0, 1), is the position in their cumulative distribution, most likely first.
     """
-    settings = (temperature, top_k, top_p, min_p, uniform)
-    return np.frombuffer(_core.choose(logits.contiguous().numpy(), *settings, threads=torch.get_num_threads()), dtype=np.int32).copy()
+    drawn = _core.choose(logits, temperature, top_k, top_p, min_p, uniform, threads=threads)
+    return np.frombuffer(drawn, dtype=np.int32).copy()

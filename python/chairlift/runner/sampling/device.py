@@ -10,13 +10,17 @@ import torch
 from chairlift.kernels.sampling import reference
 from chairlift.kernels.sampling.settings import Settings
 from chairlift.runner.buffers import StepBuffers
-from chairlift.runner.copy_stream import CopyStream, PendingResult, send
+from chairlift.runner.copy_stream import CopyStream, send
+from chairlift.runner.pending import PendingResult
+from chairlift.runner.sampling.bias import NEVER
 from chairlift.runner.sampling.choice import LOWEST_TEMPERATURE
 from chairlift.runner.sampling.sampler import Drawn, Scored
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from chairlift.runner.cuda_graphs import Graph
+
+_BITS = np.array([1 << bit for bit in range(8)], dtype=np.uint8)
 
 
 class SamplingVariant(NamedTuple):
@@ -98,6 +102,16 @@ class DeviceSampler:
     def resolve(self, buffers: StepBuffers, num_tokens: int) -> None:
         """Replaces -(slot + 1) in the input ids on the device by the slot's last token."""
         buffers.on_device.resolve(num_tokens, self.last_token)
+
+    def send(self, array: np.ndarray) -> torch.Tensor:
+        """Copies a small array to the device."""
+        return send(array, self.device)
+
+    def mask(self, logits: torch.Tensor, rows: np.ndarray, octets: np.ndarray) -> None:
+        """Masks tokens that are not allowed."""
+        forbidden = (self.send(octets).unsqueeze(2) & self.send(_BITS) == 0).flatten(1)[:, : logits.shape[1]]
+        at = self.send(rows)
+        logits[at] = logits[at].masked_fill_(forbidden, NEVER)
 
     def keeps_logits(self, slots: np.ndarray) -> bool:
         """False: the kernels overwrite the logits."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from chairlift.runner.buffers import StepBuffers
-from chairlift.runner.copy_stream import PendingResult, ReadyResult
+from chairlift.runner.pending import PendingResult, ReadyResult
 from chairlift.runner.sampling import logprobs
+from chairlift.runner.sampling.bias import NEVER
 from chairlift.runner.sampling.choice import LOWEST_TEMPERATURE, choose
 from chairlift.runner.sampling.penalties import Penalties
 from chairlift.runner.sampling.philox import uniforms
@@ -24,12 +24,11 @@ class HostSampler:
     """A `TokenSampler` on the host.
 
     A draw inverts the cumulative distribution over the tokens, most likely first, at a uniform number that depends only on (seed,
-    position).
+    position). The work is done in Rust, on `threads` threads.
     """
 
-    device = torch.device("cpu")
-
-    def __init__(self, max_seqs: int) -> None:
+    def __init__(self, max_seqs: int, threads: int) -> None:
+        self._threads = threads
         self.temperature = np.zeros(max_seqs)
         self.top_k = np.zeros(max_seqs, dtype=np.int64)
         self.top_p = np.ones(max_seqs)
@@ -45,14 +44,21 @@ class HostSampler:
         self.min_p[slot] = params.min_p
         self.seed[slot] = seed % 2**64
         if params.penalised:
-            self.penalties[slot] = Penalties(params, tokens, prompt_len, self.device)
+            self.penalties[slot] = Penalties(params, tokens, prompt_len)
 
     def remove_request(self, slot: int) -> None:
         """Frees a slot."""
         self.penalties.pop(slot, None)
 
-    def resolve(self, buffers: StepBuffers, num_tokens: int) -> None:
-        """Does nothing: the host knows all input ids."""
+    def send(self, array: np.ndarray) -> np.ndarray:
+        """The array."""
+        return array
+
+    def mask(self, logits: np.ndarray, rows: np.ndarray, octets: np.ndarray) -> None:
+        """Masks tokens that are not allowed."""
+        allowed = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little")
+        for row, tokens in zip(rows, allowed, strict=True):
+            np.putmask(logits[row], tokens == 0, NEVER)
 
     def keeps_logits(self, slots: np.ndarray) -> bool:
         """Whether none of these slots has penalties."""
@@ -60,7 +66,7 @@ class HostSampler:
 
     def draw(
         self,
-        logits: torch.Tensor,
+        logits: np.ndarray,
         slots: np.ndarray,
         positions: np.ndarray,
         buffers: StepBuffers,
@@ -73,11 +79,12 @@ class HostSampler:
             penalties.apply(logits[i])
         temperature = self.temperature[slots]
         drawn = uniforms(self.seed[slots], positions) if temperature.any() else np.zeros(len(slots))
-        chosen = choose(logits, temperature, self.top_k[slots], self.top_p[slots], self.min_p[slots], drawn)
+        settings = temperature, self.top_k[slots], self.top_p[slots], self.min_p[slots]
+        chosen = choose(logits, *settings, drawn, threads=self._threads)
         # The lines of failed samples are not used, but need a valid token.
         lines = None if scored is None else self.score(scored.logits, np.maximum(chosen[scored.at], 0), scored.num_top)
         return Drawn(ReadyResult(chosen), lines, penalised)
 
-    def score(self, logits: torch.Tensor, tokens: np.ndarray, count: int) -> PendingResult:
+    def score(self, logits: np.ndarray, tokens: np.ndarray, count: int) -> PendingResult:
         """Computes lines of `logprobs.score` for tokens [M], given logits [M, vocabulary]."""
-        return ReadyResult(logprobs.score(logits, torch.from_numpy(tokens.astype(np.int64)), count))
+        return ReadyResult(logprobs.score(logits, tokens, count, threads=self._threads))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from chairlift.runner.buffers import StepBuffers
-from chairlift.runner.copy_stream import PendingResult, send
+from chairlift.runner.executor import Logits
+from chairlift.runner.pending import PendingResult
 from chairlift.runner.sampling import bias, logprobs
 from chairlift.runner.sampling.bias import Bias
 from chairlift.runner.sampling.choice import FAILED
-from chairlift.runner.sampling.matcher import Matcher, accept, mask
+from chairlift.runner.sampling.matcher import Matcher, accept, allowed
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Scored(NamedTuple):
 
     at: np.ndarray
     """Indices of the samples."""
-    logits: torch.Tensor
+    logits: Logits
     """Their logits, as the model computed them."""
     num_top: int
     """Top tokens per sample."""
@@ -57,23 +57,24 @@ class TokenSampler(Protocol):
     The other sequences of a step never change a draw.
     """
 
-    device: torch.device
-
     def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
         """Assigns a slot to a sequence with these tokens (prompt, then output)."""
 
     def remove_request(self, slot: int) -> None:
         """Frees a slot."""
 
-    def resolve(self, buffers: StepBuffers, num_tokens: int) -> None:
-        """Fills in input ids that only the device knows."""
+    def send(self, array: np.ndarray) -> Any:
+        """Brings an array to where the logits are, to index or to change them. The array may change when this returns."""
+
+    def mask(self, logits: Logits, rows: np.ndarray, octets: np.ndarray) -> None:
+        """Masks the tokens that `octets` of `matcher.allowed` does not allow in the rows [M] of logits [N, vocabulary]."""
 
     def keeps_logits(self, slots: np.ndarray) -> bool:
         """Whether `draw` leaves the logits of these slots unchanged."""
 
     def draw(
         self,
-        logits: torch.Tensor,
+        logits: Logits,
         slots: np.ndarray,
         positions: np.ndarray,
         buffers: StepBuffers,
@@ -82,7 +83,7 @@ class TokenSampler(Protocol):
     ) -> Drawn:
         """Starts drawing a token per row of logits [N, vocabulary], which it may overwrite."""
 
-    def score(self, logits: torch.Tensor, tokens: np.ndarray, count: int) -> PendingResult:
+    def score(self, logits: Logits, tokens: np.ndarray, count: int) -> PendingResult:
         """Starts computing lines of `logprobs.score` for tokens [M], given logits [M, vocabulary]."""
 
 
@@ -151,7 +152,7 @@ class Sampler:
 
     def draw(
         self,
-        logits: torch.Tensor,
+        logits: Logits,
         slots: np.ndarray,
         positions: np.ndarray,
         buffers: StepBuffers,
@@ -167,12 +168,12 @@ class Sampler:
         scored = None
         if at.size:
             unchanged = at.size == len(slots) and not biased and not matched and self.tokens.keeps_logits(slots)
-            original = logits if unchanged else logits[send(at, logits.device)]
+            original = logits if unchanged else logits[self.tokens.send(at)]
             scored = Scored(at, original, int(self.scored[slots[at]].max()))
         if biased:
-            bias.apply(logits, biased)
+            bias.apply(logits, biased, self.tokens.send)
         if matched:
-            mask(logits, matched)
+            self.tokens.mask(logits, np.array([i for i, _ in matched]), allowed(matched, logits.shape[1]))
         drawn = self.tokens.draw(logits, slots, positions, buffers, graph, scored)
         return PendingSample(drawn, at, self.detailed[slots[at]], matched, [*biased, *drawn.trackers])
 

@@ -23,7 +23,7 @@ from chairlift.errors import ChairliftError
 from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, StepBuffers
-from chairlift.runner.executor import ModelExecutor
+from chairlift.runner.device_executor import DeviceExecutor
 from chairlift.runner.memory.device_memory import is_out_of_memory
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.tensor_parallel.worker import NO_MEMORY, pack, unpack
@@ -37,7 +37,7 @@ EXIT_SECONDS = 0.5
 """Seconds to wait for a failing worker to exit."""
 
 
-class TensorParallelExecutor(ModelExecutor):
+class TensorParallelExecutor(DeviceExecutor):
     """A model whose layers are split among this process and worker processes, each with its own device.
 
     The scheduler and the sampler are in this process. It sends each call and the step's arrays to the workers, which run it on their

@@ -1,0 +1,81 @@
+"""Reads safetensors files: the header, and the bytes of one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from chairlift.errors import UnsupportedModel
+
+DTYPES = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
+"""The dtypes that can be read, by their names in a header: their usual names and their bytes."""
+_MAX_HEADER = 100_000_000
+"""Most bytes of a header, as in the safetensors package."""
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of a file. `start` and `size` are in bytes."""
+
+    dtype: str
+    """As in the header."""
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+class SafetensorsFile:
+    """An open safetensors file.
+
+    Tensors are read and not mapped, because access to a mapped file that was truncated kills the process. Format:
+    https://huggingface.co/docs/safetensors
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads the header. Raises UnsupportedModel if it is invalid or a tensor ends beyond the file."""
+        self.path = path
+        try:
+            self._file = path.open("rb")
+            self._size = os.fstat(self._file.fileno()).st_size
+            self.tensors = self._read_header()
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise self._corrupt(str(error)) from None
+
+    def data(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Returns the bytes of a tensor, flat uint8. Raises UnsupportedModel if the file was truncated."""
+        entry = self.tensors[name]
+        data = bytearray(entry.size)
+        at = 0
+        while at < entry.size:
+            count = os.preadv(self._file.fileno(), [memoryview(data)[at:]], entry.start + at)
+            if not count:
+                raise self._corrupt(f"tensor {name} ends beyond it: it became shorter while it was read")
+            at += count
+        return np.frombuffer(data, np.uint8)
+
+    def _read_header(self) -> dict[str, TensorEntry]:
+        length = int.from_bytes(self._file.read(8), "little")
+        if self._size < 8 or length > min(self._size - 8, _MAX_HEADER):
+            raise ValueError(f"the header takes {length} bytes of {self._size}")
+        header = json.loads(self._file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("the header is not a table of tensors")
+        header.pop("__metadata__", None)
+        return {name: self._entry(name, 8 + length, **fields) for name, fields in header.items()}
+
+    def _entry(self, name: str, data_start: int, *, dtype: str, shape: list[int], data_offsets: list[int]) -> TensorEntry:
+        start, end = data_offsets
+        if not all(type(number) is int and number >= 0 for number in (start, end, *shape)) or start > end:
+            raise ValueError(f"tensor {name} has the shape {shape} and the offsets {data_offsets}")
+        if data_start + end > self._size:
+            raise ValueError(f"tensor {name} ends at byte {data_start + end} of {self._size}")
+        if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype][1]:
+            raise ValueError(f"tensor {name} of shape {shape} and dtype {dtype} has {end - start} bytes")
+        return TensorEntry(dtype, tuple(shape), data_start + start, end - start)
+
+    def _corrupt(self, reason: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.path} cannot be read as safetensors ({reason}): is the download complete?")

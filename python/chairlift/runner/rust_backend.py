@@ -1,0 +1,51 @@
+"""Runs a model on a CPU with the Rust kernels. Without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chairlift.config import EngineConfig
+from chairlift.models.config import ModelConfig
+from chairlift.models.shape import ModelShape
+from chairlift.runner.buffers import Layout, StepBuffers
+from chairlift.runner.cpu_executor import CpuExecutor
+from chairlift.runner.executor import ModelExecutor
+from chairlift.runner.memory.decision import Decision
+from chairlift.runner.memory.host_budget import HostBudget
+from chairlift.runner.memory.precision import Precision, decide
+from chairlift.runner.memory.sizing import Size
+from chairlift.runner.runner import ModelRunner
+from chairlift.runner.sampling.host import HostSampler
+from chairlift.runner.warm_up import warm_up
+from chairlift.runner.weights import GGUFWeights, open_weights
+
+
+class RustBackend:
+    """The `Backend` of a CPU, for the architectures of `models.config`."""
+
+    def __init__(self, config: EngineConfig, directory: Path, whole: ModelShape, sharing: int) -> None:
+        assert isinstance(whole, ModelConfig)
+        self._config, self.model = config, whole
+        self._weights = open_weights(config, directory, 1 - whole.norm_offset)
+        self.budget = HostBudget(sharing)
+        self.code = Decision("code", f"{whole.architecture}, in Rust", "the CPU kernels support it")
+
+    def decide(self, available: int) -> Precision:
+        """Chooses the dtypes."""
+        blocks = self._weights.sizes() if isinstance(self._weights, GGUFWeights) else (0, 0)
+        return decide(self._config, self.model, available, blocks)
+
+    def load(self, precision: Precision) -> ModelExecutor:
+        """Packs the weights."""
+        return CpuExecutor.load(self._config, self._weights, self.model, precision)
+
+    def make_runner(self, executor: ModelExecutor, size: Size) -> ModelRunner:
+        """Makes a runner."""
+        seqs, block_size = size.max_num_seqs, self._config.block_size
+        buffers = StepBuffers(Layout(size.max_num_batched_tokens, seqs, -(-size.max_model_len // block_size)))
+        return ModelRunner(executor, self.model, size, block_size, [buffers], HostSampler(seqs, self._config.threads or 1))
+
+    def warm_up(self, runner: ModelRunner) -> tuple[Decision, ...]:
+        """Runs the first steps."""
+        warm_up(runner)
+        return ()

@@ -1,0 +1,101 @@
+"""Runs a model in torch: on CUDA devices, in several processes, or with transformers' code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from chairlift.config import EngineConfig
+from chairlift.models.config import ModelConfig
+from chairlift.models.shape import ModelShape
+from chairlift.runner.device_executor import DeviceExecutor
+from chairlift.runner.executor import Loader, ModelExecutor
+from chairlift.runner.memory.budget import DeviceBudget
+from chairlift.runner.memory.decision import Decision, asked
+from chairlift.runner.memory.device_memory import CudaMemory, DeviceMemory, HostMemory, raise_out_of_memory
+from chairlift.runner.memory.host_budget import HostBudget
+from chairlift.runner.memory.precision import FP8_CAPABILITY, Precision, decide
+from chairlift.runner.memory.sizing import Size
+from chairlift.runner.runner import ModelRunner
+from chairlift.runner.tensor_parallel.executor import TensorParallelExecutor
+from chairlift.runner.tensor_parallel.shards import part_of
+from chairlift.runner.torch_executor import TorchExecutor
+from chairlift.runner.torch_runner import TorchRunner
+from chairlift.runner.warm_up import warm_up
+
+NO_STEPS = "no memory for steps: lower --gpu-memory-utilization; "
+
+
+class TorchBackend:
+    """The `Backend` in torch."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        directory: Path,
+        whole: ModelShape,
+        sharing: int,
+        *,
+        load: Loader | None = None,
+        overlaps: bool | None = None,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        """`load`, `overlaps` and `memory` override the device's defaults in tests; with `overlaps` given, tokens are sampled in torch."""
+        processes = config.tensor_parallel_size
+        self._config, self._directory = config, directory
+        self.model = whole if processes == 1 else part_of(whole, processes)
+        default, self.code = _choose_executor(config, self.model)
+        self._load = load or default
+        self._samples_on_device = config.device != "cpu" or overlaps is not None
+        self._overlaps = self._samples_on_device if overlaps is None else overlaps
+        torch.set_num_threads(config.threads or 1)
+        if memory is None and config.device == "cpu":
+            self._memory: DeviceMemory = HostMemory()
+            self.budget: HostBudget | DeviceBudget = HostBudget(sharing)
+        else:
+            self._memory = memory or CudaMemory(torch.device(config.device))
+            self.budget = DeviceBudget(self._memory, config.gpu_memory_utilization)
+
+    def decide(self, available: int) -> Precision:
+        """Chooses the dtypes."""
+        # Without a device, as in tests, the lowest capability is assumed.
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else FP8_CAPABILITY
+        return decide(self._config, self.model, available, in_torch=True, capability=capability)
+
+    def load(self, precision: Precision) -> ModelExecutor:
+        """Loads the weights."""
+        with raise_out_of_memory("no memory for the weights: use a smaller model, or see what else is on the device; "):
+            return self._load(self._config, self._directory, self.model, precision)
+
+    def make_runner(self, executor: ModelExecutor, size: Size) -> TorchRunner:
+        """Makes a runner."""
+        assert isinstance(executor, DeviceExecutor)
+        with raise_out_of_memory(NO_STEPS):
+            return TorchRunner(
+                executor,
+                self.model,
+                self._memory,
+                size,
+                self._config.block_size,
+                overlaps=self._overlaps,
+                samples_on_device=self._samples_on_device,
+            )
+
+    def warm_up(self, runner: ModelRunner) -> tuple[Decision, ...]:
+        """Runs the first steps and captures CUDA graphs."""
+        assert isinstance(runner, TorchRunner)
+        with raise_out_of_memory(NO_STEPS):
+            warm_up(runner)
+            return runner.capture_graphs(enforce_eager=self._config.enforce_eager)
+
+
+def _choose_executor(config: EngineConfig, model: ModelShape) -> tuple[Loader, Decision]:
+    """Chooses the code for a model: ours, or transformers'."""
+    name = model.architecture
+    if config.tensor_parallel_size > 1:
+        code = f"{name}, in torch, in {config.tensor_parallel_size} processes"
+        return TensorParallelExecutor.load, Decision("code", code, asked("--tensor-parallel-size"))
+    if not isinstance(model, ModelConfig):
+        return TorchExecutor.load, Decision("code", f"transformers' {name}, with paged attention", model.not_ours)
+    return TorchExecutor.load, Decision("code", f"{name}, in torch with Triton kernels", "the device is a CUDA device")

@@ -1,0 +1,54 @@
+"""A checkpoint's tensors in torch, on the model's device."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from chairlift.config import EngineConfig
+from chairlift.runner.weights import DummyWeights, Weights, open_weights
+
+
+class TorchWeights:
+    """A `WeightSource` that converts tensors to the model's dtype and moves them to its device."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+        self.weights, self.dtype, self.device = weights, dtype, device
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """Returns a tensor. Raises UnsupportedModel if it is missing or has another shape."""
+        tensor = torch.from_numpy(self.weights.take(name, *shape))
+        return (tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor).to(self.device, self.dtype)
+
+    def scales(self, name: str, heads: int) -> torch.Tensor | None:
+        """Returns the scales of KV heads, fp32 [heads]; None if the checkpoint has none. Raises UnsupportedModel."""
+        scales = self.weights.scales(name, heads)
+        return None if scales is None else torch.from_numpy(scales).to(self.device)
+
+
+class TorchDummyWeights(TorchWeights):
+    """Random tensors, made on the device: large ones would take minutes on the host."""
+
+    def __init__(self, dummy: DummyWeights, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dummy, dtype, device)
+        self._dummy = dummy
+        self._pool = torch.from_numpy(dummy.pool).to(device)
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """Returns a random tensor."""
+        if name.endswith("norm.weight"):
+            return super().take(name, *shape)
+        size = math.prod(shape)
+        start, std = self._dummy.draw(name, size, shape[-1])
+        repeats = -(-(start + size) // DummyWeights.POOL)
+        # A copy does not keep the rest of the pool in memory.
+        drawn: torch.Tensor = (self._pool * std).to(self.dtype).repeat(repeats)[start : start + size].clone().view(shape)
+        return drawn
+
+
+def open_torch_weights(config: EngineConfig, directory: Path, dtype: torch.dtype, device: torch.device, norm: float = 1.0) -> TorchWeights:
+    """Opens the weights that the settings select (see `open_weights`)."""
+    weights = open_weights(config, directory, norm)
+    return TorchDummyWeights(weights, dtype, device) if isinstance(weights, DummyWeights) else TorchWeights(weights, dtype, device)
