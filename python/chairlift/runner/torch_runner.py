@@ -110,4 +110,4 @@ class TorchRunner(ModelRunner):
 
     def _logits(self, at: np.ndarray) -> Logits:
         logits = self.model.logits(at)
-        return logits.numpy() if self._device_sampler is None else logits
+        return logits.contiguous().numpy() if self._device_sampler is None else logits
