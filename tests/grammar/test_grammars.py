@@ -11,7 +11,7 @@ from chairlift.errors import InvalidRequest, QueueFull, RequestFailed
 from chairlift.grammar import grammars as module
 from chairlift.grammar import trial
 from chairlift.grammar.grammars import Grammars
-from chairlift.grammar.source import ToolCallFormat, calls_grammar
+from chairlift.grammar.source import Tag, ToolCallFormat, calls_grammar, tags_grammar
 from chairlift.grammar.trial import Vocabulary
 from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
 from chairlift.tokenizer import Tokenizer
@@ -256,3 +256,37 @@ def test_tools_whose_schemas_are_too_long_cannot_be_forced():
     with pytest.raises(InvalidRequest, match="offer fewer tools") as refused:
         calls_grammar(HERMES, {"f": {"description": "x" * MAX_GRAMMAR}}, {}, several=False)
     assert refused.value.param == "tools"
+
+
+def test_an_error_names_the_tool_and_does_not_quote_the_grammar(grammars):
+    tools = {"fine": {"type": "object"}, "wrong": {"type": "object", "properties": {"a": {"type": "hiccup"}}}, "last": None}
+    forced = calls_grammar(HERMES, tools, {}, several=True)
+    with pytest.raises(InvalidRequest, match=r"^the parameters of wrong: Invalid type: hiccup$"):
+        grammars.compile(forced).result(PATIENCE)
+    with pytest.raises(InvalidRequest) as refused:
+        grammars.compile(structure("grammar", 'start: "secret" foo\n')).result(PATIENCE)
+    assert "foo" in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+TAGS = [
+    Tag("<f>", {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}, "</f>"),
+    Tag("<fun>", {}, ";"),
+]
+TAGS += [Tag("[g]", {"type": "boolean"}, "")]
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("no tags", True),
+        ('So <f>{"a": 1}</f> and <fun>7; or [g]true.', True),
+        ('<f>{"b": 1}</f>', False),
+        ("<fun>7", False),
+        ("<for>", False),
+        ("[g]7", False),
+        ("[g", True),
+    ],
+)
+def test_a_trigger_begins_a_structure(grammars, tokenizer, text, good):
+    assert takes(grammars, tokenizer, tags_grammar(TAGS, ["<f", "[g]"], "response_format"), text) == good

@@ -9,7 +9,8 @@ import pytest
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
 from chairlift.server.schema.fields import CompletionRequest
-from chairlift.server.schema.response_format import MAX_CHOICES, MAX_COUNT, MAX_DEPTH, MAX_REGEX
+from chairlift.server.schema.json_schema import MAX_COUNT, MAX_DEPTH, MAX_REGEX
+from chairlift.server.schema.response_format import MAX_CHOICES
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 TEXT = json.dumps(SCHEMA)
@@ -30,6 +31,13 @@ def as_schema(schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}}
 
 
+TAG = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
+
+
+def tagged(structures, triggers):
+    return {"response_format": {"type": "structural_tag", "structures": structures, "triggers": triggers}}
+
+
 def wanted(fields):
     """The form that a request with these fields asks for."""
     return CompletionRequest.read(BODIES["/v1/completions"] | fields)[0].params({}).structured_output
@@ -46,14 +54,23 @@ def wanted(fields):
         ({"structured_outputs": {"regex": "[0-9]+"}, "response_format": None}, "regex", "[0-9]+"),
         ({"structured_outputs": {"choice": ["yes", "né"]}}, "choice", '["yes", "né"]'),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json", TEXT),
         ({"guided_json": SCHEMA}, "json", TEXT),
+        ({"json_schema": SCHEMA}, "json", TEXT),
+        ({"json_schema": TEXT}, "json", TEXT),
+        ({"regex": "[0-9]+"}, "regex", "[0-9]+"),
+        ({"format": SCHEMA}, "json", TEXT),
+        ({"format": "json", "grammar": ""}, "json_object", ""),
+        ({"grammar": {"type": "json", "value": SCHEMA}}, "json", TEXT),
+        ({"grammar": {"type": "regex", "value": "a+"}, "format": ""}, "regex", "a+"),
         ({"guided_regex": "a|b"}, "regex", "a|b"),
         ({"guided_choice": ["a"]}, "choice", '["a"]'),
         ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
     ],
 )
 def test_a_form_is_read_with_the_field_it_came_from(fields, kind, text):
-    assert wanted(fields) == StructuredOutput(kind, text, next(iter(fields)))
+    [name, *_] = [name for name, value in fields.items() if value not in (None, "")]
+    assert wanted(fields) == StructuredOutput(kind, text, name)
 
 
 def test_text_is_no_form():
@@ -75,7 +92,29 @@ def test_forms_reach_the_engine_and_wrong_ones_do_not(http, engine, route):
         ({"response_format": {"type": "sound"}}, "response_format", "must be"),
         ({"response_format": "json"}, "response_format", "must be"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "must be"),
-        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format", "must be"),
+        ({"response_format": {"type": "json_object", "schema": 7}}, "response_format", "is an object"),
+        ({"response_format": {"type": "json_object", "scheme": SCHEMA}}, "response_format", "must be"),
+        (
+            as_schema({"properties": {"a": {"anyOf": [{}, {"not": {}}]}}}),
+            "response_format",
+            "schema.properties.a.anyOf[1] has the keyword not",
+        ),
+        (as_schema({"$defs": {"a": {"pattern": "a(?!b)"}}}), "response_format", "schema.$defs.a has a pattern with look-around"),
+        ({"grammar": "root ::= x"}, "grammar", "GBNF is not supported"),
+        ({"ebnf": "root ::= x"}, "ebnf", "not supported"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
+        ({"format": "xml"}, "format", "is an object"),
+        ({"regex": 7}, "regex", "must be a string"),
+        ({"regex": "a", "format": "json"}, "format", "send only one"),
+        (tagged([{"begin": "<f>", "schema": {}}], ["<f>"]), "response_format", "structures[0] must be"),
+        (tagged([{"begin": "<f>", "schema": 7, "end": ""}], ["<f>"]), "response_format", "structures[0].schema must be"),
+        (tagged([{"begin": "<f>", "schema": {}, "end": ""}], ["<g>"]), "response_format", "has the trigger '<g>'"),
+        (tagged([TAG, {"begin": "(", "schema": {}, "end": ""}], ["<f"]), "response_format", "begins with '('"),
+        (tagged([TAG], []), "response_format", "must have lists"),
+        (tagged([TAG], [""]), "response_format", "must have lists"),
+        (tagged([TAG] * 257, ["<f"]), "response_format", "at most 256"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "must have lists"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
         (as_schema(123), "response_format", "is an object"),
         (as_schema(deep(MAX_DEPTH + 1)), "response_format", f"deeper than {MAX_DEPTH}"),
         (as_schema({"enum": [f"e{i}" for i in range(50_000)]}), "response_format", f"more than {MAX_GRAMMAR}"),
@@ -124,3 +163,55 @@ def test_the_schema_of_a_pydantic_model_is_what_openai_sends(client, engine):
         client.chat.completions.parse(model="org/fake-model", **BODIES["/v1/chat/completions"], response_format=Person)
     sent = engine.seen[-1].structured_output
     assert (sent.kind, json.loads(sent.text)["required"]) == ("json", ["name"])
+
+
+PROGRAM = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "path"},
+        "port": {"type": "integer", "format": "int32"},
+        "day": {"type": "string", "format": "date"},
+        "format": {"enum": ["uniqueItems", {"not": 1}], "default": {"not": 1}},
+        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        "ids": {"type": "array", "uniqueItems": False},
+        "map": {"type": "object", "propertyNames": {"pattern": "^a"}},
+        "not": {"anyOf": [{"type": "null"}, {"type": "array", "uniqueItems": True}]},
+    },
+}
+
+
+def test_keywords_that_no_grammar_enforces_are_taken_out_with_a_note(http, engine):
+    for path, body in BODIES.items():
+        response = http.post(path, json=body | as_schema(PROGRAM))
+        assert response.status_code == 200
+        sent = json.loads(engine.seen[-1].structured_output.text)["properties"]
+        assert (sent["file"], sent["port"], sent["day"]) == ({"type": "string"}, {"type": "integer"}, PROGRAM["properties"]["day"])
+        assert sent["format"] == PROGRAM["properties"]["format"]
+        assert sent["tags"] == {"type": "array", "items": {"type": "string"}}
+        assert sent["map"] == {"type": "object"}
+        assert response.headers["x-chairlift-ignored"].split(", ") == [
+            "response_format.properties.tags.uniqueItems",
+            "response_format.properties.map.propertyNames",
+            "response_format.properties.not.anyOf%5B1%5D.uniqueItems",
+        ]
+
+
+def test_notes_and_errors_about_tools_name_the_tool_and_the_field(http, engine):
+    def post(schema):
+        tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"a": schema}}}}
+        return http.post("/v1/chat/completions", json=BODIES["/v1/chat/completions"] | {"tools": [tool], "tool_choice": "required"})
+
+    assert post({"type": "array", "uniqueItems": True}).headers["x-chairlift-ignored"] == "tools.find.properties.a.uniqueItems"
+    assert "uniqueItems" not in engine.seen[-1].structured_output.text
+    error = post({"if": {}}).json()["error"]
+    assert error["param"] == "tools"
+    assert error["message"].startswith("tools.find.properties.a has the keyword if")
+
+
+def test_a_prompt_may_be_cut_to_the_context(client, engine):
+    prompt = "a" * 5000
+    usage = client.completions.create(model="org/fake-model", prompt=prompt, max_tokens=48, extra_body={"truncate_prompt_tokens": -1}).usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (2000, 48)
+    messages = [{"role": "user", "content": "b" * 2040 + " SAY:hello"}]
+    usage = client.chat.completions.create(model="org/fake-model", messages=messages, extra_body={"truncate_prompt_tokens": -1}).usage
+    assert usage.prompt_tokens == 2047

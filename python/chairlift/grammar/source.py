@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
+
+_TOOL = "// tool "
+"""Begins the comment that names the tool of a rule."""
 
 _SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Whitespace between JSON tokens is optional and bounded, because small models tend to repeat it without end."""
@@ -159,6 +162,39 @@ def free_calls_grammar(
     return _form([start, "text: /(.|\\n)*/", *before, f"calls: {within}", *_each(form, tools, control)])
 
 
+class Tag(NamedTuple):
+    """A part of a text: `begin`, JSON that matches `schema`, `end`."""
+
+    begin: str
+    schema: Mapping[str, Any]
+    end: str
+
+
+def tags_grammar(tags: Sequence[Tag], triggers: Sequence[str], param: str) -> StructuredOutput:
+    """Returns a grammar for free text in which each of `triggers` begins one of `tags`, any number of times.
+
+    Raises InvalidRequest if a tag begins with no trigger, or no tag with one of the triggers.
+    """
+    rules, groups = [], []
+    for index, trigger in enumerate(triggers):
+        names = []
+        for number, tag in enumerate(tags):
+            if tag.begin.startswith(trigger):
+                names.append(f"tag_{index}_{number}")
+                rest = tag.begin.removeprefix(trigger)
+                schema = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE}, **tag.schema})
+                rules.append(f"{names[-1]}: {json.dumps(rest)} %json {schema} {json.dumps(tag.end)}")
+        if not names:
+            raise InvalidRequest(f"{param} has the trigger {trigger!r:.60}, with which no structure begins", param=param)
+        groups.append(f"before_{index} ({' | '.join(names)})")
+        rules.append(f"before_{index}[suffix={json.dumps(trigger)}]: /(.|\\n)*/")
+    for tag in tags:
+        if not any(tag.begin.startswith(trigger) for trigger in triggers):
+            raise InvalidRequest(f"{param} has a structure that begins with {tag.begin!r:.60}, which has no trigger", param=param)
+    text = "\n".join([f"start: ({' | '.join(groups)})* text", r"text: /(.|\n)*/", *rules])
+    return StructuredOutput("grammar", text, param)
+
+
 def _calls(form: ToolCallFormat, control: Mapping[str, int], several: bool) -> str:
     """Returns the rule for everything after the beginning of the calls, up to their end."""
     separated = f" ({_lark(form.separator, control)} call)*" if several else ""
@@ -170,8 +206,20 @@ def _each(form: ToolCallFormat, tools: Mapping[str, Mapping[str, Any] | None], c
     names = [f"call_{index}" for index in range(len(tools))]
     rules = [f"call: {' | '.join(names)}"]
     for rule, (name, schema) in zip(names, tools.items(), strict=True):
-        rules.append(f"{rule}: {_lark(form.before + name + form.between, control)} {_json(schema)} {_lark(form.after, control)}")
+        rules.append(
+            f"{rule}: {_lark(form.before + name + form.between, control)} {_json(schema)} {_lark(form.after, control)} {_TOOL}{name}"
+        )
     return rules
+
+
+def schemas_by_tool(structure: StructuredOutput) -> dict[str, Mapping[str, Any]]:
+    """Returns the JSON schemas of a grammar of tool calls, by the tools' names."""
+    schemas = {}
+    for line in structure.text.splitlines():
+        rule, comment, name = line.rpartition(_TOOL)
+        if comment:
+            schemas[name] = json.JSONDecoder().raw_decode(rule.partition("%json ")[2])[0]
+    return schemas
 
 
 def _json(schema: Mapping[str, Any] | None) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift.errors import InvalidRequest, RequestFailed
-from chairlift.grammar.source import source
+from chairlift.grammar.source import schemas_by_tool, source
 from chairlift.sampling import StructuredOutput
 
 if TYPE_CHECKING:
@@ -52,6 +52,20 @@ class Vocabulary(NamedTuple):
 
 def compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
     """Compiles the grammar and computes its first mask, which detects most errors. Raises InvalidRequest."""
+    try:
+        return _compiled(tokenizer, structure)
+    except InvalidRequest as error:
+        if structure.param != "tools":
+            raise
+        for name, schema in schemas_by_tool(structure).items():
+            try:
+                _compiled(tokenizer, StructuredOutput("json", json.dumps(schema)))
+            except InvalidRequest as cause:
+                raise InvalidRequest(f"the parameters of {name}: {cause}") from None
+        raise error
+
+
+def _compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
@@ -68,8 +82,12 @@ def compiled(tokenizer: LLTokenizer, structure: StructuredOutput) -> LLMatcher:
 
 
 def shortened(message: str) -> str:
-    """Formats an error of llguidance on one line. A long message keeps its start and end, because it quotes the grammar in between."""
-    message = " ".join(message.removesuffix("<non-verbose/>").split())
+    """Formats an error of llguidance on one line of limited length, without the lines that quote the grammar."""
+    first, *others = message.removesuffix("<non-verbose/>").strip().splitlines() or [""]
+    causes = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
+    message = " ".join(" ".join((first, *causes)).split())
+    if message.startswith("oneOf constraints"):
+        return "oneOf is supported only if no answer can match two of its alternatives: use anyOf"
     if len(message) <= MAX_MESSAGE:
         return message
     return f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import AsyncGenerator, Sequence
@@ -33,8 +34,8 @@ from chairlift.server.chat.tools.prompted import add_tool_prompt
 from chairlift.server.errors import brief
 from chairlift.server.generation import Generation
 from chairlift.server.http.responses import ignored_header
+from chairlift.server.schema.json_schema import checked_schema
 from chairlift.server.schema.logprobs import check_prompt_logprobs
-from chairlift.server.schema.response_format import schema_text
 from chairlift.server.service import Service, service_of
 from chairlift.server.usage import Usage
 
@@ -122,9 +123,9 @@ class ChatCompletion:
             )
             if parser_config.control_marks:
                 params = replace(params, skip_special_tokens=False)
-            structure, budgeted = _structured_output(parser_config, params.structured_output, body.thinking_budget())
-            if body.thinking_budget() is not None and not budgeted:
-                ignored = [*ignored, "thinking_token_budget"]
+            relaxed = list(body.relaxed)
+            structure = _structured_output(parser_config, params.structured_output, body.thinking_budget(), relaxed)
+            ignored = [*ignored, *relaxed]
             if left_out := body.left_out_tools():
                 logger.info("request %s: left out tools of types %s", request.state.context.request_id, ", ".join(map(brief, left_out)))
                 ignored = [*ignored, *(f"tools.{type}" for type in left_out)]
@@ -236,7 +237,7 @@ async def prompt_of(service: Service, body: ChatRequest) -> list[int]:
 async def _render_prompt(service: Service, body: ChatRequest, tool_spec: ToolSpec) -> _RenderedPrompt:
     """Renders the prompt; raises InvalidRequest."""
     conversation, variables, parser_type = await asyncio.to_thread(_template_inputs, service, body, tool_spec)
-    tokens = body.truncate(await service.render(conversation, **variables))
+    tokens = body.truncate(await service.render(conversation, **variables), service.engine.facts["max_model_len"])
     return _RenderedPrompt(tokens, parser_type, _reasoning(service, tokens, conversation[-1] if body.continue_final_message else None))
 
 
@@ -250,24 +251,25 @@ def _reasoning(service: Service, prompt: list[int], continued: dict[str, Any] | 
 
 
 def _structured_output(
-    parser_config: _ParserConfig, content: StructuredOutput | None, budget: int | None
-) -> tuple[StructuredOutput | None, bool]:
-    """Returns the grammar of an output (None if it is unconstrained), and whether the grammar limits the reasoning to `budget` tokens.
+    parser_config: _ParserConfig, content: StructuredOutput | None, budget: int | None, relaxed: list[str]
+) -> StructuredOutput | None:
+    """Returns the grammar of an output; None if it is unconstrained.
 
-    `content` is the grammar that the client requested for the answer.
+    `content` is the grammar that the client requested for the answer, `budget` the maximum of reasoning tokens. Appends to `relaxed` the
+    names of what is not enforced.
     """
     tool_spec, reasoning = parser_config.tool_spec, parser_config.reasoning
     mark_ids = parser_config.mark_ids()
-    structure = _tool_grammar(parser_config, mark_ids, content) if tool_spec else content
-    if reasoning is None or reasoning.state is ReasoningState.OVER:
-        return structure, False
-    if reasoning.format.end not in mark_ids:
+    structure = _tool_grammar(parser_config, mark_ids, content, relaxed) if tool_spec else content
+    may_reason = reasoning is not None and reasoning.state is not ReasoningState.OVER
+    if budget is not None and not (may_reason and reasoning and reasoning.format.end in mark_ids):
+        relaxed.append("thinking_token_budget")
         budget = None
-    if structure is None and budget is None:
-        return None, False
+    if reasoning is None or not may_reason or (structure is None and budget is None):
+        return structure
     engine = parser_config.service.engine
     ends = [token for token in engine.tokenizer.eos_token_ids if token < engine.facts["vocab_size"]]
-    grammar = after_reasoning(
+    return after_reasoning(
         structure or StructuredOutput("grammar", ANYTHING, "thinking_token_budget"),
         reasoning.format,
         mark_ids,
@@ -276,13 +278,15 @@ def _structured_output(
         budget=budget,
         complete=structure is not content or structure is None,
     )
-    return grammar, budget is not None
 
 
-def _tool_grammar(parser_config: _ParserConfig, mark_ids: dict[str, int], content: StructuredOutput | None) -> StructuredOutput | None:
+def _tool_grammar(
+    parser_config: _ParserConfig, mark_ids: dict[str, int], content: StructuredOutput | None, relaxed: list[str]
+) -> StructuredOutput | None:
     """Returns the grammar of an answer that may or must contain tool calls; None if the answer is unconstrained.
 
-    `content` is the grammar that the client requested for an answer without calls.
+    `content` is the grammar that the client requested for an answer without calls. Appends to `relaxed` the paths of schema keywords that
+    are not enforced.
     """
     tool_spec = parser_config.tool_spec
     strict = any(tool.strict for tool in tool_spec.tools)
@@ -291,9 +295,12 @@ def _tool_grammar(parser_config: _ParserConfig, mark_ids: dict[str, int], conten
     free = not (tool_spec.required or content)
     schemas = {tool.name: None if free and not tool.strict else tool.parameters for tool in tool_spec.tools}
     for name, schema in schemas.items():
-        schema_text(schema or {}, "tools", f"the schema of {name}'s parameters")
-        if (schema or {}).get("type", "object") != "object":
-            raise InvalidRequest(f'the schema of {name}\'s parameters must have "type": "object"', param="tools")
+        if schema is not None:
+            if schema.get("type", "object") != "object":
+                raise InvalidRequest(f'the schema of {name}\'s parameters must have "type": "object"', param="tools")
+            text, paths = checked_schema(schema, "tools", f"tools.{name}")
+            schemas[name] = json.loads(text)
+            relaxed += [f"tools.{name}{path}" for path in paths]
     call_format = parser_config.parser_type.call_format(parser_config.service.engine.tokenizer.template.source)
     if not free:
         instead = None if tool_spec.required else content

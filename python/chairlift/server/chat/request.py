@@ -15,7 +15,7 @@ from chairlift.sampling import SamplingParams
 from chairlift.server.chat.tools.custom import INPUT, PARAMETERS
 from chairlift.server.errors import brief
 from chairlift.server.schema.fields import GenerationRequest
-from chairlift.server.schema.response_format import MAX_DEPTH
+from chairlift.server.schema.json_schema import MAX_DEPTH
 
 MAX_TOOLS = 128
 MAX_MESSAGES = 4096

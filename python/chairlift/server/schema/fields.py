@@ -31,6 +31,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "chat_template": (),
     "kv_transfer_params": (),
     "lora_request": (),
+    "ebnf": ("",),
+    "guided_whitespace_pattern": (),
 }
 
 # Fields that never change the answer: accepted and ignored.
@@ -114,7 +116,7 @@ class GenerationParams(Fields, StructuredOutputFields):
     logit_bias: Annotated[Any, WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})] = None
     allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     priority: int | None = None
     deadline_ms: float | None = None
     ttft_deadline_ms: float | None = None
@@ -168,6 +170,10 @@ class GenerationRequest(GenerationParams):
         """Returns the sampling parameters, with the server's `defaults` for those that the request does not set; raises InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: send true for it, or leave out stream_options", param="stream_options")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens must be at least 1, or -1 for the whole context, got 0", param="truncate_prompt_tokens"
+            )
         fields: dict[str, Any] = {**defaults, "max_tokens": self.token_limit()}
         fields |= self._set_fields("temperature", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
         fields |= self._set_fields("ignore_eos", "min_tokens", "n", "best_of", "prompt_logprobs")
@@ -203,9 +209,13 @@ class GenerationRequest(GenerationParams):
         """Returns the response's `service_tier` field, if the request has one."""
         return {} if self.service_tier is None else {"service_tier": self.served_tier()}
 
-    def truncate(self, prompt: list[int]) -> list[int]:
-        """Keeps the last `truncate_prompt_tokens` tokens of a prompt."""
-        return prompt if self.truncate_prompt_tokens is None else prompt[-self.truncate_prompt_tokens :]
+    def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
+        """Keeps the last `truncate_prompt_tokens` tokens of a prompt; -1 keeps those that leave room for the answer in the context."""
+        if self.truncate_prompt_tokens is None:
+            return prompt
+        if self.truncate_prompt_tokens == -1:
+            return prompt[-max(1, max_model_len - (self.token_limit() or 1)) :]
+        return prompt[-self.truncate_prompt_tokens :]
 
     def _set_fields(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -1,29 +1,41 @@
-"""Fields for structured output: `response_format`, `structured_outputs` and vLLM's older `guided_*`."""
+"""Fields for structured output: `response_format`, `structured_outputs`, vLLM's older `guided_*`, and those of other servers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, WithJsonSchema
+from pydantic import BaseModel, PrivateAttr, WithJsonSchema
 
 from chairlift.errors import InvalidRequest
+from chairlift.grammar.source import Tag, tags_grammar
 from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
 from chairlift.server.errors import brief
+from chairlift.server.schema.json_schema import MAX_REGEX, checked_schema, checked_text
 
-MAX_DEPTH = 32
-"""Maximum nesting of a JSON schema, where each level of properties counts twice, and of the chat template's inputs."""
-MAX_REGEX = 8192
 MAX_CHOICES = 4096
-MAX_COUNT = 65_536
-"""Maximum for a schema's minimum number of characters, items or properties: no answer has more."""
+MAX_TAGS = 256
+"""Maximum number of structures, and of triggers, of a structural tag."""
 
-_MINIMUM_KEYWORDS = frozenset(("minLength", "minItems", "minProperties", "minContains"))
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _RESPONSE_FORMAT = {
     "oneOf": [
-        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"], "additionalProperties": False},
+        {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"], "additionalProperties": False},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_object"}, "schema": {"type": "object"}},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "structural_tag"},
+                "structures": {"type": "array", "items": {"type": "object"}, "minItems": 1, "maxItems": MAX_TAGS},
+                "triggers": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_TAGS},
+            },
+            "required": ["type", "structures", "triggers"],
+        },
         {
             "type": "object",
             "properties": {
@@ -44,12 +56,16 @@ _KIND_SCHEMAS: dict[str, Any] = {
     "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
     "grammar": {"type": "string", "maxLength": MAX_GRAMMAR},
     "json_object": {"const": True},
+    "structural_tag": {"type": ["object", "string"]},
 }
 _STRUCTURED = {"type": "object", "properties": _KIND_SCHEMAS, "minProperties": 1, "maxProperties": 1, "additionalProperties": False}
 
 
 class StructuredOutputFields(BaseModel):
-    """The structured-output fields of a request, of which at most one may be set."""
+    """The structured-output fields of a request, of which at most one may be set.
+
+    `regex` and `json_schema` are SGLang's and llama.cpp's names, `format` is Ollama's, and `grammar` is TGI's.
+    """
 
     response_format: Annotated[Any, WithJsonSchema(_RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, WithJsonSchema(_STRUCTURED)] = None
@@ -57,104 +73,136 @@ class StructuredOutputFields(BaseModel):
     guided_regex: Annotated[Any, WithJsonSchema(_KIND_SCHEMAS["regex"])] = None
     guided_choice: Annotated[Any, WithJsonSchema(_KIND_SCHEMAS["choice"])] = None
     guided_grammar: Annotated[Any, WithJsonSchema(_KIND_SCHEMAS["grammar"])] = None
+    regex: Annotated[Any, WithJsonSchema(_KIND_SCHEMAS["regex"])] = None
+    json_schema: Annotated[Any, WithJsonSchema(_KIND_SCHEMAS["json"])] = None
+    format: Annotated[Any, WithJsonSchema({"oneOf": [{"const": "json"}, _KIND_SCHEMAS["json"]]})] = None
+    grammar: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    _relaxed: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def relaxed(self) -> list[str]:
+        """The paths of schema keywords that are not enforced, once `structured_output` has been called."""
+        return self._relaxed
 
     def structured_output(self) -> StructuredOutput | None:
         """Returns the structured output that the request asks for; raises InvalidRequest."""
-        names = [name for name in StructuredOutputFields.model_fields if getattr(self, name) is not None]
+        fields = {name: getattr(self, name) for name in StructuredOutputFields.model_fields}
+        # Clients of other servers send an empty format or grammar for none.
+        names = [name for name, value in fields.items() if value is not None and (value != "" or name not in ("format", "grammar"))]
         if len(names) > 1:
             raise InvalidRequest(f"{' and '.join(names)} are both set: send only one", param=names[1])
         if not names:
             return None
         [name] = names
-        value = getattr(self, name)
-        if name == "response_format":
-            return _response_format(value)
-        if name == "structured_outputs":
-            return _structured_outputs(value)
-        return _structured_output(name.removeprefix("guided_"), value, name, name)
+        reader = _Reader(name)
+        structure = reader.read(fields[name])
+        self._relaxed = [f"{name}{path}" for path in reader.relaxed]
+        return structure
 
 
-def schema_text(schema: object, param: str, where: str) -> str:
-    """Serializes a JSON schema; raises InvalidRequest for one that is too large or too deep, naming it as `where`.
+class _Reader:
+    """Reads the structured output of one field."""
 
-    Checks everything that needs no compilation, in bounded time for a schema of any size.
-    """
-    if not isinstance(schema, dict):
-        raise InvalidRequest(f"{where} must be a JSON schema, which is an object, got {brief(schema)}", param=param)
-    size = 0
-    pending: list[tuple[object, int]] = [(schema, 1)]
-    while pending:
-        value, depth = pending.pop()
-        # A lower bound of the text's length: entries with the punctuation between them.
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.relaxed: list[str] = []
+        """Paths of schema keywords that are not enforced."""
+
+    def read(self, value: Any) -> StructuredOutput | None:
+        """Returns the structured output, None for free text; raises InvalidRequest."""
+        match self._name:
+            case "response_format":
+                return self._response_format(value)
+            case "structured_outputs":
+                return self._structured_outputs(value)
+            case "format":
+                return self._kind("json_object", True, "format") if value == "json" else self._kind("json", value, "format")
+            case "grammar":
+                return self._grammar(value)
+        kind = "json" if self._name == "json_schema" else self._name.removeprefix("guided_")
+        return self._kind(kind, value, self._name)
+
+    def _response_format(self, value: object) -> StructuredOutput | None:
         match value:
-            case str():
-                size += len(value)
-            case list():
-                size += 3 * len(value)
-            case dict():
-                size += 7 * len(value)
-        if size > MAX_GRAMMAR:
-            raise InvalidRequest(f"{where} has more than {MAX_GRAMMAR} characters: make it shorter", param=param)
-        if isinstance(value, dict | list) and depth > MAX_DEPTH:
-            raise InvalidRequest(f"{where} is nested deeper than {MAX_DEPTH} levels: make it flatter", param=param)
+            case {"type": "text", **rest} if not rest:
+                return None
+            case {"type": "json_object", "schema": schema, **rest} if not rest:
+                return self._kind("json", schema, "response_format.schema")
+            case {"type": "json_object", **rest} if not rest:
+                return self._kind("json_object", True, "response_format")
+            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}, **rest} if not rest:
+                return self._kind("json", schema, "response_format.json_schema.schema")
+            case {"type": "json_schema", "json_schema": {"schema": schema}}:
+                checked_schema(schema, self._name, "response_format.json_schema.schema")
+            case {"type": "structural_tag", **tag}:
+                return self._structural_tag(tag)
+        raise InvalidRequest(
+            'response_format must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., '
+            f'"schema": {{...}}}}}}, got {brief(value)}',
+            param=self._name,
+        )
+
+    def _structured_outputs(self, value: object) -> StructuredOutput:
         if isinstance(value, dict):
-            _check_keywords(value, param, where)
-            size += sum(map(len, value))
-            pending += [(inner, depth + 1) for inner in value.values()]
-        elif isinstance(value, list):
-            pending += [(inner, depth + 1) for inner in value]
-    return _text(json.dumps(schema, ensure_ascii=False), MAX_GRAMMAR, param, where)
+            options = {kind: inner for kind, inner in value.items() if inner is not None and (kind, inner) != ("json_object", False)}
+            if len(options) == 1 and options.keys() <= set(_KINDS):
+                [(kind, inner)] = options.items()
+                return self._kind(kind, inner, f"{self._name}.{kind}")
+        raise InvalidRequest(f"structured_outputs must be an object with one of {', '.join(_KINDS)}, got {brief(value)}", param=self._name)
 
+    def _grammar(self, value: object) -> StructuredOutput:
+        match value:
+            case {"type": "json" | "json_object" | "json_schema", "value": schema}:
+                return self._kind("json", schema, "grammar.value")
+            case {"type": "regex", "value": regex}:
+                return self._kind("regex", regex, "grammar.value")
+        raise InvalidRequest(
+            "grammar must be an object with type (json or regex) and value. GBNF is not supported: send structured_outputs.grammar in "
+            f"Lark's syntax. Got {brief(value)}",
+            param=self._name,
+        )
 
-def _check_keywords(schema: Mapping[str, Any], param: str, where: str) -> None:
-    if isinstance(pattern := schema.get("pattern"), str):
-        _text(pattern, MAX_REGEX, param, f"a pattern in {where}")
-    for keyword in _MINIMUM_KEYWORDS & schema.keys():
-        if isinstance(schema[keyword], int | float) and schema[keyword] > MAX_COUNT:
-            message = f"{where} has {keyword} {brief(schema[keyword])}, more than any answer has: at most {MAX_COUNT} is allowed"
-            raise InvalidRequest(message, param=param)
+    def _kind(self, kind: str, value: object, where: str) -> StructuredOutput:
+        param = self._name
+        match kind:
+            case "json":
+                text, relaxed = checked_schema(_parsed(value), param, where)
+                self.relaxed += relaxed
+                return StructuredOutput(kind, text, param)
+            case "json_object" if value is True:
+                return StructuredOutput(kind, param=param)
+            case "structural_tag":
+                return self._structural_tag(_parsed(value))
+            case "regex" | "grammar" if isinstance(value, str):
+                return StructuredOutput(kind, checked_text(value, MAX_REGEX if kind == "regex" else MAX_GRAMMAR, param, where), param)
+            case "choice" if isinstance(value, list) and value and all(isinstance(choice, str) for choice in value):
+                if len(value) > MAX_CHOICES:
+                    raise InvalidRequest(f"{where} has {len(value)} choices, at most {MAX_CHOICES} are allowed", param=param)
+                return StructuredOutput(kind, checked_text(json.dumps(value, ensure_ascii=False), MAX_GRAMMAR, param, where), param)
+        expected = {"choice": "a non-empty list of strings", "json_object": "true"}.get(kind, "a string")
+        raise InvalidRequest(f"{where} must be {expected}, got {brief(value)}", param=param)
 
+    def _structural_tag(self, value: object) -> StructuredOutput:
+        """Reads vLLM's structural tag: free text in which a trigger begins one of the structures."""
+        match value:
+            case {"structures": [_, *_] as structures, "triggers": [_, *_] as triggers} if max(len(structures), len(triggers)) <= MAX_TAGS:
+                tags = [self._tag(structure, f"{self._name}.structures[{index}]") for index, structure in enumerate(structures)]
+                if all(isinstance(trigger, str) and trigger for trigger in triggers):
+                    grammar = tags_grammar(tags, triggers, self._name)
+                    return grammar._replace(text=checked_text(grammar.text, MAX_GRAMMAR, self._name, self._name))
+        raise InvalidRequest(
+            f"a structural_tag must have lists of structures (objects with begin, schema and end) and of triggers (texts), "
+            f"at most {MAX_TAGS} of each, got {brief(value)}",
+            param=self._name,
+        )
 
-def _response_format(value: object) -> StructuredOutput | None:
-    param = "response_format"
-    match value:
-        case {"type": "text", **rest} if not rest:
-            return None
-        case {"type": "json_object", **rest} if not rest:
-            return StructuredOutput("json_object", param=param)
-        case {"type": "json_schema", "json_schema": {"schema": schema}, **rest} if not rest:
-            return StructuredOutput("json", schema_text(schema, param, "response_format.json_schema.schema"), param)
-    raise InvalidRequest(
-        'response_format must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., '
-        f'"schema": {{...}}}}}}, got {brief(value)}',
-        param=param,
-    )
-
-
-def _structured_outputs(value: object) -> StructuredOutput:
-    param = "structured_outputs"
-    if isinstance(value, dict):
-        options = {kind: inner for kind, inner in value.items() if inner is not None and (kind, inner) != ("json_object", False)}
-        if len(options) == 1 and options.keys() <= set(_KINDS):
-            [(kind, inner)] = options.items()
-            return _structured_output(kind, inner, param, f"{param}.{kind}")
-    raise InvalidRequest(f"structured_outputs must be an object with one of {', '.join(_KINDS)}, got {brief(value)}", param=param)
-
-
-def _structured_output(kind: str, value: object, param: str, where: str) -> StructuredOutput:
-    match kind:
-        case "json":
-            return StructuredOutput(kind, schema_text(_parsed(value), param, where), param)
-        case "json_object" if value is True:
-            return StructuredOutput(kind, param=param)
-        case "regex" | "grammar" if isinstance(value, str):
-            return StructuredOutput(kind, _text(value, MAX_REGEX if kind == "regex" else MAX_GRAMMAR, param, where), param)
-        case "choice" if isinstance(value, list) and value and all(isinstance(choice, str) for choice in value):
-            if len(value) > MAX_CHOICES:
-                raise InvalidRequest(f"{where} has {len(value)} choices, at most {MAX_CHOICES} are allowed", param=param)
-            return StructuredOutput(kind, _text(json.dumps(value, ensure_ascii=False), MAX_GRAMMAR, param, where), param)
-    expected = {"choice": "a non-empty list of strings", "json_object": "true"}.get(kind, "a string")
-    raise InvalidRequest(f"{where} must be {expected}, got {brief(value)}", param=param)
+    def _tag(self, structure: object, where: str) -> Tag:
+        match structure:
+            case {"begin": str(begin), "end": str(end), **rest} if rest.keys() <= {"schema"}:
+                text, relaxed = checked_schema(rest.get("schema", {}), self._name, f"{where}.schema")
+                self.relaxed += relaxed
+                return Tag(begin, json.loads(text), end)
+        raise InvalidRequest(f"{where} must be an object with begin, schema and end, got {brief(structure)}", param=self._name)
 
 
 def _parsed(value: object) -> object:
@@ -165,14 +213,3 @@ def _parsed(value: object) -> object:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
-
-
-def _text(text: str, maximum: int, param: str, where: str) -> str:
-    if len(text) > maximum:
-        raise InvalidRequest(f"{where} has {len(text)} characters, at most {maximum} are allowed: make it shorter", param=param)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        message = f"{where} has a lone surrogate (U+{ord(text[error.start]):04X}), which is not valid Unicode"
-        raise InvalidRequest(message, param=param) from None
-    return text

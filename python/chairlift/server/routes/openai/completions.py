@@ -31,11 +31,12 @@ async def completions(request: Request) -> Response:
     service.check_model(body.model)
     params = body.params(service.default_sampling)
     raw_prompts = body.prompts()
-    prompts = [body.truncate(await _tokens(service, prompt, body)) for prompt in raw_prompts]
+    limit = service.engine.facts["max_model_len"]
+    prompts = [body.truncate(await _tokens(service, prompt, body), limit) for prompt in raw_prompts]
     check_prompt_logprobs(prompts, params)
     generation = Generation(request, body, prompts, params, kind="text_completion", prefix="cmpl-", default_max_tokens=DEFAULT_MAX_TOKENS)
     choices = _Choices(service, generation, body, params, raw_prompts, prompts)
-    headers = ignored_header(ignored)
+    headers = ignored_header([*ignored, *body.relaxed])
     if body.stream:
         return EventStream(_events(generation, body, choices), headers)
     whole = await _whole(generation, body, choices)

@@ -1,0 +1,133 @@
+"""JSON schemas of requests: limits, keywords that are not supported, and keywords that no grammar enforces."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from chairlift.errors import InvalidRequest
+from chairlift.sampling import MAX_GRAMMAR
+from chairlift.server.errors import brief
+
+MAX_DEPTH = 32
+"""Maximum nesting of a JSON schema, where each level of properties counts twice, and of the chat template's inputs."""
+MAX_REGEX = 8192
+MAX_COUNT = 65_536
+"""Maximum for a schema's minimum number of characters, items or properties: no answer has more."""
+
+_MINIMUM_KEYWORDS = frozenset(("minLength", "minItems", "minProperties", "minContains"))
+_UNSUPPORTED = frozenset(
+    (
+        *("not", "if", "then", "else", "contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"),
+        *("dependencies", "dependentRequired", "dependentSchemas", "$dynamicAnchor", "$dynamicRef"),
+    )
+)
+"""Keywords that llguidance does not implement, without those that are relaxed."""
+_FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+"""Formats that llguidance enforces. Others are annotations, as in JSON Schema."""
+_SCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_SCHEMAS = frozenset(("items", "additionalProperties", "allOf", "anyOf", "oneOf", "prefixItems"))
+_LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
+
+
+class CheckedSchema(NamedTuple):
+    """A schema as text, and the paths of keywords that were taken out because no grammar enforces them."""
+
+    text: str
+    relaxed: list[str]
+
+
+def checked_schema(schema: object, param: str, where: str) -> CheckedSchema:
+    """Serializes a JSON schema; raises InvalidRequest for one that is too large, too deep or not supported, naming it as `where`.
+
+    Checks everything that needs no compilation, in bounded time for a schema of any size. Paths of relaxed keywords are relative to the
+    schema.
+    """
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{where} must be a JSON schema, which is an object, got {brief(schema)}", param=param)
+    _check_size(schema, param, where)
+    relaxed: list[str] = []
+    schema = _Checker(param, where, relaxed).check(schema, "")
+    return CheckedSchema(checked_text(json.dumps(schema, ensure_ascii=False), MAX_GRAMMAR, param, where), relaxed)
+
+
+def checked_text(text: str, maximum: int, param: str, where: str) -> str:
+    """Returns `text`; raises InvalidRequest if it is too long or not valid Unicode."""
+    if len(text) > maximum:
+        raise InvalidRequest(f"{where} has {len(text)} characters, at most {maximum} are allowed: make it shorter", param=param)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{where} has a lone surrogate (U+{ord(text[error.start]):04X}), which is not valid Unicode"
+        raise InvalidRequest(message, param=param) from None
+    return text
+
+
+def _check_size(schema: Mapping[str, Any], param: str, where: str) -> None:
+    size = 0
+    pending: list[tuple[object, int]] = [(schema, 1)]
+    while pending:
+        value, depth = pending.pop()
+        # A lower bound of the text's length: entries with the punctuation between them.
+        match value:
+            case str():
+                size += len(value)
+            case list():
+                size += 3 * len(value)
+            case dict():
+                size += 7 * len(value)
+        if size > MAX_GRAMMAR:
+            raise InvalidRequest(f"{where} has more than {MAX_GRAMMAR} characters: make it shorter", param=param)
+        if isinstance(value, dict | list) and depth > MAX_DEPTH:
+            raise InvalidRequest(f"{where} is nested deeper than {MAX_DEPTH} levels: make it flatter", param=param)
+        if isinstance(value, dict):
+            size += sum(map(len, value))
+            pending += [(inner, depth + 1) for inner in value.values()]
+        elif isinstance(value, list):
+            pending += [(inner, depth + 1) for inner in value]
+
+
+class _Checker:
+    """Checks the keywords of one schema and collects the paths of those that are relaxed."""
+
+    def __init__(self, param: str, where: str, relaxed: list[str]) -> None:
+        self._param = param
+        self._where = where
+        self._relaxed = relaxed
+
+    def check(self, schema: object, path: str) -> Any:
+        """Returns the schema at `path` without the relaxed keywords; raises InvalidRequest."""
+        if isinstance(schema, list):
+            return [self.check(inner, f"{path}[{index}]") for index, inner in enumerate(schema)]
+        if not isinstance(schema, dict):
+            return schema
+        return {key: self._value(key, value, path) for key, value in schema.items() if self._is_kept(key, value, path)}
+
+    def _is_kept(self, key: str, value: object, path: str) -> bool:
+        if key in _UNSUPPORTED:
+            raise self._refusal(path, f"has the keyword {key}, which is not supported")
+        if key == "format":
+            return value in _FORMATS if isinstance(value, str) else False
+        if key in ("uniqueItems", "propertyNames"):
+            if value not in (False, True, {}) or (key == "uniqueItems" and value is True):
+                self._relaxed.append(f"{path}.{key}")
+            return False
+        return True
+
+    def _value(self, key: str, value: Any, path: str) -> Any:
+        if key in _SCHEMA_MAPS and isinstance(value, dict):
+            return {name: self.check(inner, f"{path}.{key}.{name}") for name, inner in value.items()}
+        if key in _SCHEMAS:
+            return self.check(value, f"{path}.{key}")
+        if key == "pattern" and isinstance(value, str):
+            checked_text(value, MAX_REGEX, self._param, f"a pattern in {self._where}{path}")
+            if _LOOK_AROUND.search(value):
+                raise self._refusal(path, "has a pattern with look-around, which is not supported")
+        if key in _MINIMUM_KEYWORDS and isinstance(value, int | float) and value > MAX_COUNT:
+            raise self._refusal(path, f"has {key} {brief(value)}, more than any answer has: at most {MAX_COUNT} is allowed")
+        return value
+
+    def _refusal(self, path: str, fault: str) -> InvalidRequest:
+        return InvalidRequest(f"{self._where}{path:.200} {fault}", param=self._param)
