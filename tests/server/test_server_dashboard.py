@@ -16,7 +16,7 @@ ROW = {"slot": 1, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode
 ROW |= {"output_tokens": 3, "blocks": 2, "age_us": 1_500_000}
 WAIT = {"tag": 257, "tenant": "bob", "priority": 0, "state": "wait_blocks", "prompt_tokens": 9, "output_tokens": 0, "waited_us": 250_000}
 STEP = {"planned_us": 4_000_000, "slots": " dp-", "tokens": 7, "waiting": 1, "admitted": [(2, 129)], "preempted": []}
-CELLS = struct.pack("<8H", 0, 1, 2, 4, 4, 0, 0, 5)
+CELLS = struct.pack("<8I", 0, 1, 2, 4, 4, 0, 0, 5)
 
 
 def busy() -> FakeEngine:
@@ -192,7 +192,7 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
         assert page.evaluate(COLOURS, "batch") >= 6
         assert page.evaluate(COLOURS, "kv") >= 5
         box = page.locator("#batch").bounding_box()
-        page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 30)
+        page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 1.5 * page.evaluate("batch.tall"))
         wait_until(lambda: page.evaluate("document.getElementById('tip').textContent.includes('slot 1: decode')"))
         page.locator("#kv").scroll_into_view_if_needed()
         box = page.locator("#kv").bounding_box()
@@ -203,6 +203,14 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
         assert all(url.startswith((base, "data:")) for url in asked)
         assert complaints == []
         context.close()
+
+
+def test_the_key_may_be_in_the_address(browser, quick):
+    with serving(busy(), "sk-3") as (base, _):
+        page = browser.new_page()
+        page.goto(f"{base.replace('http://', 'http://any:sk-3@')}/dashboard")
+        page.get_by_text("live", exact=True).wait_for()
+        page.close()
 
 
 def test_the_page_says_when_the_server_is_gone_and_when_it_is_back(browser, quick):
