@@ -388,7 +388,7 @@ class ServerConfig:
     tool_call_parser: str = _flag(
         "auto",
         "how the model writes tool calls; 'auto' goes by its chat template",
-        choices=("auto", "hermes", "llama", "mistral"),
+        choices=("auto", "deepseek", "gemma", "granite", "hermes", "llama", "mistral", "openai", "pythonic"),
         group="server",
     )
     reasoning_parser: str = _flag(

@@ -10,7 +10,8 @@ from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.source import calls_grammar, free_calls_grammar
 from chairlift.grammar.trial import Vocabulary
 from chairlift.sampling import StructuredOutput
-from chairlift.server.chat.tools.formats import HERMES_OPEN, MISTRAL_MARK, Hermes, Llama, Mistral
+from chairlift.server.chat.tools.formats import HERMES_OPEN, MISTRAL_MARK, TOOL_PARSERS, Hermes, Llama, Mistral
+from chairlift.server.chat.tools.parser import ToolCallDelta
 from chairlift.tokenizer import Tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
@@ -78,6 +79,38 @@ def test_a_model_that_is_free_to_call_calls_as_it_should(takes, text, several, o
 )
 def test_calls_without_a_mark(takes, text, good):
     assert takes(free_calls_grammar("", Llama.call_format(""), TOOLS, {}, several=True), text) == good
+
+
+@pytest.mark.parametrize("template", ["", "```json", "[ARGS]", "<|tool_call_start|>", "<|tool_call>"])
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+def test_every_parser_reads_the_calls_that_its_grammar_allows(takes, name, template):
+    parser_type = TOOL_PARSERS[name]
+    form = parser_type.call_format(template)
+
+    def written(*calls):
+        each = [f"{form.before}{tool}{form.between}{json.dumps(arguments)}{form.after}" for tool, arguments in calls]
+        return form.begin + form.separator.join(each) + form.end
+
+    two = written(("weather", {"city": "Bern"}), ("stop", {"a": [1, None]}))
+    forced = calls_grammar(form, TOOLS, {}, several=True)
+    assert takes(forced, two)
+    assert not takes(forced, written(("weather", {"town": "Bern"})))
+    parser = parser_type(list(TOOLS))
+    parts = parser.push(two) + parser.end()
+    assert all(isinstance(part, ToolCallDelta) for part in parts)
+    assert [part.name for part in parts if part.name] == ["weather", "stop"]
+    arguments = ["".join(part.arguments for part in parts if part.index == index) for index in (0, 1)]
+    assert [json.loads(one) for one in arguments] == [{"city": "Bern"}, {"a": [1, None]}]
+    if form.begin:
+        either = calls_grammar(form, TOOLS, {}, several=True, instead=StructuredOutput("json", json.dumps(CITY)))
+        assert takes(either, form.content + '{"city":"Bern"}')
+        assert takes(either, two)
+    if not form.content:
+        mark = next((mark for mark in parser_type.marks if form.begin.startswith(mark)), "")
+        free = free_calls_grammar(mark, form, TOOLS, {}, several=True)
+        assert takes(free, two)
+        assert takes(free, "Hello.")
+        assert not takes(free, written(("weather", {"town": "Bern"})))
 
 
 def test_marks_that_are_control_tokens(takes):

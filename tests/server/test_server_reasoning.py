@@ -107,6 +107,26 @@ def test_calls_follow_reasoning(client):
     assert len(choice.message.tool_calls) == 1
 
 
+GPT_OSS = "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant"
+
+
+def test_gpt_oss_writes_channels(client, engine):
+    engine.tokenizer.template = ChatTemplate({"default": "<|channel|>commentary<|message|>{{ tools }}{{ messages }}"}, {})
+    message = client.chat.completions.create(**asked(f"{GPT_OSS}<|channel|>final<|message|>Noon.")).choices[0].message
+    assert (message.reasoning, message.content) == ("I look.", "Noon.")
+    call = "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{}"
+    choice = client.chat.completions.create(**asked(f"{GPT_OSS}{call}", tools=[TIME])).choices[0]
+    assert (choice.message.reasoning, choice.message.content, choice.finish_reason) == ("I look.", None, "tool_calls")
+    assert choice.message.tool_calls[0].function.arguments == "{}"
+    client.chat.completions.create(**asked("x", response_format=SCHEMA))
+    assert engine.seen[-1].structured_output.before.splitlines()[0].endswith('"<|channel|>final<|message|>" @answer')
+    client.chat.completions.create(**asked("x", tools=[TIME], tool_choice="required"))
+    assert engine.seen[-1].structured_output.before.splitlines()[0].endswith("space)? @answer")
+    strict = {"type": "function", "function": {**TIME["function"], "strict": True}}
+    response = client.chat.completions.with_raw_response.create(**asked("x", tools=[strict]))
+    assert response.headers["x-chairlift-ignored"] == "tools.get_time.strict"
+
+
 def test_control_tokens_that_mark_reasoning_reach_the_parser(client, engine):
     engine.tokenizer.control_texts = ("<think>", "</think>", "EOS")  # the fake engine sends three characters at a time
     message = client.chat.completions.create(**asked("<think>abEOS</think>bEOS")).choices[0].message

@@ -40,6 +40,17 @@ SEMICOLON = '{"name": "f", "parameters": {}}; {"name": "get_weather", "parameter
 ARRAY = f'[{{"name": "f", "arguments": {NESTED}}}, {{"name": "get_weather", "arguments": {ESCAPED}, "id": "abcdefghi"}}]'
 WITH_IDS = '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{}'
 
+PYTHON = '{"a": "x]\\"", "b": [-1, [2.5, null]], "c": {"d": true, "e": false}}'
+DEEPSEEK = {"CALL_END": "call\u2581end", "CALL": "call\u2581begin", "BEGIN": "calls\u2581begin", "END": "calls\u2581end", "SEP": "sep"}
+
+
+def deepseek(text):
+    """A text with DeepSeek's marks for the words in capitals."""
+    for name, mark in DEEPSEEK.items():
+        text = text.replace(name, f"<\uff5ctool\u2581{mark}\uff5c>")
+    return text
+
+
 GOLDEN = [
     # Hermes
     ("hermes", "Hello.", "Hello.", []),
@@ -75,6 +86,80 @@ GOLDEN = [
     ("mistral", WITH_IDS, "", [("f", '{"a": 1}'), ("get_weather", "{}")]),
     ("mistral", "[TOOL_CALLS]f{}", "", [("f", "{}")]),
     ("mistral", "[TOOL_CALLS]f[ARGS]{'a'}[TOOL_CALLS]f[ARGS]{}", "", [("f", "{'a'}"), ("f", "{}")]),
+    # Granite
+    ("granite", f"<|tool_call|>{ARRAY}", "", [("f", NESTED), ("get_weather", ESCAPED)]),
+    ("granite", f"I look. <tool_call> {ARRAY}", "I look.", [("f", NESTED), ("get_weather", ESCAPED)]),
+    ("granite", f"<|tool_call|>{ARRAY}<|/tool_call|>x", "x", [("f", NESTED), ("get_weather", ESCAPED)]),
+    ("granite", "Hello <|/tool_call|>.", "Hello <|/tool_call|>.", []),
+    # DeepSeek: V3, V3.1, broken off, broken
+    ("deepseek", "Hello.", "Hello.", []),
+    ("deepseek", deepseek(f"BEGINCALLfunctionSEPf\n```json\n{NESTED}\n```CALL_ENDEND"), "", [("f", NESTED)]),
+    (
+        "deepseek",
+        deepseek(
+            f"I look.BEGINCALLfunctionSEPf\n```json\n{NESTED}\n```CALL_END\nCALLfunctionSEPget_weather\n```json\n{{}}\n```CALL_ENDEND"
+        ),
+        "I look.",
+        [("f", NESTED), ("get_weather", "{}")],
+    ),
+    (
+        "deepseek",
+        deepseek(f"BEGINCALLfSEP{ESCAPED}CALL_ENDCALLget_weatherSEP{{}}CALL_ENDEND!"),
+        "!",
+        [("f", ESCAPED), ("get_weather", "{}")],
+    ),
+    ("deepseek", deepseek('BEGINCALLfSEP{"a": 1'), "", [("f", '{"a": 1')]),
+    ("deepseek", deepseek('BEGINCALLfSEP{"a": oops}CALL_ENDEND'), "", [("f", '{"a": oops}')]),
+    ("deepseek", deepseek("BEGINCALLunknownSEP{}CALL_ENDEND"), deepseek("BEGINCALLunknownSEP{}CALL_ENDEND"), []),
+    # Gemma
+    ("gemma", "Hello.", "Hello.", []),
+    (
+        "gemma",
+        'Ok <|tool_call>call:f{city:<|"|>Bern, {CH}<|"|>,days:3,at:{x:[1.5,true,<|"|>"q"<|"|>],y:{}},z:null}<tool_call|>',
+        "Ok",
+        [("f", '{"city": "Bern, {CH}", "days": 3, "at": {"x": [1.5, true, "\\"q\\""], "y": {}}, "z": null}')],
+    ),
+    (
+        "gemma",
+        "<start_function_call>call:f{city:<escape>Tokyo<escape>}<end_function_call><start_function_call>call:get_weather{}<end_function_call>",
+        "",
+        [("f", '{"city": "Tokyo"}'), ("get_weather", "{}")],
+    ),
+    ("gemma", '<|tool_call>call:f{"a": "1\\u00fc", "b": word}<tool_call|>x', "x", [("f", '{"a": "1ü", "b": "word"}')]),
+    ("gemma", '<|tool_call>call:f{a:<|"|>never', '<|tool_call>call:f{a:<|"|>never', []),
+    ("gemma", "<|tool_call>call:f{a:1e999}<tool_call|>", "<|tool_call>call:f{a:1e999}<tool_call|>", []),
+    ("gemma", "<|tool_call>call:f{a:NaN}<tool_call|>", "<|tool_call>call:f{a:NaN}<tool_call|>", []),
+    # Python
+    ("pythonic", "Hello [1].", "Hello [1].", []),
+    ("pythonic", "[1] is a source.", "[1] is a source.", []),
+    ("pythonic", "[f()", "[f()", []),
+    (
+        "pythonic",
+        '[f(a="x]\\"", b=[-1, (2.5, None)], c={"d": True, "e": false}), get_weather()]',
+        "",
+        [("f", PYTHON), ("get_weather", "{}")],
+    ),
+    ("pythonic", f" \n[f(**{NESTED})]", "", [("f", json.dumps(json.loads(NESTED)))]),
+    ("pythonic", "Ok <|tool_call_start|>[f(a='1')]<|tool_call_end|> x", "Ok x", [("f", '{"a": "1"}')]),
+    ("pythonic", "<|python_start|>[f(a='1')]<|python_end|>", "", [("f", '{"a": "1"}')]),
+    *(
+        ("pythonic", text, text, [])
+        for text in ("[f(1)]", "[f(a=open('x'))]", "[f(a=1), g()]", "[f(a=1e999)]", "[f(a=b'x')]", "[f(a='\\ud800')]")
+    ),
+    *(("pythonic", text, text, []) for text in ("[f(a=1) for f in x]", "[f(**{1: 2})]", "[f(**a)]", "[f(a=x)(b=1)]", "[f(a={1: 2})]")),
+    # gpt-oss
+    ("openai", "<|channel|>final<|message|>Hello.<|return|>", "Hello.", []),
+    ("openai", f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{NESTED}<|call|>", "", [("f", NESTED)]),
+    (
+        "openai",
+        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{ESCAPED}",
+        "I look.",
+        [("f", ESCAPED)],
+    ),
+    ("openai", "<|channel|>commentary to=functions.unknown<|message|>{}<|call|>", "{}", []),
+    ("openai", "<|channel|>commentary to=functions.f<|message|>{oops}<|call|>", "", [("f", "{oops}")]),
+    ("openai", "<|channel|>commentary to=functions.f", "", []),
+    ("openai", "Hello.", "Hello.", []),
 ]
 
 
@@ -95,7 +180,11 @@ NO_CALLS = [
     *('{"id": "a\nb"}', "def f(): pass", "f", "f[ARGS]", "f[ARGS]7", "unknown[ARGS]{}"),
     *("{" * 5000, "[" * 5000, '{"id": ' + "[" * 5000, "f" * 1000),
 ]
-MARKED = [("hermes", "<tool_call>", "</tool_call>"), ("llama", "<|python_tag|>", ""), ("mistral", "[TOOL_CALLS]", "")]
+MARKED = [
+    *(("hermes", "<tool_call>", "</tool_call>"), ("llama", "<|python_tag|>", ""), ("mistral", "[TOOL_CALLS]", "")),
+    *(("granite", "<|tool_call|>", ""), ("gemma", "<|tool_call>", "<tool_call|>"), ("pythonic", "<|tool_call_start|>", "")),
+    *(("deepseek", deepseek("BEGIN"), deepseek("END")), ("openai", "x", "")),
+]
 
 
 @pytest.mark.parametrize("text", NO_CALLS, ids=lambda text: f"{text:.40}")
@@ -107,6 +196,8 @@ def test_what_is_no_call_is_content_as_it_was_written(syntax, begin, end, text):
 
 PIECES = (
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<tool", "</", "[TOOL", "<|"),
+    *("<|tool_call|>", "<|tool_call>", "<tool_call|>", "call:f{", 'a:<|"|>', "<|tool_call_start|>", "[f(", "a=", ")", "'", "1)]"),
+    *("<|channel|>", "<|message|>", "to=functions.f", "<|end|>", *map(deepseek, ("BEGIN", "CALL", "fSEP", "CALL_END", "END"))),
     *('{"name": "f", "arguments": {"a": [1, "x"]}}', '"parameters": ', '{"name": "f", ', '"arguments": ', '{"a": "\\u00e9\\""}', "f", "{}"),
     *("{", "}", "[", "]", ",", ";", ":", '"', "\\", " ", "\n", "\t", "é😀", "-1.5e", "tru", "null", "x"),
 )
@@ -120,7 +211,7 @@ def test_how_a_text_is_cut_changes_nothing(syntax, pieces, cuts):
     content, calls = whole = parsed(syntax, [text])
     assert parsed(syntax, [text[start:end] for start, end in itertools.pairwise(places)]) == whole
     assert parsed(syntax, text) == whole
-    if not calls:
+    if not calls and syntax != "openai":  # its content has marks
         assert content == text
     assert all(name in NAMES for _, name, _ in calls)
 
@@ -142,6 +233,15 @@ def test_arguments_come_through_whatever_they_are(arguments, ascii_only, indent)
         ("mistral", f"[TOOL_CALLS]f[ARGS]{to_json_bytes}"),
     ):
         assert parsed(syntax, text) == ("", [("id0", "f", to_json_bytes)])
+
+
+@pytest.mark.parametrize(
+    ("syntax", "begin"),
+    [("gemma", "<|tool_call>call:f{a:"), ("gemma", '<|tool_call>call:f{a:<|"|>'), ("pythonic", "[f(a="), ("pythonic", "[f(a='")],
+)
+@pytest.mark.parametrize("text", ["{" * 5000, "[" * 5000, "{a:" * 5000, "[" * 5000 + "]" * 5001, "(" * 3000 + ")" * 3001 + "]", "-" * 5000])
+def test_arguments_that_are_nested_too_deeply_are_content(syntax, begin, text):
+    assert parsed(syntax, [f"{begin}{text}"]) == (f"{begin}{text}", [])
 
 
 def test_only_what_may_become_a_call_is_held_back():

@@ -59,6 +59,8 @@ class ToolCallFormat:
     after: str = "}"
     separator: str = ""
     end: str = ""
+    content: str = ""
+    """Text that begins an answer without calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def calls_grammar(
         message = f"{instead.param} and tools don't go together here: leave out either, or send tool_choice none or required"
         raise InvalidRequest(message, param=instead.param)
     content = _json(json.loads(instead.text) if instead.kind == "json" else None)
-    return _form(["start: calls | content", f"content: {content}", calls, *_each(form, tools, control)])
+    return _form(["start: calls | content", f"content: {_lark(form.content, control)} {content}", calls, *_each(form, tools, control)])
 
 
 def free_calls_grammar(
@@ -149,12 +151,14 @@ def free_calls_grammar(
 ) -> StructuredOutput:
     """Returns a grammar for free text in which `mark` begins calls as in `calls_grammar`. Without `several`, one call ends the text.
 
-    `form` must begin with `mark`. If `mark` is empty, the answer contains calls only if it begins with a brace. Raises InvalidRequest if
-    the tools' schemas are too long in total.
+    `form` must begin with `mark`. If `mark` is empty, the answer contains calls only if it begins with the first character of a call.
+    Raises InvalidRequest if the tools' schemas are too long in total.
     """
     if not mark:
-        rules = ["start: calls | text", r"text: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/"]
-        return _form([*rules, f"calls: {_calls(form, control, several)}", *_each(form, tools, control)])
+        first = re.escape((form.begin + form.before)[0])
+        rules = ["start: calls | text", rf"text: /([ \t\r\n]*[^ \t\r\n{first}](.|\n)*)?/"]
+        calls = f"calls: {_lark(form.begin, control)} {_calls(form, control, several)}"
+        return _form([*rules, calls, *_each(form, tools, control)])
     within = f"{_lark(form.begin.removeprefix(mark), control)} {_calls(form, control, several and mark not in form.separator)}"
     # A text rule with a suffix ends at the first occurrence of the suffix, so free text cannot contain the mark.
     before = [f"before: text {_lark(mark, control)}"] if mark in control else [f"before[suffix={json.dumps(mark)}]: /(.|\\n)*/"]

@@ -305,7 +305,10 @@ def _tool_grammar(
     if not free:
         instead = None if tool_spec.required else content
         return calls_grammar(call_format, schemas, mark_ids, several=tool_spec.parallel, instead=instead)
-    trigger = parser_config.parser_type.marks[0] if call_format.begin else ""
+    if call_format.content:  # content has marks too, so no mark tells calls from content
+        relaxed += [f"tools.{tool.name}.strict" for tool in tool_spec.tools if tool.strict]
+        return None
+    trigger = next((mark for mark in parser_config.parser_type.marks if call_format.begin.startswith(mark)), "")
     return free_calls_grammar(trigger, call_format, schemas, mark_ids, several=tool_spec.parallel)
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
+from typing import ClassVar
 
 from chairlift.grammar.source import ToolCallFormat
+from chairlift.server.chat.tools.literals import GEMMA_OPEN, PYTHONIC_OPEN, Gemma, Pythonic
 from chairlift.server.chat.tools.parser import InvalidCall, ParserSteps, ToolParser
 
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+GRANITE_OPEN, GRANITE_CLOSE = "<|tool_call|>", "<|/tool_call|>"
 LLAMA_TAG = "<|python_tag|>"
 MISTRAL_MARK, MISTRAL_CALL_ID, MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+DEEPSEEK_BEGIN, DEEPSEEK_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+DEEPSEEK_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+START, CHANNEL, MESSAGE, HARMONY_CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
 
-_MAX_MISTRAL_HEAD = 256
-"""Maximum characters of a call's name with its id and the marks around it, in Mistral's format."""
+MAX_HEAD = 256
+"""Maximum characters of a call's name with its id and the marks around it."""
+
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 class Hermes(ToolParser):
@@ -22,7 +32,7 @@ class Hermes(ToolParser):
     Also accepts a list of calls between two marks, as SmolLM2 writes it, and a missing or doubled last brace.
     """
 
-    marks = (HERMES_OPEN, HERMES_CLOSE)
+    marks: ClassVar[tuple[str, ...]] = (HERMES_OPEN, HERMES_CLOSE)
     end_mark = HERMES_CLOSE
 
     @classmethod
@@ -33,7 +43,7 @@ class Hermes(ToolParser):
     def _parse(self) -> ParserSteps:
         after_call = False
         while mark := (yield from self._content()):
-            if mark == HERMES_OPEN:
+            if mark != self.end_mark:
                 before = self._calls
                 yield from self._attempt(self._call())
                 after_call = self._calls > before
@@ -45,6 +55,18 @@ class Hermes(ToolParser):
     def _call(self) -> ParserSteps:
         yield from self._objects()
         yield from self._skip_space("}")
+
+
+class Granite(Hermes):
+    """`<|tool_call|>[{"name": "f", "arguments": {}}]`: the format of Granite 3 and Phi-4, which may end with `<|/tool_call|>`."""
+
+    marks = (GRANITE_OPEN, HERMES_OPEN, GRANITE_CLOSE)
+    end_mark = GRANITE_CLOSE
+
+    @classmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """One list of all calls."""
+        return ToolCallFormat(f"{GRANITE_OPEN}[", separator=", ", end="]")
 
 
 class Llama(ToolParser):
@@ -109,7 +131,7 @@ class Mistral(ToolParser):
             return
         head = ""
         while not head.endswith(MISTRAL_ARGS) and (character := (yield from self._peek())) != "{":
-            if not character or len(head) == _MAX_MISTRAL_HEAD:
+            if not character or len(head) == MAX_HEAD:
                 raise InvalidCall
             head += character
             self._take()
@@ -119,10 +141,104 @@ class Mistral(ToolParser):
         yield from self._arguments(name)
 
 
-TOOL_PARSERS: dict[str, type[ToolParser]] = {"hermes": Hermes, "llama": Llama, "mistral": Mistral}
+class DeepSeek(ToolParser):
+    """DeepSeek's format: calls between `tool_calls_begin` and `tool_calls_end`, each with its name before its arguments.
 
-_TEMPLATE_MARKS = {"mistral": ("[TOOL_CALLS]",), "hermes": ("<tool_call>",), "llama": ("<|python_tag|>", "ipython")}
-"""Texts in a chat template that identify its format."""
+    DeepSeek V3 and R1 write the type, `tool_sep`, the name, and the arguments as a code block; V3.1 the name, `tool_sep` and the arguments.
+    """
+
+    marks = (DEEPSEEK_BEGIN,)
+    end_mark = DEEPSEEK_CALL_END
+    inner_marks = (DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END, DEEPSEEK_END)
+
+    @classmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """The older format if the template uses code blocks."""
+        if "```json" in template:
+            before, between, after = f"{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}", "\n```json\n", f"\n```{DEEPSEEK_CALL_END}"
+            return ToolCallFormat(DEEPSEEK_BEGIN, before, between, after, "\n", DEEPSEEK_END)
+        return ToolCallFormat(DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END, "", DEEPSEEK_END)
+
+    def _parse(self) -> ParserSteps:
+        while (yield from self._content()):
+            yield from self._attempt(self._call_list())
+
+    def _call_list(self) -> ParserSteps:
+        yield from self._skip_space()
+        yield from self._expect_one_of(DEEPSEEK_CALL)
+        while True:
+            name = (yield from self._text_until(DEEPSEEK_SEPARATOR, MAX_HEAD)).strip()
+            if name == "function" and name not in self._names:
+                name = (yield from self._text_until("\n", MAX_HEAD)).strip()
+                yield from self._expect_one_of("```json")
+            if name not in self._names or (yield from self._skip_space()) != "{":
+                raise InvalidCall
+            yield from self._attempt(self._arguments(name))
+            if not (yield from self._skip_space("`")):
+                return
+            yield from self._expect_one_of(DEEPSEEK_CALL_END)
+            if not (yield from self._skip_space()) or (yield from self._expect_one_of(DEEPSEEK_CALL, DEEPSEEK_END)) == DEEPSEEK_END:
+                return
+
+
+class Harmony(ToolParser):
+    """`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>`: the format of gpt-oss.
+
+    Messages on a channel without a recipient are content. The reasoning parser takes those on the channel `analysis`.
+    """
+
+    marks = (START, CHANNEL, MESSAGE, "<|end|>", HARMONY_CALL, "<|return|>")
+    end_mark = HARMONY_CALL
+    inner_marks = ("<|constrain|>",)
+    wraps_content = True
+
+    @classmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """Calls on the channel `commentary`, content on `final`."""
+        begin = f"{CHANNEL}commentary to=functions."
+        between, separator = f" <|constrain|>json{MESSAGE}", f"<|end|>{START}assistant{begin}"
+        return ToolCallFormat(begin, "", between, "", separator, content=f"{CHANNEL}final{MESSAGE}")
+
+    def _parse(self) -> ParserSteps:
+        while mark := (yield from self._content()):
+            if mark in (START, CHANNEL):
+                yield from self._message()
+
+    def _message(self) -> ParserSteps:
+        """Parses a message's head, and its arguments if it is a call. An unfinished head is dropped."""
+        try:
+            head = yield from self._text_until(MESSAGE, MAX_HEAD)
+        except InvalidCall:
+            return
+        recipient = _RECIPIENT.search(head)
+        if recipient is not None and recipient[1] in self._names and (yield from self._skip_space()) == "{":
+            yield from self._attempt(self._arguments(recipient[1]))
+        self._raw.clear()
+
+
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "deepseek": DeepSeek,
+    "gemma": Gemma,
+    "granite": Granite,
+    "hermes": Hermes,
+    "llama": Llama,
+    "mistral": Mistral,
+    "openai": Harmony,
+    "pythonic": Pythonic,
+}
+"""Parsers by name; `openai` is that of gpt-oss, as in vLLM."""
+
+_TEMPLATE_MARKS = {
+    "openai": (f"{CHANNEL}commentary",),
+    "deepseek": (DEEPSEEK_BEGIN,),
+    "gemma": GEMMA_OPEN,
+    "granite": (GRANITE_OPEN,),
+    "mistral": (MISTRAL_MARK,),
+    "pythonic": ("[func_name1(", PYTHONIC_OPEN),
+    "hermes": (HERMES_OPEN,),
+    "llama": (LLAMA_TAG, "ipython"),
+}
+"""Texts in a chat template of which each identifies its format; the first format that fits counts."""
 
 
 def parser_for_template(template: str) -> type[ToolParser]:

@@ -159,6 +159,38 @@ class ToolParser(ABC):
             raise InvalidCall
         self._take()
 
+    def _expect_one_of(self, *expected: str) -> Generator[None, None, str]:
+        """Consumes and returns one of the texts `expected`."""
+        read = ""
+        while read not in expected:
+            character = yield from self._peek()
+            if not character or not any(text.startswith(read + character) for text in expected):
+                raise InvalidCall
+            read += character
+            self._take()
+        return read
+
+    def _text_until(self, mark: str, limit: int | None = None) -> Generator[None, None, str]:
+        """Consumes text up to and including `mark`; returns the text before it, of at most `limit` characters."""
+        end = self._text.find(mark, self._at)
+        parts: list[str] = []
+        while end < 0:
+            safe = self._safe_end((mark,))
+            parts.append(self._text[self._at : safe])
+            self._raw.append(parts[-1])
+            self._at = safe
+            if self._over or (limit is not None and sum(map(len, parts)) > limit):
+                raise InvalidCall
+            yield
+            end = self._text.find(mark, self._at)
+        parts.append(self._text[self._at : end])
+        self._raw.append(parts[-1] + mark)
+        self._at = end + len(mark)
+        text = "".join(parts)
+        if limit is not None and len(text) > limit:
+            raise InvalidCall
+        return text
+
     def _value(self, first: str) -> Generator[None, None, str]:
         """Consumes and returns a JSON value that begins with one of the characters `first` (any if "")."""
         character = yield from self._skip_space()
@@ -259,6 +291,13 @@ class ToolParser(ABC):
             if value.invalid:
                 raise InvalidCall
         self._in_arguments = False
+
+    def _whole_call(self, name: str, arguments: str) -> None:
+        """Returns a call whose arguments are complete; raises InvalidCall if no response could carry them."""
+        if _SURROGATE.search(arguments):
+            raise InvalidCall
+        self._begin_call(name)
+        self._emit_arguments(arguments)
 
     def _begin_call(self, name: str) -> None:
         """Returns the first increment of a call."""

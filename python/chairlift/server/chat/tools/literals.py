@@ -1,0 +1,245 @@
+"""Formats in which models write arguments in another syntax than JSON: Gemma's and Python's."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Generator
+from typing import Any
+
+from chairlift.grammar.source import ToolCallFormat
+from chairlift.server.chat.tools.parser import InvalidCall, ParserSteps, ToolParser
+
+GEMMA_OPEN = ("<|tool_call>", "<start_function_call>")
+_GEMMA_CLOSE = ("<tool_call|>", "<end_function_call>")
+_GEMMA_QUOTES = ('<|"|>', "<escape>")
+PYTHONIC_OPEN = "<|tool_call_start|>"
+_PYTHONIC_CLOSE = "<|tool_call_end|>"
+
+_MAX_NAME = 128
+_MAX_DEPTH = 32
+"""Maximum nesting of arguments."""
+
+
+class Gemma(ToolParser):
+    """`<|tool_call>call:f{city:<|"|>Bern<|"|>,days:3}<tool_call|>`: the format of Gemma 4, and of FunctionGemma with other marks.
+
+    A call is returned when it is complete. JSON is accepted as arguments too.
+    """
+
+    marks = (*GEMMA_OPEN, *_GEMMA_CLOSE)
+    end_mark = _GEMMA_CLOSE[0]
+    inner_marks = _GEMMA_QUOTES
+
+    @classmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """Calls with JSON as arguments, because a grammar for Gemma's own syntax cannot be made of a JSON schema."""
+        begin, end = next(pair for pair in zip(GEMMA_OPEN, _GEMMA_CLOSE, strict=True) if pair[0] in template or pair[0] == GEMMA_OPEN[1])
+        return ToolCallFormat(begin, "call:", "", "", f"{end}{begin}", end)
+
+    def _parse(self) -> ParserSteps:
+        after_call = False
+        while mark := (yield from self._content()):
+            if mark in GEMMA_OPEN:
+                before = self._calls
+                yield from self._attempt(self._call())
+                after_call = self._calls > before
+            else:
+                if not after_call:
+                    self._emit_content(mark)
+                after_call = False
+
+    def _call(self) -> ParserSteps:
+        yield from self._skip_space()
+        yield from self._expect_one_of("call:")
+        name = ""
+        while (character := (yield from self._peek())) != "{":
+            if not character or len(name) == _MAX_NAME:
+                raise InvalidCall
+            name += character
+            self._take()
+        if name.strip() not in self._names:
+            raise InvalidCall
+        arguments = yield from self._object_value(0)
+        self._whole_call(name.strip(), _json(arguments))
+
+    def _object_value(self, depth: int) -> Generator[None, None, dict[str, Any]]:
+        if depth == _MAX_DEPTH:
+            raise InvalidCall
+        yield from self._expect("{")
+        value: dict[str, Any] = {}
+        while (yield from self._skip_space(",")) != "}":
+            key = yield from self._key()
+            yield from self._expect(":")
+            value[key] = yield from self._any_value(depth + 1)
+        self._take()
+        return value
+
+    def _key(self) -> Generator[None, None, str]:
+        match (yield from self._skip_space()):
+            case '"':
+                return str(json.loads((yield from self._value('"'))))
+            case "<":
+                return (yield from self._quoted())
+        return (yield from self._bare(":"))
+
+    def _any_value(self, depth: int) -> Generator[None, None, Any]:
+        match (yield from self._skip_space()):
+            case "{":
+                return (yield from self._object_value(depth))
+            case "[":
+                return (yield from self._list_value(depth))
+            case '"':
+                return json.loads((yield from self._value('"')))
+            case "<":
+                return (yield from self._quoted())
+        text = yield from self._bare(",]}")
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def _list_value(self, depth: int) -> Generator[None, None, list[Any]]:
+        if depth == _MAX_DEPTH:
+            raise InvalidCall
+        self._take()
+        value: list[Any] = []
+        while (yield from self._skip_space(",")) != "]":
+            value.append((yield from self._any_value(depth + 1)))
+        self._take()
+        return value
+
+    def _quoted(self) -> Generator[None, None, str]:
+        quote = yield from self._expect_one_of(*_GEMMA_QUOTES)
+        return (yield from self._text_until(quote))
+
+    def _bare(self, ends: str) -> Generator[None, None, str]:
+        """Consumes text without quotes up to one of the characters `ends`."""
+        parts: list[str] = []
+        while (character := (yield from self._peek())) not in ends or not character:
+            if not character or character in "<{[":
+                raise InvalidCall
+            parts.append(character)
+            self._take()
+        return "".join(parts).strip()
+
+
+class Pythonic(ToolParser):
+    """`[f(city="Bern", days=3), g()]`, as the whole answer or between marks: the format of Llama 3.2 and 4, ToolACE and LFM2.
+
+    Calls are returned when the list is complete. Without marks, only an answer that begins with a call contains calls.
+    """
+
+    marks = (PYTHONIC_OPEN, _PYTHONIC_CLOSE, "<|python_start|>", "<|python_end|>")
+    end_mark = _PYTHONIC_CLOSE
+
+    @classmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """Calls with JSON as an unpacked dictionary, which needs no grammar of Python's literals."""
+        begin, end = (PYTHONIC_OPEN, _PYTHONIC_CLOSE) if PYTHONIC_OPEN in template else ("", "")
+        return ToolCallFormat(f"{begin}[", "", "(**", ")", ", ", f"]{end}")
+
+    def _parse(self) -> ParserSteps:
+        if (yield from self._skip_space()) == "[":
+            yield from self._attempt(self._call_list())
+        else:
+            self._emit_content("".join(self._raw))
+        after_call = self._calls > 0
+        while mark := (yield from self._content()):
+            before = self._calls
+            if mark in (PYTHONIC_OPEN, "<|python_start|>"):
+                yield from self._skip_space()
+                yield from self._attempt(self._call_list())
+            elif not after_call:
+                self._emit_content(mark)
+            after_call = self._calls > before
+
+    def _call_list(self) -> ParserSteps:
+        yield from self._expect("[")
+        yield from self._skip_space()
+        name = ""
+        while (character := (yield from self._peek())) != "(":
+            if not (character.isidentifier() or character.isdigit() or character in (".", "-")) or len(name) == _MAX_NAME:
+                raise InvalidCall
+            name += character
+            self._take()
+        if name not in self._names:
+            raise InvalidCall
+        source = "".join((f"[{name}", *(yield from self._rest_of_list())))
+        for name, arguments in _python_calls(source, self._names):
+            self._whole_call(name, arguments)
+
+    def _rest_of_list(self) -> Generator[None, None, list[str]]:
+        """Consumes text up to the bracket that closes the list."""
+        parts: list[str] = []
+        depth, quote, escaped = 1, "", False
+        while depth:
+            if not (character := (yield from self._peek())):
+                raise InvalidCall
+            if escaped:
+                escaped = False
+            elif quote:
+                escaped = character == "\\"
+                quote = "" if character == quote else quote
+            elif character in "\"'":
+                quote = character
+            else:
+                depth += (character in "[({") - (character in "])}")
+            parts.append(character)
+            self._take()
+        return parts
+
+
+def _python_calls(source: str, names: Any) -> list[tuple[str, str]]:
+    """Returns name and JSON arguments of each call in a list of calls, which is not evaluated; raises InvalidCall."""
+    try:
+        tree = ast.parse(source, mode="eval").body
+        if not isinstance(tree, ast.List):
+            raise InvalidCall
+        calls = [_python_call(source, call) for call in tree.elts]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise InvalidCall from None
+    if any(name not in names for name, _ in calls):
+        raise InvalidCall
+    return calls
+
+
+def _python_call(source: str, call: ast.expr) -> tuple[str, str]:
+    if not isinstance(call, ast.Call) or call.args:
+        raise InvalidCall
+    if len(call.keywords) == 1 and call.keywords[0].arg is None:
+        arguments = json.loads(ast.get_source_segment(source, call.keywords[0].value) or "")
+    else:
+        arguments = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
+    if not isinstance(arguments, dict) or None in arguments:
+        raise InvalidCall
+    return ast.unparse(call.func), _json(arguments)
+
+
+def _json(arguments: dict[str, Any]) -> str:
+    """Returns the arguments as JSON; raises InvalidCall for numbers that JSON cannot express."""
+    try:
+        return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise InvalidCall from None
+
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _literal(value: ast.expr) -> Any:
+    """Returns the JSON value of a literal; raises InvalidCall for other expressions."""
+    match value:
+        case ast.Constant(value=str() | int() | float() | bool() | None as constant):
+            return constant
+        case ast.Name(id=name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            literals = [(None if key is None else _literal(key), _literal(inner)) for key, inner in zip(keys, values, strict=True)]
+            if all(isinstance(key, str) for key, _ in literals):
+                return dict(literals)
+    raise InvalidCall
