@@ -9,7 +9,7 @@ RUN apt-get update \
     && /opt/maturin/bin/pip install --no-cache-dir 'maturin>=1.13,<2'
 WORKDIR /source
 COPY . .
-RUN /opt/maturin/bin/maturin build --release --locked --out /wheels
+RUN /opt/maturin/bin/maturin build --release --locked --out /wheels && python3 packaging/cpu_wheel.py /wheels/*.whl
 
 FROM python:3.13-slim-bookworm AS runtime
 RUN useradd --create-home --uid 1000 chairlift && install --directory --owner chairlift /models
@@ -28,11 +28,10 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir "$(echo /wheels/*.whl)[gguf,gpu,quantized]"
+    pip install --no-cache-dir "$(echo /wheels/chairlift-*.whl)[gguf,quantized]"
 USER 1000
 
 FROM runtime AS cpu
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu 'torch>=2.8' \
-    && pip install --no-cache-dir "$(echo /wheels/*.whl)[gguf]"
+    pip install --no-cache-dir "$(echo /wheels/chairlift_cpu-*.whl)[gguf]"
 USER 1000

@@ -11,8 +11,11 @@ SOURCES := $(RUST) $(shell find python kernels -name '*.py')
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
+# A CUDA device, as the NVIDIA driver shows it; on WSL it is /dev/dxg.
+CUDA := $(wildcard /dev/nvidiactl /dev/dxg)
+
 .PHONY: serve
-serve: $(VENV)/.installed ## set everything up and serve the default model at http://127.0.0.1:8000/v1 (ARGS="--port 9000" adds flags)
+serve: $(firstword $(wildcard $(VENV)/.developing) $(VENV)/.installed) ## set everything up and serve the default model at http://127.0.0.1:8000/v1 (ARGS="--port 9000" adds flags)
 	$(BIN)/chairlift serve $(ARGS)
 
 .PHONY: test
@@ -85,11 +88,16 @@ $(VENV)/.documenting: $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6,<10'
 	touch $@
 
-# A plain install for users; an editable one, with the tools, for those who change things.
-$(VENV)/.installed: $(BIN)/python $(SOURCES)
-	$(BIN)/pip install --quiet --disable-pip-version-check '.[gguf]'
+# A plain install for users, without torch where there is no CUDA device; an editable one, with the tools, for those who change things.
+$(VENV)/.installed: $(BIN)/python $(SOURCES) packaging/cpu_wheel.py
+	rm -rf $(VENV)/wheels
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(VENV)/wheels .
+	$(if $(CUDA),,$(BIN)/python packaging/cpu_wheel.py $(VENV)/wheels/chairlift-*.whl)
+	$(BIN)/pip uninstall --quiet --disable-pip-version-check --yes chairlift chairlift-cpu
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(echo $(VENV)/wheels/chairlift$(if $(CUDA),,_cpu)-*.whl)[gguf]"
 	touch $@
 
 $(VENV)/.developing: $(BIN)/python $(RUST)
+	$(BIN)/pip uninstall --quiet --disable-pip-version-check --yes chairlift-cpu
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@

@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parent.parent / "python" / "chairlift"
 
 LEAVES = {"config", "errors", "sampling", "scheduling", "outputs", "timeline"}
 MAY_IMPORT = {
-    "": {"engine", "sim", *LEAVES},
+    "": {"engine", "sim", "_core", *LEAVES},
     "__main__": {"cli"},
     "cli": {"server", "engine", "runner", "checkpoint", "tokenizer", "bench", "sim", *LEAVES, ""},
     "bench": {"errors"},

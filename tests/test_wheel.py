@@ -1,10 +1,15 @@
 """The wheel: one file for every Python from 3.11 on, with the kernels in it."""
 
+import base64
+import csv
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
@@ -38,6 +43,33 @@ def test_holds_the_core_the_kernels_and_the_types_and_is_small(wheel: Path) -> N
     assert modules <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith("tests/")]
     assert wheel.stat().st_size < 10e6
+
+
+def test_the_one_for_cpus_has_the_same_files_and_fewer_dependencies(wheel: Path, tmp_path: Path) -> None:
+    copy = shutil.copy(wheel, tmp_path)
+    command = [sys.executable, str(ROOT / "packaging" / "cpu_wheel.py"), str(copy)]
+    cpu = Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+    assert cpu.name == wheel.name.replace("chairlift-", "chairlift_cpu-")
+    with zipfile.ZipFile(cpu) as archive, zipfile.ZipFile(wheel) as whole:
+        files = {name: archive.read(name) for name in archive.namelist()}
+        package = {name: whole.read(name) for name in whole.namelist() if ".dist-info/" not in name}
+    info = next(name for name in files if name.endswith("/METADATA")).removesuffix("METADATA")
+    assert {name: data for name, data in files.items() if ".dist-info/" not in name} == package
+    assert b"chairlift=chairlift.__main__:main" in files[f"{info}entry_points.txt"]
+    recorded = {name: digest for name, digest, _ in csv.reader(files.pop(f"{info}RECORD").decode().splitlines())}
+    digests = {name: base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode() for name, data in files.items()}
+    assert recorded == {name: f"sha256={digest}" for name, digest in digests.items()} | {f"{info}RECORD": ""}
+
+    metadata = HeaderParser().parsestr(files[f"{info}METADATA"].decode())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [requirement.partition(">")[0] for requirement in project["dependencies"]]
+    assert {"torch", "transformers", "triton"} <= set(names)
+    required = [value.partition(">")[0] for value in metadata.get_all("Requires-Dist") if "extra ==" not in value]
+    assert sorted(required) == sorted(set(names) - {"torch", "transformers", "triton"})
+    assert (metadata["Name"], metadata.get_all("Provides-Extra")) == ("chairlift-cpu", ["gguf", "otel"])
+    extras = [value.partition(">")[0] for value in metadata.get_all("Requires-Dist") if "extra ==" in value]
+    assert sorted(extras) == sorted(one.partition(">")[0] for extra in ("gguf", "otel") for one in project["optional-dependencies"][extra])
+    assert "Chairlift" in metadata.get_payload()
 
 
 def test_imports_under_every_python_at_hand_without_its_dependencies(wheel: Path, tmp_path: Path) -> None:

@@ -51,12 +51,14 @@ def server(environment: dict[str, str], model_dir: Path) -> Iterator[httpx.Clien
         else:
             pytest.fail("".join(log))
         # The server would block on a full pipe.
-        threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True).start()
+        reader = threading.Thread(target=log.extend, args=(process.stderr,))
+        reader.start()
         try:
             with httpx.Client(base_url=line.split("listening on ")[1].strip(), timeout=100) as client:
                 yield client
         finally:
             process.terminate()
+            reader.join()
 
 
 def chat(server: httpx.Client, **fields: Any) -> dict[str, Any]:

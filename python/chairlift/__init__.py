@@ -79,9 +79,6 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
+    from chairlift import _core  # the distribution is called chairlift or chairlift-cpu
 
-    try:
-        return version("chairlift")
-    except PackageNotFoundError:  # a source tree that is not installed
-        return "0+source"
+    return _core.__version__

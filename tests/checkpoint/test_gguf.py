@@ -1,5 +1,6 @@
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from gguf_files import default_file, gguf_of, tiny_model, write_safetensors
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chairlift.checkpoint.gguf import GGUFTensors, convert
+from chairlift import _core
+from chairlift.checkpoint.gguf import BLOCK_SIZES, GGUFTensors, convert
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.errors import ChairliftError, UnsupportedModel
 from chairlift.tokenizer import Tokenizer
@@ -207,7 +209,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     for size in (*range(4, 400), *range(400, len(content), 997), len(content) - 32):
         cut.write_bytes(content[:size])
         with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
-            GGUFFile(cut, BLOCKS)
+            GGUFFile(cut, BLOCKS.get)
     with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
         convert(cut, tmp_path / "out")
     assert sorted(left.name for left in tmp_path.iterdir()) == ["cut.gguf", "tiny.gguf"]
@@ -228,7 +230,7 @@ def test_flipped_bytes_do_no_harm(tmp_path: Path) -> None:
     whole = tmp_path / "tiny.gguf"
     gguf_of(tiny_model("llama"), whole)
     content = bytearray(whole.read_bytes())
-    header = GGUFFile(whole, BLOCKS).tensors["token_embd.weight"].start
+    header = GGUFFile(whole, BLOCKS.get).tensors["token_embd.weight"].start
     damaged = tmp_path / "damaged.gguf"
     random = np.random.default_rng(0)
     refused = 0
@@ -243,3 +245,18 @@ def test_flipped_bytes_do_no_harm(tmp_path: Path) -> None:
             refused += 1
     assert refused > 50
     assert all(not left.name.startswith(".") for left in (tmp_path / "out").iterdir())
+
+
+def test_the_table_of_types_is_that_of_the_gguf_package_and_of_the_kernels() -> None:
+    assert {kind: BLOCKS[kind] for kind in BLOCK_SIZES} == BLOCK_SIZES
+    assert {0, 1, 30, *_core.block_types()} == BLOCK_SIZES.keys()
+
+
+def test_other_types_need_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    for kind in (gguf.GGMLQuantizationType.Q2_K, gguf.GGMLQuantizationType.F16):
+        gguf_of(model, tmp_path / f"{kind.name}.gguf", kind)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    GGUFTensors(tmp_path / "F16.gguf")
+    with pytest.raises(UnsupportedModel, match="needs one more package: pip install gguf"):
+        GGUFTensors(tmp_path / "Q2_K.gguf")

@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from chairlift.checkpoint.floats import as_float32
 from chairlift.checkpoint.safetensors_file import SafetensorsFile
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.runner.torch_weights import TorchWeights
-from chairlift.runner.weights import SafetensorWeights, as_float32
+from chairlift.runner.weights import SafetensorWeights
 
 CPU = torch.device("cpu")
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from chairlift.checkpoint.cache import writing_to
+from chairlift.checkpoint.floats import Array, as_float32
 from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
 from chairlift.checkpoint.gguf_tokenizer import turn_end_ids, write_tokenizer
 from chairlift.errors import UnsupportedModel
@@ -53,11 +54,28 @@ _GEMMA_LAYER = {
 _IGNORED = ("rope_freqs.weight", ".attn_rot_embd.weight")
 """Tensors that are not weights: frequencies that follow from the configuration."""
 _CACHED_BYTES = 1 << 16
+BLOCK_SIZES = {
+    0: (1, 4),
+    1: (1, 2),
+    2: (32, 18),
+    3: (32, 20),
+    6: (32, 22),
+    7: (32, 24),
+    8: (32, 34),
+    12: (256, 144),
+    13: (256, 176),
+    14: (256, 210),
+    20: (32, 18),
+    23: (256, 136),
+    30: (1, 2),
+    39: (32, 17),
+}
+"""Elements and bytes of a block of ggml's types, for those that the CPU kernels use. The gguf package, slow to import, knows the others."""
+
+_FLOATS = {0: np.float32, 1: np.float16, 30: np.uint16}
 
 LINK = "model.gguf"
 """File name in the directory of a converted model: a symbolic link to the GGUF file, from which the tensors are read."""
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None) -> None:
@@ -118,20 +136,30 @@ class GGUFTensors:
 
     def type_name(self, name: str) -> str:
         """Returns ggml's name of the tensor's type."""
-        from gguf.constants import GGMLQuantizationType
-
-        return GGMLQuantizationType(self.entries[name].kind).name
+        return str(_constants().GGMLQuantizationType(self.entries[name].kind).name)
 
 
 def _opened(path: Path) -> GGUFFile:
     try:
-        from gguf.constants import GGML_QUANT_SIZES
-    except ImportError:
-        raise UnsupportedModel("reading GGUF files needs one more package: pip install 'chairlift[gguf]'") from None
-    try:
-        return GGUFFile(path, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
+        return GGUFFile(path, _block_size)
     except OSError as error:
         raise UnsupportedModel(f"{path} cannot be read: {error}") from error
+
+
+def _block_size(kind: int) -> tuple[int, int] | None:
+    if kind in BLOCK_SIZES:
+        return BLOCK_SIZES[kind]
+    sizes: tuple[int, int] | None = {int(known): sizes for known, sizes in _constants().GGML_QUANT_SIZES.items()}.get(kind)
+    return sizes
+
+
+def _constants() -> Any:
+    """Imports the gguf package's table of types. Raises UnsupportedModel if the package is not installed."""
+    try:
+        from gguf import constants
+    except ImportError:
+        raise UnsupportedModel("reading this GGUF file's types of tensors needs one more package: pip install gguf") from None
+    return constants
 
 
 def model_config(file: GGUFFile) -> dict[str, Any]:
@@ -332,11 +360,14 @@ def _halves(weights: Array, heads: int) -> Array:
 
 def _dequantize(file: GGUFFile, entry: TensorEntry) -> Array:
     """Returns the tensor's values in fp32, with shape `entry.shape`."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    data = file.data(entry)
+    if entry.kind in _FLOATS:
+        return as_float32(data.view(_FLOATS[entry.kind])).reshape(entry.shape)
+    constants = _constants()
     from gguf.quants import dequantize
 
-    kind, data = GGMLQuantizationType(entry.kind), file.data(entry)
-    block = GGML_QUANT_SIZES[kind][1]
+    kind = constants.GGMLQuantizationType(entry.kind)
+    block = constants.GGML_QUANT_SIZES[kind][1]
     # Blocks are independent. Chunks that stay in the processor's cache take half the time of whole tensors.
     step = max(1, _CACHED_BYTES // block) * block
     try:

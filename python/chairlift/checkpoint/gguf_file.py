@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,12 +41,12 @@ class GGUFFile:
     of a second. It checks every length in the file and raises UnsupportedModel for invalid data.
     """
 
-    def __init__(self, path: Path, block_sizes: dict[int, tuple[int, int]]) -> None:
-        """Reads the header. `block_sizes` maps a ggml type to its elements and bytes per block."""
+    def __init__(self, path: Path, block_size: Callable[[int], tuple[int, int] | None]) -> None:
+        """Reads the header. `block_size` returns the elements and bytes of a block of a ggml type; None for an unknown type."""
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorEntry] = {}
-        self._block_sizes = block_sizes
+        self._block_size = block_size
         self._at = 0
         self._header = b""
         # The file is read and not mapped, because access to a mapped file that was truncated kills the process.
@@ -118,9 +119,10 @@ class GGUFFile:
     def _place(self, entries: list[tuple[str, tuple[int, ...], int, int]], data_start: int) -> None:
         """Computes each tensor's position and checks that the file contains it."""
         for name, shape, kind, offset in entries:
-            if kind not in self._block_sizes:
+            block_size = self._block_size(kind)
+            if block_size is None:
                 raise UnsupportedModel(f"{self.path}: tensor {name} is of ggml type {kind}, which the gguf package cannot read; update it")
-            elements, size = self._block_sizes[kind]
+            elements, size = block_size
             if not shape or 0 in shape or shape[-1] % elements or name in self.tensors:
                 raise ValueError(f"tensor {name} of shape {list(shape)}")
             entry = TensorEntry(name, shape, kind, data_start + offset, math.prod(shape) // elements * size)

@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift import _core
+from chairlift.checkpoint.floats import as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig, RopeConfig
 from chairlift.models.rotary import inverse_frequencies
 from chairlift.runner.memory.precision import BYTES
-from chairlift.runner.weights import Part, Weights, as_float32
+from chairlift.runner.weights import Part, Weights
 
 
 def build_decoder(model: ModelConfig, weights: Weights, form: str, threads: int, longest: int) -> _core.Decoder:

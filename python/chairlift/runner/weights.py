@@ -6,12 +6,13 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chairlift import _core
+from chairlift.checkpoint.floats import Array, as_float32
 from chairlift.checkpoint.gguf import LINK, GGUFTensors
 from chairlift.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from chairlift.config import EngineConfig
@@ -23,9 +24,6 @@ log = logging.getLogger("chairlift")
 
 NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 """Suffixes of tensors that a model may ignore: old tables of rotary angles, and scales of a KV cache that is not in 8 bits."""
-
-Array = np.ndarray[Any, np.dtype[Any]]
-"""A tensor: float32, float16, or the bits of bfloat16 as uint16, because numpy has no bfloat16."""
 
 Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int], int]
 """A matrix as `_core.Linear` takes it.
@@ -114,13 +112,6 @@ def _as_array(file: SafetensorsFile, name: str) -> Array:
     dtype = DTYPES[entry.dtype][0].replace("bfloat16", "uint16")
     array: Array = file.data(name).view(dtype).reshape(entry.shape)
     return array
-
-
-def as_float32(array: Array) -> NDArray[np.float32]:
-    """Returns a tensor's values in fp32."""
-    if array.dtype == np.uint16:
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32, copy=False)
 
 
 def in_memory(array: Array) -> Part:
