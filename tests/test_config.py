@@ -5,6 +5,11 @@ import pytest
 from chairlift.config import EngineConfig, ServerConfig, from_environment, parse_value
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_a_static_batch_may_be_larger_than_the_default_batch_of_any_device(device):
+    assert EngineConfig(device=device, batching="static", static_batch_size=300).seats == 300
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -12,7 +17,10 @@ from chairlift.config import EngineConfig, ServerConfig, from_environment, parse
         ({"batching": "bus"}, "--batching: expected one of continuous, static, dynamic, got 'bus'"),
         ({"static_batch_size": 4}, "--static-batch-size needs --batching static or --batching dynamic"),
         ({"batching": "static", "static_batch_size": 0}, "--static-batch-size must be at least 1"),
-        ({"batching": "static", "static_batch_size": 65}, r"--static-batch-size \(65\) must be at most --max-num-seqs \(64\)"),
+        (
+            {"batching": "static", "static_batch_size": 65, "max_num_seqs": 64},
+            r"--static-batch-size \(65\) must be at most --max-num-seqs \(64\)",
+        ),
         ({"batching": "static", "batch_timeout_ms": 5.0}, "--batch-timeout-ms needs --batching dynamic"),
         ({"batching": "dynamic", "batch_timeout_ms": -1.0}, "--batch-timeout-ms must be above 0 .* got -1"),
         ({"max_num_queued_reqs": 0}, "--max-num-queued-reqs must be at least 1"),

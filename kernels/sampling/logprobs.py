@@ -13,6 +13,8 @@ from chairlift.kernels.sampling.order import number_of, pair, token_of
 
 BLOCK = 4096
 """Tokens per program."""
+MAX_COUNT = 20
+"""The most likely tokens that a line may have, as in the API. All lines use the same compiled kernel, whatever their count."""
 
 _NONE = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 """Less than any pair."""
@@ -91,7 +93,7 @@ def score(logits: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, coun
     """Returns lines for the rows `places` [M] of logits [N, vocabulary], for the tokens at these places of `tokens`, int32 [N].
 
     int32 [M, 3 + 2 * count]: the token (0 for -1), its log-probability, its rank (1 is the most likely), the `count` most likely tokens,
-    best first and ties by id, and their log-probabilities. Log-probabilities are the bits of an fp32.
+    best first and ties by id, and their log-probabilities. Log-probabilities are the bits of an fp32. `count` is at most MAX_COUNT.
     """
     lines, (_, vocabulary), device = len(places), logits.shape, logits.device
     parts = triton.cdiv(vocabulary, BLOCK)
@@ -102,6 +104,6 @@ def score(logits: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, coun
     found = torch.empty(lines, 3 + 2 * count, dtype=torch.int32, device=device)
     pieces = best, total, likelier, likeliest, logits, places, tokens, logits.stride(0)
     _part_kernel[(lines, parts)](*pieces, vocabulary, count, block=BLOCK, num_warps=8)
-    width, candidates = triton.next_power_of_2(parts), triton.next_power_of_2(max(parts * count, 1))
+    width, candidates = triton.next_power_of_2(parts), triton.next_power_of_2(parts * MAX_COUNT)
     _line_kernel[(lines,)](found, *pieces, parts, count, width=width, candidates=candidates, num_warps=4)
     return found

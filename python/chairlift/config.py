@@ -330,7 +330,7 @@ class EngineConfig:
     @property
     def seats(self) -> int:
         """Maximum number of sequences per step, if memory is not short."""
-        usual = CUDA_SEATS if self.device == "cuda" else DEFAULT_SEATS
+        usual = max(CUDA_SEATS if self.device == "cuda" else DEFAULT_SEATS, self.static_batch_size or 0)
         return self.max_num_seqs or min(usual, self.max_num_batched_tokens or usual)
 
     @property

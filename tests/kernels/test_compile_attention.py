@@ -40,6 +40,9 @@ MODELS = {
 DTYPES = {"bf16": (2, "bf16", 2), "fp16": (2, "fp16", 2), "fp32": (4, "fp32", 4), "bf16, fp8 cache": (2, "fp8e4nv", 1)}
 """Bytes of a query, the dtype of the cache and its bytes."""
 
+FEW_BYTES, SOME_BYTES = 32, 512
+"""Bytes a thread that may be spilled: a few registers, and more where fp32 is multiplied by threads or an output has 512 dimensions."""
+
 SAMPLE = [
     (80, "llama-3.1-8b", "bf16"),
     (86, "smollm2-135m", "fp32"),
@@ -53,6 +56,8 @@ CASES = [
     for capability, model, dtype in (product(SHARED_MEMORY, MODELS, DTYPES) if FULL else SAMPLE)
     # Products of e4m3 need sm_89. fp16 compiles as bf16 does.
     if not (("fp8" in dtype and capability < 89) or (FULL and dtype == "fp16" and model != "llama-3.1-8b"))
+    # Four queries of 512 fp32 numbers do not fit into 99 KiB: `launch_settings` refuses them.
+    if not (model == "gemma-4-full" and dtype == "fp32" and SHARED_MEMORY[capability] < 1 << 17)
 ]
 
 
@@ -100,8 +105,7 @@ def check(found: Compiled, capability: int, model: str, dtype: str, settings: La
     assert found.shared_memory <= SHARED_MEMORY[capability]
     # What `launch_settings` counts on, so that no other shape can exceed the device either.
     assert found.shared_memory <= shared_memory(shape(model, dtype), settings, divmod(capability, 10))
-    # fp32 is multiplied by threads, and outputs of 512 dimensions fill the registers of all warps.
-    assert found.spilled <= (64 if dtype == "fp32" or MODELS[model][3] > 256 else 0)
+    assert found.spilled <= (FEW_BYTES if dtype != "fp32" and MODELS[model][3] <= 256 else SOME_BYTES)
     assert found.loads[16] > 0
     assert set(found.loads) <= {4, 8, 16}
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from chairlift.runner.sampling.device import DeviceSampler
-from chairlift.sampling import SamplingParams
+from chairlift.sampling import MAX_LOGPROBS, SamplingParams
 
 pytest.importorskip("triton", reason="Triton is not made for this platform")
 
@@ -57,3 +57,19 @@ def test_a_step_launches_what_its_rows_need_and_waits_for_nothing(launched, ways
     assert launched == expected
     lines = made.score_rows(logits, torch.zeros(1, dtype=torch.int64, device=meta), tokens, 4)
     assert (lines.shape, lines.dtype) == ((1, 11), torch.int32)
+
+
+def test_lines_of_any_length_use_one_compiled_kernel(monkeypatch):
+    constants = []
+
+    class Noting:
+        def __getitem__(self, grid: object):
+            return lambda *args, **kwargs: constants.append(kwargs)
+
+    monkeypatch.setattr(logprobs, "_part_kernel", Noting())
+    monkeypatch.setattr(logprobs, "_line_kernel", Noting())
+    assert logprobs.MAX_COUNT == MAX_LOGPROBS
+    logits, places = torch.zeros(2, 128256), torch.arange(2)
+    for count in range(MAX_LOGPROBS + 1):
+        logprobs.score(logits, places, places, count)
+    assert len({tuple(one.items()) for one in constants}) == 2

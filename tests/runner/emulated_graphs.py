@@ -42,7 +42,7 @@ class Emulator(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replays = 0
+        self.records = self.replays = 0
         self._left: list[torch.Tensor] = []
         self._work: list[Callable[[], None]] | None = None
 
@@ -51,6 +51,7 @@ class Emulator(TorchDispatchMode):
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         global _recording
+        self.records += 1
         self._work, self._made, self._saved = [], {}, {}
         _recording = self
         try:

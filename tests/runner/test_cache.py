@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -55,14 +57,15 @@ def test_more_memory_than_there_is_is_refused_with_the_number():
         KvCache(SPECS, 2, 16, torch.float32, torch.device("cpu"), 2**45)
 
 
-def test_memory_that_cannot_be_pinned_is_plain_memory_with_a_warning(monkeypatch, caplog):
-    empty = torch.empty
-
-    def strict(*given, pin_memory=False, **more):
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory")
-        return empty(*given, **more)
-
-    monkeypatch.setattr(torch, "empty", strict)
-    assert host_pool(3, 5, torch.float32, pinned=True).shape == (3, 5)
-    assert "swapping will be slow: cannot page-lock 0.0 GiB (CUDA error: out of memory); lower --swap-space" in caplog.text
+@pytest.mark.parametrize("status", [0, 2])
+def test_swapped_blocks_take_the_memory_asked_for_and_are_page_locked_if_the_driver_allows(status, monkeypatch, caplog):
+    locked, freed = [], []
+    driver = SimpleNamespace(cudaHostRegister=lambda *given: locked.append(given) or status, cudaHostUnregister=freed.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    pool = host_pool(3, 5, torch.float32, pinned=True)
+    place = pool.data_ptr()
+    # torch's own page-locked memory would be 64 bytes.
+    assert (pool.untyped_storage().nbytes(), locked) == (60, [(place, 60, 0)])
+    del pool
+    assert freed == ([] if status else [place])
+    assert ("swapping will be slow: cannot page-lock 0.0 GiB (CUDA error 2); lower --swap-space" in caplog.text) == bool(status)

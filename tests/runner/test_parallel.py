@@ -123,16 +123,24 @@ def test_a_workers_buffers_are_those_of_the_other_process() -> None:
     passes: list[int] = []
     worker, cpu = Worker(), torch.device("cpu")
     worker.group = ALONE
-    worker.part = SimpleNamespace(device=cpu, forward=lambda buffers, tokens, seqs: passes.append(buffers.input_ids[0]))
+    worker.part = SimpleNamespace(device=cpu, forward=lambda buffers, tokens, seqs: passes.append(buffers.slot_mapping[0]))
     # Blocks a row are fewer once the context is fitted to what there is.
     for blocks in (8, 8, 3):
         there = DeviceBuffers(2, 40, 6, blocks, cpu, CopyStream(cpu))
-        there.host[1].input_ids[0] = blocks
+        there.host[1].slot_mapping[0] = blocks
         there.host[1].table_writes[:4] = 0, 7, 6 * blocks - 1, 9  # the first and the last entry of the tables
         there.load(1, 2)
-        worker.forward(list(there.sizes), *there.loaded(), 1, 1)
+        worker.forward(list(there.sizes), *there.loaded(1, 1), 1, 1)
         assert torch.equal(worker.buffers.block_tables, there.block_tables)
     assert passes == [8, 8, 3]
+
+
+def test_workers_get_only_what_a_step_uses() -> None:
+    cpu = torch.device("cpu")
+    there = DeviceBuffers(2, 2048, 256, 512, cpu, CopyStream(cpu))
+    there.load(0, 3)
+    # A decode step of four sequences: starts, and for each its length, slot, position and place; and three entries of the block tables.
+    assert len(there.loaded(4, 4)[2]) == 4 * (5 + 4 * 4 + 2 * 3)
 
 
 LACKING = """

@@ -8,3 +8,8 @@ import os
 # the variable when it is first imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+# With growing segments, freed memory of one size serves tensors of another, so steps of many sizes need little more than the largest.
+# torch reads this too when it is first imported.
+if "PYTORCH_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

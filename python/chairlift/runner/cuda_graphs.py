@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ from chairlift.runner.graph_capture import CapturedGraph, GraphCapture
 from chairlift.runner.sampling.device import DeviceSampler, SamplingVariant
 from chairlift.runner.torch_executor import TorchExecutor
 
-log = logging.getLogger("chairlift")
-
 MAX_SIZE = 512
 """Sequences of the largest graph. A larger step takes the device longer than its launches take the host."""
-PLAIN = SamplingVariant(truncated=False, count_rows=0)
-"""The variant of most steps. It is captured at start-up, the others on their second use."""
+PLAIN, TRUNCATED = SamplingVariant(truncated=False, count_rows=0), SamplingVariant(truncated=True, count_rows=0)
+"""The variants that are captured. A capture waits for the device, so all happen at start-up."""
 
 
 def sizes(max_seqs: int) -> list[int]:
@@ -33,20 +30,19 @@ def sizes(max_seqs: int) -> list[int]:
 
 
 class Graph:
-    """Decode steps of up to `size` sequences: one graph of the forward pass and one of the sample per variant.
+    """Decode steps of up to `size` sequences: a graph of the forward pass, and graphs of the plain and the truncated sample.
 
     Inputs (the step's arrays, the attention work and the sampling parameters) are copied to fixed addresses before a replay. Logits and
     tokens are outside the memory pool that all graphs share: logits are valid until the next pass, tokens until the next sample.
     """
 
     def __init__(self, size: int, shared: _Shared) -> None:
-        """Captures the pass and the plain sample of a step of padding rows that is on the device."""
+        """Captures the pass and the samples of a step of padding rows that is on the device."""
         self.size, self._shared = size, shared
         shared.recorder.warm(self._run)
         self._pass = shared.recorder.record(self._run)
         self._hidden = shared.model.hidden
-        shared.recorder.warm(lambda: self._draw(PLAIN))
-        self._samples: dict[SamplingVariant, CapturedGraph | None] = {PLAIN: shared.recorder.record(lambda: self._draw(PLAIN))}
+        self._samples = {variant: self._capture(variant) for variant in (PLAIN, TRUNCATED)}
 
     def launch(self, buffer_index: int, step: StepSizes) -> torch.Tensor:
         """Starts the forward pass of a step and returns the logits of its samples, fp32 [samples, vocabulary]."""
@@ -61,18 +57,12 @@ class Graph:
     def sample(self, variant: SamplingVariant, num_samples: int) -> torch.Tensor:
         """Starts the sample of the step launched last: int32 [num_samples]. Its logits may have been changed since the launch.
 
-        The first sample of a variant may wait for its kernels to compile. The second is captured, which waits for the device.
+        A sample with penalties is not captured, because the table of counts may grow and move.
         """
-        if variant not in self._samples:
-            # The first sample runs eagerly, because kernels must be compiled before a capture. A larger table of counts has a new
-            # address, so graphs of the old table are dropped.
-            keep = (0, variant.count_rows)
-            self._samples = {known: replay for known, replay in self._samples.items() if not variant.count_rows or known.count_rows in keep}
-            self._samples[variant] = None
-            self._draw(variant)
-        else:
-            replay = self._samples[variant] = self._samples[variant] or self._capture(variant)
+        if replay := self._samples.get(variant):
             replay()
+        else:
+            self._draw(variant)
         return self._shared.tokens[:num_samples]
 
     def _run(self) -> None:
@@ -91,16 +81,11 @@ class Graph:
         shared.logits[:size].copy_(shared.model.network.logits(shared.model.hidden, step.sample_at[:size]))
 
     def _capture(self, variant: SamplingVariant) -> CapturedGraph:
-        """Captures the sample of a variant. If that fails, for example for lack of memory, the variant is sampled eagerly."""
-
         def draw() -> None:
             self._draw(variant)
 
-        try:
-            return self._shared.recorder.record(draw)
-        except RuntimeError as error:
-            log.warning("sampling %d sequences cannot be captured and will be slower: %s", self.size, str(error).partition("\n")[0])
-            return draw
+        self._shared.recorder.warm(draw)
+        return self._shared.recorder.record(draw)
 
     def _draw(self, variant: SamplingVariant) -> None:
         shared, size, step = self._shared, self.size, self._shared.buffers
@@ -115,6 +100,8 @@ def capture(
 
     Raises RuntimeError if the model cannot be captured. It can still run eagerly.
     """
+    from chairlift.kernels.errors import TritonError  # imports triton
+
     all_sizes = sizes(buffers.sizes[2])
     largest, device = all_sizes[-1], model.device
     logits = torch.zeros(largest, sampler.vocabulary, device=device)
@@ -123,7 +110,11 @@ def capture(
     shared = _Shared(recorder, model, buffers, sampler, lists, logits, tokens)
     buffers.pad(0, 0, 0, largest)
     buffers.load(0, 0)
-    return [Graph(size, shared) for size in reversed(all_sizes)][::-1]
+    try:
+        return [Graph(size, shared) for size in reversed(all_sizes)][::-1]
+    except TritonError as error:
+        # The last line has the reason; those before it are the kernel's source.
+        raise RuntimeError(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}") from error
 
 
 def smallest_graph(graphs: Sequence[Graph], num_tokens: int, num_seqs: int) -> Graph | None:

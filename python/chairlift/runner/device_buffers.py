@@ -54,19 +54,36 @@ class DeviceBuffers:
             writes = self._packed[self._writes_at : end].view(-1, 2)
             self.block_tables.view(-1)[writes[:, 0]] = writes[:, 1]
 
-    def loaded(self) -> tuple[int, int, bytes]:
-        """The arguments with which another process `receive`s the step that was loaded last."""
-        buffer_index, num_table_writes = self._last_load
-        arrays = self._pinned[buffer_index].numpy()
-        return buffer_index, num_table_writes, arrays[: self._writes_at + 2 * num_table_writes].tobytes()
+    def loaded(self, num_tokens: int, num_seqs: int) -> tuple[int, int, bytes]:
+        """The first arguments with which another process `receive`s the step that was loaded last.
 
-    def receive(self, buffer_index: int, num_table_writes: int, packed: bytes) -> None:
+        The bytes are the entries that the step uses of the arrays that a forward pass reads. Input ids are not among them.
+        """
+        buffer_index, num_table_writes = self._last_load
+        parts = self._used(buffer_index, num_table_writes, num_tokens, num_seqs)
+        return buffer_index, num_table_writes, np.concatenate(parts).tobytes()
+
+    def receive(self, buffer_index: int, num_table_writes: int, packed: bytes, num_tokens: int, num_seqs: int) -> None:
         """Loads a step that another process has loaded into buffers of the same sizes."""
-        arrays = self._pinned[buffer_index].numpy()
-        arrays[: len(packed) // 4] = np.frombuffer(packed, dtype=np.int32)
-        writes = arrays[self._writes_at : self._writes_at + 2 * num_table_writes].reshape(-1, 2)
+        parts = self._used(buffer_index, num_table_writes, num_tokens, num_seqs)
+        ends = np.cumsum([part.size for part in parts])
+        for part, sent in zip(parts, np.split(np.frombuffer(packed, dtype=np.int32), ends[:-1]), strict=True):
+            part[:] = sent
+        writes = parts[-1].reshape(-1, 2)
         self.host[buffer_index].block_tables.reshape(-1)[writes[:, 0]] = writes[:, 1]
         self.load(buffer_index, num_table_writes)
+
+    def _used(self, buffer_index: int, num_table_writes: int, num_tokens: int, num_seqs: int) -> list[np.ndarray]:
+        """Views of the used entries of a host buffer; the table writes come last."""
+        host, arrays = self.host[buffer_index], self._pinned[buffer_index].numpy()
+        return [
+            host.query_starts[: num_seqs + 1],
+            host.context_lens[:num_seqs],
+            host.batch_slots[:num_seqs],
+            host.positions[:num_tokens],
+            host.slot_mapping[:num_tokens],
+            arrays[self._writes_at : self._writes_at + 2 * num_table_writes],
+        ]
 
     def resolve(self, num_tokens: int, last_token: torch.Tensor) -> None:
         """Replaces -(slot + 1) in the input ids by the slot's entry of `last_token`, int32 [slots]."""

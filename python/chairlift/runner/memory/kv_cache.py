@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -78,10 +79,13 @@ def host_pool(blocks: int, numbers: int, dtype: torch.dtype, *, pinned: bool) ->
 
     If the system refuses to lock that much, the memory is pageable and a warning is logged.
     """
+    pool = torch.empty((blocks, numbers), dtype=dtype)
     if pinned:
-        try:
-            return torch.empty((blocks, numbers), dtype=dtype, pin_memory=True)
-        except RuntimeError as error:
-            size = blocks * numbers * dtype.itemsize / 2**30
-            log.warning("swapping will be slow: cannot page-lock %.1f GiB (%s); lower --swap-space", size, str(error).splitlines()[0])
-    return torch.empty((blocks, numbers), dtype=dtype)
+        # Not torch's pinned allocator, which rounds sizes up to powers of two.
+        driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(driver.cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
+        if status == 0:
+            weakref.finalize(pool, driver.cudaHostUnregister, pool.data_ptr())
+        else:
+            log.warning("swapping will be slow: cannot page-lock %.1f GiB (CUDA error %d); lower --swap-space", pool.nbytes / 2**30, status)
+    return pool

@@ -96,7 +96,7 @@ class TensorParallelExecutor(DeviceExecutor):
         """Runs the loaded step."""
         step = buffers.on_device
         with _end_on_failure(self.workers):
-            self._call("forward", step.sizes, *step.loaded(), num_tokens, num_seqs)
+            self._call("forward", step.sizes, *step.loaded(num_tokens, num_seqs), num_tokens, num_seqs)
             self._group.broadcast(step.input_ids[:num_tokens])
             self.part.forward(buffers, num_tokens, num_seqs)
 

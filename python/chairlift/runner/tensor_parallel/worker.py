@@ -70,13 +70,13 @@ class Worker:
         self.part.swap(outs, ins)
 
     def forward(self, sizes: list[int], buffer_index: int, num_table_writes: int, packed: bytes, num_tokens: int, num_seqs: int) -> None:
-        """Runs this process's part of a step, whose arrays are in `packed`."""
+        """Runs this process's part of a step, whose arrays are in `packed` (see `DeviceBuffers.loaded`)."""
         # The memory-profiling step has buffers of other sizes.
         if self.buffers is None or self.buffers.sizes != tuple(sizes):
             count, tokens, seqs, blocks = sizes
             device = self.part.device
             self.buffers = DeviceBuffers(count, tokens, seqs, blocks, device, CopyStream(device))
-        self.buffers.receive(buffer_index, num_table_writes, packed)
+        self.buffers.receive(buffer_index, num_table_writes, packed, num_tokens, num_seqs)
         self.group.broadcast(self.buffers.input_ids[:num_tokens])
         self.part.forward(self.buffers.host[buffer_index], num_tokens, num_seqs)
 
