@@ -1,10 +1,10 @@
 """What sm_90 makes of the kernels of a layer beside attention, for the shapes of well-known models."""
 
 import pytest
-from offline import Compiled, compiled
+from offline import SHARED_MEMORY, Compiled, compiled
 from triton import next_power_of_2
 
-from chairlift.kernels import act_mul, copy_blocks, resolve, rms_norm, rope_write, write_kv
+from chairlift.kernels import act_mul, copy_blocks, int8_linear, quantise_rows, resolve, rms_norm, rope_write, write_kv
 
 
 def assert_wide(made: Compiled) -> None:
@@ -104,3 +104,26 @@ def test_resolve():
     made = compiled(resolve._resolve_kernel, arguments)
     assert made.spilled == 0
     assert made.registers <= 40
+
+
+def test_quantise_rows():
+    columns = 4096
+    arguments = {"numbers_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "x_ptr": "*bf16:16", "columns": "i32:16"}
+    arguments |= {"least": 1e-12, "largest": 448.0, "block": columns}
+    made = compiled(quantise_rows._quantise_rows_kernel, arguments, num_warps=16)
+    assert made.spilled == 0
+    assert set(made.loads) == {16}
+    assert made.stores[8] > 0
+
+
+@pytest.mark.parametrize("rows", [1, int8_linear.MAX_ROWS])
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_int8_linear(capability, rows):
+    arguments = {"out_ptr": "*bf16:16", "x_ptr": "*bf16:16", "weight_ptr": "*i8:16", "scale_ptr": "*fp32:16", "bias_ptr": None}
+    arguments |= {"rows": "i32", "outs": "i32:16", "ins": "i32:16", "BLOCK_M": int8_linear.block_m(rows)}
+    arguments |= {"BLOCK_N": int8_linear.BLOCK_N, "BLOCK_K": int8_linear.BLOCK_K}
+    made = compiled(int8_linear._int8_linear_kernel, arguments, capability=capability, num_warps=4, num_stages=4)
+    assert made.spilled == 0
+    assert made.shared_memory <= SHARED_MEMORY[89]
+    assert made.loads[16] > 0
+    assert made.wgmma or made.mma

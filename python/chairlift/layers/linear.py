@@ -48,10 +48,25 @@ class Linear:
         if self.scale is None:
             return functional.linear(x, self.weight, self.bias)
         if self.weight.dtype == torch.int8:
+            if x.is_cuda:
+                # triton is only installed for GPUs.
+                from chairlift.kernels import int8_linear as kernel
+
+                if len(x) <= kernel.MAX_ROWS:
+                    return kernel.int8_linear(x, self.weight, self.scale, self.bias)
             # The weight is dequantised for each product. torch's `_weight_int8pack_mm` (as of 2.15) is slower: on CUDA one thread sums a
             # whole row, and on a CPU it is slow in fp32 and reads out of bounds for odd sizes.
             whole = torch.empty(self.weight.shape, dtype=x.dtype, device=x.device)
             return functional.linear(x, torch.mul(self.weight, self.scale, out=whole), self.bias)
-        rounded, scale = quantise(x, "fp8")
+        rounded, scale = _rounded(x)
         product = torch._scaled_mm(rounded, self.weight.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=x.dtype)
         return product if self.bias is None else product.add_(self.bias)
+
+
+def _rounded(x: torch.Tensor) -> Quantised:
+    """The activations in fp8, in one launch on a GPU."""
+    if x.is_cuda:
+        from chairlift.kernels.quantise_rows import quantise_rows  # as above
+
+        return Quantised(*quantise_rows(x.contiguous(), MIN_ABSMAX))
+    return quantise(x, "fp8")
