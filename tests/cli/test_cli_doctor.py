@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from chairlift.cli import main
-from chairlift.runner import diagnosis
+from chairlift.runner import cuda, diagnosis
 from chairlift.runner.memory import machine
 
 torch = pytest.importorskip("torch")
@@ -26,6 +26,8 @@ def device(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (23 << 30, 24 << 30))
         monkeypatch.setattr(torch.version, "cuda", "13.2")
         monkeypatch.setattr(diagnosis.util, "find_spec", lambda name: object())
+        for module in (cuda, diagnosis):
+            monkeypatch.setattr(module, "has_cuda_driver", lambda: True)
 
     return pretend
 
@@ -56,7 +58,7 @@ def test_it_needs_no_torch():
         "print(diagnosis.machine()['GPU']['devices'], diagnosis.what_runs()['--device auto'], 'torch' in sys.modules, sep=';')"
     )
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "unknown: torch is not installed;cpu: torch is not installed;False"
+    assert done.stdout.strip() == "unknown: torch is not installed;cpu: there is no CUDA driver;False"
 
 
 def test_without_torch_it_says_what_does_not_run(without_torch):

@@ -171,6 +171,10 @@ def test_fp8_needs_a_device_that_multiplies_it():
     for device in (decided, in_torch):
         with pytest.raises(InvalidSetting, match="--quantization fp8 is for CUDA devices"):
             device(quantization="fp8", model=LARGE)
+    with pytest.raises(
+        InvalidSetting, match=r"--kv-cache-dtype fp8 needs a device of compute capability 8.9, and this one has 8.6: leave it out"
+    ):
+        decide(EngineConfig(device="cuda", kv_cache_dtype="fp8"), LARGE, 10**12, capability=(8, 6))
     with pytest.raises(InvalidSetting, match=r"needs a device of compute capability 8.9, and this one has 8.6: take int8"):
         decide(EngineConfig(device="cuda", quantization="fp8"), LARGE, 10**12, capability=(8, 6))
     assert decided(device="cuda", quantization="fp8", model=LARGE).quantization == "fp8"

@@ -302,6 +302,17 @@ def test_cuda_is_refused_where_there_is_none(tmp_path, runner_for):
         runner_for(tmp_path, device="cuda")
 
 
+def test_an_old_device_is_refused_or_left_alone(tmp_path, runner_for, monkeypatch):
+    monkeypatch.setattr("chairlift.runner.build.cuda_devices", lambda: 1)
+    monkeypatch.setattr("chairlift.runner.build.compute_capability", lambda: (7, 5))
+    write("llama", tmp_path)
+    why = "the device has compute capability 7.5, and the kernels need 8.0"
+    with pytest.raises(InvalidSetting, match=rf"--device cuda: {why} \(use --device cpu\)"):
+        runner_for(tmp_path, device="cuda")
+    runner = runner_for(tmp_path, device="auto")
+    assert ("device", "cpu", why) in runner.decisions
+
+
 def test_threads_are_the_physical_cores_unless_somebody_says_otherwise(tmp_path, monkeypatch):
     write("llama", tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

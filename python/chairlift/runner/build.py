@@ -14,7 +14,7 @@ from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.shape import ModelShape
 from chairlift.runner.backend import BackendMaker
-from chairlift.runner.cuda import cuda_devices, has_cuda_driver
+from chairlift.runner.cuda import compute_capability, cuda_devices, has_cuda_driver, too_old
 from chairlift.runner.executor import time_swap
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory, usable_cores
@@ -114,13 +114,12 @@ def _choose_device(name: str, count: int) -> Decision:
         return Decision("device", "cpu", "torch is not installed (for CUDA devices: pip install chairlift)")
     if 0 < devices < count:
         raise InvalidSetting(f"--tensor-parallel-size {count}: torch sees {devices} CUDA devices here")
+    reason = too_old(compute_capability()) if devices else "there is no CUDA device"
     if name == "cuda":
-        if not devices:
-            raise InvalidSetting("--device cuda: there is no CUDA device here (use --device cpu)")
+        if reason:
+            raise InvalidSetting(f"--device cuda: {reason} (use --device cpu)")
         return Decision("device", "cuda", asked("--device"))
-    if devices:
-        return Decision("device", "cuda", "torch sees a CUDA device")
-    return Decision("device", "cpu", "there is no CUDA device")
+    return Decision("device", "cpu", reason) if reason else Decision("device", "cuda", "torch sees a CUDA device")
 
 
 def _choose_threads(requested: int | None, processes: int) -> Decision:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chairlift import _core
+from chairlift.runner.cuda import compute_capability, cuda_devices, dotted, has_cuda_driver, too_old
 from chairlift.runner.memory.decision import gib
 from chairlift.runner.memory.machine import available_memory, memory_limit, usable_cores
+from chairlift.runner.memory.precision import FP8_CAPABILITY
 
 if TYPE_CHECKING:
     from chairlift.runner.kernel_check import KernelCheck
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
 Facts = dict[str, str]
 """A section of the report: names and values in words."""
 
-MIN_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
-"""Lowest CUDA compute capabilities for the Triton kernels, and for fp8."""
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8")
 """The features of x86 processors that the CPU kernels use or might use, by Linux's names. `avx512` needs those up to avx512_vnni."""
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "gguf")
@@ -118,7 +118,7 @@ def what_runs() -> Facts:
     facts = {"--device auto": "cuda" if reason is None else f"cpu: {reason}"}
     if reason is None:
         facts["Chairlift's own models"] = "torch with Triton kernels on the GPU"
-        facts |= _dtypes(_capability())
+        facts |= _dtypes(compute_capability())
     else:
         facts["Chairlift's own models"] = f"CPU kernels in Rust, {isa}{slow}"
     missing = [name for name in ("torch", "transformers") if not util.find_spec(name)]
@@ -128,36 +128,17 @@ def what_runs() -> Facts:
 
 def why_no_gpu() -> str | None:
     """Why the GPU kernels do not run here; None if they do."""
-    if not util.find_spec("torch"):
-        return "torch is not installed"
-    import torch
-
-    if torch.version.cuda is None:
-        return "this torch is built for CPUs"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if not util.find_spec("triton"):
-        return "triton is not installed"
-    if _capability() < MIN_CAPABILITY:
-        return f"the device has compute capability {dotted(_capability())}, and the kernels need {dotted(MIN_CAPABILITY)}"
-    return None
-
-
-def _capability() -> tuple[int, int]:
-    import torch
-
-    found: tuple[int, int] = torch.cuda.get_device_capability()
-    return found
+    if not has_cuda_driver():
+        return "there is no CUDA driver"
+    missing = next((name for name in ("torch", "triton") if not util.find_spec(name)), None)
+    if missing:
+        return f"{missing} is not installed"
+    return too_old(compute_capability()) if cuda_devices() else "torch sees no CUDA device"
 
 
 def _dtypes(capability: tuple[int, int]) -> Facts:
     fp8 = "yes" if capability >= FP8_CAPABILITY else f"no: it needs compute capability {dotted(FP8_CAPABILITY)}, not {dotted(capability)}"
     return {"bfloat16, float16, float32": "yes", "--quantization fp8, --kv-cache-dtype fp8": fp8, "--quantization int8": "yes"}
-
-
-def dotted(capability: tuple[int, int]) -> str:
-    """A compute capability as NVIDIA writes it: 8.9."""
-    return ".".join(map(str, capability))
 
 
 def _read(path: str) -> str:

@@ -8,6 +8,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
+from chairlift.runner.cuda import dotted
 from chairlift.runner.memory.decision import Decision, asked, gib
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
@@ -151,6 +152,7 @@ def _in_torch(config: EngineConfig, model: ModelShape, available: int, capabilit
     elif quantization:
         weights, why = f"{quantization}, in {compute}", asked("--quantization")
     if config.kv_cache_dtype == "fp8" and config.device == "cuda":
+        _check_fp8("--kv-cache-dtype fp8", capability, "leave it out")
         kv, why_kv = "fp8", asked("--kv-cache-dtype")
     elif config.kv_cache_dtype not in ("auto", compute):
         raise InvalidSetting(
@@ -181,9 +183,14 @@ def _check_quantization(
     odd = sorted({size for sizes in model.layer_matrices for size in sizes if size % FP8_ALIGNMENT})
     if odd:
         raise InvalidSetting(f"--quantization fp8 needs matrices whose sides are multiples of {FP8_ALIGNMENT}, not of {odd[0]}: take int8")
+    _check_fp8("--quantization fp8", capability, "take int8")
+
+
+def _check_fp8(flag: str, capability: tuple[int, int], remedy: str) -> None:
+    """Raises InvalidSetting if a device of this compute capability does not compute with fp8."""
     if capability < FP8_CAPABILITY:
-        here, least = (".".join(map(str, numbers)) for numbers in (capability, FP8_CAPABILITY))
-        raise InvalidSetting(f"--quantization fp8 needs a device of compute capability {least}, and this one has {here}: take int8")
+        least, here = dotted(FP8_CAPABILITY), dotted(capability)
+        raise InvalidSetting(f"{flag} needs a device of compute capability {least}, and this one has {here}: {remedy}")
 
 
 def _fitting(model: ModelShape, available: int, quantization: str | None) -> tuple[str, str]:
