@@ -17,7 +17,7 @@ _STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1180px; margin: 2rem auto;
   padding: 0 1rem; }
 h1 { font-size: 1.6rem; margin: 0 } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem } p { max-width: 50rem; margin: .4rem 0 }
-.dim, figcaption span { color: var(--dim) }
+.dim, figcaption > span { color: var(--dim) }
 .facts { display: flex; flex-wrap: wrap; gap: .6rem; margin: 1.2rem 0 }
 .facts div { background: var(--card); border-radius: 6px; padding: .5rem .9rem; min-width: 7rem }
 .facts b { display: block; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums }
@@ -26,7 +26,8 @@ h1 { font-size: 1.6rem; margin: 0 } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6
 .plots { display: grid; margin-top: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 1.6rem }
 figure { margin: 0; break-inside: avoid } figcaption { min-height: 4.9em; font-size: .9rem }
 figcaption b { font-size: 1rem; display: block }
-.key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 .9em } .key.hollow { opacity: .45 }
+.key { white-space: nowrap; margin-left: .9em } .key i { display: inline-block; width: 1.4em; margin-right: .35em; vertical-align: .25em;
+  border-top: 3px solid } .key .dashes { border-top-style: dashed }
 svg { width: 100%; height: auto; display: block } svg text { font-size: 11px; fill: var(--dim) }
 svg path { fill: none; stroke-width: 1.7 } svg .grid { stroke: var(--line); stroke-width: 1 } svg .dashed { stroke-dasharray: 5 3 }
 svg path.mark { stroke: var(--dim); stroke-dasharray: 2 3 } svg text.mark { fill: var(--ink) }
@@ -40,7 +41,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; m
 """
 
 _COLOURS = "\n".join(
-    f"svg path.c{n} {{ stroke: var(--c{n}) }} svg circle.c{n} {{ fill: var(--c{n}) }} .key.c{n} {{ background: var(--c{n}) }}"
+    f"svg path.c{n} {{ stroke: var(--c{n}) }} svg circle.c{n} {{ fill: var(--c{n}) }} .key .c{n} {{ border-color: var(--c{n}) }}"
     for n in range(7)
 )
 
@@ -85,7 +86,7 @@ class Page:
             if not curves:
                 continue
             key = "".join(
-                f'<i class="key c{curve.colour % 7}{" hollow" if curve.dashed else ""}"></i>{escape(curve.name)}'
+                f'<span class="key"><i class="c{curve.colour % 7}{" dashes" if curve.dashed else ""}"></i>{escape(curve.name)}</span>'
                 for curve in curves
                 if curve.name
             )

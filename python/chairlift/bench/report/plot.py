@@ -79,7 +79,8 @@ class Plot:
         parts.append(f'<text transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">{escape(self.y.label)}</text>')
         for x, name in self.marks:
             parts.append(f'<path class="mark" d="M{across(x):.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
-            parts.append(f'<text class="mark" x="{across(x) + 4:.1f}" y="{TOP + 12}">{escape(name)}</text>')
+            at, anchor = (across(x) + 4, "start") if across(x) < 0.8 * WIDTH else (across(x) - 4, "end")
+            parts.append(f'<text class="mark" x="{at:.1f}" y="{TOP + 12}" text-anchor="{anchor}">{escape(name)}</text>')
         parts += [_draw(curve, across, up, self) for curve in self.curves]
         return "\n".join([*parts, "</svg>"])
 
