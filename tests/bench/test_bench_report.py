@@ -48,8 +48,8 @@ def test_runs_side_by_side_share_plots():
     assert len(drawings(html)) == 8
     first = re.search(r"<figure>.*?</figure>", html, re.S).group()
     assert first.count("<title>") == 2
-    assert 'class="key c0"' in first
-    assert 'class="key c1"' in first
+    assert 'class="key"><i class="c0"' in first
+    assert 'class="key"><i class="c1"' in first
 
 
 def test_a_run_where_nothing_succeeded_has_a_page():
