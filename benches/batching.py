@@ -140,6 +140,36 @@ def lines(runs: dict[str, list[Run]]) -> list[list[str]]:
     return cells
 
 
+def report(results: dict[str, dict[str, list[Run]]], described: list[Mix], requests: int, repeats: int) -> str:
+    """The text of benches/results/batching.md."""
+    text = [
+        "# Batching modes on one engine",
+        "",
+        f"{time.strftime('%Y-%m-%d')}, {machine()}; Chairlift {version('chairlift')}, {EngineConfig().model}.",
+        f"{requests} requests, {RATE:g} a second, with prompts of {PROMPT} tokens; no prefix cache; medians of {repeats} runs.",
+        f"The KV memory holds {SLOTS} of the longest contexts, so the modes without paging have {SLOTS} slots.",
+        f"With paging, the same memory serves up to {PAGED_SLOTS} slots.",
+        "Latency is the time from a request's arrival to its last token.",
+        "Slot utilisation is the share of slot-time in which a request holds the slot.",
+        "KV waste is the share of the KV memory held by running requests that has no token, over time.",
+    ]
+    for mix in described:
+        header, *cells = lines(results[mix.name])
+        text += ["", f"## {mix.name.capitalize()}: {mix.description}", ""]
+        text += ["| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *cells)]
+    return "\n".join([*text, "", "![The skewed mix](batching.svg)", ""])
+
+
+def readme(results: dict[str, dict[str, list[Run]]]) -> str:
+    """The README's part: both mixes in one table."""
+    cells = [[*skewed, *even[1:3]] for skewed, even in zip(lines(results["skewed"]), lines(results["even"]), strict=True)]
+    cells[0][6] = "even: tokens/s"
+    return (
+        "Measured in equal KV memory ([method](benches/results/batching.md)). One answer in ten has 300 tokens, the others 5 to 40; "
+        f"even: all have 64.\n\n```text\n{table.text(cells)}\n```"
+    )
+
+
 def main() -> None:
     """Measures both mixes; writes the tables and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -147,36 +177,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the results there and leave README.md as it is")
     arguments = parser.parse_args()
+    described = mixes(arguments.requests)
+    results = {mix.name: measured(mix, arguments.repeats) for mix in described}
     out = arguments.out or ROOT / "benches/results"
-    about = [
-        f"{time.strftime('%Y-%m-%d')}, {machine()}; Chairlift {version('chairlift')}, {EngineConfig().model}.",
-        f"{arguments.requests} requests, {RATE:g} a second, with prompts of {PROMPT} tokens; no prefix cache; "
-        f"medians of {arguments.repeats} runs.",
-        f"The KV memory holds {SLOTS} of the longest contexts, so the modes without paging have {SLOTS} slots.",
-        f"With paging, the same memory serves up to {PAGED_SLOTS} slots.",
-        "Latency is the time from a request's arrival to its last token.",
-        "Slot utilisation is the share of slot-time in which a request holds the slot.",
-        "KV waste is the share of the KV memory held by running requests that has no token, over time.",
-    ]
-    text = ["# Batching modes on one engine", "", *about]
-    readme = []
-    for mix in mixes(arguments.requests):
-        runs = measured(mix, arguments.repeats)
-        cells = lines(runs)
-        caption = f"{mix.name.capitalize()}: {mix.description}."
-        text += ["", f"## {caption[:-1]}", "", *("| " + " | ".join(line) + " |" for line in (cells[0], ["---"] * len(HEADER), *cells[1:]))]
-        readme += [caption, "", "```text", table.text(cells), "```", ""]
-        if mix.name == "skewed":
-            drawn = [each[0].result for name, each in runs.items() if name != "no batching"]
-            svg = plot(drawn, f"The same {arguments.requests} requests, measured", f"{EngineConfig().model}: {mix.description}.")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "batching.svg").write_text(svg)
-    (out / "batching.md").write_text("\n".join([*text, "", "![The skewed mix](batching.svg)", ""]))
+    (out / "batching.md").write_text(report(results, described, arguments.requests, arguments.repeats))
+    drawn = [each[0].result for name, each in results["skewed"].items() if name != "no batching"]
+    title, subtitle = f"The same {arguments.requests} requests, measured", f"{EngineConfig().model}: {described[0].description}."
+    (out / "batching.svg").write_text(plot(drawn, title, subtitle))
+    part = readme(results)
     if arguments.out is None:
         head, rest = (ROOT / "README.md").read_text().split(MARKS[0])
         _, tail = rest.split(MARKS[1])
-        (ROOT / "README.md").write_text("\n".join([head + MARKS[0], *readme]).rstrip() + f"\n{MARKS[1]}{tail}")
-    print("\n".join(readme))
+        (ROOT / "README.md").write_text(f"{head}{MARKS[0]}\n{part}\n{MARKS[1]}{tail}")
+    print(part)
 
 
 if __name__ == "__main__":
