@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from chairlift import chat_template
-from chairlift.errors import InvalidRequest, ModelNotFound, UnsupportedModel
+from chairlift.errors import InvalidRequest, InvalidSetting, ModelNotFound, UnsupportedModel
 from chairlift.tokenizer import Tokenizer
 
 START, END = 1, 2
@@ -278,3 +278,24 @@ def test_a_missing_or_broken_tokenizer_is_named(copy: Path) -> None:
     (copy / "tokenizer.json").unlink()
     with pytest.raises(ModelNotFound, match=r"has no tokenizer\.json; .*--tokenizer"):
         Tokenizer(copy)
+
+
+def test_the_operator_s_template_replaces_the_model_s(copy: Path, tmp_path: Path) -> None:
+    (copy / "chat_template.jinja").write_text("from the model")
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}{{ eos_token }}")
+    tokenizer = Tokenizer(copy, None, file)
+    assert tokenizer.template_source == file.read_text()
+    assert (
+        tokenizer.decode(tokenizer.chat(HELLO), skip_special_tokens=False)
+        == f"{HELLO[0]['content']}{tokenizer.special_tokens['eos_token']}"
+    )
+
+
+@pytest.mark.parametrize("source", [None, b"{% if %}", b"\xff"])
+def test_a_template_that_cannot_be_used_stops_the_start(copy: Path, tmp_path: Path, source: bytes | None) -> None:
+    file = tmp_path / "broken.jinja"
+    if source is not None:
+        file.write_bytes(source)
+    with pytest.raises(InvalidSetting, match=r"--chat-template: .*broken.jinja cannot be used"):
+        Tokenizer(copy, None, file)

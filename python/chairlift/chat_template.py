@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, InvalidSetting
 
 MAX_SECONDS = 2.0
 """CPU time that rendering may take in its thread."""
@@ -50,6 +50,18 @@ class ChatTemplate:
         if not templates:
             raise InvalidRequest("this model has no chat template; use /v1/completions with a prompt", param="messages")
         return cls({item["name"]: item["template"] for item in templates}, variables)
+
+    @classmethod
+    def from_file(cls, file: Path, variables: Mapping[str, str]) -> ChatTemplate:
+        """Reads one template; raises InvalidSetting if the file cannot be read or is not a Jinja template."""
+        import jinja2
+
+        try:
+            source = file.read_text(encoding="utf-8")
+            _compiled(source)
+        except (OSError, UnicodeDecodeError, jinja2.TemplateError) as error:
+            raise InvalidSetting(f"--chat-template: {file} cannot be used: {error}") from None
+        return cls({"default": source}, variables)
 
     @property
     def default(self) -> str | None:

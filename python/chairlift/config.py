@@ -114,6 +114,7 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     tokenizer: str | None = _flag(None, "directory or file of the tokenizer, when it is not beside the weights", group="model")
+    chat_template: str | None = _flag(None, "Jinja file of the chat template, instead of the checkpoint's", metavar="FILE", group="model")
     revision: str | None = _flag(None, "branch, tag or commit, for a model of the hub", group="model")
     cache_dir: str | None = _flag(
         None,

@@ -25,10 +25,11 @@ class Tokenizer:
     character (see `decode`).
     """
 
-    def __init__(self, directory: Path, source: str | Path | None = None) -> None:
+    def __init__(self, directory: Path, source: str | Path | None = None, chat_template: str | Path | None = None) -> None:
         """Loads the tokenizer of the model in `directory`; `source` names another directory or tokenizer.json.
 
-        Raises ModelNotFound if there is no tokenizer.json, UnsupportedModel if it cannot be read.
+        `chat_template` names a Jinja file, which replaces the model's. Raises ModelNotFound if there is no tokenizer.json,
+        UnsupportedModel if it cannot be read, InvalidSetting if the chat template cannot be used.
         """
         self._model = directory
         file = self._file = tokenizer_file(directory, source)
@@ -44,6 +45,10 @@ class Tokenizer:
         """Control tokens, which `decode` skips."""
         self._pieces: dict[int, bytes] = {}
         self._token_bytes = _TokenBytes(self._backend, file)
+        if chat_template is not None:
+            from chairlift.chat_template import ChatTemplate
+
+            self.template = ChatTemplate.from_file(Path(chat_template).expanduser(), self.special_tokens)
 
     @property
     def vocab_size(self) -> int:

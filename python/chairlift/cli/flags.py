@@ -17,7 +17,7 @@ C = TypeVar("C")
 
 MODEL_SOURCES = "a directory in Hugging Face's layout, a .gguf file, or a hub name"
 COMMON = {
-    *("tokenizer", "device", "tensor_parallel_size", "threads", "dtype", "quantization", "max_model_len"),
+    *("tokenizer", "chat_template", "device", "tensor_parallel_size", "threads", "dtype", "quantization", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "batching", "max_num_queued_reqs"),
     *("target_itl_ms", "journal", "num_kv_blocks", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching", "swap_space"),
     *("host", "port", "served_model_name", "api_key", "api_key_file", "cors_allow_origins", "ssl_certfile", "ssl_keyfile"),

@@ -130,7 +130,7 @@ class AsyncEngine:
             self._reading = asyncio.create_task(self._read())
             directory = await asyncio.to_thread(locate, self.config.model, self.config.revision, self.config.cache_dir)
             self._write(Config(dataclasses.asdict(dataclasses.replace(self.config, model=str(directory), journal=self._next_journal()))))
-            tokenizer = asyncio.to_thread(Tokenizer, directory, self.config.tokenizer)
+            tokenizer = asyncio.to_thread(Tokenizer, directory, self.config.tokenizer, self.config.chat_template)
             self.tokenizer, _ = await asyncio.gather(tokenizer, self._is_ready)
         except BaseException:
             await self.close()

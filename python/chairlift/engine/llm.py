@@ -57,7 +57,7 @@ class LLM:
         self.config = engine_config("LLM", {"model": model, **settings})
         model = self.config.model
         directory = locate(model, self.config.revision, self.config.cache_dir)
-        self.tokenizer = Tokenizer(directory, self.config.tokenizer)
+        self.tokenizer = Tokenizer(directory, self.config.tokenizer, self.config.chat_template)
         self._engine: Engine | None = Engine(dataclasses.replace(self.config, model=str(directory)), _log_phase)
         self.facts: dict[str, Any] = {**self._engine.facts, "model": model}
         log_decisions(model, self.facts["decisions"])
