@@ -25,8 +25,12 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 NEEDED = ("numpy", "torch", "triton", "transformers", "tokenizers", "safetensors", "jinja2", "llguidance", "msgpack", "pydantic", "rich")
 """What chairlift and its peers import."""
+DRY_GIB = 24
+"""Memory that a dry run pretends to have."""
 COLD = 200e6
 """Bytes that calls go through in turn, so that none finds what it reads in the L2 cache of 50 or 60 MB."""
+SMALL = 60 * 2**30
+"""Bytes of memory below which a device gets the sizes for 24 GB cards."""
 
 
 class OutOfTime(BaseException):
@@ -44,6 +48,8 @@ class Run:
     out: Path
     seconds: float
     dry: bool
+    memory: float
+    """Bytes of the device."""
     began: float = field(default_factory=time.monotonic)
     found: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
@@ -52,6 +58,11 @@ class Run:
     def device(self) -> str:
         """Where things run: on the CPU when it is dry."""
         return "cpu" if self.dry else "cuda"
+
+    @property
+    def small(self) -> bool:
+        """Whether the device has too little memory for two copies of an 8B model: a 4090, an L4, an A10."""
+        return self.memory < SMALL
 
     @property
     def left(self) -> float:
@@ -123,8 +134,8 @@ def begin(name: str, description: str, minutes: float) -> Run:
         os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    run = Run(name, given.out, given.minutes * 60, given.dry)
-    facts = _check(run.dry)
+    facts = _check(given.dry)
+    run = Run(name, given.out, given.minutes * 60, given.dry, facts.get("GiB", DRY_GIB) * 2**30)
     import torch
 
     torch.manual_seed(0)

@@ -17,7 +17,8 @@ import numpy as np
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCABULARY = 32, 8, 128, 4096, 14336, 128_256
 TOKEN_BYTES = 2 * KV_HEADS * DIM
 """Of a token's keys and values in one layer, times the bytes of a number."""
-LARGEST_POOL = 72e9
+POOL_SHARE = 0.6
+"""Share of the device's memory that a cache takes at most."""
 
 
 class Pool:
@@ -85,11 +86,12 @@ def decode(run: common.Run, copied: float) -> None:
     few = [(64, 2048), (64, 8192), (1, 32768)]
     grid, few = ([(2, 40)], [(2, 40)]) if run.dry else (grid, few)
     half = torch.float16 if run.dry else torch.bfloat16
+    most = POOL_SHARE * run.memory
     forms = [("16", 16, half, grid), ("32", 32, half, few), ("64", 64, half, few), ("16, fp8", 16, torch.float8_e4m3fn, few)]
     for name, size, dtype, cases in forms[: 2 if run.dry else None]:
         for layers in (8, 2):
-            # Longer ones do not fit as often as others.
-            fitting = [case for case in cases if (_bytes(case, 8, dtype) <= LARGEST_POOL) == (layers == 8)]
+            # Longer ones do not fit as often as others, or not at all.
+            fitting = [case for case in cases if (_bytes(case, 8, dtype) <= most) == (layers == 8) and _bytes(case, layers, dtype) <= most]
             if not fitting or not run.fits(f"decode, blocks of {name}, {layers} layers", 25):
                 continue
             with run.tried(f"decode, blocks of {name}"):
@@ -113,6 +115,23 @@ def decode(run: common.Run, copied: float) -> None:
                         row |= {"sdpa us": theirs * 1e6, "sdpa / ours": theirs / seconds}
                 del pool
             common.free()
+
+
+def many_layers(run: common.Run) -> None:
+    """The same attention in caches of two and of 32 layers, where a layer's parts of neighbouring blocks lie far apart."""
+    import torch
+
+    batch, context = (2, 40) if run.dry else (32, 2048)
+    half = torch.float16 if run.dry else torch.bfloat16
+    query = torch.randn(batch, HEADS, DIM, device=run.device).to(half)
+    for layers in (2, 4) if run.dry else (2, 32):
+        pool = Pool(run, batch * (context + 64), layers, 16, half)
+        seconds = common.time_calls(run, pool.calls([(1, context)] * batch, query))
+        piece = pool.cache.tensor.stride(0) * half.itemsize
+        row = {"layers": layers, "bytes of a block": piece, "batch": batch, "context": context, "us": seconds * 1e6}
+        run.row("Decode attention by layers in a block", row)
+        del pool
+        common.free()
 
 
 def _bytes(case: tuple[int, int], layers: int, dtype: Any) -> float:
@@ -362,6 +381,9 @@ def main() -> None:
             if run.fits(part.__name__, 20):
                 with run.tried(part.__name__, seconds):
                     part(run, given)
+        if run.fits("layers in a block", 20):
+            with run.tried("layers in a block", 60):
+                many_layers(run)
         if run.fits("other ways", 40):
             with run.tried("other ways"):
                 other_decodes(run)

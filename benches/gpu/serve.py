@@ -1,9 +1,10 @@
 """Times the engine on a GPU from prompts to answers, beside transformers and the device's roofline; takes about nine minutes.
 
-A Llama of the shape of 3.1-8B with random weights, bf16, greedy, prompts of token ids, ends of text ignored, no prefix cache. transformers'
-`generate` (static cache) and `generate_batch` (continuous batching) run afterwards with the same weights. The floor of a
-step is reading weights and KV once at the bandwidth of a copy, or multiplying at the rate of a large product where that takes longer; both
-are measured first, in the same run. Then a model of the shape of SmolLM2-135M at batch 64: is the host's time hidden behind the device's?
+A Llama of the shape of 3.1-8B (of 3.2-3B on a card of 24 GB) with random weights, bf16, greedy, prompts of token ids, ends of text
+ignored, no prefix cache. transformers' `generate` (static cache) and `generate_batch` (continuous batching) run afterwards with the same
+weights. The floor of a step is reading weights and KV once at the bandwidth of a copy, or multiplying at the rate of a large product where
+that takes longer; both are measured first, in the same run. Then a model of the shape of SmolLM2-135M at batch 64: is the host's time
+hidden behind the device's?
 """
 
 from __future__ import annotations
@@ -320,21 +321,31 @@ def ways(run: common.Run, model: Any) -> tuple[Any, Any, Any]:
 
 
 def large(run: common.Run, folder: Path, ceilings: tuple[float, float]) -> None:
-    """The 8B shape, then transformers with its weights."""
-    size = (64, 96, 2, 4, 2, 512) if run.dry else (4096, 14336, 32, 32, 8, 128_256)
-    config = common.llama(*size)
-    directory, shape = common.write_model(folder / "large", config), Shape(config)
+    """The 8B shape, or the 3B shape on a card of 24 GB, then transformers with its weights."""
+    size, shape_name = (4096, 14336, 32, 32, 8, 128_256), "8B"
     decodes = [Case(batch, 512, 256) for batch in (1, 32, 64, 256)]
     others = [Case(1, 8192, 1), Case(32, 1024, 1024)]
     step, blocks, length = 8192, 14_000, 8448
+    if run.small:
+        # Two copies of the weights take 13 GB, and these blocks 6 GB.
+        size, shape_name = (3072, 8192, 28, 24, 8, 128_256), "3B"
+        decodes, others, blocks = decodes[:3], [Case(1, 8192, 1), Case(16, 1024, 1024)], 3200
     if run.dry:
+        size = (64, 96, 2, 4, 2, 512)
         decodes, others, step, blocks, length = [Case(1, 9, 6), Case(3, 9, 6)], [Case(1, 60, 1)], 64, 200, 128
-    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 256 if run.dry else step, "num_kv_blocks": blocks, "max_model_len": length}
+    config = common.llama(*size)
+    directory, shape = common.write_model(folder / "large", config), Shape(config)
+    sizes = {
+        "max_num_seqs": max(case.count for case in decodes),
+        "max_num_batched_tokens": 256 if run.dry else step,
+        "num_kv_blocks": blocks,
+        "max_model_len": length,
+    }
     llm = load(run, directory, **sizes)
     mine = ours(run, llm, shape, [*decodes, *others], ceilings)
     if run.fits("the device's idle share", 15):
         with run.tried("the device's idle share", 60):
-            idle(run, "8B", llm, 3 if run.dry else 64, 9 if run.dry else 512, config["vocab_size"])
+            idle(run, shape_name, llm, 3 if run.dry else 64, 9 if run.dry else 512, config["vocab_size"])
     with run.tried("transformers"):
         model = same_weights(run, llm, config)
         del llm
