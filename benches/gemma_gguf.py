@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from chairlift import LLM, SamplingParams
 from chairlift._core import instruction_set
-from chairlift.checkpoint.gguf import LINK, GGUFTensors
+from chairlift.checkpoint.cache import LINK
+from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.locate import locate
 
 RESULT = Path(__file__).parent / "results" / "gemma_gguf.md"

@@ -13,7 +13,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 import chairlift.runner  # noqa: F401  (before torch, which reads what this sets)
-from chairlift.checkpoint.gguf import LINK, GGUFTensors
+from chairlift.checkpoint.cache import LINK
+from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
 

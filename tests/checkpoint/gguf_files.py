@@ -9,8 +9,8 @@ import torch
 from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from chairlift.checkpoint.cache import cache_dir
-from chairlift.checkpoint.gguf import LINK, GGUFTensors
+from chairlift.checkpoint.cache import LINK, cache_dir
+from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.pull import pull_default
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4

@@ -206,10 +206,12 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     gguf_of(tiny_model("qwen2"), whole)
     content = whole.read_bytes()
     cut = tmp_path / "cut.gguf"
+    assert GGUFFile(whole, BLOCKS.get, vocabulary=False).tensors == GGUFFile(whole, BLOCKS.get).tensors
     for size in (*range(4, 400), *range(400, len(content), 997), len(content) - 32):
         cut.write_bytes(content[:size])
-        with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
-            GGUFFile(cut, BLOCKS.get)
+        for vocabulary in (True, False):
+            with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
+                GGUFFile(cut, BLOCKS.get, vocabulary=vocabulary)
     with pytest.raises(UnsupportedModel, match="damaged or incomplete"):
         convert(cut, tmp_path / "out")
     assert sorted(left.name for left in tmp_path.iterdir()) == ["cut.gguf", "tiny.gguf"]

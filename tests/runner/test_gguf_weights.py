@@ -16,7 +16,8 @@ from gguf_files import gguf_of, random_blocks, tiny_model, write_safetensors
 from transformers import AutoModelForCausalLM
 
 from chairlift import _core
-from chairlift.checkpoint.gguf import LINK, convert
+from chairlift.checkpoint.cache import LINK
+from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig

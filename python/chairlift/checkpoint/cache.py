@@ -13,6 +13,8 @@ from chairlift.errors import ChairliftError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""
+LINK = "model.gguf"
+"""File name in the directory of a converted model: a symbolic link to the GGUF file, from which the tensors are read."""
 
 
 def cache_dir(directory: str | None = None) -> Path:

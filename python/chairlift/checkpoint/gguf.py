@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from chairlift.checkpoint.cache import writing_to
+from chairlift.checkpoint.cache import LINK, writing_to
 from chairlift.checkpoint.floats import Array, as_float32
 from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
 from chairlift.checkpoint.gguf_tokenizer import turn_end_ids, write_tokenizer
@@ -74,9 +74,6 @@ BLOCK_SIZES = {
 
 _FLOATS = {0: np.float32, 1: np.float16, 30: np.uint16}
 
-LINK = "model.gguf"
-"""File name in the directory of a converted model: a symbolic link to the GGUF file, from which the tensors are read."""
-
 
 def convert(path: Path, out: Path, sampling: Mapping[str, float] | None = None) -> None:
     """Writes the model of a GGUF file, except its weights, to the new directory `out`, completely or not at all.
@@ -119,7 +116,7 @@ class GGUFTensors:
     def __init__(self, path: Path) -> None:
         """Reads the header. Raises UnsupportedModel if the file is damaged or its model is not supported."""
         self.path = path
-        self.file = _opened(path)
+        self.file = _opened(path, vocabulary=False)
         self._config = model_config(self.file)
         self.entries = dict(_matched(self.file, self._config))
 
@@ -139,9 +136,9 @@ class GGUFTensors:
         return str(_constants().GGMLQuantizationType(self.entries[name].kind).name)
 
 
-def _opened(path: Path) -> GGUFFile:
+def _opened(path: Path, *, vocabulary: bool = True) -> GGUFFile:
     try:
-        return GGUFFile(path, _block_size)
+        return GGUFFile(path, _block_size, vocabulary=vocabulary)
     except OSError as error:
         raise UnsupportedModel(f"{path} cannot be read: {error}") from error
 

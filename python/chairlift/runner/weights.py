@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift import _core
+from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.floats import Array, as_float32
-from chairlift.checkpoint.gguf import LINK, GGUFTensors
+from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
