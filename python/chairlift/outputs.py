@@ -53,6 +53,10 @@ class Timeline:
     computed_tokens: int
     """Tokens that the model computed for it, including recomputed ones."""
     recomputed_tokens: int
+    draft_tokens: int
+    """Proposed tokens that the model computed."""
+    accepted_draft_tokens: int
+    """Proposed tokens that the answer contains. Each saved a step."""
     preemptions: int
     swaps: int
     block_seconds: float

@@ -51,6 +51,8 @@ def ledger(tag, finish="length", **changes):
         "output_tokens": 3,
         "computed_tokens": 4,
         "recomputed_tokens": 2,
+        "draft_tokens": 0,
+        "accepted_draft_tokens": 0,
         "preemptions": 1,
         "swaps": 0,
         "block_us": 7_000_000,

@@ -219,6 +219,8 @@ def timeline(**changes: object) -> Timeline:
             output_tokens=3,
             computed_tokens=7,
             recomputed_tokens=0,
+            draft_tokens=0,
+            accepted_draft_tokens=0,
             preemptions=0,
             swaps=0,
             block_seconds=0.5,

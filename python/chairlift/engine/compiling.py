@@ -36,7 +36,10 @@ class Compiling:
             return None
         (request, began), now = self._requests[tag], _now()
         spent = _spent(request, began, now)
-        counts = ("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps", "block_us")
+        counts = (
+            *("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "draft_tokens", "accepted_draft_tokens"),
+            *("preemptions", "swaps", "block_us"),
+        )
         return {
             "tag": tag,
             "finish": None,

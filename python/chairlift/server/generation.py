@@ -164,6 +164,9 @@ class Generation:
                         metrics.count_finished(output.finish_reason, time.monotonic() - self._context.arrived, latencies)
                         unfinished -= 1
                         timelines.append(output.timeline)
+                        if output.timeline is not None:
+                            usage.accepted += output.timeline.accepted_draft_tokens
+                            usage.rejected += output.timeline.draft_tokens - output.timeline.accepted_draft_tokens
                         if usage_log is not None and not unfinished:
                             await usage_log.write_ended(self._service.engine, labels, [] if params.ranked else timelines)
                             usage_log = None

@@ -17,16 +17,22 @@ class Usage:
     cached: int = 0
     reasoning: int | None = None
     """Tokens of the answers that are reasoning; None if the model does not reason."""
+    accepted: int = 0
+    """Tokens of the answers that speculative decoding proposed."""
+    rejected: int = 0
+    """Proposed tokens that are not in the answers; they are not part of `completion`."""
 
     def json(self) -> dict[str, Any]:
         """Returns OpenAI's `usage` object."""
-        details = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
+        details = {} if self.reasoning is None else {"reasoning_tokens": self.reasoning}
+        if self.accepted or self.rejected:
+            details |= {"accepted_prediction_tokens": self.accepted, "rejected_prediction_tokens": self.rejected}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
-            **details,
+            **({"completion_tokens_details": details} if details else {}),
         }
 
     def response(self) -> dict[str, Any]:

@@ -229,6 +229,8 @@ impl Accounts {
             output_tokens: seq.output_tokens(),
             computed_tokens: seq.computed_in_all(),
             recomputed_tokens: 0,
+            draft_tokens: 0,
+            accepted_draft_tokens: 0,
             preemptions: seq.preemptions(),
             swaps: 0,
             preempted_by: Vec::new(),

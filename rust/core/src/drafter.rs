@@ -156,7 +156,7 @@ pub struct DraftStats {
     /// Drafted tokens that the model would have chosen itself. Each saves a step.
     pub accepted_tokens: u64,
     /// Accepted tokens by position in the draft.
-    pub accepted_by_position: [u64; MAX_DRAFT],
+    pub accepted_by_position: Vec<u64>,
 }
 
 /// A sequence with drafting enabled.
@@ -190,11 +190,12 @@ pub struct Drafter {
 impl Drafter {
     /// Creates a drafter that proposes at most `max_tokens` tokens (up to [`MAX_DRAFT`]) per sequence and step.
     pub fn new(max_tokens: usize) -> Self {
+        let max_tokens = max_tokens.min(MAX_DRAFT);
         Self {
-            max_tokens: max_tokens.min(MAX_DRAFT),
+            max_tokens,
             seqs: SecondaryMap::new(),
             acceptance: Acceptance::new(),
-            stats: DraftStats::default(),
+            stats: DraftStats { accepted_by_position: vec![0; max_tokens], ..DraftStats::default() },
             until_sweep: SWEEP,
         }
     }

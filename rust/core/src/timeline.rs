@@ -141,6 +141,10 @@ pub struct Timeline {
     pub computed_tokens: u64,
     /// Tokens recomputed after a preemption.
     pub recomputed_tokens: u64,
+    /// Drafted tokens that were computed.
+    pub draft_tokens: u32,
+    /// Drafted tokens that the answer contains. Each saved a step.
+    pub accepted_draft_tokens: u32,
     /// Number of preemptions.
     pub preemptions: u32,
     /// Preemptions with a copy of the KV in host memory.
@@ -256,6 +260,8 @@ pub(crate) struct Account {
     prepared: Time,
     computed_tokens: u64,
     recomputed_tokens: u64,
+    draft_tokens: u32,
+    accepted_draft_tokens: u32,
     block_us: u64,
     held: u64,
     held_since: Time,
@@ -352,6 +358,12 @@ impl Account {
         self.recomputed_tokens += u64::from(tokens);
     }
 
+    /// Records a draft of `drafted` tokens, of which the answer contains `accepted`.
+    pub(crate) fn draft(&mut self, drafted: u32, accepted: u32) {
+        self.draft_tokens += drafted;
+        self.accepted_draft_tokens += accepted;
+    }
+
     /// Computed tokens in runs that have ended.
     pub(crate) fn computed_tokens(&self) -> u64 {
         self.computed_tokens
@@ -364,6 +376,7 @@ impl Account {
         timeline.states = copy.states;
         timeline.block_us = self.block_us + self.held * (clocks.now - self.held_since);
         timeline.recomputed_tokens = self.recomputed_tokens;
+        (timeline.draft_tokens, timeline.accepted_draft_tokens) = (self.draft_tokens, self.accepted_draft_tokens);
         timeline.swaps = self.swaps;
         timeline.preempted_by.clone_from(&self.preempted_by);
         timeline.preempted_for = self.preempted_for;

@@ -51,6 +51,8 @@ pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyRes
     dict.set_item("output_tokens", timeline.output_tokens)?;
     dict.set_item("computed_tokens", timeline.computed_tokens)?;
     dict.set_item("recomputed_tokens", timeline.recomputed_tokens)?;
+    dict.set_item("draft_tokens", timeline.draft_tokens)?;
+    dict.set_item("accepted_draft_tokens", timeline.accepted_draft_tokens)?;
     dict.set_item("preemptions", timeline.preemptions)?;
     dict.set_item("swaps", timeline.swaps)?;
     dict.set_item("block_us", timeline.block_us)?;
@@ -91,7 +93,7 @@ pub(crate) fn drafts(stats: &Bound<'_, PyDict>, drafts: &core::DraftStats) -> Py
     stats.set_item("drafts", drafts.drafts)?;
     stats.set_item("draft_tokens", drafts.draft_tokens)?;
     stats.set_item("accepted_draft_tokens", drafts.accepted_tokens)?;
-    stats.set_item("accepted_draft_tokens_by_position", drafts.accepted_by_position)
+    stats.set_item("accepted_draft_tokens_by_position", &drafts.accepted_by_position)
 }
 
 /// Counters and gauges.

@@ -174,6 +174,10 @@ class EngineMetrics(Collector):
         yield _gauge("num_requests_waiting_by_reason", "Requests in the queue, by what they wait for.", common, waiting, "reason")
         for name, key, help in _COUNTERS:
             yield _counter(name, help, common, {None: self._count(key)})
+        name, help = "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were accepted, by position in the draft."
+        accepted = enumerate(stats.get("accepted_draft_tokens_by_position", ()))
+        by_position = {str(position): self._total(f"{name} {position}", count) for position, count in accepted}
+        yield _counter(name, help, common, by_position, "position")
         restarts = {None: float(self._restarts())}
         yield _counter("engine_restarts", "Times that the engine died and was restarted.", common, restarts)
         kinds = {kind: self._count(f"preemptions_{kind}") for kind in ("recompute", "swap")}
@@ -191,7 +195,10 @@ class EngineMetrics(Collector):
 
     def _count(self, key: str) -> float:
         """Returns one of the engine's counters, summed over all engines."""
-        now: float = self._stats().get(key, 0)
+        return self._total(key, self._stats().get(key, 0))
+
+    def _total(self, key: str, now: float) -> float:
+        """Returns a counter that stands at `now` in this engine, summed over all engines."""
         newest = self._newest.get(key, 0)
         if now < newest:
             self._before[key] += newest

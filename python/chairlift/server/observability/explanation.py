@@ -79,7 +79,8 @@ def _tokens(timeline: Timeline, work: str) -> str:
     if work == "recompute":
         return f" ({_count_tokens(timeline.recomputed_tokens)})"
     if work == "decode":
-        return f" ({_count_tokens(timeline.output_tokens)})"
+        accepted = f", {timeline.accepted_draft_tokens} of them drafted" if timeline.accepted_draft_tokens else ""
+        return f" ({_count_tokens(timeline.output_tokens)}{accepted})"
     cached = f", {timeline.cached_tokens} of them cached" if timeline.cached_tokens else ""
     return f" ({_count_tokens(timeline.prompt_tokens)}{cached})"
 

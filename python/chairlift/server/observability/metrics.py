@@ -37,6 +37,8 @@ _VLLM = frozenset(
         *("request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
         *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n"),
         *("request_params_max_tokens", "request_num_preemptions", "request_prefill_kv_computed_tokens"),
+        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+        "spec_decode_num_accepted_tokens_per_pos",
     ]
 )
 """Metrics that vLLM has under the same name after its prefix."""

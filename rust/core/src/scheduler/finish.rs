@@ -30,6 +30,7 @@ impl Scheduler {
             }
         }
         if chunk.drafted > 0 {
+            seq.account.draft(chunk.drafted, (given as u32).saturating_sub(1));
             seq.settle_draft(chunk);
         }
         match finish {

@@ -123,6 +123,7 @@ fn drafts_are_replayed_by_how_many_were_accepted() {
     day.finish();
     let timeline = day.core.explain(1).unwrap();
     assert_eq!((timeline.finish, timeline.output_tokens), (Some(FinishReason::Stop), 7));
+    assert_eq!((timeline.draft_tokens, timeline.accepted_draft_tokens), (7, 3));
     assert_eq!(day.core.explain(2).unwrap().cached_tokens, 12);
     let journal = ParsedJournal::read(&day.bytes).unwrap();
     let drafts = journal.calls.iter().filter_map(|(_, call)| match call {
