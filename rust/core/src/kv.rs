@@ -136,14 +136,16 @@ impl Kv {
         self.pool.uses()
     }
 
-    /// Names of all full blocks of `tokens`. Missing names are computed.
-    pub(crate) fn names<'a>(&'a self, blocks: &'a SeqBlocks, tokens: &'a [Token]) -> impl Iterator<Item = BlockHash> + 'a {
+    /// Names of the full blocks of `tokens` after the first `from`. Missing names are computed and not stored.
+    pub(crate) fn names<'a>(&'a self, blocks: &'a SeqBlocks, tokens: &'a [Token], from: usize) -> impl Iterator<Item = BlockHash> + 'a {
         let hasher = self.pool.hasher();
-        let mut name = hasher.root(&blocks.salt);
-        tokens.chunks_exact(self.block_size as usize).enumerate().map(move |(at, block)| {
+        let known = from.min(blocks.names.len());
+        let mut name = known.checked_sub(1).map_or_else(|| hasher.root(&blocks.salt), |last| blocks.names[last]);
+        let rest = tokens.chunks_exact(self.block_size as usize).enumerate().skip(known).map(move |(at, block)| {
             name = blocks.names.get(at).copied().unwrap_or_else(|| hasher.child(name, block));
             name
-        })
+        });
+        rest.skip(from - known)
     }
 
     /// Computes the missing names of a sequence's full blocks.

@@ -74,7 +74,7 @@ impl Recorder {
             journal.number(after(spec.deadline)).number(after(spec.ttft_deadline));
             journal.number(spec.predicted.map_or(0, |tokens| u64::from(tokens) + 1));
             journal.text(self.scheduler.tenant(seq));
-            self.scheduler.block_names(seq).for_each(|name| {
+            self.scheduler.block_names(seq, 0).for_each(|name| {
                 journal.name(name);
             });
         }
@@ -201,11 +201,11 @@ impl Recorder {
     fn record_names(&mut self) {
         let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config().prefix_caching) else { return };
         for &Filling { seq: id, arrival_number, given, .. } in &self.filling {
-            self.scheduler.name_blocks(id);
             let Some(seq) = self.scheduler.sequence(id) else { continue };
-            let (size, len) = (self.scheduler.config().block_size as usize, seq.tokens().len());
-            for block in (len - given) / size..len / size {
-                journal.note(Kind::Name).number(arrival_number).number(block as u64).name(seq.blocks.names()[block]);
+            let first = (seq.tokens().len() - given) / self.scheduler.config().block_size as usize;
+            // The sequence does not keep these names, because decisions must not depend on the journal.
+            for (name, block) in self.scheduler.block_names(seq, first).zip(first as u64..) {
+                journal.note(Kind::Name).number(arrival_number).number(block).name(name);
             }
         }
     }

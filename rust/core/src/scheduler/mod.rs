@@ -240,17 +240,9 @@ impl Scheduler {
         self.accounts.tenant(seq.member())
     }
 
-    /// The names of a sequence's full blocks.
-    pub(crate) fn block_names<'a>(&'a self, seq: &'a Sequence) -> impl Iterator<Item = BlockHash> + 'a {
-        self.kv.names(&seq.blocks, seq.tokens())
-    }
-
-    /// Computes the missing names of a sequence's full blocks.
-    pub(crate) fn name_blocks(&mut self, id: SeqId) {
-        if let Some(seq) = self.seqs.get_mut(id) {
-            let (blocks, tokens) = seq.blocks_and_tokens();
-            self.kv.name(blocks, tokens);
-        }
+    /// The names of a sequence's full blocks after the first `from`.
+    pub(crate) fn block_names<'a>(&'a self, seq: &'a Sequence, from: usize) -> impl Iterator<Item = BlockHash> + 'a {
+        self.kv.names(&seq.blocks, seq.tokens(), from)
     }
 
     /// Whether a deadline check is due, so that [`expire`](Self::expire) has work.

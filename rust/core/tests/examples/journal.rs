@@ -93,6 +93,24 @@ fn it_replays_under_every_policy_with_priorities_and_tenants() {
 }
 
 #[test]
+fn the_scheduler_does_the_same_work_with_a_journal_as_without() {
+    let core = || Scheduler::new(Config { policy: Policy::Prefix, ..config() }).unwrap();
+    let mut recorders = [Recorder::on(core()), Recorder::off(core())];
+    for now in 0..20 {
+        let lookups = recorders.each_mut().map(|recorder| {
+            if now == 0 {
+                recorder.add(request(1, 10, 20), now).unwrap();
+            }
+            let plan = recorder.plan(now).unwrap();
+            recorder.commit(plan, &[50], now, &mut Outputs::default());
+            recorder.block_lookups()
+        });
+        // The journal needs the names of blocks before the scheduler does.
+        assert_eq!(lookups[0], lookups[1], "after step {now}");
+    }
+}
+
+#[test]
 fn it_has_every_setting() {
     let batching = Batching::Dynamic { size: 3, timeout: 77 };
     let config =
