@@ -55,12 +55,23 @@ def test_answers_are_the_same_bit_for_bit(expected, tokens):
     by_position = stats["accepted_draft_tokens_by_position"]
     assert sum(by_position) == stats["accepted_draft_tokens"]
     assert by_position == sorted(by_position, reverse=True)
+    assert len(by_position) == tokens
 
 
 def test_answers_are_the_same_where_sequences_are_preempted(expected):
     found, stats = answers(speculative_config={"method": "ngram"}, num_kv_blocks=40, max_num_seqs=4)
     assert found == expected
     assert stats["accepted_draft_tokens"] > 0
+
+
+def test_a_timeline_has_the_requests_drafts(model_dir):
+    llm = LLM(max_model_len=512, speculative_config={"method": "ngram"})
+    llm.generate(PLAIN, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    [output] = llm.generate(REPEATS, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
+    [plain] = llm.generate(REPEATS, SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True))
+    stats = llm.engine.stats()
+    assert 0 < output.timeline.accepted_draft_tokens <= output.timeline.draft_tokens <= stats["draft_tokens"]
+    assert (plain.timeline.draft_tokens, plain.timeline.accepted_draft_tokens) == (0, 0)
 
 
 def test_of_each_tag_the_first_samples_count():

@@ -185,6 +185,8 @@ class FakeEngine:
                         # A sibling finds the whole prompt computed.
                         output.cached_tokens = len(prompt) if index else 3
                         output.timing = Timing(0.001, 0.001, 0.002, 0.003)
+                        if "drafted" in text:
+                            output.timeline = timeline(draft_tokens=5, accepted_draft_tokens=2)
                     yield output
                 if done:
                     break

@@ -35,6 +35,14 @@ def test_a_whole_answer_has_openai_s_shape(http):
     assert answered.usage.prompt_tokens_details.cached_tokens == 3
 
 
+def test_usage_has_the_tokens_that_speculative_decoding_proposed(http):
+    body = {"messages": [{"role": "user", "content": "drafted"}], "max_tokens": 4, "n": 2}
+    usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 6}
+    [*_, last, _] = events(http.post("/v1/chat/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}}))
+    assert last["usage"] == usage
+
+
 def test_a_stream_has_openai_s_shape(http):
     response = http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 4, "stream": True})
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"

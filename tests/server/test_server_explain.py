@@ -143,11 +143,13 @@ PARAGRAPHS = [
                 "preempted_by": (17,),
                 "preempted_for": {"fairness": 1},
                 "cached_tokens": 2,
+                "accepted_draft_tokens": 1,
             }
         ],
         "Waited 412 ms: 300 ms for KV blocks, 112 ms behind tenant x; preempted once by tenant y "
         "for a tenant that has used less of its share (swapped). "
-        "Computed for 350 ms: 300 ms output (3 tokens), 50 ms prompt (5 tokens, 2 of them cached). Ended after 762 ms (length).",
+        "Computed for 350 ms: 300 ms output (3 tokens, 1 of them drafted), 50 ms prompt (5 tokens, 2 of them cached). "
+        "Ended after 762 ms (length).",
     ),
     (
         [{"states": {"wait_policy": 0.02, "wait_fairness": 0.03}, "finish": None, "preemptions": 2, "preempted_by": (9, 9)}],

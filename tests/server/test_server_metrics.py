@@ -85,6 +85,7 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
         "predicted_step_us": 1500,
     }
     engine.counters |= {"waiting_by_state": {"wait_blocks": 4, "wait_policy": 1, "preempted": 2}}
+    engine.counters |= {"accepted_draft_tokens_by_position": [9, 4, 0]}
     seen = scrape(http)
     expected = {"num_requests_swapped": 2, "batch_slots_usage_perc": 0.75, "kv_cache_fragmentation_perc": 0.25, "swap_usage_perc": 0.6}
     expected |= {"computed_tokens_total": 90, "recomputed_tokens_total": 5, "swapped_blocks_total": 7}
@@ -92,6 +93,7 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
     assert {name: seen[name] for name in expected} == pytest.approx(expected)
     assert by(http, "num_preemptions_by_kind_total", "kind") == {"recompute": 1, "swap": 2}
     assert by(http, "num_preemptions_by_reason_total", "reason") == {"kv_blocks": 0, "priority": 3, "fairness": 0, "shortest": 0}
+    assert by(http, "spec_decode_num_accepted_tokens_per_pos_total", "position") == {"0": 9, "1": 4, "2": 0}
     assert by(http, "admission_rejections_total", "reason") == {**dict.fromkeys(REJECTIONS, 0), "queue_full": 6}
     waiting = {
         "blocks": 4,
