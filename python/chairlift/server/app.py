@@ -16,6 +16,8 @@ from chairlift.server.keys import Keys
 from chairlift.server.middleware.access import PROBE_PATHS, AccessMiddleware, AccessPolicy
 from chairlift.server.observability.poller import SnapshotPoller
 from chairlift.server.routes.anthropic.messages import count_tokens, messages
+from chairlift.server.routes.ollama import chat as ollama
+from chairlift.server.routes.ollama import models as ollama_models
 from chairlift.server.routes.openai.chat import chat_completions
 from chairlift.server.routes.openai.completions import completions
 from chairlift.server.routes.openai.models import embeddings, model, models
@@ -63,6 +65,14 @@ def routes() -> list[Route]:
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/api/chat", ollama.chat, methods=["POST"]),
+        Route("/api/generate", ollama.generate, methods=["POST"]),
+        Route("/api/embed", ollama_models.embed, methods=["POST"]),
+        Route("/api/embeddings", ollama_models.embed, methods=["POST"]),
+        Route("/api/show", ollama_models.show, methods=["POST"]),
+        Route("/api/tags", ollama_models.tags),
+        Route("/api/ps", ollama_models.ps),
+        Route("/api/version", ollama_models.version),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info),

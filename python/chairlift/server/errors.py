@@ -77,13 +77,23 @@ class AnthropicError(ApiError):
         self.envelope = {"type": "error", "error": fields | {"type": kind}}
 
 
+class OllamaError(ApiError):
+    """The same error in Ollama's format."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, error.envelope["error"]["message"], headers=error.headers)
+        self.envelope = {"error": error.envelope["error"]["message"]}
+
+
 _ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _ANTHROPIC |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
 def for_route(error: ApiError, path: str) -> ApiError:
     """Returns the error in the format of the API at `path`."""
-    return AnthropicError(error) if path.startswith("/v1/messages") else error
+    if path.startswith("/v1/messages"):
+        return AnthropicError(error)
+    return OllamaError(error) if path.startswith("/api/") else error
 
 
 _ROUTES = "GET /openapi.json lists all routes. The base URL ends with /v1 for OpenAI's clients, and without it for Anthropic's"

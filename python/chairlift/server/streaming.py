@@ -58,6 +58,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
+    @staticmethod
+    def error_event(envelope: Mapping[str, Any]) -> bytes:
+        """Returns the event that ends the stream with an error."""
+        return (typed_event if "type" in envelope else event)(envelope)
+
     def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
         # x-accel-buffering tells reverse proxies not to buffer events.
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -97,7 +102,7 @@ class EventStream(Response):
                 await raw_send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             envelope = for_route(client_error(error), path).envelope
-            await send({"type": "http.response.body", "body": (typed_event if "type" in envelope else event)(envelope), "more_body": True})
+            await send({"type": "http.response.body", "body": self.error_event(envelope), "more_body": True})
         finally:
             keep_alives.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -110,6 +115,20 @@ class EventStream(Response):
             if now() >= self._sent + KEEP_ALIVE_SECONDS:
                 self._sent = now()
                 await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+
+
+class JsonLines(EventStream):
+    """A response of JSON objects, one on each line."""
+
+    media_type = "application/x-ndjson"
+
+    @staticmethod
+    def error_event(envelope: Mapping[str, Any]) -> bytes:
+        """Returns the line that ends the stream with an error."""
+        return to_json_bytes(envelope) + b"\n"
+
+    async def _send_keep_alives(self, send: Send) -> None:
+        """Sends nothing: every line must be an object."""
 
 
 def client_error(error: Exception) -> ApiError:

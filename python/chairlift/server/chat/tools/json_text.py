@@ -1,15 +1,27 @@
-"""An incremental JSON validator: finds the end of a value without reading any text twice."""
+"""Reads JSON that a model writes: an incremental validator, which reads no text twice, and arguments that may be incomplete."""
 
 from __future__ import annotations
 
 import json
 import re
+from typing import Any
+
+from pydantic_core import from_json
 
 _SPACE = " \t\n\r"
 _LITERALS = {"t": "true", "f": "false", "n": "null"}
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _HEX = frozenset("0123456789abcdefABCDEF")
+
+
+def parsed_object(text: str) -> dict[str, Any]:
+    """Parses a call's arguments as an object, as far as the model's JSON is valid."""
+    try:
+        parsed = from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 class _InvalidJson(Exception):

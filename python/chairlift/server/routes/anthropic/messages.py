@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.errors import InvalidRequest
 from chairlift.server.chat.completion import ChatCompletion, Delta, prompt_of
 from chairlift.server.chat.request import rename_fields
+from chairlift.server.chat.tools.json_text import parsed_object
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.routes.anthropic.message_request import FIELD_NAMES, CountRequest, MessagesRequest
@@ -146,7 +146,7 @@ class _MessageBuilder:
         if block["type"] in ("text", "thinking"):
             block[block["type"]] = whole
         else:
-            block["input"] = _input(whole)
+            block["input"] = parsed_object(whole)
         self._pieces = None
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
@@ -159,12 +159,3 @@ def _stop_reason(delta: Delta, called: bool) -> dict[str, Any]:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     return {"stop_reason": reasons[delta.finish_reason or "stop"], "stop_sequence": None}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Parses a call's arguments as an object, as far as the model's JSON is valid."""
-    try:
-        parsed = from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}

@@ -14,6 +14,8 @@ import chairlift
 from chairlift.server.chat.request import ChatRequest
 from chairlift.server.http.responses import Json
 from chairlift.server.routes.anthropic.message_request import CountRequest, MessagesRequest
+from chairlift.server.routes.ollama.chat_request import GenerateRequest, OllamaChatRequest
+from chairlift.server.routes.ollama.models import ShowRequest
 from chairlift.server.routes.openai.response_request import ResponsesRequest
 from chairlift.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
 from chairlift.server.schema.fields import REQUEST_ID, CompletionRequest
@@ -31,6 +33,11 @@ _POST: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
     ("/v1/responses", "Chat completion in OpenAI's Responses API", ResponsesRequest, "Response", True),
     ("/v1/messages", "Chat completion in Anthropic's Messages API", MessagesRequest, "AnthropicMessage_", True),
     ("/v1/messages/count_tokens", "Token count of a conversation in Anthropic's format", CountRequest, "TokenCount", False),
+    ("/api/chat", "Chat completion in Ollama's API", OllamaChatRequest, "OllamaAnswer", True),
+    ("/api/generate", "Text completion in Ollama's API", GenerateRequest, "OllamaAnswer", True),
+    ("/api/show", "The served model in Ollama's API", ShowRequest, "OllamaModel", False),
+    ("/api/embed", "Always rejected: the model generates text", None, "", False),
+    ("/api/embeddings", "Always rejected: the model generates text", None, "", False),
     ("/tokenize", "Tokens of a text or a conversation", TokenizeRequest, "Tokens", False),
     ("/detokenize", "Text of tokens", DetokenizeRequest, "Text", False),
     ("/v1/embeddings", "Always rejected: the model generates text", None, "", False),
@@ -42,6 +49,9 @@ _GET = (
     ("/v1/models", "Served models", "Models"),
     ("/v1/models/{model}", "Served model, by name", "Model"),
     ("/v1/requests/{id}/explain", "Where a request's time went", "Explanation"),
+    ("/api/tags", "Served models in Ollama's API", "OllamaModels"),
+    ("/api/ps", "Loaded models in Ollama's API", "OllamaModels"),
+    ("/api/version", "Version, for Ollama's clients", "Version"),
     ("/tokenizer_info", "Control tokens and the chat template", "TokenizerInfo"),
     ("/version", "Version of chairlift", "Version"),
     ("/live", "Whether the process responds", "Status"),
@@ -84,8 +94,8 @@ def document(served: str) -> dict[str, Any]:
 def _post(path: str, summary: str, model: type[BaseModel] | None, answer: str, streams: bool) -> dict[str, Any]:
     content = {"application/json": {"schema": _ref(answer)}} if answer else None
     if content and streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+        content["application/x-ndjson" if path.startswith("/api/") else "text/event-stream"] = {"schema": {"type": "string"}}
+    error = "AnthropicError" if path.startswith("/v1/messages") else "OllamaError" if path.startswith("/api/") else "Error"
     operation = _operation(summary, content, _MALFORMED | _REJECTED | _LIMITED, error)
     schema = {"type": "object"} if model is None else _ref(model.__name__)
     return operation | {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -96,7 +106,8 @@ def _get(path: str, summary: str, answer: str, served: str) -> dict[str, Any]:
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     schemas = {"model": {"enum": [served]}, "id": {"type": "string", "pattern": REQUEST_ID}}
     parameters = [{"name": name, "in": "path", "required": True, "schema": schemas[name]} for name in names]
-    operation = _operation(summary, content, {400: _MALFORMED[400], **_REJECTED, 503: _LIMITED[503]})
+    failures = {400: _MALFORMED[400], **_REJECTED, 503: _LIMITED[503]}
+    operation = _operation(summary, content, failures, "OllamaError" if path.startswith("/api/") else "Error")
     if path in ("/health", "/ping"):
         operation["responses"]["503"]["content"] = content
     return operation | ({"parameters": parameters} if names else {})
@@ -142,6 +153,16 @@ _FAILURE = {"message": _STRING, "type": _STRING, "param": _or_null("string"), "c
 _RESPONSES: dict[str, Any] = {
     "Error": _object({"error": _object(_FAILURE)}, usage=_USAGE),
     "AnthropicError": _object({"type": {"const": "error"}, "error": _object(_FAILURE)}),
+    "OllamaError": _object({"error": _STRING}),
+    "OllamaAnswer": _object(
+        {"model": _STRING, "created_at": _STRING, "done": {"const": True}, "done_reason": _STRING},
+        message=_OBJECT,
+        response=_STRING,
+        prompt_eval_count=_INTEGER,
+        eval_count=_INTEGER,
+    ),
+    "OllamaModel": _object({"template": _STRING, "capabilities": _list(_STRING), "model_info": _OBJECT}),
+    "OllamaModels": _object({"models": _list(_object({"name": _STRING, "model": _STRING, "modified_at": _STRING}))}),
     "Completion": _object(
         {**_HEAD, "choices": _list(_object({**_ENDED, "text": _STRING, "logprobs": _or_null("object")})), "usage": _USAGE}, metrics=_OBJECT
     ),

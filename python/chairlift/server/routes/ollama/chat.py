@@ -1,0 +1,149 @@
+"""POST /api/chat and /api/generate: Ollama's chat and completion."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chairlift.errors import InvalidRequest
+from chairlift.server.chat.completion import ChatCompletion, Delta
+from chairlift.server.chat.request import rename_fields
+from chairlift.server.chat.tools.json_text import parsed_object
+from chairlift.server.http.body import read_json
+from chairlift.server.http.responses import Json, to_json_bytes
+from chairlift.server.routes.ollama.chat_request import FIELD_NAMES, GenerateRequest, OllamaChatRequest, OllamaRequest
+from chairlift.server.schema.logprobs import chat_logprobs_json
+from chairlift.server.service import service_of
+from chairlift.server.streaming import JsonLines
+
+
+async def chat(request: Request) -> Response:
+    """Answers one conversation, streamed or whole."""
+    body, ignored = OllamaChatRequest.read(await read_json(request))
+    return await _answer(request, body, body.empty, ignored, as_message=True)
+
+
+async def generate(request: Request) -> Response:
+    """Answers one prompt, streamed or whole."""
+    body, ignored = GenerateRequest.read(await read_json(request))
+    return await _answer(request, body, body.empty, ignored, as_message=False)
+
+
+async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: list[str], *, as_message: bool) -> Response:
+    service = service_of(request)
+    if empty:  # clients load a model in this way; here it is loaded
+        service.check_model(body.model and body.model.removesuffix(":latest"))
+        head = {"model": service.model, "created_at": _now()}
+        return Json({**head, **_text("", "", as_message), "done": True, "done_reason": "load"})
+    converted, without_effect = body.chat()
+    try:
+        completion = await ChatCompletion.begin(request, converted, [*ignored, *without_effect], kind="chat", prefix="ollama-")
+    except InvalidRequest as error:
+        raise rename_fields(error, FIELD_NAMES) from None
+    answer = _Answer(completion, converted.top_logprobs or 0, service.engine.tokenizer, as_message=as_message)
+    if converted.stream:
+        return JsonLines(answer.lines(), completion.headers)
+    return Json(await answer.whole(), headers=completion.headers)
+
+
+class _Answer:
+    """Builds the answer's parts from increments. A call is sent as a whole when it has ended."""
+
+    def __init__(self, completion: ChatCompletion, num_top: int, tokenizer: Any, *, as_message: bool) -> None:
+        self._completion = completion
+        self._num_top = num_top
+        self._tokenizer = tokenizer
+        self._as_message = as_message
+        self._call: tuple[str, list[str]] | None = None
+        """Name and arguments of the call in progress."""
+        self._done_reason = "stop"
+
+    async def lines(self) -> AsyncGenerator[bytes]:
+        """Yields the answer as lines of JSON."""
+        async with aclosing(self._parts()) as parts:
+            async for part in parts:
+                yield to_json_bytes(part) + b"\n"
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns the whole answer."""
+        content, thinking = [], []
+        calls: list[Any] = []
+        logprobs: list[Any] = []
+        last: dict[str, Any] = {}
+        async with aclosing(self._parts()) as parts:
+            async for last in parts:
+                message = last["message"] if self._as_message else last
+                content.append(message["content" if self._as_message else "response"])
+                thinking.append(message.get("thinking", ""))
+                calls += message.get("tool_calls", ())
+                logprobs += last.get("logprobs", ())
+        text = _text("".join(content), "".join(thinking), self._as_message)
+        if calls:
+            text["message"]["tool_calls"] = calls
+        return {**last, **text, **({"logprobs": logprobs} if logprobs else {})}
+
+    async def _parts(self) -> AsyncGenerator[dict[str, Any]]:
+        async with aclosing(self._completion.deltas()) as deltas:
+            async for delta in deltas:
+                for part in self._take(delta):
+                    yield self._head() | part | {"done": False}
+        usage = self._completion.generation.usage
+        end = {"done": True, "done_reason": self._done_reason, **_durations(self._completion.generation.metrics().get("metrics", {}))}
+        counts = {"prompt_eval_count": usage.prompt, "eval_count": usage.completion}
+        yield self._head() | _text("", "", self._as_message) | end | counts
+
+    def _take(self, delta: Delta) -> list[dict[str, Any]]:
+        """Adds an increment; returns its parts."""
+        parts: list[dict[str, Any]] = []
+        if delta.content or delta.reasoning or delta.logprobs:
+            part = _text(delta.content, delta.reasoning, self._as_message)
+            if delta.logprobs:
+                part["logprobs"] = chat_logprobs_json(self._tokenizer, delta.logprobs, self._num_top, False)
+            parts.append(part)
+        for call in delta.calls:
+            if call.name is not None:
+                parts += self._end_call()
+                self._call = call.name, []
+            if self._call is not None:
+                self._call[1].append(call.arguments)
+        if delta.finish_reason:
+            self._done_reason = "length" if delta.finish_reason == "length" else "stop"
+            parts += self._end_call()
+        return parts
+
+    def _end_call(self) -> list[dict[str, Any]]:
+        if self._call is None:
+            return []
+        (name, arguments), self._call = self._call, None
+        call = {"function": {"name": name, "arguments": parsed_object("".join(arguments))}}
+        return [{"message": {"role": "assistant", "content": "", "tool_calls": [call]}}]
+
+    def _head(self) -> dict[str, Any]:
+        return {"model": self._completion.generation.head["model"], "created_at": _now()}
+
+
+def _text(content: str, thinking: str, as_message: bool) -> dict[str, Any]:
+    fields = {"thinking": thinking} if thinking else {}
+    return {"message": {"role": "assistant", "content": content, **fields}} if as_message else {"response": content, **fields}
+
+
+def _durations(metrics: Mapping[str, float | None]) -> dict[str, int]:
+    """Returns Ollama's durations, in nanoseconds. The model is always loaded, so `load_duration` is 0."""
+    first, queued, generation = (
+        int((metrics.get(name) or 0.0) * 1e6) for name in ("time_to_first_token_ms", "queue_time_ms", "generation_time_ms")
+    )
+    return {
+        "total_duration": first + generation,
+        "load_duration": 0,
+        "prompt_eval_duration": max(0, first - queued),
+        "eval_duration": generation,
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,150 @@
+"""The requests of /api/chat and /api/generate, converted to chat requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from chairlift.errors import InvalidRequest
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, rename_fields
+from chairlift.server.errors import brief
+from chairlift.server.schema.fields import Fields
+
+_OPTIONS = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")},
+    "repeat_penalty": "repetition_penalty",
+    "num_predict": "max_completion_tokens",
+}
+"""Options, with the names of the chat fields."""
+FIELD_NAMES = {chat_name: f"options.{name}" for name, chat_name in _OPTIONS.items()}
+"""Names of chat fields in this API."""
+_UNSUPPORTED_OPTIONS: dict[str, tuple[float, ...]] = {"mirostat": (0,), "tfs_z": (1,), "typical_p": (1,)}
+"""Options that are refused, with their values without effect."""
+_HARDWARE = frozenset(
+    (
+        *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock"),
+        *("embedding_only", "num_thread", "num_keep", "mirostat_tau", "mirostat_eta"),
+    )
+)
+"""Options that never change an answer: the server chooses them at its start."""
+
+
+class _Function(BaseModel):
+    model_config = ConfigDict(strict=True)
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class _ToolCall(BaseModel):
+    model_config = ConfigDict(strict=True)
+    function: _Function
+
+
+class OllamaMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(strict=True)
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_name: str | None = None
+
+    def chat_message(self, where: str) -> dict[str, Any]:
+        """Converts to a chat request's message; raises InvalidRequest that names it as `where`."""
+        if self.images:
+            raise InvalidRequest(f"{where}.images: images are not supported", param=f"{where}.images")
+        message: dict[str, Any] = {"role": self.role, "content": self.content or "", "reasoning_content": self.thinking}
+        if self.tool_name is not None:
+            message["name"] = self.tool_name
+        if self.tool_calls:
+            functions = [call.function for call in self.tool_calls]
+            message["tool_calls"] = [
+                {"function": {"name": function.name, "arguments": json.dumps(function.arguments, ensure_ascii=False)}}
+                for function in functions
+            ]
+        return message
+
+
+class OllamaRequest(Fields):
+    """Fields that both routes share. `stream` is true unless the request says false."""
+
+    without_effect = frozenset(("keep_alive",))
+    options: dict[str, Any] | None = None
+    format: Any = None
+    stream: bool | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def chat(self) -> tuple[ChatRequest, list[str]]:
+        """Returns the chat request and the names of options without effect; raises InvalidRequest with this API's field names."""
+        fields, ignored = self._options()
+        fields |= {"model": None if self.model is None else self.model.removesuffix(":latest"), "stream": self.stream is not False}
+        fields |= {"format": self.format, "logprobs": self.logprobs, "top_logprobs": self.top_logprobs, "messages": self._messages()}
+        if isinstance(self.think, str):
+            fields["reasoning_effort"] = self.think
+        else:
+            fields["enable_thinking"] = self.think
+        try:
+            return ChatRequest.read(fields | self._tools())[0], ignored
+        except InvalidRequest as error:
+            raise rename_fields(error, FIELD_NAMES) from None
+
+    def _options(self) -> tuple[dict[str, Any], list[str]]:
+        fields: dict[str, Any] = {}
+        ignored: list[str] = []
+        for name, value in (self.options or {}).items():
+            if name in _OPTIONS:
+                fields[_OPTIONS[name]] = None if name == "num_predict" and value in (-1, -2) else value
+            elif name in _UNSUPPORTED_OPTIONS:
+                if value is not None and value not in _UNSUPPORTED_OPTIONS[name]:
+                    message = f"options.{name} is not supported, got {brief(value)}: leave it out"
+                    raise InvalidRequest(message, param=f"options.{name}", code="unsupported_parameter")
+            elif name not in _HARDWARE:
+                ignored.append(f"options.{name}")
+        return fields, ignored
+
+    def _messages(self) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def _tools(self) -> dict[str, Any]:
+        return {}
+
+
+class OllamaChatRequest(OllamaRequest):
+    """POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] = []  # noqa: RUF012
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether the request only asks for the model to be loaded."""
+        return not self.messages
+
+    def _messages(self) -> list[dict[str, Any]]:
+        return [message.chat_message(f"messages[{index}]") for index, message in enumerate(self.messages)]
+
+    def _tools(self) -> dict[str, Any]:
+        return {"tools": self.tools}
+
+
+class GenerateRequest(OllamaRequest):
+    """POST /api/generate: one prompt, as the user's message."""
+
+    unsupported = {"suffix": ("",), "template": ("",), "context": ([],), "raw": (False,), "images": ([],)}  # noqa: RUF012
+    prompt: str | None = None
+    system: str | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether the request only asks for the model to be loaded."""
+        return not self.prompt
+
+    def _messages(self) -> list[dict[str, Any]]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.prompt}]

@@ -1,0 +1,155 @@
+"""Ollama's API, driven by Ollama's own client."""
+
+import json
+
+import ollama
+import pytest
+from fake_async_engine import MODEL, answer
+
+from chairlift.chat_template import ChatTemplate
+
+HELLO = [{"role": "user", "content": "one two"}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+
+
+@pytest.fixture
+def engine(reused):
+    return reused
+
+
+@pytest.fixture
+def server(lasting, engine):
+    return lasting[1:]
+
+
+@pytest.fixture
+def llama(base):
+    return ollama.Client(base, timeout=30)
+
+
+def weather(city: str) -> str:
+    """Tells the weather.
+
+    Args:
+        city: where
+    """
+    return city
+
+
+def test_a_chat_whole_and_streamed(llama):
+    whole = llama.chat(MODEL, HELLO, options={"num_predict": 4})
+    assert (whole.message.content, whole.done, whole.done_reason) == (answer("one two", 4), True, "length")
+    assert (whole.prompt_eval_count, whole.eval_count, whole.model) == (7, 4, MODEL)
+    assert whole.total_duration > 0
+    parts = list(llama.chat(MODEL, HELLO, stream=True, options={"num_predict": 4}))
+    assert "".join(part.message.content for part in parts) == answer("one two", 4)
+    assert [part.done for part in parts] == [False] * 4 + [True]
+    assert parts[-1].eval_count == 4
+
+
+def test_a_prompt_whole_and_streamed(llama, engine):
+    whole = llama.generate(f"{MODEL}:latest", "one two", system="be", options={"num_predict": 3})
+    assert (whole.response, whole.done_reason) == (answer("be one two", 3), "length")
+    assert [message["role"] for message in engine.tokenizer.rendered[-1][0]] == ["system", "user"]
+    parts = llama.generate(MODEL, "one two", stream=True, options={"num_predict": 3})
+    assert "".join(part.response for part in parts) == answer("one two", 3)
+
+
+def test_streams_are_lines_and_the_default(http):
+    response = http.post("/api/chat", json={"messages": HELLO, "options": {"num_predict": 2}})
+    assert response.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert [line["done"] for line in lines] == [False, False, True]
+
+
+def test_options_and_formats_reach_the_engine(llama, engine):
+    options = {"temperature": 0.5, "top_k": 3, "repeat_penalty": 1.5, "stop": ["x"], "seed": 7, "num_predict": -1, "num_ctx": 99}
+    llama.chat(MODEL, HELLO, options=options, format={"type": "object"}, keep_alive="5m")
+    params = engine.seen[-1]
+    assert (params.temperature, params.top_k, params.repetition_penalty, params.stop, params.seed) == (0.5, 3, 1.5, ("x",), 7)
+    assert params.max_tokens == 2048 - 7
+    assert params.structured_output.kind == "json"
+    llama.generate(MODEL, "x", format="json", options={"num_predict": 1})
+    assert engine.seen[-1].structured_output.kind == "json_object"
+
+
+def test_tools_are_called(llama, engine):
+    messages = [{"role": "user", "content": f"SAY:I look. {CALL}{CALL}"}]
+    whole = llama.chat(MODEL, messages, tools=[weather])
+    assert whole.message.content == "I look."
+    assert [call.function.arguments for call in whole.message.tool_calls] == [{"city": "Bern"}] * 2
+    calls = [call for part in llama.chat(MODEL, messages, tools=[weather], stream=True) for call in part.message.tool_calls or ()]
+    assert [call.function.name for call in calls] == ["weather"] * 2
+    llama.chat(MODEL, [*HELLO, whole.message, {"role": "tool", "content": "rain", "tool_name": "weather"}], options={"num_predict": 1})
+    called, result = engine.tokenizer.rendered[-1][0][1:]
+    assert "tool_call" in called["content"] or called["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
+    assert "rain" in result["content"]
+
+
+def test_thinking_has_its_own_field(llama, engine):
+    engine.tokenizer.template = ChatTemplate({"default": "{{ messages }}</think>"}, {})
+    engine.tokenizer.template_source = engine.tokenizer.template.default
+    messages = [{"role": "user", "content": "SAY:<think>Two.</think>Four"}]
+    whole = llama.chat(MODEL, messages, think=True)
+    assert (whole.message.thinking, whole.message.content) == ("Two.", "Four")
+    assert engine.tokenizer.rendered[-1][1]["enable_thinking"] is True
+    parts = list(llama.generate(MODEL, messages[0]["content"], think="low", stream=True))
+    assert "".join(part.thinking or "" for part in parts) == "Two."
+    assert "".join(part.response for part in parts) == "Four"
+    assert engine.tokenizer.rendered[-1][1]["reasoning_effort"] == "low"
+    assert "thinking" in llama.show(MODEL).capabilities
+
+
+def test_the_model_is_described(llama):
+    assert [model.model for model in llama.list().models] == [MODEL]
+    [running] = llama.ps().models
+    assert (running.model, running.context_length) == (MODEL, 2048)
+    shown = llama.show(MODEL)
+    assert (shown.template, shown.modelinfo["context_length"]) == ("{{ messages }}", 2048)
+    assert {"completion", "tools"} <= set(shown.capabilities)
+
+
+def test_an_empty_request_loads_the_model(llama, engine):
+    assert llama.generate(MODEL).done_reason == "load"
+    assert llama.chat(MODEL, []).done_reason == "load"
+    assert not engine.seen
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("chat", {"messages": HELLO, "options": {"mirostat": 2}}, "options.mirostat is not supported"),
+        ("chat", {"messages": HELLO, "options": {"temperature": "hot"}}, "options.temperature"),
+        ("chat", {"messages": HELLO, "options": {"num_predict": 0}}, "options.num_predict"),
+        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images are not supported"),
+        ("chat", {"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
+        ("chat", {"messages": HELLO, "format": "xml"}, "format must be a JSON schema"),
+        ("chat", {"messages": HELLO, "think": "hard"}, "think"),
+        ("generate", {"prompt": "x", "raw": True}, "raw is not supported"),
+        ("generate", {"prompt": "x", "images": ["aGk="]}, "images is not supported"),
+        ("generate", {"prompt": "x", "context": [1]}, "context is not supported"),
+        ("generate", {"prompt": "full"}, "4 requests are waiting"),
+        ("embed", {"input": "x"}, "no embeddings"),
+    ],
+)
+def test_errors_are_texts(http, path, body, says):
+    response = http.post(f"/api/{path}", json=body)
+    assert response.status_code in (400, 503)
+    assert says in response.json()["error"]
+
+
+def test_another_model_is_not_found(llama):
+    for ask in (llama.show, llama.generate, lambda model: llama.chat(model, HELLO)):
+        with pytest.raises(ollama.ResponseError, match="does not exist") as refusal:
+            ask("other")
+        assert refusal.value.status_code == 404
+
+
+def test_a_stream_that_fails_ends_with_an_error(llama):
+    with pytest.raises(ollama.ResponseError, match="no usable answer"):
+        list(llama.generate(MODEL, "boom", stream=True))
+
+
+def test_options_without_effect_are_named(http):
+    response = http.post("/api/generate", json={"prompt": "x", "options": {"repeat_last_n": 7, "num_gpu": 1, "num_predict": 1}, "odd": 1})
+    assert response.headers["x-chairlift-ignored"] == "odd, options.repeat_last_n"
