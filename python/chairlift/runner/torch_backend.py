@@ -87,7 +87,12 @@ class TorchBackend:
         assert isinstance(runner, TorchRunner)
         with raise_out_of_memory(NO_STEPS):
             warm_up(runner)
-            return runner.capture_graphs(enforce_eager=self._config.enforce_eager)
+            graphs = runner.capture_graphs(enforce_eager=self._config.enforce_eager)
+        if self._config.device == "cuda":
+            from chairlift.kernels.compile_watch import watch  # imports triton, which is only installed for GPUs
+
+            watch()
+        return graphs
 
 
 def _choose_executor(config: EngineConfig, model: ModelShape) -> tuple[Loader, Decision]:
