@@ -93,7 +93,8 @@ def _limit(value: int, words: Callable[[int], str]) -> str:
 
 def _gpus() -> Facts:
     driver = _read("/proc/driver/nvidia/version").partition("\n")[0]
-    facts = {"driver": driver.partition(":")[2].strip() or "none (there is no /proc/driver/nvidia/version)"}
+    unknown = "of unknown version" if has_cuda_driver() else "none"
+    facts = {"driver": driver.partition(":")[2].strip() or unknown}
     if not util.find_spec("torch"):
         return facts | {"devices": "unknown: torch is not installed"}
     import torch
