@@ -1,4 +1,6 @@
 //! Decodes blocks to fp32 weights in registers. The weights are multiplied there, or written out for several tiles.
+//!
+//! A code becomes a number without a conversion: its bits are set in the mantissa of a power of two, and the power is subtracted.
 
 use std::ops::Range;
 
@@ -16,8 +18,14 @@ const AHEAD: usize = 2048;
 /// Maximum rows for which [`multiply`] is faster than expanding the weights first.
 const FUSED_ROWS: usize = 4;
 
-/// 2^23. Setting the lowest bits of this number adds a code to it.
-const EXPONENT: f32 = 8_388_608.0;
+/// The bits at which code i of a word of 4-bit codes starts after [`SHIFTS`], so that few shifts align all of them.
+const AT: [i32; 8] = [8, 12, 8, 12, 16, 8, 12, 16];
+const SHIFTS: [i32; 8] = [-8, -8, 0, 0, 0, 12, 12, 12];
+
+/// The bits of 2^(23 - `at`). Setting bits of the mantissa from bit `at` on adds a code to this number.
+const fn exponent(at: i32) -> i32 {
+    (127 + 23 - at) << 23
+}
 
 /// The ways to convert codes to values, as const parameters of the kernels: by a table of 16 values, or by subtracting an offset.
 const TABLE: u8 = 0;
@@ -171,14 +179,16 @@ impl Scales {
 /// Constants that convert codes to values.
 struct Constants<S: Int8> {
     table: S::Table,
-    offset: S::F,
+    /// For codes at bits 8, 12 and 16.
+    offsets: [S::F; 3],
 }
 
 impl<S: Int8> Constants<S> {
     #[inline(always)]
     fn new(s: S, kind: BlockType) -> Self {
         let values = kind.table().unwrap_or_else(|| std::array::from_fn(|code| code as f32 - kind.offset()));
-        Self { table: s.table(&values), offset: s.splat(EXPONENT + kind.offset()) }
+        let offsets = [8, 12, 16].map(|at| f32::from_bits(exponent(at) as u32) + kind.offset());
+        Self { table: s.table(&values), offsets: [s.splat(offsets[0]), s.splat(offsets[1]), s.splat(offsets[2])] }
     }
 }
 
@@ -203,18 +213,17 @@ unsafe fn plane<S: Int8, const V: usize>(s: S, p: *const u8, word: usize) -> [S:
 /// are any.
 #[inline(always)]
 fn value<S: Int8, const D: u8>(s: S, constants: &Constants<S>, low: S::I, high: S::I, i: usize, place: usize) -> S::F {
-    let shift = 4 * i as i32;
     if D == TABLE {
-        return s.lookup(low, shift, constants.table);
+        return s.lookup(low, 4 * i as i32, constants.table);
     }
-    let code = s.field(low, shift, 15);
-    if D == FOUR {
-        return s.sub(s.with_exponent(code), constants.offset);
+    let at = AT[i];
+    let mut code = s.field(low, SHIFTS[i], 15 << at);
+    if D != FOUR {
+        // The high bits follow the low bits.
+        let (from, mask) = if D == FIVE { (place + 4, 1) } else { (2 * (place % 16) + 4, 3) };
+        code = s.or(code, s.field(high, from as i32 % 32 - at - 4, mask << (at + 4)));
     }
-    // The high bits are shifted, or rotated, to bits 4 and 5.
-    let (at, mask) = if D == FIVE { (place as i32, 16) } else { (2 * (place % 16) as i32, 48) };
-    let high = s.field(high, if at < 28 { at } else { at - 32 }, mask);
-    s.sub(s.with_exponent(s.or(code, high)), constants.offset)
+    s.sub(s.with_bits(code, exponent(at)), constants.offsets[(at as usize - 8) / 4])
 }
 
 /// Passes the first (`H` = 0) or second 16 of 32 weights to `sink`. The codes are at `p`. The first of the 32 weights is that of input `k`.
@@ -239,12 +248,26 @@ unsafe fn half<S: Int8, const D: u8, const V: usize, const H: usize>(
             shift[v] = s.load(shifts.add(group + v * S::LANES));
         }
         if D == EIGHT {
+            // `(code - 128) * scale` is `(2^n + code) * scale - (2^n + 128) * scale`. For these n, 19 and 11, both products and the
+            // difference have at most 24 bits where they are rounded, so one fused operation computes the exact weight.
+            let biases = [524_288.0 + 128.0, 2_048.0 + 128.0];
+            let mut fused = [[s.splat(0.0); V]; 2];
+            for v in 0..V {
+                fused[0][v] = s.mul(factor[v], s.splat(-biases[0]));
+                fused[1][v] = s.mul(factor[v], s.splat(-biases[1]));
+            }
             for word in 0..4 {
                 let codes = plane::<S, V>(s, p, 4 * H + word);
                 unrolled!(I in 0 1 2 3 => {
+                    const HIGH: usize = I % 2;
+                    const PLACE: i32 = 4 + 8 * HIGH as i32;
                     for v in 0..V {
-                        let value = s.sub(s.with_exponent(s.field(codes[v], 8 * I as i32, 255)), constants.offset);
-                        weights[v] = s.fma(value, factor[v], shift[v]);
+                        let code = s.with_bits(s.field(codes[v], if I < 2 { -4 } else { 12 }, 255 << PLACE), exponent(PLACE));
+                        weights[v] = if S::FUSED {
+                            s.fma(code, factor[v], fused[HIGH][v])
+                        } else {
+                            s.fma(s.sub(code, s.splat(biases[HIGH])), factor[v], shift[v])
+                        };
                     }
                     sink.take(s, k + 16 * H + 4 * word + I, weights);
                 });

@@ -20,6 +20,7 @@ impl Simd for Avx2 {
     const LANES: usize = 8;
     const VECTORS: usize = 2;
     const ROWS: usize = 6;
+    const FUSED: bool = true;
 
     type F = __m256;
 

@@ -20,6 +20,7 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
     const VECTORS: usize = 2;
     const ROWS: usize = 13;
+    const FUSED: bool = true;
 
     type F = __m512;
 

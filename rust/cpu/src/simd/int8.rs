@@ -37,8 +37,8 @@ pub(crate) trait Int8: Simd {
     /// Shifts each word right by `shift`, or left if it is negative, and masks it with `mask`.
     fn field(self, x: Self::I, shift: i32, mask: i32) -> Self::I;
     fn or(self, a: Self::I, b: Self::I) -> Self::I;
-    /// 2^23 plus each word, as fp32. Words must be less than 2^23.
-    fn with_exponent(self, x: Self::I) -> Self::F;
+    /// Sets `bits` in each word and reads the words as fp32.
+    fn with_bits(self, x: Self::I, bits: i32) -> Self::F;
     /// Prepares a table for [`Int8::lookup`].
     fn table(self, values: &[f32; 16]) -> Self::Table;
     /// Looks up the four bits of each word that start at bit `shift`.
@@ -98,8 +98,8 @@ impl Int8 for Portable {
         std::array::from_fn(|i| a[i] | b[i])
     }
     #[inline(always)]
-    fn with_exponent(self, x: [i32; 8]) -> [f32; 8] {
-        x.map(|x| f32::from_bits(x as u32 | 0x4b00_0000))
+    fn with_bits(self, x: [i32; 8], bits: i32) -> [f32; 8] {
+        x.map(|x| f32::from_bits((x | bits) as u32))
     }
     #[inline(always)]
     fn table(self, values: &[f32; 16]) -> [f32; 16] {
@@ -183,8 +183,8 @@ mod x86 {
             unsafe { _mm256_or_si256(a, b) }
         }
         #[inline(always)]
-        fn with_exponent(self, x: __m256i) -> __m256 {
-            unsafe { _mm256_castsi256_ps(_mm256_or_si256(x, _mm256_set1_epi32(0x4b00_0000))) }
+        fn with_bits(self, x: __m256i, bits: i32) -> __m256 {
+            unsafe { _mm256_castsi256_ps(_mm256_or_si256(x, _mm256_set1_epi32(bits))) }
         }
         #[inline(always)]
         fn table(self, values: &[f32; 16]) -> [__m256; 2] {
@@ -266,8 +266,8 @@ mod x86 {
             unsafe { _mm512_or_si512(a, b) }
         }
         #[inline(always)]
-        fn with_exponent(self, x: __m512i) -> __m512 {
-            unsafe { _mm512_castsi512_ps(_mm512_or_si512(x, _mm512_set1_epi32(0x4b00_0000))) }
+        fn with_bits(self, x: __m512i, bits: i32) -> __m512 {
+            unsafe { _mm512_castsi512_ps(_mm512_or_si512(x, _mm512_set1_epi32(bits))) }
         }
         #[inline(always)]
         fn table(self, values: &[f32; 16]) -> __m512 {
@@ -353,8 +353,8 @@ mod arm {
             unsafe { vorrq_s32(a, b) }
         }
         #[inline(always)]
-        fn with_exponent(self, x: int32x4_t) -> float32x4_t {
-            unsafe { vreinterpretq_f32_s32(vorrq_s32(x, vdupq_n_s32(0x4b00_0000))) }
+        fn with_bits(self, x: int32x4_t, bits: i32) -> float32x4_t {
+            unsafe { vreinterpretq_f32_s32(vorrq_s32(x, vdupq_n_s32(bits))) }
         }
         #[inline(always)]
         fn table(self, values: &[f32; 16]) -> [f32; 16] {

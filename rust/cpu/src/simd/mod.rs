@@ -25,6 +25,8 @@ pub(crate) trait Simd: Copy {
     const VECTORS: usize;
     /// Maximum rows of a tile. Its accumulators must fit the registers together with the operands.
     const ROWS: usize;
+    /// Whether [`Simd::fma`] rounds once.
+    const FUSED: bool;
 
     /// A register.
     type F: Copy;
@@ -40,7 +42,7 @@ pub(crate) trait Simd: Copy {
     unsafe fn load_bf16(self, p: *const u16) -> Self::F;
     /// Loads 8-bit integers.
     unsafe fn load_i8(self, p: *const i8) -> Self::F;
-    /// `a * b + c`, rounded once.
+    /// `a * b + c`, rounded once if [`Simd::FUSED`].
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;

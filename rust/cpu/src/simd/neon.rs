@@ -21,6 +21,7 @@ impl Simd for Neon {
     const LANES: usize = 4;
     const VECTORS: usize = 4;
     const ROWS: usize = 6;
+    const FUSED: bool = true;
 
     type F = float32x4_t;
 

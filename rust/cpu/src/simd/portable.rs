@@ -18,6 +18,7 @@ impl Simd for Portable {
     const LANES: usize = 8;
     const VECTORS: usize = 2;
     const ROWS: usize = 4;
+    const FUSED: bool = false;
 
     type F = [f32; 8];
 
