@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from chairlift import LLM, SamplingParams
-from chairlift._core import instruction_set
+from chairlift._core import instruction_sets
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.locate import locate
@@ -117,7 +117,7 @@ def main() -> None:
 Written by `benches/gemma_gguf.py`. Greedy, {args.tokens} tokens after each prompt, all prompts in one batch, against transformers'
 `generate` on the dequantised weights in float32, one prompt at a time.
 
-Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_set()} kernels.
+Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_sets()[0]} kernels.
 
 | prompt | its tokens | equal tokens of {args.tokens} |
 |---|---|---|

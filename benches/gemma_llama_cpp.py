@@ -22,7 +22,7 @@ from pathlib import Path
 from peers.machine import TICK, describe
 
 from chairlift import LLM, SamplingParams
-from chairlift._core import instruction_set
+from chairlift._core import instruction_sets
 
 RESULT = Path(__file__).parent / "results" / "gemma_llama_cpp.md"
 PORT = 18556
@@ -116,7 +116,7 @@ Written by `benches/gemma_llama_cpp.py`. Processor time in milliseconds per outp
 of {TURNS} turns, the least in parentheses. Chairlift computes with the file's weights in fp32, exactly; llama.cpp rounds activations to
 8 bits. Others used the machine: its load average was {loads[0]:.0f} at the start.
 
-Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_set()} kernels.
+Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_sets()[0]} kernels.
 
 | streams | chairlift | llama.cpp | llama.cpp / chairlift |
 |---|---|---|---|

@@ -137,7 +137,7 @@ def main() -> None:
         f"Written by `benches/gguf_types.py`. Tokens per second of a step that decodes N sequences; {MATRIX_WEIGHTS / 1e6:.0f} million",
         "weights, random, on the machine below with the threads given. One row is one stream.",
         "",
-        f"Machine: {describe()['cpu']}, {args.threads} threads, kernels {_core.instruction_set()}.",
+        f"Machine: {describe()['cpu']}, {args.threads} threads, kernels {_core.instruction_sets()[0]}.",
         "",
         "| type | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |",
         "|---|" + "---|" * len(ROWS),

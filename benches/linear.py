@@ -131,7 +131,7 @@ def main() -> None:
         "Written by `benches/linear.py`. Tokens per second (GFLOP/s or GOP/s), the best of "
         f"{ROUNDS} rounds; SmolLM2-135M, {NUMBERS / 1e6:.0f} million weights a token.",
         "",
-        f"Machine: {machine['cpu']}, {machine['cores']} cores, {', '.join(machine['flags'])}. Kernels: {_core.instruction_set()}. "
+        f"Machine: {machine['cpu']}, {machine['cores']} cores, {', '.join(machine['flags'])}. Kernels: {_core.instruction_sets()[0]}. "
         f"Peaks, measured in this run: {', '.join(f'{name} {value}' for name, value in peak.items())}.",
         "",
         "| way | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |",

@@ -29,7 +29,7 @@ __all__ = [
     "block_types",
     "choose",
     "decode_work",
-    "instruction_set",
+    "instruction_sets",
     "max_splits",
     "prefill_work",
     "replay",
@@ -305,8 +305,8 @@ def prefill_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32
     The first row is the count and 0. Then come tiles (sequence, first token). Raises ValueError for lengths that do not match.
     """
 
-def instruction_set() -> str:
-    """Returns the instruction set of the CPU kernels on this machine: avx512, avx2, neon or portable."""
+def instruction_sets() -> list[str]:
+    """Returns the instruction sets that the CPU kernels can use on this machine, the fastest first: of avx512, avx2, neon and portable."""
 
 def block_types() -> list[int]:
     """Returns ggml's numbers of the block types that `Linear` stores unchanged."""
@@ -331,13 +331,14 @@ class Linear:
         threads: int,
         bias: NDArray[np.float32] | None = None,
         gated: bool = False,
+        isa: str = "auto",
     ) -> Linear:
         """Packs matrices [rows, ins] into one layer, stacked by rows or, if `gated`, as interleaved gate and up projections.
 
         Each tensor is its dtype (float32, float16, bfloat16, or a ggml type's number), its rows, its bytes (or a file and the byte offset
         in it), and the rows of a head whose rotary halves alternate in the source, else 0. `form` is the dtype of the packed weights:
-        float32, float16, bfloat16, kept (each as it is), or int8. Products are in fp32, except for int8. Raises ValueError if the tensors
-        cannot be packed or the file ends too early.
+        float32, float16, bfloat16, kept (each as it is), or int8. Products are in fp32, except for int8. `isa` is one of
+        `instruction_sets()`, or 'auto' for the first. Raises ValueError if the tensors cannot be packed or the file ends too early.
         """
 
 @final
@@ -404,7 +405,8 @@ class Decoder:
         """Takes ownership of the blocks. Without an `embedding`, embeddings are the rows of the head.
 
         Each rotary embedding has the radians per position of the rotated pairs, which may be fewer than half of a head's numbers, and the
-        factor of cosines and sines. Raises ValueError for blocks that do not fit the configuration.
+        factor of cosines and sines. All weights must be packed for one instruction set, which the decoder uses. Raises ValueError for
+        blocks that do not fit the configuration.
         """
 
     def forward(

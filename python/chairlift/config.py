@@ -143,6 +143,12 @@ class EngineConfig:
         int,
         group="model",
     )
+    cpu_isa: str = _flag(
+        "auto",
+        "instruction set of the CPU kernels; results of two instruction sets can differ in the last bits",
+        choices=("auto", "avx512", "avx2", "neon", "portable"),
+        group="model",
+    )
     dtype: str = _flag(
         "auto",
         "how weights are kept, as in the checkpoint by default, a GGUF file's blocks included; a CPU computes in float32 all the same",

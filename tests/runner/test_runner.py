@@ -6,6 +6,7 @@ import torch
 from runner_steps import GREEDY, Driver
 from tiny_models import FAMILIES, IN_TORCH, write
 
+from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, UnsupportedModel
 from chairlift.outputs import TokenLogprobs
@@ -86,6 +87,58 @@ def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path, runne
     alone = ride([])
     for company in ([5], [9, 30], [30, 7, 40, 1, 12, 33, 2]):
         assert all(map(torch.equal, ride(company), alone))
+
+
+@pytest.mark.parametrize("runner_for", [RustBackend], indirect=True, ids=["cpu"])
+def test_sequences_that_share_blocks_have_the_bits_that_they_have_alone(tmp_path, runner_for):
+    write("llama", tmp_path)
+    driver, shared, own = Driver(runner_for(tmp_path, threads=1)), prompt(72, 2), [prompt(5 + i, 3) for i in range(6)]
+
+    def ride(company: range) -> list[list[torch.Tensor]]:
+        # The first 72 tokens are in the same 9 blocks, so decodes share one tile of 64 keys.
+        first = driver.add_request(0, shared + own[0])
+        driver.step([(first, 50)])
+        driver.step([(first, 22)])
+        ridings = [first] + [driver.add_request(i, shared + own[i]) for i in company]
+        for riding in ridings[1:]:
+            riding.blocks, riding.computed = list(first.blocks[:9]), 72
+        driver.step([(riding, len(riding.tokens) - 72) for riding in ridings])
+        for _ in range(4):
+            driver.step([(riding, 1) for riding in ridings])
+        driver.free += first.blocks[:9]
+        for riding in ridings:
+            driver.free += riding.blocks[9:]
+        return [riding.logits for riding in ridings]
+
+    together = ride(range(1, 6))
+    for i in range(1, 6):
+        assert all(map(torch.equal, ride(range(i, i + 1))[1], together[i]))
+    assert all(map(torch.equal, ride(range(0))[0], together[0]))
+
+
+@pytest.mark.parametrize("runner_for", [RustBackend], indirect=True, ids=["cpu"])
+def test_every_instruction_set_computes_the_same_tokens(tmp_path, runner_for):
+    write("llama", tmp_path)
+    answers, logits = {}, {}
+    for isa in ("auto", *_core.instruction_sets()):
+        driver = Driver(runner_for(tmp_path, cpu_isa=isa))
+        riding = driver.add_request(0, prompt(37))
+        for count in (30, 7, 1, 1, 1):
+            driver.step([(riding, count)])
+        answers[isa], logits[isa] = riding.tokens, torch.stack(riding.logits)
+    fastest = _core.instruction_sets()[0]
+    assert torch.equal(logits["auto"], logits[fastest])
+    assert len(set(map(tuple, answers.values()))) == 1
+    # Registers of other widths sum in another order.
+    assert not torch.equal(logits[fastest], logits["portable"])
+    assert (logits[fastest] - logits["portable"]).abs().max() <= 1e-5 * logits[fastest].abs().max()
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_refused(tmp_path, monkeypatch):
+    write("llama", tmp_path)
+    monkeypatch.setattr(_core, "instruction_sets", lambda: ["avx2", "portable"])
+    with pytest.raises(InvalidSetting, match=r"^--cpu-isa avx512: this processor has avx2, portable$"):
+        build_runner(EngineConfig(device="cpu", cpu_isa="avx512"), tmp_path)
 
 
 def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkeypatch, runner_for):

@@ -94,6 +94,8 @@ def choose_backend(config: EngineConfig, model: ModelShape) -> BackendMaker:
     """Chooses the CPU kernels in Rust if they support the device and the model, else torch. Raises InvalidSetting without torch."""
     if config.device == "cpu" and config.tensor_parallel_size == 1 and isinstance(model, ModelConfig):
         return RustBackend
+    if config.cpu_isa != "auto":
+        raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: torch computes this model here, not the CPU kernels")
     try:
         # Imported here because the other backend runs without torch.
         from chairlift.runner.torch_backend import TorchBackend

@@ -32,7 +32,7 @@ class CpuExecutor(ModelExecutor):
         """Packs the weights. The settings are complete. Raises UnsupportedModel."""
         form = "int8" if precision.quantization == "int8" else precision.weights.replace("blocks", "kept")
         longest = config.max_model_len or model.max_position_embeddings
-        decoder = build_decoder(model, weights, form, config.threads or 1, longest)
+        decoder = build_decoder(model, weights, form, config.threads or 1, config.cpu_isa, longest)
         weights.finish(model)
         return cls(model, decoder, precision.kv)
 

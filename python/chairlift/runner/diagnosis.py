@@ -61,7 +61,7 @@ def _processor() -> Facts:
     facts = {
         "model": info.get("model name") or platform.processor() or platform.machine(),
         "cores": f"{usable_cores()} physical that may be used; {allowed} threads allowed, {os.cpu_count()} in all",
-        "CPU kernels": _core.instruction_set(),
+        "CPU kernels": _core.instruction_sets()[0],
     }
     if platform.machine() in ("x86_64", "AMD64") and (flags := set(info.get("flags", "").split())):
         facts["has"] = ", ".join(name for name in FEATURES if name in flags) or "none of the features below"
@@ -114,7 +114,7 @@ def _gpus() -> Facts:
 def what_runs() -> Facts:
     """What runs where, and why other things do not."""
     reason = why_no_gpu()
-    isa = _core.instruction_set()
+    isa = _core.instruction_sets()[0]
     slow = "" if isa != "portable" else ", slowly: this processor lacks avx2, fma or f16c"
     facts = {"--device auto": "cuda" if reason is None else f"cpu: {reason}"}
     if reason is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from chairlift import _core
 from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Layout, StepBuffers
@@ -24,7 +26,10 @@ class RustBackend:
     """The `Backend` of a CPU, for the architectures of `models.config`."""
 
     def __init__(self, config: EngineConfig, directory: Path, whole: ModelShape, sharing: int) -> None:
+        """Raises InvalidSetting for an instruction set that the processor lacks."""
         assert isinstance(whole, ModelConfig)
+        if config.cpu_isa not in ("auto", *_core.instruction_sets()):
+            raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: this processor has {', '.join(_core.instruction_sets())}")
         self._config, self.model = config, whole
         self._weights = open_weights(config, directory, 1 - whole.norm_offset)
         self.budget = HostBudget(sharing)

@@ -10,15 +10,15 @@ use crate::linear::softcap;
 use crate::simd::{Isa, Kernel, Simd, exp};
 use crate::unsafe_slice::UnsafeSlice;
 
+mod plan;
 #[cfg(test)]
 mod tests;
 
+use plan::Task;
+pub(crate) use plan::{Plan, Sequences};
+
 /// Keys per tile. Tiles start at multiples of this number, whatever the query's position.
 const TILE: usize = 64;
-
-/// Target maximum of rows (query tokens times heads of a group) in a task. A task reads its tiles of keys and values once for all of its
-/// rows.
-const ROWS: usize = 48;
 
 /// Maximum rows of a micro-tile. Each row accumulates in [`VECTORS`] registers.
 const MICRO: usize = 6;
@@ -26,82 +26,6 @@ const VECTORS: usize = 4;
 
 /// Minimum lanes of a register.
 const LANES: usize = 4;
-
-/// The sequences of a step, and where their keys and values are.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Sequences<'a> {
-    /// Sequence i has the step's tokens from `query_starts[i]` to `query_starts[i + 1]`.
-    pub(crate) query_starts: &'a [i32],
-    /// Context length of each sequence, including its tokens in the step, which are the last ones.
-    pub(crate) context_lens: &'a [i32],
-    /// Each sequence's row in `block_tables`.
-    pub(crate) rows: &'a [i32],
-    /// Block ids in the order of the tokens that they hold, \[rows\]\[`max_blocks`\].
-    pub(crate) block_tables: &'a [i32],
-    pub(crate) max_blocks: usize,
-}
-
-/// Some query tokens of one sequence, with the query heads that share one KV head.
-#[derive(Clone, Copy, Debug)]
-struct Task {
-    sequence: usize,
-    kv_head: usize,
-    /// Index of the first query token, relative to the sequence's first token in the step.
-    first: usize,
-    queries: usize,
-}
-
-/// The attention tasks of a step. They are the same in every layer.
-#[derive(Debug)]
-pub(crate) struct Plan<'a> {
-    sequences: Sequences<'a>,
-    group: usize,
-    kv_heads: usize,
-    tasks: Vec<Task>,
-}
-
-impl<'a> Plan<'a> {
-    /// Splits a step into tasks. The longest tasks come first, so that the threads finish at nearly the same time.
-    ///
-    /// `heads`, the number of query heads, must be a multiple of `kv_heads`. Only the queries are split: one task handles the whole context
-    /// of a query.
-    pub(crate) fn new(sequences: Sequences<'a>, heads: usize, kv_heads: usize) -> Self {
-        let group = heads / kv_heads;
-        let most = (ROWS / group).max(1);
-        let mut plan = Self { sequences, group, kv_heads, tasks: Vec::new() };
-        for sequence in 0..sequences.context_lens.len() {
-            let count = plan.queries(sequence).len();
-            for first in (0..count).step_by(most) {
-                let queries = most.min(count - first);
-                plan.tasks.extend((0..kv_heads).map(|kv_head| Task { sequence, kv_head, first, queries }));
-            }
-        }
-        let mut tasks = std::mem::take(&mut plan.tasks);
-        tasks.sort_by_cached_key(|task| std::cmp::Reverse(task.queries * (plan.position(task) + task.queries)));
-        Self { tasks, ..plan }
-    }
-
-    /// Number of tasks.
-    pub(crate) fn len(&self) -> usize {
-        self.tasks.len()
-    }
-
-    /// A sequence's tokens in the step.
-    fn queries(&self, sequence: usize) -> Range<usize> {
-        self.sequences.query_starts[sequence] as usize..self.sequences.query_starts[sequence + 1] as usize
-    }
-
-    /// The position of a task's first query in its sequence.
-    fn position(&self, task: &Task) -> usize {
-        self.sequences.context_lens[task.sequence] as usize - self.queries(task.sequence).len() + task.first
-    }
-
-    /// The block of the token at `position` of a sequence.
-    fn block(&self, sequence: usize, position: usize, block_size: usize) -> usize {
-        let Sequences { rows, block_tables, max_blocks, .. } = self.sequences;
-        block_tables[rows[sequence] as usize * max_blocks + position / block_size] as usize
-    }
-}
 
 /// Per-thread scratch memory for [`Attention::attend`].
 #[derive(Debug, Default)]
@@ -114,6 +38,8 @@ pub(crate) struct Scratch {
     weights: AlignedVec<f32>,
     /// \[rows\]: the running maximum of the scores, which is subtracted before the exponential.
     largest: AlignedVec<f32>,
+    /// \[rows\]: the positions that the row attends to.
+    seen: Vec<Range<usize>>,
     /// \[head dim\]\[TILE\]: gathered keys, in the cache's format. Used when the block size is not a multiple of the lanes.
     keys: AlignedVec<i32>,
 }
@@ -141,14 +67,15 @@ impl Attention<'_> {
     /// Runs the plan's task with this index.
     ///
     /// The softmax is online (Milakov and Gimelshein, 2018), over tiles at fixed positions. The operations for a query, and their order,
-    /// depend only on its position, the window and the shape of the heads.
+    /// depend only on its position, the window and the shape of the heads. Tiles that several sequences share are read once for the
+    /// queries of all of them, before each sequence's own tiles (Hydragen: Juravsky et al., 2024).
     ///
     /// # Safety
     ///
     /// Each task runs on one thread. Meanwhile no other thread reads `out` or writes the pages. All keys and values that the queries attend
     /// to have been written.
     pub(crate) unsafe fn attend(&self, isa: Isa, task: usize, scratch: &mut Scratch) {
-        let task = self.plan.tasks[task];
+        let task = self.plan.task(task);
         match self.pages.form {
             KvForm::F32 => isa.run(Attend::<f32> { of: self, task, scratch, cell: PhantomData }),
             KvForm::F16 => isa.run(Attend::<u16> { of: self, task, scratch, cell: PhantomData }),
@@ -166,7 +93,7 @@ impl Attention<'_> {
 /// A task with the element type of the cache.
 struct Attend<'a, C> {
     of: &'a Attention<'a>,
-    task: Task,
+    task: Task<'a>,
     scratch: &'a mut Scratch,
     cell: PhantomData<C>,
 }
@@ -174,7 +101,7 @@ struct Attend<'a, C> {
 /// Pointers to the keys and values of the tokens from `start` on.
 struct Tile<C> {
     start: usize,
-    /// Tokens of the tile that at least one row of the task attends to, relative to `start`.
+    /// Tokens of the tile that at least one of the rows attends to, relative to `start`.
     tokens: Range<usize>,
     /// For each register of tokens, the address of their first dimension. The next dimension is `step` elements further.
     keys: [*const C; TILE / LANES],
@@ -190,10 +117,7 @@ impl<C: Cell> Kernel for Attend<'_, C> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        let rows = self.task.queries * self.of.plan.group;
-        self.begin::<S>(rows);
-        let position = self.of.plan.position(&self.task);
-        let seen = self.of.seen(position).start..position + self.task.queries;
+        self.begin::<S>();
         let mut tile = Tile {
             start: 0,
             tokens: 0..0,
@@ -203,53 +127,82 @@ impl<C: Cell> Kernel for Attend<'_, C> {
             key_scales: [0.0; TILE],
             value_scales: [0.0; TILE],
         };
-        let most = S::VECTORS * S::ROWS / VECTORS;
-        for start in (seen.start / TILE * TILE..seen.end).step_by(TILE) {
-            tile.start = start;
-            tile.tokens = seen.start.max(start) - start..seen.end.min(start + TILE) - start;
-            self.fill::<S>(&mut tile);
-            let mut row = 0;
-            while row < rows {
-                let count = match most.min(rows - row) {
-                    6.. => 6,
-                    3.. => 3,
-                    _ => 1,
-                };
-                self.look(s, &tile, row..row + count);
-                row += count;
-            }
+        // First the tiles that all sequences share, then those of each sequence.
+        let (parts, shared) = (self.task.parts, self.task.shared);
+        let mut end = 0;
+        for i in usize::from(shared == 0)..=parts.len() {
+            let part = &parts[i.saturating_sub(1)];
+            let (tokens, rows) = if i == 0 {
+                (0..shared, 0..self.scratch.seen.len())
+            } else {
+                (shared..usize::MAX, end..end + part.queries * self.of.plan.group())
+            };
+            end = if i == 0 { 0 } else { rows.end };
+            self.scan(s, &mut tile, part.sequence, tokens, rows);
         }
-        self.end(s, rows);
+        self.end(s);
     }
 }
 
 impl<C: Cell> Attend<'_, C> {
     /// Clears the accumulators and copies the scaled queries.
     #[inline(always)]
-    fn begin<S: Simd>(&mut self, rows: usize) {
+    fn begin<S: Simd>(&mut self) {
         let (plan, head_dim) = (self.of.plan, self.of.pages.shape.head_dim);
-        let width = plan.group * head_dim;
-        let Scratch { query, sums, weights, largest, keys } = &mut *self.scratch;
+        let (group, padded) = (plan.group(), self.of.pages.padded());
+        let rows = self.task.parts.iter().map(|part| part.queries).sum::<usize>() * group;
+        let width = group * head_dim;
+        let Scratch { query, sums, weights, largest, seen, keys } = &mut *self.scratch;
         query.reserve(rows * head_dim);
-        sums.reserve(rows * self.of.pages.padded());
-        sums[..rows * self.of.pages.padded()].fill(0.0);
+        sums.reserve(rows * padded);
+        sums[..rows * padded].fill(0.0);
         weights.reserve(rows * S::LANES);
         weights[..rows * S::LANES].fill(0.0);
         largest.reserve(rows);
         largest[..rows].fill(f32::NEG_INFINITY);
         keys.reserve(head_dim * TILE);
-        let first = plan.queries(self.task.sequence).start + self.task.first;
-        for (i, query) in query.chunks_exact_mut(width).take(self.task.queries).enumerate() {
-            let from = &self.of.query[(first + i) * self.of.stride + self.task.kv_head * width..][..width];
-            for (to, from) in query.iter_mut().zip(from) {
-                *to = from * self.of.scale;
+        seen.clear();
+        let mut queries = query.chunks_exact_mut(width);
+        for part in self.task.parts {
+            let (first, position) = (plan.first_token(part), plan.position(part));
+            for (i, query) in queries.by_ref().take(part.queries).enumerate() {
+                let from = &self.of.query[(first + i) * self.of.stride + self.task.kv_head * width..][..width];
+                for (to, from) in query.iter_mut().zip(from) {
+                    *to = from * self.of.scale;
+                }
+                for _ in 0..group {
+                    seen.push(self.of.seen(position + i));
+                }
             }
         }
     }
 
-    /// Finds the addresses of the tile's keys and values.
+    /// Processes the tiles of `sequence` that start within `within`, for some rows.
     #[inline(always)]
-    fn fill<S: Simd>(&mut self, tile: &mut Tile<C>) {
+    fn scan<S: Simd>(&mut self, s: S, tile: &mut Tile<C>, sequence: usize, within: Range<usize>, rows: Range<usize>) {
+        let seen = union(&self.scratch.seen[rows.clone()]);
+        let seen = seen.start.max(within.start)..seen.end.min(within.end);
+        let most = S::VECTORS * S::ROWS / VECTORS;
+        for start in (seen.start / TILE * TILE..seen.end).step_by(TILE) {
+            tile.start = start;
+            tile.tokens = seen.start.max(start) - start..seen.end.min(start + TILE) - start;
+            self.fill::<S>(tile, sequence);
+            let mut row = rows.start;
+            while row < rows.end {
+                let count = match most.min(rows.end - row) {
+                    6.. => 6,
+                    3.. => 3,
+                    _ => 1,
+                };
+                self.look(s, tile, row..row + count);
+                row += count;
+            }
+        }
+    }
+
+    /// Finds the addresses of the tile's keys and values in the blocks of `sequence`.
+    #[inline(always)]
+    fn fill<S: Simd>(&mut self, tile: &mut Tile<C>, sequence: usize) {
         let (pages, padded) = (self.of.pages, self.of.pages.padded());
         let (size, head_dim) = (pages.shape.block_size, pages.shape.head_dim);
         let direct = size % S::LANES == 0;
@@ -259,7 +212,7 @@ impl<C: Cell> Attend<'_, C> {
         while token < tile.tokens.end {
             let offset = (tile.start + token) % size;
             let end = tile.tokens.end.min(token + size - offset);
-            let block = self.of.plan.block(self.task.sequence, tile.start + token, size);
+            let block = self.of.plan.block(sequence, tile.start + token);
             // SAFETY: all offsets are within the page, or within `gathered`, which has room for cells of 4 bytes.
             unsafe {
                 let Parts { scales, values, keys } = pages.page::<C>(self.of.layer, block, self.task.kv_head);
@@ -300,11 +253,8 @@ impl<C: Cell> Attend<'_, C> {
     #[inline(always)]
     fn look<S: Simd>(&mut self, s: S, tile: &Tile<C>, rows: Range<usize>) {
         let (of, pages) = (self.of, self.of.pages);
-        let first = of.plan.position(&self.task);
-        // The bounds of the visible range never decrease from one row to the next.
-        let seen = |row: usize| of.seen(first + row / of.plan.group);
-        let tokens = tile.tokens.start.max(seen(rows.start).start.saturating_sub(tile.start))
-            ..tile.tokens.end.min(seen(rows.end - 1).end.saturating_sub(tile.start));
+        let seen = union(&self.scratch.seen[rows.clone()]);
+        let tokens = tile.tokens.start.max(seen.start.saturating_sub(tile.start))..tile.tokens.end.min(seen.end.saturating_sub(tile.start));
         if tokens.is_empty() {
             return;
         }
@@ -333,8 +283,9 @@ impl<C: Cell> Attend<'_, C> {
                         s.store(p, softcap(s, s.load(p), cap));
                     }
                 }
-                let start = seen(row).start.saturating_sub(tile.start).clamp(lanes.start, lanes.end);
-                let end = seen(row).end.saturating_sub(tile.start).clamp(start, lanes.end);
+                let seen = &self.scratch.seen[row];
+                let start = seen.start.saturating_sub(tile.start).clamp(lanes.start, lanes.end);
+                let end = seen.end.saturating_sub(tile.start).clamp(start, lanes.end);
                 scores[lanes.start..start].fill(f32::NEG_INFINITY);
                 scores[end..lanes.end].fill(f32::NEG_INFINITY);
                 let weights = self.scratch.weights.as_mut_ptr().add(row * S::LANES);
@@ -365,24 +316,36 @@ impl<C: Cell> Attend<'_, C> {
 
     /// Divides the weighted sums by the sums of the weights and writes the output.
     #[inline(always)]
-    fn end<S: Simd>(&mut self, s: S, rows: usize) {
+    fn end<S: Simd>(&mut self, s: S) {
         let (plan, pages) = (self.of.plan, self.of.pages);
-        let (head_dim, padded) = (pages.shape.head_dim, pages.padded());
-        let first = plan.queries(self.task.sequence).start + self.task.first;
-        for row in 0..rows {
-            let (token, head) = (first + row / plan.group, self.task.kv_head * plan.group + row % plan.group);
-            let start = (token * plan.kv_heads * plan.group + head) * head_dim;
-            // SAFETY: `begin` sized the scratch memory for all rows, and only this task writes this part of the output.
-            let out = unsafe {
-                let weight = s.sum(s.load(self.scratch.weights.as_ptr().add(row * S::LANES)));
-                for x in &mut self.scratch.sums[row * padded..][..padded] {
-                    *x /= weight;
+        let (group, head_dim, padded) = (plan.group(), pages.shape.head_dim, pages.padded());
+        let mut row = 0;
+        for part in self.task.parts {
+            let end = row + part.queries * group;
+            let mut start = (plan.first_token(part) * pages.shape.kv_heads + self.task.kv_head) * group * head_dim;
+            while row < end {
+                for head in 0..group {
+                    // SAFETY: `begin` sized the scratch memory for all rows, and only this task writes this part of the output.
+                    let out = unsafe {
+                        let weight = s.sum(s.load(self.scratch.weights.as_ptr().add(row * S::LANES)));
+                        for x in &mut self.scratch.sums[row * padded..][..padded] {
+                            *x /= weight;
+                        }
+                        self.of.out.write(start + head * head_dim, head_dim)
+                    };
+                    out.copy_from_slice(&self.scratch.sums[row * padded..][..head_dim]);
+                    row += 1;
                 }
-                self.of.out.write(start, head_dim)
-            };
-            out.copy_from_slice(&self.scratch.sums[row * padded..][..head_dim]);
+                start += pages.shape.kv_heads * group * head_dim;
+            }
         }
     }
+}
+
+/// The smallest range with all of these ranges, of which there is at least one.
+#[inline(always)]
+fn union(ranges: &[Range<usize>]) -> Range<usize> {
+    ranges.iter().fold(ranges[0].clone(), |all, range| all.start.min(range.start)..all.end.max(range.end))
 }
 
 /// Dot products of `R` queries with the keys in [`VECTORS`] of the tile's registers.

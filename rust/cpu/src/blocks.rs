@@ -2,6 +2,7 @@
 
 use crate::linear::{Activation, Linear};
 use crate::rope::Rope;
+use crate::simd::Isa;
 use crate::weights::Merge;
 
 /// Configuration that all blocks of a decoder share.
@@ -111,13 +112,13 @@ impl DecoderConfig {
 }
 
 impl Block {
-    pub(crate) fn check(&self, config: &DecoderConfig) -> Result<(), ShapeError> {
+    pub(crate) fn check(&self, isa: Isa, config: &DecoderConfig) -> Result<(), ShapeError> {
         let hidden = config.hidden_size;
         check([Some(&self.norm), self.post_norm.as_ref()].into_iter().flatten().all(|norm| norm.len() == hidden), "norms")?;
         check(self.residual_scale.is_finite(), "residual scales")?;
         match &self.kind {
-            BlockKind::Attention(attention) => attention.check(config),
-            BlockKind::Mlp(mlp) => mlp.check(hidden),
+            BlockKind::Attention(attention) => attention.check(isa, config),
+            BlockKind::Mlp(mlp) => mlp.check(isa, hidden),
         }
     }
 
@@ -131,11 +132,11 @@ impl Block {
 }
 
 impl SelfAttention {
-    fn check(&self, config: &DecoderConfig) -> Result<(), ShapeError> {
+    fn check(&self, isa: Isa, config: &DecoderConfig) -> Result<(), ShapeError> {
         let hidden = config.hidden_size;
         check(self.qk_norm.iter().flatten().all(|norm| norm.len() == config.head_dim), "norms of queries and keys")?;
-        check(self.qkv_proj.matrix.is(config.qkv_width(), hidden, Merge::Stacked), "q_proj, k_proj and v_proj")?;
-        check(self.o_proj.matrix.is(hidden, config.widths().0, Merge::Stacked), "weights of o_proj")?;
+        check(self.qkv_proj.matrix.is(isa, config.qkv_width(), hidden, Merge::Stacked), "q_proj, k_proj and v_proj")?;
+        check(self.o_proj.matrix.is(isa, hidden, config.widths().0, Merge::Stacked), "weights of o_proj")?;
         check(self.rope.is_none_or(|rope| rope < config.ropes.len()), "rotary embeddings")?;
         check(self.scale.is_finite() && positive(self.softcap), "attention scales or soft caps")?;
         check(self.window != Some(0), "windows")
@@ -148,9 +149,9 @@ impl GatedMlp {
         self.gate_up_proj.matrix.outs
     }
 
-    fn check(&self, hidden: usize) -> Result<(), ShapeError> {
-        check(self.gate_up_proj.matrix.is(self.inner(), hidden, Merge::Gated), "gate_proj and up_proj")?;
-        check(self.down_proj.matrix.is(hidden, self.inner(), Merge::Stacked), "weights of down_proj")
+    fn check(&self, isa: Isa, hidden: usize) -> Result<(), ShapeError> {
+        check(self.gate_up_proj.matrix.is(isa, self.inner(), hidden, Merge::Gated), "gate_proj and up_proj")?;
+        check(self.down_proj.matrix.is(isa, hidden, self.inner(), Merge::Stacked), "weights of down_proj")
     }
 }
 

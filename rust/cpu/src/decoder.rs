@@ -34,9 +34,9 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Creates a decoder of these weights. `embedding` is `None` if the embeddings are the head's matrix.
+    /// Creates a decoder of these weights, which must be packed for one instruction set. `embedding` is `None` if the embeddings are the
+    /// head's matrix.
     pub fn new(
-        isa: Isa,
         pool: ThreadPool,
         config: DecoderConfig,
         blocks: Vec<Block>,
@@ -44,13 +44,13 @@ impl Decoder {
         embedding: Option<Matrix>,
         head: Linear,
     ) -> Result<Self, ShapeError> {
-        let hidden = config.hidden_size;
+        let (isa, hidden) = (head.matrix.isa, config.hidden_size);
         config.check()?;
-        blocks.iter().try_for_each(|block| block.check(&config))?;
+        blocks.iter().try_for_each(|block| block.check(isa, &config))?;
         check(norm.len() == hidden, "norms")?;
         let vocabulary = head.matrix.outs;
         for matrix in embedding.iter().chain([&head.matrix]) {
-            check(matrix.is(vocabulary, hidden, Merge::Stacked), "embeddings")?;
+            check(matrix.is(isa, vocabulary, hidden, Merge::Stacked), "embeddings")?;
         }
         let scratch = (0..pool.size()).map(|_| Mutex::default()).collect();
         Ok(Self {
@@ -83,8 +83,9 @@ impl Decoder {
         rows.reserve(isa, tokens, config.hidden_size.max(config.widths().0).max(inner));
         let table = embedding.as_ref().unwrap_or(&head.matrix);
         let Step { query_starts, context_lens, block_tables, max_blocks, .. } = *step;
-        let sequences = Sequences { query_starts, context_lens, rows: step.rows, block_tables, max_blocks };
-        let plan = Plan::new(sequences, config.num_heads, config.num_kv_heads);
+        let sequences =
+            Sequences { query_starts, context_lens, rows: step.rows, block_tables, max_blocks, block_size: cache.shape().block_size };
+        let plan = Plan::new(sequences, config.num_heads, config.num_kv_heads, pool.size());
         let pass = Pass::new(isa, config, step, &plan, cache.pages(), rows.packed(isa, tokens), inner, buffers);
         pool.run(|worker| {
             let mut spare = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);

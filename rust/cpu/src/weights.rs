@@ -185,6 +185,8 @@ pub struct Matrix {
     /// Number of outputs. For a gated matrix, the number after the gate is applied.
     pub(crate) outs: usize,
     pub(crate) merge: Merge,
+    /// The instruction set that the panels are packed for.
+    pub(crate) isa: Isa,
 }
 
 /// The weights of one tensor.
@@ -272,7 +274,7 @@ impl Matrix {
             }
         }
         let outs = if merge == Merge::Gated { rows / 2 } else { rows };
-        Ok(Self { parts, ins, outs, merge })
+        Ok(Self { parts, ins, outs, merge, isa })
     }
 
     /// Reads row `out` of the matrix, as an embedding. The matrix must not be gated.
@@ -287,8 +289,8 @@ impl Matrix {
         panic!("there is no row {out}");
     }
 
-    /// Whether the matrix has this shape.
-    pub(crate) fn is(&self, outs: usize, ins: usize, merge: Merge) -> bool {
-        (self.outs, self.ins, self.merge) == (outs, ins, merge)
+    /// Whether the matrix has this shape and is packed for `isa`.
+    pub(crate) fn is(&self, isa: Isa, outs: usize, ins: usize, merge: Merge) -> bool {
+        (self.isa, self.outs, self.ins, self.merge) == (isa, outs, ins, merge)
     }
 }

@@ -107,7 +107,7 @@ impl Weights {
         }
         let head = linear(&[&self.embedding], HIDDEN, Merge::Stacked, None);
         let config = config(HIDDEN, HEADS, KV_HEADS, HEAD, self.frequencies.clone());
-        Decoder::new(isa, ThreadPool::new(threads).expect("threads"), config, blocks, self.norms[2 * LAYERS].clone(), None, head)
+        Decoder::new(ThreadPool::new(threads).expect("threads"), config, blocks, self.norms[2 * LAYERS].clone(), None, head)
             .expect("all fits")
     }
 
@@ -313,22 +313,26 @@ fn a_block_table_without_such_blocks_panics_and_the_next_step_runs() {
 
 #[test]
 fn weights_that_do_not_fit_each_other_are_refused() {
-    let isa = Isa::best();
-    let wide = |outs: usize, ins: usize| {
+    let packed = |isa: Isa, outs: usize, ins: usize| {
         let bytes = vec![0; outs * ins * size_of::<f32>()];
         let mut pool = ThreadPool::new(1).expect("threads");
-        let matrix = Matrix::pack(&mut pool, isa, &[tensor(&bytes, ins)], Merge::Stacked, Form::F32);
-        Linear::new(matrix.expect("it fits"), None)
+        Matrix::pack(&mut pool, isa, &[tensor(&bytes, ins)], Merge::Stacked, Form::F32).expect("it fits")
     };
+    let wide = |outs: usize, ins: usize| Linear::new(packed(Isa::best(), outs, ins), None);
     let made = |norm: usize, head: Linear| {
         let config = config(8, 2, 1, 4, vec![1.0, 0.1]);
-        Decoder::new(isa, ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; norm], None, head).is_ok()
+        Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; norm], None, head).is_ok()
     };
     assert!(made(8, wide(10, 8)));
     assert!(!made(7, wide(10, 8)));
     assert!(!made(8, wide(10, 9)));
+    for isa in Isa::available() {
+        let (config, embedding) = (config(8, 2, 1, 4, vec![1.0, 0.1]), Some(packed(isa, 10, 8)));
+        let made = Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; 8], embedding, wide(10, 8));
+        assert_eq!(made.is_ok(), isa == Isa::best(), "all weights must be packed for one instruction set");
+    }
     let with = |config: DecoderConfig| {
-        Decoder::new(isa, ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; 8], None, wide(10, 8)).is_ok()
+        Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; 8], None, wide(10, 8)).is_ok()
     };
     assert!(with(config(8, 2, 1, 4, vec![1.0])), "a part of a head's numbers may be turned");
     assert!(!with(config(8, 2, 1, 4, vec![1.0; 3])));

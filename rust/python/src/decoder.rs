@@ -13,10 +13,10 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-/// The instruction set of the kernels on this machine.
+/// The instruction sets that the kernels can use on this machine, the fastest first.
 #[pyfunction]
-pub(crate) fn instruction_set() -> &'static str {
-    Isa::best().name()
+pub(crate) fn instruction_sets() -> Vec<&'static str> {
+    Isa::available().into_iter().map(Isa::name).collect()
 }
 
 /// ggml's numbers of the block types that the kernels use without conversion.
@@ -44,7 +44,8 @@ pub(crate) struct Linear(Mutex<Option<cpu::Linear>>);
 #[pymethods]
 impl Linear {
     #[new]
-    #[pyo3(signature = (tensors, ins, form, *, threads, bias=None, gated=false))]
+    #[pyo3(signature = (tensors, ins, form, *, threads, bias=None, gated=false, isa="auto"))]
+    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         tensors: Vec<TensorArgs<'_>>,
@@ -53,7 +54,9 @@ impl Linear {
         threads: usize,
         bias: Option<PyBuffer<f32>>,
         gated: bool,
+        isa: &str,
     ) -> PyResult<Self> {
+        let isa = isa_of(isa)?;
         let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
         let form = form_of(form)?;
         if bias.as_ref().is_some_and(|bias| bias.len() != tensors.iter().map(|tensor| tensor.1).sum::<usize>()) {
@@ -63,7 +66,7 @@ impl Linear {
         let tensors: Vec<_> = tensors.iter().map(|tensor| tensor_of(tensor, ins)).collect::<PyResult<_>>()?;
         let linear = py.detach(|| {
             let mut pool = started(threads)?;
-            let matrix = cpu::Matrix::pack(&mut pool, Isa::best(), &tensors, merge, form);
+            let matrix = cpu::Matrix::pack(&mut pool, isa, &tensors, merge, form);
             matrix.map(|matrix| cpu::Linear::new(matrix, bias.as_deref())).map_err(|error| PyValueError::new_err(error.to_string()))
         });
         linear.map(|linear| Self(Mutex::new(Some(linear))))
@@ -101,6 +104,11 @@ fn tensor_of<'a>((kind, rows, bytes, interleaved): &'a TensorArgs<'_>, ins: usiz
         Bytes::File((file, start)) => Source::File(&file.get().0, *start),
     };
     Ok(Tensor { numbers, rows: *rows, ins, source, interleaved: *interleaved })
+}
+
+fn isa_of(name: &str) -> PyResult<Isa> {
+    let isa = if name == "auto" { Some(Isa::best()) } else { Isa::available().into_iter().find(|isa| isa.name() == name) };
+    isa.ok_or_else(|| PyValueError::new_err(format!("the kernels cannot use {name} on this processor")))
 }
 
 fn form_of(name: &str) -> PyResult<Form> {
@@ -219,7 +227,7 @@ impl Decoder {
         let blocks = blocks.ok_or_else(|| PyValueError::new_err("these blocks belong to a model already"))?;
         let embedding = embedding.map(Linear::take).transpose()?.map(cpu::Linear::into_matrix);
         let (norm, head) = (norm.to_vec(py)?, head.take()?);
-        let decoder = cpu::Decoder::new(Isa::best(), started(threads)?, config, blocks, norm, embedding, head);
+        let decoder = cpu::Decoder::new(started(threads)?, config, blocks, norm, embedding, head);
         decoder.map(|decoder| Self(Mutex::new(decoder))).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 

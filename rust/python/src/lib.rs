@@ -19,7 +19,7 @@ mod _core {
     #[pymodule_export]
     use crate::buffers::StepBuffers;
     #[pymodule_export]
-    use crate::decoder::{Decoder, DecoderBlock, KvCache, Linear, TensorFile, block_types, instruction_set};
+    use crate::decoder::{Decoder, DecoderBlock, KvCache, Linear, TensorFile, block_types, instruction_sets};
     #[pymodule_export]
     use crate::errors::{EmptyPrompt, NeverFits, NoNewTokens, QueueFull, Rejected, TooLong};
     #[pymodule_export]

@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::plan::Part;
 use super::*;
 use crate::cache::{KvCache, KvShape};
 use crate::half;
@@ -109,8 +110,10 @@ impl Case {
                 lens.push(end as i32);
                 tables.push(rows[i] as i32);
             }
-            let sequences = Sequences { query_starts: &starts, context_lens: &lens, rows: &tables, block_tables: &blocks, max_blocks };
-            let plan = Plan::new(sequences, heads, self.kv_heads);
+            let block_tables = &blocks;
+            let sequences =
+                Sequences { query_starts: &starts, context_lens: &lens, rows: &tables, block_tables, max_blocks, block_size: size };
+            let plan = Plan::new(sequences, heads, self.kv_heads, threads);
             let mut out = vec![f32::NAN; query.len() / stride * width];
             let shared = UnsafeSlice::new(&mut out);
             let &Self { window, softcap, .. } = self;
@@ -225,18 +228,131 @@ fn the_shapes_of_models_do() {
     }
 }
 
+/// Sequences that share blocks: pairs share all but their last tokens, and all sequences share the first `prefix` tokens.
+#[derive(Clone, Debug)]
+struct Shared {
+    case: Case,
+    prefix: usize,
+    queries: usize,
+}
+
+impl Shared {
+    /// The outputs of a step that decodes all `members`, and the number of its tasks that share tokens.
+    fn step(&self, isa: Isa, members: &[usize], cache: &mut KvCache, tables: &[i32], max_blocks: usize) -> (Vec<f32>, usize) {
+        let Self { case, queries, .. } = self;
+        let width = case.kv_heads * case.group * case.head_dim;
+        let query: Vec<f32> = members.iter().flat_map(|&i| Random(case.seed + i as u64).numbers(queries * width, case.scale)).collect();
+        let starts: Vec<i32> = (0..=members.len()).map(|i| (i * queries) as i32).collect();
+        let lens: Vec<i32> = members.iter().map(|&i| case.contexts[i] as i32).collect();
+        let rows: Vec<i32> = members.iter().map(|&i| i as i32).collect();
+        let (query_starts, context_lens, block_size) = (&starts, &lens, case.block_size);
+        let sequences = Sequences { query_starts, context_lens, rows: &rows, block_tables: tables, max_blocks, block_size };
+        let plan = Plan::new(sequences, case.kv_heads * case.group, case.kv_heads, 1);
+        let mut out = vec![f32::NAN; query.len()];
+        let &Case { window, softcap, .. } = case;
+        let (pages, shared) = (cache.pages(), UnsafeSlice::new(&mut out));
+        let attention =
+            Attention { plan: &plan, pages, layer: LAYER, window, scale: 0.3, softcap, query: &query, stride: width, out: shared };
+        let mut scratch = Scratch::default();
+        // SAFETY: there is one thread, and all tokens have been written.
+        (0..plan.len()).for_each(|task| unsafe { attention.attend(isa, task, &mut scratch) });
+        (out, (0..plan.len()).filter(|&task| plan.task(task).shared > 0).count())
+    }
+
+    /// Checks that every sequence has the same bits in a step of all sequences and alone. Returns the number of tasks that share tokens.
+    fn check(&self) -> usize {
+        let Self { case, prefix, .. } = self;
+        let Case { kv_heads, block_size, head_dim, .. } = *case;
+        let (count, mut random) = (case.contexts.len(), Random(case.seed));
+        let max_blocks = case.contexts.iter().max().expect("sequences").div_ceil(block_size);
+        let mut tables: Vec<i32> = (0..(count * max_blocks) as i32).collect();
+        random.shuffle(&mut tables);
+        for i in 1..count {
+            let twin = if i % 2 == 1 { i - 1 } else { 0 };
+            let equal = if i % 2 == 1 { case.contexts[i].min(case.contexts[twin]) - self.queries } else { *prefix };
+            let blocks = tables[twin * max_blocks..][..equal / block_size].to_vec();
+            tables[i * max_blocks..][..blocks.len()].copy_from_slice(&blocks);
+        }
+        let shape = KvShape { layers: 2, blocks: tables.len(), kv_heads, block_size, head_dim };
+        let mut cache = KvCache::new(shape, case.form, 0).expect("memory");
+        for slot in 0..tables.len() * block_size {
+            let [keys, values] = [(); 2].map(|()| random.numbers(kv_heads * head_dim, case.scale));
+            // SAFETY: no other thread uses the cache.
+            unsafe { cache.pages().write(LAYER, slot, &keys, &values) };
+        }
+        let all: Vec<usize> = (0..count).collect();
+        let width = self.queries * kv_heads * case.group * head_dim;
+        let mut sharing = 0;
+        for isa in Isa::available() {
+            let (together, tasks) = self.step(isa, &all, &mut cache, &tables, max_blocks);
+            for (i, together) in together.chunks(width).enumerate() {
+                let (alone, _) = self.step(isa, &[i], &mut cache, &tables, max_blocks);
+                let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                assert!(bits(together) == bits(&alone), "{isa:?}, sequence {i}");
+            }
+            sharing = tasks;
+        }
+        sharing
+    }
+}
+
+prop_compose! {
+    fn shared()(
+        case in case(),
+        prefix in 0..200_usize,
+        own in prop::collection::vec(1..100_usize, 2..9),
+        queries in 1..4_usize,
+    ) -> Shared {
+        let contexts = own.into_iter().map(|own| prefix + queries + own).collect();
+        Shared { case: Case { contexts, ..case }, prefix, queries }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(24) })]
+
+    #[test]
+    fn sequences_that_share_blocks_have_the_bits_that_they_have_alone(shared in shared()) {
+        shared.check();
+    }
+}
+
+#[test]
+fn decodes_that_share_blocks_share_tasks() {
+    let case = |group| Case {
+        kv_heads: 3,
+        group,
+        head_dim: 16,
+        block_size: 16,
+        form: KvForm::F32,
+        window: None,
+        softcap: None,
+        contexts: (0..16).map(|i| 200 + i).collect(),
+        scale: 1.0,
+        seed: 1,
+    };
+    // 16 sequences share 128 tokens and pairs share more. With one thread, 12 queries fit a task: two tasks for each KV head.
+    assert_eq!(Shared { case: case(3), prefix: 128, queries: 1 }.check(), 2 * 3);
+    // Pairs share 192 tokens, and all share none.
+    assert_eq!(Shared { case: case(3), prefix: 63, queries: 1 }.check(), 8 * 3);
+    // The query heads of one sequence fill a task.
+    assert_eq!(Shared { case: case(48), prefix: 128, queries: 1 }.check(), 0);
+}
+
 #[test]
 fn the_longest_tasks_come_first() {
     let sequences = Sequences {
         query_starts: &[0, 1, 1, 41, 42],
         context_lens: &[7, 0, 40, 5000],
         rows: &[0, 1, 2, 3],
-        block_tables: &[],
-        max_blocks: 0,
+        block_tables: &(0..4 * 313).collect::<Vec<_>>(),
+        max_blocks: 313,
+        block_size: 16,
     };
-    let plan = Plan::new(sequences, 9, 3);
-    let tasks: Vec<_> = plan.tasks.iter().map(|task| (task.sequence, task.kv_head, task.first, task.queries)).collect();
-    let heads = |sequence, first, queries| (0..3).map(move |kv_head| (sequence, kv_head, first, queries));
+    let plan = Plan::new(sequences, 9, 3, 2);
+    let tasks = (0..plan.len()).map(|task| plan.task(task)).map(|task| (task.parts.to_vec(), task.shared, task.kv_head));
+    let tasks: Vec<_> = tasks.collect();
+    let heads = |sequence, first, queries| (0..3).map(move |kv_head| (vec![Part { sequence, first, queries }], 0, kv_head));
     let expected = heads(3, 0, 1).chain(heads(2, 16, 16)).chain(heads(2, 32, 8)).chain(heads(2, 0, 16)).chain(heads(0, 0, 1));
     assert_eq!(tasks, expected.collect::<Vec<_>>());
 }
