@@ -15,7 +15,9 @@ messages = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 client = OpenAI()
 model = "smollm2-135m-instruct"
-answer = client.chat.completions.create(model=model, messages=messages, tools=tools, tool_choice="required", temperature=0)
+answer = client.chat.completions.create(
+    model=model, messages=messages, tools=tools, tool_choice="required", parallel_tool_calls=False, temperature=0
+)
 message = answer.choices[0].message
 messages.append(message)
 for call in message.tool_calls:
