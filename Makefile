@@ -93,11 +93,11 @@ $(VENV)/.installed: $(BIN)/python $(SOURCES) packaging/cpu_wheel.py
 	rm -rf $(VENV)/wheels
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(VENV)/wheels .
 	$(if $(CUDA),,$(BIN)/python packaging/cpu_wheel.py $(VENV)/wheels/chairlift-*.whl)
-	$(BIN)/pip uninstall --quiet --disable-pip-version-check --yes chairlift chairlift-cpu
+	$(BIN)/pip uninstall --quiet --quiet --disable-pip-version-check --yes chairlift chairlift-cpu
 	$(BIN)/pip install --quiet --disable-pip-version-check "$$(echo $(VENV)/wheels/chairlift$(if $(CUDA),,_cpu)-*.whl)[gguf]"
 	touch $@
 
 $(VENV)/.developing: $(BIN)/python $(RUST)
-	$(BIN)/pip uninstall --quiet --disable-pip-version-check --yes chairlift-cpu
+	$(BIN)/pip uninstall --quiet --quiet --disable-pip-version-check --yes chairlift-cpu
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
