@@ -40,8 +40,8 @@ MODELS = {
 DTYPES = {"bf16": (2, "bf16", 2), "fp16": (2, "fp16", 2), "fp32": (4, "fp32", 4), "bf16, fp8 cache": (2, "fp8e4nv", 1)}
 """Bytes of a query, the dtype of the cache and its bytes."""
 
-FEW_BYTES, SOME_BYTES = 32, 512
-"""Bytes a thread that may be spilled: a few registers, and more where fp32 is multiplied by threads or an output has 512 dimensions."""
+FEW_BYTES, SOME_BYTES = 64, 512
+"""Bytes a thread that may be spilled: up to 16 registers, and more where fp32 is multiplied by threads or an output has 512 dimensions."""
 
 SAMPLE = [
     (80, "llama-3.1-8b", "bf16"),
