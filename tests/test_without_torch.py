@@ -150,6 +150,7 @@ def test_a_servers_own_process_imports_no_numpy() -> None:
     ("flags", "message"),
     [
         (["--tensor-parallel-size", "2", "--device", "cpu"], "--tensor-parallel-size needs torch: pip install chairlift"),
+        (["--runner", "torch", "--device", "cpu"], "--runner torch needs torch: pip install chairlift"),
         (["--load-format", "dummy", "--device", "cpu"], "transformers' code needs torch: pip install chairlift"),
     ],
 )

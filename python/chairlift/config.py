@@ -136,6 +136,12 @@ class EngineConfig:
         group="model",
     )
     device: str = _flag("auto", "where the model runs", choices=("auto", "cpu", "cuda"), group="model")
+    runner: str = _flag(
+        "auto",
+        "code that computes the model: 'rust' is for CPUs, 'torch' for any device; 'auto' takes Rust where it supports the model",
+        choices=("auto", "rust", "torch"),
+        group="model",
+    )
     tensor_parallel_size: int = _flag(1, "devices, or processes on a CPU, that share each layer of the model", _size, group="model")
     threads: int | None = _flag(
         None,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
-from chairlift.models.config import ModelConfig, load_shape
+from chairlift.models.config import FAMILIES, ModelConfig, load_shape
 from chairlift.models.shape import ModelShape
 from chairlift.runner.backend import BackendMaker
 from chairlift.runner.cuda import compute_capability, cuda_devices, has_cuda_driver, too_old
@@ -41,7 +41,7 @@ def build_runner(
     phase = _PhaseTimer(on_phase)
     processes = config.tensor_parallel_size
     device = _choose_device(config.device, processes)
-    whole = load_shape(directory, in_torch=processes > 1 or device.value != "cpu")
+    whole = load_shape(directory, in_torch=processes > 1 or device.value != "cpu" or config.runner == "torch")
     sharing = processes if device.value == "cpu" else 1  # processes that share this machine's cores and memory
     threads = _choose_threads(config.threads, sharing)
     config = replace(config, device=device.value, threads=int(threads.value), swap_space=config.swap_space // processes)
@@ -91,16 +91,22 @@ def import_backend() -> None:
 
 
 def choose_backend(config: EngineConfig, model: ModelShape) -> BackendMaker:
-    """Chooses the CPU kernels in Rust if they support the device and the model, else torch. Raises InvalidSetting without torch."""
-    if config.device == "cpu" and config.tensor_parallel_size == 1 and isinstance(model, ModelConfig):
+    """Chooses the CPU kernels in Rust if they support the device and the model, else torch; or as `--runner` says.
+
+    Raises InvalidSetting if Rust does not support it, or if torch is not installed.
+    """
+    in_rust = config.device == "cpu" and config.tensor_parallel_size == 1 and isinstance(model, ModelConfig)
+    if in_rust and config.runner != "torch":
         return RustBackend
     if config.cpu_isa != "auto":
         raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: torch computes this model here, not the CPU kernels")
+    if config.runner == "rust":
+        raise InvalidSetting(f"--runner rust computes {', '.join(FAMILIES)} in one process on a CPU: use --device cpu, or --runner torch")
     try:
         # Imported here because the other backend runs without torch.
         from chairlift.runner.torch_backend import TorchBackend
     except ModuleNotFoundError as error:
-        flag = "--device cuda" if config.device == "cuda" else "--tensor-parallel-size"
+        flag = "--runner torch" if in_rust else "--device cuda" if config.device == "cuda" else "--tensor-parallel-size"
         raise InvalidSetting(f"{flag} needs {error.name}: pip install chairlift") from None
     return TorchBackend
 

@@ -12,7 +12,7 @@ from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Layout, StepBuffers
 from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.executor import ModelExecutor
-from chairlift.runner.memory.decision import Decision
+from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.host_budget import HostBudget
 from chairlift.runner.memory.precision import Precision, decide
 from chairlift.runner.memory.sizing import Size
@@ -33,7 +33,8 @@ class RustBackend:
         self._config, self.model = config, whole
         self._weights = open_weights(config, directory, 1 - whole.norm_offset)
         self.budget = HostBudget(sharing)
-        self.code = Decision("code", f"{whole.architecture}, in Rust", "the CPU kernels support it")
+        why = asked("--runner") if config.runner == "rust" else "the CPU kernels support it"
+        self.code = Decision("code", f"{whole.architecture}, in Rust", why)
 
     def decide(self, available: int) -> Precision:
         """Chooses the dtypes."""

@@ -103,4 +103,6 @@ def _choose_executor(config: EngineConfig, model: ModelShape) -> tuple[Loader, D
         return TensorParallelExecutor.load, Decision("code", code, asked("--tensor-parallel-size"))
     if not isinstance(model, ModelConfig):
         return TorchExecutor.load, Decision("code", f"transformers' {name}, with paged attention", model.not_ours)
+    if config.device == "cpu":
+        return TorchExecutor.load, Decision("code", f"{name}, in torch", asked("--runner"))
     return TorchExecutor.load, Decision("code", f"{name}, in torch with Triton kernels", "the device is a CUDA device")

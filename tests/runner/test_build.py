@@ -1,0 +1,45 @@
+"""Which code computes a model."""
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+from chairlift.models.config import load_shape
+from chairlift.runner.build import build_runner, choose_backend
+from chairlift.runner.rust_backend import RustBackend
+from chairlift.runner.torch_backend import TorchBackend
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    tiny_models.write("llama", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "backend"),
+    [
+        ({}, RustBackend),
+        ({"runner": "rust"}, RustBackend),
+        ({"runner": "torch"}, TorchBackend),
+        ({"tensor_parallel_size": 2}, TorchBackend),
+        ({"device": "cuda"}, TorchBackend),
+    ],
+)
+def test_a_cpu_uses_the_rust_kernels_unless_the_settings_need_torch(directory, settings, backend):
+    assert choose_backend(EngineConfig(**{"device": "cpu"} | settings), load_shape(directory)) is backend
+
+
+@pytest.mark.parametrize("settings", [{"device": "cuda"}, {"tensor_parallel_size": 2}])
+def test_the_rust_kernels_are_refused_where_they_cannot_run(directory, settings):
+    with pytest.raises(InvalidSetting, match=r"--runner rust computes LlamaForCausalLM, .* in one process on a CPU: use --device cpu, or"):
+        choose_backend(EngineConfig(**{"device": "cpu", "runner": "rust"} | settings), load_shape(directory))
+
+
+@pytest.mark.parametrize(("runner", "code"), [("rust", "LlamaForCausalLM, in Rust"), ("torch", "LlamaForCausalLM, in torch")])
+def test_the_start_table_says_that_the_flag_chose_the_code(directory, runner, code):
+    made = build_runner(EngineConfig(device="cpu", runner=runner, num_kv_blocks=10), directory)
+    assert tuple(made.decisions[0]) == ("code", code, "--runner says so")
