@@ -47,7 +47,7 @@ def test_a_setting_that_cannot_work_is_named_by_its_flag(settings, says):
 
 
 @pytest.mark.parametrize(
-    ("settings", "seats", "tokens"),
+    ("settings", "slots", "tokens"),
     [
         ({}, 64, 128),
         ({"max_num_seqs": 4}, 4, 128),
@@ -58,9 +58,9 @@ def test_a_setting_that_cannot_work_is_named_by_its_flag(settings, says):
         ({"max_num_batched_tokens": 100, "max_num_seqs": 70}, 70, 100),
     ],
 )
-def test_the_size_of_a_step_follows_what_was_said_of_it(settings, seats, tokens):
+def test_the_size_of_a_step_follows_what_was_said_of_it(settings, slots, tokens):
     config = EngineConfig(**settings)
-    assert (config.seats, config.step_tokens) == (seats, tokens)
+    assert (config.slots, config.step_tokens) == (slots, tokens)
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

@@ -21,9 +21,9 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 ENV_PREFIX = "CHAIRLIFT_"
 
-DEFAULT_SEATS, DEFAULT_STEP_TOKENS = 64, 128
+DEFAULT_SLOTS, DEFAULT_STEP_TOKENS = 64, 128
 """Default maximum of sequences and tokens per step, if memory is not short."""
-CUDA_SEATS, CUDA_STEP_TOKENS = 256, 2048
+CUDA_SLOTS, CUDA_STEP_TOKENS = 256, 2048
 """The same on a GPU. It needs this many to be busy, and runs a step of this size so quickly that streams hardly notice."""
 
 LARGEST_WEIGHT = 10_000
@@ -182,7 +182,7 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _flag(
         None,
-        f"sequences in one step (default: {DEFAULT_SEATS}, on a CUDA device {CUDA_SEATS}; fewer where memory is short)",
+        f"sequences in one step (default: {DEFAULT_SLOTS}, on a CUDA device {CUDA_SLOTS}; fewer where memory is short)",
         _size,
         group="scheduler",
     )
@@ -317,8 +317,8 @@ class EngineConfig:
         if self.static_batch_size is not None:
             if self.batching == "continuous":
                 raise ValueError("--static-batch-size needs --batching static or --batching dynamic")
-            if self.static_batch_size > self.seats:
-                raise ValueError(f"--static-batch-size ({self.static_batch_size}) must be at most --max-num-seqs ({self.seats})")
+            if self.static_batch_size > self.slots:
+                raise ValueError(f"--static-batch-size ({self.static_batch_size}) must be at most --max-num-seqs ({self.slots})")
         if self.batch_timeout_ms is not None and self.batching != "dynamic":
             raise ValueError("--batch-timeout-ms needs --batching dynamic")
         if self.swap_space < 0:
@@ -341,16 +341,16 @@ class EngineConfig:
         return 0 if config["method"] == "off" else int(config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS))
 
     @property
-    def seats(self) -> int:
+    def slots(self) -> int:
         """Maximum number of sequences per step, if memory is not short."""
-        usual = max(CUDA_SEATS if self.device == "cuda" else DEFAULT_SEATS, self.static_batch_size or 0)
+        usual = max(CUDA_SLOTS if self.device == "cuda" else DEFAULT_SLOTS, self.static_batch_size or 0)
         return self.max_num_seqs or min(usual, self.max_num_batched_tokens or usual)
 
     @property
     def step_tokens(self) -> int:
         """Maximum number of tokens per step, if memory is not short."""
         usual = CUDA_STEP_TOKENS if self.device == "cuda" else DEFAULT_STEP_TOKENS
-        return self.max_num_batched_tokens or max(usual, self.seats)
+        return self.max_num_batched_tokens or max(usual, self.slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

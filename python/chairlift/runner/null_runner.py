@@ -37,9 +37,9 @@ class NullRunner:
         if config.num_kv_blocks is not None:
             self.max_model_len = min(self.max_model_len, config.num_kv_blocks * config.block_size)
         each = -(-self.max_model_len // config.block_size)
-        self.max_num_seqs, self.max_num_batched_tokens = config.seats, config.step_tokens
-        self.num_kv_blocks = 1 + (config.num_kv_blocks or min(config.seats * each, DEFAULT_BLOCKS))
-        self.buffers = [StepBuffers(Layout(config.step_tokens, config.seats, each))]
+        self.max_num_seqs, self.max_num_batched_tokens = config.slots, config.step_tokens
+        self.num_kv_blocks = 1 + (config.num_kv_blocks or min(config.slots * each, DEFAULT_BLOCKS))
+        self.buffers = [StepBuffers(Layout(config.step_tokens, config.slots, each))]
         self._tokens = np.array([token for token in range(self.model_config.vocab_size) if token not in ends], dtype=np.int32)
 
     def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int, **rest: object) -> None:

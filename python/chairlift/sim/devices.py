@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chairlift.config import DEFAULT_SEATS, DEFAULT_STEP_TOKENS
+from chairlift.config import DEFAULT_SLOTS, DEFAULT_STEP_TOKENS
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import ModelShape
 from chairlift.sim.steps import Roof, StepTime, roofline
@@ -159,7 +159,7 @@ DEVICES = {
                 overhead_us=400.0,
             ),
             link=5e9,
-            slots=DEFAULT_SEATS,
+            slots=DEFAULT_SLOTS,
             step_tokens=DEFAULT_STEP_TOKENS,
             dtype="int8",
             fitted=True,

@@ -144,7 +144,7 @@ def headroom(available: int) -> int:
 
 def fit_step(config: EngineConfig, model: ModelShape, available: int) -> StepSize:
     """Sizes a step. If memory is short, the larger of its two parts is halved until both fit, unless a flag sets it."""
-    seqs, tokens = wanted = config.seats, config.step_tokens
+    seqs, tokens = wanted = config.slots, config.step_tokens
     usual = EngineConfig(device=config.device)
     least = config.max_num_seqs or config.static_batch_size or 1
     while step_bytes(model, seqs, tokens) > available * STEP_SHARE:
@@ -168,7 +168,7 @@ def fit_step(config: EngineConfig, model: ModelShape, available: int) -> StepSiz
         seqs,
         tokens,
         (
-            Decision("sequences a step", str(seqs), why("--max-num-seqs", config.max_num_seqs, seqs, wanted[0], usual.seats)),
+            Decision("sequences a step", str(seqs), why("--max-num-seqs", config.max_num_seqs, seqs, wanted[0], usual.slots)),
             Decision(
                 "tokens a step",
                 str(tokens),

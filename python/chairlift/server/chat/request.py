@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -352,21 +353,23 @@ class ChatRequest(GenerationRequest):
             )
         if self.best_of not in (None, 1):
             raise InvalidRequest("best_of is for /v1/completions: leave it out, or ask for n answers", param="best_of")
-        try:
+        names = {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        with renamed_fields(names):
             return super().params(defaults)
-        except InvalidRequest as error:
-            names = {"logprobs": "top_logprobs"}
-            if self.max_completion_tokens is not None:
-                names["max_tokens"] = "max_completion_tokens"
-            raise rename_fields(error, names) from None
 
 
-def rename_fields(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """Renames the chat fields in an error to the `names` of the API that the client used."""
-    name = (error.param or "").partition("[")[0].partition(".")[0]
-    if name not in names:
-        return error
-    return InvalidRequest(str(error).replace(name, names[name]), param=names[name], code=error.code)
+@contextlib.contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the chat fields in an InvalidRequest to the `names` of the API that the client used."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = (error.param or "").partition("[")[0].partition(".")[0]
+        if name not in names:
+            raise
+        raise InvalidRequest(str(error).replace(name, names[name]), param=names[name], code=error.code) from None
 
 
 def _function_name(tool: object) -> str | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest
-from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, rename_fields
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed_fields
 from chairlift.server.errors import brief
 from chairlift.server.schema.fields import GenerationParams
 
@@ -78,10 +78,8 @@ class CountRequest(GenerationParams):
 
     def chat(self) -> ChatRequest:
         """Converts to a chat request; raises InvalidRequest with this API's field names."""
-        try:
+        with renamed_fields(FIELD_NAMES):
             return ChatRequest.read(self._body())[0]
-        except InvalidRequest as error:
-            raise rename_fields(error, FIELD_NAMES) from None
 
     def _body(self) -> dict[str, Any]:
         body: dict[str, Any] = self.shared_fields()

@@ -9,9 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.errors import InvalidRequest
 from chairlift.server.chat.completion import ChatCompletion, Delta, prompt_of
-from chairlift.server.chat.request import rename_fields
+from chairlift.server.chat.request import renamed_fields
 from chairlift.server.chat.tools.json_text import parsed_object
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
@@ -24,10 +23,8 @@ async def messages(request: Request) -> Response:
     """Answers one request, streamed or whole."""
     body, ignored = MessagesRequest.read(await read_json(request))
     chat = body.chat()
-    try:
+    with renamed_fields(FIELD_NAMES):
         completion = await ChatCompletion.begin(request, chat, ignored, kind="message", prefix="msg_")
-    except InvalidRequest as error:
-        raise rename_fields(error, FIELD_NAMES) from None
     builder = _MessageBuilder(body, completion)
     if body.stream:
         return EventStream(builder.events(), completion.headers)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest
-from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, rename_fields
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed_fields
 from chairlift.server.errors import brief
 from chairlift.server.schema.fields import GenerationParams
 
@@ -112,10 +112,8 @@ class ResponsesRequest(GenerationParams):
         body["tool_choice"] = self._choice()
         if text_format := self.text and self.text.format:
             body["response_format"] = _response_format(text_format)
-        try:
+        with renamed_fields(FIELD_NAMES):
             return ChatRequest.read(body)[0]
-        except InvalidRequest as error:
-            raise rename_fields(error, FIELD_NAMES) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

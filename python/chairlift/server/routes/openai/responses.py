@@ -10,10 +10,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.errors import InvalidRequest
 from chairlift.outputs import TokenLogprobs
 from chairlift.server.chat.completion import ChatCompletion, Delta
-from chairlift.server.chat.request import rename_fields
+from chairlift.server.chat.request import renamed_fields
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json
 from chairlift.server.routes.openai.response_request import FIELD_NAMES, ResponsesRequest
@@ -26,10 +25,8 @@ async def responses(request: Request) -> Response:
     """Answers one request, streamed or whole."""
     body, ignored = ResponsesRequest.read(await read_json(request))
     chat = body.chat()
-    try:
+    with renamed_fields(FIELD_NAMES):
         completion = await ChatCompletion.begin(request, chat, ignored, kind="response", prefix="resp_")
-    except InvalidRequest as error:
-        raise rename_fields(error, FIELD_NAMES) from None
     builder = _ResponseBuilder(
         body, chat.service_tier_field().get("service_tier", "default"), completion, service_of(request).engine.tokenizer
     )
