@@ -23,6 +23,10 @@ test: $(VENV)/.developing ## set everything up and pass every test
 	cargo test --workspace
 	$(BIN)/python -m pytest $(ARGS)
 
+.PHONY: test-fast
+test-fast: $(VENV)/.developing ## pass the Python tests that take little CPU time (without the marker `slow`)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
 .PHONY: property
 property: ## run the scheduler's property test with a million cases (CASES=5000000 runs more)
 	PROPERTY_CASES=$(or $(CASES),1000000) cargo test --release -p chairlift-core --test model

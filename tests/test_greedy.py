@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from chairlift import LLM, SamplingParams
 from chairlift.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 

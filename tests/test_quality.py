@@ -16,6 +16,8 @@ from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ids(model_dir: Path) -> list[int]:

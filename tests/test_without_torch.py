@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BLOCKED = ("torch", "triton", "transformers", "safetensors")
 LIGHT = """
 import sys

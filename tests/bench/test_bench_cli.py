@@ -66,6 +66,7 @@ def test_a_trace_goes_without_what_is_too_long(port, tmp_path, capsys):
     assert "Total generated tokens:                  5 " in told
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_real_server(port, tmp_path, capsys):
     load = ["--num-prompts", 4, "--random-input-len", 5, "--random-output-len", 4, "--ignore-eos", "--num-warmups", 0]
     result = [
@@ -174,6 +175,7 @@ def test_sharegpt_has_other_prompts_at_each_load(monkeypatch, tmp_path, capsys):
     assert len(runs[0] & runs[1]) < 8
 
 
+@pytest.mark.slow
 def test_each_run_of_a_sweep_has_prompts_of_its_own_at_its_rate(monkeypatch, capsys):
     runs = []
 

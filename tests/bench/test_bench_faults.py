@@ -55,6 +55,7 @@ def test_a_server_that_hangs(bench):
 
 
 @pytest.mark.parametrize("word", ["torn", "odd", "cut", "backwards", "garbage"])
+@pytest.mark.slow
 def test_a_server_that_speaks_nonsense(bench, word):
     status, told, found = bench([word], "--num-warmups", "0")
     assert (status, found["failed"]) == (1, 1)
@@ -76,6 +77,7 @@ def test_ctrl_c_tells_what_there_is(bench, processes, tmp_path):
     assert signal.getsignal(signal.SIGINT) == before
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_sweep_with_what_there_is(bench):
     status, _, found = bench(["good"] * 15 + ["interrupt"], "--max-concurrencies", "1,2", "--num-prompts", "4", command="sweep")
     assert status == 130

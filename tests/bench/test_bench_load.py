@@ -111,6 +111,7 @@ def test_several_tokens_in_a_piece():
     assert record.tpot == pytest.approx((record.times[-1] - record.times[0]) / 8)
 
 
+@pytest.mark.slow
 def test_where_the_server_counts_nothing_pieces_are_tokens():
     (record,), _ = drive([job("untold one", 5)])
     assert (record.output_tokens, record.prompt_tokens, record.counted) == (5, 2, False)
@@ -140,6 +141,7 @@ def test_requests_go_out_whatever_has_come_back():
     assert server.most_open == 2
 
 
+@pytest.mark.slow
 def test_connections_are_used_again():
     _, server = drive([job("a", due=None) for _ in range(10)], max_concurrency=2)
     assert server.connections == 2

@@ -200,6 +200,7 @@ WHOLE = [AZURE_2023, BURSTGPT, BURSTGPT_3, "\n".join(map(json.dumps, MOONCAKE)),
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(WHOLE), st.data(), st.booleans())
+@pytest.mark.slow
 def test_whatever_is_in_a_file_it_is_read_or_refused(tmp_path, whole, data, packed):
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(whole)))

@@ -56,6 +56,7 @@ def test_a_request_overrules_what_is_recommended():
     assert (params.temperature, params.top_p) == (0.2, 1.0)
 
 
+@pytest.mark.slow
 def test_an_llm_without_params_samples_as_recommended(model_dir):
     llm = LLM(max_model_len=64)
     assert llm.default_params(top_p=0.5) == SamplingParams(temperature=0.2, top_p=0.5)

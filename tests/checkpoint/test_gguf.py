@@ -27,6 +27,7 @@ def _paired(weights: np.ndarray, heads: int) -> np.ndarray:
     return weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_the_gguf_package(converted: Path) -> None:
     weights = load_file(converted / "model.safetensors")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
@@ -51,6 +52,7 @@ def test_config_of_the_default_model(converted: Path) -> None:
     assert json.loads((converted / "generation_config.json").read_text()) == {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": [2]}
 
 
+@pytest.mark.slow
 def test_transformers_runs_the_default_model(converted: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(converted)
@@ -82,6 +84,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("gemma3_text", {"query_pre_attn_scalar": 16, "final_logit_softcapping": 4.0, "rope_parameters": GEMMA3_ROPES}),
     ],
 )
+@pytest.mark.slow
 def test_a_model_comes_back_from_gguf_as_it_was(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     """A model of transformers, written as llama.cpp's converter does and converted back, gives the same logits."""
     model = tiny_model(kind, **settings)
@@ -201,6 +204,7 @@ def test_other_versions_are_refused(tmp_path: Path, version: int, reason: str) -
         convert(path, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     whole = tmp_path / "tiny.gguf"
     gguf_of(tiny_model("qwen2"), whole)

@@ -33,6 +33,7 @@ def reference() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
+@pytest.mark.slow
 def test_ids_are_those_of_transformers(converted: Path, reference: PreTrainedTokenizerBase) -> None:
     tokenizer = Tokenizer(converted)
     assert [tokenizer.encode(text) for text in TEXTS] == [reference(text)["input_ids"] for text in TEXTS]

@@ -80,6 +80,7 @@ def test_every_setting_has_a_flag_and_tells_its_variable(capsys):
         (["generate", "a", "--max-tokens", "ten"], {}, "--max-tokens"),
     ],
 )
+@pytest.mark.slow
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments, environ, says):
     done = chairlift_command(*arguments, **environ)
     assert done.returncode == 2
@@ -110,6 +111,7 @@ def test_variables_that_resemble_no_setting_are_ignored(variable):
         (["serve", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
     ],
 )
+@pytest.mark.slow
 def test_a_failure_is_one_line_and_exit_code_1(arguments, says):
     done = chairlift_command(*arguments)
     assert done.returncode == 1
@@ -221,6 +223,7 @@ def test_a_key_that_guards_nothing_is_refused(key):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of what a process has loaded")
+@pytest.mark.slow
 def test_the_servers_process_has_no_threads_that_compute():
     # They would wait by spinning, on the cores that the engine's process computes on.
     code = (

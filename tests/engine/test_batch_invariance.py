@@ -8,6 +8,8 @@ import pytest
 from chairlift import LLM, SamplingParams
 from chairlift.outputs import RequestOutput
 
+pytestmark = pytest.mark.slow
+
 MATES = 1000
 PLACE = 500
 """Where among its mates the prompt stands."""

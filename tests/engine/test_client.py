@@ -317,6 +317,7 @@ def test_slow_reader_sees_the_ids_up_to_the_stop_string_only():
 
 
 @pytest.mark.parametrize("way", ["break", "raise", "cancel"])
+@pytest.mark.slow
 def test_leaving_early_aborts_in_the_engine(way):
     async def leave(engine, started):
         stream = engine.generate("a", SamplingParams(max_tokens=ENDLESS))

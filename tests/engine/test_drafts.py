@@ -7,6 +7,8 @@ from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.loop import accepted_samples
 
+pytestmark = pytest.mark.slow
+
 REPEATS = "Copy this list twice. Apples, pears, plums, cherries, grapes, figs. Apples, pears, plums, cherries, grapes, figs. Apples, pears,"
 CODE = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n    return a * b\n\ndef add(a, b):\n"
 PLAIN = "The quickest way to learn a language is"

@@ -31,6 +31,7 @@ def answer(engine: Engine, tag: int, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(("failing", "error"), [("launch", MemoryError), ("sample", MemoryError), ("collect", KeyboardInterrupt)])
+@pytest.mark.slow
 def test_a_step_that_fails_ends_its_requests_and_nothing_else(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, failing: str, error: type
 ) -> None:
@@ -78,6 +79,7 @@ def test_without_a_model_there_are_no_log_probabilities(model_dir: Path, name: s
     assert not engine.has_work
 
 
+@pytest.mark.slow
 def test_a_sequence_that_cannot_be_sampled_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answer(engine, 1, PROMPT)
     add_request, poison = engine.runner.add_request, replace(GREEDY, seed=13)

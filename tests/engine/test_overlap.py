@@ -27,6 +27,8 @@ from chairlift.runner.torch_backend import TorchBackend
 from chairlift.sampling import StructuredOutput
 from chairlift.sim.replay import Recording
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, EOS = 97, 5
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],

@@ -98,6 +98,7 @@ def check(found: TokenLogprobs, expected: torch.Tensor, token: int, count: int) 
     [{}, {"temperature": 2.0, "seed": 4, "presence_penalty": 1.0, "logit_bias": {3: 4.0}, "top_k": 40}, {"allowed_token_ids": (1, 2)}],
     ids=["greedy", "drawn", "allowed"],
 )
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_transformers_before_anything_is_changed(llm, likelihoods, settings):
     outputs = llm.generate(PROMPTS, SamplingParams(**{"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True, "logprobs": 5} | settings))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -120,6 +121,7 @@ def check_prompt(output: RequestOutput, likelihoods: Callable[[list[int]], torch
 
 
 @pytest.mark.parametrize("tokens", [8, 13, 64])
+@pytest.mark.slow
 def test_prompts_are_told_whole_however_they_are_cut_and_cached(make, likelihoods, tokens):
     llm = make(max_num_batched_tokens=tokens)
     asking = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
@@ -133,6 +135,7 @@ def test_prompts_are_told_whole_however_they_are_cut_and_cached(make, likelihood
     assert [output.cached_tokens for output in llm.generate(PROMPTS[:1], asking)] == [0]
 
 
+@pytest.mark.slow
 def test_prompts_are_told_once_when_they_lose_their_blocks(make, likelihoods):
     llm = make(num_kv_blocks=24, max_model_len=100)
     params = SamplingParams(temperature=0.0, max_tokens=40, n=2, prompt_logprobs=1, logprobs=1, ignore_eos=True)
@@ -252,6 +255,7 @@ def test_tokens_that_the_model_has_not_are_refused_by_field(llm, field, value):
     assert caught.value.param == field
 
 
+@pytest.mark.slow
 def test_an_engine_in_its_own_process_says_the_same(directory, llm):
     asked = [
         PLAIN,

@@ -94,6 +94,7 @@ def answers(engine: Engine, params: SamplingParams) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.slow
 def test_answers_are_the_same_swapped_recomputed_and_undisturbed(make, monkeypatch, params):
     undisturbed = make()
     expected = answers(undisturbed, params)
@@ -113,6 +114,7 @@ def test_answers_are_the_same_swapped_recomputed_and_undisturbed(make, monkeypat
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline", "shortest", "prefix", "vtc"])
+@pytest.mark.slow
 def test_a_policy_changes_the_order_and_not_the_answers(make, policy):
     engine = make(num_kv_blocks=24, max_model_len=100, scheduling_policy=policy, tenant_weights={"a": 3})
     run = Run(engine)
@@ -127,6 +129,7 @@ def test_a_policy_changes_the_order_and_not_the_answers(make, policy):
 
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
+@pytest.mark.slow
 def test_batches_give_the_same_answers(make, batching):
     assert answers(make(batching=batching, static_batch_size=3), GREEDY) == answers(make(), GREEDY)
 

@@ -22,6 +22,8 @@ from chairlift.errors import OutOfMemory
 from chairlift.server.errors import api_error
 from chairlift.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 MOMENTS = 3_000
 """Microseconds for which a size stays too large, so that the whole is tried again some steps later."""

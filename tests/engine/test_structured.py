@@ -106,6 +106,7 @@ def all_valid(values, schema):
     return all(valid(value, schema["items"]) for value in values)
 
 
+@pytest.mark.slow
 def test_fifty_schemas_are_kept_to_side_by_side(llm):
     source = random.Random(7)
     schemas = [random_schema(source) | {"$defs": {"word": {"type": "string", "pattern": "^[a-z]{1,3}$"}}} for _ in range(50)]
@@ -232,6 +233,7 @@ class _Parent:
         self.sent.append(frame)
 
 
+@pytest.mark.slow
 def test_a_request_waits_for_its_grammar_beside_the_others():
     engine, parent, inbox, compiling = _Engine(), _Parent(), SimpleQueue(), Compiling()
     sent = time.monotonic_ns() // 1000

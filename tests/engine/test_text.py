@@ -72,6 +72,7 @@ def _cut(text: str, stop: tuple[str, ...], start: int = 0, *, shown: bool = Fals
 
 @given(data=st.data(), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 @settings(max_examples=300, deadline=None)
+@pytest.mark.slow
 def test_joined_text_is_the_decoded_text(model_dir: Path, data: st.DataObject, sizes: list[int]) -> None:
     ids = data.draw(_token_ids(model_dir))
     texts, stopped = _pushed(_tokenizer(model_dir), ids, sizes)
@@ -81,6 +82,7 @@ def test_joined_text_is_the_decoded_text(model_dir: Path, data: st.DataObject, s
 
 @given(data=st.data(), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 @settings(max_examples=300, deadline=None)
+@pytest.mark.slow
 def test_text_ends_before_the_first_stop(model_dir: Path, data: st.DataObject, sizes: list[int]) -> None:
     tokenizer = _tokenizer(model_dir)
     ids = data.draw(_token_ids(model_dir))

@@ -9,6 +9,8 @@ import struct
 import pytest
 from served import request, served, until
 
+pytestmark = pytest.mark.slow
+
 DISCONNECTS = 10_000
 AT_ONCE = 64
 

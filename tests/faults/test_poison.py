@@ -6,8 +6,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 from poison import Poison, poisoned
 from served import Served, bare, served, until
+
+pytestmark = pytest.mark.slow
 
 AT_ONCE = 8
 

@@ -9,6 +9,8 @@ import openai
 import pytest
 from served import Served, served, until
 
+pytestmark = pytest.mark.slow
+
 MODEL = "smollm2-135m-instruct"
 CLIENTS = 12
 KILLS = 3

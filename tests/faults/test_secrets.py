@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from served import served, until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_key_in_a_query_is_in_no_log_and_no_answer(form: str) -> None:

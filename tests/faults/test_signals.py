@@ -12,6 +12,8 @@ import httpx
 import pytest
 from served import Served, bare, served, until
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = [{"role": "user", "content": "Hello"}]
 LOAD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "a", "ignore_eos": True}),

@@ -252,6 +252,7 @@ def test_a_call_can_be_forced_in_the_syntax_of_the_model(grammars, tokenizer, fo
     assert not takes(grammars, tokenizer, forced, bad)
 
 
+@pytest.mark.slow
 def test_tools_whose_schemas_are_too_long_cannot_be_forced():
     with pytest.raises(InvalidRequest, match="offer fewer tools") as refused:
         calls_grammar(HERMES, {"f": {"description": "x" * MAX_GRAMMAR}}, {}, several=False)

@@ -10,6 +10,8 @@ from offline import FULL, SHARED_MEMORY, Compiled, compiled
 from chairlift.kernels import paged_combine, paged_decode, paged_prefill
 from chairlift.kernels.launch_settings import DeviceLimits, HeadShape, LaunchSettings, decode_settings, prefill_settings, shared_memory
 
+pytestmark = pytest.mark.slow
+
 METADATA = {
     "slots_ptr": "*i32",
     "query_starts_ptr": "*i32",

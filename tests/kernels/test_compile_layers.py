@@ -6,6 +6,8 @@ from triton import next_power_of_2
 
 from chairlift.kernels import act_mul, copy_blocks, int8_linear, quantise_rows, resolve, rms_norm, rope_write, write_kv
 
+pytestmark = pytest.mark.slow
+
 
 def assert_wide(made: Compiled) -> None:
     """No lane moves less than 16 bytes at once."""

@@ -5,6 +5,8 @@ from offline import SHARED_MEMORY, compiled
 
 from chairlift.kernels.sampling import gumbel, logprobs, penalties, threshold
 
+pytestmark = pytest.mark.slow
+
 LONGS = {"seed_ptr", "best_ptr", "sums_ptr", "state_ptr", "likeliest_ptr", "places_ptr"}
 INTS = {
     "rows_ptr",

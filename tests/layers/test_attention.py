@@ -12,6 +12,7 @@ LENGTHS = [(1, 1), (1, 13), (7, 7), (5, 12), (1, 4), (4, 24), (12, 12)]
 @pytest.mark.parametrize("window", [None, 1, 5, 8])
 @pytest.mark.parametrize("more", [{}, {"scale": 0.3}, {"softcap": 1.5}, {"sinks": torch.linspace(-2, 3, 6)}], ids=str)
 @pytest.mark.parametrize("value_dim", [8, 5])
+@pytest.mark.slow
 def test_paged_attention_equals_attention_written_out(window, more, value_dim):
     step = AttentionStep(LENGTHS, heads=6, kv_heads=2, dim=8, value_dim=value_dim, block_size=4)
     plan = plan_attention(*step.arrays(), windows=frozenset({window}), block_size=4, device=torch.device("cpu"))

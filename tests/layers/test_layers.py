@@ -1,10 +1,13 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from chairlift.layers.rope import rotate, rotations
 from chairlift.models.rotary import inverse_frequencies
+
+pytestmark = pytest.mark.slow
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance():

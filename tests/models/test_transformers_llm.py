@@ -13,6 +13,8 @@ from chairlift import LLM, SamplingParams
 from chairlift.errors import UnsupportedModel
 from chairlift.models import transformers_model
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5], list(range(3, 40)), [7, 9, 7, 9, 7, 9], list(range(60, 80)), [200] * 13]
 SETTINGS = {"device": "cpu", "num_kv_blocks": 64, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}

@@ -26,6 +26,7 @@ STEPS = [
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", TYPES)
+@pytest.mark.slow
 def test_ragged_chunked_and_mixed_steps_give_the_logits_of_the_whole(name):
     reference = build(configure(name))
     ours = adopted(copy.deepcopy(reference))
@@ -133,6 +134,7 @@ def checked(model: TransformersModel) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.slow
 def test_the_check_at_the_start_passes(name, dtype):
     ours = adopted(build(configure(name)).to(dtype))
     before = ours.specs
@@ -141,6 +143,7 @@ def test_the_check_at_the_start_passes(name, dtype):
     assert getattr(ours.text, "sliding_window", None) == getattr(configure(name), "sliding_window", None)
 
 
+@pytest.mark.slow
 def test_the_check_sees_a_window_that_is_only_in_the_mask():
     # PhiMoE does not tell attention of its window; one as wide as any sequence hides nothing.
     for window, longest in ((None, 128), (64, 64)):

@@ -60,6 +60,7 @@ def test_noise_is_that_of_a_gumbel_distribution():
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.slow
 def test_draws_are_those_of_the_softmax(temperature):
     count, vocabulary = 40_000, 40
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0)) * 2
@@ -82,6 +83,7 @@ def test_noise_is_fine_where_unlikely_tokens_need_it():
     assert reference.gumbel(torch.tensor([2**32 - 1])).isfinite()
 
 
+@pytest.mark.slow
 def test_seeds_and_positions_are_independent():
     # Of 1000 equally likely tokens, two draws are equal one time in a thousand.
     made = DeviceSampler(3, 1000, torch.device("cpu"))

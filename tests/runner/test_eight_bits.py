@@ -28,6 +28,8 @@ from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.runner.torch_weights import TorchDummyWeights, TorchWeights
 from chairlift.runner.weights import DummyWeights, SafetensorWeights
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"device": "cpu", "num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 LENGTHS = (37, 5, 18)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

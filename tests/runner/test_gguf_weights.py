@@ -115,6 +115,7 @@ def as_computed(kind: Kind, blocks: np.ndarray, size: int, together: int) -> np.
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("together", [1, 4, 256])
+@pytest.mark.slow
 def test_the_kernels_compute_with_the_weights_of_the_gguf_package(kind: Kind, together: int) -> None:
     blocks = random_blocks(kind, 256, 256)
     expected = gguf.dequantize(blocks, kind)
@@ -125,6 +126,7 @@ def test_the_kernels_compute_with_the_weights_of_the_gguf_package(kind: Kind, to
 
 @pytest.mark.parametrize("kind", [*TYPES, Kind.F16, Kind.BF16, Kind.F32, Kind.Q2_K, Kind.Q3_K], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.slow
 def test_a_file_gives_the_logits_of_its_weights_in_fp32(tmp_path: Path, kind: Kind, architecture: str) -> None:
     """Bit for bit: the kernels sum expanded weights in the same order."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -145,6 +147,7 @@ def test_a_file_gives_the_logits_of_its_weights_in_fp32(tmp_path: Path, kind: Ki
         ("granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.25, "logits_scaling": 8.0}),
     ],
 )
+@pytest.mark.slow
 def test_a_file_gives_the_logits_of_transformers(tmp_path: Path, architecture: str, settings: dict[str, Any], kind: Kind) -> None:
     gemma = {"query_pre_attn_scalar": 16, "sliding_window": 5, "tie_word_embeddings": True} if "gemma" in architecture else {}
     directory = converted(tmp_path / "tiny.gguf", tiny_model(architecture, **gemma, **settings), kind)

@@ -19,6 +19,7 @@ from chairlift.runner.build import build_runner
 from chairlift.runner.torch_backend import TorchBackend
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_with_graphs_and_without():
     pytest.importorskip("triton", reason="Triton is not made for this platform")
     # Triton decides whether to interpret when a kernel is defined: so in a process of its own.

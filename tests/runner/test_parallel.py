@@ -18,6 +18,8 @@ from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.tensor_parallel.shards import part_of
 from chairlift.runner.tensor_parallel.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SIZES = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 40, "device": "cpu", "seed": 3}
 TIGHT = {"num_kv_blocks": 17, "block_size": 8}

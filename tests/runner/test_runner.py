@@ -43,6 +43,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     ids=[*(f"{name}-cpu" for name in FAMILIES), *(f"{name}-torch" for name in IN_TORCH)],
     indirect=["runner_for"],
 )
+@pytest.mark.slow
 def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for):
     reference = write(name, tmp_path)
     driver = Driver(runner_for(tmp_path))
@@ -63,6 +64,7 @@ def test_ragged_steps_give_the_logits_of_transformers(name, tmp_path, runner_for
 
 @pytest.mark.parametrize("runner_for", [RustBackend], indirect=True, ids=["cpu"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "granite4", "phi4-mini"])
+@pytest.mark.slow
 def test_a_sequence_has_the_same_bits_alone_and_in_company(name, tmp_path, runner_for):
     write(name, tmp_path)
     driver = Driver(runner_for(tmp_path))
@@ -141,6 +143,7 @@ def test_an_instruction_set_that_the_processor_lacks_is_refused(tmp_path, monkey
         build_runner(EngineConfig(device="cpu", cpu_isa="avx512"), tmp_path)
 
 
+@pytest.mark.slow
 def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkeypatch, runner_for):
     monkeypatch.setattr("chairlift.runner.runner.CHUNK_LOGITS", 3 * 199)  # three positions at a time
     reference = write("llama", tmp_path)
@@ -274,6 +277,7 @@ def test_torch_refuses_what_only_the_kernels_for_cpus_compute(tmp_path):
         build_runner(EngineConfig(device="cpu", num_kv_blocks=80), tmp_path, make_backend=TorchBackend)
 
 
+@pytest.mark.slow
 def test_dummy_weights_follow_the_seed_and_give_logits_that_are_not_flat(tmp_path, runner_for):
     write("qwen3", tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -299,6 +303,7 @@ def test_phases_are_told_and_the_buffers_are_left_clean(tmp_path):
     assert runner.buffers[0].block_tables.shape == (64, 9)
 
 
+@pytest.mark.slow
 def test_seeded_draws_do_not_depend_on_company(tmp_path, runner_for):
     write("llama", tmp_path)
     driver = Driver(runner_for(tmp_path))

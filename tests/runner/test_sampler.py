@@ -91,6 +91,7 @@ def chooser(request, monkeypatch):
 @pytest.mark.usefixtures("chooser")
 @pytest.mark.parametrize("vocabulary", [50, 700])
 @pytest.mark.parametrize("settings", CASES, ids=str)
+@pytest.mark.slow
 def test_draws_follow_the_distribution(settings, vocabulary):
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(1)) * 2
     expected = reference(logits, **settings).numpy()

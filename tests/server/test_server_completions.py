@@ -60,6 +60,7 @@ def test_one_failing_prompt_ends_its_request_and_the_others_of_it(http, engine):
     assert engine.left_early == engine.started == 3
 
 
+@pytest.mark.slow
 def test_streams_side_by_side_each_get_their_own_text(base):
     async def one(client, i):
         prompt, tokens = f"slow ride {i} up", 1 + i % 40

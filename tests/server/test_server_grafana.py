@@ -78,6 +78,7 @@ def test_panels_do_not_overlap_and_have_names_of_their_own():
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
+@pytest.mark.slow
 def test_prometheus_scrapes_the_server_and_answers_every_query(scraped, tmp_path):
     base, engine, http = scraped
     target = base.removeprefix("http://")

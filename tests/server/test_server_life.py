@@ -11,6 +11,8 @@ from fake_server import metric, own_process, running, status
 from chairlift.server.http.sockets import PortTaken, open_port
 from chairlift.server.supervisor import MAX_RESTART_DELAY, restart_delay
 
+pytestmark = pytest.mark.slow
+
 
 @contextlib.contextmanager
 def stream(client, tokens, prompt="paused"):

@@ -110,6 +110,7 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
     assert by(http, "num_requests_waiting_by_reason", "reason") == waiting
 
 
+@pytest.mark.slow
 def test_use_is_counted_by_tenant_and_class(http, engine):
     alice = use(900, waiting=1, running=2, requests=3, prompt_tokens=500, cached_tokens=100, output_tokens=40)
     alice |= {"block_us": 2_500_000, "preemptions": 1, "queued_us": 750_000}

@@ -55,6 +55,7 @@ def ask(i):
     return {"model": "smol", "prompt": f"{i}. The {' and the '.join(words)}", "max_tokens": 1 + i % 12, "temperature": 0}
 
 
+@pytest.mark.slow
 def test_sixty_four_streams_each_get_what_they_get_alone(real):
     async def stream(client, i):
         pieces, finishes = [], 0
@@ -86,6 +87,7 @@ def test_a_conversation_streams_the_same_text_as_it_gives_whole(real):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.slow
 def test_blocks_are_free_again_when_clients_have_gone(real, stream):
     generated = metric(real, "generation_tokens_total")
     request = {"prompt": "Once upon a time", "max_tokens": 500, "ignore_eos": True, "stream": stream}
@@ -197,6 +199,7 @@ def test_a_form_that_cannot_be_used_harms_nobody_else(real):
     wait_until(lambda: metric(real, "num_requests_running") == 0)
 
 
+@pytest.mark.slow
 def test_the_default_model_can_be_made_to_call_a_function(real):
     city = {"type": "string", "maxLength": 12}
     schema = {"type": "object", "properties": {"city": city}, "required": ["city"], "additionalProperties": False}

@@ -104,6 +104,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("field", "value"), FIELDS, ids=[f"{name}={value!r:.24}" for name, value in FIELDS])
+@pytest.mark.slow
 def test_fields_that_are_wrong_or_not_supported(http, engine, field, value):
     error = refused(http.post(COMPLETIONS, json={**ONE, field: value}))
     # A prompt too long and one field of an object are named as what they belong to.

@@ -16,6 +16,8 @@ from chairlift.server.errors import ApiError
 from chairlift.server.keys import Tenant
 from chairlift.server.lifecycle import FIRST_START_SECONDS, Lifecycle, ServerState
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS = "/v1/completions"
 DYING = {"prompt": "once0", "max_tokens": 2}
 """A request that the first engine ends of, and the next one answers."""

@@ -24,6 +24,8 @@ from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import Workload
 from chairlift.sim.workload_spec import MAX_REQUESTS, MIN_REQUESTS, WorkloadSpec
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"num_kv_blocks": 10_001, "block_size": 16, "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 256}
 FIXED = EngineConfig(max_num_seqs=64, max_num_batched_tokens=256, watermark=0.0)
 """No other settings are tried."""

@@ -13,6 +13,8 @@ from chairlift.sim.run import machine, run, simulate
 from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import Workload
 
+pytestmark = pytest.mark.slow
+
 WIDE = {"num_blocks": 10**6, "block_size": 16, "max_tokens": 10**6, "max_model_len": 10**5, "prefix_caching": False}
 """Settings under which nothing but seats is short."""
 
