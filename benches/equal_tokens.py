@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def main() -> None:
     """Runs all models all ways and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="the folder of the wheels of Gemma 3 270M, or its GGUF file")
-    parser.add_argument("--tokens", type=int, default=16, help="tokens to generate after each prompt")
+    parser.add_argument("--tokens", type=int, default=4, help="tokens to generate after each prompt")
     args = parser.parse_args()
 
     from gemma_gguf import joined
@@ -93,10 +94,12 @@ def main() -> None:
     from chairlift.config import DEFAULT_MODEL
 
     lines = []
-    with tempfile.TemporaryDirectory() as temporary:
+    with ThreadPoolExecutor() as pool, tempfile.TemporaryDirectory() as temporary:
         gemma = str(joined(args.source, Path(temporary) / "gemma-3-270m-q4_k_m.gguf"))
-        for name, model in (("SmolLM2 135M, Q4_1", DEFAULT_MODEL), ("Gemma 3 270M, Q4_K_M", gemma)):
-            found = {way: tokens(model, way, count=args.tokens) for way in WAYS}
+        models = {"SmolLM2 135M, Q4_1": DEFAULT_MODEL, "Gemma 3 270M, Q4_K_M": gemma}
+        jobs = {(name, way): pool.submit(tokens, model, way, count=args.tokens) for name, model in models.items() for way in WAYS}
+        for name in models:
+            found = {way: jobs[name, way].result() for way in WAYS}
             lines.append(f"| {name} | " + " | ".join(equal(found[way], found["torch"]) for way in WAYS) + " |")
             print(lines[-1], flush=True)
     machine = describe()
