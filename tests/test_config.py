@@ -7,7 +7,7 @@ from chairlift.config import EngineConfig, ServerConfig, from_environment, parse
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
 def test_a_static_batch_may_be_larger_than_the_default_batch_of_any_device(device):
-    assert EngineConfig(device=device, batching="static", static_batch_size=300).seats == 300
+    assert EngineConfig(device=device, batching="static", static_batch_size=300).slots == 300
 
 
 @pytest.mark.parametrize(

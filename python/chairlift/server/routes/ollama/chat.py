@@ -10,9 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.errors import InvalidRequest
 from chairlift.server.chat.completion import ChatCompletion, Delta
-from chairlift.server.chat.request import rename_fields
+from chairlift.server.chat.request import renamed_fields
 from chairlift.server.chat.tools.json_text import parsed_object
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, to_json_bytes
@@ -41,10 +40,8 @@ async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: l
         head = {"model": service.model, "created_at": _now()}
         return Json({**head, **_text("", "", as_message), "done": True, "done_reason": "load"})
     converted, without_effect = body.chat()
-    try:
+    with renamed_fields(FIELD_NAMES):
         completion = await ChatCompletion.begin(request, converted, [*ignored, *without_effect], kind="chat", prefix="ollama-")
-    except InvalidRequest as error:
-        raise rename_fields(error, FIELD_NAMES) from None
     answer = _Answer(completion, converted.top_logprobs or 0, service.engine.tokenizer, as_message=as_message)
     if converted.stream:
         return JsonLines(answer.lines(), completion.headers)

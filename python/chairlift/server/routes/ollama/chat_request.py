@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from chairlift.errors import InvalidRequest
-from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, rename_fields
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed_fields
 from chairlift.server.errors import brief
 from chairlift.server.schema.fields import Fields
 
@@ -89,10 +89,8 @@ class OllamaRequest(Fields):
             fields["reasoning_effort"] = self.think
         else:
             fields["enable_thinking"] = self.think
-        try:
+        with renamed_fields(FIELD_NAMES):
             return ChatRequest.read(fields | self._tools())[0], ignored
-        except InvalidRequest as error:
-            raise rename_fields(error, FIELD_NAMES) from None
 
     def _options(self) -> tuple[dict[str, Any], list[str]]:
         fields: dict[str, Any] = {}
