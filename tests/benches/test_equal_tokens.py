@@ -14,7 +14,7 @@ def test_tokens_are_equal_from_rust_torch_and_the_interpreted_kernels(monkeypatc
 
     from chairlift.config import DEFAULT_MODEL
 
-    prompts = equal_tokens.PROMPTS[:2]
+    prompts = equal_tokens.PROMPTS[:1]
     found = {way: equal_tokens.tokens(DEFAULT_MODEL, way, prompts, 3) for way in equal_tokens.WAYS}
-    assert [len(ids) for ids in found["rust"]] == [3, 3]
+    assert [len(ids) for ids in found["rust"]] == [3]
     assert found["rust"] == found["torch"] == found["kernels"]
