@@ -56,6 +56,7 @@ CLIENTS = (
     Client("litellm", "litellm", needs_model=True),
     Client("langchain", "langchain-openai", needs_model=True),
     Client("llm", "llm", needs_model=True),
+    Client("ollama", "ollama", needs_model=True),
     Client("vllm"),
     Client("schemathesis", "schemathesis"),
     Client("prometheus"),
