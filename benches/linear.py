@@ -79,7 +79,7 @@ def runner(directory: Path, settings: dict[str, str]) -> ModelRunner:
 
 def ours(model: ModelRunner, rows: int, context: int) -> Step:
     """A step of `rows` sequences that each decode one token, the last of `context`."""
-    buffers, blocks, at = model.buffers, -(-context // 16), np.arange(rows)
+    buffers, blocks, at = model.buffers[0], -(-context // 16), np.arange(rows)
 
     def step() -> None:
         # Anew each time: the other contexts' cases use the same buffers.

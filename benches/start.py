@@ -39,19 +39,22 @@ def start(python: str) -> tuple[float, float, float]:
     command = [python, "-P", "-m", "chairlift", "serve", "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        for line in process.stderr:
-            if found := re.search(r"listening on http://([^/]+)", line):
-                break
-        else:
-            raise SystemExit("the server did not start")
-        listening = time.perf_counter() - began
-        connection = http.client.HTTPConnection(found[1])
-        connection.request("POST", "/v1/chat/completions", BODY, {"content-type": "application/json"})
-        answer = connection.getresponse()
-        answer.read()
-        answered = time.perf_counter() - began
-        assert answer.status == 200, answer.status
-        process.terminate()
+        try:
+            for line in process.stderr:
+                if found := re.search(r"listening on http://([^/]+)", line):
+                    break
+            else:
+                raise SystemExit("the server did not start")
+            listening = time.perf_counter() - began
+            connection = http.client.HTTPConnection(found[1])
+            connection.request("POST", "/v1/chat/completions", BODY, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+            answered = time.perf_counter() - began
+            if answer.status != 200:
+                raise SystemExit(text.decode())
+        finally:
+            process.terminate()
         process.stderr.read()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return listening, answered, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
