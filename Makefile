@@ -18,14 +18,17 @@ CUDA := $(wildcard /dev/nvidiactl /dev/dxg)
 serve: $(firstword $(wildcard $(VENV)/.developing) $(VENV)/.installed) ## set everything up and serve the default model at http://127.0.0.1:8000/v1 (ARGS="--port 9000" adds flags)
 	$(BIN)/chairlift serve $(ARGS)
 
+# Two processes: a test uses less than two cores on average. ARGS="-n 0" runs all tests in one.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 .PHONY: test
 test: $(VENV)/.developing ## set everything up and pass every test
 	cargo test --workspace
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 .PHONY: test-fast
 test-fast: $(VENV)/.developing ## pass the Python tests that take little CPU time (without the marker `slow`)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: property
 property: ## run the scheduler's property test with a million cases (CASES=5000000 runs more)

@@ -36,7 +36,7 @@ sys.meta_path.insert(0, Interrupter())
         (["simulate", "--trace", "none.csv"], "chairlift._core"),
         (["top"], "rich"),
         (["bench", "latency", "--load-format", "none"], "chairlift.engine.llm"),
-        (["generate", "a"], "torch"),
+        (["generate", "a"], "tokenizers"),
         (["serve", "--port", "0"], "chairlift.cli.serve"),
         (["serve", "--port", "0"], "uvicorn"),
         (["serve", "--port", "0"], "chairlift.engine.process"),

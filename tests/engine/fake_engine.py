@@ -179,7 +179,7 @@ class FakeTokenizer:
     strips_first_space = False
     vocab_size = FACTS["vocab_size"]
 
-    def __init__(self, directory=Path(), source=None):
+    def __init__(self, directory=Path(), source=None, chat_template=None):
         self.directory = directory
 
     def encode(self, text, *, add_special_tokens=True):

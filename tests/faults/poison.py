@@ -200,7 +200,7 @@ def grammars() -> Iterator[Poison]:
 
 
 def formats() -> Iterator[Poison]:
-    for form in ("json", 7, {"type": "sound"}, {"type": 123}, {"type": "json_schema"}, {"type": "json_object", "schema": {}}):
+    for form in ("json", 7, {"type": "sound"}, {"type": 123}, {"type": "json_schema"}, {"type": "json_object", "schema": 7}):
         yield text(response_format=form)
     for form in ({}, {"json": {}, "regex": "a"}, {"regex": None}, {"choice": []}, {"choice": [1]}, {"choice": ["a"] * 5000}, [], "regex"):
         yield text(structured_outputs=form)
@@ -290,7 +290,7 @@ def types() -> Iterator[Poison]:
 
 
 def tools() -> Iterator[Poison]:
-    for offered in ({}, 7, [7], [{}], [{"type": "function"}], [{"type": "code", "function": {"name": "f"}}]):
+    for offered in ({}, 7, [7], [{}], [{"type": "function"}], [{"type": 7}]):
         yield chat(tools=offered)
     for name in ("", "a b", "é", "a" * 129, "<|im_end|>", 7):
         yield function(name=name)
