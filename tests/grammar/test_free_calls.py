@@ -2,41 +2,16 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from chairlift.errors import InvalidRequest
-from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.source import calls_grammar, free_calls_grammar
-from chairlift.grammar.trial import Vocabulary
 from chairlift.sampling import StructuredOutput
 from chairlift.server.chat.tools.formats import HERMES_OPEN, MISTRAL_MARK, TOOL_PARSERS, Hermes, Llama, Mistral
 from chairlift.server.chat.tools.parser import ToolCallDelta
-from chairlift.tokenizer import Tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 TOOLS = {"weather": CITY, "stop": None}
-
-
-@pytest.fixture(scope="module")
-def takes(byte_model):
-    """Whether a form has a text as a whole answer."""
-    tokenizer = Tokenizer(byte_model)
-    [eos] = tokenizer.eos_token_ids
-    grammars = Grammars(Vocabulary(byte_model / "tokenizer.json", 300, (eos,)))
-
-    def taken(call_format, text):
-        matcher = grammars.compile(call_format).result(60).matcher()
-        for token in [*tokenizer.encode(text), eos]:
-            bitmask = np.zeros((1, -(-300 // 32)), dtype=np.int32)
-            matcher.mask(bitmask, 0)
-            if not int(bitmask[0, token // 32]) >> (token % 32) & 1:
-                return False
-            matcher.accept(token)
-        return True
-
-    yield taken
-    grammars.close()
 
 
 GOOD, STOP, WRONG = (

@@ -2,15 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.source import ANYTHING, ReasoningFormat, after_reasoning, calls_grammar, free_calls_grammar
-from chairlift.grammar.trial import Vocabulary
-from chairlift.sampling import SamplingParams, StructuredOutput
+from chairlift.sampling import StructuredOutput
 from chairlift.server.chat.tools.formats import Hermes
-from chairlift.tokenizer import Tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 SCHEMA = StructuredOutput("json", json.dumps(CITY))
@@ -18,28 +14,6 @@ TEXT = ReasoningFormat("<think>", "</think>")
 # The vocabulary's only control token stands for an end mark that is one token.
 TOKEN, IDS = ReasoningFormat("<think>", "[CALL]"), {"[CALL]": 268}
 EOS = 267
-
-
-@pytest.fixture(scope="module")
-def takes(byte_model):
-    """Whether a grammar allows a text as a whole output."""
-    tokenizer = Tokenizer(byte_model)
-    assert tokenizer.eos_token_ids == {EOS}
-    grammars = Grammars(Vocabulary(byte_model / "tokenizer.json", 300, (EOS,)))
-
-    def taken(structure, text):
-        SamplingParams(structured_output=structure)
-        matcher = grammars.compile(structure).result(60).matcher()
-        for token in [*tokenizer.encode(text), EOS]:
-            bitmask = np.zeros((1, -(-300 // 32)), dtype=np.int32)
-            matcher.mask(bitmask, 0)
-            if not int(bitmask[0, token // 32]) >> (token % 32) & 1:
-                return False
-            matcher.accept(token)
-        return True
-
-    yield taken
-    grammars.close()
 
 
 @pytest.mark.parametrize("form", [TEXT, TOKEN])

@@ -41,16 +41,7 @@ class Hermes(ToolParser):
         return ToolCallFormat(f"{HERMES_OPEN}\n", separator=f"\n{HERMES_CLOSE}\n{HERMES_OPEN}\n", end=f"\n{HERMES_CLOSE}")
 
     def _parse(self) -> ParserSteps:
-        after_call = False
-        while mark := (yield from self._content()):
-            if mark != self.end_mark:
-                before = self._calls
-                yield from self._attempt(self._call())
-                after_call = self._calls > before
-            else:
-                if not after_call:
-                    self._emit_content(mark)
-                after_call = False
+        yield from self._marked_calls(self._call, (self.end_mark,))
 
     def _call(self) -> ParserSteps:
         yield from self._objects()

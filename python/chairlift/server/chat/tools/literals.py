@@ -38,16 +38,7 @@ class Gemma(ToolParser):
         return ToolCallFormat(begin, "call:", "", "", f"{end}{begin}", end)
 
     def _parse(self) -> ParserSteps:
-        after_call = False
-        while mark := (yield from self._content()):
-            if mark in GEMMA_OPEN:
-                before = self._calls
-                yield from self._attempt(self._call())
-                after_call = self._calls > before
-            else:
-                if not after_call:
-                    self._emit_content(mark)
-                after_call = False
+        yield from self._marked_calls(self._call, _GEMMA_CLOSE)
 
     def _call(self) -> ParserSteps:
         yield from self._skip_space()

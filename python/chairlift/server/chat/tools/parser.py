@@ -127,6 +127,19 @@ class ToolParser(ABC):
         self._raw = [match[0]]
         return match[0]
 
+    def _marked_calls(self, call: Callable[[], ParserSteps], ends: tuple[str, ...]) -> ParserSteps:
+        """Parses the answer to its end. `call` parses a call after its mark; one of the marks `ends` that follows no call is content."""
+        after_call = False
+        while mark := (yield from self._content()):
+            if mark not in ends:
+                before = self._calls
+                yield from self._attempt(call())
+                after_call = self._calls > before
+            else:
+                if not after_call:
+                    self._emit_content(mark)
+                after_call = False
+
     def _safe_end(self, marks: tuple[str, ...]) -> int:
         """Returns the end of the text, before any suffix that may begin a mark."""
         if self._over:
