@@ -136,7 +136,6 @@ class Generation:
         generated = 0
         unfinished = params.n
         usage_log = self._service.usage_log
-        labels = self._usage_labels(index)
         reason = "abort"
         metrics.observe_params(params)
         submission = Submission(
@@ -159,16 +158,12 @@ class Generation:
                         cached_before = output.cached_tokens if cached is None else min(cached, output.cached_tokens)
                         usage.cached += cached_before - (cached or 0)
                         cached = cached_before
-                        metrics.observe_answer(output, lengths.get(output.index, 0), latencies)
-                        self._timing = output.timing if self._timing is None else self._timing.merge(output.timing)
-                        metrics.count_finished(output.finish_reason, time.monotonic() - self._context.arrived, latencies)
+                        self._count_answer(output, output.finish_reason, lengths[output.index], latencies)
                         unfinished -= 1
                         timelines.append(output.timeline)
-                        if output.timeline is not None:
-                            usage.accepted += output.timeline.accepted_draft_tokens
-                            usage.rejected += output.timeline.draft_tokens - output.timeline.accepted_draft_tokens
                         if usage_log is not None and not unfinished:
-                            await usage_log.write_ended(self._service.engine, labels, [] if params.ranked else timelines)
+                            known = [] if params.ranked else timelines
+                            await usage_log.write_ended(self._service.engine, self._usage_labels(index), known)
                             usage_log = None
                     yield first_choice + output.index, output
             if params.ranked:  # `best_of`: discarded answers count as usage too
@@ -195,9 +190,19 @@ class Generation:
             for _ in range(unfinished):
                 metrics.count_finished(reason, time.monotonic() - self._context.arrived, latencies)
             if usage_log is not None:
-                usage_log.write_later(self._service.engine, labels)
+                usage_log.write_later(self._service.engine, self._usage_labels(index))
             if self._service.traces is not None:
                 self._service.traces.trace_request(self._service.engine, self._engine_ids[index], self._context)
+
+    def _count_answer(self, output: RequestOutput, reason: str, tokens: int, latencies: Latencies) -> None:
+        """Updates usage, timing and metrics by the last increment of an answer of `tokens` tokens."""
+        metrics = self._service.metrics
+        metrics.observe_answer(output, tokens, latencies)
+        self._timing = output.timing if self._timing is None else self._timing.merge(output.timing)
+        metrics.count_finished(reason, time.monotonic() - self._context.arrived, latencies)
+        if output.timeline is not None:
+            self.usage.accepted += output.timeline.accepted_draft_tokens
+            self.usage.rejected += output.timeline.draft_tokens - output.timeline.accepted_draft_tokens
 
 
 class _TokenTimes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -69,7 +70,7 @@ class OllamaMessage(BaseModel):
         return message
 
 
-class OllamaRequest(Fields):
+class OllamaRequest(Fields, ABC):
     """Fields that both routes share. `stream` is true unless the request says false."""
 
     without_effect = frozenset(("keep_alive",))
@@ -106,8 +107,9 @@ class OllamaRequest(Fields):
                 ignored.append(f"options.{name}")
         return fields, ignored
 
+    @abstractmethod
     def _messages(self) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        """Returns the messages of the chat request."""
 
     def _tools(self) -> dict[str, Any]:
         return {}
