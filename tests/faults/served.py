@@ -31,14 +31,14 @@ class Served:
 
     def state(self) -> dict[str, Any]:
         """What must be as before when nobody is there any more."""
-        told = self.told()
+        told = self.admin_state()
         self.http.get("/live")  # so that both clients' connections are open at each look: idle ones are closed
         return {name: told[name] for name in ("running", "waiting", "used_tokens", "http")} | {
             "blocks": told["total_blocks"] - told["free_blocks"],
             "sockets": self.sockets(),
         }
 
-    def told(self) -> dict[str, Any]:
+    def admin_state(self) -> dict[str, Any]:
         """What the operator's socket tells: the engine's counters, which are missing while there is none, and who was let in."""
         told: dict[str, Any] = self._admin.get("/state").json()
         return told

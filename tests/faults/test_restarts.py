@@ -44,10 +44,10 @@ def metric(server: Served, start: str) -> float:
 def come(server: Served, threads: ThreadPoolExecutor, clients: range) -> list[Future[str]]:
     """Has the clients ask, one after the other."""
     asked = []
-    before = server.told()["http"]["open"]
+    before = server.admin_state()["http"]["open"]
     for client in clients:
         asked.append(threads.submit(ask, server, client))
-        until(lambda: server.told()["http"]["open"] == before + len(asked))
+        until(lambda: server.admin_state()["http"]["open"] == before + len(asked))
     return asked
 
 
@@ -70,7 +70,7 @@ def test_default_clients_lose_nothing_over_three_kills(server, expected):
         for _ in range(KILLS):
             with server.held() as release:
                 asked = come(server, threads, range(WHOLE + 1))
-                until(lambda: server.told().get("running") == ROWS)
+                until(lambda: server.admin_state().get("running") == ROWS)
                 os.kill(server.engine(), signal.SIGKILL)
                 until(lambda: server.status("/ready") == 503)
                 assert server.status("/live") == 200
@@ -78,7 +78,7 @@ def test_default_clients_lose_nothing_over_three_kills(server, expected):
                 until(lambda: server.status("/ready") == 200)
                 release()
                 assert [one.result() for one in asked] == expected
-    until(lambda: server.told()["http"] == {"open": 0, "waiting": 0})
+    until(lambda: server.admin_state()["http"] == {"open": 0, "waiting": 0})
     assert metric(server, "engine_restarts_total") == restarts + KILLS
     assert metric(server, "request_success_total") == served_before + KILLS * CLIENTS  # each of them counts once
     assert metric(server, "admission_rejections_total") == 0
@@ -89,7 +89,7 @@ def test_clients_whose_engine_is_killed_three_times_ask_again(server, expected):
     with ThreadPoolExecutor(CLIENTS) as threads, server.held() as release:
         asked = come(server, threads, range(ROWS))
         for _ in range(KILLS):
-            until(lambda: server.told().get("running") == ROWS)
+            until(lambda: server.admin_state().get("running") == ROWS)
             os.kill(server.engine(), signal.SIGKILL)
             until(lambda: server.status("/ready") == 503)
             until(lambda: server.status("/ready") == 200)

@@ -42,8 +42,8 @@ def test_the_records_sum_to_the_engines_totals(tmp_path):
     flags = ["--num-kv-blocks", "40", "--max-model-len", "512", "--max-num-seqs", "12"]
     with served("--usage-log", str(logs), "--api-key", KEYS, *flags) as server:
         asyncio.run(mixed(server.port, 100))
-        until(lambda: server.told()["running"] == server.told()["waiting"] == 0 and len(records(logs)) == 100)
-        totals = server.told()["tenants"]
+        until(lambda: server.admin_state()["running"] == server.admin_state()["waiting"] == 0 and len(records(logs)) == 100)
+        totals = server.admin_state()["tenants"]
     summed = {tenant: Counter() for tenant in TENANTS}
     for record in records(logs):
         summed[record["tenant"]].update({name: record[name] for name in NAMES})
