@@ -152,12 +152,12 @@ def test_an_area_is_as_large_as_what_it_shows() -> None:
     assert (waits[:10].tolist(), waits[-10:].tolist()) == ([2.0] * 10, [0.0] * 10)
 
 
-def test_the_command_draws_the_readmes_picture_and_prints_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws_the_readmes_picture_and_prints_the_table_of_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["compare", "-o", str(tmp_path / "compare.svg")]) == 0
     table = capsys.readouterr().out.split("\n\n")[1]
-    again = "has changed: chairlift compare -o docs/images/compare.svg, and put its table into README.md"
+    again = "has changed: chairlift compare -o docs/images/compare.svg, and put its table into docs/capacity/compare.md"
     assert (tmp_path / "compare.svg").read_text() == IMAGE.read_text(), again
-    assert table in (ROOT / "README.md").read_text(), again
+    assert table in (ROOT / "docs" / "capacity" / "compare.md").read_text(), again
 
 
 def test_the_command_runs_a_trace_and_makes_a_page_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
