@@ -73,8 +73,8 @@ def _check_speculation(config: Mapping[str, str | int]) -> None:
     """Raises ValueError unless `config` has a known method and a number of tokens that a step can verify."""
     if unknown := config.keys() - {"method", "num_speculative_tokens"}:
         raise ValueError(f"--speculative-config: unknown key {min(unknown)!r}; there are 'method' and 'num_speculative_tokens'")
-    if (method := config.get("method")) not in ("ngram", "off"):
-        raise ValueError(f"--speculative-config: method must be 'ngram' or 'off', got {method!r}")
+    if (method := config.get("method")) not in ("auto", "ngram", "off"):
+        raise ValueError(f"--speculative-config: method must be 'auto', 'ngram' or 'off', got {method!r}")
     tokens = config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS)
     if type(tokens) is not int or not 1 <= tokens <= MAX_SPECULATIVE_TOKENS:
         raise ValueError(
@@ -210,8 +210,8 @@ class EngineConfig:
     )
     speculative_config: Mapping[str, str | int] | None = _flag(
         None,
-        'propose tokens and verify several in one step, as JSON: \'{"method": "ngram", "num_speculative_tokens": 8}\'; \'ngram\' looks for '
-        "the last tokens earlier in the same prompt and answer; the answers are the same (default: off)",
+        'propose tokens and verify several in one step, as JSON: \'{"method": "auto", "num_speculative_tokens": 8}\'; \'ngram\' looks for '
+        "the last tokens in earlier text, 'auto' also proposes the tokens that a grammar forces; the answers are the same (default: off)",
         _speculation,
         metavar="JSON",
         group="scheduler",
@@ -333,12 +333,23 @@ class EngineConfig:
 
         if self.speculative_config is not None:
             _check_speculation(self.speculative_config)
+            if self.num_speculative_tokens >= self.step_tokens:
+                raise ValueError(
+                    f"--speculative-config: num_speculative_tokens ({self.num_speculative_tokens}) must be below the tokens of a step "
+                    f"(--max-num-batched-tokens {self.step_tokens})"
+                )
+
+    @property
+    def speculative_method(self) -> str:
+        """How tokens are proposed: "auto", "ngram" or "off"."""
+        return str((self.speculative_config or {"method": "off"})["method"])
 
     @property
     def num_speculative_tokens(self) -> int:
         """Maximum number of tokens proposed per sequence and step; 0 without speculative decoding."""
-        config = self.speculative_config or {"method": "off"}
-        return 0 if config["method"] == "off" else int(config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS))
+        if self.speculative_config is None or self.speculative_method == "off":
+            return 0
+        return int(self.speculative_config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS))
 
     @property
     def slots(self) -> int:

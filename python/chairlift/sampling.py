@@ -183,8 +183,8 @@ class SamplingParams:
 
     @property
     def verifiable(self) -> bool:
-        """Whether several tokens can be sampled in one step: each depends on the previous text only through the model."""
-        bounded = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens or self.structured_output
+        """Whether several tokens can be sampled in one step: each depends on the previous text only through the model and its grammar."""
+        bounded = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
         return not (self.penalised or bounded or self.ranked or self.logprobs is not None)
 
     @property

@@ -76,7 +76,7 @@ class FakeCore:
         self.calls.append("expire")
         return [{"tag": tag, "finish": "deadline"} for tag in self.expiring if self.live.pop(10 * tag, None)]
 
-    def plan(self, buffers, now):
+    def plan(self, buffers, now, forced):
         self.calls.append("plan")
         return self.plans.pop(0) if self.plans else None
 

@@ -1,13 +1,14 @@
 """Speculative decoding without a model: the same answers in fewer steps."""
 
+import json
+
 import numpy as np
 import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.loop import accepted_samples
-
-pytestmark = pytest.mark.slow
+from chairlift.sampling import StructuredOutput
 
 REPEATS = "Copy this list twice. Apples, pears, plums, cherries, grapes, figs. Apples, pears, plums, cherries, grapes, figs. Apples, pears,"
 CODE = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n    return a * b\n\ndef add(a, b):\n"
@@ -42,6 +43,80 @@ def answers(**settings):
     return found, llm.engine.stats()
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"opening_hours": {"enum": ["early", "evening"]}, "accessible": {"type": "boolean"}},
+    "required": ["opening_hours", "accessible"],
+    "additionalProperties": False,
+}
+FORMS = [
+    StructuredOutput("json", json.dumps(SCHEMA)),
+    StructuredOutput("regex", r"(Once upon a time [a-c]{1,3}, ){2,4}the end"),
+    StructuredOutput("choice", json.dumps(["undecided", "undeniable"])),
+    StructuredOutput("grammar", 'start: "<think>" /[a-d]{2,5}/ "</think>the answer is " ("yes" | "yesterday")'),
+    StructuredOutput("json_object"),
+]
+
+
+def forms():
+    """Requests whose grammars force some tokens, beside free ones."""
+    asked = [
+        SamplingParams(temperature=t, seed=i, max_tokens=90, structured_output=form) for i, form in enumerate(FORMS) for t in (0.0, 4.0)
+    ]
+    several = SamplingParams(temperature=4.0, seed=8, n=2, max_tokens=60, structured_output=FORMS[0])
+    short = SamplingParams(temperature=0.0, max_tokens=9, structured_output=FORMS[1])
+    scored = SamplingParams(temperature=0.0, logprobs=1, max_tokens=30, structured_output=FORMS[1])
+    stopped = SamplingParams(temperature=0.0, stop=("upon",), max_tokens=30, structured_output=FORMS[1])
+    penalised = SamplingParams(temperature=4.0, seed=2, presence_penalty=1.0, max_tokens=30, structured_output=FORMS[1])
+    return [*asked, several, short, scored, stopped, penalised, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)]
+
+
+def formed(byte_model, **settings):
+    """The answers to these requests alone and in one batch, and the engine's statistics."""
+    small = {"num_kv_blocks": 400, "block_size": 8, "max_num_seqs": 32, "max_num_batched_tokens": 512}
+    llm, outputs = LLM(str(byte_model), load_format="dummy", device="cpu", **small | settings), []
+    try:
+        prompt = list(b"Say it in the form")
+        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+        for batch in [[one] for one in forms()] + [forms()]:
+            outputs += llm.generate([prompt] * len(batch), batch)
+        found = [(one.token_ids, one.text, one.finish_reason, one.logprobs) for one in outputs]
+        return found, llm.engine.stats()
+    finally:
+        llm.close()
+
+
+@pytest.fixture(scope="module")
+def formed_without(byte_model):
+    return formed(byte_model)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["auto", "ngram"])
+@pytest.mark.parametrize("blocks", [400, 40])
+def test_answers_in_a_form_are_the_same_bit_for_bit(byte_model, formed_without, method, blocks):
+    found, stats = formed(byte_model, speculative_config={"method": method}, num_kv_blocks=blocks)
+    assert found == formed_without
+    assert stats["accepted_draft_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_forced_tokens_are_always_accepted(byte_model):
+    llm = LLM(str(byte_model), load_format="dummy", device="cpu", num_kv_blocks=100, speculative_config={"method": "auto"})
+    try:
+        llm.generate([1], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1))
+        before = llm.engine.stats()
+        form = StructuredOutput("regex", "The quick brown fox jumps over [0-9] lazy dogs")
+        [output] = llm.generate([1], SamplingParams(temperature=1.0, seed=5, max_tokens=80, structured_output=form))
+        assert output.finish_reason == "stop"
+        after = llm.engine.stats()
+        drafted = after["draft_tokens"] - before["draft_tokens"]
+        assert output.timeline.draft_tokens == output.timeline.accepted_draft_tokens == drafted > 0
+        assert after["steps"] - before["steps"] == len(output.token_ids) - drafted
+    finally:
+        llm.close()
+
+
 @pytest.fixture(scope="module")
 def expected(model_dir):
     found, stats = answers()
@@ -49,6 +124,7 @@ def expected(model_dir):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 def test_answers_are_the_same_bit_for_bit(expected, tokens):
     found, stats = answers(speculative_config={"method": "ngram", "num_speculative_tokens": tokens})
@@ -60,12 +136,14 @@ def test_answers_are_the_same_bit_for_bit(expected, tokens):
     assert len(by_position) == tokens
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_where_sequences_are_preempted(expected):
     found, stats = answers(speculative_config={"method": "ngram"}, num_kv_blocks=40, max_num_seqs=4)
     assert found == expected
     assert stats["accepted_draft_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_a_timeline_has_the_requests_drafts(model_dir):
     llm = LLM(max_model_len=512, speculative_config={"method": "ngram"})
     llm.generate(PLAIN, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
@@ -86,7 +164,7 @@ def test_of_each_tag_the_first_samples_count():
 @pytest.mark.parametrize(
     ("config", "fault"),
     [
-        ({}, "method must be 'ngram' or 'off', got None"),
+        ({}, "method must be 'auto', 'ngram' or 'off', got None"),
         ({"method": "eagle"}, "got 'eagle'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 16, got 0"),
         ({"method": "ngram", "num_speculative_tokens": 17}, "from 1 to 16, got 17"),
@@ -97,3 +175,8 @@ def test_of_each_tag_the_first_samples_count():
 def test_a_wrong_configuration_is_one_clear_line(config, fault):
     with pytest.raises(ValueError, match=fault):
         EngineConfig(speculative_config=config)
+
+
+def test_a_step_must_hold_the_proposed_tokens():
+    with pytest.raises(ValueError, match=r"num_speculative_tokens \(8\) must be below the tokens of a step"):
+        EngineConfig(speculative_config={"method": "auto"}, max_num_batched_tokens=8, max_num_seqs=4)

@@ -112,6 +112,11 @@ class Form:
         for token in allowed:
             bitmask[index, token // 32] |= np.int32(np.uint32(1 << token % 32).view(np.int32)).item()
 
+    def copy(self) -> "Form":
+        raise AssertionError("no tokens are drafted where steps overlap")
+
+    forced = copy
+
     def accept(self, token: int) -> None:
         assert not self.over
         assert not self.left if token == EOS else self.left and (token + self.state) % 3, "out of step"

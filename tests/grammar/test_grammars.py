@@ -90,6 +90,21 @@ def test_behind_its_end_only_ends_of_sequence_may_come(grammars, tokenizer):
     matcher.accept(*tokenizer.eos_token_ids)
 
 
+def test_forced_tokens_are_the_only_ones_that_may_come(grammars, tokenizer):
+    matcher = grammars.compile(structure("regex", r'\{"name": "[a-c]{2}", "kind": "(cat|cow)"\}')).result(PATIENCE).matcher()
+    runs = []
+    for token in tokenizer.encode('{"name": "ab", "kind": "cow"}'):
+        copy = matcher.copy()
+        runs.append(len(matcher.forced()))
+        for forced in matcher.forced():
+            assert allowed(copy) == {forced}
+            copy.accept(forced)
+        matcher.accept(token)
+    assert runs[0] > 5
+    assert 0 in runs, "letters of three"
+    assert matcher.forced() == []
+
+
 def test_a_token_out_of_place_is_an_error_of_that_matcher_alone(grammars, tokenizer):
     grammar = grammars.compile(structure("choice", ["a"])).result(PATIENCE)
     wrong, right = grammar.matcher(), grammar.matcher()

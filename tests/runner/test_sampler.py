@@ -28,6 +28,8 @@ class AtOnce(Sampler):
     """Takes tokens as soon as they are asked for."""
 
     there = False
+    inputs: list[int] | None = None
+    """The tokens that the rows follow, if they matter."""
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:
         super().__init__(max_seqs, DeviceSampler(max_seqs, VOCABULARY, device) if self.there else HostSampler(max_seqs, 2))
@@ -36,7 +38,9 @@ class AtOnce(Sampler):
         ours, places = (torch.from_numpy(values.astype(np.int32)) for values in (rows, positions))
         step = SimpleNamespace(sample_at=torch.arange(len(rows)), sample_slots=ours, positions=places - 1)
         where = logits if self.there else logits.numpy()
-        tokens, self.logprobs, self.details = self.take(self.draw(where, rows, positions, SimpleNamespace(on_device=step)))
+        inputs = np.zeros(len(rows), dtype=np.int32) if self.inputs is None else np.array(self.inputs, dtype=np.int32)
+        buffers = SimpleNamespace(on_device=step, input_ids=inputs, sample_at=np.arange(len(rows)))
+        tokens, self.logprobs, self.details = self.take(self.draw(where, rows, positions, buffers))
         return tokens
 
 
@@ -245,6 +249,14 @@ class Alternating:
             raise ValueError("out of turn")
         self.taken.append(token)
 
+    def copy(self) -> "Alternating":
+        other = type(self)(self.length)
+        other.taken = self.taken.copy()
+        return other
+
+    def forced(self) -> list[int]:
+        return [6] if not self.taken else []
+
 
 class Maskless(Alternating):
     def mask(self, bitmask: np.ndarray, index: int) -> None:
@@ -279,6 +291,27 @@ def test_matchers_bound_what_is_drawn_and_hear_of_it(temperature, vocabulary):
     assert one.taken == [pair[2] for pair in drawn[:3]]
     made.add_request(1, SamplingParams(temperature=0.0), empty(), 0, 0)
     assert made.sample(torch.ones(1, vocabulary), np.array([1]), np.array([0])).tolist() == [0]
+
+
+def test_a_matcher_sees_drafted_tokens_as_far_as_they_are_drawn():
+    made, matchers = AtOnce(4, torch.device("cpu")), [Alternating(9) for _ in range(4)]
+    for slot, matcher in enumerate(matchers):
+        made.add_request(slot, SamplingParams(temperature=0.0), empty(), 0, 0, matcher=matcher)
+    # Slot 0 has the draft 6, 1, 4, slot 1 none, slot 2 the draft 3, which its grammar does not allow, and slot 3 the draft 8, 8.
+    slots, made.inputs = np.array([0, 0, 0, 0, 1, 2, 2, 3, 3, 3]), [0, 6, 1, 4, 0, 0, 3, 0, 8, 8]
+    logits = torch.zeros(10, 70)
+    for row, token in enumerate([6, 1, 2, 5, 2, 3, 5, 8, 9, 8]):
+        logits[row, token] = 9.0
+    found = made.sample(logits, slots, np.arange(10)).tolist()
+    assert found[:3] == [6, 1, 2], "token 2 is not the drafted 4"
+    assert matchers[0].taken == [6, 1, 2]
+    assert matchers[1].taken == [2]
+    assert found[5] % 2 == 0, "its grammar does not allow the drafted 3, though its logit is the highest"
+    assert matchers[2].taken == [found[5]]
+    assert (matchers[3].taken, found[7:9]) == ([8, 9], [8, 9])
+    assert made.forced_tokens() == []
+    made.add_request(2, SamplingParams(temperature=0.0), empty(), 0, 0, matcher=Alternating())
+    assert made.forced_tokens() == [(2, [6])]
 
 
 def test_a_matcher_that_raises_ends_its_own_row_only():

@@ -94,6 +94,7 @@ class Engine:
         sampling = recommended_sampling(directory) if config.generation_config == "auto" else {}
         self.runner = runner = _build_runner(config, directory, eos, on_phase)
         self._scheduler = _build_scheduler(config, runner)
+        self._drafts_forced_tokens = config.speculative_method == "auto" and not runner.overlaps
         self._buffers = [_core.StepBuffers(**buffers.arrays()) for buffers in runner.buffers]
         self._next_buffer = 0
         self._plans: deque[_core.StepPlan] = deque()  # not yet committed, oldest first
@@ -117,7 +118,10 @@ class Engine:
             "max_num_seqs": runner.max_num_seqs,
             "max_num_batched_tokens": runner.max_num_batched_tokens,
             "determinism": "batch-invariant" if runner.batch_invariant else "best-effort",
-            "decisions": [list(decision) for decision in (*runner.decisions, _sampling_decision(config, sampling))],
+            "decisions": [
+                list(decision)
+                for decision in (*runner.decisions, *_speculation_decision(config, runner), _sampling_decision(config, sampling))
+            ],
             "default_sampling": sampling,
             "vocab_size": vocab_size,
             "eos_token_ids": self._eos,
@@ -331,7 +335,7 @@ class Engine:
     def _plan_and_launch(self, now: int, started: list[tuple[int, int, int]]) -> _InFlightStep | None:
         """Plans a step and launches it; None if there is nothing to run. Adds admitted sequences to `started`."""
         self.stage = "plan", time.monotonic()
-        plan = self._scheduler.plan(self._buffers[self._next_buffer], now)
+        plan = self._scheduler.plan(self._buffers[self._next_buffer], now, self._forced_tokens())
         if plan is None:
             return None
         self._plans.append(plan)
@@ -352,6 +356,13 @@ class Engine:
                 self._split_step.out_of_memory(sizes.tokens, error, now)
                 step.sizes = sizes._replace(copies=0)  # the copies are done
         return step
+
+    def _forced_tokens(self) -> list[tuple[int, Sequence[int]]]:
+        """The running sequences whose grammar leaves no choice, each with its next tokens; none if they are not drafted."""
+        if not self._drafts_forced_tokens:
+            return []
+        owners = [(self._live.get(int(self._slot_tags[slot])), tokens) for slot, tokens in self.runner.forced_tokens()]
+        return [(request.seq, tokens) for request, tokens in owners if request is not None]
 
     def _sample(self, step: _InFlightStep, starved: list[Mapping[str, Any]]) -> None:
         """Starts sampling a step, or splits it if the device lacks memory. All earlier steps must be committed.
@@ -470,6 +481,15 @@ def _build_scheduler(config: EngineConfig, runner: Runner) -> _core.Scheduler:
     # Where a device overlaps steps, the last token is not known yet when the next step is planned.
     draft_tokens = 0 if runner.overlaps else config.num_speculative_tokens
     return _core.Scheduler(**settings, journal=config.journal is not None, hash_key=secrets.randbits(128), draft_tokens=draft_tokens)
+
+
+def _speculation_decision(config: EngineConfig, runner: Runner) -> list[tuple[str, str, str]]:
+    if config.speculative_method == "off":
+        return []
+    if runner.overlaps:
+        return [("speculative decoding", "none", "steps overlap: the next one is planned before the last token is known")]
+    sources = "earlier text, forced by grammars" if config.speculative_method == "auto" else "earlier text"
+    return [("speculative decoding", f"up to {config.num_speculative_tokens} tokens", f"from {sources}; answers stay the same")]
 
 
 def _sampling_decision(config: EngineConfig, sampling: Mapping[str, Any]) -> tuple[str, str, str]:

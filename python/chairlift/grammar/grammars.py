@@ -56,6 +56,15 @@ class Matcher:
         self._place.consume_token(token)
         self._check()
 
+    def forced(self) -> list[int]:
+        """The tokens that must come next, one after the other; none if there is a choice."""
+        tokens: list[int] = self._place.compute_ff_tokens()
+        return tokens
+
+    def copy(self) -> Matcher:
+        """Another matcher at the same position."""
+        return Matcher(self._place.deep_copy())
+
     def _check(self) -> None:
         if self._place.is_error():
             raise ValueError(self._place.get_error())

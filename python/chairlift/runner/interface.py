@@ -63,6 +63,9 @@ class Runner(Protocol):
     def remove_request(self, slot: int) -> None:
         """Frees a slot whose sequence has ended. A step in flight may still contain it."""
 
+    def forced_tokens(self) -> Sequence[tuple[int, Sequence[int]]]:
+        """The slots whose grammar leaves no choice, each with the tokens that must come next. No step may be in flight."""
+
     def swap(self, outs: Pairs, ins: Pairs) -> None:
         """Copies blocks to the host (device block, host block), then back (host block, device block)."""
 

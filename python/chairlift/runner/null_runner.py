@@ -48,6 +48,10 @@ class NullRunner:
     def remove_request(self, slot: int) -> None:
         """Does nothing."""
 
+    def forced_tokens(self) -> list[tuple[int, list[int]]]:
+        """None: grammars have no effect."""
+        return []
+
     def swap(self, outs: Pairs, ins: Pairs) -> None:
         """Does nothing: there are no host blocks."""
 

@@ -90,6 +90,10 @@ class ModelRunner:
         self._prompts.pop(slot, None)
         self.sampler.remove_request(slot)
 
+    def forced_tokens(self) -> Sequence[tuple[int, Sequence[int]]]:
+        """The slots whose grammar leaves no choice (see `Runner.forced_tokens`)."""
+        return self.sampler.forced_tokens()
+
     def swap(self, outs: Pairs, ins: Pairs) -> None:
         """Copies blocks to the host (device block, host block), then back (host block, device block)."""
         self.model.swap(outs, ins)

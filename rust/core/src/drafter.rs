@@ -8,6 +8,7 @@ use crate::batch::StepPlan;
 use crate::cost::{Load, StepModel};
 use crate::recorder::Recorder;
 use crate::request::{SeqId, Token};
+use rustc_hash::FxHashMap;
 use slotmap::SecondaryMap;
 
 /// Maximum number of tokens drafted per sequence and step.
@@ -87,7 +88,16 @@ impl Index {
     }
 }
 
-/// Acceptance rates of drafted tokens, by match length and position.
+/// Where a draft comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    /// A match in the text. The class of its length.
+    Text(usize),
+    /// The request's grammar, which allows no other tokens.
+    Grammar,
+}
+
+/// Acceptance rates of tokens drafted from the text, by match length and position.
 #[derive(Debug)]
 struct Acceptance {
     /// Counts of (accepted, all) drafted tokens whose predecessors were accepted.
@@ -117,6 +127,14 @@ impl Acceptance {
             7..=10 => 3,
             11..=20 => 4,
             _ => 5,
+        }
+    }
+
+    /// Probability that a token is accepted if those before it are.
+    fn probability(&self, source: Source, position: usize) -> f64 {
+        match source {
+            Source::Text(class) => self.rate(class, position),
+            Source::Grammar => 1.0,
         }
     }
 
@@ -160,12 +178,18 @@ pub struct DraftStats {
 }
 
 /// A sequence with drafting enabled.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Drafted {
     index: Index,
-    /// Tokens proposed for the current step. The next field is the class of their match.
+    /// Tokens proposed for the current step.
     draft: Vec<Token>,
-    class: usize,
+    source: Source,
+}
+
+impl Default for Drafted {
+    fn default() -> Self {
+        Self { index: Index::default(), draft: Vec::new(), source: Source::Grammar }
+    }
 }
 
 /// A drafted token that may be proposed.
@@ -216,11 +240,13 @@ impl Drafter {
     }
 
     /// Proposes tokens for the next step of decoding sequences, as many as are likely to pay. Call it before each plan.
-    pub fn propose(&mut self, core: &mut Recorder) {
+    /// `forced` are tokens that a sequence's grammar leaves no choice about.
+    pub fn propose(&mut self, core: &mut Recorder, forced: impl IntoIterator<Item = (SeqId, Vec<Token>)>) {
         self.sweep(core);
         if self.seqs.is_empty() || !core.model().knows() {
             return;
         }
+        let forced: FxHashMap<SeqId, Vec<Token>> = forced.into_iter().collect();
         let (mut load, mut matched) = (Load::default(), Vec::new());
         for (id, tokens, room) in core.decoding() {
             load.decode_seqs += 1;
@@ -228,11 +254,17 @@ impl Drafter {
             let Some(drafted) = self.seqs.get_mut(id) else { continue };
             drafted.index.catch_up(tokens);
             drafted.draft.clear();
-            if let Some(found) = drafted.index.find(tokens) {
-                drafted.class = Acceptance::class(found.len);
-                extend(&mut drafted.draft, tokens, found.end + 1, self.max_tokens.min(room));
-                matched.push(id);
+            let most = self.max_tokens.min(room);
+            if let Some(forced) = forced.get(&id) {
+                drafted.source = Source::Grammar;
+                drafted.draft.extend(forced.iter().take(most));
+            } else if let Some(found) = drafted.index.find(tokens) {
+                drafted.source = Source::Text(Acceptance::class(found.len));
+                extend(&mut drafted.draft, tokens, found.end + 1, most);
+            } else {
+                continue;
             }
+            matched.push(id);
         }
         let mut worth = Worth::new(&load, core.model());
         let sorted = worth.sorted(self.candidates(&matched));
@@ -243,10 +275,10 @@ impl Drafter {
         for (id, admitted) in matched.into_iter().zip(admitted) {
             let drafted = &mut self.seqs[id];
             drafted.draft.truncate(admitted);
-            if admitted == 0 {
-                self.acceptance.idle(drafted.class);
-            } else {
+            if admitted > 0 {
                 core.draft(id, &drafted.draft);
+            } else if let Source::Text(class) = drafted.source {
+                self.acceptance.idle(class);
             }
         }
     }
@@ -256,7 +288,7 @@ impl Drafter {
         matched.iter().enumerate().flat_map(move |(index, &id)| {
             let drafted = &self.seqs[id];
             (0..drafted.draft.len()).scan(1.0, move |survival, position| {
-                *survival *= self.acceptance.rate(drafted.class, position);
+                *survival *= self.acceptance.probability(drafted.source, position);
                 Some(Candidate { index, position, survival: *survival })
             })
         })
@@ -274,7 +306,9 @@ impl Drafter {
             }
             let Some(seq) = self.seqs.get(chunk.seq) else { continue };
             let accepted = seq.draft.iter().zip(sampled).take(drafted).take_while(|&(&token, &sampled)| token as i32 == sampled).count();
-            self.acceptance.observe(seq.class, drafted, accepted);
+            if let Source::Text(class) = seq.source {
+                self.acceptance.observe(class, drafted, accepted);
+            }
             self.stats.drafts += 1;
             self.stats.draft_tokens += drafted as u64;
             self.stats.accepted_tokens += accepted as u64;

@@ -156,13 +156,20 @@ impl Scheduler {
         reports::timelines(py, &ended)
     }
 
-    fn plan(&self, py: Python<'_>, buffers: &StepBuffers, now: core::Time) -> PyResult<Option<StepPlan>> {
+    #[pyo3(signature = (buffers, now, forced = Vec::new()))]
+    fn plan(
+        &self,
+        py: Python<'_>,
+        buffers: &StepBuffers,
+        now: core::Time,
+        forced: Vec<(u64, Vec<core::Token>)>,
+    ) -> PyResult<Option<StepPlan>> {
         let mut inner = self.lock()?;
         buffers.check(inner.core.config())?;
         let view = buffers.view(py).ok_or_else(|| PyValueError::new_err("the step buffers changed their layout"))?;
         let Inner { core, drafter, .. } = &mut *inner;
         if let Some(drafter) = drafter {
-            drafter.propose(core);
+            drafter.propose(core, forced.into_iter().map(|(seq, tokens)| (core::SeqId::from_bits(seq), tokens)));
         }
         let Some(plan) = core.plan(now) else { return Ok(None) };
         let lens = plan.fill(core, &view);

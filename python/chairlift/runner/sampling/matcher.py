@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -27,25 +28,88 @@ class Matcher(Protocol):
     def accept(self, token: int) -> None:
         """Advances by the sampled token, which may be the end of the sequence. Raises if the grammar does not allow it."""
 
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next, one after the other. Called only with speculative decoding."""
 
-def allowed(matched: Sequence[tuple[int, Matcher]], vocabulary: int) -> np.ndarray:
-    """Returns the tokens that the matchers allow, uint8 [matchers, bytes]: token t is bit t % 8 of byte t // 8."""
-    bitmask = np.zeros((len(matched), -(-vocabulary // 32)), dtype=np.int32)
-    for index, (_, matcher) in enumerate(matched):
+    def copy(self) -> Self:
+        """Another matcher at the same position. Called only for drafted tokens."""
+
+
+@dataclass(slots=True)
+class MatchedRows:
+    """The consecutive rows of a step that sample for one sequence with a grammar: one, and one for each drafted token."""
+
+    first: int
+    matcher: Matcher
+    draft: list[int]
+    """The drafted tokens: row `first` + i + 1 follows token i."""
+
+    @property
+    def rows(self) -> range:
+        """The rows."""
+        return range(self.first, self.first + 1 + len(self.draft))
+
+
+def matched_rows(matchers: Mapping[int, Matcher], slots: np.ndarray, inputs: np.ndarray) -> list[MatchedRows]:
+    """The rows that matchers (by slot) decide. `slots` [N] are the rows' slots, `inputs` [N] the tokens that the rows follow."""
+    matched: list[MatchedRows] = []
+    before = None
+    for i, slot in enumerate(slots.tolist()):
+        if slot in matchers:
+            if slot == before:
+                matched[-1].draft.append(int(inputs[i]))
+            else:
+                matched.append(MatchedRows(i, matchers[slot], []))
+        before = slot
+    return matched
+
+
+def allowed(matched: Sequence[MatchedRows], vocabulary: int) -> np.ndarray:
+    """Returns the tokens that the matchers allow, uint8 [rows, bytes]: token t is bit t % 8 of byte t // 8.
+
+    Rows after a drafted token that the grammar does not allow have no bits. Their samples are not used.
+    """
+    bitmask = np.zeros((sum(len(one.rows) for one in matched), -(-vocabulary // 32)), dtype=np.int32)
+    index = 0
+    for one in matched:
         try:
-            matcher.mask(bitmask, index)
+            one.matcher.mask(bitmask, index)
         except Exception:
             log.exception("grammar error: the request ends with an error")
             bitmask[index] = 0
+        else:
+            _allow_drafted(one, bitmask[index + 1 :])
+        index += len(one.rows)
     return bitmask.astype("<i4", copy=False).view(np.uint8)
 
 
-def accept(matched: Sequence[tuple[int, Matcher]], chosen: np.ndarray, failed: int) -> None:
-    """Advances the matchers by the tokens `chosen` [N]. If a matcher raises, its token becomes `failed`."""
-    for i, matcher in matched:
-        if chosen[i] != failed:
+def _allow_drafted(matched: MatchedRows, bitmask: np.ndarray) -> None:
+    """Sets the rows after each drafted token up to the first that the grammar does not allow."""
+    if not matched.draft:
+        return
+    matcher = matched.matcher.copy()
+    for index, token in enumerate(matched.draft):
+        try:
+            matcher.accept(token)
+            matcher.mask(bitmask, index)
+        except Exception:  # a draft may be anything; if the model chooses this token, `accept` reports the error
+            bitmask[index] = 0
+            return
+
+
+def accept(matched: Sequence[MatchedRows], chosen: np.ndarray, failed: int) -> None:
+    """Advances each matcher by its tokens in `chosen` [N], up to the first that is not the drafted one.
+
+    If a matcher raises, its token becomes `failed`.
+    """
+    for one in matched:
+        for i, drafted in zip(one.rows, [*one.draft, None], strict=True):
+            if chosen[i] == failed:
+                break
             try:
-                matcher.accept(int(chosen[i]))
+                one.matcher.accept(int(chosen[i]))
             except Exception:
                 log.exception("grammar error: the request ends with an error")
                 chosen[i] = failed
+            if chosen[i] != drafted:
+                break

@@ -14,7 +14,7 @@ from chairlift.runner.pending import PendingResult
 from chairlift.runner.sampling import bias, logprobs
 from chairlift.runner.sampling.bias import Bias
 from chairlift.runner.sampling.choice import FAILED
-from chairlift.runner.sampling.matcher import Matcher, accept, allowed
+from chairlift.runner.sampling.matcher import MatchedRows, Matcher, accept, allowed, matched_rows
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class PendingSample:
     """Indices of the samples with log-probabilities."""
     counts: np.ndarray
     """For each of them, the number of top tokens that its request wants, or NONE_REQUESTED."""
-    matched: list[tuple[int, Matcher]]
+    matched: list[MatchedRows]
     trackers: list[tuple[int, OutputTracker]]
 
 
@@ -164,7 +164,7 @@ class Sampler:
         computed the logits, they must still be at its address. The previous sample must have been taken.
         """
         at = np.flatnonzero(self.scored[slots] != NONE_REQUESTED)
-        biased, matched = entries_of(self.biases, slots), entries_of(self.matchers, slots)
+        biased, matched = entries_of(self.biases, slots), self._matched(slots, buffers)
         scored = None
         if at.size:
             unchanged = at.size == len(slots) and not biased and not matched and self.tokens.keeps_logits(slots)
@@ -173,7 +173,7 @@ class Sampler:
         if biased:
             bias.apply(logits, biased, self.tokens.send)
         if matched:
-            self.tokens.mask(logits, np.array([i for i, _ in matched]), allowed(matched, logits.shape[1]))
+            self.tokens.mask(logits, np.concatenate([one.rows for one in matched]), allowed(matched, logits.shape[1]))
         drawn = self.tokens.draw(logits, slots, positions, buffers, graph, scored)
         return PendingSample(drawn, at, self.detailed[slots[at]], matched, [*biased, *drawn.trackers])
 
@@ -192,6 +192,16 @@ class Sampler:
             if chosen[i] != FAILED:
                 tracker.add(int(chosen[i]))
         return chosen, logprob, details
+
+    def forced_tokens(self) -> list[tuple[int, Sequence[int]]]:
+        """The slots whose grammar leaves no choice, each with its next tokens. The previous sample must have been taken."""
+        forced = ((slot, matcher.forced()) for slot, matcher in self.matchers.items())
+        return [(slot, tokens) for slot, tokens in forced if tokens]
+
+    def _matched(self, slots: np.ndarray, buffers: StepBuffers) -> list[MatchedRows]:
+        if not self.matchers:
+            return []
+        return matched_rows(self.matchers, slots, buffers.input_ids[buffers.sample_at[: len(slots)]])
 
 
 T = TypeVar("T")
