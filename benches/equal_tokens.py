@@ -90,7 +90,7 @@ def main() -> None:
     from gemma_gguf import joined
     from peers.machine import describe
 
-    from chairlift._core import instruction_set
+    from chairlift._core import instruction_sets
     from chairlift.config import DEFAULT_MODEL
 
     lines = []
@@ -110,7 +110,7 @@ tokens before the first that differs from torch's, over all prompts. The weights
 their values in float32. In Triton's interpreter attention, norms, rotary embeddings, activations and sampling are our kernels, matrix
 products torch's.
 
-Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_set()} kernels.
+Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_sets()[0]} kernels.
 
 | model | {" | ".join(WAYS.values())} |
 |---|---|---|---|

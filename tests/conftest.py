@@ -1,7 +1,6 @@
 import json
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
 
-sys.path.insert(0, str(Path(__file__).parent))
 pytest_plugins = ["expected_skips"]
 
 # A shell's background jobs ignore it, and with it what the tests send themselves.

@@ -5,9 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import expected_skips
+import pytest
 
 TESTS = f"""
 import pytest

@@ -1,16 +1,11 @@
 """The kernels of paged attention against attention written out, by way of the plan that GPUs use."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from interpreted import DTYPES
-
-sys.path.append(str(Path(__file__).parents[1] / "layers"))
-
 from attention_steps import AttentionStep, dense
+from interpreted import DTYPES
 
 from chairlift.kernels.paged_combine import paged_combine, paged_combine_reference
 from chairlift.layers.attention import paged_attention

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoint"))
 from gguf_files import gguf_of, random_blocks, tiny_model, write_safetensors
 from transformers import AutoModelForCausalLM
 

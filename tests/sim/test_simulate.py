@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -101,11 +102,11 @@ def test_a_reservation_for_max_tokens_preempts_nobody() -> None:
 def test_the_same_comes_out_to_the_bit_in_another_process_too() -> None:
     first = digest(simulate(CONV, model="Llama-3.1-8B", device="A100", requests=2000, replicas=3, routing="prefix-aware"))
     program = (
-        "import sys; sys.path[:0] = sys.argv[1:3]; import test_simulate as t;"
+        "import test_simulate as t;"
         "print(t.digest(t.simulate(t.CONV, model='Llama-3.1-8B', device='A100', requests=2000, replicas=3, routing='prefix-aware')))"
     )
-    here, source = Path(__file__).parent, Path(chairlift.__file__).parent.parent
-    second = subprocess.run([sys.executable, "-c", program, str(here), str(source)], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    second = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert second.stdout.strip() == first
 
 

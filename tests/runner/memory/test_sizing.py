@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from model_sizes import GIB, LARGE, MIB, MODEL, SMALL
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
@@ -7,31 +8,6 @@ from chairlift.models.config import ModelConfig
 from chairlift.runner.memory.precision import decide, weight_bytes
 from chairlift.runner.memory.sizing import Size, block_bytes, fit, fit_host, step_bytes
 
-MIB, GIB = 1 << 20, 1 << 30
-
-SMALL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1000,
-}
-MODEL = ModelConfig.parse(SMALL)
-LARGE = ModelConfig.parse(
-    SMALL
-    | {
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-    }
-)
 EACH = block_bytes(MODEL, 16, "float32")
 ONE = 63
 """Blocks of 16 tokens that 1000 tokens of MODEL need."""

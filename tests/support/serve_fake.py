@@ -1,4 +1,4 @@
-"""Run by test_server_life: a whole server around a fake engine, in a process of its own, on the port of argument 1.
+"""A whole server around a fake engine, in a process of its own, on the port of argument 1.
 
 Argument 2 is its shutdown timeout, argument 3 how its engine fares: see `_engine`. SIGUSR1 releases "paused" requests.
 """
@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from pathlib import Path
 
 from fake_async_engine import MODEL, FakeEngine
 
@@ -51,11 +50,9 @@ class Startable(FakeEngine):
 
 
 def _fakes():
-    """The fakes of the engine's own process, which stand in the folder beside this one."""
-    import pytest
-
-    sys.path.append(str(Path(__file__).parent.parent / "engine"))
+    """The fakes of the engine's own process."""
     import fake_engine
+    import pytest
 
     fake_engine.fake(pytest.MonkeyPatch())
     return fake_engine

@@ -44,5 +44,5 @@ def _checked(report: Report) -> Report:
         reason = report.longrepr[2].removeprefix("Skipped: ")
         if reason not in EXPECTED:
             report.outcome = "failed"
-            report.longrepr = f"unexpected skip in CI: {reason!r} is not in tests/expected_skips.py"
+            report.longrepr = f"unexpected skip in CI: {reason!r} is not in tests/support/expected_skips.py"
     return report

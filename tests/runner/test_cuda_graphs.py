@@ -23,7 +23,7 @@ from chairlift.runner.torch_backend import TorchBackend
 def test_answers_are_the_same_with_graphs_and_without():
     pytest.importorskip("triton", reason="Triton is not made for this platform")
     # Triton decides whether to interpret when a kernel is defined: so in a process of its own.
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__).with_name("check_graphs.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__).with_name("check_cuda_graphs.py"))]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

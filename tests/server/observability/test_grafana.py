@@ -12,10 +12,10 @@ import yaml
 from fake_async_engine import FakeEngine, serving, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
-BOARD = json.loads((Path(__file__).parents[2] / "docs" / "grafana" / "chairlift.json").read_text())
+BOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana" / "chairlift.json").read_text())
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
-[ALERTS] = yaml.safe_load((Path(__file__).parents[2] / "docker" / "alerts.yml").read_text())["groups"]
+[ALERTS] = yaml.safe_load((Path(__file__).parents[3] / "docker" / "alerts.yml").read_text())["groups"]
 CONDITIONS = [rule["expr"] for rule in ALERTS["rules"] if "chairlift_" in rule["expr"]]
 USED = {"waiting": 1, "running": 2, "requests": 3, "prompt_tokens": 4, "cached_tokens": 1, "output_tokens": 5, "computed_tokens": 9}
 USED |= {"block_us": 10, "preemptions": 1, "queued_us": 7}

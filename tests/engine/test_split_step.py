@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_device import LazyDevice
-from test_overlap import POLICIES, clock, compare, directory, lazy, live, make, script  # noqa: F401
+from lazy_engine import POLICIES, clock, compare, directory, lazy, live, make, script
 
 from chairlift import SamplingParams
 from chairlift.engine import split_step
@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_step, "LIMIT_MICROSECONDS", MOMENTS)
 
 
-def tight(engine: Engine, lazy: LazyDevice, fails: Callable[[Any, int, int], bool]) -> Counter[str]:  # noqa: F811
+def tight(engine: Engine, lazy: LazyDevice, fails: Callable[[Any, int, int], bool]) -> Counter[str]:
     """Has the model lack memory for steps of which `fails(buffers, num_tokens, num_seqs)` says so, halfway through; counts them."""
     model, seen = engine.runner.model, Counter[str]()
     forward = model.forward
@@ -67,7 +67,7 @@ def chances(seed: int) -> Iterator[bool]:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("most", [1, 3, 7])
-def test_steps_that_are_too_large_run_in_pieces(make, lazy, clock, overlaps, most):  # noqa: F811
+def test_steps_that_are_too_large_run_in_pieces(make, lazy, clock, overlaps, most):
     for seed in range(most, most + 2):
         asked = script(seed)
         settings = {"scheduling_policy": POLICIES[seed % len(POLICIES)], "num_kv_blocks": 16, "swap_space": 2**14 * (seed % 2)}
@@ -94,7 +94,7 @@ def lacking(work: Callable, chance: Iterator[bool]) -> Callable:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_passes_and_samples_that_fail_now_and_then_change_nothing(make, lazy, clock, monkeypatch, overlaps):  # noqa: F811
+def test_passes_and_samples_that_fail_now_and_then_change_nothing(make, lazy, clock, monkeypatch, overlaps):
     for seed in range(6, 10):
         asked = script(seed)
         settings = {"scheduling_policy": POLICIES[seed % len(POLICIES)], "num_kv_blocks": 13}
@@ -114,7 +114,7 @@ def needs_much(buffers: Any, num_tokens: int) -> bool:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_one_that_never_fits_fails_alone(make, lazy, clock, overlaps):  # noqa: F811
+def test_one_that_never_fits_fails_alone(make, lazy, clock, overlaps):
     for seed in range(3):
         asked = [replace(one, leaves=None) for one in script(seed)]
         needy = replace(asked[1], prompt=[95, *asked[1].prompt], params=GREEDY, leaves=None)
@@ -130,7 +130,7 @@ def test_one_that_never_fits_fails_alone(make, lazy, clock, overlaps):  # noqa: 
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_who_shares_blocks_that_were_not_computed_fails_too_and_later_ones_do_not(make, lazy, clock, overlaps):  # noqa: F811
+def test_who_shares_blocks_that_were_not_computed_fails_too_and_later_ones_do_not(make, lazy, clock, overlaps):
     prompt = list(range(20, 32))
     [first, *_] = script(0)
     asked = [
@@ -158,7 +158,7 @@ def test_who_shares_blocks_that_were_not_computed_fails_too_and_later_ones_do_no
     assert [told[tag] for tag in (200, 300)] == [expected[tag] for tag in (200, 300)]
 
 
-def test_sizes_that_fit_are_remembered_for_a_while(make, lazy, clock, caplog):  # noqa: F811
+def test_sizes_that_fit_are_remembered_for_a_while(make, lazy, clock, caplog):
     engine = make(False)
     seen = tight(engine, lazy, lambda buffers, num_tokens, num_seqs: num_tokens > 4)
     engine.add(1, list(range(16)), GREEDY)
@@ -178,7 +178,7 @@ def test_sizes_that_fit_are_remembered_for_a_while(make, lazy, clock, caplog):  
 
 @pytest.mark.parametrize("lasts", [1, 10**9])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_blocks_are_copied_once_for_all_pieces_of_a_step(make, lazy, overlaps, lasts, monkeypatch):  # noqa: F811
+def test_blocks_are_copied_once_for_all_pieces_of_a_step(make, lazy, overlaps, lasts, monkeypatch):
     monkeypatch.setattr(split_step, "LIMIT_MICROSECONDS", lasts)
     engine = make(overlaps)
     seen = tight(engine, lazy, lambda buffers, num_tokens, num_seqs: num_tokens > 1)

@@ -1,7 +1,7 @@
 from dataclasses import dataclass, fields, replace
 
 import pytest
-from test_sizing import GIB, LARGE, MIB, MODEL
+from model_sizes import GIB, LARGE, MIB, MODEL
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting

@@ -1,0 +1,28 @@
+"""The shapes of a small and of a large model, and units of memory."""
+
+from chairlift.models.config import ModelConfig
+
+MIB, GIB = 1 << 20, 1 << 30
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1000,
+}
+MODEL = ModelConfig.parse(SMALL)
+LARGE = ModelConfig.parse(
+    SMALL
+    | {
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+    }
+)
