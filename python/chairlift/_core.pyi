@@ -174,7 +174,7 @@ class Scheduler:
         """Ends a request like `abort`, but counts it as failed, because it cannot be computed."""
     def expire(self, now: int) -> list[dict[str, Any]]:
         """Ends the requests that missed, or will certainly miss, their deadlines. Returns their timelines. Call it before `plan`."""
-    def plan(self, buffers: StepBuffers, now: int, forced: Sequence[tuple[int, Sequence[int]]] = ()) -> StepPlan | None:
+    def plan(self, buffers: StepBuffers, now: int, forced: Sequence[tuple[int, Sequence[int]]] = ...) -> StepPlan | None:
         """Plans the next step and fills the buffers. Returns None if there is nothing to run.
 
         `forced` are sequences whose next tokens are certain, with these tokens: drafts if drafting is on.
