@@ -47,6 +47,12 @@ impl Awaited {
         }
     }
 
+    /// Whether [`next`](Self::next) will return this sequence. For tests.
+    pub(crate) fn will_return(&self, seq: &Sequence) -> bool {
+        let awaited = seq.place.awaited().map(|awaited| seq.blocks.names()[awaited.block]);
+        self.ready.iter().any(|&(name, from)| Some(name) == awaited && from <= seq.spec().arrival_number)
+    }
+
     /// The next sequence whose awaited block is ready.
     pub(crate) fn next(&mut self) -> Option<SeqId> {
         while let Some((name, from)) = self.ready.front_mut() {

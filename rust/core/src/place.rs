@@ -71,6 +71,11 @@ impl Place {
         self.awaited
     }
 
+    /// Whether the sequence waits for a running prompt to compute its next blocks.
+    pub(crate) fn awaits_prompt(&self) -> bool {
+        self.awaited.is_some_and(|awaited| awaited.computed_by.is_some())
+    }
+
     pub(crate) fn set_awaited(&mut self, awaited: Option<AwaitedBlock>) {
         self.awaited = awaited;
     }

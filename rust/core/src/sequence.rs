@@ -208,6 +208,11 @@ impl Sequence {
         matches!(self.phase, Phase::Running { stage: Stage::Stalled, .. })
     }
 
+    /// Whether the sequence runs, computes its known tokens and has not reached that block.
+    pub(crate) fn computes(&self, block: usize) -> bool {
+        self.is_running() && self.computed() < self.len() && self.blocks.cached_len() <= block
+    }
+
     /// The sequence's stage until it decodes.
     pub(crate) fn prefill_stage(&self) -> Stage {
         if self.run.recompute_tokens > 0 { Stage::Recompute } else { Stage::Prefill }

@@ -9,6 +9,9 @@ use crate::queue::{Queue, Walk};
 use crate::request::{ArrivalNumber, SeqId, Time};
 use crate::sequence::Sequence;
 
+/// Maximum number of sequences moved within the order in one plan. Later plans move the rest.
+const MAX_MOVED: usize = 16;
+
 /// Requests that have not run yet, without forks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Backlog {
@@ -45,6 +48,8 @@ pub(crate) struct Waiting {
     kinds: Kinds,
     backlog: Backlog,
     awaited: Awaited,
+    /// Number of sequences that this plan may still move within the order.
+    moves_left: usize,
     gate: Gate,
     /// Requests that did not fit in this plan.
     rejected: Vec<SeqId>,
@@ -60,6 +65,7 @@ impl Waiting {
             kinds: Kinds::default(),
             backlog: Backlog::default(),
             awaited: Awaited::default(),
+            moves_left: MAX_MOVED,
             gate: Gate::default(),
             rejected: Vec::new(),
             arrived: 0,
@@ -104,6 +110,18 @@ impl Waiting {
     pub(crate) fn place(&mut self, seq: &mut Sequence, id: SeqId, key: Key, returns: bool) {
         seq.place.set_key(key);
         self.queue.push(key, id, returns);
+    }
+
+    /// Lets a plan move sequences within the order.
+    pub(crate) fn begin_moves(&mut self) {
+        self.moves_left = MAX_MOVED;
+    }
+
+    /// Counts a sequence that this plan moves. Returns false if the plan may move no more.
+    pub(crate) fn take_move(&mut self) -> bool {
+        let may = self.moves_left > 0;
+        self.moves_left -= usize::from(may);
+        may
     }
 
     /// Moves a sequence within the order of its group.
@@ -199,9 +217,19 @@ impl Waiting {
         self.awaited.ready(name);
     }
 
-    /// The next sequence whose awaited block is ready.
+    /// The next sequence whose awaited block is ready. `None` if this plan may move no more sequences.
     pub(crate) fn next_ready(&mut self) -> Option<SeqId> {
-        self.awaited.next()
+        if self.moves_left == 0 {
+            return None;
+        }
+        let id = self.awaited.next()?;
+        self.moves_left -= 1;
+        Some(id)
+    }
+
+    /// Whether [`next_ready`](Self::next_ready) will return this sequence. For tests.
+    pub(crate) fn will_be_ready(&self, seq: &Sequence) -> bool {
+        self.awaited.will_return(seq)
     }
 
     /// Clears the list of requests that do not fit, at the start of a plan.

@@ -228,6 +228,30 @@ fn shortest_first_and_prefix_first_pay() {
 }
 
 #[test]
+fn requests_that_await_a_running_prompt_do_not_delay_others() {
+    // The document takes 63 steps. The questions on it need its blocks and the other request does not.
+    let config = Config { policy: Policy::Prefix, ..config() };
+    let question = |tag: u64| {
+        let mut job = job(0, tag, 50, 5);
+        job.request.prompt.splice(0..0, (0..16_000).map(|i| 2_000_000 + i as Token));
+        job
+    };
+    let ttft = |waiting: u64| {
+        let jobs = (1..=1 + waiting).map(question).chain([job(SECOND, 0, 100, 5)]).collect();
+        let report = run(config, &sorted(jobs));
+        let cached = report.ended.iter().filter(|timeline| timeline.cached_tokens >= 16_000).count() as u64;
+        assert_eq!(cached, waiting, "all but one find the document in the cache");
+        report.ttft(|timeline| timeline.tag == 0)[0]
+    };
+    let alone = ttft(0);
+    for waiting in [10, 100, 400] {
+        let beside = ttft(waiting);
+        println!("TTFT beside a prompt of 16,000 tokens: {alone} µs, {beside} while {waiting} requests await its blocks");
+        assert!(2 * beside <= 3 * alone, "{beside} against {alone}");
+    }
+}
+
+#[test]
 fn a_batch_that_waits_for_its_last_wastes_most_of_the_machine() {
     let mut dice = Dice(9);
     let jobs: Vec<Job> = (0..400).map(|tag| job(0, tag, 50, if dice.roll() < 0.1 { 300 } else { dice.between(5, 40) })).collect();

@@ -57,7 +57,8 @@ impl Scheduler {
             // Sequences without a deadline come last.
             Policy::Deadline => self.due(seq).unwrap_or(Time::MAX),
             Policy::Shortest => self.work_left(seq),
-            Policy::Prefix => u64::from(u32::MAX - (seq.len() - seq.uncached())),
+            // Sequences that await the blocks of a running prompt come last.
+            Policy::Prefix => u64::from(u32::MAX - (seq.len() - seq.uncached())) | u64::from(seq.place.awaits_prompt()) << 32,
             Policy::Fcfs | Policy::Priority | Policy::Fair | Policy::Vtc => 0,
         };
         self.config.policy.key(seq.spec().priority, seq.member().tenant, rank, seq.spec().arrival_number)
@@ -88,7 +89,7 @@ impl Scheduler {
         while blocked.is_none() && left > 0 && *budget > 0 && self.running.has_slot() && rejected < MAX_REJECTED {
             let Some(id) = self.waiting.next(&mut walk) else { break };
             if self.seqs[id].place.was_rejected_in(self.steps.plan_number()) {
-                continue; // rejected before the walk restarted
+                continue; // rejected before the walk restarted, or before it was moved
             }
             left -= 1;
             match self.admit(id, plan, budget) {
@@ -102,7 +103,9 @@ impl Scheduler {
                     }
                 }
                 Err(need) => {
-                    if need != Need::Prefix {
+                    if need == Need::Prefix {
+                        self.move_last(id);
+                    } else {
                         turn.get_or_insert((self.seqs[id].member().group, need));
                     }
                     rejected += 1;

@@ -3,6 +3,8 @@
 use super::Scheduler;
 use crate::config::{Batching, Reservation};
 use crate::phase::Phase;
+use crate::place::AwaitedBlock;
+use crate::policy::Policy;
 use crate::request::SeqId;
 use crate::reservation::Growth;
 use crate::sequence::{MAX_PREEMPTIONS, Sequence};
@@ -46,6 +48,12 @@ impl Scheduler {
         }
         if !seq.is_running() {
             assert_eq!((seq.blocks.held(), seq.computed()), (0, 0), "a waiting sequence holds blocks");
+        }
+        if let Some(AwaitedBlock { block, computed_by: Some(other) }) = seq.place.awaited() {
+            let computed = self.seqs.get(other).is_some_and(|other| other.computes(block));
+            assert!(computed || self.waiting.will_be_ready(seq), "awaits a prompt that does not run");
+        } else if self.config.policy == Policy::Prefix && !seq.is_running() {
+            assert_eq!(seq.place.key().rank >> 32, 0, "comes last without awaiting a prompt");
         }
         if seq.phase() == Phase::WaitingOnParent {
             let parent = seq.parent().and_then(|parent| self.seqs.get(parent)).expect("its parent lives");

@@ -8,31 +8,41 @@ use crate::policy::Policy;
 use crate::request::SeqId;
 use crate::sequence::Sequence;
 
-/// Maximum number of sequences reordered in one step. Later steps reorder the rest.
-const MAX_REORDERED: usize = 16;
-
 impl Scheduler {
-    /// Moves sequences whose cached prefix has grown to their new position.
+    /// Moves sequences whose cached prefix has grown, or whose awaited prompt has ended, to their new position.
     pub(super) fn reorder_ready(&mut self) {
         let mut last = None;
-        for _ in 0..MAX_REORDERED {
-            let Some(id) = self.waiting.next_ready() else { return };
+        self.waiting.begin_moves();
+        while let Some(id) = self.waiting.next_ready() {
             let seq = &mut self.seqs[id];
             let awaited = seq.place.awaited().map(|awaited| awaited.block);
             let ready = awaited.filter(|&block| self.kv.is_named(seq.blocks.names()[block]));
             self.waiting.await_nothing(seq);
             let before = seq.blocks.cached_len();
             let cached = self.kv.estimate(&seq.blocks, ready.map_or(before, |block| block + 1), &mut last);
-            if cached.len() > before {
+            let next = cached.len();
+            if next > before {
                 seq.blocks.set_chain(cached);
                 seq.measure_uncached(self.config.block_size);
-                let key = self.key(&self.seqs[id]);
-                self.waiting.reorder(&mut self.seqs[id], id, key);
-                self.await_next_block(id);
-            } else {
-                self.waiting.await_block(seq, id, cached.len(), None);
             }
+            if !self.is_being_computed(id) {
+                self.waiting.await_block(&mut self.seqs[id], id, next, None);
+            }
+            self.reorder(id);
         }
+    }
+
+    /// Moves a waiting sequence behind all others while it awaits the blocks of a running prompt, as far as this plan may.
+    pub(super) fn move_last(&mut self, id: SeqId) {
+        if self.key(&self.seqs[id]) != self.seqs[id].place.key() && self.waiting.take_move() {
+            self.reorder(id);
+        }
+    }
+
+    /// Moves a waiting sequence to its current position.
+    fn reorder(&mut self, id: SeqId) {
+        let key = self.key(&self.seqs[id]);
+        self.waiting.reorder(&mut self.seqs[id], id, key);
     }
 
     /// Finds the cached blocks that a sequence can share. Returns an error if a running prompt is about to extend them.
@@ -67,7 +77,7 @@ impl Scheduler {
         }
         let seq = &self.seqs[id];
         if let Some(AwaitedBlock { block, computed_by: Some(other) }) = seq.place.awaited()
-            && self.seqs.get(other).is_some_and(|other| computes(other, block))
+            && self.seqs.get(other).is_some_and(|other| other.computes(block))
         {
             return true;
         }
@@ -75,7 +85,7 @@ impl Scheduler {
         let same = self.running.prompts().iter().find_map(|&other| {
             let running = self.seqs.get(other)?;
             let next = running.blocks.cached_len();
-            let same = next >= own && computes(running, next) && running.blocks.names().get(next)? == seq.blocks.names().get(next)?;
+            let same = next >= own && running.computes(next) && running.blocks.names().get(next)? == seq.blocks.names().get(next)?;
             same.then_some((other, next))
         });
         let Some((other, next)) = same else { return false };
@@ -96,9 +106,4 @@ fn common_len<T: PartialEq>(ours: &[T], theirs: &[T]) -> usize {
         (low, high) = if ours[middle] == theirs[middle] { (middle + 1, high) } else { (low, middle) };
     }
     low
-}
-
-/// Whether a sequence is computing its known tokens and has not reached that block.
-fn computes(seq: &Sequence, block: usize) -> bool {
-    seq.is_running() && seq.computed() < seq.len() && seq.blocks.cached_len() <= block
 }
