@@ -4,34 +4,34 @@ import pytest
 from fake_async_engine import FakeEngine, FakeTokenizer, serving
 
 
-@pytest.fixture
-def engine():
-    return FakeEngine()
-
-
 @pytest.fixture(scope="module")
 def lasting():
-    """An engine, and the address and service of a server over it, for all tests of a file that leave no trace but in the engine."""
+    """An engine, and the address and service of a server over it, for all tests of a file."""
     engine = FakeEngine()
     with serving(engine) as (base, service):
         yield engine, base, service
 
 
 @pytest.fixture
-def reused(lasting):
-    """The engine of `lasting`, with no trace of the tests before."""
-    engine = lasting[0]
+def engine(request):
+    """A fake engine. With the marker `shared_server` it is the file's own, with no trace of the tests before."""
+    if not request.node.get_closest_marker("shared_server"):
+        return FakeEngine()
+    engine = request.getfixturevalue("lasting")[0]
     engine.tokenizer = FakeTokenizer()
     engine.seen.clear()
-    engine.started = 0
+    engine.started, engine.released = 0, False
     return engine
 
 
 @pytest.fixture
-def server(engine):
-    """Address and service of a server over the fake engine."""
-    with serving(engine) as running:
-        yield running
+def server(request, engine):
+    """Address and service of a server over the engine."""
+    if request.node.get_closest_marker("shared_server"):
+        yield request.getfixturevalue("lasting")[1:]
+    else:
+        with serving(engine) as running:
+            yield running
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from chairlift.chat_template import ChatTemplate
 from chairlift.errors import InvalidRequest
 from chairlift.server.chat.request import ChatRequest
 
+pytestmark = pytest.mark.shared_server
+
 CHAT = "/v1/chat/completions"
 HELLO = {"role": "user", "content": "one two"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -12,16 +14,6 @@ CHATML = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-@pytest.fixture
-def engine(reused):
-    return reused
-
-
-@pytest.fixture
-def server(lasting, engine):
-    return lasting[1:]
 
 
 def deep(levels):

@@ -6,32 +6,9 @@ import threading
 
 import httpx
 import pytest
-from fake_async_engine import MODEL, FakeEngine, answer, serving, wait_until
+from fake_async_engine import MODEL, answer, wait_until
 
-
-@pytest.fixture(scope="module")
-def shared():
-    """One server for all: what is refused leaves no trace."""
-    engine = FakeEngine()
-    with serving(engine) as (base, _), httpx.Client(base_url=base, timeout=30) as client:
-        yield engine, base, client
-
-
-@pytest.fixture
-def engine(shared):
-    shared[0].started, shared[0].released = 0, False
-    return shared[0]
-
-
-@pytest.fixture
-def base(shared):
-    return shared[1]
-
-
-@pytest.fixture
-def http(shared):
-    return shared[2]
-
+pytestmark = pytest.mark.shared_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

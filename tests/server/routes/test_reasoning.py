@@ -12,6 +12,8 @@ from chairlift.chat_template import ChatTemplate
 from chairlift.server.chat.reasoning import ReasoningTokens
 from chairlift.server.routes.openai.response_request import ResponsesRequest
 
+pytestmark = pytest.mark.shared_server
+
 TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
 THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour"
 CALLED = '<think>I look.</think><tool_call>{"name": "get_time", "arguments": {}}</tool_call> '
@@ -19,14 +21,9 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type":
 
 
 @pytest.fixture
-def engine(reused):
-    reused.tokenizer.template = ChatTemplate({"default": "{{ messages }}{{ tools }}<tool_call></think>"}, {})
-    return reused
-
-
-@pytest.fixture
-def server(lasting, engine):
-    return lasting[1:]
+def engine(engine):
+    engine.tokenizer.template = ChatTemplate({"default": "{{ messages }}{{ tools }}<tool_call></think>"}, {})
+    return engine
 
 
 @pytest.fixture

@@ -2,10 +2,7 @@ import openai
 import pytest
 from fake_async_engine import MODEL
 
-
-@pytest.fixture
-def base(lasting):
-    return lasting[1]
+pytestmark = pytest.mark.shared_server
 
 
 def test_a_text_becomes_tokens_and_text_again(http):

@@ -11,21 +11,13 @@ from pydantic import TypeAdapter
 from chairlift.server.chat.tools.custom import CustomCalls
 from chairlift.server.chat.tools.parser import ToolCallDelta
 
+pytestmark = pytest.mark.shared_server
+
 PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Edits a file."}}
 TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
 INPUT = 'print("é")\n*** End'
 CALL = f"<tool_call>{json.dumps({'name': 'patch', 'arguments': {'input': INPUT}})}</tool_call>"
 OTHER = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
-
-
-@pytest.fixture
-def engine(reused):
-    return reused
-
-
-@pytest.fixture
-def server(lasting, engine):
-    return lasting[1:]
 
 
 def asked(text, **fields):

@@ -9,19 +9,11 @@ from pydantic import TypeAdapter
 from chairlift.server.chat.completion import ChatCompletion, Delta
 from chairlift.server.chat.tools.parser import ToolCallDelta
 
+pytestmark = pytest.mark.shared_server
+
 EVENT = TypeAdapter(RawMessageStreamEvent)
 HOT = {"name": "hot", "description": "is it", "input_schema": {"type": "object"}}
 ONE = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "one two"}]}
-
-
-@pytest.fixture
-def engine(reused):
-    return reused
-
-
-@pytest.fixture
-def base(lasting, engine):
-    return lasting[1]
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,10 @@ from fake_async_engine import MODEL, answer
 
 from chairlift.chat_template import ChatTemplate
 
+pytestmark = pytest.mark.shared_server
+
 HELLO = [{"role": "user", "content": "one two"}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
-
-
-@pytest.fixture
-def engine(reused):
-    return reused
-
-
-@pytest.fixture
-def server(lasting, engine):
-    return lasting[1:]
 
 
 @pytest.fixture

@@ -4,10 +4,7 @@ import pytest
 
 from chairlift.server.app import routes
 
-
-@pytest.fixture
-def base(lasting):
-    return lasting[1]
+pytestmark = pytest.mark.shared_server
 
 
 @pytest.fixture

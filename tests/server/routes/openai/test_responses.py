@@ -9,6 +9,8 @@ from pydantic import BaseModel, TypeAdapter
 from chairlift.server.chat.completion import ChatCompletion, Delta
 from chairlift.server.chat.tools.parser import ToolCallDelta
 
+pytestmark = pytest.mark.shared_server
+
 RESPONSE, EVENT = TypeAdapter(Response), TypeAdapter(ResponseStreamEvent)
 HOT = {"type": "function", "name": "hot", "description": "is it", "parameters": {"type": "object"}, "strict": False}
 CALLS = [
@@ -29,16 +31,6 @@ def events(response):
         assert told[-1]["sequence_number"] == index
         EVENT.validate_python(told[-1])
     return told
-
-
-@pytest.fixture
-def engine(reused):
-    return reused
-
-
-@pytest.fixture
-def base(lasting, engine):
-    return lasting[1]
 
 
 @pytest.fixture

@@ -8,16 +8,7 @@ from pydantic import TypeAdapter
 
 from chairlift.chat_template import ChatTemplate
 
-
-@pytest.fixture
-def engine(reused):
-    return reused
-
-
-@pytest.fixture
-def server(lasting, engine):
-    return lasting[1:]
-
+pytestmark = pytest.mark.shared_server
 
 WEATHER = {
     "type": "function",
