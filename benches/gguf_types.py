@@ -106,7 +106,7 @@ def best(step: Callable[[], None], seconds: float) -> float:
 
 def measure(model: _core.Decoder, rows: int, seconds: float) -> float:
     """Seconds of a step of the whole model, the layers that were not made counted."""
-    cache = _core.KvCache(layers=MEASURED, blocks=rows + 1, kv_heads=KV_HEADS, block_size=16, head_dim=HEAD_DIM, form="float32")
+    cache = _core.KvCache(layers=MEASURED, blocks=rows + 1, kv_heads=KV_HEADS, block_size=16, head_dim=HEAD_DIM, dtype="float32")
     at = np.arange(rows, dtype=np.int32)
     arrays = {
         "input_ids": at,

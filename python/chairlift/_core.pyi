@@ -329,7 +329,7 @@ class Linear:
         cls,
         tensors: Sequence[tuple[str, int, NDArray[np.uint8] | tuple[TensorFile, int], int]],
         ins: int,
-        form: str,
+        dtype: str,
         *,
         threads: int,
         bias: NDArray[np.float32] | None = None,
@@ -339,7 +339,7 @@ class Linear:
         """Packs matrices [rows, ins] into one layer, stacked by rows or, if `gated`, as interleaved gate and up projections.
 
         Each tensor is its dtype (float32, float16, bfloat16, or a ggml type's number), its rows, its bytes (or a file and the byte offset
-        in it), and the rows of a head whose rotary halves alternate in the source, else 0. `form` is the dtype of the packed weights:
+        in it), and the rows of a head whose rotary halves alternate in the source, else 0. `dtype` is that of the packed weights:
         float32, float16, bfloat16, kept (each as it is), or int8. Products are in fp32, except for int8. `isa` is one of
         `instruction_sets()`, or 'auto' for the first. Raises ValueError if the tensors cannot be packed or the file ends too early.
         """
@@ -439,9 +439,9 @@ class KvCache:
     """The KV cache of all layers, in blocks, with a host pool for swapped-out blocks. Memory is only resident once it is used."""
 
     def __new__(
-        cls, *, layers: int, blocks: int, kv_heads: int, block_size: int, head_dim: int, form: str, host_blocks: int = 0
+        cls, *, layers: int, blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: str, host_blocks: int = 0
     ) -> KvCache:
-        """Creates a cache with dtype `form`: float32, float16 or int8. Raises MemoryError if the system refuses the memory."""
+        """Creates a cache; `dtype` is float32, float16 or int8. Raises MemoryError if the system refuses the memory."""
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, one pair (from, to) after another."""

@@ -97,7 +97,7 @@ def as_computed(kind: Kind, blocks: np.ndarray, size: int, together: int) -> np.
         ropes=[],
         threads=2,
     )
-    cache = _core.KvCache(layers=1, blocks=1, kv_heads=1, block_size=size, head_dim=2, form="float32")
+    cache = _core.KvCache(layers=1, blocks=1, kv_heads=1, block_size=size, head_dim=2, dtype="float32")
     ids = np.arange(size, dtype=np.int32)
     starts, lens, tables = np.array([0, size], np.int32), np.array([size], np.int32), np.zeros((1, 1), np.int32)
     step = {"input_ids": ids, "positions": ids, "slot_mapping": ids, "query_starts": starts, "context_lens": lens, "block_tables": tables}

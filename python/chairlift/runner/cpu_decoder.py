@@ -16,12 +16,12 @@ from chairlift.runner.memory.precision import BYTES
 from chairlift.runner.weights import Part, Weights
 
 
-def build_decoder(model: ModelConfig, weights: Weights, form: str, threads: int, isa: str, longest: int) -> _core.Decoder:
+def build_decoder(model: ModelConfig, weights: Weights, dtype: str, threads: int, isa: str, longest: int) -> _core.Decoder:
     """Loads and packs all weights, matrix by matrix, for the instruction set `isa`. `longest` is the most tokens of a sequence.
 
     Raises UnsupportedModel for weights that do not match the configuration.
     """
-    return _Builder(model, weights, form, threads, isa, longest).decoder()
+    return _Builder(model, weights, dtype, threads, isa, longest).decoder()
 
 
 def rotary_embedding(model: ModelConfig, rope: RopeConfig, longest: int) -> tuple[np.ndarray, float]:
@@ -41,8 +41,8 @@ def rotary_embedding(model: ModelConfig, rope: RopeConfig, longest: int) -> tupl
 class _Builder:
     """Builds the blocks of one decoder."""
 
-    def __init__(self, model: ModelConfig, weights: Weights, form: str, threads: int, isa: str, longest: int) -> None:
-        self.model, self.weights, self.form, self.longest = model, weights, form, longest
+    def __init__(self, model: ModelConfig, weights: Weights, dtype: str, threads: int, isa: str, longest: int) -> None:
+        self.model, self.weights, self.dtype, self.longest = model, weights, dtype, longest
         self.threads, self.isa = threads, isa
         self.ropes = list(dict.fromkeys((model.rope, model.local_rope)))
 
@@ -125,7 +125,7 @@ class _Builder:
             parts = _halves(*parts[0], ins)
         biases = np.concatenate([self.vector(f"{name}.bias", size) for name, size in outs.items()]) if bias else None
         try:
-            return _core.Linear(parts, ins, self.form, threads=self.threads, bias=biases, gated=gated, isa=self.isa)
+            return _core.Linear(parts, ins, self.dtype, threads=self.threads, bias=biases, gated=gated, isa=self.isa)
         except ValueError as error:
             raise UnsupportedModel(f"{', '.join(outs)}: {error}") from None
 

@@ -30,9 +30,9 @@ class CpuExecutor(ModelExecutor):
     @classmethod
     def load(cls, config: EngineConfig, weights: Weights, model: ModelConfig, precision: Precision) -> CpuExecutor:
         """Packs the weights. The settings are complete. Raises UnsupportedModel."""
-        form = "int8" if precision.quantization == "int8" else precision.weights.replace("blocks", "kept")
+        dtype = "int8" if precision.quantization == "int8" else precision.weights.replace("blocks", "kept")
         longest = config.max_model_len or model.max_position_embeddings
-        decoder = build_decoder(model, weights, form, config.threads or 1, config.cpu_isa, longest)
+        decoder = build_decoder(model, weights, dtype, config.threads or 1, config.cpu_isa, longest)
         weights.finish(model)
         return cls(model, decoder, precision.kv)
 
@@ -46,7 +46,7 @@ class CpuExecutor(ModelExecutor):
                 kv_heads=model.num_kv_heads,
                 block_size=block_size,
                 head_dim=model.head_dim,
-                form=self.kv,
+                dtype=self.kv,
                 host_blocks=host_blocks,
             )
         except MemoryError as error:

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr::null;
 
 use crate::aligned::AlignedVec;
-use crate::cache::{Cell, KvForm, Pages, Parts};
+use crate::cache::{Cell, KvDType, Pages, Parts};
 use crate::linear::softcap;
 use crate::simd::{Isa, Kernel, Simd, exp};
 use crate::unsafe_slice::UnsafeSlice;
@@ -76,10 +76,10 @@ impl Attention<'_> {
     /// to have been written.
     pub(crate) unsafe fn attend(&self, isa: Isa, task: usize, scratch: &mut Scratch) {
         let task = self.plan.task(task);
-        match self.pages.form {
-            KvForm::F32 => isa.run(Attend::<f32> { of: self, task, scratch, cell: PhantomData }),
-            KvForm::F16 => isa.run(Attend::<u16> { of: self, task, scratch, cell: PhantomData }),
-            KvForm::Int8 => isa.run(Attend::<i8> { of: self, task, scratch, cell: PhantomData }),
+        match self.pages.dtype {
+            KvDType::F32 => isa.run(Attend::<f32> { of: self, task, scratch, cell: PhantomData }),
+            KvDType::F16 => isa.run(Attend::<u16> { of: self, task, scratch, cell: PhantomData }),
+            KvDType::Int8 => isa.run(Attend::<i8> { of: self, task, scratch, cell: PhantomData }),
         }
     }
 

@@ -37,7 +37,7 @@ pub struct KvShape {
 
 /// Storage format of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KvForm {
+pub enum KvDType {
     /// fp32.
     F32,
     /// IEEE half precision.
@@ -56,13 +56,13 @@ pub struct OutOfMemory {
 
 /// Keys and values of all layers, and a second pool of blocks for swapped-out data.
 ///
-/// A KV page is a block's part in one layer and head. It has up to three parts. For [`KvForm::Int8`] the first part is the scales of the
+/// A KV page is a block's part in one layer and head. It has up to three parts. For [`KvDType::Int8`] the first part is the scales of the
 /// keys and of the values, \[2\]\[block size\]. The values follow, \[block size\]\[head dim, padded\], and then the keys,
 /// \[head dim\]\[block size\]. With this layout a register holds scores of several tokens, or several dimensions of an output, and no
 /// kernel sums across the lanes of a register.
 pub struct KvCache {
     shape: KvShape,
-    form: KvForm,
+    dtype: KvDType,
     /// \[layers\]\[blocks\]\[heads\] pages.
     device: Zeroed,
     /// \[blocks\]\[layers\]\[heads\] pages.
@@ -71,14 +71,14 @@ pub struct KvCache {
 
 impl KvCache {
     /// Creates a cache of zeros with `host_blocks` additional blocks for swapping. Physical memory is used only when blocks are written.
-    pub fn new(shape: KvShape, form: KvForm, host_blocks: usize) -> Result<Self, OutOfMemory> {
-        let bytes = |blocks: usize| blocks.checked_mul(Self::bytes_per_block(shape, form)).ok_or(OutOfMemory { bytes: usize::MAX });
-        Ok(Self { shape, form, device: Zeroed::new(bytes(shape.blocks)?)?, host: Zeroed::new(bytes(host_blocks)?)? })
+    pub fn new(shape: KvShape, dtype: KvDType, host_blocks: usize) -> Result<Self, OutOfMemory> {
+        let bytes = |blocks: usize| blocks.checked_mul(Self::bytes_per_block(shape, dtype)).ok_or(OutOfMemory { bytes: usize::MAX });
+        Ok(Self { shape, dtype, device: Zeroed::new(bytes(shape.blocks)?)?, host: Zeroed::new(bytes(host_blocks)?)? })
     }
 
     /// Bytes of a block, over all layers.
-    pub fn bytes_per_block(shape: KvShape, form: KvForm) -> usize {
-        shape.layers * shape.kv_heads * Page::new(shape, form).bytes
+    pub fn bytes_per_block(shape: KvShape, dtype: KvDType) -> usize {
+        shape.layers * shape.kv_heads * Page::new(shape, dtype).bytes
     }
 
     /// The dimensions of the cache.
@@ -112,20 +112,20 @@ impl KvCache {
 
     /// Returns a view that several threads can write to.
     pub(crate) fn pages(&mut self) -> Pages<'_> {
-        Pages { cells: UnsafeSlice::new(&mut self.device), shape: self.shape, form: self.form, page: Page::new(self.shape, self.form) }
+        Pages { cells: UnsafeSlice::new(&mut self.device), shape: self.shape, dtype: self.dtype, page: Page::new(self.shape, self.dtype) }
     }
 
     /// Byte range of a block's pages in one layer.
     fn part(&self, layer: usize, block: u32) -> std::ops::Range<usize> {
         assert!((block as usize) < self.shape.blocks, "there is no block {block}");
-        let bytes = Self::bytes_per_block(self.shape, self.form) / self.shape.layers;
+        let bytes = Self::bytes_per_block(self.shape, self.dtype) / self.shape.layers;
         let start = (layer * self.shape.blocks + block as usize) * bytes;
         start..start + bytes
     }
 
     /// Byte range of a swapped-out block's pages in one layer.
     fn host_part(&self, layer: usize, block: u32) -> std::ops::Range<usize> {
-        let bytes = Self::bytes_per_block(self.shape, self.form) / self.shape.layers;
+        let bytes = Self::bytes_per_block(self.shape, self.dtype) / self.shape.layers;
         let start = (block as usize * self.shape.layers + layer) * bytes;
         start..start + bytes
     }
@@ -140,11 +140,11 @@ struct Page {
 }
 
 impl Page {
-    fn new(shape: KvShape, form: KvForm) -> Self {
-        let (cell, scales) = match form {
-            KvForm::F32 => (size_of::<f32>(), 0),
-            KvForm::F16 => (size_of::<u16>(), 0),
-            KvForm::Int8 => (size_of::<i8>(), 2 * shape.block_size * size_of::<f32>()),
+    fn new(shape: KvShape, dtype: KvDType) -> Self {
+        let (cell, scales) = match dtype {
+            KvDType::F32 => (size_of::<f32>(), 0),
+            KvDType::F16 => (size_of::<u16>(), 0),
+            KvDType::Int8 => (size_of::<i8>(), 2 * shape.block_size * size_of::<f32>()),
         };
         let keys = scales + shape.block_size * shape.head_dim.next_multiple_of(PADDING) * cell;
         Self { values: scales, keys, bytes: (keys + shape.head_dim * shape.block_size * cell).next_multiple_of(LINE) }
@@ -156,7 +156,7 @@ impl Page {
 pub(crate) struct Pages<'a> {
     cells: UnsafeSlice<'a, u8>,
     pub(crate) shape: KvShape,
-    pub(crate) form: KvForm,
+    pub(crate) dtype: KvDType,
     page: Page,
 }
 
@@ -184,10 +184,10 @@ impl Pages<'_> {
     pub(crate) unsafe fn write(self, layer: usize, slot: usize, keys: &[f32], values: &[f32]) {
         // SAFETY: the caller guarantees it.
         unsafe {
-            match self.form {
-                KvForm::F32 => self.write_cells::<f32>(layer, slot, keys, values),
-                KvForm::F16 => self.write_cells::<u16>(layer, slot, keys, values),
-                KvForm::Int8 => self.write_cells::<i8>(layer, slot, keys, values),
+            match self.dtype {
+                KvDType::F32 => self.write_cells::<f32>(layer, slot, keys, values),
+                KvDType::F16 => self.write_cells::<u16>(layer, slot, keys, values),
+                KvDType::Int8 => self.write_cells::<i8>(layer, slot, keys, values),
             }
         }
     }

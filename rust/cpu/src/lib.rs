@@ -34,9 +34,9 @@ pub use rope::Rope;
 pub use simd::Isa;
 pub use step::{Step, StepError};
 pub use tensor::{Numbers, ReadError, Source, Tensor};
-pub use weights::{Form, Matrix, Merge, PackError};
+pub use weights::{DType, Matrix, Merge, PackError};
 
-/// ggml's type numbers of the block types that [`Form::Kept`] supports.
+/// ggml's type numbers of the block types that [`DType::Kept`] supports.
 pub fn block_types() -> Vec<u32> {
     block_type::BlockType::ALL.into_iter().map(block_type::BlockType::number).collect()
 }

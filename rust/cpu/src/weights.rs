@@ -11,7 +11,7 @@ use crate::tensor::{Numbers, ReadError, RowReader, Source, Tensor};
 
 /// Storage format of a matrix's weights. Weights in formats other than `Int8` are multiplied in fp32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
+pub enum DType {
     /// fp32.
     F32,
     /// IEEE half precision.
@@ -207,13 +207,13 @@ pub(crate) enum Store {
 }
 
 impl Part {
-    fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>, form: Form) -> Result<Self, PackError> {
+    fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>, dtype: DType) -> Result<Self, PackError> {
         let width = isa.panel();
-        let store = match (form, tensor.numbers) {
-            (Form::F32, _) | (Form::Kept, Numbers::F32) => Store::F32(Panels::pack(pool, width, tensor)?),
-            (Form::Bf16, _) | (Form::Kept, Numbers::Bf16) => Store::Bf16(Panels::pack(pool, width, tensor)?),
-            (Form::Kept, Numbers::F16) => Store::F16(Panels::pack(pool, width, tensor)?),
-            (Form::F16, _) => {
+        let store = match (dtype, tensor.numbers) {
+            (DType::F32, _) | (DType::Kept, Numbers::F32) => Store::F32(Panels::pack(pool, width, tensor)?),
+            (DType::Bf16, _) | (DType::Kept, Numbers::Bf16) => Store::Bf16(Panels::pack(pool, width, tensor)?),
+            (DType::Kept, Numbers::F16) => Store::F16(Panels::pack(pool, width, tensor)?),
+            (DType::F16, _) => {
                 let panels = Panels::<F16>::pack(pool, width, tensor)?;
                 if panels.numbers.iter().any(|x| x.to_f32().is_infinite()) {
                     // Packs again in fp32 to find the weight that overflows.
@@ -223,11 +223,11 @@ impl Part {
                 }
                 Store::F16(panels)
             }
-            (Form::Kept, Numbers::Ggml(number)) => {
+            (DType::Kept, Numbers::Ggml(number)) => {
                 let kind = tensor.numbers.blocks().ok_or(PackError::Blocks(number))?;
                 Store::Blocks(BlockPanels::pack(pool, isa, tensor, kind)?)
             }
-            (Form::Int8, _) => Store::Int8(QuantWeights::pack(pool, isa, tensor)?),
+            (DType::Int8, _) => Store::Int8(QuantWeights::pack(pool, isa, tensor)?),
         };
         Ok(Self { store, rows: tensor.rows })
     }
@@ -250,7 +250,7 @@ impl Part {
 
 impl Matrix {
     /// Packs tensors with the same number of inputs. All threads of the pool read tensors that are in files.
-    pub fn pack(pool: &mut ThreadPool, isa: Isa, tensors: &[Tensor<'_>], merge: Merge, form: Form) -> Result<Self, PackError> {
+    pub fn pack(pool: &mut ThreadPool, isa: Isa, tensors: &[Tensor<'_>], merge: Merge, dtype: DType) -> Result<Self, PackError> {
         let ins = tensors.first().map_or(0, |tensor| tensor.ins);
         let rows: usize = tensors.iter().map(|tensor| tensor.rows).sum();
         let equal = tensors.iter().all(|tensor| tensor.ins == ins && tensor.interleaved % 2 == 0);
@@ -270,7 +270,7 @@ impl Matrix {
                 Source::Memory(bytes) if bytes.len() != rows * row => {
                     return Err(PackError::Shape { rows, ins, expected: rows * row, found: bytes.len() });
                 }
-                _ => parts.push(Part::pack(pool, isa, tensor, form)?),
+                _ => parts.push(Part::pack(pool, isa, tensor, dtype)?),
             }
         }
         let outs = if merge == Merge::Gated { rows / 2 } else { rows };

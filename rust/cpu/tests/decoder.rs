@@ -1,9 +1,9 @@
 //! Compares the whole decoder with plain arithmetic, and checks that results have the same bits whatever else is in a step.
 
-use chairlift_cpu::cache::{KvCache, KvForm, KvShape};
+use chairlift_cpu::cache::{KvCache, KvDType, KvShape};
 use chairlift_cpu::{
-    Activation, Block, BlockKind, Decoder, DecoderConfig, Form, GatedMlp, Isa, Linear, Matrix, Merge, Numbers, Rope, SelfAttention, Source,
-    Step, StepError, Tensor, ThreadPool,
+    Activation, Block, BlockKind, DType, Decoder, DecoderConfig, GatedMlp, Isa, Linear, Matrix, Merge, Numbers, Rope, SelfAttention,
+    Source, Step, StepError, Tensor, ThreadPool,
 };
 
 const HIDDEN: usize = 48;
@@ -76,12 +76,12 @@ impl Weights {
         }
     }
 
-    fn decoder(&self, isa: Isa, form: Form, threads: usize, window: Option<usize>) -> Decoder {
+    fn decoder(&self, isa: Isa, dtype: DType, threads: usize, window: Option<usize>) -> Decoder {
         let mut pool = ThreadPool::new(1).expect("threads");
         let mut linear = |parts: &[&[f32]], ins: usize, merge: Merge, bias: Option<&[f32]>| {
             let bytes: Vec<_> = parts.iter().map(|part| bytes_of(part)).collect();
             let tensors: Vec<_> = bytes.iter().map(|bytes| tensor(bytes, ins)).collect();
-            Linear::new(Matrix::pack(&mut pool, isa, &tensors, merge, form).expect("it fits"), bias)
+            Linear::new(Matrix::pack(&mut pool, isa, &tensors, merge, dtype).expect("it fits"), bias)
         };
         let mut blocks = Vec::new();
         for i in 0..LAYERS {
@@ -158,10 +158,10 @@ impl Weights {
 
 /// Runs the sequences in steps. `cuts` gives the number of tokens that each step adds to a sequence. Returns the logits of each sequence,
 /// token by token.
-fn run(decoder: &mut Decoder, form: KvForm, sequences: &[&[i32]], cuts: &[usize]) -> Vec<Vec<f32>> {
+fn run(decoder: &mut Decoder, dtype: KvDType, sequences: &[&[i32]], cuts: &[usize]) -> Vec<Vec<f32>> {
     let blocks = 1 + MAX_BLOCKS * sequences.len();
     let shape = KvShape { layers: LAYERS, blocks, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
-    let mut cache = KvCache::new(shape, form, 0).expect("there is memory");
+    let mut cache = KvCache::new(shape, dtype, 0).expect("there is memory");
     let mut logits = vec![Vec::new(); sequences.len()];
     // Each sequence has its own blocks, in shuffled order.
     let block = |s: usize, i: usize| (1 + s * MAX_BLOCKS + (i * 7 + s) % MAX_BLOCKS) as i32;
@@ -220,17 +220,17 @@ fn logits_are_those_of_plain_arithmetic() {
         let expected = weights.reference(&sequence, window);
         let scale = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
         for isa in Isa::available() {
-            for (form, kv, tolerance) in [
-                (Form::F32, KvForm::F32, 5e-6),
-                (Form::F16, KvForm::F32, 2e-3),
-                (Form::Bf16, KvForm::F16, 1e-2),
-                (Form::Int8, KvForm::F32, 8e-2),
-                (Form::F32, KvForm::Int8, 4e-2),
+            for (dtype, kv, tolerance) in [
+                (DType::F32, KvDType::F32, 5e-6),
+                (DType::F16, KvDType::F32, 2e-3),
+                (DType::Bf16, KvDType::F16, 1e-2),
+                (DType::Int8, KvDType::F32, 8e-2),
+                (DType::F32, KvDType::Int8, 4e-2),
             ] {
-                let found = run(&mut weights.decoder(isa, form, 2, window), kv, &[&sequence], &[11]).remove(0);
+                let found = run(&mut weights.decoder(isa, dtype, 2, window), kv, &[&sequence], &[11]).remove(0);
                 assert_eq!(found.len(), expected.len());
                 let off = found.iter().zip(&expected).fold(0.0, |most: f64, (&x, y)| most.max((f64::from(x) - y).abs())) / scale;
-                assert!(off < tolerance, "{isa:?} {form:?} {kv:?} {window:?}: {off:e}");
+                assert!(off < tolerance, "{isa:?} {dtype:?} {kv:?} {window:?}: {off:e}");
             }
         }
     }
@@ -244,12 +244,14 @@ fn a_sequence_is_computed_bit_for_bit_the_same_in_any_company_and_any_pieces() {
     let mut company: Vec<&[i32]> = others.iter().map(Vec::as_slice).collect();
     company.insert(7, &sequence);
     for isa in Isa::available() {
-        for (form, kv) in [(Form::F32, KvForm::F32), (Form::F16, KvForm::F16), (Form::Bf16, KvForm::Int8), (Form::Int8, KvForm::F32)] {
-            let alone = run(&mut weights.decoder(isa, form, 1, Some(21)), kv, &[&sequence], &[64]).remove(0);
+        for (dtype, kv) in
+            [(DType::F32, KvDType::F32), (DType::F16, KvDType::F16), (DType::Bf16, KvDType::Int8), (DType::Int8, KvDType::F32)]
+        {
+            let alone = run(&mut weights.decoder(isa, dtype, 1, Some(21)), kv, &[&sequence], &[64]).remove(0);
             for threads in [1, 3] {
                 for cuts in [&[1][..], &[5, 1, 17], &[64]] {
-                    let found = run(&mut weights.decoder(isa, form, threads, Some(21)), kv, &company, cuts).remove(7);
-                    assert!(found == alone, "{isa:?} {form:?} {kv:?} on {threads} threads, cut by {cuts:?}");
+                    let found = run(&mut weights.decoder(isa, dtype, threads, Some(21)), kv, &company, cuts).remove(7);
+                    assert!(found == alone, "{isa:?} {dtype:?} {kv:?} on {threads} threads, cut by {cuts:?}");
                 }
             }
         }
@@ -260,10 +262,10 @@ fn a_sequence_is_computed_bit_for_bit_the_same_in_any_company_and_any_pieces() {
 fn a_step_that_threads_could_not_share_is_refused_and_the_next_one_runs() {
     let weights = Weights::new();
     let sequence = tokens(5, 7);
-    let mut decoder = weights.decoder(Isa::best(), Form::F32, 3, None);
-    let expected = run(&mut decoder, KvForm::F32, &[&sequence], &[64]);
+    let mut decoder = weights.decoder(Isa::best(), DType::F32, 3, None);
+    let expected = run(&mut decoder, KvDType::F32, &[&sequence], &[64]);
     let shape = KvShape { layers: LAYERS, blocks: 8, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
-    let mut cache = KvCache::new(shape, KvForm::F32, 0).expect("there is memory");
+    let mut cache = KvCache::new(shape, KvDType::F32, 0).expect("there is memory");
     let step = Step {
         input_ids: &[1, 2, 3],
         positions: &[0, 1, 0],
@@ -283,20 +285,20 @@ fn a_step_that_threads_could_not_share_is_refused_and_the_next_one_runs() {
         let unknown = Step { input_ids: &[1, wrong, 3], ..step };
         assert_eq!(decoder.forward(&unknown, &mut cache), Err(StepError::Token { at: 1, id: wrong, vocabulary: VOCABULARY }));
     }
-    let mut other = KvCache::new(KvShape { head_dim: HEAD / 2, ..shape }, KvForm::F32, 0).expect("there is memory");
+    let mut other = KvCache::new(KvShape { head_dim: HEAD / 2, ..shape }, KvDType::F32, 0).expect("there is memory");
     let error = StepError::Cache { what: "numbers a head", found: HEAD / 2, expected: HEAD };
     assert_eq!(decoder.forward(&step, &mut other), Err(error));
-    assert!(run(&mut decoder, KvForm::F32, &[&sequence], &[64]) == expected);
+    assert!(run(&mut decoder, KvDType::F32, &[&sequence], &[64]) == expected);
 }
 
 #[test]
 fn a_block_table_without_such_blocks_panics_and_the_next_step_runs() {
     let weights = Weights::new();
     let sequence = tokens(5, 7);
-    let mut decoder = weights.decoder(Isa::best(), Form::F32, 3, None);
-    let expected = run(&mut decoder, KvForm::F32, &[&sequence], &[64]);
+    let mut decoder = weights.decoder(Isa::best(), DType::F32, 3, None);
+    let expected = run(&mut decoder, KvDType::F32, &[&sequence], &[64]);
     let shape = KvShape { layers: LAYERS, blocks: 2, kv_heads: KV_HEADS, block_size: BLOCK, head_dim: HEAD };
-    let mut cache = KvCache::new(shape, KvForm::F32, 0).expect("there is memory");
+    let mut cache = KvCache::new(shape, KvDType::F32, 0).expect("there is memory");
     let step = Step {
         input_ids: &[1],
         positions: &[0],
@@ -308,7 +310,7 @@ fn a_block_table_without_such_blocks_panics_and_the_next_step_runs() {
         max_blocks: 1,
     };
     assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| decoder.forward(&step, &mut cache))).is_err());
-    assert!(run(&mut decoder, KvForm::F32, &[&sequence], &[64]) == expected);
+    assert!(run(&mut decoder, KvDType::F32, &[&sequence], &[64]) == expected);
 }
 
 #[test]
@@ -316,7 +318,7 @@ fn weights_that_do_not_fit_each_other_are_refused() {
     let packed = |isa: Isa, outs: usize, ins: usize| {
         let bytes = vec![0; outs * ins * size_of::<f32>()];
         let mut pool = ThreadPool::new(1).expect("threads");
-        Matrix::pack(&mut pool, isa, &[tensor(&bytes, ins)], Merge::Stacked, Form::F32).expect("it fits")
+        Matrix::pack(&mut pool, isa, &[tensor(&bytes, ins)], Merge::Stacked, DType::F32).expect("it fits")
     };
     let wide = |outs: usize, ins: usize| Linear::new(packed(Isa::best(), outs, ins), None);
     let made = |norm: usize, head: Linear| {

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use chairlift_cpu as cpu;
-use cpu::{Form, Isa, Merge, Numbers, Source, Tensor, ThreadPool};
+use cpu::{DType, Isa, Merge, Numbers, Source, Tensor, ThreadPool};
 use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
@@ -44,13 +44,13 @@ pub(crate) struct Linear(Mutex<Option<cpu::Linear>>);
 #[pymethods]
 impl Linear {
     #[new]
-    #[pyo3(signature = (tensors, ins, form, *, threads, bias=None, gated=false, isa="auto"))]
+    #[pyo3(signature = (tensors, ins, dtype, *, threads, bias=None, gated=false, isa="auto"))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         tensors: Vec<TensorArgs<'_>>,
         ins: usize,
-        form: &str,
+        dtype: &str,
         threads: usize,
         bias: Option<PyBuffer<f32>>,
         gated: bool,
@@ -58,7 +58,7 @@ impl Linear {
     ) -> PyResult<Self> {
         let isa = isa_of(isa)?;
         let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
-        let form = form_of(form)?;
+        let dtype = dtype_of(dtype)?;
         if bias.as_ref().is_some_and(|bias| bias.len() != tensors.iter().map(|tensor| tensor.1).sum::<usize>()) {
             return Err(PyValueError::new_err("there must be a bias for each row"));
         }
@@ -66,7 +66,7 @@ impl Linear {
         let tensors: Vec<_> = tensors.iter().map(|tensor| tensor_of(tensor, ins)).collect::<PyResult<_>>()?;
         let linear = py.detach(|| {
             let mut pool = started(threads)?;
-            let matrix = cpu::Matrix::pack(&mut pool, isa, &tensors, merge, form);
+            let matrix = cpu::Matrix::pack(&mut pool, isa, &tensors, merge, dtype);
             matrix.map(|matrix| cpu::Linear::new(matrix, bias.as_deref())).map_err(|error| PyValueError::new_err(error.to_string()))
         });
         linear.map(|linear| Self(Mutex::new(Some(linear))))
@@ -111,13 +111,13 @@ fn isa_of(name: &str) -> PyResult<Isa> {
     isa.ok_or_else(|| PyValueError::new_err(format!("the kernels cannot use {name} on this processor")))
 }
 
-fn form_of(name: &str) -> PyResult<Form> {
+fn dtype_of(name: &str) -> PyResult<DType> {
     match name {
-        "float32" => Ok(Form::F32),
-        "float16" => Ok(Form::F16),
-        "bfloat16" => Ok(Form::Bf16),
-        "kept" => Ok(Form::Kept),
-        "int8" => Ok(Form::Int8),
+        "float32" => Ok(DType::F32),
+        "float16" => Ok(DType::F16),
+        "bfloat16" => Ok(DType::Bf16),
+        "kept" => Ok(DType::Kept),
+        "int8" => Ok(DType::Int8),
         _ => Err(PyValueError::new_err(format!("weights cannot be kept as {name:?}"))),
     }
 }
@@ -288,21 +288,21 @@ pub(crate) struct KvCache(Mutex<cpu::cache::KvCache>);
 #[pymethods]
 impl KvCache {
     #[new]
-    #[pyo3(signature = (*, layers, blocks, kv_heads, block_size, head_dim, form, host_blocks=0))]
+    #[pyo3(signature = (*, layers, blocks, kv_heads, block_size, head_dim, dtype, host_blocks=0))]
     fn new(
         layers: usize,
         blocks: usize,
         kv_heads: usize,
         block_size: usize,
         head_dim: usize,
-        form: &str,
+        dtype: &str,
         host_blocks: usize,
     ) -> PyResult<Self> {
         if [layers, blocks, kv_heads, block_size, head_dim].contains(&0) {
             return Err(PyValueError::new_err("a cache has at least one of everything"));
         }
         let shape = cpu::cache::KvShape { layers, blocks, kv_heads, block_size, head_dim };
-        let cache = cpu::cache::KvCache::new(shape, kv_form_of(form)?, host_blocks);
+        let cache = cpu::cache::KvCache::new(shape, kv_dtype_of(dtype)?, host_blocks);
         cache.map(|cache| Self(Mutex::new(cache))).map_err(|error| PyMemoryError::new_err(error.to_string()))
     }
 
@@ -317,11 +317,11 @@ impl KvCache {
     }
 }
 
-fn kv_form_of(name: &str) -> PyResult<cpu::cache::KvForm> {
+fn kv_dtype_of(name: &str) -> PyResult<cpu::cache::KvDType> {
     match name {
-        "float32" => Ok(cpu::cache::KvForm::F32),
-        "float16" => Ok(cpu::cache::KvForm::F16),
-        "int8" => Ok(cpu::cache::KvForm::Int8),
+        "float32" => Ok(cpu::cache::KvDType::F32),
+        "float16" => Ok(cpu::cache::KvDType::F16),
+        "int8" => Ok(cpu::cache::KvDType::Int8),
         _ => Err(PyValueError::new_err(format!("KV cannot be kept as {name:?}"))),
     }
 }

@@ -18,7 +18,7 @@ struct Case {
     group: usize,
     head_dim: usize,
     block_size: usize,
-    form: KvForm,
+    dtype: KvDType,
     window: Option<usize>,
     softcap: Option<f32>,
     contexts: Vec<usize>,
@@ -81,7 +81,7 @@ impl Case {
         let mut rows: Vec<usize> = (0..count).collect();
         random.shuffle(&mut rows);
         let shape = KvShape { layers: 2, blocks: blocks.len(), kv_heads: self.kv_heads, block_size: size, head_dim: self.head_dim };
-        let mut cache = KvCache::new(shape, self.form, 0).expect("memory");
+        let mut cache = KvCache::new(shape, self.dtype, 0).expect("memory");
         let pages = cache.pages();
         let slot =
             |sequence: usize, position: usize| blocks[rows[sequence] * max_blocks + position / size] as usize * size + position % size;
@@ -138,11 +138,11 @@ impl Case {
     /// A head's numbers, rounded as the cache stores them.
     fn stored(&self, numbers: &[f32]) -> Vec<f64> {
         let largest = numbers.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
-        let store = |&x: &f32| match self.form {
-            KvForm::F32 => f64::from(x),
-            KvForm::F16 => f64::from(half::to_f32(half::from_f32(x))),
-            KvForm::Int8 if largest == 0.0 => 0.0,
-            KvForm::Int8 => f64::from((x * (127.0 / largest)).round_ties_even() * (largest / 127.0)),
+        let store = |&x: &f32| match self.dtype {
+            KvDType::F32 => f64::from(x),
+            KvDType::F16 => f64::from(half::to_f32(half::from_f32(x))),
+            KvDType::Int8 if largest == 0.0 => 0.0,
+            KvDType::Int8 => f64::from((x * (127.0 / largest)).round_ties_even() * (largest / 127.0)),
         };
         numbers.iter().map(store).collect()
     }
@@ -195,14 +195,14 @@ prop_compose! {
         group in 1..9_usize,
         head_dim in prop::sample::select(vec![2, 8, 16, 32, 64, 72, 80, 96, 128, 256]),
         block_size in prop::sample::select(vec![1, 2, 3, 4, 8, 16, 24, 32, 128]),
-        form in prop::sample::select(vec![KvForm::F32, KvForm::F16, KvForm::Int8]),
+        dtype in prop::sample::select(vec![KvDType::F32, KvDType::F16, KvDType::Int8]),
         window in prop::option::of(prop::sample::select(vec![1, 2, 16, 37, 64, 100])),
         softcap in prop::option::of(prop::sample::select(vec![0.5, 5.0, 50.0])),
         contexts in prop::collection::vec(1..180_usize, 1..4),
         scale in prop::sample::select(vec![0.1, 1.0, 4.0]),
         seed in any::<u64>(),
     ) -> Case {
-        Case { kv_heads, group, head_dim, block_size, form, window, softcap, contexts, scale, seed }
+        Case { kv_heads, group, head_dim, block_size, dtype, window, softcap, contexts, scale, seed }
     }
 }
 
@@ -218,11 +218,11 @@ proptest! {
 #[test]
 fn the_shapes_of_models_do() {
     for (heads, kv_heads, head_dim) in [(9, 3, 64), (14, 2, 64), (8, 1, 128), (4, 4, 96), (4, 2, 80)] {
-        for form in [KvForm::F32, KvForm::F16, KvForm::Int8] {
+        for dtype in [KvDType::F32, KvDType::F16, KvDType::Int8] {
             for window in [None, Some(70)] {
                 let contexts = vec![131, 17];
                 let group = heads / kv_heads;
-                Case { kv_heads, group, head_dim, block_size: 16, form, window, softcap: None, contexts, scale: 2.0, seed: 0 }.check();
+                Case { kv_heads, group, head_dim, block_size: 16, dtype, window, softcap: None, contexts, scale: 2.0, seed: 0 }.check();
             }
         }
     }
@@ -274,7 +274,7 @@ impl Shared {
             tables[i * max_blocks..][..blocks.len()].copy_from_slice(&blocks);
         }
         let shape = KvShape { layers: 2, blocks: tables.len(), kv_heads, block_size, head_dim };
-        let mut cache = KvCache::new(shape, case.form, 0).expect("memory");
+        let mut cache = KvCache::new(shape, case.dtype, 0).expect("memory");
         for slot in 0..tables.len() * block_size {
             let [keys, values] = [(); 2].map(|()| random.numbers(kv_heads * head_dim, case.scale));
             // SAFETY: no other thread uses the cache.
@@ -324,7 +324,7 @@ fn decodes_that_share_blocks_share_tasks() {
         group,
         head_dim: 16,
         block_size: 16,
-        form: KvForm::F32,
+        dtype: KvDType::F32,
         window: None,
         softcap: None,
         contexts: (0..16).map(|i| 200 + i).collect(),

@@ -7,7 +7,7 @@ use crate::simd::{Isa, Kernel};
 
 const SHAPE: KvShape = KvShape { layers: 2, blocks: 5, kv_heads: 3, block_size: 4, head_dim: 6 };
 
-const FORMS: [KvForm; 3] = [KvForm::F32, KvForm::F16, KvForm::Int8];
+const DTYPES: [KvDType; 3] = [KvDType::F32, KvDType::F16, KvDType::Int8];
 
 /// Keys and values that are unique to a token.
 fn token(layer: usize, slot: usize) -> [Vec<f32>; 2] {
@@ -61,10 +61,10 @@ impl Kernel for Token<'_> {
     type Output = [Vec<f32>; 2];
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> [Vec<f32>; 2] {
-        match self.pages.form {
-            KvForm::F32 => self.read::<f32, S>(s),
-            KvForm::F16 => self.read::<u16, S>(s),
-            KvForm::Int8 => self.read::<i8, S>(s),
+        match self.pages.dtype {
+            KvDType::F32 => self.read::<f32, S>(s),
+            KvDType::F16 => self.read::<u16, S>(s),
+            KvDType::Int8 => self.read::<i8, S>(s),
         }
     }
 }
@@ -75,8 +75,8 @@ fn read(cache: &mut KvCache, layer: usize, slot: usize) -> [Vec<f32>; 2] {
 
 #[test]
 fn what_is_written_is_read() {
-    for form in FORMS {
-        let mut cache = KvCache::new(SHAPE, form, 0).expect("memory");
+    for dtype in DTYPES {
+        let mut cache = KvCache::new(SHAPE, dtype, 0).expect("memory");
         let slots = || (0..2).flat_map(|layer| (0..20).map(move |slot| (layer, slot)));
         slots().for_each(|(layer, slot)| write(&mut cache, layer, slot));
         for (layer, slot) in slots() {
@@ -85,12 +85,12 @@ fn what_is_written_is_read() {
             for heads in 0..6 {
                 let [found, expected] = [&found, &expected].map(|x| &x[heads * 6..(heads + 1) * 6]);
                 let largest = expected.iter().copied().fold(0.0, f32::max);
-                let error = match form {
-                    KvForm::F32 => 0.0,
-                    KvForm::F16 => largest / 2048.0,
-                    KvForm::Int8 => largest / 253.9,
+                let error = match dtype {
+                    KvDType::F32 => 0.0,
+                    KvDType::F16 => largest / 2048.0,
+                    KvDType::Int8 => largest / 253.9,
                 };
-                assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() <= error), "{form:?}: {found:?} is not {expected:?}");
+                assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() <= error), "{dtype:?}: {found:?} is not {expected:?}");
             }
         }
     }
@@ -98,7 +98,7 @@ fn what_is_written_is_read() {
 
 #[test]
 fn integers_keep_zeros_and_what_is_not_a_number() {
-    let mut cache = KvCache::new(SHAPE, KvForm::Int8, 0).expect("memory");
+    let mut cache = KvCache::new(SHAPE, KvDType::Int8, 0).expect("memory");
     let mut values = vec![0.0; 18];
     values[7] = -f32::NAN;
     // SAFETY: no other thread uses the cache.
@@ -111,8 +111,8 @@ fn integers_keep_zeros_and_what_is_not_a_number() {
 
 #[test]
 fn blocks_are_copied_and_swapped_in_all_layers() {
-    for form in FORMS {
-        let mut cache = KvCache::new(SHAPE, form, 2).expect("memory");
+    for dtype in DTYPES {
+        let mut cache = KvCache::new(SHAPE, dtype, 2).expect("memory");
         (0..2).for_each(|layer| (0..20).for_each(|slot| write(&mut cache, layer, slot)));
         let before: Vec<_> = (0..2).map(|layer| (0..20).map(|slot| read(&mut cache, layer, slot)).collect::<Vec<_>>()).collect();
         // `blocks[i]` is the block that originally held the contents of block i.
@@ -120,7 +120,7 @@ fn blocks_are_copied_and_swapped_in_all_layers() {
             for (layer, before) in before.iter().enumerate() {
                 for slot in 0..20 {
                     let held = blocks[slot / 4] * 4 + slot % 4;
-                    assert_eq!(read(cache, layer, slot), before[held], "{form:?}, layer {layer}, slot {slot}");
+                    assert_eq!(read(cache, layer, slot), before[held], "{dtype:?}, layer {layer}, slot {slot}");
                 }
             }
         };
@@ -136,11 +136,11 @@ fn blocks_are_copied_and_swapped_in_all_layers() {
 #[test]
 fn memory_is_refused_with_an_error_and_taken_only_when_written() {
     let shape = KvShape { blocks: usize::MAX / 1_000_000, ..SHAPE };
-    let each = KvCache::bytes_per_block(SHAPE, KvForm::F32);
+    let each = KvCache::bytes_per_block(SHAPE, KvDType::F32);
     assert_eq!(each, 2 * 3 * 384, "4 tokens of 16 values, 6 dimensions of 4 keys, in whole cache lines");
-    let error = KvCache::new(shape, KvForm::F32, 0).err().expect("nobody has so much");
+    let error = KvCache::new(shape, KvDType::F32, 0).err().expect("nobody has so much");
     assert_eq!(error.bytes, shape.blocks * each);
-    let error = KvCache::new(SHAPE, KvForm::F32, usize::MAX / 2).err().expect("more than there are addresses");
+    let error = KvCache::new(SHAPE, KvDType::F32, usize::MAX / 2).err().expect("more than there are addresses");
     assert_eq!(error.bytes, usize::MAX);
     // The cache has 1 GiB, of which the test uses a few pages. Other tests use far less than the rest meanwhile.
     let resident = || {
@@ -149,7 +149,7 @@ fn memory_is_refused_with_an_error_and_taken_only_when_written() {
     };
     let before = resident();
     let shape = KvShape { blocks: (1 << 30) / each, ..SHAPE };
-    let mut cache = KvCache::new(shape, KvForm::F32, 0).expect("memory");
+    let mut cache = KvCache::new(shape, KvDType::F32, 0).expect("memory");
     write(&mut cache, 1, 7);
     assert_eq!(read(&mut cache, 1, 7), token(1, 7));
     if let (Some(before), Some(after)) = (before, resident()) {

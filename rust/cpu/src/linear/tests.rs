@@ -3,7 +3,7 @@ use crate::block_type::BlockType;
 use crate::ggml::tests::{dequantized, random_blocks};
 use crate::pool::ThreadPool;
 use crate::tensor::{Numbers, Source, Tensor};
-use crate::weights::{Form, PackError};
+use crate::weights::{DType, PackError};
 
 /// Numbers between -1 and 1 that are exact in bfloat16.
 fn numbers(seed: u32, count: usize) -> Vec<f32> {
@@ -24,8 +24,8 @@ fn tensor(numbers: Numbers, rows: usize, ins: usize, bytes: &[u8]) -> Tensor<'_>
     Tensor { numbers, rows, ins, source: Source::Memory(bytes), interleaved: 0 }
 }
 
-fn pack(isa: Isa, tensors: &[Tensor<'_>], merge: Merge, form: Form) -> Matrix {
-    Matrix::pack(&mut ThreadPool::new(2).expect("threads"), isa, tensors, merge, form).expect("it fits")
+fn pack(isa: Isa, tensors: &[Tensor<'_>], merge: Merge, dtype: DType) -> Matrix {
+    Matrix::pack(&mut ThreadPool::new(2).expect("threads"), isa, tensors, merge, dtype).expect("it fits")
 }
 
 fn multiply(isa: Isa, threads: usize, layer: &Linear, x: &[f32], start: f32, epilogue: Epilogue) -> Vec<f32> {
@@ -72,11 +72,11 @@ fn products_are_right_and_rows_do_not_depend_on_each_other() {
         let (weights, bias) = (numbers(1, outs * ins), numbers(2, outs));
         let bytes = bytes_of(&weights);
         for isa in Isa::available() {
-            for form in [Form::F32, Form::F16, Form::Bf16, Form::Kept] {
-                let matrix = pack(isa, &[tensor(Numbers::F32, outs, ins, &bytes)], Merge::Stacked, form);
+            for dtype in [DType::F32, DType::F16, DType::Bf16, DType::Kept] {
+                let matrix = pack(isa, &[tensor(Numbers::F32, outs, ins, &bytes)], Merge::Stacked, dtype);
                 // Half precision has 11 bits, for weights of up to 8.
-                let tolerance = if form == Form::F16 { 5e-4 } else { 1e-6 };
-                check(isa, &Linear::new(matrix, Some(&bias)), &weights, &bias, tolerance, &format!("{form:?}"));
+                let tolerance = if dtype == DType::F16 { 5e-4 } else { 1e-6 };
+                check(isa, &Linear::new(matrix, Some(&bias)), &weights, &bias, tolerance, &format!("{dtype:?}"));
             }
         }
     }
@@ -90,7 +90,7 @@ fn products_of_blocks_are_right_and_rows_do_not_depend_on_each_other() {
         let bytes = random_blocks(kind, outs, ins, 1);
         let weights = dequantized(kind, &bytes, ins);
         for isa in Isa::available() {
-            let matrix = pack(isa, &[tensor(Numbers::Ggml(kind.number()), outs, ins, &bytes)], Merge::Stacked, Form::Kept);
+            let matrix = pack(isa, &[tensor(Numbers::Ggml(kind.number()), outs, ins, &bytes)], Merge::Stacked, DType::Kept);
             check(isa, &Linear::new(matrix, Some(&bias)), &weights, &bias, 1e-6, &format!("{kind:?}"));
         }
     }
@@ -107,7 +107,7 @@ fn blocks_kept_as_they_are_give_what_their_numbers_give_to_the_last_bit() {
             for count in [1, 4, 5, 40] {
                 let sources = [tensor(Numbers::Ggml(kind.number()), outs, ins, &blocks), tensor(Numbers::F32, outs, ins, &floats)];
                 let [kept, plain] = sources.map(|source| {
-                    let matrix = pack(isa, &[source], Merge::Stacked, Form::Kept);
+                    let matrix = pack(isa, &[source], Merge::Stacked, DType::Kept);
                     multiply(isa, 1, &Linear::new(matrix, None), &x[..count * ins], 0.0, Epilogue::Store)
                 });
                 assert!(kept == plain, "{isa:?} {kind:?} {count} rows");
@@ -127,11 +127,11 @@ fn tensors_of_one_matrix_may_differ_in_type() {
     let x = numbers(3, 20 * ins);
     for isa in Isa::available() {
         let mixed: Vec<_> = kinds.iter().zip(&blocks).map(|(kind, bytes)| tensor(Numbers::Ggml(kind.number()), 40, ins, bytes)).collect();
-        let (mixed, whole) = (pack(isa, &mixed, Merge::Stacked, Form::Kept), tensor(Numbers::F32, 120, ins, &plain));
+        let (mixed, whole) = (pack(isa, &mixed, Merge::Stacked, DType::Kept), tensor(Numbers::F32, 120, ins, &plain));
         let mut row = vec![0.0; ins];
         mixed.read_row(100, &mut row);
         assert_eq!(row, floats[2][20 * ins..21 * ins]);
-        let layers = [mixed, pack(isa, &[whole], Merge::Stacked, Form::F32)].map(|matrix| Linear::new(matrix, Some(&bias)));
+        let layers = [mixed, pack(isa, &[whole], Merge::Stacked, DType::F32)].map(|matrix| Linear::new(matrix, Some(&bias)));
         for count in [1, 3, 20] {
             let [mixed, whole] = layers.each_ref().map(|layer| multiply(isa, 2, layer, &x[..count * ins], 1.0, Epilogue::Add(1.0)));
             assert!(mixed == whole, "{isa:?} {count} rows");
@@ -150,7 +150,7 @@ fn a_gate_and_what_it_gates_may_differ_in_type() {
     for isa in Isa::available() {
         let tensors: Vec<_> =
             kinds.iter().zip(&blocks).map(|(kind, bytes)| tensor(Numbers::Ggml(kind.number()), outs, ins, bytes)).collect();
-        let layer = Linear::new(pack(isa, &tensors, Merge::Gated, Form::Kept), Some(&bias));
+        let layer = Linear::new(pack(isa, &tensors, Merge::Gated, DType::Kept), Some(&bias));
         let all = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Gate(Activation::Silu));
         let gelu = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Gate(Activation::GeluTanh));
         for (m, n) in [(0, 0), (7, 31), (64, 32), (129, 69)] {
@@ -182,7 +182,7 @@ fn sums_are_scaled_before_they_are_added_and_capped_after_their_bias() {
     let (weights, bias, x) = (numbers(1, outs * ins), numbers(2, outs), numbers(3, 5 * ins));
     let bytes = bytes_of(&weights);
     for isa in Isa::available() {
-        let layer = Linear::new(pack(isa, &[tensor(Numbers::F32, outs, ins, &bytes)], Merge::Stacked, Form::F32), Some(&bias));
+        let layer = Linear::new(pack(isa, &[tensor(Numbers::F32, outs, ins, &bytes)], Merge::Stacked, DType::F32), Some(&bias));
         let sums = multiply(isa, 1, &layer, &x, 0.0, Epilogue::Store);
         let added = multiply(isa, 1, &layer, &x, 2.0, Epilogue::Add(0.25));
         let capped = multiply(isa, 1, &layer, &x, 0.0, Epilogue::Softcap(3.0));
@@ -199,12 +199,12 @@ fn interleaved_rows_of_heads_are_put_in_order() {
     let bytes = random_blocks(BlockType::Q8_0, heads * head_dim, ins, 21);
     let weights = dequantized(BlockType::Q8_0, &bytes, ins);
     let source = tensor(Numbers::Ggml(8), heads * head_dim, ins, &bytes);
-    for form in [Form::Kept, Form::F32, Form::Int8] {
-        let matrix = pack(Isa::best(), &[Tensor { interleaved: head_dim, ..source }], Merge::Stacked, form);
+    for dtype in [DType::Kept, DType::F32, DType::Int8] {
+        let matrix = pack(Isa::best(), &[Tensor { interleaved: head_dim, ..source }], Merge::Stacked, dtype);
         for (row, from) in [(0, 0), (1, 2), (2, 1), (3, 3), (4, 4), (5, 6), (11, 11)] {
             let mut found = vec![0.0; ins];
             matrix.read_row(row, &mut found);
-            assert_eq!(found, weights[from * ins..(from + 1) * ins], "{form:?} row {row}");
+            assert_eq!(found, weights[from * ins..(from + 1) * ins], "{dtype:?} row {row}");
         }
     }
 }
@@ -220,15 +220,15 @@ fn tensors_in_files_are_read_and_a_file_that_ends_too_early_is_refused() {
     let mut pool = ThreadPool::new(2).expect("threads");
     for interleaved in [0, 10] {
         let both = [in_file, tensor(Numbers::Ggml(12), rows, ins, &bytes)].map(|source| {
-            let matrix = pack(Isa::best(), &[Tensor { interleaved, ..source }], Merge::Stacked, Form::Kept);
+            let matrix = pack(Isa::best(), &[Tensor { interleaved, ..source }], Merge::Stacked, DType::Kept);
             multiply(Isa::best(), 1, &Linear::new(matrix, None), &numbers(3, ins), 0.0, Epilogue::Store)
         });
         assert_eq!(both[0], both[1]);
     }
     // Truncates the open file. This can happen while weights are being read.
     std::fs::OpenOptions::new().write(true).open(&path).and_then(|file| file.set_len(5000)).expect("a shorter file");
-    for form in [Form::Kept, Form::F32, Form::Int8] {
-        let error = Matrix::pack(&mut pool, Isa::best(), &[in_file], Merge::Stacked, form).expect_err("the file is too short");
+    for dtype in [DType::Kept, DType::F32, DType::Int8] {
+        let error = Matrix::pack(&mut pool, Isa::best(), &[in_file], Merge::Stacked, dtype).expect_err("the file is too short");
         assert!(error.to_string().contains("became shorter while it was read"), "{error}");
     }
     std::fs::remove_file(&path).expect("the file just written");
@@ -238,14 +238,14 @@ fn tensors_in_files_are_read_and_a_file_that_ends_too_early_is_refused() {
 fn half_precision_is_refused_where_a_weight_is_too_large_for_it() {
     let bytes = bytes_of(&[1.0, 2.0, 70_000.0, 3.0]);
     let source = tensor(Numbers::F32, 2, 2, &bytes);
-    let packed = Matrix::pack(&mut ThreadPool::new(1).expect("threads"), Isa::best(), &[source], Merge::Stacked, Form::F16);
+    let packed = Matrix::pack(&mut ThreadPool::new(1).expect("threads"), Isa::best(), &[source], Merge::Stacked, DType::F16);
     assert_eq!(packed.err(), Some(PackError::Overflow(70_000.0)));
 }
 
 #[test]
 fn tensors_that_do_not_fit_are_refused() {
     let mut pool = ThreadPool::new(1).expect("threads");
-    let mut refused = |tensors: &[Tensor<'_>], merge: Merge| Matrix::pack(&mut pool, Isa::best(), tensors, merge, Form::Kept).err();
+    let mut refused = |tensors: &[Tensor<'_>], merge: Merge| Matrix::pack(&mut pool, Isa::best(), tensors, merge, DType::Kept).err();
     let bytes = vec![0; 4 * 64 * 2];
     let floats = |rows: usize, ins: usize| tensor(Numbers::F32, rows, ins, &bytes[..rows.min(2) * ins.min(64) * 4]);
     assert!(matches!(refused(&[floats(3, 64)], Merge::Stacked), Some(PackError::Shape { expected: 768, found: 512, .. })));
