@@ -10,14 +10,18 @@ LONGEST_MS = 1e10
 """The latest deadline that a request may have: four months. A later one is rejected as a mistake."""
 
 
+BACKGROUND = 2**31 - 1
+"""The `priority` of background requests. Under every policy they wait while others wait, and are preempted for them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
     """One request's scheduling parameters. Their effect depends on the engine's scheduling policy.
 
-    Lower `priority` goes first. The request counts against the share of `tenant`. Deadlines are in milliseconds from the arrival at the
-    engine, for the last and for the first token: a request that misses one is dropped. A request shares cached KV blocks only with requests
-    of the same `cache_salt`; requests without one share among themselves. `predicted_tokens` is the number of output tokens that the caller
-    expects.
+    Lower `priority` goes first; `BACKGROUND` yields to all others under every policy. The request counts against the share of `tenant`.
+    Deadlines are in milliseconds from the arrival at the engine, for the last and for the first token: a request that misses one is
+    dropped. A request shares cached KV blocks only with requests of the same `cache_salt`; requests without one share among themselves.
+    `predicted_tokens` is the number of output tokens that the caller expects.
     """
 
     priority: int = 0

@@ -2,7 +2,7 @@
 //!
 //! docs/scheduling/policies.md lists each policy's source and guarantees.
 
-use crate::request::{ArrivalNumber, Time};
+use crate::request::{ArrivalNumber, BACKGROUND, Time};
 
 /// The order in which waiting sequences are served.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,6 +28,8 @@ pub enum Policy {
 /// A position in the queue. Smaller keys are served first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
+    /// Whether the request is in the class [`BACKGROUND`], which comes last and is served in the order of arrival.
+    pub(crate) background: bool,
     /// Class or tenant, under policies that use them.
     pub(crate) group: i64,
     pub(crate) rank: u64,
@@ -74,13 +76,17 @@ impl Policy {
     /// A sequence's position. `rank` is the value that the policy sorts by: the latest start time (deadline),
     /// microseconds of work left (shortest), or the length of the cached prefix, reversed (prefix).
     pub(crate) fn key(self, priority: i32, tenant: u32, rank: u64, arrival_number: ArrivalNumber) -> Key {
-        match self {
-            Self::Fcfs => Key { group: 0, rank: 0, arrival_number },
-            Self::Priority => Key { group: priority.into(), rank: 0, arrival_number },
-            Self::Fair | Self::Vtc => Key { group: tenant.into(), rank: 0, arrival_number },
-            Self::Deadline => Key { group: priority.into(), rank, arrival_number },
-            Self::Shortest | Self::Prefix => Key { group: 0, rank, arrival_number },
+        if priority == BACKGROUND {
+            return Key { background: true, group: 0, rank: 0, arrival_number };
         }
+        let (group, rank) = match self {
+            Self::Fcfs => (0, 0),
+            Self::Priority => (priority.into(), 0),
+            Self::Fair | Self::Vtc => (tenant.into(), 0),
+            Self::Deadline => (priority.into(), rank),
+            Self::Shortest | Self::Prefix => (0, rank),
+        };
+        Key { background: false, group, rank, arrival_number }
     }
 }
 

@@ -14,9 +14,9 @@ const DEPTH: u32 = 8;
 pub(crate) struct Queue {
     policy: Policy,
     order: BTreeMap<Key, SeqId>,
-    /// Sequences by arrival. Used where the policy has another order.
+    /// Sequences by arrival, without background requests. Used where the policy has another order.
     by_age: BTreeMap<ArrivalNumber, SeqId>,
-    /// Virtual counters of the tenants. Used where tenants take turns.
+    /// Virtual counters of the tenants. Used where tenants take turns. Background requests have no part in them.
     shares: Shares,
 }
 
@@ -36,6 +36,9 @@ impl Queue {
     pub(crate) fn push(&mut self, key: Key, id: SeqId, returns: bool) {
         let before = self.order.insert(key, id);
         debug_assert!(before.is_none(), "two sequences with arrival number {}", key.arrival_number);
+        if key.background {
+            return;
+        }
         if self.policy != Policy::Fcfs {
             self.by_age.insert(key.arrival_number, id);
         }
@@ -56,6 +59,9 @@ impl Queue {
     pub(crate) fn remove(&mut self, key: Key) {
         let removed = self.order.remove(&key);
         debug_assert!(removed.is_some(), "a waiting sequence is queued");
+        if key.background {
+            return;
+        }
         if self.policy != Policy::Fcfs {
             self.by_age.remove(&key.arrival_number);
         }
@@ -69,7 +75,7 @@ impl Queue {
         self.next(&mut Walk::default())
     }
 
-    /// The sequence that arrived first.
+    /// The sequence that arrived first. Background requests do not age: under other policies than fcfs they are left out.
     pub(crate) fn oldest(&self) -> Option<SeqId> {
         if self.policy == Policy::Fcfs { self.order.values().next().copied() } else { self.by_age.values().next().copied() }
     }
@@ -108,17 +114,20 @@ impl Queue {
 
     fn next_of_tenants(&mut self, walk: &mut Walk) -> Option<(Key, SeqId)> {
         let tenant = match walk.last {
-            None => self.shares.least()?,
+            None => self.shares.least(),
+            Some(last) if last.background => return self.after(walk.last),
             Some(last) => {
                 walk.depth += 1;
-                match self.after(Some(last)).filter(|(key, _)| key.group == last.group && walk.depth < DEPTH) {
+                let same = |key: &Key| !key.background && key.group == last.group && walk.depth < DEPTH;
+                match self.after(Some(last)).filter(|(key, _)| same(key)) {
                     Some(found) => return Some(found),
-                    None => self.shares.after(last.group as u32)?,
+                    None => self.shares.after(last.group as u32),
                 }
             }
         };
         walk.depth = 0;
-        let from = Key { group: tenant.into(), ..Key::default() };
+        let background = Key { background: true, ..Key::default() };
+        let from = tenant.map_or(background, |tenant| Key { group: tenant.into(), ..Key::default() });
         self.order.range((Included(from), Unbounded)).next().map(|(&key, &id)| (key, id))
     }
 }

@@ -9,6 +9,9 @@ pub type Token = u32;
 /// Microseconds on the caller's clock.
 pub type Time = u64;
 
+/// The class of background requests, under every policy: they wait while other requests wait, and are preempted for them.
+pub const BACKGROUND: i32 = i32::MAX;
+
 /// Number of a request in the order of arrival.
 pub(crate) type ArrivalNumber = u64;
 
@@ -43,7 +46,7 @@ pub struct Request {
     pub stop: Vec<Token>,
     /// Salt of cached blocks. Requests share cached blocks only under equal salts.
     pub salt: Arc<[u8]>,
-    /// The request's class. Lower classes go first under policies with classes.
+    /// The request's class. Lower classes go first under policies with classes, and [`BACKGROUND`] last under every policy.
     pub priority: i32,
     /// The request's tenant.
     pub tenant: Arc<str>,

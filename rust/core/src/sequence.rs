@@ -7,7 +7,7 @@ use crate::group::Member;
 use crate::kv::SeqBlocks;
 use crate::phase::{Phase, Stage};
 use crate::place::Place;
-use crate::request::{ArrivalNumber, FinishReason, Request, SeqId, Time, Token};
+use crate::request::{ArrivalNumber, BACKGROUND, FinishReason, Request, SeqId, Time, Token};
 use crate::timeline::{Account, Clocks, TimelineState};
 use std::sync::Arc;
 
@@ -318,12 +318,17 @@ impl Sequence {
 
     /// Whether the sequence was preempted so often that only a lack of blocks can preempt it again.
     pub(crate) fn is_protected(&self) -> bool {
-        self.progress.preemptions >= PROTECTED_AFTER
+        self.progress.preemptions >= PROTECTED_AFTER && !self.is_background()
     }
 
     /// Whether the sequence must not be preempted again. It then runs only as the non-preemptible sequence.
     pub(crate) fn is_last_chance(&self) -> bool {
-        self.progress.preemptions >= MAX_PREEMPTIONS
+        self.progress.preemptions >= MAX_PREEMPTIONS && !self.is_background()
+    }
+
+    /// Whether the sequence yields to all others, under every policy.
+    pub(crate) fn is_background(&self) -> bool {
+        self.spec.priority == BACKGROUND
     }
 
     /// Whether the sequence has run before.
@@ -333,7 +338,7 @@ impl Sequence {
 
     /// Whether the sequence counts against the queue's limits. Forks and sequences that already ran do not.
     pub(crate) fn counts_as_queued(&self) -> bool {
-        self.times.started.is_none() && self.family.parent.is_none()
+        self.times.started.is_none() && self.family.parent.is_none() && !self.is_background()
     }
 
     pub(crate) fn parent(&self) -> Option<SeqId> {

@@ -12,7 +12,7 @@ use crate::sequence::Sequence;
 /// Maximum number of sequences moved within the order in one plan. Later plans move the rest.
 const MAX_MOVED: usize = 16;
 
-/// Requests that have not run yet, without forks.
+/// Requests that have not run yet, without forks and background requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Backlog {
     pub(crate) reqs: u32,
@@ -28,6 +28,8 @@ pub(crate) struct Kinds {
     pub(crate) swapped: usize,
     /// Forks that wait for their parent's prompt. They are not in the queue.
     pub(crate) on_parent: usize,
+    /// Queued background sequences.
+    pub(crate) background: usize,
 }
 
 /// Limits which waiting sequences may start under static and dynamic batching.
@@ -87,11 +89,16 @@ impl Waiting {
         self.queue.len()
     }
 
+    /// Number of requests in the queue, without background requests.
+    pub(crate) fn foreground(&self) -> usize {
+        self.queue.len() - self.kinds.background
+    }
+
     pub(crate) fn kinds(&self) -> Kinds {
         self.kinds
     }
 
-    /// Requests that have not run yet, without forks.
+    /// Requests that have not run yet, without forks and background requests.
     pub(crate) fn backlog(&self) -> Backlog {
         self.backlog
     }
@@ -100,6 +107,7 @@ impl Waiting {
     pub(crate) fn count(&mut self, seq: &Sequence) {
         self.kinds.returning += usize::from(seq.has_started());
         self.kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);
+        self.kinds.background += usize::from(seq.is_background());
         if seq.counts_as_queued() {
             self.backlog.reqs += 1;
             self.backlog.prompt_tokens += u64::from(seq.spec().prompt_len);
@@ -136,6 +144,7 @@ impl Waiting {
         self.awaited.leave(seq);
         self.kinds.returning -= usize::from(seq.has_started());
         self.kinds.swapped -= usize::from(seq.phase().swapped_tokens() > 0);
+        self.kinds.background -= usize::from(seq.is_background());
         if seq.counts_as_queued() {
             self.backlog.reqs -= 1;
             self.backlog.prompt_tokens -= u64::from(seq.spec().prompt_len);
@@ -298,6 +307,7 @@ impl Waiting {
             }
             kinds.returning += usize::from(seq.has_started());
             kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);
+            kinds.background += usize::from(seq.is_background());
             if seq.counts_as_queued() {
                 backlog.reqs += 1;
                 backlog.prompt_tokens += u64::from(seq.spec().prompt_len);

@@ -3,7 +3,7 @@
 
 mod world;
 
-use chairlift_core::{Batching, Config, Policy, Reservation};
+use chairlift_core::{BACKGROUND, Batching, Config, Policy, Reservation};
 use proptest::prelude::*;
 use world::{Op, VOCABULARY, World};
 
@@ -12,8 +12,9 @@ fn op() -> impl Strategy<Value = Op> {
         let prompt: Vec<_> = (0..len as u32).map(|i| (i * i + stem * (i / 5)) % VOCABULARY).chain(tail).collect();
         (!prompt.is_empty()).then_some(prompt)
     });
+    let priority = prop_oneof![4 => -1..2i32, 1 => Just(BACKGROUND)];
     let whose =
-        (-1..2i32, 0..3u8, prop::option::weighted(0.3, 0..60u64), prop::option::weighted(0.5, 1..12u32), prop_oneof![Just(0), 0..9u64]);
+        (priority, 0..3u8, prop::option::weighted(0.3, 0..60u64), prop::option::weighted(0.5, 1..12u32), prop_oneof![Just(0), 0..9u64]);
     let what = (prompt, 1..12u32, any::<bool>(), 0..2u8, prop_oneof![3 => Just(0), 1 => 1..3usize]);
     prop_oneof![
         4 => (what, whose).prop_map(|((prompt, new, stop, salt, forks), (priority, tenant, patience, predicted, ago))| {

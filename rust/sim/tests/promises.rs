@@ -2,7 +2,7 @@
 //!
 //! The machine reads its weights in 20 ms per step. A prompt token adds 0.05 ms and a decoding sequence 0.2 ms.
 
-use chairlift_core::{Config, Policy, Request, STOP, Time, Timeline, Token};
+use chairlift_core::{BACKGROUND, Config, Policy, Request, STOP, Time, Timeline, Token};
 use chairlift_sim::{Job, Machine, Report, StepTime, percentile, simulate};
 
 const MS: Time = 1000;
@@ -88,6 +88,32 @@ fn at_four_times_overload_the_high_class_waits_at_most_half_as_long_again_as_alo
     println!("high class p99 TTFT: {solo} µs alone, {beside} beside the low class");
     assert!(2 * beside <= 3 * solo, "{beside} against {solo} alone");
     assert_eq!(both.completed(), both.ended.len(), "the low class ends too");
+}
+
+#[test]
+fn background_requests_delay_others_by_at_most_half_under_every_policy() {
+    // The requests use half of what the machine can carry. The background has more than enough for the whole machine.
+    let mut dice = Dice(7);
+    let online = stream(&mut dice, 0, 60 * SECOND, 76 * MS, |_, time, tag| job(time, tag, 100, 40));
+    let background = (0..600).map(|tag| {
+        let mut job = job(0, (1 << 32) + tag, 200, 150);
+        job.request.priority = BACKGROUND;
+        job
+    });
+    let jobs = sorted([online.clone(), background.collect()].concat());
+    for (name, policy) in Policy::NAMES {
+        let config = Config { policy, ..config() };
+        let solo = percentile(&run(config, &online).ttft(|_| true), 99);
+        let report = simulate(config, jobs.iter().cloned(), &machine()).expect("a sound config");
+        let beside = percentile(&report.ttft(|timeline| timeline.priority != BACKGROUND), 99);
+        let tokens: u32 =
+            report.ended.iter().filter(|timeline| timeline.priority == BACKGROUND).map(|timeline| timeline.output_tokens).sum();
+        println!("{name}: p99 TTFT {solo} µs alone, {beside} beside background requests");
+        assert!(2 * beside <= 3 * solo, "{name}: {beside} against {solo} alone");
+        let preempted = report.ended.iter().filter(|timeline| timeline.priority != BACKGROUND && timeline.preemptions > 0).count();
+        assert_eq!(preempted, 0, "{name}: preempted for the background");
+        assert_eq!((report.completed(), tokens), (jobs.len(), 600 * 150), "{name}: the background ends too");
+    }
 }
 
 #[test]

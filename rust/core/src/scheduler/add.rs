@@ -22,7 +22,9 @@ impl Scheduler {
             let fits = u64::from(have) * u64::from(self.config.block_size) + 1;
             return Err(Rejected::NeverFits { needed: needed.into(), have: have.into(), fits });
         }
-        self.check_queue(seq.spec().prompt_len)?;
+        if !seq.is_background() {
+            self.check_queue(seq.spec().prompt_len)?;
+        }
         let id = self.insert(seq, &tenant);
         self.enqueue(id, false);
         self.waiting.add_new(id);
@@ -57,7 +59,7 @@ impl Scheduler {
     /// The estimate assumes that prompts use the steps' tokens one after another. Slots become free as outputs end, and
     /// waiting requests take them in order, each for a mean output. O(slots).
     pub fn predicted_wait(&self) -> Time {
-        let before = self.waiting.len() + self.waiting.kinds().on_parent;
+        let before = self.waiting.foreground() + self.waiting.kinds().on_parent;
         if (before == 0 && self.running.has_slot()) || !self.model.knows() {
             return 0;
         }

@@ -82,6 +82,7 @@ impl Scheduler {
 
     /// Admits waiting sequences while tokens, slots and blocks allow. If this step preempted sequences, only the first
     /// `reserved` are admitted. If an aged request is `blocked`, given as its group and its need, none is admitted.
+    /// Background requests are admitted if no other request waits and no prompt of another is in progress.
     pub(super) fn plan_waiting(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32, blocked: Option<(u32, Need)>) {
         let mut left = if plan.preempted.is_empty() { u32::MAX } else { reserved };
         let (mut turn, mut rejected, mut walk) = (blocked, 0, Walk::default());
@@ -90,6 +91,9 @@ impl Scheduler {
             let Some(id) = self.waiting.next(&mut walk) else { break };
             if self.seqs[id].place.was_rejected_in(self.steps.plan_number()) {
                 continue; // rejected before the walk restarted, or before it was moved
+            }
+            if self.seqs[id].is_background() && (self.waiting.foreground() > 0 || self.has_foreground_prompt()) {
+                break;
             }
             left -= 1;
             match self.admit(id, plan, budget) {
@@ -116,6 +120,11 @@ impl Scheduler {
             }
         }
         self.note_turn(turn, plan, *budget);
+    }
+
+    /// Whether the prompt of a request that is not in the background was in progress when the plan began.
+    fn has_foreground_prompt(&self) -> bool {
+        self.running.prompts().iter().any(|&id| !self.seqs[id].is_background())
     }
 
     /// Counts an admission for the requests rejected before it. Returns whether no more requests may bypass one of them.
@@ -255,7 +264,7 @@ impl Scheduler {
             self.waiting.start_batch_member();
             let looked_for = self.config.prefix_caching && seq.parent().is_none();
             self.accounts.count_admission(prompt_len, looked_for.then_some(computed));
-            if self.config.policy.has_tenants() {
+            if self.config.policy.has_tenants() && !seq.is_background() {
                 self.waiting.charge(member.tenant, PROMPT_TOKEN * u64::from(prompt_len - computed), weight);
             }
         }

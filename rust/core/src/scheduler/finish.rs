@@ -17,7 +17,7 @@ impl Scheduler {
         let finish = deliver_accepted(seq, sampled, outputs);
         let given = (outputs.tokens.len() - before) as u64 - u64::from(finish == Some(FinishReason::Error));
         self.accounts.count_generated(given);
-        if self.config.policy.has_tenants() {
+        if self.config.policy.has_tenants() && !seq.is_background() {
             self.waiting.charge(seq.member().tenant, OUTPUT_TOKEN * given, seq.spec().weight);
         }
         let was_decoding = seq.is_decoding();

@@ -143,7 +143,7 @@ impl Scheduler {
     pub fn plan(&mut self, now: Time) -> Option<StepPlan> {
         self.accounts.tick(now);
         self.steps.begin();
-        let backlog = self.waiting.len() > self.waiting.new_len();
+        let backlog = self.waiting.foreground() > self.waiting.new_len();
         self.queue_new();
         self.running.begin_plan(self.accounts.now());
         self.reorder_ready();

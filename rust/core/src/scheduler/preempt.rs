@@ -6,7 +6,7 @@ use crate::config::{Batching, Reservation};
 use crate::phase::Phase;
 use crate::policy::{Policy, worth_preempting};
 use crate::queue::Walk;
-use crate::request::{SeqId, Time};
+use crate::request::{BACKGROUND, SeqId, Time};
 use crate::sequence::Sequence;
 use crate::timeline::PreemptionReason;
 use std::cmp::Reverse;
@@ -44,6 +44,8 @@ struct Urgent {
     weight: u32,
     /// Number of running sequences of the request's tenant.
     running: u32,
+    /// Why the policy preempts for the request. `None` if it does not: then only background sequences are preempted.
+    reason: Option<PreemptionReason>,
 }
 
 impl Scheduler {
@@ -81,8 +83,8 @@ impl Scheduler {
         (need, needs_block)
     }
 
-    /// The eligible sequence to preempt first: by policy, then by the smallest loss, then by the latest arrival.
-    /// Protected sequences come after all others.
+    /// The eligible sequence to preempt first: a background sequence, then by policy, by the smallest loss and by the
+    /// latest arrival. Protected sequences come after all others.
     fn victim(&self, eligible: impl Fn(&Sequence) -> bool) -> Option<SeqId> {
         let first = self.preemptible(eligible).max_by_key(|(_, seq)| {
             let rank = match self.config.policy {
@@ -91,7 +93,7 @@ impl Scheduler {
                 Policy::Shortest => self.work_left(seq) as i64,
                 Policy::Fcfs | Policy::Prefix | Policy::Vtc => 0,
             };
-            (!seq.is_protected(), rank, Reverse(seq.computed()), seq.spec().arrival_number)
+            (seq.is_background(), !seq.is_protected(), rank, Reverse(seq.computed()), seq.spec().arrival_number)
         });
         first.map(|(id, _)| id)
     }
@@ -105,12 +107,18 @@ impl Scheduler {
     /// Preempts less urgent sequences for the first requests of the queue that need slots or blocks. Returns how many
     /// of these requests now have them. Running sequences use `need` blocks.
     fn preempt_for_waiting(&mut self, plan: &mut StepPlan, mut need: usize) -> u32 {
-        let Some(reason) = self.waiting_preempt_for() else { return 0 };
+        if self.config.reservation != Reservation::Watermark || self.config.batching != Batching::Continuous {
+            return 0;
+        }
+        let mut reason = self.policy_preempts_for();
+        if reason.is_none() && self.running.least_urgent_class() != Some(BACKGROUND) {
+            return 0;
+        }
         let (mut reserved, mut walk) = (Space::default(), Walk::default());
         // The most urgent class that lost a slot in this step. Requests of that class are not admitted.
         let mut most_urgent_lost = i32::MAX;
         while reserved.slots < MAX_URGENT as usize {
-            let Some(urgent) = self.next_urgent(&mut walk, most_urgent_lost) else { break };
+            let Some(urgent) = self.next_urgent(&mut walk, most_urgent_lost, reason) else { break };
             if !self.fits_beside(reserved, need, Space::default(), urgent.blocks) {
                 // The previous need may have been an estimate.
                 need = need.min(self.needed_blocks().0);
@@ -126,26 +134,28 @@ impl Scheduler {
             while !self.fits_beside(reserved, need, Space::default(), urgent.blocks) {
                 let Some(victim) = self.victim(|seq| self.is_less_urgent(seq, &urgent)) else { return reserved.slots as u32 };
                 most_urgent_lost = most_urgent_lost.min(self.seqs[victim].spec().priority);
-                if self.config.policy == Policy::Fair {
+                let background = self.seqs[victim].is_background();
+                if self.config.policy == Policy::Fair && !background {
                     let cost = self.preemption_cost(&self.seqs[victim]);
                     self.running.fairness().spend(cost);
                 }
+                let reason = reason.filter(|_| !background).unwrap_or(PreemptionReason::Priority);
                 self.preempt(victim, urgent.tag, reason, plan);
             }
             reserved.slots += 1;
             reserved.blocks += urgent.blocks;
             if self.config.policy == Policy::Fair {
-                break; // the next request may belong to the tenant that lost a slot
+                if self.running.least_urgent_class() != Some(BACKGROUND) {
+                    break; // the next request may belong to the tenant that lost a slot
+                }
+                reason = None;
             }
         }
         reserved.slots as u32
     }
 
-    /// The reason for which waiting requests may preempt others. `None` if they may not.
-    fn waiting_preempt_for(&mut self) -> Option<PreemptionReason> {
-        if self.config.reservation != Reservation::Watermark || self.config.batching != Batching::Continuous {
-            return None;
-        }
+    /// The reason for which the policy lets waiting requests preempt others. `None` if it does not.
+    fn policy_preempts_for(&mut self) -> Option<PreemptionReason> {
         match self.config.policy {
             Policy::Fcfs | Policy::Prefix | Policy::Vtc => None,
             Policy::Fair => self.running.fairness().allows().then_some(PreemptionReason::Fairness),
@@ -156,11 +166,11 @@ impl Scheduler {
 
     /// The next waiting request for which others may be preempted. Its class must be more urgent than that of a running
     /// sequence and of all sequences preempted in this step.
-    fn next_urgent(&mut self, walk: &mut Walk, most_urgent_lost: i32) -> Option<Urgent> {
+    fn next_urgent(&mut self, walk: &mut Walk, most_urgent_lost: i32, reason: Option<PreemptionReason>) -> Option<Urgent> {
         let id = self.waiting.next(walk)?;
         let seq = &self.seqs[id];
         let second = seq.is_last_chance() && self.running.non_preemptible().is_some();
-        if seq.pending() > 0 || second || self.running.is_refused(id) {
+        if seq.pending() > 0 || second || self.running.is_refused(id) || seq.is_background() {
             return None;
         }
         let priority = seq.spec().priority;
@@ -178,6 +188,7 @@ impl Scheduler {
             tenant,
             weight: seq.spec().weight,
             running: self.accounts.running_of(tenant),
+            reason,
         })
     }
 
@@ -185,7 +196,8 @@ impl Scheduler {
     fn is_less_urgent(&self, seq: &Sequence, urgent: &Urgent) -> bool {
         let tenant = seq.member().tenant;
         match self.config.policy {
-            _ if seq.is_protected() => false,
+            _ if seq.is_background() => true,
+            _ if seq.is_protected() || urgent.reason.is_none() => false,
             Policy::Shortest => worth_preempting(self.work_left(seq), self.preemption_cost(seq), urgent.work),
             // The least served tenant takes a slot from a tenant that was served more. Counting that slot, the other
             // tenant must still have more than twice as many slots for its weight.

@@ -26,7 +26,7 @@ impl Scheduler {
     pub(super) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32, backlog: bool) {
         let configured = self.config.target_itl > 0;
         let prompts = self.running.prompts();
-        let busy = backlog || prompts.len() > 1;
+        let busy = backlog || prompts.iter().filter(|&&id| !self.seqs[id].is_background()).count() > 1;
         if !configured && (plan.load.decode_seqs == 0 || busy || !self.model.knows()) {
             return;
         }
@@ -60,8 +60,12 @@ impl Scheduler {
             self.plan_prompts(plan, budget, 0, blocked.is_none());
             self.plan_waiting(plan, budget, reserved, blocked);
         } else {
-            self.running.sort_prompts(|&id| (!is_starved(&seqs[id], now, ageing), seqs[id].uncomputed(), seqs[id].spec().arrival_number));
-            let wanted = self.running.prompts().iter().map(|&id| seqs[id].uncomputed()).fold(0, u32::saturating_add);
+            self.running.sort_prompts(|&id| {
+                let seq = &seqs[id];
+                (!is_starved(seq, now, ageing), seq.is_background(), seq.uncomputed(), seq.spec().arrival_number)
+            });
+            let foreground = self.running.prompts().iter().map(|&id| &seqs[id]).filter(|seq| !seq.is_background());
+            let wanted = foreground.map(Sequence::uncomputed).fold(0, u32::saturating_add);
             let kept = budget.div_ceil(2).min(wanted);
             let guaranteed = budget.div_ceil(GUARANTEE);
             let mut rest = *budget - kept;
@@ -75,7 +79,7 @@ impl Scheduler {
     /// `urgent`, more urgent waiting requests are admitted first, but not before the running aged request or before a
     /// prompt that was stalled for too long.
     fn plan_prompts(&mut self, plan: &mut StepPlan, budget: &mut u32, guaranteed: u32, urgent: bool) {
-        let prompts = self.running.prompts().iter().copied();
+        let prompts = self.running.prompts().iter().copied().filter(|&id| !self.seqs[id].is_background());
         let oldest = prompts.min_by_key(|&id| self.seqs[id].spec().arrival_number).filter(|_| guaranteed > 0);
         let mut reserved = oldest.map_or(0, |id| guaranteed.min(self.seqs[id].uncomputed()));
         for at in 0..self.running.prompts().len() {
@@ -162,7 +166,7 @@ impl Scheduler {
     }
 }
 
-/// Whether a prompt in progress got no tokens for too long.
+/// Whether a prompt in progress got no tokens for too long. Background prompts may wait forever.
 fn is_starved(seq: &Sequence, now: Time, ageing: Time) -> bool {
-    seq.is_stalled() && now - seq.account.since() > ageing
+    seq.is_stalled() && !seq.is_background() && now - seq.account.since() > ageing
 }

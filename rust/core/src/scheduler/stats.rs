@@ -53,7 +53,7 @@ impl Scheduler {
 
     fn waiting_by_state(&self) -> [usize; STATES] {
         let mut by_state = [0; STATES];
-        let Kinds { returning, swapped, on_parent } = self.waiting.kinds();
+        let Kinds { returning, swapped, on_parent, .. } = self.waiting.kinds();
         by_state[TimelineState::WaitFork as usize] = on_parent;
         by_state[TimelineState::Swapped as usize] = swapped;
         by_state[TimelineState::Preempted as usize] = returning - swapped;

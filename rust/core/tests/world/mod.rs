@@ -3,8 +3,8 @@
 //! The property test and the fuzz target share it. They differ in the source of the calls.
 
 use chairlift_core::{
-    Config, FinishReason, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Scheduler, SeqId, StepBuffers,
-    StepPlan, Timeline, Token,
+    BACKGROUND, Config, FinishReason, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Scheduler, SeqId,
+    StepBuffers, StepPlan, Timeline, Token,
 };
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -414,12 +414,17 @@ impl World {
             return;
         }
         let class = |tag: &u64| self.live[tag].priority;
+        assert!(plan.admitted.iter().all(|admitted| class(&admitted.tag) < BACKGROUND), "preempted for a background request");
+        let foreground: Vec<_> = plan.preempted.iter().filter(|tag| class(tag) < BACKGROUND).collect();
+        if foreground.is_empty() {
+            return;
+        }
         match self.scheduler.config().policy {
             Policy::Shortest => {}
             Policy::Fair => {
                 let whose = |tag: &u64| &self.live[tag].tenant;
                 assert_eq!(plan.admitted.len(), 1, "preempted for more than one");
-                assert!(plan.preempted.iter().all(|tag| whose(tag) != whose(&plan.admitted[0].tag)), "preempted for its own tenant");
+                assert!(foreground.iter().all(|tag| whose(tag) != whose(&plan.admitted[0].tag)), "preempted for its own tenant");
             }
             Policy::Priority | Policy::Deadline => {
                 let most = plan.admitted.iter().map(|admitted| class(&admitted.tag)).max();
