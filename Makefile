@@ -49,6 +49,10 @@ miri: ## run the CPU kernels' shared memory and KV cache tests under Miri (needs
 	  echo "make miri needs a nightly toolchain with Miri: rustup toolchain install nightly --component miri" >&2; exit 1; }
 	cargo +nightly miri test -p chairlift-cpu --lib -- aligned unsafe_slice cache
 
+.PHONY: batch-kills
+batch-kills: $(VENV)/.developing ## kill a server five times while it runs a batch of 10,000 requests
+	BATCH_REQUESTS=10000 BATCH_KILLS=5 $(BIN)/python -m pytest -s --timeout 3000 tests/faults/test_batches.py -k kills $(ARGS)
+
 .PHONY: compile-gate
 compile-gate: $(VENV)/.developing ## compile the GPU kernels for all head sizes, dtypes and devices and check the result (no GPU needed)
 	COMPILE_GATE=full $(BIN)/python -m pytest tests/kernels/test_compile_attention.py $(ARGS)

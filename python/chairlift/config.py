@@ -430,6 +430,13 @@ class ServerConfig:
     usage_log: str | None = _flag(
         None, "directory for the usage log: a JSON line for each request, for 'chairlift usage'", metavar="DIR", group="server"
     )
+    data_dir: str | None = _flag(
+        None,
+        "directory for uploaded files and batches, which survive restarts; needed by /v1/files and /v1/batches",
+        metavar="DIR",
+        group="server",
+    )
+    max_data_size: int = _flag(10 << 30, "bytes that all uploaded files may take; more are refused", _size, group="server")
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the flag, for an invalid setting."""

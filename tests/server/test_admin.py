@@ -1,15 +1,18 @@
 import asyncio
+import json
 
 import httpx
 from fake_async_engine import MODEL, FakeEngine
 
+from chairlift.checkpoint import locate
 from chairlift.server.admin import AdminApp, serve_admin
 from chairlift.server.http.sockets import open_path
 from chairlift.server.observability.metrics import Metrics
 from chairlift.server.service import Service
 
 
-def test_the_operator_needs_no_key(tmp_path):
+def test_the_operator_needs_no_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(locate, "hub_dir", lambda directory: tmp_path / "hub")
     engine, drained = FakeEngine(), []
     engine.counters = {"running": 3}
     service = Service(engine, MODEL, Metrics(MODEL, engine.stats, lambda: engine.facts))
@@ -33,6 +36,16 @@ def test_the_operator_needs_no_key(tmp_path):
                 }
                 unknown = await client.get("/v1/requests/x/explain")
                 assert unknown.json()["error"]["code"] == "request_not_found"
+                for model in ("../x", "/etc", "x/../y", ".a/b", 7):
+                    assert (await client.post("/api/pull", json={"model": model, "stream": False})).status_code in (400, 404)
+                    assert (await client.request("DELETE", "/api/delete", json={"model": model})).status_code in (400, 404)
+                assert (await client.request("DELETE", "/api/delete", json={"model": "org/other"})).json()["error"]
+                model_path = tmp_path / "hub" / "models--org--name"
+                model_path.mkdir(parents=True)
+                lines = (await client.post("/api/pull", json={"model": "nothing"})).text.splitlines()
+                assert [list(json.loads(line)) for line in lines] == [["status"], ["error"]]
+                assert (await client.request("DELETE", "/api/delete", json={"name": "org/name:latest"})).status_code == 200
+                assert not model_path.exists()
                 assert (await client.get("/drain")).status_code == 405
                 assert not drained
                 assert (await client.post("/drain")).status_code == 202

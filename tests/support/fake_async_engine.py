@@ -17,11 +17,13 @@ from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRe
 from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
-from chairlift.server.app import build
+from chairlift.server.app import application, build
+from chairlift.server.batch.runner import BatchRunner
 from chairlift.server.http.protocol import HttpProtocol
 from chairlift.server.keys import read_keys
 from chairlift.server.observability.metrics import Metrics
 from chairlift.server.service import Service
+from chairlift.server.storage.storage import Storage
 
 MODEL = "org/fake-model"
 
@@ -69,7 +71,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.config = EngineConfig()
         self.tokenizer = FakeTokenizer()
-        self.facts = {"max_model_len": 2048, "vocab_size": 256, "determinism": "batch-invariant"}
+        self.facts = {"max_model_len": 2048, "max_num_seqs": 8, "vocab_size": 256, "determinism": "batch-invariant"}
         self.alive = self.ready = True
         self.on_end: Callable[[], None] | None = None
         self.end_with = EngineDead
@@ -254,6 +256,8 @@ def serving(engine: FakeEngine, api_key: str | None = None, **settings: Any) -> 
     service.lifecycle.ready()
     engine.on_end = service.lifecycle.engine_ended
     config = ServerConfig(api_key=api_key, **settings)
+    if config.data_dir is not None:
+        service.storage = Storage(config.data_dir, config.max_data_size)
     server = uvicorn.Server(
         uvicorn.Config(
             build(service, config, read_keys(config.api_key, config.api_key_file)),
@@ -267,7 +271,19 @@ def serving(engine: FakeEngine, api_key: str | None = None, **settings: Any) -> 
             timeout_graceful_shutdown=1,
         )
     )
-    thread = threading.Thread(target=server.run, daemon=True)
+
+    async def run() -> None:
+        batches = None
+        if service.storage is not None:
+            runner = BatchRunner(application(service, config.max_body_size), service, service.storage, config.max_body_size)
+            batches = asyncio.create_task(runner.run())
+        await server.serve()
+        if batches is not None:
+            batches.cancel()
+            await asyncio.gather(batches, return_exceptions=True)
+            service.storage.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
     wait_until(lambda: server.started)
     try:

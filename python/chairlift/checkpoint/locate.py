@@ -52,6 +52,33 @@ def locate(model: str, revision: str | None = None, directory: str | None = None
     )
 
 
+def pull_model(model: str, directory: str | None = None) -> Path:
+    """Downloads DEFAULT_MODEL or a model of the hub, as `locate` does; raises ModelNotFound for any other name."""
+    _check_remote(model)
+    return locate(model, directory=directory, progress=False)
+
+
+def delete_model(model: str, directory: str | None = None) -> None:
+    """Deletes a downloaded model of the hub; raises ModelNotFound if it is not there."""
+    _check_remote(model)
+    cache = hub_dir(directory)
+    if cache is None:
+        try:
+            from huggingface_hub import constants
+        except ImportError:
+            raise ModelNotFound(f"deleting {model} needs the package huggingface_hub, or a directory set by --cache-dir") from None
+        cache = Path(constants.HF_HUB_CACHE)
+    path = cache / f"models--{model.replace('/', '--')}"
+    if model == DEFAULT_MODEL or not path.is_dir():
+        raise ModelNotFound(f"there is no downloaded model of the hub called {model!r}")
+    shutil.rmtree(path)
+
+
+def _check_remote(model: str) -> None:
+    if model != DEFAULT_MODEL and (not _HUB_NAME.fullmatch(model) or model.startswith(".")):
+        raise ModelNotFound(f"{model!r} is neither {DEFAULT_MODEL} nor a model of the Hugging Face hub (organisation/model)")
+
+
 def public_name(model: str) -> str:
     """Returns the name under which clients see a model: the last part of a local path, without .gguf; otherwise `model`."""
     path = Path(os.path.abspath(os.path.expanduser(model)))

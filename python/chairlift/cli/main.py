@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",
     "generate": "generate text from prompts",
     "chat": "chat with a model in the terminal",
+    "run-batch": "answer a file of requests, without a server",
     "pull": "download a model",
     "top": "show a running server in the terminal",
     "explain": "show where a request's time went",
@@ -32,13 +33,17 @@ COMMANDS = {
     "compare": "compare batching modes and scheduling policies on the same requests",
     "completion": "print a script with which bash, zsh or fish completes commands and flags",
 }
-"""The commands with their help, in the order of `--help`. The module `chairlift.cli.NAME` has the command's flags and its `run(args)`."""
+"""The commands with their help, in the order of `--help`.
+
+The module `chairlift.cli.NAME`, with `_` for `-`, has the command's flags and its `run(args)`.
+"""
 
 _EXAMPLES = """\
 examples:
   chairlift serve                      serve the default model at http://127.0.0.1:8000/v1
   chairlift chat                       chat with it in this terminal
   chairlift generate "Once upon a"     complete a text
+  chairlift run-batch -i IN -o OUT     answer a file of requests
   chairlift pull                       download the default model
   chairlift top                        watch a running server
   chairlift explain ID                 show where a request's time went
@@ -98,7 +103,7 @@ def build_parser(imported: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if imported in (None, name):
-            import_module(f"chairlift.cli.{name}").add_parser(commands, summary)
+            import_module(f"chairlift.cli.{name.replace('-', '_')}").add_parser(commands, summary)
         else:
             commands.add_parser(name, help=summary)
     return parser

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from chairlift.server.errors import HANDLERS
 from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.responses import Json
+from chairlift.server.routes.ollama import manage
 from chairlift.server.routes.ops.explain import explain
 from chairlift.server.routes.ops.status import health, metrics
 from chairlift.server.service import Service, service_of
@@ -33,6 +34,8 @@ class AdminApp:
                 Route("/metrics", metrics),
                 Route("/health", health),
                 Route("/v1/requests/{name:path}/explain", explain),
+                Route("/api/pull", manage.pull, methods=["POST"]),
+                Route("/api/delete", manage.delete, methods=["DELETE"]),
                 Route("/state", _state),
                 Route("/drain", self._begin_drain, methods=["POST"]),
             ],

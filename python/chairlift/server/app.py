@@ -17,7 +17,9 @@ from chairlift.server.middleware.access import PROBE_PATHS, AccessMiddleware, Ac
 from chairlift.server.observability.poller import SnapshotPoller
 from chairlift.server.routes.anthropic.messages import count_tokens, messages
 from chairlift.server.routes.ollama import chat as ollama
+from chairlift.server.routes.ollama import manage as ollama_manage
 from chairlift.server.routes.ollama import models as ollama_models
+from chairlift.server.routes.openai import batches, files
 from chairlift.server.routes.openai.chat import chat_completions
 from chairlift.server.routes.openai.completions import completions
 from chairlift.server.routes.openai.models import embeddings, model, models
@@ -35,14 +37,7 @@ PROBES = ("/live", "/ready", "/health", "/ping", "/metrics", "/dashboard/data", 
 
 def build(service: Service, config: ServerConfig, keys: Keys) -> ASGIApp:
     """Builds the ASGI application with the access rules of `config` and `keys`."""
-    app = Starlette(
-        routes=routes(),
-        exception_handlers={**HANDLERS, ClientDisconnect: _client_disconnected},
-    )
-    app.router.redirect_slashes = False  # a redirect would lose the body
-    app.state.service = service
-    app.state.poller = SnapshotPoller(service)
-    app.state.max_body_size = config.max_body_size
+    app = application(service, config.max_body_size)
     origins = config.cors_allow_origins or ()
     guards_host = not keys and config.uds is None and is_loopback(config.host)
     # Without keys, the check of the Host header protects /metrics.
@@ -55,6 +50,19 @@ def build(service: Service, config: ServerConfig, keys: Keys) -> ASGIApp:
     return CORSMiddleware(middleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
 
+def application(service: Service, max_body_size: int) -> Starlette:
+    """Builds the application behind the access checks."""
+    app = Starlette(
+        routes=routes(),
+        exception_handlers={**HANDLERS, ClientDisconnect: _client_disconnected},
+    )
+    app.router.redirect_slashes = False  # a redirect would lose the body
+    app.state.service = service
+    app.state.poller = SnapshotPoller(service)
+    app.state.max_body_size = max_body_size
+    return app
+
+
 def routes() -> list[Route]:
     """All routes, except those of the admin socket."""
     return [
@@ -65,10 +73,21 @@ def routes() -> list[Route]:
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/v1/files", files.create_file, methods=["POST"]),
+        Route("/v1/files", files.list_files),
+        Route("/v1/files/{id}", files.get_file, methods=["GET"]),
+        Route("/v1/files/{id}", files.delete_file, methods=["DELETE"]),
+        Route("/v1/files/{id}/content", files.file_content),
+        Route("/v1/batches", batches.create_batch, methods=["POST"]),
+        Route("/v1/batches", batches.list_batches),
+        Route("/v1/batches/{id}", batches.get_batch),
+        Route("/v1/batches/{id}/cancel", batches.cancel_batch, methods=["POST"]),
         Route("/api/chat", ollama.chat, methods=["POST"]),
         Route("/api/generate", ollama.generate, methods=["POST"]),
         Route("/api/embed", ollama_models.embed, methods=["POST"]),
         Route("/api/embeddings", ollama_models.embed, methods=["POST"]),
+        Route("/api/pull", ollama_manage.refuse, methods=["POST"]),
+        Route("/api/delete", ollama_manage.refuse, methods=["DELETE"]),
         Route("/api/show", ollama_models.show, methods=["POST"]),
         Route("/api/tags", ollama_models.tags),
         Route("/api/ps", ollama_models.ps),

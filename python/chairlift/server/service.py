@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from chairlift.outputs import Timeline
     from chairlift.server.observability.traces import Traces
     from chairlift.server.observability.usage_log import UsageLog
+    from chairlift.server.storage.storage import Storage
 
 
 @dataclass(slots=True)
@@ -41,6 +42,8 @@ class Service:
     """Exports OpenTelemetry traces, if configured."""
     usage_log: UsageLog | None = None
     """Records what each request used, if configured."""
+    storage: Storage | None = None
+    """Files and batches, with `--data-dir`."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     """Whether requests are served, held or refused."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -60,6 +63,14 @@ class Service:
         """Sampling parameters for requests that do not set them."""
         settings: Mapping[str, Any] = self.engine.facts.get("default_sampling", {})
         return settings
+
+    @property
+    def data(self) -> Storage:
+        """The storage; raises ApiError 400 on a server without one."""
+        if self.storage is None:
+            message = "this server stores no files and runs no batches: start it with --data-dir DIR"
+            raise ApiError(400, message, code="unsupported")
+        return self.storage
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 unless `name` is the served model; None selects it."""

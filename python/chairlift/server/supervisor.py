@@ -15,7 +15,7 @@ import uvicorn
 
 from chairlift.config import ServerConfig
 from chairlift.server.admin import AdminApp
-from chairlift.server.app import PROBES, build
+from chairlift.server.app import PROBES, application, build
 from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.sockets import address
 from chairlift.server.keys import Keys
@@ -29,6 +29,7 @@ from chairlift.server.service import Service
 
 if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine
+    from chairlift.server.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,9 @@ class Supervisor:
         )
         traces = None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint, model)
         usage_log = None if config.usage_log is None else UsageLog(config.usage_log, model)
+        storage = None if config.data_dir is None else _open_storage(config.data_dir, config.max_data_size)
         self._service = Service(
-            engine, model, metrics, config.tool_call_parser, config.reasoning_parser, traces, usage_log, self._lifecycle
+            engine, model, metrics, config.tool_call_parser, config.reasoning_parser, traces, usage_log, storage, self._lifecycle
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the supervisor logs start and shutdown itself
         logging.getLogger("uvicorn.access").addFilter(_is_not_probe)
@@ -113,6 +115,7 @@ class Supervisor:
         http = asyncio.create_task(self._http.serve(sockets=[listener]))
         status_task = asyncio.create_task(status_line.report(self._engine.stats))
         engine_task = starting
+        batch_task: asyncio.Task[None] | None = None
         broken = False
         try:
             await _wait_first(starting, self._stop_requested.wait())
@@ -121,17 +124,24 @@ class Supervisor:
                 self._mark_ready()
                 logger.info("listening on %s", address(listener, tls=self._config.ssl_certfile is not None))
                 engine_task = asyncio.create_task(self._restart_loop())
+                batch_task = self._start_batches()
                 await _wait_first(http, engine_task, self._stop_requested.wait())
                 self._lifecycle.drain()
                 if broken := not self._stop_requested.is_set():
                     ended = engine_task if engine_task.done() else http
                     logger.critical("shutting down: a task of the server ended", exc_info=ended.exception())
                 engine_task.cancel()
+                if batch_task is not None:
+                    batch_task.cancel()  # its requests go on at the next start
                 await self._drain()
         finally:
             # The engine closes first: open requests end with an error message before their connections close.
-            engine_task.cancel()
-            await asyncio.gather(engine_task, return_exceptions=True)
+            tasks = [task for task in (engine_task, batch_task) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._service.storage is not None:
+                self._service.storage.close()
             await self._engine.close()
             self._http.should_exit = True
             self._http.force_exit = self._force_stop.is_set()
@@ -142,6 +152,15 @@ class Supervisor:
             if self._service.usage_log is not None:
                 await self._service.usage_log.close()
         return 1 if self._force_stop.is_set() or broken else 0
+
+    def _start_batches(self) -> asyncio.Task[None] | None:
+        """Starts the batches' task, if there is a data directory."""
+        if (storage := self._service.storage) is None:
+            return None
+        from chairlift.server.batch.runner import BatchRunner
+
+        app = application(self._service, self._config.max_body_size)
+        return asyncio.create_task(BatchRunner(app, self._service, storage, self._config.max_body_size).run())
 
     def _stop(self, reason: str) -> None:
         """Begins the shutdown; a second call ends it immediately."""
@@ -192,6 +211,12 @@ class Supervisor:
     async def _no_open_requests(self) -> None:
         while self._service.open:
             await asyncio.sleep(0.02)
+
+
+def _open_storage(directory: str, max_bytes: int) -> Storage:
+    from chairlift.server.storage.storage import Storage  # imports sqlite3
+
+    return Storage(directory, max_bytes)
 
 
 def restart_delay(failures: int) -> int:

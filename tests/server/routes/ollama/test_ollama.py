@@ -145,3 +145,9 @@ def test_a_stream_that_fails_ends_with_an_error(llama):
 def test_options_without_effect_are_named(http):
     response = http.post("/api/generate", json={"prompt": "x", "options": {"repeat_last_n": 7, "num_gpu": 1, "num_predict": 1}, "odd": 1})
     assert response.headers["x-chairlift-ignored"] == "odd, options.repeat_last_n"
+
+
+def test_models_are_changed_only_on_the_operators_socket(http):
+    for method, path in (("POST", "/api/pull"), ("DELETE", "/api/delete")):
+        reply = http.request(method, path, json={"model": "org/name"})
+        assert (reply.status_code, "--admin-socket" in reply.json()["error"]) == (403, True)

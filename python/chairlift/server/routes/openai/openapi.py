@@ -16,6 +16,7 @@ from chairlift.server.http.responses import Json
 from chairlift.server.routes.anthropic.message_request import CountRequest, MessagesRequest
 from chairlift.server.routes.ollama.chat_request import GenerateRequest, OllamaChatRequest
 from chairlift.server.routes.ollama.models import ShowRequest
+from chairlift.server.routes.openai.batches import BatchCreateRequest
 from chairlift.server.routes.openai.response_request import ResponsesRequest
 from chairlift.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
 from chairlift.server.schema.fields import REQUEST_ID, CompletionRequest
@@ -38,8 +39,10 @@ _POST: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
     ("/api/show", "The served model in Ollama's API", ShowRequest, "OllamaModel", False),
     ("/api/embed", "Always rejected: the model generates text", None, "", False),
     ("/api/embeddings", "Always rejected: the model generates text", None, "", False),
+    ("/api/pull", "Always refused: only on the admin socket", None, "", False),
     ("/tokenize", "Tokens of a text or a conversation", TokenizeRequest, "Tokens", False),
     ("/detokenize", "Text of tokens", DetokenizeRequest, "Text", False),
+    ("/v1/batches", "New batch", BatchCreateRequest, "Batch", False),
     ("/v1/embeddings", "Always rejected: the model generates text", None, "", False),
 )
 """Routes with a body: path, summary, request model, response schema, and whether the response can be a stream."""
@@ -48,6 +51,10 @@ _GET = (
     ("/", "Name, version, model and links", "Index"),
     ("/v1/models", "Served models", "Models"),
     ("/v1/models/{model}", "Served model, by name", "Model"),
+    ("/v1/files", "Files of the tenant", "Files"),
+    ("/v1/files/{id}", "File", "File"),
+    ("/v1/batches", "Batches of the tenant", "Batches"),
+    ("/v1/batches/{id}", "Batch", "Batch"),
     ("/v1/requests/{id}/explain", "Where a request's time went", "Explanation"),
     ("/api/tags", "Served models in Ollama's API", "OllamaModels"),
     ("/api/ps", "Loaded models in Ollama's API", "OllamaModels"),
@@ -74,7 +81,14 @@ def document(served: str) -> dict[str, Any]:
     paths: dict[str, Any] = {
         path: {"post": _post(path, summary, model, answer, streams)} for path, summary, model, answer, streams in _POST
     }
-    paths |= {path: {"get": _get(path, summary, answer, served)} for path, summary, answer in _GET}
+    for path, summary, answer in _GET:
+        paths.setdefault(path, {})["get"] = _get(path, summary, answer, served)
+    paths["/v1/files"]["post"] = _upload()
+    paths["/v1/files/{id}"]["delete"] = _get("/v1/files/{id}", "Delete a file", "Deleted", served)
+    paths["/v1/files/{id}/content"] = {"get": _get("/v1/files/{id}/content", "Bytes of a file", "", served)}
+    refused = _operation("Always refused: only on the admin socket", None, _REJECTED, "OllamaError")
+    paths["/api/delete"] = {"delete": refused}
+    paths["/v1/batches/{id}/cancel"] = {"post": _get("/v1/batches/{id}/cancel", "Cancel a batch", "Batch", served)}
     paths["/metrics"] = {"get": _operation("Prometheus' text format", {"text/plain": {"schema": {"type": "string"}}}, _REJECTED)}
     return {
         "openapi": "3.1.0",
@@ -101,12 +115,19 @@ def _post(path: str, summary: str, model: type[BaseModel] | None, answer: str, s
     return operation | {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+def _upload() -> dict[str, Any]:
+    operation = _operation("Upload a file", {"application/json": {"schema": _ref("File")}}, _MALFORMED | _REJECTED | {507: "No space"})
+    schema = _object({"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}})
+    return operation | {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
+
+
 def _get(path: str, summary: str, answer: str, served: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": _ref(answer)}}
+    """Describes an operation without a body. Without `answer` it returns bytes."""
+    content = {"application/json": {"schema": _ref(answer)}} if answer else {"application/octet-stream": {"schema": {"type": "string"}}}
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     schemas = {"model": {"enum": [served]}, "id": {"type": "string", "pattern": REQUEST_ID}}
     parameters = [{"name": name, "in": "path", "required": True, "schema": schemas[name]} for name in names]
-    failures = {400: _MALFORMED[400], **_REJECTED, 503: _LIMITED[503]}
+    failures = {400: _MALFORMED[400], **_REJECTED, 503: _LIMITED[503], **({409: "In use, or ended"} if "{id}" in path else {})}
     operation = _operation(summary, content, failures, "OllamaError" if path.startswith("/api/") else "Error")
     if path in ("/health", "/ping"):
         operation["responses"]["503"]["content"] = content
@@ -202,6 +223,18 @@ _RESPONSES: dict[str, Any] = {
     "Text": _object({"prompt": _STRING}),
     "Model": _object({"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "max_model_len": _or_null("integer")}),
     "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
+    "File": _object(
+        {"id": _STRING, "object": {"const": "file"}, "bytes": _INTEGER, "created_at": _INTEGER, "filename": _STRING, "purpose": _STRING},
+        expires_at=_or_null("integer"),
+    ),
+    "Files": _object({"object": {"const": "list"}, "data": _list(_ref("File")), "has_more": {"type": "boolean"}}),
+    "Deleted": _object({"id": _STRING, "object": {"const": "file"}, "deleted": {"const": True}}),
+    "Batch": _object(
+        {"id": _STRING, "object": {"const": "batch"}, "status": _STRING, "input_file_id": _STRING, "request_counts": _OBJECT},
+        output_file_id=_or_null("string"),
+        error_file_id=_or_null("string"),
+    ),
+    "Batches": _object({"object": {"const": "list"}, "data": _list(_ref("Batch")), "has_more": {"type": "boolean"}}),
     "Explanation": _object({"id": _STRING, "object": {"const": "request.explanation"}, "sequences": _list(_OBJECT)}),
     "TokenizerInfo": _object({"vocab_size": _INTEGER, "chat_template": _or_null("string")}),
     "Index": _object({"name": _STRING, "version": _STRING, "model": _STRING, "links": _OBJECT}),

@@ -1,0 +1,1 @@
+"""Runs batches: reads their input, sends the requests to the application, and stores the answers."""

@@ -1,0 +1,79 @@
+"""Sends one request to the server's own application, as a client would over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Scope
+
+from chairlift.scheduling import BACKGROUND
+from chairlift.server.admission import Admission
+from chairlift.server.errors import ApiError
+from chairlift.server.http.responses import to_json_bytes
+from chairlift.server.keys import Tenant
+from chairlift.server.observability.request_context import CURRENT_REQUEST, RequestContext
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole response."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+async def call(app: ASGIApp, admission: Admission, tenant: str, url: str, body: dict[str, Any]) -> Reply:
+    """Posts `body` for `tenant` as a background request and returns the response.
+
+    `admission` counts the background's requests. The caller handles exceptions of the application.
+    """
+    context = RequestContext(uuid.uuid4().hex)
+    if body.get("stream"):
+        refusal = ApiError(400, "a request of a batch cannot be streamed: leave out stream", param="stream")
+        return Reply(refusal.status, context.request_id, to_json_bytes(refusal.envelope))
+    CURRENT_REQUEST.set(context)
+    pending = [to_json_bytes(body | {"priority": BACKGROUND})]
+    parts: list[bytes] = []
+    status = 500
+
+    async def receive() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        await asyncio.Event().wait()  # the client never disconnects
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+
+    ticket = admission.ticket(Tenant(tenant))
+    try:
+        await app(_scope(url, {"context": context, "tenant": tenant, "ticket": ticket, "raw_send": send}), receive, send)
+    finally:
+        ticket.release()
+    return Reply(status, context.request_id, b"".join(parts))
+
+
+def _scope(url: str, state: dict[str, Any]) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": url,
+        "raw_path": url.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+        "state": state,
+    }

@@ -1,0 +1,196 @@
+"""Runs the requests of all open batches, a bounded number at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from chairlift.server.admission import Admission
+from chairlift.server.batch.call import Reply, call
+from chairlift.server.batch.input import read_input, read_request
+from chairlift.server.lifecycle import ServerState
+from chairlift.server.service import Service
+from chairlift.server.storage.batches import Answer, Batch, BatchRequest, Status, output_line
+from chairlift.server.storage.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+"""How often a request is tried whose answer is a 503. It may be the reason why the engine died."""
+
+_PAGE = 256
+"""Requests that are read from the database at once."""
+
+_CLEAN_SECONDS = 60.0
+_RETRY_SECONDS = 5.0
+
+_EXPIRED = {"code": "batch_expired", "message": "This request could not be executed before the completion window expired."}
+_CANCELLED = {"code": "batch_cancelled", "message": "The batch was cancelled before this request was executed."}
+
+
+@dataclass(slots=True)
+class _Open:
+    """A batch in progress: its next requests, and those that run."""
+
+    batch: Batch
+    pending: deque[BatchRequest] = field(default_factory=deque)
+    read_to: int = 0
+    """The last line that was read from the database."""
+    running: set[asyncio.Task[None]] = field(default_factory=set)
+    exhausted: bool = False
+    """Whether all lines were read."""
+    attempts: dict[int, int] = field(default_factory=dict)
+
+
+class BatchRunner:
+    """Runs batches from the storage until it is cancelled. Only answers that were stored count, so it may be killed at any time."""
+
+    def __init__(self, app: ASGIApp, service: Service, storage: Storage, max_body_size: int) -> None:
+        """`app` is the application behind the access checks."""
+        self._app = app
+        self._service = service
+        self._storage = storage
+        self._max_body_size = max_body_size
+        self._admission = Admission(None, service.engine.stats, service.lifecycle)  # the queue's limits are for clients
+        self._open: dict[str, _Open] = {}
+        self._answers: list[Answer] = []
+        self._wake = storage.batches.changed
+        self._cleaned = 0.0
+
+    async def run(self) -> None:
+        """Runs batches forever."""
+        try:
+            while True:
+                try:
+                    self._wake.clear()
+                    await self._advance()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_CLEAN_SECONDS):
+                            await self._wake.wait()
+                except Exception:
+                    logger.exception("batches stopped for %g s", _RETRY_SECONDS)
+                    await self._forget()
+                    await asyncio.sleep(_RETRY_SECONDS)
+        finally:
+            await self._forget()
+            await self._store_answers()
+
+    async def run_until_idle(self) -> None:
+        """Runs until no batch is open; raises what goes wrong."""
+        try:
+            while True:
+                self._wake.clear()
+                if not await self._advance():
+                    return
+                await self._wake.wait()
+        finally:
+            await self._forget()
+            await self._store_answers()
+
+    async def _advance(self) -> bool:
+        """Stores the answers that have come, moves every batch on and starts requests. Returns whether a batch is open."""
+        await self._store_answers()
+        if time.monotonic() - self._cleaned > _CLEAN_SECONDS:
+            self._cleaned = time.monotonic()
+            await self._storage.files.remove_expired()
+            await self._storage.batches.remove_old()
+        batches = await self._storage.batches.open()
+        for batch in batches:
+            await self._move_on(batch)
+        await self._start_requests()
+        return bool(batches)
+
+    async def _move_on(self, batch: Batch) -> None:
+        """Does what a batch's status asks for, except for starting requests."""
+        storage = self._storage.batches
+        if batch.status is Status.CANCELLING:
+            await self._end(batch, Status.CANCELLED, _CANCELLED)
+        elif batch.status is Status.FINALIZING or (batch.status is Status.IN_PROGRESS and batch.completed + batch.failed == batch.total):
+            await self._end(batch, Status.COMPLETED, None)
+        elif (expires := batch.fields["expires_at"]) is not None and time.time() >= expires:
+            await self._end(batch, Status.EXPIRED, _EXPIRED)
+        elif batch.status is Status.VALIDATING:
+            path = self._storage.files.path(batch.input_file_id)
+            requests, errors = await asyncio.to_thread(read_input, path, batch.fields["endpoint"], self._max_body_size)
+            if errors:
+                await storage.fail(batch, errors)
+            else:
+                await storage.start(batch, requests)
+            self._wake.set()
+        elif batch.id not in self._open:
+            self._open[batch.id] = _Open(batch)
+
+    async def _end(self, batch: Batch, status: Status, unanswered: dict[str, str] | None) -> None:
+        if (current := self._open.pop(batch.id, None)) is not None:
+            await _cancel(current)
+            await self._store_answers()
+        await self._storage.batches.finish(batch, status, None if unanswered is None else json.dumps(unanswered))
+        logger.info("%s: %s, %d of %d requests answered", batch.id, status.value, batch.completed + batch.failed, batch.total)
+        self._wake.set()
+
+    async def _start_requests(self) -> None:
+        """Starts requests until enough run, in turn from the batch with the fewest running ones."""
+        service = self._service
+        while service.lifecycle.state is ServerState.READY:
+            limit = service.engine.facts["max_num_seqs"]
+            ready = [one for one in self._open.values() if one.pending or not one.exhausted]
+            if not ready or sum(len(one.running) for one in self._open.values()) >= limit:
+                return
+            chosen = min(ready, key=lambda one: len(one.running))
+            if not chosen.pending:
+                page = await self._storage.batches.unanswered(chosen.batch.id, chosen.read_to, _PAGE)
+                chosen.pending.extend(page)
+                chosen.exhausted = len(page) < _PAGE
+                chosen.read_to = page[-1].line if page else chosen.read_to
+                continue
+            task = asyncio.create_task(self._answer(chosen, chosen.pending.popleft()))
+            chosen.running.add(task)
+            task.add_done_callback(chosen.running.discard)
+            task.add_done_callback(lambda _: self._wake.set())
+
+    async def _answer(self, current: _Open, request: BatchRequest) -> None:
+        """Runs a request and keeps its answer, which the next `_advance` stores. A request that cannot be served now is tried again."""
+        batch = current.batch
+        try:
+            url, body = await asyncio.to_thread(read_request, self._storage.files.path(batch.input_file_id), request)
+            reply = await call(self._app, self._admission, batch.tenant, url, body)
+        except Exception:
+            logger.exception("request %r of %s failed", request.custom_id, batch.id)
+            reply = Reply(500, "", b'{"error":{"message":"internal error","type":"server_error","param":null,"code":"internal_error"}}')
+        if reply.status == 503:
+            if self._service.lifecycle.state is ServerState.DRAINING:
+                return
+            current.attempts[request.line] = attempts = current.attempts.get(request.line, 0) + 1
+            if attempts < MAX_ATTEMPTS:
+                await self._service.lifecycle.wait_for_engine()
+                current.pending.append(request)
+                return
+        response = f'{{"status_code":{reply.status},"request_id":"{reply.request_id}","body":{reply.body.decode()}}}'
+        text = output_line(request.custom_id, response)
+        self._answers.append(Answer(batch.id, request.line, reply.status == 200, text))
+
+    async def _store_answers(self) -> None:
+        if answers := self._answers[:]:
+            await self._storage.batches.add_answers(answers)
+            del self._answers[: len(answers)]
+
+    async def _forget(self) -> None:
+        """Cancels what runs. Requests without a stored answer run again later."""
+        opened, self._open = list(self._open.values()), {}
+        for current in opened:
+            await _cancel(current)
+
+
+async def _cancel(current: _Open) -> None:
+    tasks: set[asyncio.Task[Any]] = set(current.running)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

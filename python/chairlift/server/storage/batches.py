@@ -1,0 +1,302 @@
+"""Batches: their requests that wait for an answer, and the answers until the output files are written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from sqlite3 import Connection, Row
+from typing import Any
+
+from chairlift.server.errors import ApiError, brief
+from chairlift.server.storage.database import Database
+from chairlift.server.storage.files import Files, StoredFile, insert_file
+
+MAX_OPEN_BATCHES = 32
+"""Batches of one tenant that have not ended."""
+
+WINDOW_SECONDS = 24 * 3600
+"""OpenAI's completion window."""
+
+KEPT_SECONDS = 30 * 24 * 3600
+"""Seconds after its end for which a batch is remembered."""
+
+
+class Status(StrEnum):
+    """OpenAI's states of a batch."""
+
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    CANCELLING = "cancelling"
+    FAILED = "failed"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+
+_TIMES: dict[Status, str] = {status: f"{status.value}_at" for status in Status if status is not Status.VALIDATING}
+_ENDED = (Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch. `fields` are those of OpenAI's object that the other attributes do not have."""
+
+    id: str
+    tenant: str
+    status: Status
+    input_file_id: str
+    total: int
+    completed: int
+    failed: int
+    fields: Mapping[str, Any]
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.status in _ENDED
+
+    def json(self) -> dict[str, Any]:
+        """Returns OpenAI's batch object."""
+        counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
+        fields = {name: value for name, value in self.fields.items() if name != "output_expires_after"}
+        own = {"id": self.id, "object": "batch", "status": self.status.value, "input_file_id": self.input_file_id}
+        return {**own, **fields, "request_counts": counts}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One line of a batch's input, and where its text is in the file."""
+
+    line: int
+    custom_id: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The line of the output, or of the error file, that answers a request."""
+
+    batch: str
+    line: int
+    succeeded: bool
+    text: str
+
+
+_COLUMNS = "id, tenant, status, input_file_id, total, completed, failed, fields"
+
+
+class Batches:
+    """The batches of all tenants."""
+
+    def __init__(self, database: Database, files: Files) -> None:
+        self._database = database
+        self._files = files
+        self.changed = asyncio.Event()
+        """Set when a batch was created or cancelled. Whoever waits for it clears it."""
+
+    async def create(
+        self,
+        tenant: str,
+        input_file_id: str,
+        endpoint: str | None,
+        metadata: Mapping[str, str] | None,
+        output_lifetime: int | None,
+        *,
+        window: int | None = WINDOW_SECONDS,
+    ) -> Batch:
+        """Creates a batch; raises ApiError if the tenant has too many open ones.
+
+        Without `endpoint` its requests may use any, and without `window`, in seconds, it never expires.
+        """
+        now = int(time.time())
+        fields = {
+            "endpoint": endpoint,
+            "completion_window": "24h",
+            "errors": None,
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": now,
+            "expires_at": None if window is None else now + window,
+            **dict.fromkeys(_TIMES.values()),
+            "metadata": metadata,
+            "output_expires_after": output_lifetime,
+        }
+        batch = Batch(f"batch_{uuid.uuid4().hex}", tenant, Status.VALIDATING, input_file_id, 0, 0, 0, fields)
+
+        def work(connection: Connection) -> int:
+            [count] = connection.execute("SELECT count(*) FROM batches WHERE tenant = ? AND ended_at IS NULL", (tenant,)).fetchone()
+            if count < MAX_OPEN_BATCHES:
+                # The file may have been deleted since the caller saw it.
+                query = f"INSERT INTO batches ({_COLUMNS}) SELECT ?, ?, ?, id, 0, 0, 0, ? FROM files WHERE id = ? AND tenant = ?"
+                connection.execute(query, (batch.id, tenant, batch.status.value, json.dumps(fields), input_file_id, tenant))
+            return int(count)
+
+        if (count := await self._database.run(work)) >= MAX_OPEN_BATCHES:
+            message = f"you have {count} batches that have not ended, the limit: wait for one to end"
+            raise ApiError(400, message, code="batch_quota_exceeded")
+        self.changed.set()
+        return await self.get(tenant, batch.id)
+
+    async def get(self, tenant: str, id: str) -> Batch:
+        """Returns the batch; raises ApiError 404, also for a batch of another tenant."""
+        query = f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND tenant = ?"
+        row = await self._database.run(lambda connection: connection.execute(query, (id, tenant)).fetchone())
+        if row is None:
+            raise ApiError(404, f"no such batch: {brief(id)}", param="batch_id", code="batch_not_found")
+        return _batch(row)
+
+    async def page(self, tenant: str, after: str | None, limit: int) -> tuple[list[Batch], bool]:
+        """Returns a page of the tenant's batches, newest first, and whether more follow; raises ApiError 404 for an unknown `after`."""
+        condition, values = "tenant = ?", [tenant]
+        if after is not None:
+            await self.get(tenant, after)
+            condition += " AND seq < (SELECT seq FROM batches WHERE id = ?)"
+            values.append(after)
+        query = f"SELECT {_COLUMNS} FROM batches WHERE {condition} ORDER BY seq DESC LIMIT ?"
+        rows = await self._database.run(lambda connection: connection.execute(query, (*values, limit + 1)).fetchall())
+        return [_batch(row) for row in rows[:limit]], len(rows) > limit
+
+    async def open(self) -> list[Batch]:
+        """Returns the batches of all tenants that have not ended, oldest first."""
+        query = f"SELECT {_COLUMNS} FROM batches WHERE ended_at IS NULL ORDER BY seq"
+        return [_batch(row) for row in await self._database.run(lambda connection: connection.execute(query).fetchall())]
+
+    async def cancel(self, tenant: str, id: str) -> Batch:
+        """Begins the cancellation of a batch; raises ApiError 404, and 409 if it has ended or its output is being written."""
+        batch = await self.get(tenant, id)
+        if batch.status is Status.CANCELLING:
+            return batch
+        if not await self._move(id, (Status.VALIDATING, Status.IN_PROGRESS), Status.CANCELLING):
+            batch = await self.get(tenant, id)
+            raise ApiError(
+                409, f"the batch is {batch.status.value} and cannot be cancelled", param="batch_id", code="batch_not_cancellable"
+            )
+        self.changed.set()
+        return await self.get(tenant, id)
+
+    async def start(self, batch: Batch, requests: Sequence[BatchRequest]) -> None:
+        """Stores the requests of a valid batch, whose answers may be added from now on."""
+
+        def work(connection: Connection) -> None:
+            rows = ((batch.id, request.line, request.custom_id, request.start, request.length) for request in requests)
+            if _set_status(connection, batch.id, (Status.VALIDATING,), Status.IN_PROGRESS):
+                connection.executemany("INSERT INTO requests VALUES (?, ?, ?, ?, ?)", rows)
+                connection.execute("UPDATE batches SET total = ? WHERE id = ?", (len(requests), batch.id))
+
+        await self._database.run(work)
+
+    async def fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
+        """Ends a batch whose input is invalid."""
+        changes = {"errors": {"object": "list", "data": errors}}
+        await self._move(batch.id, (Status.VALIDATING,), Status.FAILED, changes)
+
+    async def unanswered(self, id: str, after: int, limit: int) -> list[BatchRequest]:
+        """Returns the next requests without an answer behind line `after`."""
+        query = "SELECT line, custom_id, start, length FROM requests WHERE batch = ? AND line > ? ORDER BY line LIMIT ?"
+        rows = await self._database.run(lambda connection: connection.execute(query, (id, after, limit)).fetchall())
+        return [BatchRequest(*row) for row in rows]
+
+    async def add_answers(self, answers: Iterable[Answer]) -> None:
+        """Stores answers, in one transaction. A request that has one already keeps it."""
+
+        def work(connection: Connection) -> None:
+            for answer in answers:
+                name = (answer.batch, answer.line)
+                if connection.execute("DELETE FROM requests WHERE batch = ? AND line = ?", name).rowcount:
+                    connection.execute("INSERT INTO answers VALUES (?, ?, ?, ?)", (*name, answer.succeeded, answer.text))
+                    count = "completed" if answer.succeeded else "failed"
+                    connection.execute(f"UPDATE batches SET {count} = {count} + 1 WHERE id = ?", (answer.batch,))
+
+        await self._database.run(work)
+
+    async def finish(self, batch: Batch, status: Status, unanswered: str | None) -> None:
+        """Writes the output files and ends the batch with `status`.
+
+        `unanswered` is the error of the requests without an answer, as JSON. An interrupted call can be repeated: the files count only
+        once the batch has ended.
+        """
+        before = (batch.status,)
+        if batch.status is Status.IN_PROGRESS and status is Status.COMPLETED:
+            await self._move(batch.id, before, Status.FINALIZING)
+            before = (Status.FINALIZING,)
+        lifetime = batch.fields["output_expires_after"]
+
+        def work(connection: Connection) -> list[int]:
+            changes: dict[str, Any] = {}
+            sizes = []
+            for name, succeeded in (("output", True), ("error", False)):
+                lines = _output(connection, batch.id, succeeded, unanswered)
+                if (first := next(lines, None)) is None:
+                    continue
+                id, size = self._files.write_output(_chain(first, lines))
+                now = int(time.time())
+                file = StoredFile(id, f"{batch.id}_{name}.jsonl", "batch_output", size, now, None if lifetime is None else now + lifetime)
+                insert_file(connection, batch.tenant, file)
+                changes[f"{name}_file_id"] = id
+                sizes.append(size)
+            if unanswered is not None:
+                query = "UPDATE batches SET failed = failed + (SELECT count(*) FROM requests WHERE batch = ?1) WHERE id = ?1"
+                connection.execute(query, (batch.id,))
+            _set_status(connection, batch.id, before, status, changes)
+            for table in ("requests", "answers"):
+                connection.execute(f"DELETE FROM {table} WHERE batch = ?", (batch.id,))
+            return sizes
+
+        for size in await self._database.run(work):
+            self._files.add_output(batch.tenant, size)
+
+    async def remove_old(self) -> None:
+        """Forgets batches that ended long ago."""
+        before = int(time.time()) - KEPT_SECONDS
+        await self._database.run(lambda connection: connection.execute("DELETE FROM batches WHERE ended_at < ?", (before,)))
+
+    async def _move(self, id: str, before: Sequence[Status], status: Status, changes: Mapping[str, Any] | None = None) -> bool:
+        return await self._database.run(partial(_set_status, id=id, before=before, status=status, changes=changes))
+
+
+def _set_status(
+    connection: Connection, id: str, before: Sequence[Status], status: Status, changes: Mapping[str, Any] | None = None
+) -> bool:
+    """Moves a batch on, unless it has left the states `before`; returns whether it was moved."""
+    row = connection.execute("SELECT status, fields FROM batches WHERE id = ?", (id,)).fetchone()
+    if row is None or Status(row["status"]) not in before:
+        return False
+    now = int(time.time())
+    fields = json.loads(row["fields"]) | {_TIMES[status]: now} | dict(changes or {})
+    ended = now if status in _ENDED else None
+    query = "UPDATE batches SET status = ?, ended_at = ?, fields = ? WHERE id = ?"
+    connection.execute(query, (status.value, ended, json.dumps(fields), id))
+    return True
+
+
+def _output(connection: Connection, id: str, succeeded: bool, unanswered: str | None) -> Iterator[str]:
+    """Yields the lines of the output, or of the error file, in the order of the input."""
+    query = "SELECT line, text FROM answers WHERE batch = ? AND succeeded = ? ORDER BY line"
+    for row in connection.execute(query, (id, succeeded)):
+        yield row["text"]
+    if not succeeded and unanswered is not None:
+        for row in connection.execute("SELECT custom_id FROM requests WHERE batch = ? ORDER BY line", (id,)):
+            yield output_line(row["custom_id"], "null", unanswered)
+
+
+def output_line(custom_id: str, response: str, error: str = "null") -> str:
+    """Returns a line of an output file; `response` and `error` are JSON."""
+    return f'{{"id":"batch_req_{uuid.uuid4().hex}","custom_id":{json.dumps(custom_id)},"response":{response},"error":{error}}}'
+
+
+def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest
+
+
+def _batch(row: Row) -> Batch:
+    id, tenant, status, input_file_id, total, completed, failed, fields = row
+    return Batch(id, tenant, Status(status), input_file_id, total, completed, failed, json.loads(fields))

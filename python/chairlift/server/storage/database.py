@@ -1,0 +1,93 @@
+"""The SQLite database in the data directory. One thread owns its connection."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from chairlift.errors import InvalidSetting
+
+T = TypeVar("T")
+
+_VERSION = 1
+
+_SCHEMA = f"""
+CREATE TABLE files (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
+    bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER
+);
+CREATE INDEX files_of_tenant ON files (tenant, seq);
+CREATE TABLE batches (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, status TEXT NOT NULL,
+    input_file_id TEXT NOT NULL, total INTEGER NOT NULL, completed INTEGER NOT NULL, failed INTEGER NOT NULL, ended_at INTEGER,
+    fields TEXT NOT NULL
+);
+CREATE INDEX batches_of_tenant ON batches (tenant, seq);
+CREATE INDEX batches_by_status ON batches (status);
+CREATE TABLE requests (
+    batch TEXT NOT NULL, line INTEGER NOT NULL, custom_id TEXT NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL,
+    PRIMARY KEY (batch, line)
+) WITHOUT ROWID;
+CREATE TABLE answers (
+    batch TEXT NOT NULL, line INTEGER NOT NULL, succeeded INTEGER NOT NULL, text TEXT NOT NULL, UNIQUE (batch, line)
+);
+PRAGMA user_version = {_VERSION};
+"""
+
+
+class Database:
+    """Runs functions in transactions, one after another, in a thread of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        """Opens or creates the database for this process alone; raises InvalidSetting."""
+        self._thread = ThreadPoolExecutor(1, "chairlift-data")
+        try:
+            self._connection: sqlite3.Connection = self._thread.submit(_open, directory / "chairlift.sqlite3").result()
+        except (OSError, sqlite3.Error) as error:
+            self._thread.shutdown()
+            reason = "another process uses it" if "locked" in str(error) else str(error)
+            raise InvalidSetting(f"--data-dir {directory}: {reason}") from None
+
+    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Returns `work(connection)`, committed to the disk; an exception rolls back."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work)
+
+    def run_now(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Like `run`, for use outside of an event loop."""
+        return self._thread.submit(self._transact, work).result()
+
+    def close(self) -> None:
+        """Finishes what was submitted and closes the database."""
+        self._thread.submit(self._connection.close).result()
+        self._thread.shutdown()
+
+    def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            result = work(self._connection)
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+        return result
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, timeout=1.0)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # a second server must not run the same batches
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("BEGIN IMMEDIATE")
+    [version] = connection.execute("PRAGMA user_version").fetchone()
+    connection.execute("COMMIT")
+    if version == 0:
+        connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+    elif version != _VERSION:
+        raise sqlite3.DatabaseError(f"it was written by another version of chairlift (format {version}, this one reads {_VERSION})")
+    return connection
