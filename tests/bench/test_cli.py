@@ -124,14 +124,18 @@ def test_without_a_server(byte_model, tmp_path, capsys, name):
         (["serve", "--model", "m", "--ramp-up-strategy", "linear"], "--ramp-up-strategy needs --ramp-up-start-rps"),
         (["serve", "--model", "m", "--speedup", "2"], "--speedup needs a --dataset-path"),
         (["serve", "--model", "m", "--ramp-up-end-rps", "4"], "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy"),
-        (["serve", "--port", "1"], "no server at http://127.0.0.1:1"),
         (["serve", "--model", "m", "--dataset-path", "/nowhere"], "/nowhere: cannot be read"),
         (["sweep", "--model", "m"], "a search needs targets: set --goodput"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_sent(arguments, says, capsys):
-    assert bench(*arguments) == 1
+    assert bench(*arguments) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_server_that_is_missing_is_a_failure(capsys):
+    assert bench(*["serve", "--port", "1"]) == 1
+    assert "no server at http://127.0.0.1:1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_generate_gives_several_answers(capsys):
 
 
 def test_generate_says_which_of_several_prompts_cannot_be_asked(capsys):
-    assert main.main(["generate", "a", "too long"]) == 1
+    assert main.main(["generate", "a", "too long"]) == 2
     assert capsys.readouterr().err == "chairlift: prompt 2: that is too long\n"
 
 

@@ -248,7 +248,7 @@ def test_a_client_refuses_a_list_of_keys(command, key, source, environ, capsys):
         else:
             environ.setenv(source, key)
             command = [*command, url]
-        assert main.main(command) == 1
+        assert main.main(command) == 2
     assert keys == []
     told = capsys.readouterr().err
     assert told.startswith(f"chairlift: {source} is a list of tenants' keys")

@@ -351,9 +351,9 @@ def test_wrong_usage_is_one_line_and_status_2(arguments, says, capsys):
         (["max_num_seqs=2,64"], "--max-num-batched-tokens (32) must be at least --max-num-seqs (64)"),
     ],
 )
-def test_settings_that_cannot_work_are_one_line_and_status_1(replay, file, settings, says):
+def test_settings_that_cannot_work_are_one_line_and_status_2(replay, file, settings, says):
     status, output, complaint = replay(file, *(word for setting in settings for word in ("--set", setting)))
-    assert (status, output) == (1, "")
+    assert (status, output) == (2, "")
     [line] = complaint.splitlines()
     assert says in line
 
@@ -388,26 +388,26 @@ def test_a_journal_with_a_changed_byte_is_refused(replay, file, journal):
     for at in (30, len(journal) // 2, len(journal) - 1):
         file.write_bytes(journal[:at] + bytes([journal[at] ^ 1]) + journal[at + 1 :])
         status, output, complaint = replay(file)
-        assert (status, output) == (1, "")
+        assert (status, output) == (2, "")
         assert re.search(rf"{file} cannot be replayed: the journal is damaged at byte \d+", complaint)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"chairlift-journal-0\n12345", b"chairlift-journal-1\n\x00\x00"])
-def test_what_is_no_journal_is_one_line_and_status_1(replay, tmp_path, content):
+def test_what_is_no_journal_is_one_line_and_status_2(replay, tmp_path, content):
     path = tmp_path / "foreign"
     path.write_bytes(content)
     status, output, complaint = replay(path)
-    assert (status, output) == (1, "")
+    assert (status, output) == (2, "")
     [line] = complaint.splitlines()
     assert line.startswith(f"chairlift: {path} cannot be replayed: ")
 
 
-def test_calls_that_make_no_sense_together_are_one_line_and_status_1(replay, tmp_path):
+def test_calls_that_make_no_sense_together_are_one_line_and_status_2(replay, tmp_path):
     path = tmp_path / "damaged.journal"
     abort_of_the_ninth_request = bytes([3, 0, 9])
     path.write_bytes(record(requests=0) + abort_of_the_ninth_request)
     status, output, complaint = replay(path)
-    assert (status, output) == (1, "")
+    assert (status, output) == (2, "")
     [line] = complaint.splitlines()
     assert line.startswith(f"chairlift: {path}")
     assert "the journal is damaged" in line
@@ -427,20 +427,20 @@ def test_a_panic_of_the_core_is_one_line_too(replay, file, monkeypatch):
         from_journal(file)
     monkeypatch.setattr(_core, "replay", panic)
     status, output, complaint = replay(file)
-    assert (status, output) == (1, "")
+    assert (status, output) == (2, "")
     assert "its calls contradict each other: index out of bounds" in complaint
 
 
 def test_a_setting_that_is_named_twice_is_refused(replay, file):
     for twice in (["--set", "max_num_seqs=1", "--set", "max_num_seqs=2"], ["--set", "scheduling_policy=fair", "--policy", "fcfs"]):
         status, output, complaint = replay(file, *twice)
-        assert (status, output) == (1, "")
+        assert (status, output) == (2, "")
         assert "is set twice: separate its values with commas" in complaint
 
 
-def test_a_file_that_is_not_there_is_one_line_and_status_1(replay, tmp_path):
+def test_a_file_that_is_not_there_is_one_line_and_status_2(replay, tmp_path):
     status, _, complaint = replay(tmp_path / "none")
-    assert status == 1
+    assert status == 2
     assert complaint == f"chairlift: {tmp_path / 'none'}: cannot be read (No such file or directory); name a file that --journal wrote\n"
 
 

@@ -107,7 +107,6 @@ def test_variables_that_resemble_no_setting_are_ignored(variable):
     [
         (["pull", "./no/such/directory"], "no/such/directory"),
         (["generate", "a", "--model", "./no/such/directory"], "no/such/directory"),
-        (["generate", "a", "--temperature", "-1"], "temperature must be a number from 0 to 100, got -1.0"),
         (["serve", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
     ],
 )
@@ -119,6 +118,19 @@ def test_a_failure_is_one_line_and_exit_code_1(arguments, says):
     [line] = done.stderr.splitlines()
     assert line.startswith("chairlift: ")
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "a", "--temperature", "-1"], "temperature must be a number from 0 to 100, got -1.0"),
+        (["generate", "a", "--max-model-len", "10m"], "--max-model-len 10000000: the model was made for 8192 positions"),
+    ],
+)
+@pytest.mark.slow
+def test_a_setting_that_cannot_work_is_one_line_and_exit_code_2(arguments, says):
+    done = chairlift_command(*arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"chairlift: {says}\n")
 
 
 def test_flags_win_over_variables_and_variables_over_defaults(monkeypatch):

@@ -147,7 +147,7 @@ def test_a_journal_does_not_name_its_model(tmp_path: Path, capsys: pytest.Captur
     day = str(tmp_path / "day.json")
     assert main.main(["calibrate", "--from-journal", str(tmp_path / "day.journal"), "-o", day]) == 0
     assert (Profile.load(day).model, Profile.load(day).data_types) == ("", {})
-    assert main.main(["calibrate", "--from-journal", str(tmp_path / "day.journal"), "--seconds", "5", "-o", day]) == 1
+    assert main.main(["calibrate", "--from-journal", str(tmp_path / "day.journal"), "--seconds", "5", "-o", day]) == 2
     assert "--seconds has no effect here: --from-journal runs nothing" in capsys.readouterr().err
     with pytest.raises(InvalidSetting, match="was measured with an unnamed model"):
         simulate([TraceRequest(0, 50, 20)], device=day, model="Llama-3.1-8B")

@@ -254,7 +254,7 @@ def test_the_command_says_it_in_words_json_and_a_page(
     assert raw["users"] == 30 * raw["capacity"]["rate"]
     assert set(raw["sensitivity"]) == set(plan_report.DOUBLED) == set(plan_report.BOTTLENECKS)
     assert raw["settings"]["max_num_batched_tokens"] <= 64
-    assert main.main([*asked, "--itl-ms", "1"]) == 1
+    assert main.main([*asked, "--itl-ms", "1"]) == 2
     assert "at least --itl-ms 11" in capsys.readouterr().err
 
 
@@ -310,7 +310,7 @@ def test_what_cannot_be_is_told_before_anything_is_measured(
     flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plan_command, "calibrate", None)
-    assert main.main(["plan", *flags]) == 1
+    assert main.main(["plan", *flags]) == 2
     told = capsys.readouterr()
     [line] = told.err.splitlines()
     assert says in line

@@ -250,7 +250,7 @@ def test_the_command_prints_a_table_json_and_a_page(capsys: pytest.CaptureFixtur
     assert told["figures"]["finished"] == 300
     assert (told["config"]["batching"], told["config"]["batch_size"]) == ("static", 4)
     assert max(told["timeline"]["batch"]) <= 4
-    assert main.main(["simulate", "--trace", str(tmp_path / "none.csv")]) == 1
+    assert main.main(["simulate", "--trace", str(tmp_path / "none.csv")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from chairlift.cli import flags
 from chairlift.config import EngineConfig, ServerConfig
-from chairlift.errors import ChairliftError, did_you_mean
+from chairlift.errors import ChairliftError, InvalidRequest, InvalidSetting, InvalidTrace, did_you_mean
 
 COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",
@@ -110,7 +110,7 @@ def build_parser(imported: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
+    """Runs one command and returns the exit status: 0, 1 for a failure, 2 for invalid arguments, settings or traces."""
     started = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else arguments
     # The first positional argument is the command: the flags before it take no values.
@@ -159,7 +159,7 @@ def _run(args: argparse.Namespace) -> int:
             raise
         kind = "" if isinstance(error, ChairliftError) else f"{type(error).__name__}: "
         print(f"chairlift: {kind}{error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidRequest | InvalidSetting | InvalidTrace) else 1
 
 
 if __name__ == "__main__":

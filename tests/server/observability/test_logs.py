@@ -90,6 +90,6 @@ def test_the_flag_makes_the_whole_log_json(monkeypatch, capsys):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setenv("CHAIRLIFT_LOG_FORMAT", "json")
-    assert main.main(["serve", "--port", "0", "--api-key-file", "/nothing"]) == 1
+    assert main.main(["serve", "--port", "0", "--api-key-file", "/nothing"]) == 2
     logging.getLogger("somebody").error("hello")
     assert json.loads(capsys.readouterr().err.splitlines()[-1])["message"] == "hello"

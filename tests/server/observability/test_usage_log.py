@@ -165,7 +165,7 @@ def test_the_command_sums_by_day_tenant_and_tier(tmp_path, capsys):
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
-    assert main(["usage", str(tmp_path / "none")]) == 1
+    assert main(["usage", str(tmp_path / "none")]) == 2
     assert "is not a directory: name the one that was given to --usage-log" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["usage", str(tmp_path), "--by", "tenant,colour"])
