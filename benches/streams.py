@@ -2,6 +2,8 @@
 
     python benches/streams.py            writes benches/results/streams.md; takes about two minutes
 
+The peer needs pip install httptools.
+
 The engine is real but for its model (`--load-format none`). Where steps are paced the server can send each token alone, or fall behind
 and send several in one event; without a pace it always does the latter. The peer sends events of the same bytes, one a `yield`, and
 does nothing else: what uvicorn and Starlette can do at most.

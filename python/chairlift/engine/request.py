@@ -62,7 +62,7 @@ class Choice:
         self._started: float | None = None
         self._queued: float | None = None
         self._cached_tokens = 0
-        self._ledger: Timeline | None = None
+        self._timeline: Timeline | None = None
 
     @property
     def mean_logprob(self) -> float:
@@ -86,10 +86,10 @@ class Choice:
         if self._started is None:
             self._started = time.monotonic()
 
-    def settle(self, ledger: Mapping[str, Any]) -> bool:
+    def end(self, timeline: Mapping[str, Any]) -> bool:
         """Records the timeline of the ended sequence; True if it missed its deadline, which has no other message."""
-        self._ledger = Timeline.read(ledger)
-        if missed := self._ledger.finish == "deadline":
+        self._timeline = Timeline.read(timeline)
+        if missed := self._timeline.finish == "deadline":
             self._finish = DEADLINE
         return missed
 
@@ -144,13 +144,13 @@ class Choice:
     def _close(self, output: RequestOutput) -> None:
         self.over = True
         output.cached_tokens = self._cached_tokens
-        ledger = output.timeline = self._ledger
-        if ledger is not None and ledger.ended is not None:
-            output.preemptions = ledger.preemptions
-            started = ledger.ended if ledger.started is None else ledger.started
-            first_token = None if ledger.first_token is None else ledger.first_token - ledger.arrived
-            times = started - ledger.arrived, first_token, ledger.ended - ledger.arrived
-            output.timing = Timing(started - ledger.submitted, *times)
+        timeline = output.timeline = self._timeline
+        if timeline is not None and timeline.ended is not None:
+            output.preemptions = timeline.preemptions
+            started = timeline.ended if timeline.started is None else timeline.started
+            first_token = None if timeline.first_token is None else timeline.first_token - timeline.arrived
+            times = started - timeline.arrived, first_token, timeline.ended - timeline.arrived
+            output.timing = Timing(started - timeline.submitted, *times)
         else:
             # A stop string ended the choice before the engine did, so this process's clock is used.
             now = time.monotonic()
@@ -251,7 +251,7 @@ def deliver(step: StepOutputs, requests: dict[int, R]) -> list[R]:
                 on_start()
     for timeline in step.ended:
         tag = timeline["tag"]
-        if (request := requests.get(tag)) is not None and request.choice(tag).settle(timeline):
+        if (request := requests.get(tag)) is not None and request.choice(tag).end(timeline):
             touched[request.tags.start] = request
             del requests[tag]
     for tag, lines in step.prompts:

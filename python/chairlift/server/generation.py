@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from chairlift.outputs import RequestOutput, Timeline, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.server.errors import api_error
 from chairlift.server.observability.latencies import Latencies
-from chairlift.server.observability.usage_log import UsageLabels
+from chairlift.server.observability.usage_log import UsageLabels, UsageLog
 from chairlift.server.registry import Refusal, engine_ids
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.service import service_of
@@ -125,19 +125,9 @@ class Generation:
 
     async def _generate_prompt(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields one prompt's increments and updates usage and metrics."""
-        metrics, usage = self._service.metrics, self.usage
         prompt, params = self._prompts[index]
         first_choice = index * self._n
-        latencies = metrics.latencies(self._scheduling.tenant, self._scheduling.priority)
-        tokens = _TokenTimes(latencies, self._context.arrived)
-        lengths: dict[int, int] = {}
-        timelines: list[Timeline | None] = []
-        cached: int | None = None
-        generated = 0
-        unfinished = params.n
-        usage_log = self._service.usage_log
-        reason = "abort"
-        metrics.observe_params(params)
+        progress = self._begin(index, params)
         submission = Submission(
             self._service,
             prompt,
@@ -148,61 +138,106 @@ class Generation:
             buffered=not self._stream,
         )
         try:
-            async with aclosing(submission.outputs(self._ticket.started, tokens.observe, tokens.reset)) as outputs:
+            times = progress.times
+            async with aclosing(submission.outputs(self._ticket.started, times.observe, times.reset)) as outputs:
                 async for output in outputs:
-                    lengths[output.index] = lengths.get(output.index, 0) + len(output.token_ids)
-                    generated += len(output.token_ids)
-                    usage.completion += len(output.token_ids)
+                    self._count_tokens(progress, output)
                     if output.finish_reason:
-                        # Forks hit blocks that the first of them computed. The minimum is what was cached before the request.
-                        cached_before = output.cached_tokens if cached is None else min(cached, output.cached_tokens)
-                        usage.cached += cached_before - (cached or 0)
-                        cached = cached_before
-                        self._count_answer(output, output.finish_reason, lengths[output.index], latencies)
-                        unfinished -= 1
-                        timelines.append(output.timeline)
-                        if usage_log is not None and not unfinished:
-                            known = [] if params.ranked else timelines
-                            await usage_log.write_ended(self._service.engine, self._usage_labels(index), known)
-                            usage_log = None
+                        self._count_answer(progress, output, output.finish_reason)
+                        if progress.usage_log is not None and not progress.unfinished:
+                            known = [] if params.ranked else progress.timelines
+                            await progress.usage_log.write_ended(self._service.engine, self._usage_labels(index), known)
+                            progress.usage_log = None
                     yield first_choice + output.index, output
-            if params.ranked:  # `best_of`: discarded answers count as usage too
-                with contextlib.suppress(EngineDead):  # the answer is complete even if the engine has ended since
-                    sampled_tokens = sum(timeline.output_tokens for timeline in await self._service.engine.explain(self._engine_ids[index]))
-                    usage.completion += max(0, sampled_tokens - generated)
-        except (QueueFull, InvalidRequest) as error:
-            usage_log = None  # a rejected request has used nothing
-            if isinstance(error, QueueFull):
-                unfinished = 0  # the engine counts the requests that it rejects
-            reason, refused = "error", api_error(error)
-            refusal = Refusal(refused.status, refused.envelope["error"])
-            self._service.registry.add_refusal(self._scheduling.tenant, self._request_id, refusal)
-            raise
+            if params.ranked:
+                await self._count_discarded(progress)
         except DeadlineMissed as missed:
-            reason = "deadline"
+            progress.reason = "deadline"
             # Usage counts tokens that were sampled but not sent, and those of the request's other prompts.
-            usage.completion += missed.completion_tokens - generated
-            raise DeadlineMissed(str(missed), prompt_tokens=usage.prompt, completion_tokens=usage.completion) from None
-        except Exception:
-            reason = "error"
+            self.usage.completion += missed.completion_tokens - progress.tokens
+            totals = {"prompt_tokens": self.usage.prompt, "completion_tokens": self.usage.completion}
+            raise DeadlineMissed(str(missed), **totals) from None
+        except Exception as error:
+            progress.reason = "error"
+            if isinstance(error, QueueFull | InvalidRequest):
+                self._count_refusal(progress, error)
             raise
         finally:
-            for _ in range(unfinished):
-                metrics.count_finished(reason, time.monotonic() - self._context.arrived, latencies)
-            if usage_log is not None:
-                usage_log.write_later(self._service.engine, self._usage_labels(index))
-            if self._service.traces is not None:
-                self._service.traces.trace_request(self._service.engine, self._engine_ids[index], self._context)
+            self._end(progress)
 
-    def _count_answer(self, output: RequestOutput, reason: str, tokens: int, latencies: Latencies) -> None:
-        """Updates usage, timing and metrics by the last increment of an answer of `tokens` tokens."""
+    def _begin(self, index: int, params: SamplingParams) -> _Progress:
         metrics = self._service.metrics
-        metrics.observe_answer(output, tokens, latencies)
+        metrics.observe_params(params)
+        latencies = metrics.latencies(self._scheduling.tenant, self._scheduling.priority)
+        return _Progress(index, params.n, latencies, _TokenTimes(latencies, self._context.arrived), self._service.usage_log)
+
+    def _count_tokens(self, progress: _Progress, output: RequestOutput) -> None:
+        """Updates usage by an increment."""
+        count = len(output.token_ids)
+        progress.lengths[output.index] = progress.lengths.get(output.index, 0) + count
+        progress.tokens += count
+        self.usage.completion += count
+
+    def _count_answer(self, progress: _Progress, output: RequestOutput, reason: str) -> None:
+        """Updates usage, timing and metrics by the last increment of an answer."""
+        # Forks hit blocks that the first of them computed. The minimum is what was cached before the request.
+        cached_before = output.cached_tokens if progress.cached is None else min(progress.cached, output.cached_tokens)
+        self.usage.cached += cached_before - (progress.cached or 0)
+        progress.cached = cached_before
+        progress.unfinished -= 1
+        progress.timelines.append(output.timeline)
         self._timing = output.timing if self._timing is None else self._timing.merge(output.timing)
-        metrics.count_finished(reason, time.monotonic() - self._context.arrived, latencies)
+        metrics = self._service.metrics
+        metrics.observe_answer(output, progress.lengths[output.index], progress.latencies)
+        metrics.count_finished(reason, time.monotonic() - self._context.arrived, progress.latencies)
         if output.timeline is not None:
             self.usage.accepted += output.timeline.accepted_draft_tokens
             self.usage.rejected += output.timeline.draft_tokens - output.timeline.accepted_draft_tokens
+
+    async def _count_discarded(self, progress: _Progress) -> None:
+        """Updates usage by the answers that `best_of` discarded."""
+        with contextlib.suppress(EngineDead):  # the answer is complete even if the engine has ended since
+            timelines = await self._service.engine.explain(self._engine_ids[progress.index])
+            self.usage.completion += max(0, sum(timeline.output_tokens for timeline in timelines) - progress.tokens)
+
+    def _count_refusal(self, progress: _Progress, error: QueueFull | InvalidRequest) -> None:
+        """Records a prompt that the engine rejected, which has used nothing."""
+        progress.usage_log = None
+        if isinstance(error, QueueFull):
+            progress.unfinished = 0  # the engine counts the requests that it rejects
+        refused = api_error(error)
+        refusal = Refusal(refused.status, refused.envelope["error"])
+        self._service.registry.add_refusal(self._scheduling.tenant, self._request_id, refusal)
+
+    def _end(self, progress: _Progress) -> None:
+        """Counts the answers that did not end, and records the prompt in the usage log and the traces."""
+        engine = self._service.engine
+        for _ in range(progress.unfinished):
+            self._service.metrics.count_finished(progress.reason, time.monotonic() - self._context.arrived, progress.latencies)
+        if progress.usage_log is not None:
+            progress.usage_log.write_later(engine, self._usage_labels(progress.index))
+        if self._service.traces is not None:
+            self._service.traces.trace_request(engine, self._engine_ids[progress.index], self._context)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What one prompt has generated so far."""
+
+    index: int
+    unfinished: int
+    """Answers that have not ended."""
+    latencies: Latencies
+    times: _TokenTimes
+    usage_log: UsageLog | None
+    """None if there is none, or it has the prompt's record."""
+    reason: str = "abort"
+    """Why the unfinished answers ended."""
+    tokens: int = 0
+    cached: int | None = None
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Tokens of each answer, by its index."""
+    timelines: list[Timeline | None] = field(default_factory=list)
 
 
 class _TokenTimes:
