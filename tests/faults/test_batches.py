@@ -87,5 +87,5 @@ def test_run_batch_answers_a_file_and_names_a_faulty_line(tmp_path):
     assert target.read_text() == first, "the same input is not run again"
     source.write_text("{\n")
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "line 1: the line is not valid JSON" in done.stderr
