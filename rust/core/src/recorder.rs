@@ -220,3 +220,30 @@ impl Recorder {
         self.scheduler.snapshot(now, most_waiting, most_cells)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Recorder;
+    use crate::{Config, Outputs, Request, Scheduler};
+
+    /// A recorder that computed all names of a sequence for each filled block would take quadratic time.
+    #[test]
+    fn recording_a_filled_block_computes_at_most_one_name() {
+        for lag in 0..2 {
+            let config = Config { num_blocks: 400, block_size: 4, max_model_len: 1500, ..Config::default() };
+            let mut recorder = Recorder::on(Scheduler::new(config).expect("a sound config"));
+            let request = Request { prompt: vec![1; 10], max_new_tokens: 1400, ..Request::default() };
+            let id = recorder.add(request, 0).expect("it fits");
+            let mut planned = std::collections::VecDeque::new();
+            loop {
+                planned.extend(recorder.plan(0));
+                while planned.len() > lag {
+                    recorder.commit(planned.pop_front().expect("a plan"), &[7], 0, &mut Outputs::default());
+                }
+                let Some(seq) = recorder.sequence(id).filter(|seq| seq.len() < 1400) else { break };
+                let missing = seq.tokens().len() / 4 - seq.blocks.names().len();
+                assert!(missing <= 1, "{missing} names are missing at {} tokens", seq.len());
+            }
+        }
+    }
+}
