@@ -170,6 +170,7 @@ impl BlockPool {
 
     /// Appends the names of full blocks of `tokens` that `names` lacks.
     pub fn name_blocks(&mut self, salt: &[u8], tokens: &[Token], names: &mut Vec<BlockHash>) {
+        names.reserve((tokens.len() / self.block_size).saturating_sub(names.len()));
         for block in tokens.chunks_exact(self.block_size).skip(names.len()) {
             self.name_block(salt, block, names);
         }

@@ -76,6 +76,11 @@ fn dot(a: &Vector, b: &Vector) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
+/// The larger number. `f64::max` takes more instructions, because it looks for NaN.
+fn larger(a: f64, b: f64) -> f64 {
+    if a > b { a } else { b }
+}
+
 impl StepModel {
     /// Creates a known model: microseconds per empty step, prompt token, decoding sequence, context token and pair of a
     /// prompt's tokens. A drafted token costs as much as a prompt token.
@@ -99,19 +104,24 @@ impl StepModel {
     pub fn observe(&mut self, load: &Load, took: Time) {
         let (x, took) = (features(load), took as f64);
         for i in 0..COEFFICIENTS {
-            let drift = DRIFT * self.weights[i].max(1.0).powi(2);
+            let drift = DRIFT * larger(self.weights[i], 1.0).powi(2);
             self.covariance[i][i] = (self.covariance[i][i] + drift).min(UNKNOWN);
         }
-        let px: Vector = std::array::from_fn(|i| dot(&self.covariance[i], &x));
+        // The covariance is symmetric, and most features of most steps are zero.
+        let mut px = [0.0; COEFFICIENTS];
+        for (row, &x) in self.covariance.iter().zip(&x).filter(|(_, x)| **x > 0.0) {
+            (0..COEFFICIENTS).for_each(|i| px[i] += row[i] * x);
+        }
         let noise = (NOISE * took).max(MIN_NOISE).powi(2);
         let spread = dot(&x, &px) + noise;
+        let deviation = spread.sqrt();
         // A step that took much longer than predicted was delayed by another cause.
-        let most = 3.0 * spread.sqrt();
-        let surprise = (took - dot(&self.weights, &x)).clamp(-most, most);
+        let surprise = ((took - dot(&self.weights, &x)) / deviation).clamp(-3.0, 3.0);
+        let gain = px.map(|px| px / deviation);
         for i in 0..COEFFICIENTS {
-            self.weights[i] = (self.weights[i] + px[i] / spread * surprise).max(0.0);
+            self.weights[i] = larger(self.weights[i] + gain[i] * surprise, 0.0);
             for j in 0..COEFFICIENTS {
-                self.covariance[i][j] -= px[i] * px[j] / spread;
+                self.covariance[i][j] -= gain[i] * gain[j];
             }
         }
         // A single very long step says little about the next steps.

@@ -44,9 +44,8 @@ impl Running {
         }
     }
 
-    /// Resets the state that depends on time or on steps.
-    pub(crate) fn begin_plan(&mut self, now: Time) {
-        self.fairness.grow(now);
+    /// Resets the state that depends on steps.
+    pub(crate) fn begin_plan(&mut self) {
         self.reserved.invalidate();
     }
 
@@ -169,8 +168,9 @@ impl Running {
         self.refused == Some(id)
     }
 
-    /// The budget of preemption for fairness.
-    pub(crate) fn fairness(&mut self) -> &mut PreemptionBudget {
+    /// The budget of preemption for fairness at `now`.
+    pub(crate) fn fairness(&mut self, now: Time) -> &mut PreemptionBudget {
+        self.fairness.grow(now);
         &mut self.fairness
     }
 

@@ -84,11 +84,14 @@ impl Saturation {
     /// Opens the buckets up to `now`, each with the queue length of its time.
     fn advance(&mut self, now: Time) {
         let current = now / BUCKET;
+        if current <= self.newest {
+            return;
+        }
         let first = (self.newest + 1).max(current.saturating_sub(WINDOW as u64));
         for second in first..=current {
             *self.bucket(second) = Bucket { second, used: 0.0, waiting: self.waiting, arrived: self.arrived };
         }
-        self.newest = self.newest.max(current);
+        self.newest = current;
     }
 
     fn bucket(&mut self, second: u64) -> &mut Bucket {

@@ -2,6 +2,7 @@
 
 use crate::batch::StepPlan;
 use crate::block::BlockId;
+use crate::cost::Load;
 use crate::request::Time;
 use crate::stats::Stall;
 
@@ -15,8 +16,8 @@ pub(crate) struct Steps {
     last_commit: Time,
     /// Whether work was left after the last commit. The next step then began at that commit.
     goes_on: bool,
-    /// Predicted microseconds of the latest planned step.
-    predicted: u64,
+    /// Work of the latest planned step.
+    load: Load,
     /// Why the latest plan is empty although there was work.
     stall: Option<Stall>,
     /// Copies to host memory that an empty plan could not carry out.
@@ -43,7 +44,9 @@ impl Steps {
     /// The current plan. It is empty except for outstanding copies to host memory.
     pub(crate) fn plan(&mut self, now: Time) -> StepPlan {
         let mut plan = self.spare.pop().unwrap_or_default().reuse(self.planned, now);
-        plan.swap_out.append(&mut self.swaps_due);
+        if !self.swaps_due.is_empty() {
+            plan.swap_out.append(&mut self.swaps_due);
+        }
         plan
     }
 
@@ -56,10 +59,10 @@ impl Steps {
         self.spare.push(plan);
     }
 
-    /// Records a planned step with a predicted duration of `predicted` microseconds.
-    pub(crate) fn launch(&mut self, predicted: u64) {
+    /// Records a planned step.
+    pub(crate) fn launch(&mut self, load: Load) {
         self.planned += 1;
-        self.predicted = predicted;
+        self.load = load;
         self.stall = None;
     }
 
@@ -104,8 +107,8 @@ impl Steps {
         self.stall
     }
 
-    /// Predicted microseconds of the latest planned step.
-    pub(crate) fn predicted(&self) -> u64 {
-        self.predicted
+    /// Work of the latest planned step.
+    pub(crate) fn load(&self) -> &Load {
+        &self.load
     }
 }

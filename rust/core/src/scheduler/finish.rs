@@ -16,7 +16,6 @@ impl Scheduler {
         let before = outputs.tokens.len();
         let finish = deliver_accepted(seq, sampled, outputs);
         let given = (outputs.tokens.len() - before) as u64 - u64::from(finish == Some(FinishReason::Error));
-        self.accounts.count_generated(given);
         if self.config.policy.has_tenants() && !seq.is_background() {
             self.waiting.charge(seq.member().tenant, OUTPUT_TOKEN * given, seq.spec().weight);
         }
@@ -112,14 +111,14 @@ impl Scheduler {
 /// end. Returns the finish reason if the request ends.
 #[inline]
 fn deliver_accepted(seq: &mut Sequence, sampled: &[i32], outputs: &mut Outputs) -> Option<FinishReason> {
-    let mut finish = deliver(seq, sampled[0], outputs);
-    for (i, &token) in sampled.iter().enumerate().skip(1) {
-        if finish.is_some() || seq.draft().get(i - 1) != Some(&(sampled[i - 1] as Token)) {
-            break;
+    let mut at = 0;
+    loop {
+        let finish = deliver(seq, sampled[at], outputs);
+        at += 1;
+        if finish.is_some() || at == sampled.len() || seq.draft().get(at - 1) != Some(&(sampled[at - 1] as Token)) {
+            return finish;
         }
-        finish = deliver(seq, token, outputs);
     }
-    finish
 }
 
 /// Appends a sampled token (negative if there is none). Returns the finish reason if the request ends.

@@ -26,6 +26,7 @@ use crate::group::Usage;
 use crate::hash::{BlockHash, BlockHasher};
 use crate::kv::Kv;
 use crate::phase::Phase;
+use crate::policy::Policy;
 use crate::request::{FinishReason, SeqId, Time, Token};
 use crate::running::Running;
 use crate::sequence::Sequence;
@@ -145,8 +146,10 @@ impl Scheduler {
         self.steps.begin();
         let backlog = self.waiting.foreground() > self.waiting.new_len();
         self.queue_new();
-        self.running.begin_plan(self.accounts.now());
-        self.reorder_ready();
+        self.running.begin_plan();
+        if self.config.policy == Policy::Prefix {
+            self.reorder_ready();
+        }
         let mut plan = self.steps.plan(self.accounts.now());
         let room = self.make_room(&mut plan);
         let mut budget = self.config.max_tokens;
@@ -162,7 +165,7 @@ impl Scheduler {
         }
         self.note_step(&plan);
         self.note_backlog(None);
-        self.steps.launch(self.model.step(&plan.load) as u64);
+        self.steps.launch(plan.load);
         Some(plan)
     }
 
@@ -194,6 +197,8 @@ impl Scheduler {
                 self.commit_chunk(chunk, sampled, outputs);
             }
         }
+        let failed = outputs.ended.iter().filter(|timeline| timeline.finish == Some(FinishReason::Error)).count();
+        self.accounts.count_generated((outputs.tokens.len() - failed) as u64);
         if !self.steps.in_flight() {
             self.accounts.run_step(0, false);
         }

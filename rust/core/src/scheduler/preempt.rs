@@ -137,7 +137,7 @@ impl Scheduler {
                 let background = self.seqs[victim].is_background();
                 if self.config.policy == Policy::Fair && !background {
                     let cost = self.preemption_cost(&self.seqs[victim]);
-                    self.running.fairness().spend(cost);
+                    self.running.fairness(self.accounts.now()).spend(cost);
                 }
                 let reason = reason.filter(|_| !background).unwrap_or(PreemptionReason::Priority);
                 self.preempt(victim, urgent.tag, reason, plan);
@@ -158,7 +158,7 @@ impl Scheduler {
     fn policy_preempts_for(&mut self) -> Option<PreemptionReason> {
         match self.config.policy {
             Policy::Fcfs | Policy::Prefix | Policy::Vtc => None,
-            Policy::Fair => self.running.fairness().allows().then_some(PreemptionReason::Fairness),
+            Policy::Fair => self.running.fairness(self.accounts.now()).allows().then_some(PreemptionReason::Fairness),
             Policy::Shortest => Some(PreemptionReason::Shortest),
             Policy::Priority | Policy::Deadline => Some(PreemptionReason::Priority),
         }

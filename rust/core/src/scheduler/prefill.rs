@@ -26,6 +26,9 @@ impl Scheduler {
     pub(super) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32, backlog: bool) {
         let configured = self.config.target_itl > 0;
         let prompts = self.running.prompts();
+        if prompts.is_empty() && self.waiting.len() == 0 {
+            return;
+        }
         let busy = backlog || prompts.iter().filter(|&&id| !self.seqs[id].is_background()).count() > 1;
         if !configured && (plan.load.decode_seqs == 0 || busy || !self.model.knows()) {
             return;
@@ -49,6 +52,10 @@ impl Scheduler {
     /// nearest to its end comes first.
     pub(super) fn plan_prefills(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32) {
         self.open_batch();
+        if self.waiting.len() == 0 && self.running.prompts().is_empty() {
+            self.accounts.hold(None);
+            return;
+        }
         let (now, ageing) = (self.accounts.now(), self.config.ageing);
         // A prompt in progress that has waited this long is older than any request that would be admitted.
         let starved = self.running.prompts().iter().any(|&id| is_starved(&self.seqs[id], now, ageing));

@@ -46,7 +46,7 @@ impl Scheduler {
             stall: self.steps.stall(),
             waiting_by_state: self.waiting_by_state(),
             predicted_wait: self.predicted_wait(),
-            predicted_step: self.steps.predicted(),
+            predicted_step: self.model.step(self.steps.load()) as u64,
             saturation: self.saturation(self.accounts.now()),
         }
     }
@@ -79,7 +79,7 @@ impl Scheduler {
     pub(super) fn note_backlog(&mut self, stall: Option<Stall>) {
         let stalled = self.running.prompts().iter().filter_map(|&id| self.seqs.get(id)).filter(|seq| seq.is_stalled());
         let left = |seq: &Sequence| 1.0 - f64::from(seq.computed()) / f64::from(seq.expected_len());
-        let stalled = stalled.map(left).sum::<f64>().ceil() as usize;
+        let stalled = if self.running.prompts().is_empty() { 0 } else { stalled.map(left).sum::<f64>().ceil() as usize };
         let waiting = if stall == Some(Stall::Batch) { 0 } else { (self.waiting.len() + stalled) as u64 };
         let (arrived, now) = (self.waiting.next_arrival(), self.accounts.now());
         self.accounts.saturation().planned(waiting, arrived, now);
@@ -98,12 +98,11 @@ impl Scheduler {
 
     /// The largest utilisation among slots, blocks and step tokens, 0 to 1.
     fn fullness(&self, load: &Load) -> f64 {
-        let part = |some: usize, all: usize| some as f64 / all.max(1) as f64;
+        let part = |some: u32, all: u32| f64::from(some) / f64::from(all.max(1));
         let occupancy = self.occupancy();
-        let tokens = load.tokens() as usize;
-        part(occupancy.running, self.config.max_seqs as usize)
-            .max(part(occupancy.blocks, self.config.usable_blocks() as usize))
-            .max(part(tokens, self.config.max_tokens as usize))
+        part(occupancy.running as u32, self.config.max_seqs)
+            .max(part(occupancy.blocks as u32, self.config.usable_blocks()))
+            .max(part(load.tokens(), self.config.max_tokens))
             .min(1.0)
     }
 }
