@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Literal
 
 import openai
@@ -417,3 +418,35 @@ def test_responses_calls(slow, model, stream):
     )
     assert answered.error is None
     assert answered.output
+
+
+def test_files_and_batches(fast, model):
+    def line(name, **fields):
+        body = {"model": model, "messages": HELLO, "max_tokens": 8, **fields}
+        return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body})
+
+    lines = [*(line(str(number)) for number in range(100)), line("bad", max_tokens=-1)]
+    file = fast.files.create(file=("requests.jsonl", "\n".join(lines).encode()), purpose="batch")
+    assert fast.files.wait_for_processing(file.id).bytes == len("\n".join(lines))
+    batch = fast.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"for": "conformance"}
+    )
+    for _ in range(600):
+        if (batch := fast.batches.retrieve(batch.id)).status == "completed":
+            break
+        time.sleep(0.2)
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 100, 1)
+    answers = [json.loads(text) for text in fast.files.content(batch.output_file_id).text.splitlines()]
+    assert [answer["custom_id"] for answer in answers] == [str(number) for number in range(100)]
+    for answer in answers:
+        TypeAdapter(ChatCompletion).validate_python(answer["response"]["body"])
+    [error] = [json.loads(text) for text in fast.files.content(batch.error_file_id).iter_lines()]
+    assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
+    assert batch.id in [one.id for one in fast.batches.list(limit=1)]
+    assert {one.purpose for one in fast.files.list()} == {"batch", "batch_output"}
+    with pytest.raises(openai.ConflictError):
+        fast.batches.cancel(batch.id)
+    for id in (file.id, batch.output_file_id, batch.error_file_id):
+        assert fast.files.delete(id).deleted
+    with pytest.raises(openai.NotFoundError):
+        fast.files.retrieve(file.id)

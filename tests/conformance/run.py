@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
@@ -57,6 +58,12 @@ CLIENTS = (
     Client("langchain", "langchain-openai", needs_model=True),
     Client("llm", "llm", needs_model=True),
     Client("ollama", "ollama", needs_model=True),
+    Client("openai_agents", "openai-agents", needs_model=True),
+    Client("instructor", "instructor", needs_model=True),
+    Client("pydantic_ai", "pydantic-ai-slim", needs_model=True),
+    Client("smolagents", "smolagents", needs_model=True),
+    Client("llama_index", "llama-index-llms-openai-like", needs_model=True),
+    Client("dspy", "dspy", needs_model=True),
     Client("vllm"),
     Client("schemathesis", "schemathesis"),
     Client("prometheus"),
@@ -195,7 +202,8 @@ def main() -> int:
     with contextlib.ExitStack() as servers:
         environ = os.environ | {"CHAIRLIFT_KEY": KEY, "CHAIRLIFT_MODEL": DEFAULT_MODEL, "CHAIRLIFT_MODEL_DIR": str(locate(DEFAULT_MODEL))}
         environ.pop("PYTHONPATH", None)
-        environ["CHAIRLIFT_QUICK"] = servers.enter_context(serving(QUICK, venvs / "quick.log"))
+        data = servers.enter_context(tempfile.TemporaryDirectory())
+        environ["CHAIRLIFT_QUICK"] = servers.enter_context(serving([*QUICK, "--data-dir", data], venvs / "quick.log"))
         if any(client.needs_model for client in chosen):
             environ["CHAIRLIFT_REAL"] = servers.enter_context(serving(REAL, venvs / "real.log"))
         for client in chosen:
