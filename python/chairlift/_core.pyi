@@ -156,11 +156,14 @@ class Scheduler:
         deadline: int | None = None,
         ttft_deadline: int | None = None,
         predicted_tokens: int | None = None,
+        resumed: tuple[int, int, int, int, int | None] | None = None,
         draft: bool = False,
     ) -> int:
         """Queues a request and returns its sequence's handle. Raises a `Rejected` if it can never run or the queue is full.
 
-        With `draft`, several of its tokens can be sampled in one step.
+        With `draft`, several of its tokens can be sampled in one step. `resumed` is set for a request that an engine lost: its prompt then
+        ends with the answer so far, and no limit of the queue applies. The fields are the answer's tokens, the prompt tokens that were
+        cached, and when the request was submitted and started and had its first token.
         """
     def fork(self, seq: int, tag: int, now: int) -> int:
         """Adds a sequence with the same prompt, which shares the prompt's blocks. Raises KeyError if the sequence has ended."""

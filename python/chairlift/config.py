@@ -405,6 +405,13 @@ class ServerConfig:
         metavar="PATH",
         group="server",
     )
+    resume: str = _flag(
+        "exact",
+        "which engine goes on with the answers of one that died: 'exact', one of equal numerics, so that clients get the bytes of an "
+        "undisturbed run; 'any'; 'off', none: answers that were not sent yet start over, streams end with an error",
+        choices=("exact", "any", "off"),
+        group="server",
+    )
     max_body_size: int = _flag(2 << 20, "longest body of a request, in bytes; longer ones are refused", _size, group="server")
     shutdown_timeout: float = _flag(30.0, "seconds that requests in flight get to finish after SIGTERM", float, group="server")
     log_level: str = _flag("info", "how much to log", choices=("debug", "info", "warning", "error"), group="server")

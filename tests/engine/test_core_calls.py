@@ -10,6 +10,7 @@ import pytest
 from chairlift import SamplingParams, Scheduling, _core
 from chairlift.config import EngineConfig
 from chairlift.engine import loop, scheduler_settings
+from chairlift.engine.frames import ResumedChoice, pack_tokens
 from chairlift.errors import InvalidRequest, InvalidSetting, QueueFull
 from chairlift.runner.buffers import Sampled
 
@@ -155,6 +156,7 @@ def make(monkeypatch):
     monkeypatch.setattr(loop, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
     monkeypatch.setattr(loop, "tokenizer_file", lambda directory, tokenizer: directory)
     monkeypatch.setattr(loop, "locate", lambda model, *_: Path(model))
+    monkeypatch.setattr(loop, "fingerprint", lambda config, directory, runner: "")
     monkeypatch.setattr(loop, "_now", lambda: NOW)
 
     def engine(**settings):
@@ -242,10 +244,30 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
         "deadline": NOW + 1500,
         "ttft_deadline": NOW + 250,
         "predicted_tokens": 4,
+        "resumed": None,
         "draft": True,
     }
-    plain = {"salt": b"", "priority": 0, "weight": 1, "deadline": None, "ttft_deadline": None, "predicted_tokens": None, "draft": True}
+    none = dict.fromkeys(("deadline", "ttft_deadline", "predicted_tokens", "resumed"))
+    plain = {"salt": b"", "priority": 0, "weight": 1, "draft": True, **none}
     assert engine.core.added[2] == {"max_new_tokens": 16, "stop": [], "now": NOW, "tenant": "b", **plain}
+
+
+def test_the_unfinished_choices_of_a_lost_request_go_on_with_their_seeds(make):
+    engine = make()
+    answers = [ResumedChoice(0, pack_tokens([4, 5]), 2, 100, 200, 300), ResumedChoice(2, b"", 2, 100, 200, None)]
+    engine.add(7, [1, 2], SamplingParams(n=3, seed=9), spent={"receive": 1000}, resumed=answers)
+    assert engine.core.added.keys() == {7, 9}
+    begun = NOW - 1000
+    assert engine.core.added[7]["resumed"] == (2, 2, begun + 100, begun + 200, begun + 300)
+    assert engine.core.added[9]["resumed"] == (0, 2, begun + 100, begun + 200, None)
+    engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate((7, 9))]))
+    engine.step()
+    resumed = dict(engine.runner.seeds)
+    engine = make()
+    engine.add(1, [1, 2], SamplingParams(n=3, seed=9))
+    engine.core.plans.append(plan([(row, 10 * tag, tag, 0, 0) for row, tag in enumerate((1, 3))]))
+    engine.step()
+    assert resumed == engine.runner.seeds
 
 
 def test_answers_are_forks_with_draws_of_their_own(make):

@@ -116,8 +116,7 @@ def test_stream_that_ends_inside_a_frame(cut):
     data = frames.encode(Ready({"name": "a model with a name"}))[:cut]
     with pytest.raises(BadFrame, match="ended"):
         frames.receive(io.BytesIO(data))
-    with pytest.raises(BadFrame, match="ended"):
-        read_all(data)
+    assert read_all(data) == []  # an engine that was killed is no error of the protocol
 
 
 def test_frame_too_long_is_refused_before_it_is_read():

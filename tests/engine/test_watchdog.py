@@ -99,7 +99,7 @@ def test_an_engine_that_stays_silent_or_stuck_is_killed(monkeypatch):
 
     async def main(speaks):
         killed = []
-        heart = Heartbeat(lambda: killed.append(heart.stuck[0]))
+        heart = Heartbeat(lambda: killed.append(heart.stuck[0]), lambda: False)
         watching = asyncio.create_task(heart.watch())
         async with asyncio.timeout(GUARD):
             while not watching.done():
@@ -136,23 +136,18 @@ async def collect(engine, prompt, max_tokens):
     return [token async for output in engine.generate(prompt, params) for token in output.token_ids]
 
 
-def test_a_stopped_process_is_stuck_until_it_goes_on(monkeypatch, capfd):
+def test_a_stopped_process_is_killed_once_it_is_found_stuck(monkeypatch, caplog):
     async def test(engine):
         assert engine.stuck is None
-        # With a request open: time in which it was stopped is not held against its step.
         asking = asyncio.create_task(collect(engine, [1000], ENDLESS))
         await until(lambda: engine.stats()["running"])
         os.kill(engine.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, engine.pid, os.WSTOPPED)
-        await until(lambda: engine.stuck)
-        assert engine.stuck[0] == "process"
-        os.kill(engine.pid, signal.SIGCONT)
-        await until(lambda: engine.stuck is None)
-        asking.cancel()
-        assert await collect(engine, [1000], 2) == [1000, 1001]
+        with pytest.raises(EngineDead, match="killed by signal 9"):
+            await asking
 
     run(monkeypatch, test)
-    assert "the engine is stuck" not in capfd.readouterr().err
+    assert "the engine's process was stopped by a signal: killing its process" in caplog.text
 
 
 def test_a_step_that_never_ends_is_named_and_ends_the_engine(monkeypatch, capfd):

@@ -84,15 +84,15 @@ def test_default_clients_lose_nothing_over_three_kills(server, expected):
     assert metric(server, "admission_rejections_total") == 0
 
 
-def test_clients_whose_engine_is_killed_three_times_ask_again(server, expected):
-    """The server gives such requests up, and says when to come back."""
+def test_a_client_whose_engine_is_killed_three_times_asks_again(server, expected):
+    """The server gives such a request up, and says when to come back. After two times it runs alone, so that it is the only one."""
     with ThreadPoolExecutor(CLIENTS) as threads, server.held() as release:
         asked = come(server, threads, range(ROWS))
-        for _ in range(KILLS):
-            until(lambda: server.admin_state().get("running") == ROWS)
+        for kill in range(KILLS):
+            until(lambda: server.admin_state().get("running") == (ROWS if kill < 2 else 1))  # noqa: B023
             os.kill(server.engine(), signal.SIGKILL)
             until(lambda: server.status("/ready") == 503)
             until(lambda: server.status("/ready") == 200)
         release()
         assert [one.result() for one in asked] == expected[:ROWS]
-    assert server.log().count("was running each of the 3 times that the engine died") == ROWS
+    assert server.log().count("was running each of the 3 times that the engine died") == 1

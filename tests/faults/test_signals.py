@@ -59,60 +59,8 @@ def first_tokens(server: Served) -> int:
     return sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith("chairlift_time_to_first_token_seconds_count"))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(*ROWS) as one:
-        yield one
-
-
-def test_an_engine_that_is_killed_is_replaced_and_only_streams_that_have_begun_are_lost(server):
-    golden, engine = server.answer(), server.engine()
-    whole = [server.http.post(path, json={**body, LONGEST.get(path, "max_tokens"): TOKENS}).json() for path, body in LOAD]
-    begun = first_tokens(server)
-    with load(server) as (asked, release):
-        until(lambda: first_tokens(server) == begun + 2 * PROMPTS)
-        os.kill(engine, signal.SIGKILL)
-        until(lambda: server.status("/ready") == 503)
-        release()
-        answers = [(path, stream, answer.result()) for path, stream, answer in asked]
-    for path, stream, answer in answers:
-        assert answer.status_code == 200, answer.text
-        if stream:
-            told = last(answer.text)
-            error = told["response"]["error"] if "response" in told else told["error"]
-            assert error["code"] == ("server_error" if "response" in told else "engine_dead"), path
-            assert "[DONE]" not in answer.text
-    assert [bare(answer.json()) for _, stream, answer in answers if not stream] == [bare(one) for one in whole]
-    assert server.engine() != engine
-    assert server.status("/health") == 200
-    assert server.answer() == golden
-    assert server.state()["http"] == {"open": 0, "waiting": 0}
-
-
-def test_an_engine_that_is_stopped_is_unhealthy_and_goes_on_where_it_was(server):
-    calm = server.answer(max_tokens=TOKENS, ignore_eos=True)
-    with load(server) as (asked, release), ThreadPoolExecutor(1) as threads:
-        stopped = threads.submit(server.answer, max_tokens=TOKENS, ignore_eos=True)
-        os.kill(server.engine(), signal.SIGSTOP)
-        until(lambda: server.status("/health") == 503)
-        assert server.http.get("/health").json()["stage"] == "process"
-        assert server.status("/ready") == 503
-        assert server.status("/live") == 200
-        os.kill(server.engine(), signal.SIGCONT)
-        until(lambda: server.status("/health") == server.status("/ready") == 200)
-        release()
-        assert stopped.result() == calm
-        assert all(answer.result().status_code == 200 for _, _, answer in asked)
-
-
-def test_sigterm_loses_no_request():
-    with served(*ROWS, "--shutdown-timeout", "1000") as server:
-        with load(server) as (asked, release):
-            server.process.send_signal(signal.SIGTERM)
-            until(lambda: server.status("/ready") == 503)
-            release()
-            answers = [(path, stream, answer.result()) for path, stream, answer in asked]
-        assert server.process.wait(60) == 0
+def check_complete(answers: list[tuple[str, bool, httpx.Response]]) -> None:
+    """Every answer of the load has its end."""
     for path, stream, answer in answers:
         assert answer.status_code == 200, answer.text
         if path == "/v1/messages":
@@ -124,6 +72,41 @@ def test_sigterm_loses_no_request():
         else:
             assert '"finish_reason":"length"' in answer.text
             assert answer.text.endswith("data: [DONE]\n\n") == stream
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(*ROWS) as one:
+        yield one
+
+
+def test_an_engine_that_is_killed_is_replaced_and_no_request_is_lost(server):
+    golden, engine = server.answer(), server.engine()
+    whole = [server.http.post(path, json={**body, LONGEST.get(path, "max_tokens"): TOKENS}).json() for path, body in LOAD]
+    begun = first_tokens(server)
+    with load(server) as (asked, release):
+        until(lambda: first_tokens(server) == begun + 2 * PROMPTS)
+        os.kill(engine, signal.SIGKILL)
+        until(lambda: server.status("/ready") == 503)
+        release()
+        answers = [(path, stream, answer.result()) for path, stream, answer in asked]
+    check_complete(answers)
+    assert [bare(answer.json()) for _, stream, answer in answers if not stream] == [bare(one) for one in whole]
+    assert server.engine() != engine
+    assert server.status("/health") == 200
+    assert server.answer() == golden
+    assert server.state()["http"] == {"open": 0, "waiting": 0}
+
+
+def test_sigterm_loses_no_request():
+    with served(*ROWS, "--shutdown-timeout", "1000") as server:
+        with load(server) as (asked, release):
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: server.status("/ready") == 503)
+            release()
+            answers = [(path, stream, answer.result()) for path, stream, answer in asked]
+        assert server.process.wait(60) == 0
+    check_complete(answers)
 
 
 def test_a_second_sigterm_ends_the_server_now():

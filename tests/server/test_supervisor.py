@@ -144,20 +144,14 @@ def test_an_engine_that_is_killed_under_load_ends_what_has_begun_and_serves_agai
         assert body["usage"]["completion_tokens"] == 5
 
 
-def test_a_stopped_engine_is_unhealthy_until_it_goes_on(tmp_path):
+def test_a_stopped_engine_is_replaced(tmp_path):
     with own_process(tmp_path, "process") as (_, client, engine):
-        os.kill(engine(), signal.SIGSTOP)
+        first = engine()
+        os.kill(first, signal.SIGSTOP)
         wait_until(lambda: status(client, "/health") == 503)
-        body = client.get("/health").json()
-        assert (body["status"], body["stage"]) == ("unhealthy", "process")
-        assert body["seconds"] > 0
-        assert "has not answered for" in body["reason"]
-        refused = client.get("/ready")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_stuck")
         assert status(client, "/live") == 200
-        os.kill(engine(), signal.SIGCONT)
         wait_until(lambda: status(client, "/health") == 200)
-        assert status(client, "/ready") == 200
+        assert engine() != first
 
 
 def test_a_stuck_step_is_named_dumped_once_and_ended(tmp_path):

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvicorn
@@ -55,6 +55,17 @@ class FakeTokenizer:
         if messages[-1]["content"] == "bad template":
             raise InvalidRequest("the chat template refuses these messages", param="messages")
         return self.encode(" ".join(message["content"] for message in messages))
+
+
+@dataclass
+class FakeStream:
+    prompt: list[int]
+    params: SamplingParams
+    num_received: int = 0
+    """Tokens of the answers that are kept; those of discarded answers are added at the end."""
+
+    def timelines(self) -> list[Timeline]:
+        return []
 
 
 class FakeEngine:
@@ -130,16 +141,19 @@ class FakeEngine:
         if self.on_end is not None and self.end_with is EngineDead:
             self.on_end()
 
-    async def generate(
+    async def open(self, prompt: list[int], params: SamplingParams, *, arrived: float) -> "FakeStream":
+        return FakeStream(prompt, params)
+
+    async def run(
         self,
-        prompt: list[int],
-        params: SamplingParams,
+        stream: "FakeStream",
         scheduling: Scheduling,
         *,
         request_id: str,
         on_start: Callable[[], None],
         spent: dict[str, float],
     ) -> AsyncIterator[RequestOutput]:
+        prompt, params = stream.prompt, stream.params
         self.started += 1
         self.seen.append(params)
         self.scheduled.append(scheduling)
@@ -189,6 +203,7 @@ class FakeEngine:
                         output.timing = Timing(0.001, 0.001, 0.002, 0.003)
                         if "drafted" in text:
                             output.timeline = timeline(draft_tokens=5, accepted_draft_tokens=2)
+                    stream.num_received += 1
                     yield output
                 if done:
                     break
@@ -196,6 +211,7 @@ class FakeEngine:
             tenant, priority = scheduling.tenant, scheduling.priority
             self.timelines[request_id] = [timeline(tenant=tenant, priority=priority) for _ in range(params.num_sequences)]
             if done:
+                stream.num_received += (params.num_sequences - params.n) * (i + 1)
                 self.finished += 1
             else:
                 self.left_early += 1

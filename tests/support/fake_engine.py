@@ -100,7 +100,7 @@ class FakeEngine:
     def compile(self, params):
         return None
 
-    def add(self, tag, prompt, params, scheduling, submitted=None, grammar=None, spent=None):
+    def add(self, tag, prompt, params, scheduling, submitted=None, grammar=None, spent=None, resumed=()):
         if prompt[0] == REFUSED:
             raise InvalidRequest("it can never fit: needs 12 blocks of 10", param="prompt", code="never_fits")
         if prompt[0] == BROKEN:

@@ -24,6 +24,7 @@ class Served:
     def __init__(self, port: int, directory: Path, process: subprocess.Popen[bytes]) -> None:
         self.port = port
         self.process = process
+        self.directory = directory
         self._gate = directory / "gate"
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=None)
         self._admin = httpx.Client(transport=httpx.HTTPTransport(uds=str(directory / "admin")), base_url="http://admin", timeout=None)
@@ -90,13 +91,13 @@ class Served:
 
 
 @contextmanager
-def served(*flags: str) -> Iterator[Served]:
-    """Serves without a model until it is left."""
+def served(*flags: str, script: str = paced_engine.__file__, load_format: str = "none") -> Iterator[Served]:
+    """Serves with an engine of `script`, without a model by default, until it is left."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        command = [sys.executable, paced_engine.__file__, "serve", "--load-format", "none", "--port", str(port)]
+        command = [sys.executable, script, "serve", "--load-format", load_format, "--port", str(port)]
         command += ["--admin-socket", str(directory / "admin"), "--log-level", "warning", *flags]
         with (directory / "log").open("wb") as log:
             process = subprocess.Popen(command, stderr=log, env=os.environ | {paced_engine.GATE: str(directory / "gate")})

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from chairlift import errors
 from chairlift.checkpoint.locate import locate
@@ -39,7 +39,7 @@ from chairlift.engine.frames import (
     StepOutputs,
     Stop,
 )
-from chairlift.engine.heartbeat import Heartbeat
+from chairlift.engine.heartbeat import Heartbeat, is_stopped
 from chairlift.engine.prompt import Prompt, text_or_ids
 from chairlift.engine.request import default_params, deliver, encode_bad_words, validate
 from chairlift.engine.stream import Stream
@@ -81,7 +81,7 @@ class AsyncEngine:
         self.on_end: Callable[[], None] | None = None
         """Called when an engine that was ready has died, before its requests fail."""
         self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
-        self._remembered: dict[str, range] = {}
+        self._remembered: dict[str, _Remembered] = {}
         self._questions = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._streams: dict[int, Stream] = {}
@@ -120,7 +120,7 @@ class AsyncEngine:
             raise RuntimeError("the engine has been started already; close it first")
         self._stats, self._phases, self._remembered, self._started = {}, {}, {}, False
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._heartbeat = Heartbeat(self._kill)
+        self._heartbeat = Heartbeat(self._kill, lambda: self.pid is not None and is_stopped(self.pid))
         self._exit_watch = ExitWatch(asyncio.get_running_loop(), self._process_exits)
         # The process starts first, because importing torch takes longest. The model is located meanwhile.
         sock = self._spawn()
@@ -198,30 +198,62 @@ class AsyncEngine:
         admits the first choice. `spent` has the seconds of earlier timeline states: times and deadlines count from there. Raises
         InvalidRequest or QueueFull before the first increment, and RequestFailed, OutOfMemory, DeadlineMissed or EngineDead at any time.
         """
-        called = time.monotonic_ns() // 1000
-        before = {state: int(seconds * 1e6) for state, seconds in (spent or {}).items()}
+        called = time.monotonic()
+        before = dict(spent or {})
+        stream = await self.open(prompt, params, arrived=called - sum(before.values()))
+        before["tokenize"] = before.get("tokenize", 0.0) + time.monotonic() - called
+        async with contextlib.aclosing(self.run(stream, scheduling, request_id=request_id, on_start=on_start, spent=before)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def open(self, prompt: Prompt, params: SamplingParams | None = None, *, arrived: float | None = None) -> Stream:
+        """Makes a request of a prompt, for `run`. `arrived` is when its first byte was read, on the monotonic clock; now by default.
+
+        A request without a seed gets one here, so that every engine draws the same tokens for it. Raises InvalidRequest.
+        """
         self._check_alive()
         content = text_or_ids(prompt)
         prompt_token_ids = await self.encode(content) if isinstance(content, str) else content
-        params, scheduling = self.default_params() if params is None else params, scheduling or Scheduling()
-        for name, one, kind in (("params", params, SamplingParams), ("scheduling", scheduling, Scheduling)):
-            if not isinstance(one, kind):
-                raise InvalidRequest(f"{name} must be {kind.__name__}, got {one!r:.50}", param=name)
+        params = self.default_params() if params is None else params
+        _check_kind("params", params, SamplingParams)
         if params.bad_words:
             params = await asyncio.to_thread(encode_bad_words, params, self.tokenizer)
         params = self.validate(prompt_token_ids, params)
-        stream = Stream(self.tokenizer, next(self._tags), prompt_token_ids, params, (called - sum(before.values())) / 1e6)
-        stream.on_start = on_start
+        tag = next(self._tags)
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=hash((self.config.seed, tag)))
+        return Stream(self.tokenizer, tag, prompt_token_ids, params, arrived)
+
+    async def run(
+        self,
+        stream: Stream,
+        scheduling: Scheduling | None = None,
+        *,
+        request_id: str | None = None,
+        on_start: Callable[[], None] | None = None,
+        spent: Mapping[str, float] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Runs a request of `open`: see `generate`. `spent` are all seconds since its arrival.
+
+        After EngineDead it may be called again once another engine is ready. That engine goes on after the last token, and the increments
+        go on after the last one that was yielded.
+        """
+        scheduling = scheduling or Scheduling()
+        _check_kind("scheduling", scheduling, Scheduling)
         self._check_alive()
+        stream.on_start = on_start
+        submitted = time.monotonic_ns() // 1000
+        resumed = stream.begin(submitted / 1e6)
         if request_id is not None:
-            self._remember(request_id, stream.tags)
-        self._streams.update(dict.fromkeys(stream.tags, stream))
-        missed = False
+            self._remember(request_id, stream)
+        unfinished = stream.unfinished()
+        self._streams.update(dict.fromkeys(unfinished, stream))
         try:
-            packed = frames.pack_fields(params), frames.pack_fields(scheduling)
-            submitted = time.monotonic_ns() // 1000
-            before["tokenize"] = before.get("tokenize", 0) + submitted - called
-            self._write(Add(stream.tags.start, frames.pack_tokens(prompt_token_ids), *packed, submitted, before))
+            if unfinished:
+                packed = frames.pack_fields(stream.params), frames.pack_fields(scheduling)
+                before = {state: int(seconds * 1e6) for state, seconds in (spent or {}).items()}
+                prompt = frames.pack_tokens(stream.prompt_token_ids)
+                self._write(Add(stream.tags.start, prompt, *packed, submitted, before, resumed))
             with contextlib.suppress(ConnectionError):  # the stream fails with a better message
                 await self._writer.drain()
             while not stream.over:
@@ -230,23 +262,24 @@ class AsyncEngine:
                     self._leave(stream.finished(), stopped=True)
                 for output in outputs:
                     if output.finish_reason == "deadline":
-                        missed, output.finish_reason = True, None
+                        stream.missed_deadline, output.finish_reason = True, None
                     if output.finish_reason is not None or output.token_ids or output.text:
                         yield output
         finally:
             self._leave(stream.tags)
-        if missed:
+        if stream.missed_deadline:
             raise DeadlineMissed(
                 f"the request was dropped after {stream.num_tokens} tokens of output, since it missed its deadline or would surely have "
                 "missed it: allow more time, or ask for fewer tokens",
-                prompt_tokens=len(prompt_token_ids),
+                prompt_tokens=len(stream.prompt_token_ids),
                 completion_tokens=stream.num_tokens,
             )
 
     async def explain(self, request_id: str) -> list[Timeline]:
         """The timelines of a request's sequences, also while it runs; empty if the request is unknown."""
         self._check_alive()
-        return await self.explain_sequences(self._remembered.get(request_id, ()))
+        remembered = self._remembered.get(request_id)
+        return [] if remembered is None else [*remembered.ended, *await self.explain_sequences(remembered.tags)]
 
     async def explain_sequences(self, tags: Sequence[int]) -> list[Timeline]:
         """The timelines of these tags; unknown tags are left out."""
@@ -257,7 +290,7 @@ class AsyncEngine:
         """The scheduler's state (see `Scheduler.snapshot`), with `names`: (tag, request id) of its requests."""
         snapshot: dict[str, Any] = await self._ask(SnapshotRequest)
         present = {one["tag"] for one in [*snapshot["running"], *snapshot["waiting"]]}
-        return snapshot | {"names": [(tag, name) for name, tags in self._remembered.items() for tag in tags if tag in present]}
+        return snapshot | {"names": [(tag, name) for name, one in self._remembered.items() for tag in one.tags if tag in present]}
 
     async def ended(self) -> None:
         """Waits until the engine has ended, by `close` or by itself."""
@@ -294,9 +327,9 @@ class AsyncEngine:
         if running and self.alive:
             self._write(Abort(running, stopped))
 
-    def _remember(self, request_id: str, tags: range) -> None:
+    def _remember(self, request_id: str, stream: Stream) -> None:
         self._remembered.pop(request_id, None)  # keeps the newest last
-        self._remembered[request_id] = tags
+        self._remembered[request_id] = _Remembered(stream.tags, stream.timelines())
         if len(self._remembered) > REMEMBERED:
             del self._remembered[next(iter(self._remembered))]
 
@@ -424,6 +457,19 @@ class AsyncEngine:
         log_decisions(self.facts["model"], self.facts["decisions"])
         warn_of_short_context(self.config, self.facts)
         log.info("ready in %.2f s: %s", total, " + ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items()))
+
+
+class _Remembered(NamedTuple):
+    """A request that `explain` knows."""
+
+    tags: range
+    ended: list[Timeline]
+    """The timelines of choices that ended in an earlier engine."""
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"{name} must be {kind.__name__}, got {value!r:.50}", param=name)
 
 
 def _death(frame: Fatal) -> ChairliftError:

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, get_args
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, get_args
 
 import msgpack
 
@@ -47,7 +47,8 @@ class Add:
 
     `prompt` is int32 little-endian token ids; `params` and `scheduling` are the fields of `SamplingParams` and `Scheduling`. `spent` has
     the microseconds of the timeline states before it was sent, and `submitted` the time when it was sent, in microseconds of the
-    monotonic clock: the engine may receive it much later, after a long step.
+    monotonic clock: the engine may receive it much later, after a long step. `resumed` has the choices that an engine that ended has not
+    finished, each with the fields of `ResumedChoice`; empty for a new request.
     """
 
     tag: int
@@ -56,6 +57,20 @@ class Add:
     scheduling: dict[str, Any] = field(default_factory=dict)
     submitted: int | None = None
     spent: dict[str, int] = field(default_factory=dict)
+    resumed: Sequence[Sequence[Any]] = field(default_factory=list)
+
+
+class ResumedChoice(NamedTuple):
+    """What an engine that ended had done for a choice. Times are microseconds after the request's arrival."""
+
+    choice: int
+    """Its number among the request's choices."""
+    answer: bytes
+    """Its tokens so far, as int32 little-endian."""
+    cached_tokens: int
+    submitted: int
+    started: int
+    first_token: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,15 +235,12 @@ def receive(file: BinaryIO) -> Frame | None:
 
 
 async def read(reader: asyncio.StreamReader) -> Frame | None:
-    """Reads the next frame from an asyncio stream; None if the other end has closed. Raises BadFrame."""
+    """Reads the next frame from an asyncio stream; None if the other end has closed or died, also within a frame. Raises BadFrame."""
     try:
         header = await reader.readexactly(_LENGTH.size)
-        length = _length(header)
-        return decode(await reader.readexactly(length))
-    except EOFError as error:  # asyncio.IncompleteReadError, without importing asyncio into the child
-        if not getattr(error, "partial", b"") and getattr(error, "expected", 0) == _LENGTH.size:
-            return None
-        raise BadFrame("the stream ended in the middle of a frame") from error
+        return decode(await reader.readexactly(_length(header)))
+    except EOFError:  # asyncio.IncompleteReadError, without importing asyncio into the child
+        return None
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:

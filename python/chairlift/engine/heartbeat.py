@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from chairlift.engine.frames import Alive
 from chairlift.engine.watchdog import CHECK_SECONDS, StallDetector
@@ -14,14 +15,24 @@ log = logging.getLogger("chairlift")
 SILENT_AFTER = 10.0
 """Seconds without a message after which the engine's process counts as stuck."""
 KILL_AFTER = 60.0
-"""Seconds after which a stuck engine is killed."""
+"""Seconds after which a stuck engine is killed. One that a signal stopped is killed at once, because it cannot go on by itself."""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process, as SIGSTOP does; False where there is no /proc to read it from."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 class Heartbeat:
-    """Receives the heartbeats of a ready engine and calls `kill` if it stays stuck."""
+    """Receives the heartbeats of a ready engine and calls `kill` if it stays stuck, or is stuck and `stopped`."""
 
-    def __init__(self, kill: Callable[[], None]) -> None:
+    def __init__(self, kill: Callable[[], None], stopped: Callable[[], bool]) -> None:
         self._kill = kill
+        self._stopped = stopped
         self._newest = Alive()
         self._received = 0
         self._silence = StallDetector()
@@ -53,7 +64,9 @@ class Heartbeat:
                 continue
             if not since:
                 log.error("the engine is stuck: %.0f s in '%s'", seconds, stage)
-            if since > KILL_AFTER:
-                log.error("the engine is still stuck in '%s': killing its process", stage)
+            stopped = stage == "process" and self._stopped()
+            if stopped or since > KILL_AFTER:
+                words = "the engine's process was stopped by a signal" if stopped else f"the engine is still stuck in '{stage}'"
+                log.error("%s: killing its process", words)
                 self._kill()
                 return

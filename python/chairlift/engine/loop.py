@@ -21,7 +21,8 @@ from chairlift.checkpoint.generation_config import recommended_sampling
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
-from chairlift.engine.frames import StepOutputs
+from chairlift.engine.fingerprint import fingerprint
+from chairlift.engine.frames import ResumedChoice, StepOutputs
 from chairlift.engine.journal import Journal
 from chairlift.engine.split_step import SplitStep
 from chairlift.errors import InvalidRequest, OutOfMemory, QueueFull
@@ -118,6 +119,7 @@ class Engine:
             "max_num_seqs": runner.max_num_seqs,
             "max_num_batched_tokens": runner.max_num_batched_tokens,
             "determinism": "batch-invariant" if runner.batch_invariant else "best-effort",
+            "fingerprint": fingerprint(config, directory, runner) if runner.batch_invariant else None,
             "decisions": [
                 list(decision)
                 for decision in (*runner.decisions, *_speculation_decision(config, runner), _sampling_decision(config, sampling))
@@ -145,12 +147,14 @@ class Engine:
         submitted: int | None = None,
         grammar: Future[Grammar] | None = None,
         spent: Mapping[str, int] | None = None,
+        resumed: Sequence[ResumedChoice] = (),
     ) -> None:
         """Queues a request. Its sequences get `tag` and the numbers after it, which must be unused.
 
         `submitted` is the time of its arrival in the queue, in microseconds of the monotonic clock; now if None. `spent` are the
         microseconds of its earlier timeline states: its timeline and its deadlines start that much earlier. `grammar` is the result of
-        `compile`; the call waits for it. Raises InvalidRequest if the request can never run and QueueFull if it cannot wait.
+        `compile`; the call waits for it. `resumed` has the unfinished choices of a request that another engine lost: each goes on after
+        its last token. Raises InvalidRequest if the request can never run and QueueFull if it cannot wait.
         """
         scheduling = scheduling or Scheduling()
         tags = range(tag, tag + params.num_sequences)
@@ -163,17 +167,23 @@ class Engine:
         if not self.runner.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise InvalidRequest("without a model (--load-format none) there are no log-probabilities: leave them out", param="logprobs")
         now, spent = min(_now(), submitted or sys.maxsize), spent or {}
-        scores = None if params.prompt_logprobs is None else PromptLogprobs(tag, tokens, params.prompt_logprobs)
+        # The log-probabilities of a resumed request's prompt have been sent.
+        scores = None if params.prompt_logprobs is None or resumed else PromptLogprobs(tag, tokens, params.prompt_logprobs)
         compiled = self._grammar(params, grammar or self.compile(params))
         new_matcher = None if compiled is None else compiled.matcher
+        arrived, salt = now - sum(spent.values()), self._salt(params, scheduling)
+
+        def live(index: int, seq: int) -> None:
+            self._live[tag + index] = _RequestState(seq, params, self._seed(tag + index, index, params), scores, new_matcher)
+            self._scheduler.prepared(seq, list(spent.items()))
+
         try:
-            first = self._schedule(tag, tokens, params, scheduling, now, now - sum(spent.values()))
-            self._live[tag] = _RequestState(first, params, self._seed(tag, 0, params), scores, new_matcher)
-            for index, fork in enumerate(tags[1:], 1):
-                seq = self._scheduler.fork(self._live[tag].seq, fork, now)
-                self._live[fork] = _RequestState(seq, params, self._seed(fork, index, params), scores, new_matcher)
-            for one in tags:
-                self._scheduler.prepared(self._live[one].seq, list(spent.items()))
+            for one in resumed:
+                live(one.choice, self._schedule(tag + one.choice, tokens, params, scheduling, salt, now, arrived, one))
+            if not resumed:
+                live(0, first := self._schedule(tag, tokens, params, scheduling, salt, now, arrived))
+                for index, fork in enumerate(tags[1:], 1):
+                    live(index, self._scheduler.fork(first, fork, now))
         except BaseException as error:
             for added in tags:
                 self.abort(added)
@@ -287,26 +297,43 @@ class Engine:
             param = params.structured_output.param
             raise InvalidRequest(f"{param} cannot be used: {error}", param=param, code=error.code) from None
 
-    def _schedule(self, tag: int, tokens: np.ndarray, params: SamplingParams, scheduling: Scheduling, now: int, arrived: int) -> int:
-        """Adds a request's first sequence to the scheduler. Deadlines count from `arrived`."""
+    def _schedule(
+        self,
+        tag: int,
+        tokens: np.ndarray,
+        params: SamplingParams,
+        scheduling: Scheduling,
+        salt: bytes,
+        now: int,
+        arrived: int,
+        resumed: ResumedChoice | None = None,
+    ) -> int:
+        """Adds a sequence to the scheduler. Deadlines and the times of `resumed` count from `arrived`."""
         max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self.runner.max_model_len - tokens.size)
 
         def deadline(milliseconds: float | None) -> int | None:
             return None if milliseconds is None else arrived + int(milliseconds * 1000)
 
+        earlier = None
+        if resumed is not None:
+            answer = np.frombuffer(resumed.answer, dtype=np.int32)
+            tokens = np.concatenate((tokens, answer))
+            first_token = None if resumed.first_token is None else arrived + resumed.first_token
+            earlier = len(answer), resumed.cached_tokens, arrived + resumed.submitted, arrived + resumed.started, first_token
         return self._scheduler.add(
             tag,
             tokens,
             max_tokens,
             self._end_tokens(params),
             now,
-            salt=self._salt(params, scheduling),
+            salt=salt,
             priority=scheduling.priority,
             tenant=scheduling.tenant,
             weight=(self.config.tenant_weights or {}).get(scheduling.tenant, 1),
             deadline=deadline(scheduling.deadline_ms),
             ttft_deadline=deadline(scheduling.ttft_deadline_ms),
             predicted_tokens=scheduling.predicted_tokens,
+            resumed=earlier,
             draft=params.verifiable,
         )
 

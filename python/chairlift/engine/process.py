@@ -35,6 +35,7 @@ from chairlift.engine.frames import (
     Phase,
     Ready,
     Rejected,
+    ResumedChoice,
     Snapshot,
     SnapshotRequest,
     StepOutputs,
@@ -77,6 +78,7 @@ class EngineLike(Protocol):
         submitted: int | None,
         grammar: Future[Grammar] | None,
         spent: Mapping[str, int],
+        resumed: Sequence[ResumedChoice],
     ) -> None:
         """Queues a request. Raises InvalidRequest or QueueFull."""
 
@@ -287,7 +289,8 @@ def _add(
             compiling.begin(frame)
             grammar.add_done_callback(lambda grammar: inbox.put(_Compiled(frame.tag, grammar, time.monotonic_ns() // 1000)))
             return
-        engine.add(frame.tag, memoryview(frame.prompt).cast("i"), params, scheduling, frame.submitted, grammar, frame.spent)
+        prompt, resumed = memoryview(frame.prompt).cast("i"), [ResumedChoice(*choice) for choice in frame.resumed]
+        engine.add(frame.tag, prompt, params, scheduling, frame.submitted, grammar, frame.spent, resumed)
     except InvalidRequest as error:
         parent.send(Rejected(frame.tag, "InvalidRequest", str(error), error.param, error.code))
     except QueueFull as error:

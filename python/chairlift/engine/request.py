@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from chairlift.engine.detokenizer import TextStream
+from chairlift.engine.frames import ResumedChoice, pack_tokens
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
@@ -52,6 +53,7 @@ class Choice:
         self._one_by_one = bool(params.stop) or params.logprobs is not None
         self._text = TextStream(tokenizer, params)
         self._eos = frozenset() if params.ignore_eos else tokenizer.eos_token_ids
+        self._answer: list[int] = []
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._details: list[bytes] = []
@@ -69,9 +71,33 @@ class Choice:
         """Mean log-probability of the tokens taken; 0 if the engine does not send them."""
         return self._logprob / max(self.num_tokens, 1)
 
+    @property
+    def num_received(self) -> int:
+        """Tokens that engines have sent, taken or not."""
+        return len(self._answer)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The timeline of the ended choice; None before its end, or if a stop string ended it."""
+        return self._timeline
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more is needed from the engine."""
+        return self.over or bool(self._finish)
+
+    def resumed(self, submitted: float) -> ResumedChoice:
+        """What the next engine must know to go on. `submitted` is when the request was sent to the first one."""
+        started = submitted + (self._queued or 0.0)
+        first_token = None if self._first is None else max(self._first, started)
+        submitted_us, started_us = _microseconds(submitted - self._arrived), _microseconds(started - self._arrived)
+        first_us = None if first_token is None else _microseconds(first_token - self._arrived)
+        return ResumedChoice(self.index, pack_tokens(self._answer), self._cached_tokens, submitted_us, started_us, first_us)
+
     def feed(self, token: int, logprob: float, finish: int, detail: bytes | None = None) -> None:
         """Adds a token with its finish code (0: none) and its line of log-probabilities, if any."""
         if finish != ERROR:  # it has no token
+            self._answer.append(token)
             self._tokens.append(token)
             self._logprobs.append(logprob)
             if detail is not None:
@@ -178,6 +204,9 @@ class Request:
         """Called once, when the engine admits the first choice."""
         self.some_over = False
         """Whether the last increment of any choice was taken."""
+        self.missed_deadline = False
+        """Whether a choice missed its deadline."""
+        self._submitted: float | None = None
         self._whole: dict[int, RequestOutput] = {}
 
     @property
@@ -189,6 +218,28 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens of all choices taken so far, including discarded ones."""
         return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_received(self) -> int:
+        """Tokens of all choices that engines have sent, taken or not."""
+        return sum(choice.num_received for choice in self.choices)
+
+    def begin(self, now: float) -> list[ResumedChoice]:
+        """Returns what an engine that gets the request now must know of the unfinished choices; nothing if no token was received yet."""
+        self._submitted = now if self._submitted is None else self._submitted
+        if not self.num_received:
+            if self.prompt_logprobs is not None:
+                del self.prompt_logprobs[1:]
+            return []
+        return [choice.resumed(self._submitted) for choice in self.choices if not choice.complete]
+
+    def unfinished(self) -> list[int]:
+        """The tags of the choices that need an engine."""
+        return [tag for tag, choice in zip(self.tags, self.choices, strict=True) if not choice.complete]
+
+    def timelines(self) -> list[Timeline]:
+        """The timelines of the choices that have ended in an engine."""
+        return [choice.timeline for choice in self.choices if choice.timeline is not None]
 
     def choice(self, tag: int) -> Choice:
         """The choice with this tag."""
@@ -218,6 +269,10 @@ class Request:
 
         best = sorted(self._whole.values(), key=merit, reverse=True)[: self.params.n]
         return [replace(output, index=index) for index, output in enumerate(best)]
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))
 
 
 def joined(whole: RequestOutput | None, part: RequestOutput) -> RequestOutput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from chairlift.engine.frames import Rejected
+from chairlift.engine.frames import Rejected, ResumedChoice
 from chairlift.engine.request import Request
 from chairlift.errors import ChairliftError, InvalidRequest, OutOfMemory, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput
@@ -21,11 +21,16 @@ class Stream(Request):
     A future wakes the coroutine, which costs a third of an asyncio.Event.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams, arrived: float) -> None:
+    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams, arrived: float | None) -> None:
         super().__init__(tokenizer, tag, prompt_token_ids, params, arrived)
         self._news = False
         self._waiter: asyncio.Future[None] | None = None
         self._error: ChairliftError | None = None
+
+    def begin(self, now: float) -> list[ResumedChoice]:
+        """See `Request.begin`. Increments that were not read before the last engine ended can be read now."""
+        self._error, self._news = None, self.num_received > 0
+        return super().begin(now)
 
     def wake(self) -> None:
         """Wakes the reader."""
@@ -34,7 +39,7 @@ class Stream(Request):
             self._waiter.set_result(None)
 
     def fail(self, error: ChairliftError) -> None:
-        """Ends the request with an error. Output that was not read is dropped."""
+        """Ends the request with an error, which the reader gets before output that it has not read."""
         self._error = error
         self.wake()
 

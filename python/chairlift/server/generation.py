@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -13,7 +12,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull
+from chairlift.errors import DeadlineMissed, InvalidRequest, QueueFull
 from chairlift.outputs import RequestOutput, Timeline, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.server.errors import api_error
@@ -145,12 +144,12 @@ class Generation:
                     if output.finish_reason:
                         self._count_answer(progress, output, output.finish_reason)
                         if progress.usage_log is not None and not progress.unfinished:
-                            known = [] if params.ranked else progress.timelines
+                            known = submission.timelines() if params.ranked else progress.timelines
                             await progress.usage_log.write_ended(self._service.engine, self._usage_labels(index), known)
                             progress.usage_log = None
                     yield first_choice + output.index, output
-            if params.ranked:
-                await self._count_discarded(progress)
+            if params.ranked:  # `best_of`: discarded answers count as usage too
+                self.usage.completion += max(0, submission.num_received - progress.tokens)
         except DeadlineMissed as missed:
             progress.reason = "deadline"
             # Usage counts tokens that were sampled but not sent, and those of the request's other prompts.
@@ -193,12 +192,6 @@ class Generation:
         if output.timeline is not None:
             self.usage.accepted += output.timeline.accepted_draft_tokens
             self.usage.rejected += output.timeline.draft_tokens - output.timeline.accepted_draft_tokens
-
-    async def _count_discarded(self, progress: _Progress) -> None:
-        """Updates usage by the answers that `best_of` discarded."""
-        with contextlib.suppress(EngineDead):  # the answer is complete even if the engine has ended since
-            timelines = await self._service.engine.explain(self._engine_ids[progress.index])
-            self.usage.completion += max(0, sum(timeline.output_tokens for timeline in timelines) - progress.tokens)
 
     def _count_refusal(self, progress: _Progress, error: QueueFull | InvalidRequest) -> None:
         """Records a prompt that the engine rejected, which has used nothing."""

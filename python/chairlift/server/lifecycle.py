@@ -107,6 +107,11 @@ class Lifecycle:
         message = "the engine died and is restarting; the server's log has the reason"
         return unavailable(message, "engine_dead", after, admitted=admitted)
 
+    def suspicion(self, deaths: int) -> ApiError:
+        """Returns the error for a request that ran each of the last `deaths` times that the engine died."""
+        message = f"the engine died {deaths} times in a row while it ran this request, which may be the cause; it is not tried again"
+        return unavailable(message, "engine_dead", max(1, math.ceil(self.seconds_until_ready)), admitted=True)
+
     async def wait_for_engine(self, timeout: float | None = None) -> bool:
         """Waits while the engine restarts, at most `timeout` seconds and at most as long as requests are held.
 

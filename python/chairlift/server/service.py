@@ -44,6 +44,10 @@ class Service:
     """Records what each request used, if configured."""
     storage: Storage | None = None
     """Files and batches, with `--data-dir`."""
+    resume: str = "exact"
+    """Which engines may go on with the answers of one that ended: see `--resume`."""
+    probation: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one request that runs although it may be the cause of the engine's deaths."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     """Whether requests are served, held or refused."""
     created: int = field(default_factory=lambda: int(time.time()))

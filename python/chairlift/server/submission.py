@@ -1,4 +1,4 @@
-"""Submits one prompt to the engine, and again to the next engine if that one dies before the client has received output."""
+"""Submits one prompt to the engine, and to the next engine if that one dies, which goes on after the last token or starts over."""
 
 from __future__ import annotations
 
@@ -6,29 +6,36 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
+from typing import TYPE_CHECKING
 
 from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead
-from chairlift.outputs import RequestOutput
+from chairlift.outputs import RequestOutput, Timeline
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.server.lifecycle import ServerState
 from chairlift.server.observability.request_context import RequestContext
 from chairlift.server.service import Service
 
+if TYPE_CHECKING:
+    from chairlift.engine.stream import Stream
+
 logger = logging.getLogger(__name__)
 
-MAX_RESUBMISSIONS = 2
-"""How often a request is resubmitted. A request that crashes the engine must not do so forever."""
+MAX_LOSSES = 2
+"""Engines in a row that a request may lose without PROGRESS new tokens from them. A request that crashes engines must not do so forever."""
+PROGRESS = 16
+"""Tokens after which an engine counts as able to run the request."""
 
 _OUTPUTS_PER_YIELD = 64
 """Buffered outputs that are passed on before other tasks get to run."""
 
 
 class Submission:
-    """One prompt, submitted until an engine has answered it or some of the output was delivered.
+    """One prompt, submitted until engines have answered it.
 
-    Output counts as delivered at the answer's end if `buffered`, else at the stream's first text. Until then the request can restart.
+    If an engine dies, the next one goes on after the last token, where `--resume` allows it. Otherwise the answer starts over, which is
+    possible until some of it is delivered: at its end if `buffered`, else at the stream's first text.
     """
 
     def __init__(
@@ -53,8 +60,14 @@ class Submission:
         self._ready_at = time.monotonic()
         self._waited_for_engine = False
         self._buffered = buffered
-        self._lost_engines = 0
-        """Number of engines that ended while they ran the request."""
+        self._losses = 0
+        """Engines in a row that ended before the request had PROGRESS tokens from them."""
+        self._in_lost_engines = 0.0
+        """Seconds."""
+        self._stream: Stream | None = None
+        """The request in the engine client, with all tokens so far; None before it is submitted, and to start over."""
+        self._fingerprint: object = None
+        """Of the engine that has it."""
 
     async def outputs(
         self, on_start: Callable[[], None], on_output: Callable[[RequestOutput], None], on_loss: Callable[[], None]
@@ -62,7 +75,8 @@ class Submission:
         """Yields outputs that may be sent; raises the engine's errors, and ApiError 503 if the request was lost with its engine.
 
         `on_start` is called once, when the first engine starts the request; `on_output` for every output as it arrives; `on_loss` when the
-        outputs so far are void because another engine starts over.
+        outputs so far are void because another engine starts over. After MAX_LOSSES such requests run one at a time until they have
+        PROGRESS, so that the one that crashes engines takes no other with it.
         """
         pending: list[RequestOutput] = []
         delivered = False
@@ -75,74 +89,112 @@ class Submission:
                 on_start()
 
         while True:
-            await self._wait_for_engine()
-            try:
-                async with aclosing(self._generate(start)) as outputs:
-                    async for output in outputs:
-                        on_output(output)
-                        if delivered:
-                            yield output
-                            continue
-                        pending.append(output)
-                        if not self._buffered and (output.text or output.finish_reason):
-                            delivered = True
-                            for one in pending:
-                                yield one
-                            pending.clear()
-                break
-            except EngineClosed:
-                raise
-            except EngineDead as error:
-                self._check_resubmission(error, delivered)
-            pending.clear()
-            on_loss()
+            async with AsyncExitStack() as probation:
+                if self._losses == MAX_LOSSES:
+                    await probation.enter_async_context(self._service.probation)
+                await self._wait_for_engine()
+                if self._stream is not None and not self._goes_on(delivered):
+                    self._stream = None
+                    pending.clear()
+                    on_loss()
+                had, began = self.num_received, time.monotonic()
+                try:
+                    async with aclosing(await self._run(start)) as outputs:
+                        async for output in outputs:
+                            on_output(output)
+                            if self.num_received - had >= PROGRESS:
+                                await probation.aclose()
+                            if delivered:
+                                yield output
+                                continue
+                            pending.append(output)
+                            if not self._buffered and (output.text or output.finish_reason):
+                                delivered = True
+                                for one in pending:
+                                    yield one
+                                pending.clear()
+                    break
+                except EngineClosed:
+                    raise
+                except EngineDead as error:
+                    self._in_lost_engines += time.monotonic() - began
+                    self._losses = 1 if self.num_received - had >= PROGRESS else self._losses + 1
+                    self._check_loss(error, delivered)
         for index, output in enumerate(pending):
             if index % _OUTPUTS_PER_YIELD == _OUTPUTS_PER_YIELD - 1:
                 await asyncio.sleep(0)
             yield output
 
-    def _generate(self, on_start: Callable[[], None]) -> AsyncGenerator[RequestOutput]:
-        return self._service.engine.generate(
-            self._prompt,
-            self._params,
-            self._scheduling,
-            request_id=self._request_id,
-            on_start=on_start,
-            spent=self._spent(),
-        )
+    async def _run(self, on_start: Callable[[], None]) -> AsyncGenerator[RequestOutput]:
+        engine = self._service.engine
+        if self._stream is None:
+            self._stream = await engine.open(self._prompt, self._params, arrived=self._context.arrived)
+        self._fingerprint = engine.facts.get("fingerprint")
+        return engine.run(self._stream, self._scheduling, request_id=self._request_id, on_start=on_start, spent=self._spent())
 
     def _spent(self) -> dict[str, float]:
         """Returns the seconds that the request has spent in each state of its timeline before submission."""
-        if self._waited_for_engine or self._lost_engines:
-            return self._spent_before_ready | {"restart": time.monotonic() - self._ready_at}
-        return self._context.elapsed()
+        if not self._waited_for_engine and not self._losses:
+            return self._context.elapsed()
+        lost = {"lost_engine": self._in_lost_engines} if self._losses else {}
+        return self._spent_before_ready | lost | {"restart": time.monotonic() - self._ready_at - self._in_lost_engines}
+
+    @property
+    def num_received(self) -> int:
+        """Tokens of all answers so far, sent or not, those of discarded answers included."""
+        return 0 if self._stream is None else self._stream.num_received
+
+    def timelines(self) -> list[Timeline]:
+        """The timelines of the answers that have ended, discarded ones included, but not those that a stop string ended."""
+        return [] if self._stream is None else self._stream.timelines()
+
+    def _goes_on(self, delivered: bool) -> bool:
+        """Whether the engine that is ready goes on with the answer so far; False to start over. Raises ApiError 503 if neither can be."""
+        if not self.num_received:
+            return True
+        fingerprint = self._service.engine.facts.get("fingerprint")
+        if self._resumable and (self._service.resume == "any" or fingerprint == self._fingerprint):
+            if fingerprint != self._fingerprint:
+                logger.warning("request %s goes on in an engine with other numerics: its answer may differ", self._request_id)
+            self._service.metrics.count_resumed()
+            return True
+        if delivered:
+            logger.error("request %s cannot go on: the new engine has other numerics (--resume any allows it)", self._request_id)
+            raise self._service.lifecycle.refusal(admitted=True)
+        return False
+
+    @property
+    def _resumable(self) -> bool:
+        """Whether another engine may go on with an answer of the engine that has it."""
+        resume = self._service.resume
+        return resume == "any" or (resume == "exact" and self._fingerprint is not None)
 
     async def _wait_for_engine(self) -> None:
         """Waits for an engine; raises DeadlineMissed, or ApiError 503 if none becomes ready in time."""
         lifecycle = self._service.lifecycle
         if lifecycle.engine_available:
             return
-        deadlines = [ms for ms in (self._scheduling.deadline_ms, self._scheduling.ttft_deadline_ms) if ms is not None]
+        first = None if self.num_received else self._scheduling.ttft_deadline_ms
+        deadlines = [ms for ms in (self._scheduling.deadline_ms, first) if ms is not None]
         self._waited_for_engine = True
         deadline = self._context.arrived + min(deadlines) / 1e3 if deadlines else None
         if await lifecycle.wait_for_engine(None if deadline is None else max(0.0, deadline - time.monotonic())):
             return
         if deadline is not None and time.monotonic() >= deadline:
             message = "the request missed its deadline while the engine was restarting: allow more time"
-            raise DeadlineMissed(message, prompt_tokens=len(self._prompt), completion_tokens=0)
+            raise DeadlineMissed(message, prompt_tokens=len(self._prompt), completion_tokens=self.num_received)
         raise lifecycle.refusal(admitted=True)
 
-    def _check_resubmission(self, error: EngineDead, delivered: bool) -> None:
-        """Raises ApiError 503 unless the request may be resubmitted after its engine died."""
+    def _check_loss(self, error: EngineDead, delivered: bool) -> None:
+        """Raises ApiError 503 unless the next engine may get the request after its engine died."""
         lifecycle = self._service.lifecycle
-        self._lost_engines += 1
-        if delivered or lifecycle.state is ServerState.DRAINING:
+        if lifecycle.state is ServerState.DRAINING or (delivered and not self._resumable):
             raise lifecycle.refusal(admitted=True) from error
-        if self._lost_engines > MAX_RESUBMISSIONS:
+        if self._losses > MAX_LOSSES:
             logger.error(
                 "request %s was running each of the %d times that the engine died: giving up on it, since it may be the cause",
                 self._request_id,
-                self._lost_engines,
+                self._losses,
             )
-            raise lifecycle.refusal(admitted=True) from error
-        logger.info("resubmitting request %s: the engine died before any of its output was sent", self._request_id)
+            raise lifecycle.suspicion(self._losses) from error
+        logger.info("request %s lost its engine after %d tokens and waits for the next one", self._request_id, self.num_received)

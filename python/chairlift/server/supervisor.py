@@ -76,7 +76,16 @@ class Supervisor:
         usage_log = None if config.usage_log is None else UsageLog(config.usage_log, model)
         storage = None if config.data_dir is None else _open_storage(config.data_dir, config.max_data_size)
         self._service = Service(
-            engine, model, metrics, config.tool_call_parser, config.reasoning_parser, traces, usage_log, storage, self._lifecycle
+            engine,
+            model,
+            metrics,
+            config.tool_call_parser,
+            config.reasoning_parser,
+            traces,
+            usage_log,
+            storage,
+            config.resume,
+            lifecycle=self._lifecycle,
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the supervisor logs start and shutdown itself
         logging.getLogger("uvicorn.access").addFilter(_is_not_probe)

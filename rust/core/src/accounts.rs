@@ -219,7 +219,7 @@ impl Accounts {
             tag: spec.tag,
             finish,
             arrived: times.arrived - seq.account.prepared(),
-            submitted: times.arrived,
+            submitted: seq.account.submitted(),
             started: times.started,
             first_token: times.first_token,
             ended: self.clocks.now(),

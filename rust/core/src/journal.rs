@@ -50,10 +50,12 @@ pub(crate) enum Kind {
     Credit = 13,
     /// Reserved: new number of blocks in the pool.
     PoolSize = 14,
+    /// The next added request is resumed: tokens of its answer so far. The names of its blocks include these tokens.
+    Resumed = 15,
 }
 
 impl Kind {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Add,
         Self::Fork,
         Self::End,
@@ -68,6 +70,7 @@ impl Kind {
         Self::Arrived,
         Self::Credit,
         Self::PoolSize,
+        Self::Resumed,
     ];
 
     pub(crate) fn of(byte: u8) -> Option<Self> {

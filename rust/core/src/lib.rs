@@ -57,7 +57,7 @@ pub use policy::Policy;
 pub use recent_steps::StepSeen;
 pub use recorder::Recorder;
 pub use replay::{Event, Replayed, Timing};
-pub use request::{BACKGROUND, FinishReason, Request, SeqId, Time, Token};
+pub use request::{BACKGROUND, FinishReason, Request, Resumed, SeqId, Time, Token};
 pub use router::{EngineView, Router, RouterRequest, Routing};
 pub use scheduler::Scheduler;
 pub use settings::{SETTINGS, Setting, SettingError, SettingKind, Value};

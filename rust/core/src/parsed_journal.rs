@@ -4,7 +4,7 @@
 
 use crate::config::Config;
 use crate::journal::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
-use crate::request::{ArrivalNumber, FinishReason, Request, Time, Token};
+use crate::request::{ArrivalNumber, FinishReason, Request, Resumed, Time, Token};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
@@ -65,7 +65,7 @@ pub struct Arrival {
     pub time: Time,
     /// Arrival number among all requests and forks.
     pub arrival_number: ArrivalNumber,
-    /// Prompt tokens.
+    /// Prompt tokens. Of a resumed request, with the answer so far.
     pub prompt_tokens: u32,
     /// The request without its prompt.
     pub request: Request,
@@ -93,6 +93,8 @@ struct Progress {
     arrivals: ArrivalNumber,
     /// Calls with drafts that are not committed yet.
     drafts: FxHashMap<ArrivalNumber, usize>,
+    /// Answered tokens of the next request, if it is resumed.
+    answered: Option<u32>,
 }
 
 impl ParsedJournal {
@@ -127,6 +129,10 @@ impl ParsedJournal {
         if kind == Kind::Name {
             let key = (reader.number()?, reader.small()?);
             self.names.insert(key, reader.word()?);
+            return Some(());
+        }
+        if kind == Kind::Resumed {
+            progress.answered = Some(reader.small()?);
             return Some(());
         }
         if kind != Kind::Draft {
@@ -167,7 +173,9 @@ impl ParsedJournal {
         let (time, arrival_number) = (progress.now, progress.arrivals);
         let (tag, prompt_tokens, max_new_tokens) = (reader.number()?, reader.small()?, reader.small()?);
         let longest = u64::from(prompt_tokens) + u64::from(max_new_tokens);
-        if prompt_tokens == 0 || max_new_tokens == 0 || longest > self.config.max_model_len.into() {
+        let resumed = progress.answered.take();
+        let answered = resumed.unwrap_or(0);
+        if prompt_tokens == 0 || max_new_tokens <= answered || longest > self.config.max_model_len.into() {
             return None; // the scheduler refuses such requests
         }
         let (priority, weight) = (reader.signed()?, reader.small()?);
@@ -175,6 +183,7 @@ impl ParsedJournal {
         let (deadline, ttft_deadline) = (after(reader.number()?), after(reader.number()?));
         let predicted_tokens = reader.small()?.checked_sub(1);
         let tenant = reader.text()?.into();
+        let prompt_tokens = prompt_tokens + answered;
         for block in 0..prompt_tokens / self.config.block_size {
             let name = reader.word()?;
             self.names.insert((arrival_number, block), name);
@@ -190,6 +199,14 @@ impl ParsedJournal {
             deadline,
             ttft_deadline,
             predicted_tokens,
+            // No decision depends on how long ago the earlier events were.
+            resumed: resumed.map(|answered| Resumed {
+                answered,
+                cached_tokens: 0,
+                submitted: time,
+                started: time,
+                first_token: (answered > 0).then_some(time),
+            }),
             ..Request::default()
         };
         Some(Arrival { time, arrival_number, prompt_tokens, request })

@@ -63,11 +63,15 @@ impl Recorder {
 
     /// See [`Scheduler::add`].
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
+        let resumed = request.resumed;
         let id = self.scheduler.add(request, now)?;
         if let Some(journal) = &mut self.journal {
             let seq = self.scheduler.sequence(id).expect("it was just added");
             let spec = seq.spec();
             let after = |time: Option<Time>| time.map_or(0, |time| time.saturating_sub(now) + 1);
+            if let Some(resumed) = resumed {
+                journal.note(Kind::Resumed).number(resumed.answered.into());
+            }
             journal.call(Kind::Add, now).number(spec.tag);
             journal.number(spec.prompt_len.into()).number((seq.limit() - spec.prompt_len).into());
             journal.number(zigzag(spec.priority)).number(spec.weight.into());

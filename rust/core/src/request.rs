@@ -38,7 +38,7 @@ impl SeqId {
 pub struct Request {
     /// The caller's identifier, copied to every output.
     pub tag: u64,
-    /// Prompt tokens. At least one.
+    /// Prompt tokens. At least one. Of a resumed request, prompt and answer so far.
     pub prompt: Vec<Token>,
     /// Maximum number of tokens to generate. At least 1.
     pub max_new_tokens: u32,
@@ -58,6 +58,23 @@ pub struct Request {
     pub ttft_deadline: Option<Time>,
     /// Output length that the caller predicts.
     pub predicted_tokens: Option<u32>,
+    /// Set if another engine has begun the request.
+    pub resumed: Option<Resumed>,
+}
+
+/// What an engine that ended had done for a request. It is not limited, charged or counted a second time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resumed {
+    /// Tokens at the end of [`Request::prompt`] that are the answer so far. Fewer than `max_new_tokens`.
+    pub answered: u32,
+    /// Prompt tokens that were cached when the request was first admitted.
+    pub cached_tokens: u32,
+    /// When the request was added to its first engine.
+    pub submitted: Time,
+    /// When its first chunk was planned.
+    pub started: Time,
+    /// When its first token was committed.
+    pub first_token: Option<Time>,
 }
 
 impl Default for Request {
@@ -74,6 +91,7 @@ impl Default for Request {
             deadline: None,
             ttft_deadline: None,
             predicted_tokens: None,
+            resumed: None,
         }
     }
 }

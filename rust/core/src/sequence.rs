@@ -7,7 +7,7 @@ use crate::group::Member;
 use crate::kv::SeqBlocks;
 use crate::phase::{Phase, Stage};
 use crate::place::Place;
-use crate::request::{ArrivalNumber, BACKGROUND, FinishReason, Request, SeqId, Time, Token};
+use crate::request::{ArrivalNumber, BACKGROUND, FinishReason, Request, Resumed, SeqId, Time, Token};
 use crate::timeline::{Account, Clocks, TimelineState};
 use std::sync::Arc;
 
@@ -109,17 +109,27 @@ struct Family {
 impl Sequence {
     /// Checks the request by itself. The scheduler checks whether it fits into the pool.
     pub(crate) fn new(request: Request, arrival_number: ArrivalNumber, max_model_len: u32, now: Time) -> Result<Self, Rejected> {
-        let (prompt, new) = (request.prompt.len() as u64, u64::from(request.max_new_tokens));
-        if prompt == 0 {
+        let answered = request.resumed.map_or(0, |resumed| resumed.answered);
+        let Some(prompt) = request.prompt.len().checked_sub(answered as usize).filter(|&prompt| prompt > 0) else {
             return Err(Rejected::EmptyPrompt);
-        }
-        if new == 0 {
+        };
+        if request.max_new_tokens <= answered {
             return Err(Rejected::NoNewTokens);
         }
+        let (prompt, new) = (prompt as u64, u64::from(request.max_new_tokens));
         if prompt + new > u64::from(max_model_len) {
             return Err(Rejected::TooLong { prompt, new, limit: max_model_len.into() });
         }
         let limit = (prompt + new) as u32;
+        let len = request.prompt.len() as u32;
+        let (run, times, submitted) = match request.resumed {
+            None => (Run::default(), Times { arrived: now, started: None, first_token: None, check_at: None }, now),
+            Some(Resumed { cached_tokens, submitted, started, first_token, .. }) => (
+                Run { cached_tokens, recompute_tokens: len, ..Run::default() },
+                Times { arrived: now, started: Some(started), first_token, check_at: None },
+                submitted,
+            ),
+        };
         Ok(Self {
             phase: Phase::New,
             progress: Progress { computed: 0, fast_path_limit: 0, next_kv_slot: 0, pending: 0, limit, preemptions: 0, drafting: false },
@@ -139,11 +149,11 @@ impl Sequence {
             blocks: SeqBlocks::new(request.salt),
             member: Member::default(),
             draft: Vec::new(),
-            run: Run { uncached: prompt as u32, ..Run::default() },
-            times: Times { arrived: now, started: None, first_token: None, check_at: None },
+            run: Run { uncached: len, ..run },
+            times,
             place: Place::default(),
             family: Family::default(),
-            account: Box::new(Account::open(now)),
+            account: Box::new(Account::open(now, submitted)),
         })
     }
 
@@ -161,6 +171,7 @@ impl Sequence {
             deadline: self.spec.deadline,
             ttft_deadline: self.spec.ttft_deadline,
             predicted_tokens: self.spec.predicted,
+            resumed: None,
         }
     }
 
@@ -331,7 +342,7 @@ impl Sequence {
         self.spec.priority == BACKGROUND
     }
 
-    /// Whether the sequence has run before.
+    /// Whether the sequence has run before, here or in an engine that ended.
     pub(crate) fn has_started(&self) -> bool {
         self.times.started.is_some()
     }
@@ -402,6 +413,11 @@ impl Sequence {
     /// Reserves capacity for the maximum length, so that decoding does not allocate.
     pub(crate) fn reserve_tokens(&mut self) {
         self.tokens.reserve_exact(self.progress.limit as usize - self.tokens.len());
+    }
+
+    /// Time between the request's addition, to its first engine if it is resumed, and its first chunk, or `now` without one.
+    pub(crate) fn queued(&self, now: Time) -> Time {
+        self.times.started.unwrap_or(now).saturating_sub(self.account.submitted())
     }
 
     /// Begins a run with `computed` tokens. Returns the number of tokens that the sequence recomputes.

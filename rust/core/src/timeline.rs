@@ -48,12 +48,14 @@ pub enum TimelineState {
     Tokenize,
     /// The server compiled the grammar for structured output.
     Grammar,
-    /// Waited for an engine to start, or was restarted because its engine ended before it answered.
+    /// Waited for an engine to start.
     Restart,
+    /// Was in an engine that ended before it had answered.
+    LostEngine,
 }
 
 /// Number of states.
-pub(crate) const STATES: usize = 20;
+pub(crate) const STATES: usize = 21;
 /// Number of states that can block a whole group of waiting sequences. They come first.
 const LIMITS: usize = 4;
 
@@ -80,6 +82,7 @@ impl TimelineState {
         (Self::Tokenize, "tokenize"),
         (Self::Grammar, "grammar"),
         (Self::Restart, "restart"),
+        (Self::LostEngine, "lost_engine"),
     ];
 
     /// The state's name.
@@ -121,7 +124,7 @@ pub struct Timeline {
     /// When the server read the request's first byte. Includes time before the request was added, as far as the caller
     /// reported it.
     pub arrived: Time,
-    /// When the request was added. Its queue time starts here.
+    /// When the request was added, to its first engine if it is resumed. Its queue time starts here.
     pub submitted: Time,
     /// When the request's first chunk was planned.
     pub started: Option<Time>,
@@ -172,7 +175,7 @@ impl Timeline {
 
     /// Microseconds from the request's addition to its first chunk, or until now if it has none.
     pub fn queued(&self) -> Time {
-        self.started.unwrap_or(self.ended) - self.submitted
+        self.started.unwrap_or(self.ended).saturating_sub(self.submitted)
     }
 }
 
@@ -250,6 +253,7 @@ impl Clocks {
 pub(crate) struct Account {
     /// When the current state began.
     since: Time,
+    submitted: Time,
     /// Values of the clocks when the state began: the group's clocks while waiting, the step clocks while running.
     base: [Time; LIMITS],
     states: [Time; STATES],
@@ -271,9 +275,14 @@ pub(crate) struct Account {
 const NAMED: usize = 4;
 
 impl Account {
-    /// Opens the account of a request that arrived at `arrived`.
-    pub(crate) fn open(arrived: Time) -> Self {
-        Self { since: arrived, ..Self::default() }
+    /// Opens the account of a request that arrived at `arrived`, and was first submitted at `submitted`.
+    pub(crate) fn open(arrived: Time, submitted: Time) -> Self {
+        Self { since: arrived, submitted, ..Self::default() }
+    }
+
+    /// When the request was added to its first engine.
+    pub(crate) fn submitted(&self) -> Time {
+        self.submitted
     }
 
     /// Adds time spent on the request before it was added.

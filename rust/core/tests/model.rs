@@ -13,12 +13,12 @@ fn op() -> impl Strategy<Value = Op> {
         (!prompt.is_empty()).then_some(prompt)
     });
     let priority = prop_oneof![4 => -1..2i32, 1 => Just(BACKGROUND)];
-    let whose =
-        (priority, 0..3u8, prop::option::weighted(0.3, 0..60u64), prop::option::weighted(0.5, 1..12u32), prop_oneof![Just(0), 0..9u64]);
+    let (patience, predicted) = (prop::option::weighted(0.3, 0..60u64), prop::option::weighted(0.5, 1..12u32));
+    let whose = (priority, 0..3u8, patience, predicted, prop_oneof![Just(0), 0..9u64], prop::option::weighted(0.2, 0..12u32));
     let what = (prompt, 1..12u32, any::<bool>(), 0..2u8, prop_oneof![3 => Just(0), 1 => 1..3usize]);
     prop_oneof![
-        4 => (what, whose).prop_map(|((prompt, new, stop, salt, forks), (priority, tenant, patience, predicted, ago))| {
-            Op::Add { prompt, new, stop, salt, forks, priority, tenant, patience, predicted, ago }
+        4 => (what, whose).prop_map(|((prompt, new, stop, salt, forks), (priority, tenant, patience, predicted, ago, resumed))| {
+            Op::Add { prompt, new, stop, salt, forks, priority, tenant, patience, predicted, ago, resumed }
         }),
         1 => (0..30usize).prop_map(Op::Fork),
         1 => (0..40u64).prop_map(Op::Wait),
@@ -91,7 +91,7 @@ proptest! {
         let mut world = World::new(config, true);
         for (at, (prompt, new, priority)) in requests.into_iter().enumerate() {
             let prompt = (0..prompt as u32).map(|i| (i + at as u32) % VOCABULARY).collect();
-            world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0 });
+            world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0, resumed: None });
             world.apply(Op::Step { lag, poison: None, lost: None });
         }
         world.drain();

@@ -38,6 +38,9 @@ pub(crate) struct StepPlan {
 /// (slot, sequence, tag, cached tokens, microseconds queued) of a sequence admitted in a step.
 type Admitted = (u32, u64, u64, u32, core::Time);
 
+/// The fields of [`core::Resumed`], in order.
+type Resumed = (u32, u32, core::Time, core::Time, Option<core::Time>);
+
 /// The results of a step: packed arrays of equal length, one entry per token.
 #[pyclass(frozen, get_all, module = "chairlift._core")]
 pub(crate) struct Outputs {
@@ -79,7 +82,7 @@ impl Scheduler {
     }
 
     #[pyo3(signature = (tag, prompt, max_new_tokens, stop, now, *, salt = b"".as_slice(), priority = 0, tenant = "", weight = 1,
-        deadline = None, ttft_deadline = None, predicted_tokens = None, draft = false))]
+        deadline = None, ttft_deadline = None, predicted_tokens = None, resumed = None, draft = false))]
     #[allow(clippy::needless_pass_by_value, clippy::too_many_arguments)] // types that Python passes
     fn add(
         &self,
@@ -96,6 +99,7 @@ impl Scheduler {
         deadline: Option<core::Time>,
         ttft_deadline: Option<core::Time>,
         predicted_tokens: Option<u32>,
+        resumed: Option<Resumed>,
         draft: bool,
     ) -> PyResult<u64> {
         let prompt = prompt.to_vec(py)?.into_iter().map(u32::try_from).collect::<Result<_, _>>();
@@ -111,6 +115,13 @@ impl Scheduler {
             deadline,
             ttft_deadline,
             predicted_tokens,
+            resumed: resumed.map(|(answered, cached_tokens, submitted, started, first_token)| core::Resumed {
+                answered,
+                cached_tokens,
+                submitted,
+                started,
+                first_token,
+            }),
         };
         let mut inner = self.lock()?;
         let id = inner.core.add(request, now).map_err(rejected)?;

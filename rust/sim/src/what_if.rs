@@ -1,7 +1,7 @@
 //! Jobs from a recorded journal, for simulation under other settings.
 
 use crate::job::Job;
-use chairlift_core::{Call, FinishReason, ParsedJournal, Request, Time, Timeline};
+use chairlift_core::{Call, FinishReason, ParsedJournal, Request, Resumed, Time, Timeline};
 use std::collections::HashMap;
 
 /// The requests of a journal with their recorded outputs, taken from the timelines of its
@@ -25,15 +25,25 @@ pub fn jobs(journal: &ParsedJournal, ended: &[Timeline]) -> Vec<Job> {
         // Times and deadlines count from the first call.
         let shift = |at: Option<Time>| at.map(|at| at - begins);
         let request = match fork_of {
-            None => Request { deadline: shift(request.deadline), ttft_deadline: shift(request.ttft_deadline), ..request },
+            None => {
+                let resumed = request.resumed.map(|resumed| Resumed {
+                    submitted: resumed.submitted - begins,
+                    started: resumed.started - begins,
+                    first_token: shift(resumed.first_token),
+                    ..resumed
+                });
+                Request { deadline: shift(request.deadline), ttft_deadline: shift(request.ttft_deadline), resumed, ..request }
+            }
             Some(_) => request,
         };
         let timeline = by_tag.get(&tag);
         let (made, finish) = timeline.map_or((request.max_new_tokens, None), |timeline| (timeline.output_tokens, timeline.finish));
-        let len = match finish {
-            Some(FinishReason::Stop | FinishReason::Length | FinishReason::Error) => made.max(1),
-            _ => request.predicted_tokens.unwrap_or(request.max_new_tokens).clamp(1, request.max_new_tokens),
+        let whole = match finish {
+            Some(FinishReason::Stop | FinishReason::Length | FinishReason::Error) => made,
+            _ => request.predicted_tokens.unwrap_or(request.max_new_tokens).min(request.max_new_tokens),
         };
+        // A resumed request has a part of its output before it begins.
+        let len = whole.saturating_sub(request.resumed.map_or(0, |resumed| resumed.answered)).max(1);
         let prompt = request.prompt.len() as u32;
         let left = finish == Some(FinishReason::Abort);
         jobs.push(Job {

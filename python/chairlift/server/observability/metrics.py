@@ -87,6 +87,13 @@ class Metrics:
         finished = Counter(
             "chairlift_request_success", "Finished requests, by reason.", [*labels, "finished_reason"], registry=self.registry
         )
+        resumed = Counter(
+            "chairlift_requests_resumed",
+            "Times that an engine went on with the answers of one that had ended.",
+            list(labels),
+            registry=self.registry,
+        )
+        self._resumed = resumed.labels(**labels)
         self._finished = {reason: finished.labels(**labels, finished_reason=reason) for reason in _FINISHES}
 
     def observe_params(self, params: SamplingParams) -> None:
@@ -120,6 +127,10 @@ class Metrics:
         """Counts a request that ended as `stop`, `length`, `abort`, `error` or `deadline` after `seconds`."""
         self._finished[reason].inc()
         latencies.whole.observe(seconds)
+
+    def count_resumed(self) -> None:
+        """Counts a request whose answers another engine goes on with."""
+        self._resumed.inc()
 
     def count_rejected(self, reason: str) -> None:
         """Counts a request that the server rejected, for one of `REJECTIONS`; the engine counts its own rejections."""

@@ -64,6 +64,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
             patience: if bytes.ratio(3, 10)? { Some(bytes.int_in_range(0..=60)?) } else { None },
             predicted: if bytes.arbitrary()? { Some(bytes.int_in_range(1..=12)?) } else { None },
             ago: *bytes.choose(&[0, 0, 2, 8])?,
+            resumed: if bytes.ratio(1, 5)? { Some(bytes.int_in_range(0..=12)?) } else { None },
         },
         4 => Op::Fork(bytes.int_in_range(0..=30)?),
         5 => Op::Wait(bytes.int_in_range(0..=40)?),

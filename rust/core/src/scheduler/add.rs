@@ -11,10 +11,11 @@ const UNKNOWN_OUTPUT: f64 = 256.0;
 
 impl Scheduler {
     /// Adds a request to the queue. Returns an error if the request can never run or the queue is full. `now` is the
-    /// arrival time, which may be earlier than the previous call, because a request can arrive during a step.
+    /// arrival time, which may be earlier than the previous call, because a request can arrive during a step. A resumed
+    /// request is treated like one that returns from a preemption.
     pub fn add(&mut self, request: Request, now: Time) -> Result<SeqId, Rejected> {
         self.accounts.tick(now);
-        let tenant = Arc::clone(&request.tenant);
+        let (tenant, resumes) = (Arc::clone(&request.tenant), request.resumed.is_some());
         let seq = Sequence::new(request, self.waiting.next_arrival(), self.config.max_model_len, now)?;
         // The last token needs no KV.
         let (needed, have) = ((seq.limit() - 1).div_ceil(self.config.block_size), self.config.usable_blocks());
@@ -22,7 +23,7 @@ impl Scheduler {
             let fits = u64::from(have) * u64::from(self.config.block_size) + 1;
             return Err(Rejected::NeverFits { needed: needed.into(), have: have.into(), fits });
         }
-        if !seq.is_background() {
+        if !resumes && !seq.is_background() {
             self.check_queue(seq.spec().prompt_len)?;
         }
         let id = self.insert(seq, &tenant);

@@ -269,7 +269,7 @@ impl Scheduler {
             }
         }
         let slot = self.running.assign(id, seq);
-        let queued = seq.times().started.unwrap_or(now) - seq.times().arrived;
+        let queued = seq.queued(now);
         plan.admitted.push(Admitted { slot, seq: id, tag: seq.spec().tag, cached_tokens: seq.cached_tokens(), queued });
         self.accounts.runs(member);
         self.accounts.enter(seq, Phase::Running { slot, stage });

@@ -12,6 +12,7 @@ mod lab;
 mod preemption;
 mod prefix;
 mod priority;
+mod resumed;
 mod shortest;
 mod snapshot;
 mod timeline;

@@ -3,8 +3,8 @@
 //! The property test and the fuzz target share it. They differ in the source of the calls.
 
 use chairlift_core::{
-    BACKGROUND, Config, FinishReason, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Scheduler, SeqId,
-    StepBuffers, StepPlan, Timeline, Token,
+    BACKGROUND, Config, FinishReason, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Resumed, Scheduler,
+    SeqId, StepBuffers, StepPlan, Timeline, Token,
 };
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -30,6 +30,8 @@ pub(crate) enum Op {
         predicted: Option<u32>,
         /// Time since the arrival, because a request may arrive during a step.
         ago: u64,
+        /// If another engine has begun the request: the most tokens that it gave.
+        resumed: Option<u32>,
     },
     Abort(usize),
     Fork(usize),
@@ -65,6 +67,21 @@ fn sample(last: u32) -> i32 {
 
 fn oracle(salt: u8, context: &[Token]) -> Token {
     sample(context.iter().fold(origin(salt), |before, token| cell(before, *token))) as Token
+}
+
+/// Appends up to `most` tokens to a prompt, as an engine that ended had answered it.
+fn answer(prompt: &mut Vec<Token>, salt: u8, most: u32, stop: &[Token], came: u64) -> Resumed {
+    let mut answered = 0;
+    while answered < most {
+        let token = oracle(salt, prompt);
+        if stop.contains(&token) {
+            break;
+        }
+        prompt.push(token);
+        answered += 1;
+    }
+    let ago = |time: u64| came.saturating_sub(time);
+    Resumed { answered, cached_tokens: 0, submitted: ago(9), started: ago(6), first_token: (answered > 0).then_some(ago(3)) }
 }
 
 /// A request from the test's view.
@@ -153,13 +170,15 @@ impl World {
     pub(crate) fn apply(&mut self, op: Op) {
         self.now += 1;
         match op {
-            Op::Add { prompt, new, stop, salt, forks, priority, tenant, patience, predicted, ago } => {
+            Op::Add { mut prompt, new, stop, salt, forks, priority, tenant, patience, predicted, ago, resumed } => {
                 let came = self.now.saturating_sub(ago);
+                let stop: Vec<Token> = stop.then_some(VOCABULARY - 1).into_iter().collect();
+                let resumed = resumed.map(|most| answer(&mut prompt, salt, most.min(new - 1), &stop, came));
                 let request = Request {
                     tag: self.next_tag,
                     prompt,
                     max_new_tokens: new,
-                    stop: stop.then_some(VOCABULARY - 1).into_iter().collect(),
+                    stop,
                     salt: vec![salt; usize::from(salt)].into(),
                     priority,
                     tenant: ["", "a", "b"][usize::from(tenant)].into(),
@@ -167,6 +186,7 @@ impl World {
                     deadline: patience.map(|patience| came + 2 * patience),
                     ttft_deadline: patience.map(|patience| came + patience),
                     predicted_tokens: predicted,
+                    resumed,
                 };
                 let tag = self.next_tag;
                 self.add(request, salt, came);
@@ -243,17 +263,19 @@ impl World {
         let config = *self.scheduler.config();
         let tag = self.next_tag;
         self.next_tag += 1;
-        let longest = request.prompt.len() as u32 + request.max_new_tokens;
+        let answered = request.resumed.map_or(0, |resumed| resumed.answered);
+        let longest = request.prompt.len() as u32 - answered + request.max_new_tokens;
         let fits = longest <= config.max_model_len && (longest - 1).div_ceil(config.block_size) < config.num_blocks;
         match self.scheduler.add(request.clone(), came) {
             Ok(seq) => {
                 assert!(fits);
-                let Request { prompt: context, max_new_tokens: left, priority, tenant, stop, .. } = request;
+                let Request { prompt: context, max_new_tokens, priority, tenant, stop, .. } = request;
+                let left = max_new_tokens - answered;
                 let stop = stop.first().copied();
                 let live = Live { seq, salt, context, left, stop, priority, tenant, family: tag, exposed: false };
                 self.live.insert(tag, live);
             }
-            Err(Rejected::QueueFull { queued, limit, .. }) => assert!(fits && queued > limit),
+            Err(Rejected::QueueFull { queued, limit, .. }) => assert!(fits && queued > limit && request.resumed.is_none()),
             Err(error) => assert!(!fits, "{error:?}"),
         }
     }

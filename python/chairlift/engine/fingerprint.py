@@ -1,0 +1,52 @@
+"""What an engine's answers depend on beside the request, as one hash: equal engines give equal tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chairlift import _core
+from chairlift.checkpoint.cache import LINK
+from chairlift.config import EngineConfig
+
+if TYPE_CHECKING:
+    from chairlift.runner.interface import Runner
+
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""Pieces of each file of weights that are hashed, at equal distances: hashing whole files would double the time of a start."""
+NUMERICS = ("code", "device", "weights", "KV dtype")
+"""The decisions that change a bit of the logits. Threads, batches and memory change none in the CPU kernels."""
+
+
+def fingerprint(config: EngineConfig, directory: Path, runner: Runner) -> str:
+    """Hashes Chairlift's version, the instruction set, the dtypes, the model's configuration and its weights: 32 hex digits.
+
+    Of the weights, the sizes of the files and samples of their content count.
+    """
+    isa = _core.instruction_sets()[0] if config.cpu_isa == "auto" else config.cpu_isa
+    chosen = [f"{what}={value}" for what, value, _ in runner.decisions if what in NUMERICS]
+    # LongRoPE's frequencies depend on the longest context.
+    longest = str(config.max_model_len) if getattr(runner.model_config, "long_rope", None) else ""
+    parts = [_core.__version__, isa, *chosen, str(config.block_size), longest, config.load_format]
+    found = hashlib.blake2b("\n".join(parts).encode(), digest_size=16)
+    found.update((directory / "config.json").read_bytes())
+    if config.load_format == "dummy":
+        found.update(str(config.seed).encode())
+    elif config.load_format != "none":
+        for piece in _weights(directory):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def _weights(directory: Path) -> Iterator[bytes]:
+    """The size of each file of weights, and samples of it."""
+    paths = [directory / LINK] if (directory / LINK).exists() else sorted(directory.glob("*.safetensors"))
+    for path in paths:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            yield f"{path.name} {size}\n".encode()
+            for sample in range(SAMPLES):
+                yield os.pread(file.fileno(), SAMPLE_BYTES, max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))

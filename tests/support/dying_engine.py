@@ -1,0 +1,113 @@
+"""An engine with a tiny model that ends as ordered: by a signal, at a given step and in a given part of it.
+
+Run as a script, this is `chairlift` with such an engine, which restarts without a pause; `python -m dying_engine FD FORMAT` runs the
+engine's own process. The order is JSON in the file that `GATE` of `paced_engine` names.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paced_engine import GATE
+
+from chairlift.engine import frames, heartbeat, process
+
+POISON = (7, 8, 9) * 3
+"""Tokens that kill every engine which computes them in one step."""
+STEP_SECONDS = 0.004
+"""Added to a step while there is an order, so that requests that are sent together run together."""
+FOREIGN = "foreign"
+"""The name of the file, beside the order, that gives the next engines other numerics."""
+
+
+class Doom:
+    """Counts the steps since there is an order, and executes it.
+
+    The order has `step`, `signal` and `where`: before the step is computed (`launch`), when its tokens are known (`send`), or when half of
+    them were sent (`half`).
+    """
+
+    def __init__(self) -> None:
+        self._file = Path(os.environ[GATE])
+        self._steps = 0
+
+    @property
+    def ordered(self) -> bool:
+        """Whether there is an order."""
+        return self._file.exists()
+
+    def now(self, where: str) -> bool:
+        """Whether this is where the process ends."""
+        if not self.ordered:
+            self._steps = 0
+            return False
+        order = json.loads(self._file.read_text())
+        self._steps += where == "launch"
+        return bool(self._steps >= order["step"] and where == order["where"])
+
+    def strike(self) -> None:
+        """Sends the signal to this process, once."""
+        number = json.loads(self._file.read_text())["signal"]
+        self._file.unlink()
+        os.kill(os.getpid(), number)
+
+
+def doom() -> None:
+    """Makes an engine in this process end as ordered, and of POISON."""
+    from chairlift.engine import loop
+    from chairlift.runner.runner import ModelRunner
+
+    poison = frames.pack_tokens(POISON)
+    one, launch, send, known = Doom(), ModelRunner.launch, process.send, loop.fingerprint
+
+    def launching(self: Any, buffer_index: int, sizes: Any) -> Any:
+        if poison in self.buffers[buffer_index].input_ids[: sizes.tokens].tobytes():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if one.now("launch"):
+            one.strike()
+        if one.ordered:
+            time.sleep(STEP_SECONDS)
+        return launch(self, buffer_index, sizes)
+
+    def sending(sock: Any, frame: Any) -> None:
+        if isinstance(frame, frames.StepOutputs) and frame.tokens:
+            if one.now("send"):
+                one.strike()
+            if one.now("half"):
+                whole = frames.encode(frame)
+                sock.sendall(whole[: len(whole) // 2])
+                one.strike()
+        send(sock, frame)
+
+    def fingerprint(*arguments: Any) -> str:
+        return known(*arguments) + str((Path(os.environ[GATE]).parent / FOREIGN).exists())
+
+    ModelRunner.launch = launching  # type: ignore[method-assign]
+    process.send = sending
+    loop.fingerprint = fingerprint
+
+
+def serve() -> int:
+    """Runs the command line with the dying engine."""
+    from chairlift.cli.main import main
+    from chairlift.engine.client import AsyncEngine
+    from chairlift.server import supervisor
+
+    supervisor.STABLE_SECONDS = 0  # type: ignore[misc]
+    heartbeat.SILENT_AFTER = 2.0  # type: ignore[misc]
+    AsyncEngine.command = ("-m", "dying_engine")
+    return main()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        sys.exit(serve())
+    doom()
+    status = process.main(int(sys.argv[1]), partial(process.load, sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(status)
