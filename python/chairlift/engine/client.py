@@ -18,8 +18,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from chairlift import errors
 from chairlift.checkpoint.locate import locate
-from chairlift.config import EngineConfig, document_settings, engine_config
+from chairlift.config import EngineConfig
 from chairlift.engine import frames
+from chairlift.engine.arguments import document_settings, engine_config
 from chairlift.engine.exit_watch import ExitWatch
 from chairlift.engine.frames import (
     Abort,

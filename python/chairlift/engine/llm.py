@@ -17,7 +17,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from chairlift.checkpoint.locate import locate
-from chairlift.config import DEFAULT_MODEL, document_settings, engine_config
+from chairlift.config import DEFAULT_MODEL
+from chairlift.engine.arguments import document_settings, engine_config
 from chairlift.engine.prompt import Prompt, listed, text_or_ids
 from chairlift.engine.request import Request, default_params, deliver, encode_bad_words, joined, validate
 from chairlift.engine.table import log_decisions, warn_of_short_context
