@@ -22,6 +22,9 @@ MAX_FILE_BYTES = 200 << 20
 MAX_FILES = 1000
 """Files of one tenant, those being uploaded included."""
 
+MAX_ALL_FILES = 50_000
+"""Files of all tenants: without keys, clients name tenants as they like."""
+
 _BUFFER_BYTES = 1 << 20
 """Bytes that are collected before a write, and read at once."""
 
@@ -68,6 +71,8 @@ class Files:
         count = self._counts.get(tenant, 0)
         if count >= MAX_FILES:
             raise _quota(f"you have {count} files, and {MAX_FILES} are allowed: delete some")
+        if sum(self._counts.values()) >= MAX_ALL_FILES:
+            raise _quota(f"the server has {MAX_ALL_FILES} files, the limit")
         self._counts[tenant] = count + 1
         return Upload(self, tenant)
 

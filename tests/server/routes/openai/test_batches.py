@@ -307,6 +307,11 @@ def test_a_tenant_has_a_largest_number_of_files_and_batches(alice, bob, engine, 
     ids = [upload(alice, line("a", prompt="held")).id for _ in range(3)]
     with pytest.raises(openai.BadRequestError, match="3 files"):
         upload(alice, line("a"))
+    other = upload(bob, line("a"))
+    monkeypatch.setattr(files, "MAX_ALL_FILES", 4)
+    with pytest.raises(openai.BadRequestError, match="4 files, the limit"):
+        upload(bob, line("a"))
+    bob.files.delete(other.id)
     upload(bob, line("a"))
     create = alice.batches.create
     for id in ids[:2]:
