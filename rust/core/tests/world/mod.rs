@@ -111,6 +111,8 @@ pub(crate) struct World {
     last_token: Vec<i32>,
     row_salt: Vec<u8>,
     row_tag: Vec<u64>,
+    /// The arrays of the latest step, kept to reuse their memory.
+    arrays: Arrays,
     in_flight: VecDeque<(StepPlan, Vec<i32>)>,
     live: HashMap<u64, Live>,
     outputs: Outputs,
@@ -131,16 +133,26 @@ struct Arrays {
     sample_at: Vec<i32>,
     sample_rows: Vec<i32>,
     copies: Vec<i32>,
+    table_writes: Vec<i32>,
     lens: Lens,
 }
 
 impl Arrays {
-    fn new(max_tokens: usize, max_seqs: usize) -> Self {
+    fn new(max_tokens: usize, max_seqs: usize, table_cells: usize) -> Self {
         let zeros = |len| vec![0; len];
         let [ids, positions, slots, sample_at, sample_rows] = [(); 5].map(|()| zeros(max_tokens));
         let [context_lens, rows] = [(); 2].map(|()| zeros(max_seqs));
         let (starts, copies) = (zeros(max_seqs + 1), zeros(2 * max_seqs));
-        Self { ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, lens: Lens::default() }
+        let table_writes = zeros(2 * table_cells);
+        Self { ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, table_writes, lens: Lens::default() }
+    }
+
+    /// Overwrites the previous step with values that no test accepts.
+    fn wipe(&mut self) {
+        let Self { ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, table_writes, .. } = self;
+        for array in [ids, positions, slots, starts, context_lens, rows, sample_at, sample_rows, copies, table_writes] {
+            array.fill(i32::MIN);
+        }
     }
 }
 
@@ -157,6 +169,7 @@ impl World {
             tables: vec![0; rows * config.max_blocks_per_seq() as usize],
             copied_tables: vec![0; rows * config.max_blocks_per_seq() as usize],
             last_token: vec![-99; rows],
+            arrays: Arrays::new(config.max_tokens as usize, rows, rows * config.max_blocks_per_seq() as usize),
             row_salt: vec![0; rows],
             row_tag: vec![0; rows],
             in_flight: VecDeque::new(),
@@ -348,15 +361,17 @@ impl World {
             let blocks = (arrays.context_lens[*i] as u32).div_ceil(config.block_size) as usize;
             self.tables[first..first + blocks].iter().any(|block| missing.contains(block))
         };
-        Some((0..arrays.lens.seqs).filter(lacks).map(|i| self.row_tag[arrays.rows[i] as usize]).collect())
+        let lost = (0..arrays.lens.seqs).filter(lacks).map(|i| self.row_tag[arrays.rows[i] as usize]).collect();
+        self.arrays = arrays;
+        Some(lost)
     }
 
     /// The arrays that the model reads. The block tables in `self` are brought up to date.
     fn fill(&mut self, plan: &StepPlan) -> Arrays {
         let config = *self.scheduler.config();
         let (max_tokens, max_seqs) = (config.max_tokens as usize, config.max_seqs as usize);
-        let mut arrays = Arrays::new(max_tokens, max_seqs);
-        let mut writes = vec![0; 2 * self.tables.len()];
+        let mut arrays = std::mem::take(&mut self.arrays);
+        arrays.wipe();
         let lens = plan.fill(
             &self.scheduler,
             &StepBuffers {
@@ -370,12 +385,12 @@ impl World {
                 sample_slots: cells(&mut arrays.sample_rows),
                 copies: cells(&mut arrays.copies),
                 block_tables: cells(&mut self.tables),
-                table_writes: cells(&mut writes),
+                table_writes: cells(&mut arrays.table_writes),
                 max_blocks: config.max_blocks_per_seq() as usize,
             },
         );
         assert!(0 < lens.tokens && lens.tokens <= max_tokens && lens.seqs <= max_seqs, "{lens:?}");
-        writes.chunks(2).take(lens.table_writes).for_each(|pair| self.copied_tables[pair[0] as usize] = pair[1]);
+        arrays.table_writes.chunks(2).take(lens.table_writes).for_each(|pair| self.copied_tables[pair[0] as usize] = pair[1]);
         assert_eq!(self.copied_tables, self.tables);
         Arrays { lens, ..arrays }
     }
