@@ -10,8 +10,8 @@ RUST = Path(__file__).parent.parent / "rust"
 LAYERS = {
     "core": [
         {"request", "error", "host", "work"},
-        {"hash", "cost", "policy", "recent_steps", "router", "saturation", "share", "timeline"},
-        {"block", "config", "group", "phase", "place", "queue", "snapshot", "stats"},
+        {"acceptance", "hash", "cost", "policy", "recent_steps", "router", "saturation", "share", "text_index", "timeline"},
+        {"block", "config", "corpus", "group", "phase", "place", "queue", "snapshot", "stats"},
         {"batch", "kv", "settings"},
         {"sequence", "steps", "journal"},
         {"accounts", "awaited", "deadlines", "parsed_journal", "reservation"},

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "CORPUS_BYTES_PER_TOKEN",
     "PREEMPTION_REASONS",
     "TIMELINE_STATES",
     "Decoder",
@@ -42,6 +43,7 @@ __all__ = [
 
 __version__: str
 
+CORPUS_BYTES_PER_TOKEN: int
 TIMELINE_STATES: tuple[str, ...]
 """Names of the states into which a request's time is divided."""
 
@@ -134,12 +136,14 @@ class Outputs:
 class Scheduler:
     """Plans each step: chooses its tokens and allocates their KV blocks."""
 
-    def __new__(cls, *, journal: bool = False, hash_key: int = 0, draft_tokens: int = 0, **settings: Any) -> Scheduler:
+    def __new__(
+        cls, *, journal: bool = False, hash_key: int = 0, draft_tokens: int = 0, draft_corpus_tokens: int = 0, **settings: Any
+    ) -> Scheduler:
         """Creates a scheduler with `settings`, by the names of the function `settings`; other settings have their defaults.
 
-        `journal` records all calls. `draft_tokens` is the maximum number of tokens proposed per sequence and step; 0 for none. `hash_key`
-        has 128 bits and must be secret if clients choose tokens. Raises ValueError for limits under which nothing can run, and for an
-        invalid value of a setting.
+        `journal` records all calls. `draft_tokens` is the maximum number of tokens proposed per sequence and step; 0 for none.
+        `draft_corpus_tokens` is the number of tokens of finished texts among which they are looked up too. `hash_key` has 128 bits and must
+        be secret if clients choose tokens. Raises ValueError for limits under which nothing can run, and for an invalid value of a setting.
         """
     def add(
         self,

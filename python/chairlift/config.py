@@ -12,6 +12,8 @@ from typing import Any
 
 DEFAULT_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS = 8, 16
 """Default and maximum number of tokens that speculative decoding proposes per sequence and step."""
+MAX_CORPUS_TOKENS = 2**30
+"""Maximum number of tokens of finished texts that it looks at."""
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The model that `serve`, `generate`, `chat` and `LLM()` use by default."""
@@ -213,6 +215,14 @@ class EngineConfig:
         metavar="JSON",
         group="scheduler",
     )
+    draft_corpus_tokens: int = _flag(
+        0,
+        "look for proposed tokens also in finished prompts and answers of the same tenant and cache salt: the last so many tokens of all "
+        "tenants, 16 bytes each (0: only in the request's own text)",
+        int,
+        metavar="TOKENS",
+        group="scheduler",
+    )
     batching: str = _flag(
         "continuous",
         "when requests join and leave: at every step, or as whole batches, which 'dynamic' does not hold back for long",
@@ -328,6 +338,10 @@ class EngineConfig:
             if not 1 <= weight <= LARGEST_WEIGHT:
                 raise ValueError(f"--tenant-weights: {tenant}'s must be an integer from 1 to {LARGEST_WEIGHT}, got {weight}")
 
+        if not 0 <= self.draft_corpus_tokens <= MAX_CORPUS_TOKENS:
+            raise ValueError(f"--draft-corpus-tokens must be from 0 to {MAX_CORPUS_TOKENS}, got {self.draft_corpus_tokens}")
+        if self.draft_corpus_tokens and self.speculative_method == "off":
+            raise ValueError("--draft-corpus-tokens needs --speculative-config with the method 'auto' or 'ngram'")
         if self.speculative_config is not None:
             _check_speculation(self.speculative_config)
             if self.num_speculative_tokens >= self.step_tokens:
@@ -339,7 +353,7 @@ class EngineConfig:
     @property
     def speculative_method(self) -> str:
         """How tokens are proposed: "auto", "ngram" or "off"."""
-        return str((self.speculative_config or {"method": "off"})["method"])
+        return str((self.speculative_config or {}).get("method", "off"))
 
     @property
     def num_speculative_tokens(self) -> int:

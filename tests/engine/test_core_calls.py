@@ -216,6 +216,7 @@ def test_settings_reach_the_core_in_its_units(make, monkeypatch):
         "journal": False,
         "hash_key": 128,
         "draft_tokens": 0,
+        "draft_corpus_tokens": 0,
     }
 
 

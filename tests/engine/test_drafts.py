@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from chairlift import LLM, SamplingParams
+from chairlift import LLM, SamplingParams, _core
 from chairlift.config import EngineConfig
 from chairlift.engine.loop import accepted_samples
+from chairlift.runner.buffers import Layout, StepBuffers
 from chairlift.sampling import StructuredOutput
 
 REPEATS = "Copy this list twice. Apples, pears, plums, cherries, grapes, figs. Apples, pears, plums, cherries, grapes, figs. Apples, pears,"
@@ -180,3 +181,37 @@ def test_a_wrong_configuration_is_one_clear_line(config, fault):
 def test_a_step_must_hold_the_proposed_tokens():
     with pytest.raises(ValueError, match=r"num_speculative_tokens \(8\) must be below the tokens of a step"):
         EngineConfig(speculative_config={"method": "auto"}, max_num_batched_tokens=8, max_num_seqs=4)
+
+
+def test_finished_answers_are_drafted_for_the_same_tenant_and_salt_only():
+    layout = {"num_blocks": 100, "block_size": 8, "max_seqs": 4, "max_tokens": 64, "max_model_len": 200}
+    core = _core.Scheduler(draft_tokens=8, draft_corpus_tokens=4096, **layout)
+    buffers, now = StepBuffers(Layout(64, 4, 25)), 0
+    views, text = _core.StepBuffers(**buffers.arrays()), np.random.default_rng(1).permutation(250).astype(np.int32)
+
+    def steps(tag, **whose):
+        """Steps of an answer of 60 tokens, which is always the same text, on a device whose steps take 1 ms."""
+        nonlocal now
+        core.add(tag, np.arange(4, dtype=np.int32), 60, [], now, draft=True, **whose)
+        count = 0
+        while (plan := core.plan(views, now)) is not None:
+            now, count = now + 1000 + 10 * plan.num_samples, count + 1
+            core.commit(plan, text[buffers.positions[buffers.sample_at[: plan.num_samples]]], now)
+        return count
+
+    whose = [{"tenant": "warm"}, {"tenant": "a"}, {"tenant": "b"}, {"tenant": "a", "salt": b"s"}]
+    assert [steps(tag, **one) for tag, one in enumerate(whose)] == [60] * 4, "nothing is found in the texts of others"
+    assert all(steps(10 + tag, **one) < 12 for tag, one in enumerate(whose[1:]))
+    assert core.stats()["accepted_draft_tokens"] == core.stats()["draft_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"draft_corpus_tokens": 100}, "--draft-corpus-tokens needs --speculative-config"),
+        ({"draft_corpus_tokens": -1, "speculative_config": {"method": "auto"}}, "must be from 0 to 1073741824, got -1"),
+    ],
+)
+def test_a_wrong_corpus_is_one_clear_line(settings, fault):
+    with pytest.raises(ValueError, match=fault):
+        EngineConfig(**settings)

@@ -506,8 +506,8 @@ def _build_scheduler(config: EngineConfig, runner: Runner) -> _core.Scheduler:
         swap_ns_per_block=runner.swap_ns_per_block,
     )
     # Where a device overlaps steps, the last token is not known yet when the next step is planned.
-    draft_tokens = 0 if runner.overlaps else config.num_speculative_tokens
-    return _core.Scheduler(**settings, journal=config.journal is not None, hash_key=secrets.randbits(128), draft_tokens=draft_tokens)
+    drafts = {} if runner.overlaps else {"draft_tokens": config.num_speculative_tokens, "draft_corpus_tokens": config.draft_corpus_tokens}
+    return _core.Scheduler(**settings, **drafts, journal=config.journal is not None, hash_key=secrets.randbits(128))
 
 
 def _speculation_decision(config: EngineConfig, runner: Runner) -> list[tuple[str, str, str]]:
@@ -515,8 +515,13 @@ def _speculation_decision(config: EngineConfig, runner: Runner) -> list[tuple[st
         return []
     if runner.overlaps:
         return [("speculative decoding", "none", "steps overlap: the next one is planned before the last token is known")]
-    sources = "earlier text, forced by grammars" if config.speculative_method == "auto" else "earlier text"
-    return [("speculative decoding", f"up to {config.num_speculative_tokens} tokens", f"from {sources}; answers stay the same")]
+    sources = ["the request's text"]
+    if corpus := config.draft_corpus_tokens:
+        mebibytes = corpus * _core.CORPUS_BYTES_PER_TOKEN / 2**20
+        sources.append(f"{corpus} tokens of finished texts ({mebibytes:.1f} MiB)")
+    if config.speculative_method == "auto":
+        sources.append("grammars")
+    return [("speculative decoding", f"up to {config.num_speculative_tokens} tokens", f"from {', '.join(sources)}")]
 
 
 def _sampling_decision(config: EngineConfig, sampling: Mapping[str, Any]) -> tuple[str, str, str]:

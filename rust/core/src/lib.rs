@@ -5,11 +5,13 @@
 //!
 //! A step is [`Scheduler::plan`], [`StepPlan::fill`], the model's forward pass (run by the caller) and [`Scheduler::commit`].
 
+mod acceptance;
 mod accounts;
 mod awaited;
 mod batch;
 mod block;
 mod config;
+mod corpus;
 mod cost;
 mod deadlines;
 mod drafter;
@@ -39,15 +41,18 @@ mod share;
 mod snapshot;
 mod stats;
 mod steps;
+mod text_index;
 mod timeline;
 mod waiting;
 mod work;
 
+pub use acceptance::MAX_DRAFT;
 pub use batch::{Admitted, Chunk, Lens, Output, Outputs, StepBuffers, StepPlan};
 pub use block::{BlockId, BlockPool, BlockTable, Chain};
 pub use config::{Batching, Config, Reservation};
+pub use corpus::CORPUS_BYTES_PER_TOKEN;
 pub use cost::{Load, StepModel};
-pub use drafter::{DraftStats, Drafter, MAX_DRAFT};
+pub use drafter::{DraftStats, Drafter};
 pub use error::{ConfigError, Rejected};
 pub use group::Usage;
 pub use hash::{BlockHash, BlockHasher};

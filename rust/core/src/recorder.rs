@@ -137,6 +137,16 @@ impl Recorder {
         taken
     }
 
+    /// See [`Scheduler::keep_finished`].
+    pub(crate) fn keep_finished(&mut self) {
+        self.scheduler.keep_finished();
+    }
+
+    /// See [`Scheduler::take_finished`].
+    pub(crate) fn take_finished(&mut self) -> Vec<(SeqId, Vec<Token>)> {
+        self.scheduler.take_finished()
+    }
+
     /// See [`Scheduler::plan`].
     pub fn plan(&mut self, now: Time) -> Option<StepPlan> {
         let plan = self.scheduler.plan(now);

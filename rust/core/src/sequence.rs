@@ -265,6 +265,10 @@ impl Sequence {
     }
 
     /// The tokens, writable for a replay that generates them.
+    pub(crate) fn into_tokens(self) -> Vec<Token> {
+        self.tokens
+    }
+
     pub(crate) fn tokens_mut(&mut self) -> &mut [Token] {
         &mut self.tokens
     }

@@ -59,6 +59,7 @@ proptest! {
         ageing in 0..60u64, target_itl in prop_oneof![2 => Just(0u64), 1 => 1..5u64],
         host in prop_oneof![1 => Just((0, 0)), 2 => (1..40u32, prop::sample::select(vec![0, 500, 1_000_000u32]))],
         max_queued_reqs in prop_oneof![3 => Just(u32::MAX), 1 => 0..10u32],
+        drafts in prop_oneof![1 => Just((0, 0)), 1 => (1..8usize, prop::sample::select(vec![0, 50, 5000usize]))],
     ) {
         let (num_blocks, block_size, max_tokens, max_seqs) = sizes;
         let max_seqs = max_seqs.min(max_tokens);
@@ -67,7 +68,7 @@ proptest! {
             num_blocks, block_size, max_tokens, max_seqs, max_model_len: 44, prefix_caching, watermark, reservation, policy, batching,
             max_queued_reqs, max_queued_tokens: u64::MAX, ageing, target_itl, host_blocks, swap_ns_per_block,
         };
-        let mut world = World::new(config, journal);
+        let mut world = World::new(config, journal).drafting(drafts.0, drafts.1);
         for op in ops {
             world.apply(op);
         }
@@ -88,7 +89,7 @@ proptest! {
             num_blocks: 40u32.div_ceil(block_size) + spare, block_size, max_tokens: 24, max_seqs, max_model_len: 44, policy, ageing, host_blocks,
             ..Config::default()
         };
-        let mut world = World::new(config, true);
+        let mut world = World::new(config, true).drafting(ageing as usize % 5, 1000);
         for (at, (prompt, new, priority)) in requests.into_iter().enumerate() {
             let prompt = (0..prompt as u32).map(|i| (i + at as u32) % VOCABULARY).collect();
             world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0, resumed: None });

@@ -40,6 +40,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("CORPUS_BYTES_PER_TOKEN", chairlift_core::CORPUS_BYTES_PER_TOKEN)?;
         module.add("TIMELINE_STATES", PyTuple::new(module.py(), TimelineState::NAMES.map(|(_, name)| name))?)?;
         module.add("PREEMPTION_REASONS", PyTuple::new(module.py(), PreemptionReason::NAMES.map(|(_, name)| name))?)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))

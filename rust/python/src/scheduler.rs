@@ -71,13 +71,20 @@ impl Scheduler {
 #[pymethods]
 impl Scheduler {
     #[new]
-    #[pyo3(signature = (*, journal = false, hash_key = 0, draft_tokens = 0, **settings))]
-    fn new(py: Python<'_>, journal: bool, hash_key: u128, draft_tokens: usize, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+    #[pyo3(signature = (*, journal = false, hash_key = 0, draft_tokens = 0, draft_corpus_tokens = 0, **settings))]
+    fn new(
+        py: Python<'_>,
+        journal: bool,
+        hash_key: u128,
+        draft_tokens: usize,
+        draft_corpus_tokens: usize,
+        settings: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
         let given = settings.cloned().unwrap_or_else(|| PyDict::new(py));
         let config = settings::changed(core::Config::default(), &given)?;
         let core = core::Scheduler::keyed(config, hash_key).map_err(|error| PyValueError::new_err(error.to_string()))?;
         let core = if journal { core::Recorder::on(core) } else { core::Recorder::off(core) };
-        let drafter = (draft_tokens > 0).then(|| core::Drafter::new(draft_tokens));
+        let drafter = (draft_tokens > 0).then(|| core::Drafter::new(draft_tokens, draft_corpus_tokens));
         Ok(Self(Mutex::new(Inner { core, drafter, outputs: core::Outputs::default(), sampled: Vec::new() })))
     }
 
@@ -124,18 +131,20 @@ impl Scheduler {
             }),
         };
         let mut inner = self.lock()?;
-        let id = inner.core.add(request, now).map_err(rejected)?;
-        if let Some(drafter) = inner.drafter.as_mut().filter(|_| draft) {
-            drafter.watch(id);
+        let Inner { core, drafter, .. } = &mut *inner;
+        let id = core.add(request, now).map_err(rejected)?;
+        if let Some(drafter) = drafter.as_mut().filter(|_| draft) {
+            drafter.watch(id, core);
         }
         Ok(id.to_bits())
     }
 
     fn fork(&self, seq: u64, tag: u64, now: core::Time) -> PyResult<u64> {
         let (mut inner, parent) = (self.lock()?, core::SeqId::from_bits(seq));
-        let fork = inner.core.fork(parent, tag, now).ok_or_else(|| PyKeyError::new_err("that sequence has ended"))?;
-        if let Some(drafter) = inner.drafter.as_mut().filter(|drafter| drafter.watches(parent)) {
-            drafter.watch(fork);
+        let Inner { core, drafter, .. } = &mut *inner;
+        let fork = core.fork(parent, tag, now).ok_or_else(|| PyKeyError::new_err("that sequence has ended"))?;
+        if let Some(drafter) = drafter.as_mut().filter(|drafter| drafter.watches(parent)) {
+            drafter.watch(fork, core);
         }
         Ok(fork.to_bits())
     }

@@ -13,7 +13,7 @@ fuzz_target!(|bytes: &[u8]| {
     // Bytes that end in the middle of a call stand for the calls before it.
     let mut bytes = Unstructured::new(bytes);
     let Ok((config, journal)) = config(&mut bytes) else { return };
-    let mut world = World::new(config, journal);
+    let mut world = World::new(config, journal).drafting(config.block_size as usize - 1, 100);
     while !bytes.is_empty() {
         let Ok(op) = op(&mut bytes) else { break };
         world.apply(op);

@@ -103,6 +103,11 @@ impl Scheduler {
         self.kv.free_all(&mut seq.blocks);
         self.deadlines.forget(&seq);
         self.accounts.close(seq.member(), &timeline);
+        if let Some(finished) = &mut self.finished
+            && matches!(reason, FinishReason::Stop | FinishReason::Length)
+        {
+            finished.push((id, seq.into_tokens()));
+        }
         timeline
     }
 }

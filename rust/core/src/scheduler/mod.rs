@@ -52,6 +52,8 @@ pub struct Scheduler {
     deadlines: Deadlines,
     model: StepModel,
     steps: Steps,
+    /// Sequences that ended by themselves, with their tokens, if they are wanted.
+    finished: Option<Vec<(SeqId, Vec<Token>)>>,
 }
 
 impl Scheduler {
@@ -74,6 +76,7 @@ impl Scheduler {
             deadlines: Deadlines::default(),
             model: StepModel::default(),
             steps: Steps::default(),
+            finished: None,
             config,
         })
     }
@@ -238,6 +241,22 @@ impl Scheduler {
     /// Requests that have arrived, forks included.
     pub(crate) fn arrived(&self) -> u64 {
         self.waiting.next_arrival()
+    }
+
+    /// Keeps the tokens of sequences that stop or reach their length from now on, for [`take_finished`](Self::take_finished).
+    pub(crate) fn keep_finished(&mut self) {
+        self.finished.get_or_insert_default();
+    }
+
+    /// The sequences that finished since the last call, with their tokens.
+    pub(crate) fn take_finished(&mut self) -> Vec<(SeqId, Vec<Token>)> {
+        self.finished.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// The tenant and the cache salt of a sequence.
+    pub(crate) fn owner(&self, id: SeqId) -> Option<(Arc<str>, Arc<[u8]>)> {
+        let seq = self.seqs.get(id)?;
+        Some((self.tenant(seq).clone(), seq.blocks.salt().clone()))
     }
 
     /// The tenant of a sequence.

@@ -3,8 +3,8 @@
 //! The property test and the fuzz target share it. They differ in the source of the calls.
 
 use chairlift_core::{
-    BACKGROUND, Config, FinishReason, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Resumed, Scheduler,
-    SeqId, StepBuffers, StepPlan, Timeline, Token,
+    BACKGROUND, Config, Drafter, FinishReason, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Resumed,
+    Scheduler, SeqId, StepBuffers, StepPlan, Timeline, Token,
 };
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -103,6 +103,7 @@ struct Live {
 /// The scheduler, the model's cache, and the requests from the caller's view.
 pub(crate) struct World {
     scheduler: Recorder,
+    drafter: Option<Drafter>,
     cache: Vec<u32>,
     host: Vec<u32>,
     tables: Vec<i32>,
@@ -163,6 +164,7 @@ impl World {
         let scheduler = if journal { Recorder::on(scheduler) } else { Recorder::off(scheduler) };
         Self {
             scheduler,
+            drafter: None,
             ended: Vec::new(),
             host: vec![8; (config.host_blocks * config.block_size) as usize],
             cache: vec![7; (config.num_blocks * config.block_size) as usize],
@@ -178,6 +180,11 @@ impl World {
             next_tag: 0,
             now: 0,
         }
+    }
+
+    /// Drafts up to `tokens` tokens per sequence and step, also from `corpus` tokens of finished texts.
+    pub(crate) fn drafting(self, tokens: usize, corpus: usize) -> Self {
+        Self { drafter: (tokens > 0).then(|| Drafter::new(tokens, corpus)), ..self }
     }
 
     pub(crate) fn apply(&mut self, op: Op) {
@@ -287,6 +294,7 @@ impl World {
                 let stop = stop.first().copied();
                 let live = Live { seq, salt, context, left, stop, priority, tenant, family: tag, exposed: false };
                 self.live.insert(tag, live);
+                self.watch(seq);
             }
             Err(Rejected::QueueFull { queued, limit, .. }) => assert!(fits && queued > limit && request.resumed.is_none()),
             Err(error) => assert!(!fits, "{error:?}"),
@@ -301,8 +309,26 @@ impl World {
         let left = parent.left + (tokens.len() - prompt_len) as u32;
         let mut live = Live { context, left, ..parent.clone() };
         live.seq = self.scheduler.fork(live.seq, self.next_tag, self.now).expect("the parent lives");
+        self.watch(live.seq);
         self.live.insert(self.next_tag, live);
         self.next_tag += 1;
+    }
+
+    fn watch(&mut self, seq: SeqId) {
+        if let Some(drafter) = &mut self.drafter {
+            drafter.watch(seq, &mut self.scheduler);
+        }
+    }
+
+    /// Lets the drafter propose. For every third request the next tokens are forced.
+    fn propose(&mut self) {
+        let Some(drafter) = &mut self.drafter else { return };
+        let forced = self.live.iter().filter(|(tag, _)| *tag % 3 == 0).map(|(_, live)| {
+            let mut context = live.context.clone();
+            (0..2).for_each(|_| context.push(oracle(live.salt, &context)));
+            (live.seq, context.split_off(live.context.len()))
+        });
+        drafter.propose(&mut self.scheduler, forced);
     }
 
     /// Drops requests that missed their deadline.
@@ -335,6 +361,7 @@ impl World {
     /// `None` if there was nothing to run.
     fn step(&mut self, poison: Option<u64>, lost: Option<u64>) -> Option<Vec<u64>> {
         self.expire();
+        self.propose();
         let poison = poison.filter(|tag| self.live.contains_key(tag));
         let plan = self.scheduler.plan(self.now)?;
         for admitted in &plan.admitted {
@@ -489,6 +516,9 @@ impl World {
     fn commit(&mut self) {
         let (plan, sampled) = self.in_flight.pop_front().unwrap();
         let mut outputs = std::mem::take(&mut self.outputs);
+        if let Some(drafter) = &mut self.drafter {
+            drafter.observe(&plan, &sampled);
+        }
         self.scheduler.commit(plan, &sampled, self.now, &mut outputs);
         for output in &outputs.tokens {
             let live = self.live.get_mut(&output.tag).expect("output of a request that is over");
