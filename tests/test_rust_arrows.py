@@ -13,7 +13,7 @@ LAYERS = {
         {"acceptance", "hash", "cost", "policy", "recent_steps", "router", "saturation", "share", "text_index", "timeline"},
         {"block", "config", "corpus", "group", "phase", "place", "queue", "snapshot", "stats"},
         {"batch", "kv", "settings"},
-        {"sequence", "steps", "journal"},
+        {"held", "sequence", "steps", "journal"},
         {"accounts", "awaited", "deadlines", "parsed_journal", "reservation"},
         {"running", "waiting"},
         {"scheduler"},

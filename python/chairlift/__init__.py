@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from chairlift.config import DEFAULT_MODEL as DEFAULT_MODEL
     from chairlift.config import EngineConfig as EngineConfig
     from chairlift.engine.client import AsyncEngine as AsyncEngine
+    from chairlift.engine.live_sequence import LiveSequence as LiveSequence
     from chairlift.engine.llm import LLM as LLM
     from chairlift.errors import ChairliftError as ChairliftError
     from chairlift.errors import DeadlineMissed as DeadlineMissed
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from chairlift.errors import OutOfMemory as OutOfMemory
     from chairlift.errors import QueueFull as QueueFull
     from chairlift.errors import RequestFailed as RequestFailed
+    from chairlift.errors import SequenceBusy as SequenceBusy
+    from chairlift.errors import SequenceDropped as SequenceDropped
+    from chairlift.errors import TooManySequences as TooManySequences
     from chairlift.errors import UnsupportedModel as UnsupportedModel
     from chairlift.outputs import RequestOutput as RequestOutput
     from chairlift.outputs import Timeline as Timeline
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "engine.llm",
     "AsyncEngine": "engine.client",
+    "LiveSequence": "engine.live_sequence",
     "SamplingParams": "sampling",
     "StructuredOutput": "sampling",
     "Scheduling": "scheduling",
@@ -54,6 +59,9 @@ _HOMES = {
     "OutOfMemory": "errors",
     "QueueFull": "errors",
     "RequestFailed": "errors",
+    "SequenceBusy": "errors",
+    "SequenceDropped": "errors",
+    "TooManySequences": "errors",
     "UnsupportedModel": "errors",
 }
 

@@ -14,10 +14,12 @@ __all__ = [
     "Decoder",
     "DecoderBlock",
     "EmptyPrompt",
+    "HeldBusy",
     "KvCache",
     "Linear",
     "NeverFits",
     "NoNewTokens",
+    "NotHeld",
     "Outputs",
     "QueueFull",
     "Rejected",
@@ -58,6 +60,12 @@ class EmptyPrompt(Rejected):
 
 class NoNewTokens(Rejected):
     """The request allows no new tokens."""
+
+class NotHeld(Rejected):
+    """The sequence to continue was dropped."""
+
+class HeldBusy(Rejected):
+    """Another request continues the sequence."""
 
 class TooLong(Rejected):
     """Prompt and output exceed the model's context."""
@@ -161,14 +169,24 @@ class Scheduler:
         ttft_deadline: int | None = None,
         predicted_tokens: int | None = None,
         resumed: tuple[int, int, int, int, int | None] | None = None,
+        continues: tuple[int, int] | None = None,
         draft: bool = False,
     ) -> int:
         """Queues a request and returns its sequence's handle. Raises a `Rejected` if it can never run or the queue is full.
 
         With `draft`, several of its tokens can be sampled in one step. `resumed` is set for a request that an engine lost: its prompt then
         ends with the answer so far, and no limit of the queue applies. The fields are the answer's tokens, the prompt tokens that were
-        cached, and when the request was submitted and started and had its first token.
+        cached, and when the request was submitted and started and had its first token. `continues` is a held sequence and how many leading
+        tokens of the prompt are its tokens. If the request ends by a stop or by its length, the held sequence gets its blocks.
         """
+    def open(self, tenant: str, salt: bytes, now: int) -> int:
+        """Opens a held sequence without tokens and returns its handle."""
+    def fork_held(self, held: int, now: int) -> int | None:
+        """Opens a held sequence with the same blocks. Returns None if the sequence was dropped."""
+    def drop_held(self, held: int, now: int) -> bool:
+        """Drops a held sequence. Its blocks are free for the next step. Returns False if it was dropped before."""
+    def set_priority(self, seq: int, priority: int, now: int) -> bool:
+        """Moves a request to another class. Returns False if it has ended, or if one of the classes is the background."""
     def fork(self, seq: int, tag: int, now: int) -> int:
         """Adds a sequence with the same prompt, which shares the prompt's blocks. Raises KeyError if the sequence has ended."""
     def prepared(self, seq: int, spent: Sequence[tuple[str, int]]) -> None:

@@ -22,6 +22,27 @@ class InvalidRequest(ChairliftError, ValueError):
         self.code = code
 
 
+class SequenceDropped(InvalidRequest):
+    """A live sequence was dropped, or its lease has ended."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="sequence", code="sequence_dropped")
+
+
+class SequenceBusy(InvalidRequest):
+    """A live sequence is being generated."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="sequence", code="sequence_busy")
+
+
+class TooManySequences(InvalidRequest):
+    """A tenant holds as many live sequences as it may."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="sequence", code="too_many_sequences")
+
+
 class InvalidSetting(ChairliftError, ValueError):
     """A setting cannot work with this model on this machine; the message has the flag and the numbers."""
 

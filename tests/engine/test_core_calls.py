@@ -237,6 +237,7 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
     assert engine.core.added[1] == {
         "max_new_tokens": 47,
         "stop": [9, 2],
+        "continues": None,
         "now": NOW,
         "salt": "ü".encode(),
         "priority": -2,
@@ -248,7 +249,7 @@ def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
         "resumed": None,
         "draft": True,
     }
-    none = dict.fromkeys(("deadline", "ttft_deadline", "predicted_tokens", "resumed"))
+    none = dict.fromkeys(("deadline", "ttft_deadline", "predicted_tokens", "resumed", "continues"))
     plain = {"salt": b"", "priority": 0, "weight": 1, "draft": True, **none}
     assert engine.core.added[2] == {"max_new_tokens": 16, "stop": [], "now": NOW, "tenant": "b", **plain}
 

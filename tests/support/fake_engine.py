@@ -100,7 +100,7 @@ class FakeEngine:
     def compile(self, params):
         return None
 
-    def add(self, tag, prompt, params, scheduling, submitted=None, grammar=None, spent=None, resumed=()):
+    def add(self, tag, prompt, params, scheduling, submitted=None, grammar=None, spent=None, resumed=(), continues=None):
         if prompt[0] == REFUSED:
             raise InvalidRequest("it can never fit: needs 12 blocks of 10", param="prompt", code="never_fits")
         if prompt[0] == BROKEN:

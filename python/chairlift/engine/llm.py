@@ -12,17 +12,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
 from chairlift.engine.arguments import document_settings, engine_config
+from chairlift.engine.live_sequence import LiveSequence
 from chairlift.engine.prompt import Prompt, listed, text_or_ids
 from chairlift.engine.request import Request, default_params, deliver, encode_bad_words, joined, validate
 from chairlift.engine.table import log_decisions, warn_of_short_context
-from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
+from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, RequestFailed
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
 from chairlift.scheduling import Scheduling
@@ -40,6 +41,13 @@ LONG_WORK = 1.0
 
 LONGEST_SLEEP = 0.1
 """Maximum seconds between checks for an interrupt while the engine waits."""
+
+LEASE = 600.0
+"""Default seconds after which an unused live sequence is dropped."""
+
+LONGEST_LEASE = 86_400.0
+
+Result = TypeVar("Result")
 
 Message = Mapping[str, Any]
 
@@ -89,22 +97,56 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def open(self, prompt: Prompt, *, scheduling: Scheduling | None = None, lease: float = LEASE) -> LiveSequence:
+        """Computes a prompt and returns it as a live sequence, which can be forked, appended to and generated from.
+
+        It is dropped if it is not used for `lease` seconds. Raises InvalidRequest, QueueFull, or TooManySequences for the tenant of
+        `scheduling`.
+        """
+        given, scheduling = text_or_ids(prompt), scheduling or Scheduling()
+        tokens = self.tokenizer.encode(given) if isinstance(given, str) else given
+        validate(tokens, SamplingParams(max_tokens=1, temperature=0.0), self.facts)
+        if not 0 < lease <= LONGEST_LEASE:
+            raise InvalidRequest(f"lease must be above 0 and at most {LONGEST_LEASE:g} seconds, got {lease!r:.50}", param="lease")
+        handle = self._call(lambda engine: engine.open_sequence(scheduling.tenant, scheduling.cache_salt, lease))
+        sequence = LiveSequence(self, self._call, handle, tokens, 0, scheduling)
+        try:
+            sequence.compute()
+        except BaseException:
+            sequence.drop()
+            raise
+        return sequence
+
+    def compute(self, token_ids: list[int], continues: tuple[int, int], scheduling: Scheduling) -> None:
+        """Computes the tokens of an engine's held sequence, of which it may hold some already. For `LiveSequence`."""
+        news: deque[_Request] = deque()
+        params = validate(token_ids, SamplingParams(max_tokens=1, temperature=0.0), self.facts)
+        request = _Request(self.tokenizer, next(self._tags), token_ids, params, news)
+        request.continues = continues
+        (output,) = self._run([request], [scheduling], news, False)
+        if output.finish_reason not in ("stop", "length"):
+            raise RequestFailed(f"the sequence could not be computed: {output.finish_reason}")
+
+    def abort(self, tag: int) -> None:
+        """Ends a running sequence by its tag."""
+        self._leave([tag])
+
     def generate(
         self,
-        prompts: Prompt | Iterable[Prompt],
+        prompts: Prompt | LiveSequence | Iterable[Prompt | LiveSequence],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         scheduling: Scheduling | Sequence[Scheduling] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Completes each prompt (see `Prompt`). Returns whole outputs in the order of the prompts, `n` for each.
+        """Completes each prompt (see `Prompt`) or live sequence. Returns whole outputs in the order of the prompts, `n` for each.
 
         `params` and `scheduling` are one value for all prompts, or one per prompt; `params` defaults to `default_params`. `progress` shows
         or hides a bar; by default it appears on a terminal when the work takes over a second. Raises InvalidRequest, with the prompt's
         index, or QueueFull, before any prompt runs. A request that fails later has `finish_reason` "error", one that misses its deadline
         "deadline"; neither affects the others.
         """
-        many = listed(prompts)
+        many = [prompts] if isinstance(prompts, LiveSequence) else listed(prompts)
         each = _one_each("params", SamplingParams, self.default_params() if params is None else params, len(many))
         treated = _one_each("scheduling", Scheduling, scheduling, len(many))
         news: deque[_Request] = deque()
@@ -115,9 +157,9 @@ class LLM:
         return self._run(requests, treated, news, progress)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
+        self, prompt: Prompt | LiveSequence, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Completes one prompt. Yields increments of its `n` outputs, by `index`; the last of each has a `finish_reason`.
+        """Completes one prompt or live sequence. Yields increments of its `n` outputs, by `index`; the last of each has a `finish_reason`.
 
         With `best_of`, the `n` best outputs are yielded whole at the end. Closing the generator, or leaving its loop, aborts the request.
         Several streams may be open: each runs while any of them is read. Errors as in `generate`.
@@ -158,7 +200,19 @@ class LLM:
             raise InvalidRequest("a conversation is a list of messages, each with `role` and `content`", param="messages")
         return self.tokenizer.chat([dict(message) for message in conversation])
 
-    def _request(self, prompt: Prompt, params: SamplingParams, news: deque[_Request]) -> _Request:
+    def _call(self, function: Callable[[Engine], Result]) -> Result:
+        """Calls a function with the engine between two steps."""
+        with self._lock:
+            return function(self.engine)
+
+    def _request(self, prompt: Prompt | LiveSequence, params: SamplingParams, news: deque[_Request]) -> _Request:
+        if isinstance(prompt, LiveSequence):
+            if params.num_sequences > 1 or params.prompt_logprobs is not None:
+                raise InvalidRequest("a live sequence has one answer and no prompt_logprobs: fork it for several answers", param="n")
+            # Its score needs the log-probabilities.
+            tokens, params = prompt.token_ids, dataclasses.replace(params, logprobs=params.logprobs or 0)
+            params = validate(tokens, encode_bad_words(params, self.tokenizer), self.facts)
+            return _Request(self.tokenizer, next(self._tags), tokens, params, news, prompt)
         given = text_or_ids(prompt)
         prompt_token_ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         params = validate(prompt_token_ids, encode_bad_words(params, self.tokenizer), self.facts)
@@ -177,6 +231,8 @@ class LLM:
         with self._added(requests, scheduling), _Bar(requests, progress) as bar, _interrupts_held() as interrupted:
             while open_requests:
                 tokens = self._step(news)
+                for request in open_requests:
+                    request.check_dropped()
                 for request in _drain(news):
                     # Text is decoded once at the end, unless stop strings must be matched.
                     if not request.params.stop and any(tag in self._requests for tag in request.tags):
@@ -201,6 +257,7 @@ class LLM:
                 if interrupted.is_set():
                     raise KeyboardInterrupt
                 news.clear()
+                request.check_dropped()
                 parts = request.take()
                 self._leave(request.finished(), stopped=True)
                 for part in parts:
@@ -212,13 +269,29 @@ class LLM:
         """Adds the requests to the engine and, at the end, aborts those that have not ended."""
         try:
             with self._lock:
+                self._abort_unused()
                 for index, (request, treated) in enumerate(zip(requests, scheduling, strict=True)):
                     with _naming(index):
-                        self.engine.add(request.tags.start, request.prompt_token_ids, request.params, treated)
+                        self._add(request, treated)
                     self._requests.update(dict.fromkeys(request.tags, request))
             yield
         finally:
             self._leave(tag for request in requests for tag in request.tags)
+            for request in requests:
+                if request.sequence is not None:
+                    request.sequence.end(request.tags.start)
+
+    def _add(self, request: _Request, scheduling: Scheduling) -> None:
+        """Adds a request to the engine. A live sequence has its own scheduling parameters, unless its caller gives others."""
+        sequence = request.sequence
+        if sequence is not None:
+            own = sequence.scheduling
+            if scheduling == Scheduling():
+                scheduling = own
+            if (scheduling.tenant, scheduling.cache_salt) != (own.tenant, own.cache_salt):
+                raise InvalidRequest("this live sequence belongs to another tenant or cache_salt", param="scheduling", code="not_owner")
+            request.continues = sequence.begin(request.tags.start)
+        self.engine.add(request.tags.start, request.prompt_token_ids, request.params, scheduling, continues=request.continues)
 
     def _step(self, news: deque[_Request]) -> int:
         """Runs a step, unless `news` has a request already from another thread's step. Returns the number of new tokens."""
@@ -260,9 +333,33 @@ class LLM:
 class _Request(Request):
     """A request that is put into its caller's queue when it has new tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams, news: deque[_Request]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tag: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        news: deque[_Request],
+        sequence: LiveSequence | None = None,
+    ) -> None:
         super().__init__(tokenizer, tag, prompt_token_ids, params)
         self.news = news
+        self.sequence = sequence
+        self.continues: tuple[int, int] | None = None
+        """The engine's held sequence that it continues, and how many leading tokens of the prompt are its tokens."""
+
+    def check_dropped(self) -> None:
+        """Raises SequenceDropped if its live sequence was dropped."""
+        if self.sequence is not None:
+            self.sequence.check_dropped()
+
+    def take(self) -> list[RequestOutput]:
+        """Everything since the last call (see `Request.take`). The live sequence gets it too."""
+        parts = super().take()
+        if self.sequence is not None:
+            for part in parts:
+                self.sequence.receive(part)
+        return parts
 
 
 class _Bar:
@@ -351,7 +448,8 @@ def _naming(index: int) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise InvalidRequest(f"prompt {index}: {error}", param=error.param, code=error.code) from error
+        error.args = (f"prompt {index}: {error}",)
+        raise
 
 
 T = TypeVar("T", SamplingParams, Scheduling)

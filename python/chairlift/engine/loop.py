@@ -23,6 +23,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
 from chairlift.engine.fingerprint import fingerprint
 from chairlift.engine.frames import ResumedChoice, StepOutputs
+from chairlift.engine.held_sequences import HeldSequences
 from chairlift.engine.journal import Journal
 from chairlift.engine.split_step import SplitStep
 from chairlift.errors import InvalidRequest, OutOfMemory, QueueFull
@@ -62,6 +63,8 @@ class _RequestState:
     """Makes a grammar matcher at the start of the output; None without a grammar."""
     slot: int | None = None
     """Its current or last batch slot."""
+    held: int | None = None
+    """The held sequence that it continues."""
 
 
 @dataclass(slots=True)
@@ -96,6 +99,7 @@ class Engine:
         self.runner = runner = _build_runner(config, directory, eos, on_phase)
         self._scheduler = _build_scheduler(config, runner)
         self._drafts_forced_tokens = config.speculative_method == "auto" and not runner.overlaps
+        self._held = HeldSequences(self._scheduler)
         self._buffers = [_core.StepBuffers(**buffers.arrays()) for buffers in runner.buffers]
         self._next_buffer = 0
         self._plans: deque[_core.StepPlan] = deque()  # not yet committed, oldest first
@@ -148,13 +152,15 @@ class Engine:
         grammar: Future[Grammar] | None = None,
         spent: Mapping[str, int] | None = None,
         resumed: Sequence[ResumedChoice] = (),
+        continues: tuple[int, int] | None = None,
     ) -> None:
         """Queues a request. Its sequences get `tag` and the numbers after it, which must be unused.
 
         `submitted` is the time of its arrival in the queue, in microseconds of the monotonic clock; now if None. `spent` are the
         microseconds of its earlier timeline states: its timeline and its deadlines start that much earlier. `grammar` is the result of
         `compile`; the call waits for it. `resumed` has the unfinished choices of a request that another engine lost: each goes on after
-        its last token. Raises InvalidRequest if the request can never run and QueueFull if it cannot wait.
+        its last token. `continues` is a held sequence of the same tenant and salt, and how many leading tokens of the prompt are its
+        tokens; the request must have one answer. Raises InvalidRequest if the request can never run and QueueFull if it cannot wait.
         """
         scheduling = scheduling or Scheduling()
         tags = range(tag, tag + params.num_sequences)
@@ -172,21 +178,26 @@ class Engine:
         compiled = self._grammar(params, grammar or self.compile(params))
         new_matcher = None if compiled is None else compiled.matcher
         arrived, salt = now - sum(spent.values()), self._salt(params, scheduling)
+        held = None if continues is None else continues[0]
 
         def live(index: int, seq: int) -> None:
-            self._live[tag + index] = _RequestState(seq, params, self._seed(tag + index, index, params), scores, new_matcher)
+            self._live[tag + index] = _RequestState(seq, params, self._seed(tag + index, index, params), scores, new_matcher, held=held)
             self._scheduler.prepared(seq, list(spent.items()))
 
+        if held is not None:
+            self._held.begin(held, _now())
         try:
             for one in resumed:
                 live(one.choice, self._schedule(tag + one.choice, tokens, params, scheduling, salt, now, arrived, one))
             if not resumed:
-                live(0, first := self._schedule(tag, tokens, params, scheduling, salt, now, arrived))
+                live(0, first := self._schedule(tag, tokens, params, scheduling, salt, now, arrived, continues=continues))
                 for index, fork in enumerate(tags[1:], 1):
                     live(index, self._scheduler.fork(first, fork, now))
         except BaseException as error:
             for added in tags:
                 self.abort(added)
+            if held is not None:
+                self._held.end(held, _now())
             raise _public_error(error) from None
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
@@ -194,12 +205,30 @@ class Engine:
 
         `stopped` counts it as finished by a stop string instead of aborted.
         """
-        request = self._live.pop(tag, None)
+        request = self._live.get(tag)
         if request is None:
             return False
+        self._forget(tag)
         found = (self._scheduler.stop if stopped else self._scheduler.abort)(request.seq, _now())
         self._write_journal()
         return found
+
+    def open_sequence(self, tenant: str, cache_salt: str | None, lease: float) -> int:
+        """Opens a held sequence, which is dropped if it is not used for `lease` seconds. Raises TooManySequences."""
+        return self._held.open(tenant, (cache_salt or "").encode(), int(lease * 1e6), _now())
+
+    def fork_sequence(self, handle: int) -> int:
+        """Opens a held sequence that shares the blocks of another. Raises SequenceDropped and TooManySequences."""
+        return self._held.fork(handle, _now())
+
+    def drop_sequence(self, handle: int) -> None:
+        """Drops a held sequence, if it is held."""
+        self._held.drop(handle, _now())
+
+    def set_priority(self, tag: int, priority: int) -> None:
+        """Moves a sequence that has not ended to another class."""
+        if (request := self._live.get(tag)) is not None:
+            self._scheduler.set_priority(request.seq, priority, _now())
 
     def step(self) -> StepOutputs | None:
         """Expires missed deadlines and runs one step of the model; None if there was neither.
@@ -307,6 +336,7 @@ class Engine:
         now: int,
         arrived: int,
         resumed: ResumedChoice | None = None,
+        continues: tuple[int, int] | None = None,
     ) -> int:
         """Adds a sequence to the scheduler. Deadlines and the times of `resumed` count from `arrived`."""
         max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self.runner.max_model_len - tokens.size)
@@ -334,6 +364,7 @@ class Engine:
             ttft_deadline=deadline(scheduling.ttft_deadline_ms),
             predicted_tokens=scheduling.predicted_tokens,
             resumed=earlier,
+            continues=continues,
             draft=params.verifiable,
         )
 
@@ -354,10 +385,18 @@ class Engine:
 
     def _expire(self, now: int) -> list[dict[str, Any]]:
         """Ends the requests that missed their deadlines and returns their timelines."""
+        self._held.expire(now)
         expired = self._scheduler.expire(now)
         for timeline in expired:
-            del self._live[timeline["tag"]]
+            self._forget(timeline["tag"])
         return expired
+
+    def _forget(self, tag: int) -> _RequestState:
+        """Forgets a sequence that has ended or is about to be ended."""
+        request = self._live.pop(tag)
+        if request.held is not None:
+            self._held.end(request.held, _now())
+        return request
 
     def _plan_and_launch(self, now: int, started: list[tuple[int, int, int]]) -> _InFlightStep | None:
         """Plans a step and launches it; None if there is nothing to run. Adds admitted sequences to `started`."""
@@ -444,7 +483,7 @@ class Engine:
 
     def _remove(self, tag: int) -> None:
         """Forgets a sequence that has ended and frees its slot, unless another sequence has it."""
-        slot = self._live.pop(tag).slot
+        slot = self._forget(tag).slot
         if slot is not None and self._slot_tags[slot] == tag:
             self.runner.remove_request(slot)
 

@@ -14,7 +14,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 _TYPES = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 
 
-def listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
+def listed(prompts: Prompt | Iterable[Any]) -> list[Any]:
     """The prompts as a list; a single prompt becomes a list of one. Raises InvalidRequest."""
     values = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # an array
     if isinstance(values, (str, bytes, Mapping)):

@@ -93,6 +93,35 @@ impl Accounts {
         (Member { tenant, class, group }, new)
     }
 
+    /// Moves a sequence to another class.
+    pub(crate) fn change_class(&mut self, seq: &mut Sequence, priority: i32) {
+        let before = seq.member();
+        let (class, _) = self.classes.enter(&priority);
+        let group = if self.policy.has_classes() { class } else { before.group };
+        self.clocks.admit_group(group);
+        let others = self.others();
+        seq.change_class(priority, Member { class, group, ..before }, &self.clocks, others);
+        self.classes.leave(before.class);
+    }
+
+    /// Counts a held sequence for its tenant. Returns the tenant and whether it is new.
+    pub(crate) fn open_held(&mut self, tenant: &Arc<str>) -> (u32, bool) {
+        let (tenant, new) = self.tenants.enter(tenant);
+        self.tenants.usage(tenant).held += 1;
+        (tenant, new)
+    }
+
+    /// Removes a held sequence from its tenant.
+    pub(crate) fn close_held(&mut self, tenant: u32) {
+        self.tenants.usage(tenant).held -= 1;
+        self.tenants.leave(tenant);
+    }
+
+    /// Adds the time for which a held sequence held `blocks`.
+    pub(crate) fn book_held(&mut self, tenant: u32, blocks: usize, time: Time) {
+        self.tenants.usage(tenant).held_block_us += blocks as u64 * time;
+    }
+
     /// Closes a sequence's current phase in its account and begins `phase`.
     pub(crate) fn enter(&self, seq: &mut Sequence, phase: Phase) {
         let others = self.others();
@@ -145,6 +174,10 @@ impl Accounts {
 
     pub(crate) fn tenant(&self, member: Member) -> &Arc<str> {
         self.tenants.name(member.tenant)
+    }
+
+    pub(crate) fn tenant_name(&self, tenant: u32) -> &Arc<str> {
+        self.tenants.name(tenant)
     }
 
     pub(crate) fn tenants(&self) -> impl Iterator<Item = (&Arc<str>, &Usage)> {

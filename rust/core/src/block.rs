@@ -336,7 +336,13 @@ impl BlockPool {
     /// Releases every block of `table`, last first. The end of a sequence is the least likely part to be shared, so it
     /// is reused first. A block is never reused before the blocks that continue it.
     pub fn release(&mut self, table: &mut BlockTable) {
-        while let Some(id) = table.0.pop() {
+        self.truncate(table, 0);
+    }
+
+    /// Releases the blocks of `table` after the first `len`, last first.
+    pub fn truncate(&mut self, table: &mut BlockTable, len: usize) {
+        while table.0.len() > len {
+            let id = table.0.pop().expect("a longer table");
             self.decref(id);
         }
     }

@@ -11,6 +11,12 @@ pub enum Rejected {
     /// The request allows no new tokens.
     #[error("at least one new token must be asked for")]
     NoNewTokens,
+    /// The held sequence that the request continues was dropped.
+    #[error("the sequence to continue was dropped")]
+    NotHeld,
+    /// Another request continues the held sequence.
+    #[error("another request continues the sequence: wait until it has ended, or continue a fork")]
+    HeldBusy,
     /// The request exceeds the model's context length.
     #[error("{prompt} prompt tokens and {new} new ones exceed the {limit} tokens of the context")]
     TooLong {

@@ -28,6 +28,10 @@ pub struct Usage {
     pub preemptions: u64,
     /// Microseconds from addition to start.
     pub queued: Time,
+    /// Held sequences.
+    pub held: u32,
+    /// Blocks of held sequences multiplied by the microseconds they were held. A shared block counts once for each holder.
+    pub held_block_us: u64,
 }
 
 impl Usage {

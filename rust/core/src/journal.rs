@@ -38,11 +38,11 @@ pub(crate) enum Kind {
     Name = 7,
     /// Request, drafted tokens.
     Draft = 8,
-    /// Reserved: request, tokens appended, names of full blocks.
+    /// Held sequence, number of its tokens that the request of the next record continues.
     Append = 9,
-    /// Reserved: request, position, tag.
+    /// Time, held sequence.
     ForkAt = 10,
-    /// Reserved: request, rank.
+    /// Time, request, priority.
     Rerank = 11,
     /// Reserved: request, blocks that arrived.
     Arrived = 12,
@@ -52,10 +52,14 @@ pub(crate) enum Kind {
     PoolSize = 14,
     /// The next added request is resumed: tokens of its answer so far. The names of its blocks include these tokens.
     Resumed = 15,
+    /// Time, tenant.
+    Open = 16,
+    /// Time, held sequence.
+    Drop = 17,
 }
 
 impl Kind {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 17] = [
         Self::Add,
         Self::Fork,
         Self::End,
@@ -71,6 +75,8 @@ impl Kind {
         Self::Credit,
         Self::PoolSize,
         Self::Resumed,
+        Self::Open,
+        Self::Drop,
     ];
 
     pub(crate) fn of(byte: u8) -> Option<Self> {
@@ -80,9 +86,6 @@ impl Kind {
     /// Description of a record that this version cannot replay. `None` for other kinds.
     pub(crate) fn reserved(self) -> Option<&'static str> {
         match self {
-            Self::Append => Some("append"),
-            Self::ForkAt => Some("fork at a position"),
-            Self::Rerank => Some("rerank"),
             Self::Arrived => Some("arrived blocks"),
             Self::Credit => Some("credit from elsewhere"),
             Self::PoolSize => Some("pool size"),

@@ -82,8 +82,9 @@ impl SeqBlocks {
 #[derive(Debug, Default)]
 pub(crate) struct Cached {
     blocks: Vec<BlockId>,
-    /// The block that a fork's parent has partly filled. The fork copies it.
-    tail: Option<BlockId>,
+    /// A block that the fork's parent or the held sequence has partly filled, and the number of tokens computed with it.
+    /// The sequence copies the block.
+    tail: Option<(BlockId, u32)>,
 }
 
 /// Limits of one allocation at admission.
@@ -191,7 +192,45 @@ impl Kv {
         }
         let partly = !(tokens.len() - 1).is_multiple_of(self.block_size as usize);
         let tail = parent.filter(|_| partly && found.len() == whole).map(|parent| parent.table.ids()[whole]);
-        Cached { blocks: found, tail: tail.filter(|&tail| self.pool.settled_before(tail, step)) }
+        let tail = tail.filter(|&tail| self.pool.settled_before(tail, step));
+        Cached { blocks: found, tail: tail.map(|tail| (tail, tokens.len() as u32 - 1)) }
+    }
+
+    /// Like [`find`](Self::find), for a sequence whose first `computed` tokens have KV in the blocks of `held`.
+    pub(crate) fn find_held(&mut self, blocks: &mut SeqBlocks, tokens: &[Token], held: &SeqBlocks, computed: u32, step: u64) -> Cached {
+        let mut cached = self.find(blocks, tokens, None, step);
+        let whole = (computed / self.block_size) as usize;
+        // Without the names in the cache, the chain of the held blocks is known only at its end.
+        if cached.blocks.len() < whole && (!self.sharing || held.chain.len() == whole) {
+            cached.blocks.clear();
+            cached.blocks.extend(&held.table.ids()[..whole]);
+            blocks.chain = held.chain.clone();
+        }
+        if cached.blocks.len() == whole && !computed.is_multiple_of(self.block_size) {
+            cached.tail = Some((held.table.ids()[whole], computed));
+        }
+        cached
+    }
+
+    /// Takes the blocks of a sequence that ends, for a held sequence. `computed` is the number of computed tokens.
+    /// Returns how many of these the blocks hold. Full blocks without a name are left out.
+    pub(crate) fn hold(&mut self, blocks: &mut SeqBlocks, computed: u32) -> (SeqBlocks, u32) {
+        let named = if self.sharing { (blocks.chain.len() as u32 + 1) * self.block_size - 1 } else { u32::MAX };
+        let computed = computed.min(named);
+        let mut held = SeqBlocks::new(Arc::clone(&blocks.salt));
+        std::mem::swap(&mut held.table, &mut blocks.table);
+        std::mem::swap(&mut held.chain, &mut blocks.chain);
+        self.pool.truncate(&mut held.table, computed.div_ceil(self.block_size) as usize);
+        (held, computed)
+    }
+
+    /// A second holder of a held sequence's blocks.
+    pub(crate) fn fork(&mut self, held: &SeqBlocks) -> SeqBlocks {
+        let mut fork = SeqBlocks::new(Arc::clone(&held.salt));
+        fork.chain = held.chain.clone();
+        fork.table.reserve(held.held());
+        held.table.ids().iter().for_each(|&id| self.pool.share(&mut fork.table, id));
+        fork
     }
 
     /// Releases blocks that were found for a sequence that was not admitted.
@@ -230,10 +269,9 @@ impl Kv {
             self.pool.rewrite(last, grant.step);
         }
         self.fill_up(blocks, grant.blocks);
-        let Some(tail) = cached.tail else { return Ok((shared * size).min(len - 1) as u32) };
-        // Copy the block that the parent's prompt filled in part.
+        let Some((tail, computed)) = cached.tail else { return Ok((shared * size).min(len - 1) as u32) };
         copies.push((tail, blocks.table.ids()[shared]));
-        Ok(len as u32 - 1)
+        Ok(computed)
     }
 
     /// Allocates device blocks for the KV of a swapped sequence, starting with cached blocks. Returns the number of

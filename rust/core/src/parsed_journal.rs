@@ -25,6 +25,19 @@ pub enum Call {
         /// The fork's tag.
         tag: u64,
     },
+    /// A held sequence was opened for this tenant.
+    Open(Arc<str>),
+    /// A held sequence, given by its number, was forked.
+    ForkHeld(u64),
+    /// A held sequence, given by its number, was dropped.
+    DropHeld(u64),
+    /// A request was moved to another class.
+    SetPriority {
+        /// The request's arrival number.
+        arrival_number: ArrivalNumber,
+        /// The new class.
+        priority: i32,
+    },
     /// The caller ended a request.
     End {
         /// The request's arrival number.
@@ -69,6 +82,8 @@ pub struct Arrival {
     pub prompt_tokens: u32,
     /// The request without its prompt.
     pub request: Request,
+    /// The number of the held sequence that the request continues, and how many of its tokens.
+    pub continues: Option<(u64, u32)>,
 }
 
 /// A parsed journal.
@@ -91,6 +106,10 @@ pub struct ParsedJournal {
 struct Progress {
     now: Time,
     arrivals: ArrivalNumber,
+    /// Held sequences opened so far.
+    opened: u64,
+    /// What the next added request continues.
+    continues: Option<(u64, u32)>,
     /// Calls with drafts that are not committed yet.
     drafts: FxHashMap<ArrivalNumber, usize>,
     /// Answered tokens of the next request, if it is resumed.
@@ -135,10 +154,17 @@ impl ParsedJournal {
             progress.answered = Some(reader.small()?);
             return Some(());
         }
+        if kind == Kind::Append {
+            let number = reader.number().filter(|number| *number < progress.opened)?;
+            progress.continues = Some((number, reader.small()?));
+            return Some(());
+        }
         if kind != Kind::Draft {
             progress.now = progress.now.wrapping_add(reader.number()?);
         }
-        let known = |arrival_number: &ArrivalNumber| *arrival_number < progress.arrivals;
+        let (arrivals, opened) = (progress.arrivals, progress.opened);
+        let known = |arrival_number: &ArrivalNumber| *arrival_number < arrivals;
+        let held = |number: &u64| *number < opened;
         let call = match kind {
             Kind::Add => {
                 let arrival = self.read_arrival(reader, progress)?;
@@ -155,6 +181,16 @@ impl ParsedJournal {
                 let arrival_number = reader.number().filter(known)?;
                 Call::End { arrival_number, reason: *REASONS.get(reader.number()? as usize)? }
             }
+            Kind::Open => {
+                progress.opened += 1;
+                Call::Open(reader.text()?.into())
+            }
+            Kind::ForkAt => {
+                progress.opened += 1;
+                Call::ForkHeld(reader.number().filter(held)?)
+            }
+            Kind::Drop => Call::DropHeld(reader.number().filter(held)?),
+            Kind::Rerank => Call::SetPriority { arrival_number: reader.number().filter(known)?, priority: reader.signed()? },
             Kind::Expire => Call::Expire,
             Kind::Draft => {
                 let (arrival_number, tokens) = (reader.number().filter(known)?, reader.small()?);
@@ -209,7 +245,7 @@ impl ParsedJournal {
             }),
             ..Request::default()
         };
-        Some(Arrival { time, arrival_number, prompt_tokens, request })
+        Some(Arrival { time, arrival_number, prompt_tokens, request, continues: progress.continues.take() })
     }
 
     fn read_commit(&mut self, reader: &mut Reader<'_>, progress: &mut Progress) -> Option<Sampled> {
@@ -275,8 +311,8 @@ mod tests {
     }
 
     /// Writes a random record whose numbers may be invalid.
-    fn put_record(journal: &mut Writer, now: Time, dice: &mut Dice, known: &mut u64) {
-        match dice.roll(12) {
+    fn put_record(journal: &mut Writer, now: Time, dice: &mut Dice, known: &mut u64, held: &mut u64) {
+        match dice.roll(14) {
             0..3 => {
                 let prompt = 1 + dice.roll(30);
                 *known += 1;
@@ -309,6 +345,21 @@ mod tests {
                     journal.number(dice.roll(9)).number(dice.roll(5));
                 }
             }
+            11 => {
+                journal.call([Kind::Open, Kind::Open, Kind::ForkAt][dice.roll(3) as usize], now).number(0);
+                *held += 1;
+            }
+            12 if *held > 0 => match dice.roll(4) {
+                0 => {
+                    journal.call(Kind::Drop, now).number(dice.roll(*held));
+                }
+                1 if *known > 0 => {
+                    journal.call(Kind::Rerank, now).number(dice.roll(*known)).number(dice.roll(5));
+                }
+                _ => {
+                    journal.note(Kind::Append).number(dice.roll(*held)).number(dice.roll(30));
+                }
+            },
             _ if *known > 0 => {
                 journal.note(Kind::Draft).number(dice.roll(*known)).number(dice.roll(6));
             }
@@ -325,10 +376,10 @@ mod tests {
         for seed in 0..2000 {
             let mut dice = Dice(seed);
             let config = Config { num_blocks: 20, block_size: 4, max_tokens: 16, max_seqs: 3, max_model_len: 44, ..Config::default() };
-            let (mut journal, mut bytes, mut now, mut known) = (Writer::new(&config), Vec::new(), 50, 0);
+            let (mut journal, mut bytes, mut now, mut known, mut held) = (Writer::new(&config), Vec::new(), 50, 0, 0);
             for _ in 0..dice.roll(100) {
                 now += dice.roll(40);
-                put_record(&mut journal, now - dice.roll(10), &mut dice, &mut known);
+                put_record(&mut journal, now - dice.roll(10), &mut dice, &mut known, &mut held);
             }
             journal.take(&mut bytes);
             match ParsedJournal::read(&bytes) {
@@ -344,7 +395,7 @@ mod tests {
 
     #[test]
     fn a_reserved_record_is_refused_by_name() {
-        for (kind, name) in [(Kind::Append, "append"), (Kind::Credit, "credit from elsewhere"), (Kind::PoolSize, "pool size")] {
+        for (kind, name) in [(Kind::Arrived, "arrived blocks"), (Kind::Credit, "credit from elsewhere"), (Kind::PoolSize, "pool size")] {
             let (mut journal, mut bytes) = (Writer::new(&Config::default()), Vec::new());
             journal.call(Kind::Expire, 5);
             journal.note(kind).number(1).number(2);

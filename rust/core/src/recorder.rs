@@ -3,12 +3,13 @@
 use crate::batch::{Chunk, Outputs, StepPlan};
 use crate::error::Rejected;
 use crate::journal::{Kind, REASONS, Writer, zigzag};
-use crate::request::{ArrivalNumber, FinishReason, Request, SeqId, Time, Token};
+use crate::request::{ArrivalNumber, FinishReason, HeldId, Request, SeqId, Time, Token};
 use crate::scheduler::Scheduler;
 use crate::sequence::Spec;
 use crate::snapshot::Snapshot;
 use crate::timeline::{Timeline, TimelineState};
 use std::ops::Deref;
+use std::sync::Arc;
 
 /// Makes a scheduler's calls and, if recording is on, writes them to a journal.
 ///
@@ -49,7 +50,7 @@ impl Recorder {
 
     /// Records every call. Panics if the scheduler already received a request, because a journal must contain all requests.
     pub fn on(scheduler: Scheduler) -> Self {
-        assert_eq!(scheduler.arrived(), 0, "a journal has all from the first request on");
+        assert_eq!((scheduler.arrived(), scheduler.opened()), (0, 0), "a journal has all from the first request on");
         let journal = Some(Writer::new(scheduler.config()));
         Self { scheduler, journal, filling: Vec::new() }
     }
@@ -68,6 +69,10 @@ impl Recorder {
         if let Some(journal) = &mut self.journal {
             let seq = self.scheduler.sequence(id).expect("it was just added");
             let spec = seq.spec();
+            if let Some(continues) = spec.continues {
+                let number = self.scheduler.held_number(continues.held).expect("it was added to a held sequence");
+                journal.note(Kind::Append).number(number).number(continues.tokens.into());
+            }
             let after = |time: Option<Time>| time.map_or(0, |time| time.saturating_sub(now) + 1);
             if let Some(resumed) = resumed {
                 journal.note(Kind::Resumed).number(resumed.answered.into());
@@ -93,6 +98,41 @@ impl Recorder {
             journal.call(Kind::Fork, now).number(arrival_number).number(tag);
         }
         Some(id)
+    }
+
+    /// See [`Scheduler::open`].
+    pub fn open(&mut self, tenant: &Arc<str>, salt: &Arc<[u8]>, now: Time) -> HeldId {
+        if let Some(journal) = &mut self.journal {
+            journal.call(Kind::Open, now).text(tenant);
+        }
+        self.scheduler.open(tenant, salt, now)
+    }
+
+    /// See [`Scheduler::fork_held`].
+    pub fn fork_held(&mut self, id: HeldId, now: Time) -> Option<HeldId> {
+        self.record_held(Kind::ForkAt, id, now);
+        self.scheduler.fork_held(id, now)
+    }
+
+    /// See [`Scheduler::drop_held`].
+    pub fn drop_held(&mut self, id: HeldId, now: Time) -> bool {
+        self.record_held(Kind::Drop, id, now);
+        self.scheduler.drop_held(id, now)
+    }
+
+    fn record_held(&mut self, kind: Kind, id: HeldId, now: Time) {
+        if let (Some(journal), Some(number)) = (&mut self.journal, self.scheduler.held_number(id)) {
+            journal.call(kind, now).number(number);
+        }
+    }
+
+    /// See [`Scheduler::set_priority`].
+    pub fn set_priority(&mut self, id: SeqId, priority: i32, now: Time) -> bool {
+        let Some(seq) = self.scheduler.sequence(id) else { return false };
+        if let Some(journal) = &mut self.journal {
+            journal.call(Kind::Rerank, now).number(seq.spec().arrival_number).number(zigzag(priority));
+        }
+        self.scheduler.set_priority(id, priority, now)
     }
 
     /// See [`Scheduler::abort`].

@@ -5,7 +5,7 @@ use crate::cost::Load;
 use crate::error::ConfigError;
 use crate::journal::{digest, digest_seed};
 use crate::parsed_journal::{Call, ParsedJournal, STOP, Sampled};
-use crate::request::{ArrivalNumber, SeqId, Time};
+use crate::request::{ArrivalNumber, Continues, HeldId, Request, SeqId, Time};
 use crate::scheduler::Scheduler;
 use crate::timeline::Timeline;
 use rustc_hash::FxHashMap;
@@ -65,6 +65,8 @@ pub struct Event<'a> {
 struct LiveIds {
     ids: Vec<SeqId>,
     by_id: FxHashMap<SeqId, (ArrivalNumber, u64)>,
+    /// Held sequences, by number.
+    held: Vec<HeldId>,
 }
 
 impl ParsedJournal {
@@ -157,7 +159,8 @@ impl Replay {
     fn make(&mut self, journal: &ParsedJournal, now: Time, call: &Call) -> bool {
         match call {
             Call::Add(arrival) => {
-                let id = self.scheduler.add(journal.request(arrival), now);
+                let continues = arrival.continues.map(|(held, tokens)| Continues { held: self.live.held[held as usize], tokens });
+                let id = self.scheduler.add(Request { continues, ..journal.request(arrival) }, now);
                 // Only accepted requests are recorded, so the queue can reject this one only if the replay already differs.
                 self.live.enter(id.unwrap_or_default(), arrival.arrival_number, arrival.request.tag);
             }
@@ -174,6 +177,17 @@ impl Replay {
                 let tag = self.live.by_id.get(&id).map(|&(_, tag)| tag);
                 self.scheduler.end(id, *reason, now);
                 self.ended.extend(tag.and_then(|tag| self.scheduler.explain(tag)));
+            }
+            Call::Open(tenant) => self.live.held.push(self.scheduler.open(tenant, &[].into(), now)),
+            Call::ForkHeld(number) => {
+                let fork = self.scheduler.fork_held(self.live.held[*number as usize], now);
+                self.live.held.push(fork.unwrap_or_default());
+            }
+            Call::DropHeld(number) => {
+                self.scheduler.drop_held(self.live.held[*number as usize], now);
+            }
+            Call::SetPriority { arrival_number, priority } => {
+                self.scheduler.set_priority(self.live.ids[*arrival_number as usize], *priority, now);
             }
             Call::Expire => self.scheduler.expire(now, &mut self.ended),
             Call::Plan(recorded) => self.plan(now, *recorded),

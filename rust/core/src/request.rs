@@ -16,6 +16,9 @@ pub const BACKGROUND: i32 = i32::MAX;
 pub(crate) type ArrivalNumber = u64;
 
 new_key_type! {
+    /// Handle of a held sequence. A handle is never reused.
+    pub struct HeldId;
+
     /// Handle of a sequence. A handle is never reused, because a plan may outlive its sequences and their tokens must
     /// not reach another sequence.
     pub struct SeqId;
@@ -31,6 +34,28 @@ impl SeqId {
     pub fn from_bits(bits: u64) -> Self {
         KeyData::from_ffi(bits).into()
     }
+}
+
+impl HeldId {
+    /// The handle as an integer, for callers in other languages.
+    pub fn to_bits(self) -> u64 {
+        self.data().as_ffi()
+    }
+
+    /// The handle from [`to_bits`](Self::to_bits). Any other number refers to no held sequence.
+    pub fn from_bits(bits: u64) -> Self {
+        KeyData::from_ffi(bits).into()
+    }
+}
+
+/// The held sequence that a request continues. If the request ends by a stop or by its length, the held sequence gets
+/// the request's computed tokens. Otherwise it stays as it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Continues {
+    /// The held sequence.
+    pub held: HeldId,
+    /// Leading tokens of the prompt that are tokens of the held sequence.
+    pub tokens: u32,
 }
 
 /// A caller's request.
@@ -60,6 +85,8 @@ pub struct Request {
     pub predicted_tokens: Option<u32>,
     /// Set if another engine has begun the request.
     pub resumed: Option<Resumed>,
+    /// The held sequence that the request continues.
+    pub continues: Option<Continues>,
 }
 
 /// What an engine that ended had done for a request. It is not limited, charged or counted a second time.
@@ -92,6 +119,7 @@ impl Default for Request {
             ttft_deadline: None,
             predicted_tokens: None,
             resumed: None,
+            continues: None,
         }
     }
 }

@@ -68,13 +68,24 @@ impl Running {
         self.reserved.invalidate();
         // More space is free now than when the request was refused.
         self.refused = None;
-        let count = self.classes.get_mut(&priority).expect("it runs");
-        *count -= 1;
-        if *count == 0 {
-            self.classes.remove(&priority);
-        }
+        self.leave_class(priority);
         self.aged = self.aged.filter(|&aged| aged != id);
         self.non_preemptible = self.non_preemptible.filter(|&other| other != id);
+    }
+
+    /// Moves a running sequence to another class.
+    pub(crate) fn change_class(&mut self, from: i32, to: i32) {
+        *self.classes.entry(to).or_default() += 1;
+        self.leave_class(from);
+        self.refused = None;
+    }
+
+    fn leave_class(&mut self, class: i32) {
+        let count = self.classes.get_mut(&class).expect("it runs");
+        *count -= 1;
+        if *count == 0 {
+            self.classes.remove(&class);
+        }
     }
 
     /// Number of free slots.

@@ -7,7 +7,7 @@ use crate::group::Member;
 use crate::kv::SeqBlocks;
 use crate::phase::{Phase, Stage};
 use crate::place::Place;
-use crate::request::{ArrivalNumber, BACKGROUND, FinishReason, Request, Resumed, SeqId, Time, Token};
+use crate::request::{ArrivalNumber, BACKGROUND, Continues, FinishReason, Request, Resumed, SeqId, Time, Token};
 use crate::timeline::{Account, Clocks, TimelineState};
 use std::sync::Arc;
 
@@ -58,7 +58,7 @@ struct Progress {
     drafting: bool,
 }
 
-/// The request's parameters, which never change.
+/// The request's parameters. Only the class can change.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Spec {
@@ -73,6 +73,7 @@ pub(crate) struct Spec {
     pub(crate) arrival_number: ArrivalNumber,
     pub(crate) deadline: Option<Time>,
     pub(crate) ttft_deadline: Option<Time>,
+    pub(crate) continues: Option<Continues>,
 }
 
 /// A sequence's run since it was last admitted.
@@ -145,6 +146,7 @@ impl Sequence {
                 arrival_number,
                 deadline: request.deadline,
                 ttft_deadline: request.ttft_deadline,
+                continues: request.continues,
             },
             blocks: SeqBlocks::new(request.salt),
             member: Member::default(),
@@ -172,6 +174,7 @@ impl Sequence {
             ttft_deadline: self.spec.ttft_deadline,
             predicted_tokens: self.spec.predicted,
             resumed: None,
+            continues: None,
         }
     }
 
@@ -179,6 +182,14 @@ impl Sequence {
     pub(crate) fn make_fork(&mut self, parent: SeqId, waits: bool) {
         self.family.parent = Some(parent);
         self.phase = if waits { Phase::WaitingOnParent } else { Phase::New };
+    }
+
+    /// Moves the sequence to another class. `member` has its new groups.
+    pub(crate) fn change_class(&mut self, priority: i32, member: Member, clocks: &Clocks, others: TimelineState) {
+        let state = self.phase.state();
+        self.account.change_group(state, clocks, (self.member.group, member.group), others);
+        self.spec.priority = priority;
+        self.member = member;
     }
 
     /// Sets the sequence's groups.

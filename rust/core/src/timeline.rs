@@ -304,8 +304,18 @@ impl Account {
     /// Closes the state `leaves` and begins `enters`. `others` is the state to book while another group has the turn.
     pub(crate) fn enter(&mut self, leaves: AccountState, enters: AccountState, clocks: &Clocks, group: u32, others: TimelineState) {
         self.book(leaves, clocks, group, others);
+        self.begin(enters, clocks, group);
+    }
+
+    /// Continues the state in another group, given as the old and the new one.
+    pub(crate) fn change_group(&mut self, state: AccountState, clocks: &Clocks, (from, to): (u32, u32), others: TimelineState) {
+        self.book(state, clocks, from, others);
+        self.begin(state, clocks, to);
+    }
+
+    fn begin(&mut self, state: AccountState, clocks: &Clocks, group: u32) {
         self.since = clocks.now;
-        self.base = match enters {
+        self.base = match state {
             AccountState::Waiting => clocks.groups[group as usize],
             _ => [clocks.several, clocks.prefill, 0, 0],
         };

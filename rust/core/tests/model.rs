@@ -21,6 +21,12 @@ fn op() -> impl Strategy<Value = Op> {
             Op::Add { prompt, new, stop, salt, forks, priority, tenant, patience, predicted, ago, resumed }
         }),
         1 => (0..30usize).prop_map(Op::Fork),
+        1 => (0..2u8, 0..3u8).prop_map(|(salt, tenant)| Op::Open { salt, tenant }),
+        1 => (0..30usize).prop_map(Op::ForkHeld),
+        1 => (0..30usize).prop_map(Op::DropHeld),
+        4 => (0..30usize, 0..3usize, prop::collection::vec(0..VOCABULARY, 0..8), 1..8u32, any::<bool>())
+            .prop_map(|(which, less, more, new, stop)| Op::Continue { which, less, more, new, stop }),
+        1 => (0..30usize, -1..2i32).prop_map(|(which, priority)| Op::SetPriority(which, priority)),
         1 => (0..40u64).prop_map(Op::Wait),
         1 => (0..30usize).prop_map(Op::Abort),
         2 => (0..30usize, 0..4usize, 0..3usize).prop_map(|(which, right, wrong)| Op::Draft { which, right, wrong }),

@@ -21,7 +21,7 @@ mod _core {
     #[pymodule_export]
     use crate::decoder::{Decoder, DecoderBlock, KvCache, Linear, TensorFile, block_types, instruction_sets};
     #[pymodule_export]
-    use crate::errors::{EmptyPrompt, NeverFits, NoNewTokens, QueueFull, Rejected, TooLong};
+    use crate::errors::{EmptyPrompt, HeldBusy, NeverFits, NoNewTokens, NotHeld, QueueFull, Rejected, TooLong};
     #[pymodule_export]
     use crate::replay::{replay, step_times, what_if};
     #[pymodule_export]

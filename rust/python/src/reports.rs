@@ -164,6 +164,8 @@ pub(crate) fn usage<'py>(py: Python<'py>, usage: &core::Usage) -> PyResult<Bound
         ("output_tokens", usage.output_tokens),
         ("computed_tokens", usage.computed_tokens),
         ("block_us", usage.block_us),
+        ("held", u64::from(usage.held)),
+        ("held_block_us", usage.held_block_us),
         ("preemptions", usage.preemptions),
         ("queued_us", usage.queued),
     ];

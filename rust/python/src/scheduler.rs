@@ -89,7 +89,7 @@ impl Scheduler {
     }
 
     #[pyo3(signature = (tag, prompt, max_new_tokens, stop, now, *, salt = b"".as_slice(), priority = 0, tenant = "", weight = 1,
-        deadline = None, ttft_deadline = None, predicted_tokens = None, resumed = None, draft = false))]
+        deadline = None, ttft_deadline = None, predicted_tokens = None, resumed = None, continues = None, draft = false))]
     #[allow(clippy::needless_pass_by_value, clippy::too_many_arguments)] // types that Python passes
     fn add(
         &self,
@@ -107,6 +107,7 @@ impl Scheduler {
         ttft_deadline: Option<core::Time>,
         predicted_tokens: Option<u32>,
         resumed: Option<Resumed>,
+        continues: Option<(u64, u32)>,
         draft: bool,
     ) -> PyResult<u64> {
         let prompt = prompt.to_vec(py)?.into_iter().map(u32::try_from).collect::<Result<_, _>>();
@@ -129,6 +130,7 @@ impl Scheduler {
                 started,
                 first_token,
             }),
+            continues: continues.map(|(held, tokens)| core::Continues { held: core::HeldId::from_bits(held), tokens }),
         };
         let mut inner = self.lock()?;
         let Inner { core, drafter, .. } = &mut *inner;
@@ -147,6 +149,22 @@ impl Scheduler {
             drafter.watch(fork, core);
         }
         Ok(fork.to_bits())
+    }
+
+    fn open(&self, tenant: &str, salt: &[u8], now: core::Time) -> PyResult<u64> {
+        Ok(self.lock()?.core.open(&tenant.into(), &salt.into(), now).to_bits())
+    }
+
+    fn fork_held(&self, held: u64, now: core::Time) -> PyResult<Option<u64>> {
+        Ok(self.lock()?.core.fork_held(core::HeldId::from_bits(held), now).map(core::HeldId::to_bits))
+    }
+
+    fn drop_held(&self, held: u64, now: core::Time) -> PyResult<bool> {
+        Ok(self.lock()?.core.drop_held(core::HeldId::from_bits(held), now))
+    }
+
+    fn set_priority(&self, seq: u64, priority: i32, now: core::Time) -> PyResult<bool> {
+        Ok(self.lock()?.core.set_priority(core::SeqId::from_bits(seq), priority, now))
     }
 
     #[allow(clippy::needless_pass_by_value)] // types that Python passes

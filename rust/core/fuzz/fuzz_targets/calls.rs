@@ -52,7 +52,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
 }
 
 fn op(bytes: &mut Unstructured) -> Result<Op> {
-    Ok(match bytes.int_in_range(0..=19)? {
+    Ok(match bytes.int_in_range(0..=24)? {
         0..=3 => Op::Add {
             prompt: prompt(bytes)?,
             new: bytes.int_in_range(1..=12)?,
@@ -72,6 +72,17 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
         7..=8 => Op::Draft { which: bytes.int_in_range(0..=30)?, right: bytes.int_in_range(0..=3)?, wrong: bytes.int_in_range(0..=2)? },
         9 => Op::Step { lag: bytes.int_in_range(0..=2)?, poison: Some(bytes.int_in_range(0..=30)?), lost: None },
         10 => Op::Step { lag: bytes.int_in_range(0..=2)?, poison: None, lost: Some(bytes.int_in_range(0..=30)?) },
+        11 => Op::Open { salt: bytes.int_in_range(0..=1)?, tenant: bytes.int_in_range(0..=2)? },
+        12 => Op::ForkHeld(bytes.int_in_range(0..=30)?),
+        13 => Op::DropHeld(bytes.int_in_range(0..=30)?),
+        14 => Op::Continue {
+            which: bytes.int_in_range(0..=30)?,
+            less: bytes.int_in_range(0..=2)?,
+            more: prompt(bytes)?,
+            new: bytes.int_in_range(1..=8)?,
+            stop: bytes.arbitrary()?,
+        },
+        15 => Op::SetPriority(bytes.int_in_range(0..=30)?, bytes.int_in_range(-1..=1)?),
         _ => Op::Step { lag: *bytes.choose(&[0, 0, 1, 2])?, poison: None, lost: None },
     })
 }

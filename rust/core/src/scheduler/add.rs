@@ -26,6 +26,9 @@ impl Scheduler {
         if !resumes && !seq.is_background() {
             self.check_queue(seq.spec().prompt_len)?;
         }
+        if let Some(continues) = seq.spec().continues {
+            self.held.begin(continues.held)?;
+        }
         let id = self.insert(seq, &tenant);
         self.enqueue(id, false);
         self.waiting.add_new(id);

@@ -180,21 +180,30 @@ impl Scheduler {
         if !continuous && self.waiting.batch_remaining() == 0 && !self.seqs[id].has_started() {
             return Err(Need::Batch);
         }
-        let room = self.kv.free().saturating_sub(self.held_back(id));
+        let held_back = self.held_back(id);
         let seq = &self.seqs[id];
         // The sequence was preempted while a sampled token was still pending.
         if seq.pending() > 0 {
             return Err(Need::Commit);
         }
         let measured = !(self.steps.plan_number() + seq.spec().arrival_number).is_multiple_of(MEASURED_FOR);
-        if let Some(blocks) = seq.place.needs_blocks().filter(|&blocks| measured && blocks > room) {
+        let (needs_blocks, blocks) = (seq.place.needs_blocks().filter(|_| measured), self.blocks_at_admission(seq));
+        let last_chance = seq.is_last_chance();
+        if let Some(blocks) = needs_blocks.filter(|&blocks| blocks > self.kv.free().saturating_sub(held_back))
+            && !self.evict_held(blocks + held_back)
+        {
             return Err(Need::Blocks(blocks));
         }
-        if seq.is_last_chance() && self.running.non_preemptible().is_some() {
+        if last_chance && self.running.non_preemptible().is_some() {
             return Err(Need::NonPreemptible);
         }
-        let grant = Grant { blocks: self.blocks_at_admission(seq), room, step: plan.step };
-        let computed = self.take_blocks(id, grant, plan)?;
+        let computed = loop {
+            let grant = Grant { blocks, room: self.kv.free().saturating_sub(held_back), step: plan.step };
+            match self.take_blocks(id, grant, plan) {
+                Err(Need::Blocks(blocks)) if self.evict_held(blocks + held_back) => {}
+                taken => break taken?,
+            }
+        };
         self.start(id, computed, plan);
         self.plan_piece(id, 0, plan, budget);
         Ok(())
@@ -253,6 +262,9 @@ impl Scheduler {
         let seq = &mut self.seqs[id];
         let stage = seq.first_stage();
         let limit = seq.limit();
+        if let Some(continues) = seq.spec().continues {
+            self.held.keep(continues.held, self.steps.plan_number());
+        }
         self.kv.end_swap(&mut seq.blocks);
         self.kv.reserve(&mut seq.blocks, limit);
         seq.reserve_tokens();
@@ -262,7 +274,7 @@ impl Scheduler {
         let (prompt_len, weight) = (seq.spec().prompt_len, seq.spec().weight);
         if is_first {
             self.waiting.start_batch_member();
-            let looked_for = self.config.prefix_caching && seq.parent().is_none();
+            let looked_for = self.config.prefix_caching && seq.parent().is_none() && seq.spec().continues.is_none();
             self.accounts.count_admission(prompt_len, looked_for.then_some(computed));
             if self.config.policy.has_tenants() && !seq.is_background() {
                 self.waiting.charge(member.tenant, PROMPT_TOKEN * u64::from(prompt_len - computed), weight);

@@ -19,7 +19,8 @@ impl Scheduler {
         let running = all().filter(|seq| seq.is_running()).count();
         let on_parent = self.waiting.kinds().on_parent;
         assert_eq!(self.seqs.len(), running + self.waiting.len() + on_parent, "a sequence that neither waits nor runs");
-        self.kv.check(all().map(|seq| &seq.blocks));
+        self.kv.check(all().map(|seq| &seq.blocks).chain(self.held.iter().map(|seq| &seq.blocks)));
+        self.held.check(self.config.block_size);
         self.waiting.check(|id| self.seqs.get(id), all().filter(|seq| !seq.is_running()));
         self.running.check(self.seqs.iter().filter(|(_, seq)| seq.is_running()));
         self.accounts.check(self.waiting.len(), running);

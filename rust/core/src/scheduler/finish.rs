@@ -100,6 +100,7 @@ impl Scheduler {
             Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.dequeue(id),
         }
         let mut seq = self.seqs.remove(id).expect("the caller looked");
+        self.leave_blocks(&mut seq, reason);
         self.kv.free_all(&mut seq.blocks);
         self.deadlines.forget(&seq);
         self.accounts.close(seq.member(), &timeline);

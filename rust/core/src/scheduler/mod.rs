@@ -10,6 +10,7 @@ mod estimate;
 mod explain;
 mod fill;
 mod finish;
+mod hold;
 mod preempt;
 mod prefill;
 mod reorder;
@@ -24,6 +25,7 @@ use crate::deadlines::Deadlines;
 use crate::error::ConfigError;
 use crate::group::Usage;
 use crate::hash::{BlockHash, BlockHasher};
+use crate::held::Held;
 use crate::kv::Kv;
 use crate::phase::Phase;
 use crate::policy::Policy;
@@ -47,6 +49,7 @@ pub struct Scheduler {
     seqs: SlotMap<SeqId, Sequence>,
     waiting: Waiting,
     running: Running,
+    held: Held,
     kv: Kv,
     accounts: Accounts,
     deadlines: Deadlines,
@@ -71,6 +74,7 @@ impl Scheduler {
             seqs: SlotMap::with_key(),
             waiting: Waiting::new(&config),
             running: Running::new(config.max_seqs),
+            held: Held::default(),
             kv: Kv::new(config.num_blocks, config.host_blocks, config.block_size, config.prefix_caching, hasher),
             accounts: Accounts::new(&config),
             deadlines: Deadlines::default(),
@@ -290,5 +294,6 @@ impl Drop for Scheduler {
         for seq in self.seqs.values_mut() {
             self.kv.free_all(&mut seq.blocks);
         }
+        self.held.free_all(&mut self.kv);
     }
 }

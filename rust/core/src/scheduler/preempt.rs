@@ -55,6 +55,9 @@ impl Scheduler {
         // Each sequence needs at most one block. If that many are free, counting is unnecessary.
         if self.kv.free() < self.running.len() {
             while let (_, Some(needs_block)) = self.needed_blocks() {
+                if self.evict_one_held() {
+                    continue;
+                }
                 let victim = self.victim(|_| true).expect("who needs a block can lose its own");
                 let for_tag = self.seqs[needs_block].spec().tag;
                 self.preempt(victim, for_tag, PreemptionReason::Blocks, plan);
@@ -123,6 +126,7 @@ impl Scheduler {
                 // The previous need may have been an estimate.
                 need = need.min(self.needed_blocks().0);
             }
+            self.evict_held_for(reserved, need, urgent.blocks);
             if !self.fits_beside(reserved, need, Space::default(), urgent.blocks) && !self.could_fit(reserved, need, &urgent) {
                 // Under the fair policy, each step changes the tenants' service. Under other policies, the result
                 // changes only when a sequence is admitted or leaves.
@@ -216,6 +220,15 @@ impl Scheduler {
         let most =
             victims.fold(Space::default(), |space, (_, seq)| Space { slots: space.slots + 1, blocks: space.blocks + seq.blocks.held() });
         self.fits_beside(reserved, need, most, urgent.blocks)
+    }
+
+    /// Evicts held sequences if only blocks are missing for one more sequence that needs `blocks`.
+    fn evict_held_for(&mut self, reserved: Space, need: usize, blocks: usize) {
+        while self.running.free_slots() > reserved.slots && !self.fits_beside(reserved, need, Space::default(), blocks) {
+            if !self.evict_one_held() {
+                return;
+            }
+        }
     }
 
     /// Whether one more sequence that needs `blocks` fits beside the running sequences, which need `need` blocks now,

@@ -52,14 +52,19 @@ impl Scheduler {
         }
         let seq = &self.seqs[id];
         let known = seq.blocks.cached_len();
+        let continues = seq.spec().continues.map(|continues| (continues.held, continues.tokens.min(seq.len() - 1)));
         let shares = |parent: &Sequence| parent.is_decoding() && !seq.has_started();
         let parent = seq.parent().filter(|&parent| self.seqs.get(parent).is_some_and(shares));
         let cached = if let Some([seq, parent]) = parent.and_then(|parent| self.seqs.get_disjoint_mut([id, parent])) {
             let (blocks, tokens) = seq.blocks_and_tokens();
             self.kv.find(blocks, tokens, Some(&parent.blocks), step)
         } else {
+            let held = continues.and_then(|(held, known)| Some((self.held.get(held)?, known)));
             let (blocks, tokens) = self.seqs[id].blocks_and_tokens();
-            self.kv.find(blocks, tokens, None, step)
+            match held {
+                Some((held, known)) => self.kv.find_held(blocks, tokens, &held.blocks, held.computed.min(known), step),
+                None => self.kv.find(blocks, tokens, None, step),
+            }
         };
         // Some blocks found earlier may have been evicted.
         if self.seqs[id].blocks.cached_len() < known && self.is_being_computed(id) {

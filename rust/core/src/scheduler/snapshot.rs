@@ -111,6 +111,12 @@ impl Scheduler {
                 }
             }
         }
+        for id in self.held.iter().flat_map(|seq| seq.blocks.ids()) {
+            let block = &mut blocks[id.0 as usize - 1];
+            if *block == Snapshot::HELD {
+                *block = Snapshot::CACHED;
+            }
+        }
         let to_a_cell = blocks.len().div_ceil(max.max(1)).max(1);
         if to_a_cell == 1 {
             return (blocks, 1);

@@ -129,6 +129,11 @@ impl Lab {
         self.enter(tag, id);
     }
 
+    pub(crate) fn set_priority(&mut self, tag: u64, priority: i32) {
+        assert!(self.scheduler.set_priority(self.ids[&tag], priority, self.now));
+        self.check();
+    }
+
     pub(crate) fn abort(&mut self, tag: u64) {
         assert!(self.scheduler.abort(self.ids[&tag], self.now));
         let timeline = self.scheduler.explain(tag).expect("it ended just now");
@@ -183,6 +188,13 @@ impl Lab {
     }
 
     /// Runs until all requests have ended.
+    pub(crate) fn finish_requests(&mut self) {
+        while !self.scheduler.is_idle() {
+            self.step();
+        }
+    }
+
+    /// Runs until all requests have ended. Then all blocks must be free.
     pub(crate) fn finish(&mut self) {
         while !self.scheduler.is_idle() {
             if self.try_step().is_none() && !self.scheduler.is_idle() {

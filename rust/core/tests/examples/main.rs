@@ -7,6 +7,7 @@ mod deadline;
 mod fair;
 mod fcfs;
 mod forks;
+mod hold;
 mod journal;
 mod lab;
 mod preemption;

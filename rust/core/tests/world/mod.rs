@@ -3,8 +3,8 @@
 //! The property test and the fuzz target share it. They differ in the source of the calls.
 
 use chairlift_core::{
-    BACKGROUND, Config, Drafter, FinishReason, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request, Reservation, Resumed,
-    Scheduler, SeqId, StepBuffers, StepPlan, Timeline, Token,
+    BACKGROUND, Config, Continues, Drafter, FinishReason, HeldId, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request,
+    Reservation, Resumed, Scheduler, SeqId, StepBuffers, StepPlan, Timeline, Token,
 };
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -35,6 +35,22 @@ pub(crate) enum Op {
     },
     Abort(usize),
     Fork(usize),
+    /// Opens a held sequence.
+    Open {
+        salt: u8,
+        tenant: u8,
+    },
+    ForkHeld(usize),
+    DropHeld(usize),
+    /// Continues a held sequence, without its last `less` tokens, with `more`.
+    Continue {
+        which: usize,
+        less: usize,
+        more: Vec<Token>,
+        new: u32,
+        stop: bool,
+    },
+    SetPriority(usize, i32),
     /// Advances the clock.
     Wait(u64),
     Draft {
@@ -98,6 +114,17 @@ struct Live {
     family: u64,
     /// Whether the request may fail, because its cells were invalid or it may have shared the blocks of a failed request.
     exposed: bool,
+    /// The held sequence that the request continues.
+    continues: Option<HeldId>,
+}
+
+/// A held sequence from the test's view.
+#[derive(Clone)]
+struct Held {
+    id: HeldId,
+    salt: u8,
+    tenant: u8,
+    tokens: Vec<Token>,
 }
 
 /// The scheduler, the model's cache, and the requests from the caller's view.
@@ -116,6 +143,7 @@ pub(crate) struct World {
     arrays: Arrays,
     in_flight: VecDeque<(StepPlan, Vec<i32>)>,
     live: HashMap<u64, Live>,
+    held: Vec<Held>,
     outputs: Outputs,
     next_tag: u64,
     now: u64,
@@ -176,6 +204,7 @@ impl World {
             row_tag: vec![0; rows],
             in_flight: VecDeque::new(),
             live: HashMap::new(),
+            held: Vec::new(),
             outputs: Outputs::default(),
             next_tag: 0,
             now: 0,
@@ -199,14 +228,15 @@ impl World {
                     prompt,
                     max_new_tokens: new,
                     stop,
-                    salt: vec![salt; usize::from(salt)].into(),
+                    salt: salt_bytes(salt),
                     priority,
-                    tenant: ["", "a", "b"][usize::from(tenant)].into(),
+                    tenant: tenant_name(tenant),
                     weight: 1 + u32::from(tenant),
                     deadline: patience.map(|patience| came + 2 * patience),
                     ttft_deadline: patience.map(|patience| came + patience),
                     predicted_tokens: predicted,
                     resumed,
+                    continues: None,
                 };
                 let tag = self.next_tag;
                 self.add(request, salt, came);
@@ -217,6 +247,36 @@ impl World {
             Op::Fork(which) => {
                 if let Some(tag) = self.pick(which) {
                     self.fork(tag);
+                }
+            }
+            Op::Open { salt, tenant } => {
+                let id = self.scheduler.open(&tenant_name(tenant), &salt_bytes(salt), self.now);
+                self.held.push(Held { id, salt, tenant, tokens: Vec::new() });
+            }
+            Op::ForkHeld(which) => {
+                if let Some(held) = self.pick_held(which) {
+                    let mut fork = self.held[held].clone();
+                    let free = self.scheduler.stats().free_blocks;
+                    fork.id = self.scheduler.fork_held(fork.id, self.now).expect("it was not dropped");
+                    assert_eq!(self.scheduler.stats().free_blocks, free, "a fork takes no block");
+                    self.held.push(fork);
+                }
+            }
+            Op::DropHeld(which) => {
+                if let Some(held) = self.pick_held(which) {
+                    let held = self.held.swap_remove(held);
+                    assert!(self.scheduler.drop_held(held.id, self.now));
+                    assert!(!self.scheduler.drop_held(held.id, self.now), "dropped twice");
+                    assert_eq!(self.scheduler.fork_held(held.id, self.now), None);
+                }
+            }
+            Op::Continue { which, less, more, new, stop } => self.continue_held(which, less, &more, new, stop),
+            Op::SetPriority(which, priority) => {
+                if let Some(tag) = self.pick(which) {
+                    let live = self.live.get_mut(&tag).expect("picked");
+                    let moves = live.priority != BACKGROUND;
+                    assert_eq!(self.scheduler.set_priority(live.seq, priority, self.now), moves);
+                    live.priority = if moves { priority } else { BACKGROUND };
                 }
             }
             Op::Wait(time) => self.now += time,
@@ -242,6 +302,31 @@ impl World {
             }
         }
         self.scheduler.check();
+    }
+
+    fn pick_held(&self, which: usize) -> Option<usize> {
+        (!self.held.is_empty()).then(|| which % self.held.len())
+    }
+
+    fn continue_held(&mut self, which: usize, less: usize, more: &[Token], new: u32, stop: bool) {
+        let Some(held) = self.pick_held(which).map(|held| self.held[held].clone()) else { return };
+        let kept = held.tokens.len().saturating_sub(less);
+        let prompt = [&held.tokens[..kept], more].concat();
+        if prompt.is_empty() {
+            return;
+        }
+        let request = Request {
+            tag: self.next_tag,
+            prompt,
+            max_new_tokens: new,
+            stop: stop.then_some(VOCABULARY - 1).into_iter().collect(),
+            salt: salt_bytes(held.salt),
+            tenant: tenant_name(held.tenant),
+            weight: 1 + u32::from(held.tenant),
+            continues: Some(Continues { held: held.id, tokens: kept as u32 }),
+            ..Request::default()
+        };
+        self.add(request, held.salt, self.now);
     }
 
     /// Drafts `right` tokens that the model will choose, then `wrong` ones that it will not.
@@ -283,19 +368,21 @@ impl World {
         let config = *self.scheduler.config();
         let tag = self.next_tag;
         self.next_tag += 1;
+        let busy = request.continues.is_some_and(|continues| self.live.values().any(|live| live.continues == Some(continues.held)));
         let answered = request.resumed.map_or(0, |resumed| resumed.answered);
         let longest = request.prompt.len() as u32 - answered + request.max_new_tokens;
         let fits = longest <= config.max_model_len && (longest - 1).div_ceil(config.block_size) < config.num_blocks;
         match self.scheduler.add(request.clone(), came) {
             Ok(seq) => {
-                assert!(fits);
-                let Request { prompt: context, max_new_tokens, priority, tenant, stop, .. } = request;
+                assert!(fits && !busy);
+                let Request { prompt: context, max_new_tokens, priority, tenant, stop, continues, .. } = request;
                 let left = max_new_tokens - answered;
-                let stop = stop.first().copied();
-                let live = Live { seq, salt, context, left, stop, priority, tenant, family: tag, exposed: false };
+                let (stop, continues) = (stop.first().copied(), continues.map(|continues| continues.held));
+                let live = Live { seq, salt, context, left, stop, priority, tenant, family: tag, exposed: false, continues };
                 self.live.insert(tag, live);
                 self.watch(seq);
             }
+            Err(Rejected::HeldBusy) => assert!(fits && busy),
             Err(Rejected::QueueFull { queued, limit, .. }) => assert!(fits && queued > limit && request.resumed.is_none()),
             Err(error) => assert!(!fits, "{error:?}"),
         }
@@ -307,7 +394,7 @@ impl World {
         let (tokens, prompt_len) = self.scheduler.tokens(parent.seq).unwrap();
         let context = tokens[..prompt_len].to_vec();
         let left = parent.left + (tokens.len() - prompt_len) as u32;
-        let mut live = Live { context, left, ..parent.clone() };
+        let mut live = Live { context, left, continues: None, ..parent.clone() };
         live.seq = self.scheduler.fork(live.seq, self.next_tag, self.now).expect("the parent lives");
         self.watch(live.seq);
         self.live.insert(self.next_tag, live);
@@ -349,10 +436,14 @@ impl World {
         assert!(timeline.accepted_draft_tokens <= timeline.draft_tokens.min(timeline.output_tokens.saturating_sub(1)), "{timeline:?}");
         let early = matches!(timeline.finish, Some(FinishReason::Abort | FinishReason::Deadline | FinishReason::Error));
         self.ended.push((timeline.tag, timeline.finish));
-        if let Some(live) = self.live.remove(&timeline.tag)
-            && early
-            && live.exposed
+        let ended = self.live.remove(&timeline.tag);
+        let exposed = ended.as_ref().is_some_and(|live| live.exposed);
+        if let Some(live) = ended
+            && !early
+            && let Some(held) = self.held.iter_mut().find(|held| live.continues == Some(held.id))
         {
+            held.tokens = live.context;
+        } else if early && exposed {
             self.live.values_mut().for_each(|other| other.exposed = true);
         }
     }
@@ -562,6 +653,9 @@ impl World {
                 break;
             }
         }
+        while !self.held.is_empty() {
+            self.apply(Op::DropHeld(0));
+        }
         assert!(self.scheduler.is_idle() && self.live.is_empty(), "requests that never end: {:?}", self.scheduler.stats());
         let stats = self.scheduler.stats();
         assert_eq!((stats.free_blocks, stats.running, stats.waiting, stats.swapped), (stats.total_blocks, 0, 0, 0));
@@ -580,6 +674,14 @@ impl World {
         assert_eq!(replayed.steps, self.scheduler.stats().counters.steps);
         assert_eq!(replayed.ended.iter().map(|timeline| (timeline.tag, timeline.finish)).collect::<Vec<_>>(), self.ended);
     }
+}
+
+fn tenant_name(tenant: u8) -> std::sync::Arc<str> {
+    ["", "a", "b"][usize::from(tenant)].into()
+}
+
+fn salt_bytes(salt: u8) -> std::sync::Arc<[u8]> {
+    vec![salt; usize::from(salt)].into()
 }
 
 fn cells(array: &mut [i32]) -> &[Cell<i32>] {

@@ -1,0 +1,134 @@
+//! Held sequences: opens, forks, drops and evicts them, and changes the class of requests.
+
+use super::Scheduler;
+use crate::kv::SeqBlocks;
+use crate::phase::Phase;
+use crate::request::{BACKGROUND, FinishReason, HeldId, SeqId, Time};
+use crate::sequence::Sequence;
+use std::sync::Arc;
+
+impl Scheduler {
+    /// Opens a held sequence without tokens. A request that [continues](crate::Continues) it and ends by a stop or by
+    /// its length leaves its blocks to it. The blocks count against the tenant. They are the first to be evicted when
+    /// blocks are scarce. The next request then computes the tokens again.
+    pub fn open(&mut self, tenant: &Arc<str>, salt: &Arc<[u8]>, now: Time) -> HeldId {
+        self.accounts.tick(now);
+        self.insert_held(tenant, SeqBlocks::new(Arc::clone(salt)), 0)
+    }
+
+    /// Opens a copy of a held sequence. Both share all blocks. A request that continues one of them copies the partly
+    /// filled last block and shares the others. Returns `None` if the sequence was dropped. O(blocks).
+    pub fn fork_held(&mut self, id: HeldId, now: Time) -> Option<HeldId> {
+        self.accounts.tick(now);
+        let seq = self.held.get(id)?;
+        let (blocks, computed, tenant) = (self.kv.fork(&seq.blocks), seq.computed, Arc::clone(self.accounts.tenant_name(seq.tenant)));
+        self.held.touch(id);
+        Some(self.insert_held(&tenant, blocks, computed))
+    }
+
+    /// Drops a held sequence. Its blocks are free for the next step. Requests that continue it go on. Returns false if
+    /// it was dropped before.
+    pub fn drop_held(&mut self, id: HeldId, now: Time) -> bool {
+        self.accounts.tick(now);
+        if self.held.get(id).is_none() {
+            return false;
+        }
+        let tenant = self.release_held(id);
+        self.held.remove(id);
+        self.accounts.close_held(tenant);
+        true
+    }
+
+    /// Moves a waiting or running request to another class. Returns false if the request has ended, or if one of the
+    /// classes is [`BACKGROUND`].
+    pub fn set_priority(&mut self, id: SeqId, priority: i32, now: Time) -> bool {
+        let Some(seq) = self.seqs.get(id) else { return false };
+        self.accounts.tick(now);
+        let (before, phase) = (seq.spec().priority, seq.phase());
+        if before == BACKGROUND || priority == BACKGROUND {
+            return false;
+        }
+        if before == priority {
+            return true;
+        }
+        match phase {
+            Phase::Running { .. } => self.accounts.leaves_slot(seq.member()),
+            Phase::WaitingOnParent => {}
+            Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.dequeue(id),
+        }
+        let seq = &mut self.seqs[id];
+        self.accounts.change_class(seq, priority);
+        let member = seq.member();
+        match phase {
+            Phase::Running { .. } => {
+                self.accounts.runs(member);
+                self.running.change_class(before, priority);
+            }
+            Phase::WaitingOnParent => {}
+            Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.enqueue(id, true),
+        }
+        true
+    }
+
+    /// Number of held sequences, and the number of their blocks, where a shared block counts once for each.
+    pub fn held(&self) -> (usize, usize) {
+        (self.held.len(), self.held.blocks())
+    }
+
+    /// The number of a held sequence in the order of opening.
+    pub(crate) fn held_number(&self, id: HeldId) -> Option<u64> {
+        self.held.get(id).map(|seq| seq.number)
+    }
+
+    /// Number of held sequences opened so far.
+    pub(crate) fn opened(&self) -> u64 {
+        self.held.opened()
+    }
+
+    /// Gives the blocks of a sequence that ends by a stop or by its length to the held sequence that it continues.
+    pub(super) fn leave_blocks(&mut self, seq: &mut Sequence, reason: FinishReason) {
+        let Some(continues) = seq.spec().continues else { return };
+        if !self.held.end(continues.held) || !matches!(reason, FinishReason::Stop | FinishReason::Length) {
+            return;
+        }
+        self.release_held(continues.held);
+        // A sequence that was preempted has no blocks.
+        if seq.is_decoding() {
+            // Only uncommitted steps compute the last token.
+            let computed = seq.len() - 1;
+            let (blocks, computed) = self.kv.hold(&mut seq.blocks, computed);
+            self.held.fill(continues.held, blocks, computed, self.accounts.now());
+        }
+    }
+
+    /// Evicts held sequences until `blocks` are free. Evicts none if that cannot be enough. Returns whether as many are free.
+    pub(super) fn evict_held(&mut self, blocks: usize) -> bool {
+        if self.kv.free() + self.held.blocks() < blocks {
+            return false;
+        }
+        while self.kv.free() < blocks && self.evict_one_held() {}
+        self.kv.free() >= blocks
+    }
+
+    /// Evicts the least recently used held sequence. Returns false if there is none.
+    pub(super) fn evict_one_held(&mut self) -> bool {
+        let victim = self.held.victim(self.steps.plan_number());
+        victim.map(|id| self.release_held(id)).is_some()
+    }
+
+    /// Releases the blocks of a held sequence. Returns its tenant.
+    fn release_held(&mut self, id: HeldId) -> u32 {
+        let (mut blocks, tenant, time) = self.held.take(id, self.accounts.now());
+        self.accounts.book_held(tenant, blocks.held(), time);
+        self.kv.free_all(&mut blocks);
+        tenant
+    }
+
+    fn insert_held(&mut self, tenant: &Arc<str>, blocks: SeqBlocks, computed: u32) -> HeldId {
+        let (tenant, new) = self.accounts.open_held(tenant);
+        if new && self.config.policy.has_tenants() {
+            self.waiting.introduce_tenant(tenant);
+        }
+        self.held.open(tenant, blocks, computed, self.accounts.now())
+    }
+}
