@@ -182,7 +182,7 @@ impl<C: Cell> Attend<'_, C> {
     fn scan<S: Simd>(&mut self, s: S, tile: &mut Tile<C>, sequence: usize, within: Range<usize>, rows: Range<usize>) {
         let seen = union(&self.scratch.seen[rows.clone()]);
         let seen = seen.start.max(within.start)..seen.end.min(within.end);
-        let most = S::VECTORS * S::ROWS / VECTORS;
+        let most = most_rows::<S>();
         for start in (seen.start / TILE * TILE..seen.end).step_by(TILE) {
             tile.start = start;
             tile.tokens = seen.start.max(start) - start..seen.end.min(start + TILE) - start;
@@ -267,8 +267,8 @@ impl<C: Cell> Attend<'_, C> {
             let query = self.scratch.query.as_ptr().add(rows.start * pages.shape.head_dim);
             for v in (vectors.start / VECTORS * VECTORS..vectors.end).step_by(VECTORS) {
                 match rows.len() {
-                    6 => products::<S, C, 6>(s, query, pages.shape.head_dim, tile, v, &mut scores),
-                    3 => products::<S, C, 3>(s, query, pages.shape.head_dim, tile, v, &mut scores),
+                    6 if most_rows::<S>() >= 6 => products::<S, C, 6>(s, query, pages.shape.head_dim, tile, v, &mut scores),
+                    3 if most_rows::<S>() >= 3 => products::<S, C, 3>(s, query, pages.shape.head_dim, tile, v, &mut scores),
                     _ => products::<S, C, 1>(s, query, pages.shape.head_dim, tile, v, &mut scores),
                 }
             }
@@ -302,11 +302,11 @@ impl<C: Cell> Attend<'_, C> {
             while d < padded {
                 let wide = padded - d >= VECTORS * S::LANES;
                 match (rows.len(), wide) {
-                    (6, true) => weighted.add::<S, 6, VECTORS>(s, d),
-                    (3, true) => weighted.add::<S, 3, VECTORS>(s, d),
+                    (6, true) if most_rows::<S>() >= 6 => weighted.add::<S, 6, VECTORS>(s, d),
+                    (3, true) if most_rows::<S>() >= 3 => weighted.add::<S, 3, VECTORS>(s, d),
                     (_, true) => weighted.add::<S, 1, VECTORS>(s, d),
-                    (6, false) => weighted.add::<S, 6, 1>(s, d),
-                    (3, false) => weighted.add::<S, 3, 1>(s, d),
+                    (6, false) if most_rows::<S>() >= 6 => weighted.add::<S, 6, 1>(s, d),
+                    (3, false) if most_rows::<S>() >= 3 => weighted.add::<S, 3, 1>(s, d),
                     (_, false) => weighted.add::<S, 1, 1>(s, d),
                 }
                 d += if wide { VECTORS * S::LANES } else { S::LANES };
@@ -346,6 +346,12 @@ impl<C: Cell> Attend<'_, C> {
 #[inline(always)]
 fn union(ranges: &[Range<usize>]) -> Range<usize> {
     ranges.iter().fold(ranges[0].clone(), |all, range| all.start.min(range.start)..all.end.max(range.end))
+}
+
+/// Maximum rows of a micro-tile with these registers. The kernels for more rows are not compiled.
+#[inline(always)]
+const fn most_rows<S: Simd>() -> usize {
+    S::VECTORS * S::ROWS / VECTORS
 }
 
 /// Dot products of `R` queries with the keys in [`VECTORS`] of the tile's registers.

@@ -222,7 +222,7 @@ impl Packed<'_> {
             Store::F32(numbers) => self.sum_numbers(isa, numbers, panels, tiles, sums, expanded),
             Store::F16(numbers) => self.sum_numbers(isa, numbers, panels, tiles, sums, expanded),
             Store::Bf16(numbers) => self.sum_numbers(isa, numbers, panels, tiles, sums, expanded),
-            Store::Blocks(blocks) if tiles.len() == 1 && ggml::fused_rows(rows) => {
+            Store::Blocks(blocks) if tiles.len() == 1 && ggml::fused_rows(isa, rows) => {
                 // SAFETY: an earlier phase packed these rows, and no thread writes them now.
                 let a = unsafe { self.floats.read(first * ins, rows * ins) };
                 for (panel, sums) in panels.zip(sums.chunks_exact_mut(rows * width)) {

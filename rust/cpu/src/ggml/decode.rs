@@ -34,9 +34,10 @@ const FIVE: u8 = 2;
 const SIX: u8 = 3;
 const EIGHT: u8 = 4;
 
-/// Whether [`multiply`] should compute a tile with this number of rows.
-pub(crate) fn fused_rows(rows: usize) -> bool {
-    rows <= FUSED_ROWS
+/// Whether [`multiply`] should compute a tile with this number of rows. Portable code always expands first: its many unrolled variants
+/// would be half of the crate's compile time.
+pub(crate) fn fused_rows(isa: Isa, rows: usize) -> bool {
+    isa != Isa::Portable && rows <= FUSED_ROWS
 }
 
 /// Multiplies a tile of `rows` rows `a` \[ins\]\[rows\] by a panel. Writes the result to `sums` \[rows\]\[columns\].
@@ -359,6 +360,10 @@ impl Kernel for Multiply<'_> {
 
     #[inline(always)]
     fn run<S: Int8>(self, s: S) {
+        // See `fused_rows`.
+        if !S::FUSED {
+            unreachable!("portable code expands the weights first");
+        }
         macro_rules! by_decoding {
             ($r:literal $($d:ident)*) => {
                 match (self.from.decoding::<S>(), S::VECTORS) {

@@ -147,7 +147,7 @@ fn products_are_those_of_expanded_weights_to_the_bit() {
             let panels = packed(isa, kind, &random_blocks(kind, width, ins, 11), ins);
             let mut expanded = vec![0.0; ins * width];
             expand(isa, &panels, 0, 0..ins, &mut expanded);
-            for rows in (1..=isa.rows()).filter(|&rows| fused_rows(rows)) {
+            for rows in (1..=isa.rows()).filter(|&rows| fused_rows(isa, rows)) {
                 let a: Vec<f32> = (0..rows * ins).map(|i| ((i * 37 % 101) as f32 - 50.0) / 64.0).collect();
                 let mut sums = vec![f32::NAN; rows * width];
                 multiply(isa, &panels, 0, rows, &a, &mut sums);
