@@ -145,6 +145,8 @@ impl Scheduler {
                 }
                 let reason = reason.filter(|_| !background).unwrap_or(PreemptionReason::Priority);
                 self.preempt(victim, urgent.tag, reason, plan);
+                // Held sequences may share the blocks that the victim held.
+                self.evict_held_for(reserved, need, urgent.blocks);
             }
             reserved.slots += 1;
             reserved.blocks += urgent.blocks;

@@ -106,3 +106,17 @@ fn a_request_that_gets_more_urgent_goes_first() {
     assert_eq!(lab.ended.values().filter(|timeline| timeline.priority == 9).count(), 1);
     assert!(lab.ended[&3].ended > lab.ended[&2].ended);
 }
+
+#[test]
+fn blocks_that_a_preempted_request_shared_with_a_held_sequence_become_free() {
+    // Eight usable blocks and one slot. The running request shares two blocks with the held sequence, which has a third.
+    let mut lab = Lab::new(Config { num_blocks: 9, watermark: 0, max_seqs: 1, prefix_caching: false, ..plenty(Policy::Priority) });
+    let first = held(&mut lab);
+    lab.add(continues(first, 2, 41, 40, 20));
+    lab.step();
+    lab.add(Request { priority: -1, ..ask(3, 100, 20) });
+    assert_eq!(lab.step().admitted, [3]);
+    lab.finish_requests();
+    lab.scheduler.drop_held(first, lab.now);
+    lab.finish();
+}
