@@ -378,7 +378,9 @@ impl World {
                 let Request { prompt: context, max_new_tokens, priority, tenant, stop, continues, .. } = request;
                 let left = max_new_tokens - answered;
                 let (stop, continues) = (stop.first().copied(), continues.map(|continues| continues.held));
-                let live = Live { seq, salt, context, left, stop, priority, tenant, family: tag, exposed: false, continues };
+                // It may share blocks of a request that shares blocks of a poisoned one.
+                let exposed = self.live.values().any(|live| live.exposed && live.salt == salt);
+                let live = Live { seq, salt, context, left, stop, priority, tenant, family: tag, exposed, continues };
                 self.live.insert(tag, live);
                 self.watch(seq);
             }
