@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from sqlite3 import Connection, Row
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chairlift.server.errors import ApiError, brief
 from chairlift.server.storage.database import Database
 from chairlift.server.storage.files import Files, StoredFile, insert_file
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection, Row
 
 MAX_OPEN_BATCHES = 32
 """Batches of one tenant that have not ended."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from chairlift.errors import InvalidSetting
+
+if TYPE_CHECKING:
+    import sqlite3
 
 T = TypeVar("T")
 
@@ -44,6 +46,8 @@ class Database:
 
     def __init__(self, directory: Path) -> None:
         """Opens or creates the database for this process alone; raises InvalidSetting."""
+        import sqlite3
+
         self._thread = ThreadPoolExecutor(1, "chairlift-data")
         try:
             self._connection: sqlite3.Connection = self._thread.submit(_open, directory / "chairlift.sqlite3").result()
@@ -78,6 +82,8 @@ class Database:
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    import sqlite3
+
     connection = sqlite3.connect(path, isolation_level=None, timeout=1.0)
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # a second server must not run the same batches

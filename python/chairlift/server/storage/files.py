@@ -10,11 +10,13 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from sqlite3 import Connection
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from chairlift.server.errors import ApiError, brief
 from chairlift.server.storage.database import Database
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
 
 MAX_FILE_BYTES = 200 << 20
 """OpenAI's limit of a batch's input."""
