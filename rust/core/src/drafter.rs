@@ -99,6 +99,8 @@ impl Drafter {
 
     /// Enables drafting for a sequence. Its finished text is kept for sequences of the same tenant and cache salt.
     pub fn watch(&mut self, id: SeqId, core: &mut Recorder) {
+        // The new sequence may get the place of a finished one.
+        self.learn_finished(core);
         let Some(key) = core.owner(id) else { return };
         self.seqs.insert(id, Drafted { index: Index::default(), draft: Vec::new(), source: Source::Grammar, key });
         if self.corpus.is_some() {
