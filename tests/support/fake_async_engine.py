@@ -17,7 +17,7 @@ from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRe
 from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
-from chairlift.server.app import application, build
+from chairlift.server.app import application, guarded
 from chairlift.server.batch.runner import BatchRunner
 from chairlift.server.http.protocol import HttpProtocol
 from chairlift.server.keys import read_keys
@@ -274,9 +274,10 @@ def serving(engine: FakeEngine, api_key: str | None = None, **settings: Any) -> 
     config = ServerConfig(api_key=api_key, **settings)
     if config.data_dir is not None:
         service.storage = Storage(config.data_dir, config.max_data_size)
+    app = application(service, config.max_body_size)
     server = uvicorn.Server(
         uvicorn.Config(
-            build(service, config, read_keys(config.api_key, config.api_key_file)),
+            guarded(app, config, read_keys(config.api_key, config.api_key_file)),
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
             port=0,
@@ -291,7 +292,7 @@ def serving(engine: FakeEngine, api_key: str | None = None, **settings: Any) -> 
     async def run() -> None:
         batches = None
         if service.storage is not None:
-            runner = BatchRunner(application(service, config.max_body_size), service, service.storage, config.max_body_size)
+            runner = BatchRunner(app, service, service.storage, config.max_body_size)
             batches = asyncio.create_task(runner.run())
         await server.serve()
         if batches is not None:

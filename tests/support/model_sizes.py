@@ -14,15 +14,13 @@ SMALL = {
     "max_position_embeddings": 1000,
 }
 MODEL = ModelConfig.parse(SMALL)
-LARGE = ModelConfig.parse(
-    SMALL
-    | {
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-    }
-)
+LARGE_SHAPE = SMALL | {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+LARGE = ModelConfig.parse(LARGE_SHAPE)

@@ -44,7 +44,7 @@ def locate(model: str, revision: str | None = None, directory: str | None = None
         if path.suffix != ".gguf":
             raise ModelNotFound(f"{path} is a file but not a .gguf one; name a .gguf file, or the directory that holds config.json")
         return _gguf(path, cache, progress)
-    if _HUB_NAME.fullmatch(model) and not model.startswith("."):
+    if _is_hub_name(model):
         return _directory(_from_hub(model, revision, hub_dir(directory)), cache, progress)
     raise ModelNotFound(
         f"there is no model {model!r} here; name a directory with config.json and *.safetensors, a .gguf file, "
@@ -74,8 +74,12 @@ def delete_model(model: str, directory: str | None = None) -> None:
     shutil.rmtree(path)
 
 
+def _is_hub_name(model: str) -> bool:
+    return _HUB_NAME.fullmatch(model) is not None and not model.startswith(".")
+
+
 def _check_remote(model: str) -> None:
-    if model != DEFAULT_MODEL and (not _HUB_NAME.fullmatch(model) or model.startswith(".")):
+    if model != DEFAULT_MODEL and not _is_hub_name(model):
         raise ModelNotFound(f"{model!r} is neither {DEFAULT_MODEL} nor a model of the Hugging Face hub (organisation/model)")
 
 

@@ -215,7 +215,7 @@ class Engine:
 
     def open_sequence(self, tenant: str, cache_salt: str | None, lease: float) -> int:
         """Opens a held sequence, which is dropped if it is not used for `lease` seconds. Raises TooManySequences."""
-        return self._held.open(tenant, (cache_salt or "").encode(), int(lease * 1e6), _now())
+        return self._held.open(tenant, _shared_salt(cache_salt), int(lease * 1e6), _now())
 
     def fork_sequence(self, handle: int) -> int:
         """Opens a held sequence that shares the blocks of another. Raises SequenceDropped and TooManySequences."""
@@ -380,7 +380,7 @@ class Engine:
         UTF-8, so no caller's salt can be equal.
         """
         if params.prompt_logprobs is None:
-            return (scheduling.cache_salt or "").encode()
+            return _shared_salt(scheduling.cache_salt)
         return b"\xff" + next(self._unique_salts).to_bytes(8)
 
     def _expire(self, now: int) -> list[dict[str, Any]]:
@@ -609,6 +609,11 @@ def _public_error(error: BaseException) -> BaseException:
         case _core.Rejected():
             return InvalidRequest(str(error), param="prompt")
     return error
+
+
+def _shared_salt(cache_salt: str | None) -> bytes:
+    """The salt of prefix cache entries and held sequences under a caller's `cache_salt`."""
+    return (cache_salt or "").encode()
 
 
 def _now() -> int:

@@ -35,14 +35,13 @@ PROBES = ("/live", "/ready", "/health", "/ping", "/metrics", "/dashboard/data", 
 """Paths that orchestrators and monitoring poll; they are left out of the access log."""
 
 
-def build(service: Service, config: ServerConfig, keys: Keys) -> ASGIApp:
-    """Builds the ASGI application with the access rules of `config` and `keys`."""
-    app = application(service, config.max_body_size)
+def guarded(app: Starlette, config: ServerConfig, keys: Keys) -> ASGIApp:
+    """Puts the access checks of `config` and `keys` before an `application`."""
     origins = config.cors_allow_origins or ()
     guards_host = not keys and config.uds is None and is_loopback(config.host)
     # Without keys, the check of the Host header protects /metrics.
     open_paths = PROBE_PATHS | ({"/metrics"} if config.public_metrics and keys else set())
-    middleware = AccessMiddleware(app, service, AccessPolicy(keys, config.host if guards_host else None, origins, open_paths))
+    middleware = AccessMiddleware(app, app.state.service, AccessPolicy(keys, config.host if guards_host else None, origins, open_paths))
     if not origins:
         return middleware
     # CORS wraps the access check: browsers send preflight requests without a key.

@@ -15,7 +15,7 @@ import uvicorn
 
 from chairlift.config import ServerConfig
 from chairlift.server.admin import AdminApp
-from chairlift.server.app import PROBES, application, build
+from chairlift.server.app import PROBES, application, guarded
 from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.sockets import address
 from chairlift.server.keys import Keys
@@ -91,9 +91,10 @@ class Supervisor:
         logging.getLogger("uvicorn.access").addFilter(_is_not_probe)
         logging.getLogger("uvicorn.access").addFilter(redact_query)
         logging.getLogger("asyncio").addFilter(_is_not_broken_pipe)
+        self._app = application(self._service, config.max_body_size)
         self._http = HttpServer(
             uvicorn.Config(
-                build(self._service, config, keys),
+                guarded(self._app, config, keys),
                 http=HttpProtocol,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
@@ -168,8 +169,7 @@ class Supervisor:
             return None
         from chairlift.server.batch.runner import BatchRunner
 
-        app = application(self._service, self._config.max_body_size)
-        return asyncio.create_task(BatchRunner(app, self._service, storage, self._config.max_body_size).run())
+        return asyncio.create_task(BatchRunner(self._app, self._service, storage, self._config.max_body_size).run())
 
     def _stop(self, reason: str) -> None:
         """Begins the shutdown; a second call ends it immediately."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_sizes import GIB, LARGE_SHAPE, MIB
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, OutOfMemory
@@ -21,19 +22,7 @@ from chairlift.runner.memory.sizing import StepSize, block_bytes
 from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
 
-GIB, MIB = 1 << 30, 1 << 20
-RAW = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+RAW = LARGE_SHAPE | {"tie_word_embeddings": False, "dtype": "bfloat16"}
 MODEL = ModelConfig.parse(RAW)
 CUDA = EngineConfig(device="cuda")
 PRECISION = decide(CUDA, MODEL, 0)

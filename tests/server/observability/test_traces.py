@@ -3,14 +3,14 @@
 import asyncio
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import httpx
 import pytest
 from fake_async_engine import MODEL, FakeEngine, serving, timeline, wait_until
+from local_server import local_server
 
 from chairlift.errors import EngineDead, InvalidSetting
 from chairlift.server.observability import traces
@@ -40,12 +40,8 @@ def receiver():
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Take) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/v1/traces", spans
-        finally:
-            server.shutdown()
+    with local_server(Take) as url:
+        yield f"{url}/v1/traces", spans
 
 
 def values(span):
