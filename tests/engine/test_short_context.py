@@ -6,7 +6,7 @@ import pytest
 
 from chairlift import LLM
 from chairlift.config import EngineConfig
-from chairlift.engine.table import warn_of_short_context
+from chairlift.engine.facts import warn_of_short_context
 
 
 def test_a_cache_of_three_blocks_is_warned_of(byte_model, caplog):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,17 +19,17 @@ from chairlift.checkpoint.generation_config import recommended_sampling
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
-from chairlift.engine.fingerprint import fingerprint
+from chairlift.engine.facts import start_facts
 from chairlift.engine.frames import ResumedChoice, StepOutputs
 from chairlift.engine.held_sequences import HeldSequences
 from chairlift.engine.journal import Journal
+from chairlift.engine.sequences import Sequences, shared_salt
 from chairlift.engine.split_step import SplitStep
-from chairlift.errors import InvalidRequest, OutOfMemory, QueueFull
+from chairlift.errors import InvalidRequest, OutOfMemory
 from chairlift.grammar.grammars import Grammar, Grammars
 from chairlift.grammar.trial import Vocabulary
 from chairlift.runner.buffers import StepSizes
 from chairlift.runner.null_runner import NullRunner
-from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import eos_token_ids, tokenizer_file
@@ -39,7 +37,6 @@ from chairlift.tokenizer import eos_token_ids, tokenizer_file
 if TYPE_CHECKING:
     from chairlift.runner.buffers import Sampled
     from chairlift.runner.interface import Runner
-    from chairlift.runner.sampling.matcher import Matcher
 
 
 log = logging.getLogger("chairlift")
@@ -47,24 +44,6 @@ log = logging.getLogger("chairlift")
 
 SNAPSHOT_WAITING, SNAPSHOT_CELLS = 64, 4096
 """Most waiting requests and most cells of the KV map in a snapshot."""
-
-
-@dataclass(slots=True)
-class _RequestState:
-    """The engine's state of a sequence that has not ended."""
-
-    seq: int
-    """The core's handle."""
-    params: SamplingParams
-    seed: int
-    prompt: PromptLogprobs | None = None
-    """Progress of the prompt's log-probabilities, shared by the request's sequences; None if they are not requested."""
-    new_matcher: Callable[[], Matcher] | None = None
-    """Makes a grammar matcher at the start of the output; None without a grammar."""
-    slot: int | None = None
-    """Its current or last batch slot."""
-    held: int | None = None
-    """The held sequence that it continues."""
 
 
 @dataclass(slots=True)
@@ -99,44 +78,27 @@ class Engine:
         self.runner = runner = _build_runner(config, directory, eos, on_phase)
         self._scheduler = _build_scheduler(config, runner)
         self._drafts_forced_tokens = config.speculative_method == "auto" and not runner.overlaps
+        self._eos = sorted(eos)
         self._held = HeldSequences(self._scheduler)
         self._buffers = [_core.StepBuffers(**buffers.arrays()) for buffers in runner.buffers]
         self._next_buffer = 0
         self._plans: deque[_core.StepPlan] = deque()  # not yet committed, oldest first
         self._in_flight: _InFlightStep | None = None  # launched, but not sampled
         self._split_step = SplitStep(runner, config.block_size)
-        self._live: dict[int, _RequestState] = {}
+        self._sequences = Sequences(config, self._scheduler, self._held, runner, self._eos)
         self._slot_tags = np.zeros(runner.max_num_seqs, dtype=np.uint64)  # the last sequence of each batch slot
-        self._unique_salts = itertools.count()
         self._failed_slots: set[int] = set()  # their sequences cannot be sampled and end with an error
         self.stage = "idle", time.monotonic()
         """The current part of a step (`plan`, `run` or `commit`) and its start. Not reset after a step."""
-        self._eos = sorted(eos)
         vocab_size = runner.model_config.vocab_size
         ends = tuple(token for token in self._eos if token < vocab_size)
         self._grammars = Grammars(Vocabulary(tokenizer_file(directory, config.tokenizer), vocab_size, ends))
-        self.facts: dict[str, object] = {
-            "model": config.model,
-            "max_model_len": runner.max_model_len,
-            "num_kv_blocks": runner.num_kv_blocks - 1,
-            "block_size": config.block_size,
-            "max_num_seqs": runner.max_num_seqs,
-            "max_num_batched_tokens": runner.max_num_batched_tokens,
-            "determinism": "batch-invariant" if runner.batch_invariant else "best-effort",
-            "fingerprint": fingerprint(config, directory, runner) if runner.batch_invariant else None,
-            "decisions": [
-                list(decision)
-                for decision in (*runner.decisions, *_speculation_decision(config, runner), _sampling_decision(config, sampling))
-            ],
-            "default_sampling": sampling,
-            "vocab_size": vocab_size,
-            "eos_token_ids": self._eos,
-        }
+        self.facts = start_facts(config, directory, runner, self._eos, sampling)
 
     @property
     def has_work(self) -> bool:
         """Whether any request or step is unfinished."""
-        return bool(self._live or self._plans)
+        return bool(self._sequences or self._plans)
 
     def compile(self, params: SamplingParams) -> Future[Grammar] | None:
         """Starts compiling the request's grammar on another thread; None if it has none. Raises QueueFull."""
@@ -162,60 +124,34 @@ class Engine:
         its last token. `continues` is a held sequence of the same tenant and salt, and how many leading tokens of the prompt are its
         tokens; the request must have one answer. Raises InvalidRequest if the request can never run and QueueFull if it cannot wait.
         """
-        scheduling = scheduling or Scheduling()
-        tags = range(tag, tag + params.num_sequences)
-        if not self._live.keys().isdisjoint(tags):
-            raise InvalidRequest(f"request {tag} is already running", param="request_id")
-        tokens = np.ascontiguousarray(prompt, dtype=np.int32)
-        vocab_size = self.runner.model_config.vocab_size
-        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
-            raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
         if not self.runner.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise InvalidRequest("without a model (--load-format none) there are no log-probabilities: leave them out", param="logprobs")
-        now, spent = min(_now(), submitted or sys.maxsize), spent or {}
-        # The log-probabilities of a resumed request's prompt have been sent.
-        scores = None if params.prompt_logprobs is None or resumed else PromptLogprobs(tag, tokens, params.prompt_logprobs)
-        compiled = self._grammar(params, grammar or self.compile(params))
-        new_matcher = None if compiled is None else compiled.matcher
-        arrived, salt = now - sum(spent.values()), self._salt(params, scheduling)
-        held = None if continues is None else continues[0]
-
-        def live(index: int, seq: int) -> None:
-            self._live[tag + index] = _RequestState(seq, params, self._seed(tag + index, index, params), scores, new_matcher, held=held)
-            self._scheduler.prepared(seq, list(spent.items()))
-
-        if held is not None:
-            self._held.begin(held, _now())
-        try:
-            for one in resumed:
-                live(one.choice, self._schedule(tag + one.choice, tokens, params, scheduling, salt, now, arrived, one))
-            if not resumed:
-                live(0, first := self._schedule(tag, tokens, params, scheduling, salt, now, arrived, continues=continues))
-                for index, fork in enumerate(tags[1:], 1):
-                    live(index, self._scheduler.fork(first, fork, now))
-        except BaseException as error:
-            for added in tags:
-                self.abort(added)
-            if held is not None:
-                self._held.end(held, _now())
-            raise _public_error(error) from None
+        self._sequences.add(
+            tag,
+            prompt,
+            params,
+            scheduling or Scheduling(),
+            _now(),
+            submitted=submitted,
+            grammar=grammar or self.compile(params),
+            spent=spent or {},
+            resumed=resumed,
+            continues=continues,
+        )
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
         """Ends a sequence without further output and frees its memory; False if it has ended already.
 
         `stopped` counts it as finished by a stop string instead of aborted.
         """
-        request = self._live.get(tag)
-        if request is None:
-            return False
-        self._forget(tag)
-        found = (self._scheduler.stop if stopped else self._scheduler.abort)(request.seq, _now())
-        self._write_journal()
+        found = self._sequences.abort(tag, _now(), stopped=stopped)
+        if found:
+            self._write_journal()
         return found
 
     def open_sequence(self, tenant: str, cache_salt: str | None, lease: float) -> int:
         """Opens a held sequence, which is dropped if it is not used for `lease` seconds. Raises TooManySequences."""
-        return self._held.open(tenant, _shared_salt(cache_salt), int(lease * 1e6), _now())
+        return self._held.open(tenant, shared_salt(cache_salt), int(lease * 1e6), _now())
 
     def fork_sequence(self, handle: int) -> int:
         """Opens a held sequence that shares the blocks of another. Raises SequenceDropped and TooManySequences."""
@@ -227,7 +163,7 @@ class Engine:
 
     def set_priority(self, tag: int, priority: int) -> None:
         """Moves a sequence that has not ended to another class."""
-        if (request := self._live.get(tag)) is not None:
+        if (request := self._sequences.get(tag)) is not None:
             self._scheduler.set_priority(request.seq, priority, _now())
 
     def step(self) -> StepOutputs | None:
@@ -315,88 +251,13 @@ class Engine:
             self._write_journal()
             self._journal.close()
 
-    @staticmethod
-    def _grammar(params: SamplingParams, compiling: Future[Grammar] | None) -> Grammar | None:
-        """Waits for the compiled grammar. Raises InvalidRequest, naming the request's field."""
-        if compiling is None or params.structured_output is None:
-            return None
-        try:
-            return compiling.result()
-        except InvalidRequest as error:
-            param = params.structured_output.param
-            raise InvalidRequest(f"{param} cannot be used: {error}", param=param, code=error.code) from None
-
-    def _schedule(
-        self,
-        tag: int,
-        tokens: np.ndarray,
-        params: SamplingParams,
-        scheduling: Scheduling,
-        salt: bytes,
-        now: int,
-        arrived: int,
-        resumed: ResumedChoice | None = None,
-        continues: tuple[int, int] | None = None,
-    ) -> int:
-        """Adds a sequence to the scheduler. Deadlines and the times of `resumed` count from `arrived`."""
-        max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self.runner.max_model_len - tokens.size)
-
-        def deadline(milliseconds: float | None) -> int | None:
-            return None if milliseconds is None else arrived + int(milliseconds * 1000)
-
-        earlier = None
-        if resumed is not None:
-            answer = np.frombuffer(resumed.answer, dtype=np.int32)
-            tokens = np.concatenate((tokens, answer))
-            first_token = None if resumed.first_token is None else arrived + resumed.first_token
-            earlier = len(answer), resumed.cached_tokens, arrived + resumed.submitted, arrived + resumed.started, first_token
-        return self._scheduler.add(
-            tag,
-            tokens,
-            max_tokens,
-            self._end_tokens(params),
-            now,
-            salt=salt,
-            priority=scheduling.priority,
-            tenant=scheduling.tenant,
-            weight=(self.config.tenant_weights or {}).get(scheduling.tenant, 1),
-            deadline=deadline(scheduling.deadline_ms),
-            ttft_deadline=deadline(scheduling.ttft_deadline_ms),
-            predicted_tokens=scheduling.predicted_tokens,
-            resumed=earlier,
-            continues=continues,
-            draft=params.verifiable,
-        )
-
-    def _end_tokens(self, params: SamplingParams) -> list[int]:
-        """The token ids at which a sequence stops."""
-        ends = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos)]
-        return [token for token in ends if token < self.runner.model_config.vocab_size]
-
-    def _salt(self, params: SamplingParams, scheduling: Scheduling) -> bytes:
-        """The salt of a request's prefix cache entries. Requests with equal salts share KV blocks.
-
-        A request with prompt log-probabilities gets a unique salt, because all its positions must be computed. Byte 255 is not valid
-        UTF-8, so no caller's salt can be equal.
-        """
-        if params.prompt_logprobs is None:
-            return _shared_salt(scheduling.cache_salt)
-        return b"\xff" + next(self._unique_salts).to_bytes(8)
-
     def _expire(self, now: int) -> list[dict[str, Any]]:
         """Ends the requests that missed their deadlines and returns their timelines."""
         self._held.expire(now)
         expired = self._scheduler.expire(now)
         for timeline in expired:
-            self._forget(timeline["tag"])
+            self._sequences.forget(timeline["tag"], now)
         return expired
-
-    def _forget(self, tag: int) -> _RequestState:
-        """Forgets a sequence that has ended or is about to be ended."""
-        request = self._live.pop(tag)
-        if request.held is not None:
-            self._held.end(request.held, _now())
-        return request
 
     def _plan_and_launch(self, now: int, started: list[tuple[int, int, int]]) -> _InFlightStep | None:
         """Plans a step and launches it; None if there is nothing to run. Adds admitted sequences to `started`."""
@@ -427,7 +288,7 @@ class Engine:
         """The running sequences whose grammar leaves no choice, each with its next tokens; none if they are not drafted."""
         if not self._drafts_forced_tokens:
             return []
-        owners = [(self._live.get(int(self._slot_tags[slot])), tokens) for slot, tokens in self.runner.forced_tokens()]
+        owners = [(self._sequences.get(int(self._slot_tags[slot])), tokens) for slot, tokens in self.runner.forced_tokens()]
         return [(request.seq, tokens) for request, tokens in owners if request is not None]
 
     def _sample(self, step: _InFlightStep, starved: list[Mapping[str, Any]]) -> None:
@@ -445,7 +306,7 @@ class Engine:
         step.sampled, failed_slots = self._split_step.run(step.buffer_index, step.sizes, self._last_token, self._re_add, _now())
         for slot in failed_slots:
             tag = int(self._slot_tags[slot])
-            if (request := self._live.get(tag)) is not None and request.slot == slot:
+            if (request := self._sequences.get(tag)) is not None and request.slot == slot:
                 # Before the commit, so that the prefix cache does not keep blocks that were not computed.
                 self._scheduler.fail(request.seq, _now())
                 self._remove(tag)
@@ -471,27 +332,27 @@ class Engine:
 
     def _last_token(self, slot: int) -> int:
         """The token that a slot sampled last; 0 if its sequence has ended."""
-        request = self._live.get(int(self._slot_tags[slot]))
+        request = self._sequences.get(int(self._slot_tags[slot]))
         return 0 if request is None else int(np.frombuffer(self._scheduler.tokens(request.seq)[0], dtype=np.int32)[-1])
 
     def _re_add(self, slots: Iterable[int]) -> None:
         """Adds the live sequences of these slots to the runner again, which resets their sampling state."""
         for slot in slots:
             tag = int(self._slot_tags[slot])
-            if (request := self._live.get(tag)) is not None and request.slot == slot:
+            if (request := self._sequences.get(tag)) is not None and request.slot == slot:
                 self._assign_slot(slot, request.seq, tag)
 
     def _remove(self, tag: int) -> None:
         """Forgets a sequence that has ended and frees its slot, unless another sequence has it."""
-        slot = self._forget(tag).slot
+        slot = self._sequences.forget(tag, _now()).slot
         if slot is not None and self._slot_tags[slot] == tag:
             self.runner.remove_request(slot)
 
     def _abandon(self) -> None:
         """Ends every request and discards every step."""
         # Requests end before the commit, so that the prefix cache keeps no block of a step that never ran.
-        for tag in list(self._live):
-            self.abort(tag)
+        self._sequences.abort_all(_now())
+        self._write_journal()
         self._in_flight = None
         while self._plans:
             plan = self._plans.popleft()
@@ -501,28 +362,23 @@ class Engine:
     def _assign_slot(self, slot: int, seq: int, tag: int) -> None:
         """Adds a sequence to the runner. If its sampling parameters fail there, only this sequence ends."""
         tokens, prompt_len = self._scheduler.tokens(seq)
-        request, ids = self._live[tag], np.frombuffer(tokens, dtype=np.int32)
+        request, ids = self._sequences.get(tag), np.frombuffer(tokens, dtype=np.int32)
+        assert request is not None  # the step has its tokens
         request.slot, self._slot_tags[slot] = slot, tag
         self._failed_slots.discard(slot)
         try:
             matcher = None if request.new_matcher is None else request.new_matcher()
-            ends = self._end_tokens(request.params)
+            ends = self._sequences.end_tokens(request.params)
             self.runner.add_request(slot, request.params, ids, prompt_len, request.seed, ends=ends, matcher=matcher, prompt=request.prompt)
         except Exception:
             log.exception("sequence %d cannot be sampled and ends with an error", tag)
             self._failed_slots.add(slot)
             self.runner.add_request(slot, SamplingParams(temperature=0.0), ids, prompt_len, 0)  # replaces a half-assigned slot
 
-    def _seed(self, tag: int, index: int, params: SamplingParams) -> int:
-        """The seed of a sequence's draws. Sequences without a seed draw independently."""
-        if params.seed is None:
-            return hash((self.config.seed, tag))
-        return hash((params.seed, index)) if index else params.seed
-
     def _write_journal(self) -> None:
         """Appends the scheduler's new records to the journal."""
         if self._journal is not None:
-            self._journal.append(self._scheduler.journal(), flush=not self._live)
+            self._journal.append(self._scheduler.journal(), flush=not self._sequences)
 
 
 def _build_runner(config: EngineConfig, directory: Path, eos: frozenset[int], on_phase: Callable[[str, float], None]) -> Runner:
@@ -549,28 +405,6 @@ def _build_scheduler(config: EngineConfig, runner: Runner) -> _core.Scheduler:
     return _core.Scheduler(**settings, **drafts, journal=config.journal is not None, hash_key=secrets.randbits(128))
 
 
-def _speculation_decision(config: EngineConfig, runner: Runner) -> list[tuple[str, str, str]]:
-    if config.speculative_method == "off":
-        return []
-    if runner.overlaps:
-        return [("speculative decoding", "none", "steps overlap: the next one is planned before the last token is known")]
-    sources = ["the request's text"]
-    if corpus := config.draft_corpus_tokens:
-        mebibytes = corpus * _core.CORPUS_BYTES_PER_TOKEN / 2**20
-        sources.append(f"{corpus} tokens of finished texts ({mebibytes:.1f} MiB)")
-    if config.speculative_method == "auto":
-        sources.append("grammars")
-    return [("speculative decoding", f"up to {config.num_speculative_tokens} tokens", f"from {', '.join(sources)}")]
-
-
-def _sampling_decision(config: EngineConfig, sampling: Mapping[str, Any]) -> tuple[str, str, str]:
-    if config.generation_config == "none":
-        return "default sampling", "temperature 1", "--generation-config says so"
-    if not sampling:
-        return "default sampling", "temperature 1", "the checkpoint recommends nothing"
-    return "default sampling", ", ".join(f"{name} {value:g}" for name, value in sampling.items()), "recommended by the checkpoint"
-
-
 def _logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) -> tuple[bytes, dict[int, bytes]]:
     """The log-probabilities of the output tokens, in order, selected from those of all samples.
 
@@ -594,26 +428,6 @@ def accepted_samples(sample_tags: np.ndarray, output_tags: np.ndarray) -> np.nda
     count = np.where(tags[place] == sample_tags, counts[place], 0) if len(tags) else np.zeros(len(sample_tags), dtype=np.int64)
     accepted: np.ndarray = at - np.maximum.accumulate(np.where(begins, at, 0)) < count
     return accepted
-
-
-def _public_error(error: BaseException) -> BaseException:
-    """The core's refusal as an error of `chairlift.errors`."""
-    match error:
-        case _core.QueueFull():
-            message, retry_after = error.args
-            return QueueFull(message, retry_after=retry_after / 1e6)
-        case _core.NoNewTokens():
-            return InvalidRequest(str(error), param="max_tokens")
-        case _core.TooLong() | _core.NeverFits():
-            return InvalidRequest(str(error), param="prompt", code="context_length_exceeded")
-        case _core.Rejected():
-            return InvalidRequest(str(error), param="prompt")
-    return error
-
-
-def _shared_salt(cache_salt: str | None) -> bytes:
-    """The salt of prefix cache entries and held sequences under a caller's `cache_salt`."""
-    return (cache_salt or "").encode()
 
 
 def _now() -> int:

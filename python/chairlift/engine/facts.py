@@ -1,0 +1,86 @@
+"""What an engine reports when it has started: its limits, and the decisions that were made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chairlift import _core
+from chairlift.config import EngineConfig
+from chairlift.engine.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from chairlift.runner.interface import Runner
+
+log = logging.getLogger("chairlift")
+
+SHORT_CONTEXT = 512
+"""Tokens. A chat template and a short conversation need about as many."""
+
+
+def start_facts(config: EngineConfig, directory: Path, runner: Runner, eos: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The limits of an engine and its model, its fingerprint, and its decisions (what, value, reason).
+
+    `sampling` is the checkpoint's recommended sampling.
+    """
+    decisions = (*runner.decisions, *_speculation_decision(config, runner), _sampling_decision(config, sampling))
+    return {
+        "model": config.model,
+        "max_model_len": runner.max_model_len,
+        "num_kv_blocks": runner.num_kv_blocks - 1,
+        "block_size": config.block_size,
+        "max_num_seqs": runner.max_num_seqs,
+        "max_num_batched_tokens": runner.max_num_batched_tokens,
+        "determinism": "batch-invariant" if runner.batch_invariant else "best-effort",
+        "fingerprint": fingerprint(config, directory, runner) if runner.batch_invariant else None,
+        "decisions": [list(decision) for decision in decisions],
+        "default_sampling": sampling,
+        "vocab_size": runner.model_config.vocab_size,
+        "eos_token_ids": eos,
+    }
+
+
+def log_decisions(model: str, decisions: Sequence[Sequence[str]]) -> None:
+    """Logs the model and each decision (what, value, reason) in columns."""
+    rows = [("model", model, ""), *decisions]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for what, value, reason in rows:
+        log.info("%s", f"{what:{widths[0]}}  {value:{widths[1]}}  {reason}".rstrip())
+
+
+def warn_of_short_context(config: EngineConfig, facts: Mapping[str, Any]) -> None:
+    """Logs a warning if the KV cache, rather than the model or --max-model-len, limits the context to fewer than SHORT_CONTEXT tokens."""
+    context = facts["max_model_len"]
+    if context >= SHORT_CONTEXT or context != facts["num_kv_blocks"] * facts["block_size"] or config.max_model_len is not None:
+        return
+    if config.num_kv_blocks is not None:
+        remedy = f"raise --num-kv-blocks, which is {config.num_kv_blocks}"
+    elif config.kv_cache_memory_bytes is not None:
+        remedy = f"raise --kv-cache-memory-bytes, which is {config.kv_cache_memory_bytes}"
+    else:
+        remedy = "free some memory, or choose a smaller model"
+    log.warning("the KV cache holds only %d tokens, which limits prompt and output together: %s", context, remedy)
+
+
+def _speculation_decision(config: EngineConfig, runner: Runner) -> list[tuple[str, str, str]]:
+    if config.speculative_method == "off":
+        return []
+    if runner.overlaps:
+        return [("speculative decoding", "none", "steps overlap: the next one is planned before the last token is known")]
+    sources = ["the request's text"]
+    if corpus := config.draft_corpus_tokens:
+        mebibytes = corpus * _core.CORPUS_BYTES_PER_TOKEN / 2**20
+        sources.append(f"{corpus} tokens of finished texts ({mebibytes:.1f} MiB)")
+    if config.speculative_method == "auto":
+        sources.append("grammars")
+    return [("speculative decoding", f"up to {config.num_speculative_tokens} tokens", f"from {', '.join(sources)}")]
+
+
+def _sampling_decision(config: EngineConfig, sampling: Mapping[str, Any]) -> tuple[str, str, str]:
+    if config.generation_config == "none":
+        return "default sampling", "temperature 1", "--generation-config says so"
+    if not sampling:
+        return "default sampling", "temperature 1", "the checkpoint recommends nothing"
+    return "default sampling", ", ".join(f"{name} {value:g}" for name, value in sampling.items()), "recommended by the checkpoint"

@@ -1,0 +1,225 @@
+"""The sequences of an engine that have not ended."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from chairlift import _core
+from chairlift.config import EngineConfig
+from chairlift.engine.frames import ResumedChoice
+from chairlift.engine.held_sequences import HeldSequences
+from chairlift.errors import InvalidRequest, QueueFull
+from chairlift.grammar.grammars import Grammar
+from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
+from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
+
+if TYPE_CHECKING:
+    from chairlift.runner.interface import Runner
+    from chairlift.runner.sampling.matcher import Matcher
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """The engine's state of a sequence that has not ended."""
+
+    seq: int
+    """The core's handle."""
+    params: SamplingParams
+    seed: int
+    prompt: PromptLogprobs | None = None
+    """Progress of the prompt's log-probabilities, shared by the request's sequences; None if they are not requested."""
+    new_matcher: Callable[[], Matcher] | None = None
+    """Makes a grammar matcher at the start of the output; None without a grammar."""
+    slot: int | None = None
+    """Its current or last batch slot."""
+    held: int | None = None
+    """The held sequence that it continues."""
+
+
+class Sequences:
+    """Adds requests to the scheduler and keeps the state of each of their sequences, by tag. Times are microseconds."""
+
+    def __init__(self, config: EngineConfig, scheduler: _core.Scheduler, held: HeldSequences, runner: Runner, eos: Sequence[int]) -> None:
+        self._scheduler, self._held, self._eos = scheduler, held, eos
+        self._engine_seed, self._tenant_weights = config.seed, config.tenant_weights or {}
+        self._vocab_size, self._max_model_len = runner.model_config.vocab_size, runner.max_model_len
+        self._unique_salts = itertools.count()
+        self._states: dict[int, SequenceState] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def get(self, tag: int) -> SequenceState | None:
+        """The state of a sequence; None if it has ended."""
+        return self._states.get(tag)
+
+    def add(
+        self,
+        tag: int,
+        prompt: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        scheduling: Scheduling,
+        now: int,
+        *,
+        submitted: int | None = None,
+        grammar: Future[Grammar] | None = None,
+        spent: Mapping[str, int],
+        resumed: Sequence[ResumedChoice] = (),
+        continues: tuple[int, int] | None = None,
+    ) -> None:
+        """Queues a request (see `Engine.add`)."""
+        tags = range(tag, tag + params.num_sequences)
+        if not self._states.keys().isdisjoint(tags):
+            raise InvalidRequest(f"request {tag} is already running", param="request_id")
+        tokens = np.ascontiguousarray(prompt, dtype=np.int32)
+        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size):
+            raise InvalidRequest(f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
+        # The log-probabilities of a resumed request's prompt have been sent.
+        scores = None if params.prompt_logprobs is None or resumed else PromptLogprobs(tag, tokens, params.prompt_logprobs)
+        compiled = _compiled(params, grammar)
+        new_matcher = None if compiled is None else compiled.matcher
+        submitted = min(now, submitted or sys.maxsize)
+        arrived, salt = submitted - sum(spent.values()), self._salt(params, scheduling)
+        held = None if continues is None else continues[0]
+
+        def live(index: int, seq: int) -> None:
+            self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, new_matcher, held=held)
+            self._scheduler.prepared(seq, list(spent.items()))
+
+        if held is not None:
+            self._held.begin(held, now)
+        try:
+            for one in resumed:
+                live(one.choice, self._schedule(tag + one.choice, tokens, params, scheduling, salt, submitted, arrived, one))
+            if not resumed:
+                live(0, first := self._schedule(tag, tokens, params, scheduling, salt, submitted, arrived, continues=continues))
+                for index, fork in enumerate(tags[1:], 1):
+                    live(index, self._scheduler.fork(first, fork, submitted))
+        except BaseException as error:
+            for added in tags:
+                self.abort(added, now)
+            if held is not None:
+                self._held.end(held, now)
+            raise _public_error(error) from None
+
+    def abort(self, tag: int, now: int, *, stopped: bool = False) -> bool:
+        """Ends a sequence and frees its memory; False if it has ended already. `stopped` counts it as finished by a stop string."""
+        state = self._states.get(tag)
+        if state is None:
+            return False
+        self.forget(tag, now)
+        return (self._scheduler.stop if stopped else self._scheduler.abort)(state.seq, now)
+
+    def abort_all(self, now: int) -> None:
+        """Ends every sequence."""
+        for tag in list(self._states):
+            self.abort(tag, now)
+
+    def forget(self, tag: int, now: int) -> SequenceState:
+        """Forgets a sequence that has ended."""
+        state = self._states.pop(tag)
+        if state.held is not None:
+            self._held.end(state.held, now)
+        return state
+
+    def end_tokens(self, params: SamplingParams) -> list[int]:
+        """The token ids at which a sequence stops."""
+        ends = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos)]
+        return [token for token in ends if token < self._vocab_size]
+
+    def _schedule(
+        self,
+        tag: int,
+        tokens: np.ndarray,
+        params: SamplingParams,
+        scheduling: Scheduling,
+        salt: bytes,
+        now: int,
+        arrived: int,
+        resumed: ResumedChoice | None = None,
+        continues: tuple[int, int] | None = None,
+    ) -> int:
+        """Adds a sequence to the scheduler. Deadlines and the times of `resumed` count from `arrived`."""
+        max_tokens = params.max_tokens if params.max_tokens is not None else max(1, self._max_model_len - tokens.size)
+
+        def deadline(milliseconds: float | None) -> int | None:
+            return None if milliseconds is None else arrived + int(milliseconds * 1000)
+
+        earlier = None
+        if resumed is not None:
+            answer = np.frombuffer(resumed.answer, dtype=np.int32)
+            tokens = np.concatenate((tokens, answer))
+            first_token = None if resumed.first_token is None else arrived + resumed.first_token
+            earlier = len(answer), resumed.cached_tokens, arrived + resumed.submitted, arrived + resumed.started, first_token
+        return self._scheduler.add(
+            tag,
+            tokens,
+            max_tokens,
+            self.end_tokens(params),
+            now,
+            salt=salt,
+            priority=scheduling.priority,
+            tenant=scheduling.tenant,
+            weight=self._tenant_weights.get(scheduling.tenant, 1),
+            deadline=deadline(scheduling.deadline_ms),
+            ttft_deadline=deadline(scheduling.ttft_deadline_ms),
+            predicted_tokens=scheduling.predicted_tokens,
+            resumed=earlier,
+            continues=continues,
+            draft=params.verifiable,
+        )
+
+    def _salt(self, params: SamplingParams, scheduling: Scheduling) -> bytes:
+        """The salt of a request's prefix cache entries. Requests with equal salts share KV blocks.
+
+        A request with prompt log-probabilities gets a unique salt, because all its positions must be computed. Byte 255 is not valid
+        UTF-8, so no caller's salt can be equal.
+        """
+        if params.prompt_logprobs is None:
+            return shared_salt(scheduling.cache_salt)
+        return b"\xff" + next(self._unique_salts).to_bytes(8)
+
+    def _seed(self, tag: int, index: int, params: SamplingParams) -> int:
+        """The seed of a sequence's draws. Sequences without a seed draw independently."""
+        if params.seed is None:
+            return hash((self._engine_seed, tag))
+        return hash((params.seed, index)) if index else params.seed
+
+
+def shared_salt(cache_salt: str | None) -> bytes:
+    """The salt of prefix cache entries and held sequences under a caller's `cache_salt`."""
+    return (cache_salt or "").encode()
+
+
+def _compiled(params: SamplingParams, grammar: Future[Grammar] | None) -> Grammar | None:
+    """Waits for the compiled grammar. Raises InvalidRequest, naming the request's field."""
+    if grammar is None or params.structured_output is None:
+        return None
+    try:
+        return grammar.result()
+    except InvalidRequest as error:
+        param = params.structured_output.param
+        raise InvalidRequest(f"{param} cannot be used: {error}", param=param, code=error.code) from None
+
+
+def _public_error(error: BaseException) -> BaseException:
+    """The core's refusal as an error of `chairlift.errors`."""
+    match error:
+        case _core.QueueFull():
+            message, retry_after = error.args
+            return QueueFull(message, retry_after=retry_after / 1e6)
+        case _core.NoNewTokens():
+            return InvalidRequest(str(error), param="max_tokens")
+        case _core.TooLong() | _core.NeverFits():
+            return InvalidRequest(str(error), param="prompt", code="context_length_exceeded")
+        case _core.Rejected():
+            return InvalidRequest(str(error), param="prompt")
+    return error
