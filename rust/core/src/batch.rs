@@ -143,7 +143,7 @@ pub struct StepBuffers<'a> {
 
 impl StepPlan {
     /// Resets a used plan and keeps its memory.
-    pub(crate) fn reuse(mut self, step: u64, now: Time) -> Self {
+    pub(crate) fn reset(&mut self, step: u64, now: Time) {
         self.chunks.clear();
         self.swap_out.clear();
         self.swap_in.clear();
@@ -152,6 +152,5 @@ impl StepPlan {
         self.preempted.clear();
         self.load = Load::default();
         (self.step, self.planned) = (step, now);
-        self
     }
 }

@@ -67,7 +67,8 @@ impl Default for StepModel {
 }
 
 fn features(load: &Load) -> Vector {
-    let context = (load.context_tokens as f64, load.prefill_pairs as f64);
+    // A signed number becomes an f64 in one instruction, an unsigned one in seven.
+    let context = (load.context_tokens as i64 as f64, load.prefill_pairs as i64 as f64);
     let raw = [1.0, f64::from(load.prefill_tokens), f64::from(load.decode_seqs), context.0, context.1, f64::from(load.drafted_tokens)];
     std::array::from_fn(|i| raw[i] * SCALE[i])
 }

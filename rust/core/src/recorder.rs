@@ -188,16 +188,16 @@ impl Recorder {
     }
 
     /// See [`Scheduler::plan`].
-    pub fn plan(&mut self, now: Time) -> Option<StepPlan> {
+    pub fn plan(&mut self, now: Time) -> Option<Box<StepPlan>> {
         let plan = self.scheduler.plan(now);
         if let Some(journal) = &mut self.journal {
-            journal.plan(now, plan.as_ref());
+            journal.plan(now, plan.as_deref());
         }
         plan
     }
 
     /// See [`Scheduler::commit`].
-    pub fn commit(&mut self, plan: StepPlan, sampled: &[i32], now: Time, outputs: &mut Outputs) {
+    pub fn commit(&mut self, plan: Box<StepPlan>, sampled: &[i32], now: Time, outputs: &mut Outputs) {
         if self.journal.is_some() {
             self.note_filling(&plan);
         }

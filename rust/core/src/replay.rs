@@ -49,7 +49,7 @@ pub struct Event<'a> {
     /// The scheduler after the call.
     pub scheduler: &'a Scheduler,
     /// Steps planned and not yet committed. The first is the one that the device runs.
-    pub in_flight: &'a VecDeque<StepPlan>,
+    pub in_flight: &'a VecDeque<Box<StepPlan>>,
     /// Whether the call planned a step. That step is then the last in flight.
     pub planned: bool,
     /// Whether the call committed a step.
@@ -125,7 +125,7 @@ impl ParsedJournal {
 struct Replay {
     scheduler: Scheduler,
     live: LiveIds,
-    in_flight: VecDeque<StepPlan>,
+    in_flight: VecDeque<Box<StepPlan>>,
     outputs: Outputs,
     hash: u64,
     /// Number of plans, including empty ones.
@@ -205,7 +205,7 @@ impl Replay {
     /// Plans a step and compares the hash with the recorded one.
     fn plan(&mut self, now: Time, recorded: u64) {
         let plan = self.scheduler.plan(now);
-        self.hash = digest(self.hash, plan.as_ref());
+        self.hash = digest(self.hash, plan.as_deref());
         if let Some(last) = self.timings.last_mut().filter(|_| self.busy && plan.is_some()) {
             last.cycle = Some(now.saturating_sub(last.planned));
         }

@@ -23,7 +23,8 @@ pub(crate) struct Steps {
     /// Copies to host memory that an empty plan could not carry out.
     swaps_due: Vec<(BlockId, u32)>,
     /// Used plans, kept to reuse their memory.
-    spare: Vec<StepPlan>,
+    #[expect(clippy::vec_box, reason = "a plan is large, and the scheduler gives and takes it in a box")]
+    spare: Vec<Box<StepPlan>>,
 }
 
 /// The time of a committed step.
@@ -42,8 +43,9 @@ impl Steps {
     }
 
     /// The current plan. It is empty except for outstanding copies to host memory.
-    pub(crate) fn plan(&mut self, now: Time) -> StepPlan {
-        let mut plan = self.spare.pop().unwrap_or_default().reuse(self.planned, now);
+    pub(crate) fn plan(&mut self, now: Time) -> Box<StepPlan> {
+        let mut plan = self.spare.pop().unwrap_or_default();
+        plan.reset(self.planned, now);
         if !self.swaps_due.is_empty() {
             plan.swap_out.append(&mut self.swaps_due);
         }
@@ -51,7 +53,7 @@ impl Steps {
     }
 
     /// Discards an empty plan. `stall` is the reason why it is empty.
-    pub(crate) fn abandon(&mut self, mut plan: StepPlan, stall: Option<Stall>) {
+    pub(crate) fn abandon(&mut self, mut plan: Box<StepPlan>, stall: Option<Stall>) {
         self.stall = stall;
         self.goes_on &= self.in_flight();
         // Preempted sequences still need their copies.
@@ -77,7 +79,7 @@ impl Steps {
     }
 
     /// Returns the memory of a committed plan. `more` is set if work is left.
-    pub(crate) fn end(&mut self, plan: StepPlan, more: bool) {
+    pub(crate) fn end(&mut self, plan: Box<StepPlan>, more: bool) {
         self.goes_on = more;
         self.spare.push(plan);
     }

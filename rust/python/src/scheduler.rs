@@ -14,7 +14,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// A planned step. `Scheduler.commit` consumes it.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct StepPlan {
-    plan: Mutex<Option<core::StepPlan>>,
+    plan: Mutex<Option<Box<core::StepPlan>>>,
     #[pyo3(get)]
     num_tokens: usize,
     #[pyo3(get)]

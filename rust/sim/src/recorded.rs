@@ -59,7 +59,7 @@ impl Seen {
             report.ended_at = report.ended_at.max(timeline.ended);
             report.ended.push(timeline);
         }
-        report.utilization.add(Sample::of(now, event.scheduler, event.in_flight.front()));
+        report.utilization.add(Sample::of(now, event.scheduler, event.in_flight.front().map(Box::as_ref)));
     }
 }
 

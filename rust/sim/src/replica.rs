@@ -127,7 +127,7 @@ impl<'a> Replica<'a> {
         }
     }
 
-    fn run(&mut self, plan: StepPlan) {
+    fn run(&mut self, plan: Box<StepPlan>) {
         for admitted in &plan.admitted {
             let at = self.by_tag[&admitted.tag];
             self.slots[admitted.slot as usize] = at;

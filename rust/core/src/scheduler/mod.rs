@@ -148,7 +148,7 @@ impl Scheduler {
     /// Decodes come first, so that no decode waits for a prompt (Sarathi-Serve, OSDI'24). Prompts in progress and the
     /// queue follow in the order of the policy, as long as tokens, slots and blocks allow. A step that preempted
     /// sequences admits only the requests they were preempted for.
-    pub fn plan(&mut self, now: Time) -> Option<StepPlan> {
+    pub fn plan(&mut self, now: Time) -> Option<Box<StepPlan>> {
         self.accounts.tick(now);
         self.steps.begin();
         let backlog = self.waiting.foreground() > self.waiting.new_len();
@@ -189,7 +189,7 @@ impl Scheduler {
     /// are skipped. `outputs` is overwritten.
     ///
     /// Panics if plans are committed out of order or `sampled` is too short.
-    pub fn commit(&mut self, plan: StepPlan, sampled: &[i32], now: Time, outputs: &mut Outputs) {
+    pub fn commit(&mut self, plan: Box<StepPlan>, sampled: &[i32], now: Time, outputs: &mut Outputs) {
         self.accounts.tick(now);
         let ran = self.steps.commit(&plan, self.accounts.now());
         self.model.observe(&plan.load, ran.took);

@@ -141,7 +141,7 @@ pub(crate) struct World {
     row_tag: Vec<u64>,
     /// The arrays of the latest step, kept to reuse their memory.
     arrays: Arrays,
-    in_flight: VecDeque<(StepPlan, Vec<i32>)>,
+    in_flight: VecDeque<(Box<StepPlan>, Vec<i32>)>,
     live: HashMap<u64, Live>,
     held: Vec<Held>,
     outputs: Outputs,
