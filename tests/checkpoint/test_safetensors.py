@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from chairlift.checkpoint.floats import as_float32
-from chairlift.checkpoint.safetensors_file import SafetensorsFile
+from chairlift.checkpoint.safetensors_file import SafetensorsFile, as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.runner.torch_weights import TorchWeights

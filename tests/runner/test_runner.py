@@ -14,7 +14,7 @@ from chairlift.runner.build import build_runner
 from chairlift.runner.executor import time_swap
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.rust_backend import RustBackend
-from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
+from chairlift.runner.sampling.logprobs import PromptLogprobs
 from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
 from chairlift.sampling import SamplingParams
@@ -422,7 +422,7 @@ def test_what_was_chosen_is_told_with_reasons(tmp_path, runner_for):
 def test_steps_are_made_for_the_memory_that_there_is(tmp_path, monkeypatch):
     write("llama", tmp_path)
     config = EngineConfig(device="cpu")
-    monkeypatch.setattr("chairlift.runner.memory.host_budget.available_memory", lambda: 2**20)
+    monkeypatch.setattr("chairlift.runner.memory.sizing.available_memory", lambda: 2**20)
     runner = build_runner(config, tmp_path, make_backend=TorchBackend)
     assert runner.max_num_seqs <= runner.max_num_batched_tokens == len(runner.buffers[0].input_ids) < 256
     assert runner.max_num_seqs == len(runner.buffers[0].batch_slots) == len(runner.sampler.detailed)

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from chairlift.runner.device_executor import DeviceExecutor
+from chairlift.runner.torch_executor import DeviceExecutor
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 aten = torch.ops.aten

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from chairlift.checkpoint.cache import LINK, writing_to
-from chairlift.checkpoint.floats import Array, as_float32
 from chairlift.checkpoint.gguf_file import GGUFFile, TensorEntry
 from chairlift.checkpoint.gguf_tokenizer import turn_end_ids, write_tokenizer
+from chairlift.checkpoint.safetensors_file import Array, as_float32
 from chairlift.errors import UnsupportedModel
 
 ARCHITECTURES = {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chairlift.errors import UnsupportedModel
 
@@ -79,3 +80,14 @@ class SafetensorsFile:
 
     def _corrupt(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.path} cannot be read as safetensors ({reason}): is the download complete?")
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+"""A tensor: float32, float16, or the bits of bfloat16 as uint16."""
+
+
+def as_float32(array: Array) -> NDArray[np.float32]:
+    """Returns a tensor's values in fp32."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32, copy=False)

@@ -10,8 +10,8 @@ from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 from chairlift.cli import flags
+from chairlift.cli.flags import add_engine, add_sampling, sampling_settings
 from chairlift.cli.remote import add_api_key, client_key, get_json, stream_chat
-from chairlift.cli.sampling import add_engine, add_sampling, sampling_settings
 from chairlift.engine.client import AsyncEngine
 from chairlift.errors import ChairliftError, InvalidRequest
 

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from chairlift.cli import flags
-from chairlift.cli.sampling import add_engine, add_sampling, sampling_settings
+from chairlift.cli.flags import add_engine, add_sampling, sampling_settings
 from chairlift.config import EngineConfig
 from chairlift.engine.client import AsyncEngine
 from chairlift.errors import InvalidRequest

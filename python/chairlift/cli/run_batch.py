@@ -64,7 +64,7 @@ async def _run(config: EngineConfig, server: ServerConfig, storage: Storage, sou
     """Runs the input as a batch and writes the output; returns the number of failed requests. Raises InvalidRequest for invalid input."""
     from chairlift.checkpoint.locate import public_name
     from chairlift.server.app import application
-    from chairlift.server.batch.offline import import_input
+    from chairlift.server.batch.input import import_input
     from chairlift.server.batch.runner import BatchRunner
     from chairlift.server.observability.metrics import Metrics
     from chairlift.server.service import Service

@@ -1,16 +1,17 @@
-"""The settings of the engine as keyword arguments of `LLM` and `AsyncEngine`."""
+"""The arguments of `LLM` and `AsyncEngine`: settings of the engine, and prompts."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from numbers import Integral
 from typing import Any, TypeVar
 
 from chairlift.config import EngineConfig
-from chairlift.errors import InvalidSetting, did_you_mean
+from chairlift.errors import InvalidRequest, InvalidSetting, did_you_mean
 
 
 def engine_config(name: str, settings: Mapping[str, Any], config: EngineConfig | None = None) -> EngineConfig:
@@ -49,3 +50,34 @@ def document_settings(cls: type[T]) -> type[T]:
 def _python_names(text: str) -> str:
     """The text with settings named as in Python instead of as flags."""
     return re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), text)
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids (a list or an array), or as in vLLM {"prompt": text} or {"prompt_token_ids": ids}."""
+
+_TYPES = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+
+
+def listed(prompts: Prompt | Iterable[Any]) -> list[Any]:
+    """The prompts as a list; a single prompt becomes a list of one. Raises InvalidRequest."""
+    values = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # an array
+    if isinstance(values, (str, bytes, Mapping)):
+        return [values]
+    if not isinstance(values, Iterable):
+        raise InvalidRequest(f"prompts must be {_TYPES}, or a list of these, got {prompts!r:.50}", param="prompt")
+    several = list(values)
+    return [several] if several and isinstance(several[0], Integral) else several
+
+
+def text_or_ids(prompt: Prompt) -> str | list[int]:
+    """A prompt as text or as a list of token ids. Raises InvalidRequest for other types."""
+    value: Any = prompt
+    if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        value = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise InvalidRequest(f"a prompt is {_TYPES}, got {prompt!r:.50}", param="prompt")
+    return [int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token for token in value]

@@ -20,7 +20,7 @@ from chairlift import errors
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine import frames
-from chairlift.engine.arguments import document_settings, engine_config
+from chairlift.engine.arguments import Prompt, document_settings, engine_config, text_or_ids
 from chairlift.engine.exit_watch import ExitWatch
 from chairlift.engine.facts import log_decisions, warn_of_short_context
 from chairlift.engine.frames import (
@@ -42,7 +42,6 @@ from chairlift.engine.frames import (
     Stop,
 )
 from chairlift.engine.heartbeat import Heartbeat, is_stopped
-from chairlift.engine.prompt import Prompt, text_or_ids
 from chairlift.engine.request import default_params, deliver, encode_bad_words, validate
 from chairlift.engine.stream import Stream
 from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest

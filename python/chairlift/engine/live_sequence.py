@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from chairlift.engine.prompt import text_or_ids
+from chairlift.engine.arguments import text_or_ids
 from chairlift.errors import InvalidRequest, SequenceBusy, SequenceDropped
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
-from chairlift.engine.arguments import document_settings, engine_config
+from chairlift.engine.arguments import Prompt, document_settings, engine_config, listed, text_or_ids
 from chairlift.engine.facts import log_decisions, warn_of_short_context
 from chairlift.engine.live_sequence import LiveSequence
-from chairlift.engine.prompt import Prompt, listed, text_or_ids
 from chairlift.engine.request import Request, default_params, deliver, encode_bad_words, joined, validate
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, RequestFailed
 from chairlift.outputs import RequestOutput

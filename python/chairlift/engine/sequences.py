@@ -17,7 +17,7 @@ from chairlift.engine.frames import ResumedChoice
 from chairlift.engine.held_sequences import HeldSequences
 from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar.grammars import Grammar
-from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
+from chairlift.runner.sampling.logprobs import PromptLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -109,3 +109,23 @@ class Sampled(NamedTuple):
     """A line of `logprobs.score` with as many top tokens as the request wants, by sample index."""
     prompts: list[tuple[int, bytes]]
     """Log-probabilities of prompts: tags and lines of `logprobs.score`; for one tag in token order."""
+
+
+class PendingResult(Protocol):
+    """An array that is being copied to the host."""
+
+    def numpy(self) -> np.ndarray:
+        """Waits for the copy and returns it."""
+
+
+class ReadyResult:
+    """An array that is already on the host."""
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def numpy(self) -> np.ndarray:
+        """The array."""
+        return self._array

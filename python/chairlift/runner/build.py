@@ -8,20 +8,57 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import FAMILIES, ModelConfig, load_shape
 from chairlift.models.shape import ModelShape
-from chairlift.runner.backend import BackendMaker
 from chairlift.runner.cuda import compute_capability, cuda_devices, has_cuda_driver, too_old
-from chairlift.runner.executor import time_swap
+from chairlift.runner.executor import ModelExecutor, time_swap
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory, usable_cores
-from chairlift.runner.memory.sizing import Size, StepSize, fit_host
+from chairlift.runner.memory.precision import Precision
+from chairlift.runner.memory.sizing import HostBudget, Size, StepSize, fit_host
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.rust_backend import RustBackend
 from chairlift.runner.warm_up import profile
+
+if TYPE_CHECKING:
+    from chairlift.runner.memory.budget import DeviceBudget
+
+
+class Backend(Protocol):
+    """The code that loads and runs a model: `RustBackend` or `TorchBackend`.
+
+    Its settings are complete: `device` is cpu or cuda, `threads` a number.
+    """
+
+    code: Decision
+
+    @property
+    def model(self) -> ModelShape:
+        """This process's part of the model."""
+
+    @property
+    def budget(self) -> HostBudget | DeviceBudget:
+        """The memory for weights, steps and KV cache."""
+
+    def decide(self, available: int) -> Precision:
+        """Chooses the dtypes for `available` bytes of free host memory. Raises InvalidSetting."""
+
+    def load(self, precision: Precision) -> ModelExecutor:
+        """Loads the weights. Raises ModelNotFound, UnsupportedModel or OutOfMemory."""
+
+    def make_runner(self, executor: ModelExecutor, size: Size) -> ModelRunner:
+        """Makes a runner of these sizes. Raises OutOfMemory."""
+
+    def warm_up(self, runner: ModelRunner) -> tuple[Decision, ...]:
+        """Runs the first steps. Returns decisions about them. Raises OutOfMemory."""
+
+
+BackendMaker = Callable[[EngineConfig, Path, ModelShape, int], Backend]
+"""Makes a backend from settings, a checkpoint's directory, the whole model, and the number of processes that share this machine."""
 
 
 def build_runner(

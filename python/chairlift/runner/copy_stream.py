@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from chairlift.runner.pending import PendingResult, ReadyResult
+from chairlift.runner.buffers import PendingResult, ReadyResult
 
 
 class CopyStream:

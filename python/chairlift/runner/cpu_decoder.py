@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift import _core
-from chairlift.checkpoint.floats import as_float32
+from chairlift.checkpoint.safetensors_file import as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig, RopeConfig
 from chairlift.models.rotary import inverse_frequencies

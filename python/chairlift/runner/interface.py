@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from chairlift.models.shape import ModelShape
     from chairlift.runner.buffers import Pairs, Sampled, StepBuffers, StepSizes
     from chairlift.runner.memory.decision import Decision
+    from chairlift.runner.sampling.logprobs import PromptLogprobs
     from chairlift.runner.sampling.matcher import Matcher
-    from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
     from chairlift.sampling import SamplingParams
 
 

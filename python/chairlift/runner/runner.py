@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from chairlift.models.shape import ModelShape
-from chairlift.runner.buffers import Pairs, Sampled, StepBuffers, StepSizes
+from chairlift.runner.buffers import Pairs, PendingResult, Sampled, StepBuffers, StepSizes
 from chairlift.runner.executor import Logits, ModelExecutor
 from chairlift.runner.memory.decision import Decision
 from chairlift.runner.memory.sizing import Size
-from chairlift.runner.pending import PendingResult
-from chairlift.runner.sampling.logprobs import CHUNK_LOGITS, packed
+from chairlift.runner.sampling.logprobs import CHUNK_LOGITS, PromptLogprobs, packed
 from chairlift.runner.sampling.matcher import Matcher
-from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
 from chairlift.runner.sampling.sampler import PendingSample, Sampler, TokenSampler
 from chairlift.sampling import SamplingParams
 

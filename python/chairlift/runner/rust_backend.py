@@ -13,9 +13,8 @@ from chairlift.runner.buffers import Layout, StepBuffers
 from chairlift.runner.cpu_executor import CpuExecutor
 from chairlift.runner.executor import ModelExecutor
 from chairlift.runner.memory.decision import Decision, asked
-from chairlift.runner.memory.host_budget import HostBudget
 from chairlift.runner.memory.precision import Precision, decide
-from chairlift.runner.memory.sizing import Size
+from chairlift.runner.memory.sizing import HostBudget, Size
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.sampling.host import HostSampler
 from chairlift.runner.warm_up import warm_up

@@ -9,18 +9,16 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.models.config import ModelConfig
 from chairlift.models.shape import ModelShape
-from chairlift.runner.device_executor import DeviceExecutor
 from chairlift.runner.executor import Loader, ModelExecutor
 from chairlift.runner.memory.budget import DeviceBudget
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.device_memory import CudaMemory, DeviceMemory, HostMemory, raise_out_of_memory
-from chairlift.runner.memory.host_budget import HostBudget
 from chairlift.runner.memory.precision import FP8_CAPABILITY, Precision, decide
-from chairlift.runner.memory.sizing import Size
+from chairlift.runner.memory.sizing import HostBudget, Size
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.tensor_parallel.executor import TensorParallelExecutor
 from chairlift.runner.tensor_parallel.shards import part_of
-from chairlift.runner.torch_executor import TorchExecutor
+from chairlift.runner.torch_executor import DeviceExecutor, TorchExecutor
 from chairlift.runner.torch_runner import TorchRunner
 from chairlift.runner.warm_up import warm_up
 

@@ -9,17 +9,15 @@ from chairlift.errors import OutOfMemory
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import StepBuffers, StepSizes
 from chairlift.runner.copy_stream import CopyStream
-from chairlift.runner.cuda_graphs import Graph, capture, smallest_graph
-from chairlift.runner.device_executor import DeviceExecutor
+from chairlift.runner.cuda_graphs import Graph, capture, graph_capture, smallest_graph
 from chairlift.runner.executor import Logits
-from chairlift.runner.graph_capture import graph_capture
 from chairlift.runner.memory.decision import Decision, asked, gib
 from chairlift.runner.memory.device_memory import DeviceMemory, raise_out_of_memory
 from chairlift.runner.memory.sizing import Size
 from chairlift.runner.runner import Launched, ModelRunner
 from chairlift.runner.sampling.device import DeviceSampler
 from chairlift.runner.sampling.host import HostSampler
-from chairlift.runner.torch_executor import TorchExecutor
+from chairlift.runner.torch_executor import DeviceExecutor, TorchExecutor
 
 
 class TorchRunner(ModelRunner):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from chairlift.runner.runner import ModelRunner
-from chairlift.runner.sampling.prompt_logprobs import PromptLogprobs
+from chairlift.runner.sampling.logprobs import PromptLogprobs
 from chairlift.sampling import SamplingParams
 
 SPLIT_CONTEXT = 1024

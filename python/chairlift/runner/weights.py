@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from chairlift import _core
 from chairlift.checkpoint.cache import LINK
-from chairlift.checkpoint.floats import Array, as_float32
 from chairlift.checkpoint.gguf import GGUFTensors
-from chairlift.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from chairlift.checkpoint.safetensors_file import DTYPES, Array, SafetensorsFile, as_float32
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig

@@ -20,8 +20,7 @@ from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.sockets import address
 from chairlift.server.keys import Keys
 from chairlift.server.lifecycle import Lifecycle
-from chairlift.server.observability import status_line
-from chairlift.server.observability.logs import redact_query
+from chairlift.server.observability.logs import log_load, redact_query
 from chairlift.server.observability.metrics import Metrics
 from chairlift.server.observability.traces import Traces
 from chairlift.server.observability.usage_log import UsageLog
@@ -123,7 +122,7 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number.name)
         http = asyncio.create_task(self._http.serve(sockets=[listener]))
-        status_task = asyncio.create_task(status_line.report(self._engine.stats))
+        status_task = asyncio.create_task(log_load(self._engine.stats))
         engine_task = starting
         batch_task: asyncio.Task[None] | None = None
         broken = False

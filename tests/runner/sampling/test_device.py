@@ -6,8 +6,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from chairlift.kernels.sampling import reference
 from chairlift.runner.sampling.device import DeviceSampler
-from chairlift.runner.sampling.penalties import Penalties
-from chairlift.runner.sampling.philox import philox
+from chairlift.runner.sampling.host import Penalties, philox
 from chairlift.sampling import SamplingParams
 
 WORDS = 2**32 - 1

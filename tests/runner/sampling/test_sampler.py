@@ -6,11 +6,9 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from chairlift.outputs import TokenLogprobs
-from chairlift.runner.sampling.choice import FAILED
 from chairlift.runner.sampling.device import DeviceSampler
-from chairlift.runner.sampling.host import HostSampler
-from chairlift.runner.sampling.philox import philox, uniforms
-from chairlift.runner.sampling.sampler import Sampler
+from chairlift.runner.sampling.host import HostSampler, philox, uniforms
+from chairlift.runner.sampling.sampler import FAILED, Sampler
 from chairlift.sampling import SamplingParams
 
 DRAWS = 4000

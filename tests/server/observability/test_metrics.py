@@ -9,9 +9,10 @@ import pytest
 from fake_async_engine import serving
 from prometheus_client.parser import text_string_to_metric_families
 
-from chairlift.server.observability import engine_metrics, status_line
+from chairlift.server.observability import engine_metrics
 from chairlift.server.observability.engine_metrics import MAX_TENANTS, REJECTIONS
 from chairlift.server.observability.latencies import MAX_TENANTS as MOST_TIMED
+from chairlift.server.observability.logs import load_line
 from chairlift.server.observability.metrics import Metrics
 
 LABELS = {"model_name": "org/fake-model", "engine": "0"}
@@ -330,31 +331,31 @@ def test_promtool_has_nothing_to_complain_of(http, engine):
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
 
 
-def test_the_status_line_tells_of_swapping_and_preemption_with_a_remedy():
+def test_the_load_line_tells_of_swapping_and_preemption_with_a_remedy():
     before = {"running": 1, "preemptions": 4}
     now = {"running": 1, "swapped": 2, "preemptions": 7, "preemptions_for_kv_blocks": 3, "total_blocks": 8, "free_blocks": 8}
-    assert status_line.format_line(before, now, 10) == (
+    assert load_line(before, now, 10) == (
         "running 1, waiting 0, swapped 2, KV cache 0.0%, prefix hits 0.0%, prompt 0.0 tokens/s, generation 0.0 tokens/s, "
         "preemptions 3 (3 for KV blocks: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
     )
     policy = {"running": 1, "preemptions": 7, "preemptions_for_priority": 2, "preemptions_for_fairness": 1}
-    told = status_line.format_line(before, policy, 10)
+    told = load_line(before, policy, 10)
     assert told is not None
     assert told.endswith("preemptions 3 (2 for a higher priority, 1 for a tenant that has used less of its share)")
-    assert status_line.format_line({}, {"swapped": 1}, 10) is not None
+    assert load_line({}, {"swapped": 1}, 10) is not None
 
 
-def test_the_status_line_tells_rates_and_is_silent_when_idle():
+def test_the_load_line_tells_rates_and_is_silent_when_idle():
     quiet = {"prompt_tokens": 100, "generated_tokens": 50, "running": 0, "waiting": 0}
-    assert status_line.format_line(quiet, quiet, 10) is None
-    assert status_line.format_line({}, {}, 10) is None
+    assert load_line(quiet, quiet, 10) is None
+    assert load_line({}, {}, 10) is None
     busy = {"prompt_tokens": 300, "generated_tokens": 100, "running": 2, "waiting": 1, "total_blocks": 8, "free_blocks": 6}
-    assert status_line.format_line(quiet, busy | {"prefix_queries": 4, "prefix_hits": 1}, 10) == (
+    assert load_line(quiet, busy | {"prefix_queries": 4, "prefix_hits": 1}, 10) == (
         "running 2, waiting 1, KV cache 25.0%, prefix hits 25.0%, prompt 20.0 tokens/s, generation 5.0 tokens/s"
     )
-    assert status_line.format_line(busy, busy, 10) is not None  # something runs, though nothing moves
+    assert load_line(busy, busy, 10) is not None  # something runs, though nothing moves
     again = {"prompt_tokens": 20, "generated_tokens": 10, "running": 1}  # an engine that was started again
-    assert "prompt 2.0 tokens/s, generation 1.0 tokens/s" in status_line.format_line(busy, again, 10)
+    assert "prompt 2.0 tokens/s, generation 1.0 tokens/s" in load_line(busy, again, 10)
 
 
 @pytest.mark.parametrize("body", ["in one piece", "in two pieces"])

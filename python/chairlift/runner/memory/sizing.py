@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,7 +10,8 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import ModelShape
 from chairlift.runner.memory.decision import Decision, asked, gib
-from chairlift.runner.memory.precision import BYTES
+from chairlift.runner.memory.machine import available_memory
+from chairlift.runner.memory.precision import BYTES, Precision
 
 DEFAULT_SHARE = 0.25
 """Share of free memory that the KV cache takes by default."""
@@ -186,3 +188,18 @@ def fit_host(config: EngineConfig, model: ModelShape, kv: str, available: int) -
     if space > available:
         raise InvalidSetting(f"--swap-space {space}: there are {available / 2**30:.1f} GiB of memory available")
     return space // each
+
+
+class HostBudget:
+    """Divides the host's memory."""
+
+    def __init__(self, processes: int) -> None:
+        """`processes` is the number of processes that share this machine's memory."""
+        self._processes = processes
+
+    def check(self, config: EngineConfig, model: ModelShape, precision: Precision) -> None:
+        """Does nothing: `precision.decide` has checked that the weights fit."""
+
+    def fit(self, config: EngineConfig, model: ModelShape, precision: Precision, run: Callable[[StepSize], None]) -> Size:
+        """Sizes a step and the KV cache. Swapped-out blocks are in the same memory as the cache."""
+        return fit(config, model, precision.kv, max(0, available_memory() // self._processes - config.swap_space))

@@ -9,12 +9,10 @@ import torch
 
 from chairlift.kernels.sampling import reference
 from chairlift.kernels.sampling.settings import Settings
-from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.buffers import PendingResult, StepBuffers
 from chairlift.runner.copy_stream import CopyStream, send
-from chairlift.runner.pending import PendingResult
 from chairlift.runner.sampling.bias import NEVER
-from chairlift.runner.sampling.choice import LOWEST_TEMPERATURE
-from chairlift.runner.sampling.sampler import Drawn, Scored
+from chairlift.runner.sampling.sampler import LOWEST_TEMPERATURE, Drawn, Scored
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:

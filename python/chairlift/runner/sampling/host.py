@@ -1,4 +1,4 @@
-"""Draws tokens on the host."""
+"""Draws tokens on the host: penalties, random numbers, the draw."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chairlift.runner.buffers import StepBuffers
-from chairlift.runner.pending import PendingResult, ReadyResult
+from chairlift import _core
+from chairlift.runner.buffers import PendingResult, ReadyResult, StepBuffers
 from chairlift.runner.sampling import logprobs
 from chairlift.runner.sampling.bias import NEVER
-from chairlift.runner.sampling.choice import LOWEST_TEMPERATURE, choose
-from chairlift.runner.sampling.penalties import Penalties
-from chairlift.runner.sampling.philox import uniforms
-from chairlift.runner.sampling.sampler import Drawn, Scored, entries_of
+from chairlift.runner.sampling.sampler import LOWEST_TEMPERATURE, Drawn, Scored, entries_of
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,3 +85,79 @@ class HostSampler:
     def score(self, logits: np.ndarray, tokens: np.ndarray, count: int) -> PendingResult:
         """Computes lines of `logprobs.score` for tokens [M], given logits [M, vocabulary]."""
         return ReadyResult(logprobs.score(logits, tokens, count, threads=self._threads))
+
+
+def choose(
+    logits: np.ndarray,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    uniform: np.ndarray,
+    *,
+    threads: int,
+) -> np.ndarray:
+    """Draws a token per row of logits [N, vocabulary] in fp32: int32 [N], FAILED if a logit is NaN or the best is not finite.
+
+    Temperature 0 takes the first of the most likely tokens. Otherwise `top_k` (int64, 0: all), then `top_p` and `min_p` (fp64) select
+    tokens, and `uniform`, fp64 in [0, 1), is the position in their cumulative distribution, most likely first.
+    """
+    drawn = _core.choose(logits, temperature, top_k, top_p, min_p, uniform, threads=threads)
+    return np.frombuffer(drawn, dtype=np.int32).copy()
+
+
+_WORD = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+
+
+def philox(key: np.ndarray, counter: np.ndarray) -> np.ndarray:
+    """Four random words [n, 4] (uint64 below 2**32) for uint64 keys [n] and counters [n]; the counter's upper two words are 0."""
+    k0, k1 = key & _WORD, key >> _HALF
+    c0, c1 = counter & _WORD, counter >> _HALF
+    c2 = c3 = np.zeros_like(c0)
+    for _ in range(10):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> _HALF) ^ c1 ^ k0, p1 & _WORD, (p0 >> _HALF) ^ c3 ^ k1, p0 & _WORD
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    return np.stack((c0, c1, c2, c3), -1)
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One fp64 number in [0, 1) per uint64 seed and non-negative position."""
+    words = philox(seeds, positions.astype(np.uint64))
+    bits: np.ndarray = (words[:, 0] << _HALF | words[:, 1]) >> np.uint64(11)
+    return bits * 2.0**-53
+
+
+class Penalties:
+    """The token counts and penalties of one sequence.
+
+    The repetition penalty applies to tokens of the prompt and the output (as in transformers: positive logits are divided by it,
+    negative ones multiplied). Presence and frequency penalties apply to the output (as in OpenAI's API: subtracted once, or once per
+    occurrence). The cost per step depends on the number of distinct tokens, not on the vocabulary.
+    """
+
+    def __init__(self, params: SamplingParams, tokens: np.ndarray, prompt_len: int) -> None:
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self.repetition, self.presence, self.frequency = map(np.float32, penalties)
+        distinct, inverse = np.unique(tokens, return_inverse=True)
+        self.places = {token: place for place, token in enumerate(distinct.tolist())}
+        self.distinct = distinct.astype(np.int64)
+        self.counts = np.bincount(inverse[prompt_len:], minlength=len(distinct)).astype(np.float32)
+
+    def apply(self, logits: np.ndarray) -> None:
+        """Penalises the logits [vocabulary] of the sequence's next token."""
+        found = logits[self.distinct]
+        if self.repetition != 1:
+            found = np.where(found > 0, found / self.repetition, found * self.repetition)
+        logits[self.distinct] = found - self.counts * self.frequency - (self.counts > 0) * self.presence
+
+    def add(self, token: int) -> None:
+        """Counts the next token of the output."""
+        place = self.places.setdefault(token, len(self.places))
+        if place == len(self.distinct):
+            self.distinct = np.append(self.distinct, token)
+            self.counts = np.append(self.counts, np.float32(0))
+        self.counts[place] += 1

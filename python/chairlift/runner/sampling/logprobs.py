@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens and of the top tokens, from the model's unchanged logits at temperature 1."""
+"""Log-probabilities of tokens and of the top tokens, from the model's unchanged logits at temperature 1. Without torch."""
 
 from __future__ import annotations
 
@@ -29,3 +29,26 @@ def packed(lines: np.ndarray, count: int) -> bytes:
     """The lines with only `count` of their top tokens."""
     have = (lines.shape[1] - 3) // 2
     return np.concatenate((lines[:, : 3 + count], lines[:, 3 + have : 3 + have + count]), 1).tobytes()
+
+
+class PromptLogprobs:
+    """How many of a prompt's log-probabilities have been computed, so that each is reported once.
+
+    The request's sequences share it, because they share the prompt's blocks. `tag` is the request's first tag.
+    """
+
+    def __init__(self, tag: int, tokens: np.ndarray, count: int) -> None:
+        self.tag, self.tokens, self.count = tag, tokens, count
+        self.scored = 0
+        """Positions scored so far."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all tokens but the first, which has no log-probability, are scored."""
+        return self.scored == len(self.tokens) - 1
+
+    def take(self, first: int, after: int) -> range:
+        """The positions of a step's chunk [first, after) whose next tokens are not scored yet; marks them as scored."""
+        positions = range(max(first, self.scored), min(after, len(self.tokens) - 1))
+        self.scored = max(self.scored, positions.stop)
+        return positions

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.buffers import PendingResult, StepBuffers
 from chairlift.runner.executor import Logits
-from chairlift.runner.pending import PendingResult
 from chairlift.runner.sampling import bias, logprobs
 from chairlift.runner.sampling.bias import Bias
-from chairlift.runner.sampling.choice import FAILED
 from chairlift.runner.sampling.matcher import MatchedRows, Matcher, accept, allowed, matched_rows
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from chairlift.runner.cuda_graphs import Graph
 
+FAILED = -1
+"""The result for a row whose logits are not finite or that has no allowed token."""
+LOWEST_TEMPERATURE = 1e-5
+"""Lower temperatures are raised to this: all weight is on the most likely token, and fp32 divisions would overflow."""
 NONE_REQUESTED = -1
 
 

@@ -23,11 +23,10 @@ from chairlift.errors import ChairliftError
 from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, StepBuffers
-from chairlift.runner.device_executor import DeviceExecutor
 from chairlift.runner.memory.device_memory import is_out_of_memory
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.tensor_parallel.worker import NO_MEMORY, pack, unpack
-from chairlift.runner.torch_executor import TorchExecutor
+from chairlift.runner.torch_executor import DeviceExecutor, TorchExecutor
 
 OUT_OF_MEMORY = (
     "a device of --tensor-parallel-size has too little memory, and the processes that share a model end together: lower "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -9,7 +11,8 @@ from typing import Any, BinaryIO
 from pydantic_core import from_json
 
 from chairlift.server.errors import brief
-from chairlift.server.storage.batches import BatchRequest
+from chairlift.server.storage.batches import BatchRequest, Status
+from chairlift.server.storage.storage import Storage
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """The routes that a batch can use."""
@@ -104,3 +107,26 @@ def _check(text: bytes, endpoint: str | None, line: int) -> str:
     if not isinstance(fields.get("body"), dict):
         raise InputError("invalid_body", f"body must be a JSON object, got {brief(fields.get('body'))}", "body", line)
     return custom_id
+
+
+async def import_input(storage: Storage, path: Path, model: str) -> str:
+    """Makes a batch of the file at `path` and returns its id.
+
+    If the storage has a batch of the same content for the same model that was interrupted or is complete, returns that one.
+    """
+    with path.open("rb") as stream:
+        digest = (await asyncio.to_thread(hashlib.file_digest, stream, "sha256")).hexdigest()
+        metadata = {"sha256": digest, "model": model}
+        page, _ = await storage.batches.page("", None, 100)
+        for batch in page:
+            if batch.fields["metadata"] == metadata and batch.status not in (Status.FAILED, Status.CANCELLED, Status.EXPIRED):
+                return batch.id
+        stream.seek(0)
+        upload = storage.files.begin("")
+        try:
+            while data := await asyncio.to_thread(stream.read, 1 << 20):
+                await upload.write(data)
+            file = await upload.finish(path.name, "batch", None)
+        finally:
+            await upload.discard()
+    return (await storage.batches.create("", file.id, None, metadata, None, window=None)).id

@@ -1,19 +1,31 @@
-"""JSON logs: one object on each line, with the id of the request."""
+"""Logs: JSON records with the id of the request, access logs without secrets, and a line about the engine's load every ten seconds."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
+import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
+from chairlift.server.observability import engine_stats
+from chairlift.server.observability.engine_stats import increase
 from chairlift.server.observability.request_context import CURRENT_REQUEST
+from chairlift.timeline import PREEMPTION_REASONS
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 10.0
+"""Seconds between two lines about the load."""
 
 _ACCESS = ("client", "method", "path", "http_version", "status")
 """The arguments of a record of uvicorn's access log."""
-
-
 _QUERY_VALUE = re.compile(r"(?<=[?&])([A-Za-z_]{1,32}=)?[^&]+")
+_ADVICE = {"kv_blocks": ": raise --kv-cache-memory-bytes or lower --max-num-seqs"}
+"""Advice that the log adds to a preemption reason."""
 
 
 def redact_query(record: logging.LogRecord) -> bool:
@@ -43,3 +55,35 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def load_line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> str | None:
+    """Describes the change between two readings of the engine's counters, `seconds` apart; None if the engine was idle."""
+    prompt, generated = increase(before, now, "prompt_tokens"), increase(before, now, "generated_tokens")
+    running, waiting, swapped = now.get("running", 0), now.get("waiting", 0), now.get("swapped", 0)
+    if not (prompt or generated or running or waiting or swapped):
+        return None
+    used = engine_stats.kv_cache(now)
+    queries = now.get("prefix_queries", 0)
+    hits = now.get("prefix_hits", 0) / queries if queries else 0.0
+    text = f"running {running:.0f}, waiting {waiting:.0f}, "
+    if swapped:
+        text += f"swapped {swapped:.0f}, "
+    text += f"KV cache {used:.1%}, prefix hits {hits:.1%}, "
+    text += f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s"
+    if preempted := increase(before, now, "preemptions"):
+        reasons = {reason: increase(before, now, f"preemptions_for_{reason}") for reason in PREEMPTION_REASONS}
+        why = ", ".join(f"{times:.0f} {PREEMPTION_REASONS[reason]}{_ADVICE.get(reason, '')}" for reason, times in reasons.items() if times)
+        text += f", preemptions {preempted:.0f}" + (f" ({why})" if why else "")
+    return text
+
+
+async def log_load(stats: Callable[[], Mapping[str, Any]]) -> None:
+    """Logs the line forever, with averages over the last interval."""
+    before, since = dict(stats()), time.monotonic()
+    while True:
+        await asyncio.sleep(INTERVAL)
+        now, at = dict(stats()), time.monotonic()
+        if line := load_line(before, now, at - since):
+            logger.info(line)
+        before, since = now, at
