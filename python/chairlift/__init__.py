@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from chairlift import errors as errors
     from chairlift.config import DEFAULT_MODEL as DEFAULT_MODEL
     from chairlift.config import EngineConfig as EngineConfig
+    from chairlift.engine.async_live_sequence import AsyncLiveSequence as AsyncLiveSequence
     from chairlift.engine.client import AsyncEngine as AsyncEngine
     from chairlift.engine.live_sequence import LiveSequence as LiveSequence
     from chairlift.engine.llm import LLM as LLM
@@ -42,6 +43,7 @@ _HOMES = {
     "LLM": "engine.llm",
     "AsyncEngine": "engine.client",
     "LiveSequence": "engine.live_sequence",
+    "AsyncLiveSequence": "engine.async_live_sequence",
     "SamplingParams": "sampling",
     "StructuredOutput": "sampling",
     "Scheduling": "scheduling",

@@ -37,10 +37,14 @@ class SequenceBusy(InvalidRequest):
 
 
 class TooManySequences(InvalidRequest):
-    """A tenant holds as many live sequences as it may."""
+    """A tenant, or all tenants together, hold as many live sequences as they may.
 
-    def __init__(self, message: str) -> None:
+    `retry_after` is the time in seconds until the first of their leases ends; None if all are in use.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None) -> None:
         super().__init__(message, param="sequence", code="too_many_sequences")
+        self.retry_after = retry_after
 
 
 class InvalidSetting(ChairliftError, ValueError):

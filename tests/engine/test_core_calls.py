@@ -9,7 +9,7 @@ import pytest
 
 from chairlift import SamplingParams, Scheduling, _core
 from chairlift.config import EngineConfig
-from chairlift.engine import loop, scheduler_settings
+from chairlift.engine import facts, loop, scheduler_settings, sequences
 from chairlift.engine.frames import ResumedChoice, pack_tokens
 from chairlift.errors import InvalidRequest, InvalidSetting, QueueFull
 from chairlift.runner.buffers import Sampled
@@ -151,12 +151,13 @@ def make(monkeypatch):
         cores.append(FakeCore(**settings))
         return cores[-1]
 
-    monkeypatch.setattr(loop, "_core", SimpleNamespace(Scheduler=core, StepBuffers=lambda **arrays: None, **names))
+    for module in (loop, sequences):
+        monkeypatch.setattr(module, "_core", SimpleNamespace(Scheduler=core, StepBuffers=lambda **arrays: None, **names))
     monkeypatch.setattr(loop, "_build_runner", FakeRunner)
     monkeypatch.setattr(loop, "eos_token_ids", lambda directory, tokenizer: frozenset({2}))
     monkeypatch.setattr(loop, "tokenizer_file", lambda directory, tokenizer: directory)
     monkeypatch.setattr(loop, "locate", lambda model, *_: Path(model))
-    monkeypatch.setattr(loop, "fingerprint", lambda config, directory, runner: "")
+    monkeypatch.setattr(facts, "fingerprint", lambda config, directory, runner: "")
     monkeypatch.setattr(loop, "_now", lambda: NOW)
 
     def engine(**settings):

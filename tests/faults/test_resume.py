@@ -164,7 +164,7 @@ def test_an_answer_without_a_seed_goes_on_with_its_draws(model: Path) -> None:
         tokens: dict[int, list[int]] = {}
         params = SamplingParams(max_tokens=400, temperature=3, n=2, ignore_eos=True)
         async with AsyncEngine(model=str(model), load_format="dummy", threads=1) as engine:
-            stream = await engine.open("The chairlift", params)
+            stream = await engine.prepare("The chairlift", params)
             assert stream.params.seed is not None
             while not stream.over:
                 try:

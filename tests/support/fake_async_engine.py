@@ -12,6 +12,9 @@ import uvicorn
 
 from chairlift.chat_template import ChatTemplate
 from chairlift.config import EngineConfig, ServerConfig
+from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
+from chairlift.engine.frames import Frame
+from chairlift.engine.held_sequences import COMPUTE, HeldSequence
 from chairlift.engine.request import validate
 from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
@@ -61,6 +64,7 @@ class FakeTokenizer:
 class FakeStream:
     prompt: list[int]
     params: SamplingParams
+    sequence: HeldSequence | None = None
     num_received: int = 0
     """Tokens of the answers that are kept; those of discarded answers are added at the end."""
 
@@ -107,6 +111,8 @@ class FakeEngine:
             "names": [],
         }
         self.end = asyncio.Event()
+        self.frames: list[Frame] = []
+        self._sequences = AsyncSequences(self, self.frames.append)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -141,8 +147,17 @@ class FakeEngine:
         if self.on_end is not None and self.end_with is EngineDead:
             self.on_end()
 
-    async def open(self, prompt: list[int], params: SamplingParams, *, arrived: float) -> "FakeStream":
-        return FakeStream(prompt, params)
+    def hold(self, prompt: list[int], scheduling: Scheduling, lease: float) -> AsyncLiveSequence:
+        self.validate(prompt, COMPUTE)
+        return self._sequences.open(prompt, scheduling, lease)
+
+    def abort_dropped(self, tag: int) -> None:
+        """`run` looks by itself."""
+
+    async def prepare(
+        self, prompt: list[int], params: SamplingParams, *, arrived: float, sequence: HeldSequence | None = None
+    ) -> "FakeStream":
+        return FakeStream(prompt, params, sequence)
 
     async def run(
         self,
@@ -159,6 +174,9 @@ class FakeEngine:
         self.scheduled.append(scheduling)
         self.named.append(request_id)
         self.spent.append(spent)
+        if stream.sequence is not None:
+            stream.sequence.continued_by(self.started)
+        outputs: list[RequestOutput] = []
         text = bytes(prompt).decode()
         said = text.partition("SAY:")[2]
         done = False
@@ -177,6 +195,8 @@ class FakeEngine:
                     self.stop()
                 if not self.alive:
                     raise self.end_with("the engine has stopped")
+                if stream.sequence is not None:
+                    stream.sequence.check_dropped()
                 if "late" in text and i == (2 if scheduling.ttft_deadline_ms is None else 0):
                     counts = {"prompt_tokens": len(prompt), "completion_tokens": i * params.num_sequences}
                     raise DeadlineMissed("the deadline was missed", **counts)
@@ -204,6 +224,9 @@ class FakeEngine:
                         if "drafted" in text:
                             output.timeline = timeline(draft_tokens=5, accepted_draft_tokens=2)
                     stream.num_received += 1
+                    outputs.append(output)
+                    if done and stream.sequence is not None:
+                        stream.sequence.finish(outputs)
                     yield output
                 if done:
                     break

@@ -21,6 +21,7 @@ from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine import frames
 from chairlift.engine.arguments import Prompt, document_settings, engine_config, text_or_ids
+from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.exit_watch import ExitWatch
 from chairlift.engine.facts import log_decisions, warn_of_short_context
 from chairlift.engine.frames import (
@@ -42,9 +43,10 @@ from chairlift.engine.frames import (
     Stop,
 )
 from chairlift.engine.heartbeat import Heartbeat, is_stopped
+from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequence
 from chairlift.engine.request import default_params, deliver, encode_bad_words, validate
 from chairlift.engine.stream import Stream
-from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest
+from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, SequenceDropped
 from chairlift.outputs import RequestOutput, Timeline
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
 from chairlift.scheduling import Scheduling
@@ -85,6 +87,7 @@ class AsyncEngine:
         self._questions = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._streams: dict[int, Stream] = {}
+        self._sequences = AsyncSequences(self, self._tell)
         self._phases: dict[str, float] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -200,16 +203,46 @@ class AsyncEngine:
         """
         called = time.monotonic()
         before = dict(spent or {})
-        stream = await self.open(prompt, params, arrived=called - sum(before.values()))
+        stream = await self.prepare(prompt, params, arrived=called - sum(before.values()))
         before["tokenize"] = before.get("tokenize", 0.0) + time.monotonic() - called
         async with contextlib.aclosing(self.run(stream, scheduling, request_id=request_id, on_start=on_start, spent=before)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def open(self, prompt: Prompt, params: SamplingParams | None = None, *, arrived: float | None = None) -> Stream:
+    async def open(self, prompt: Prompt, *, scheduling: Scheduling | None = None, lease: float = LEASE) -> AsyncLiveSequence:
+        """Computes a prompt and returns it as a live sequence (see `LLM.open`). Errors as in `generate`, and TooManySequences."""
+        content = text_or_ids(prompt)
+        sequence = self.hold(await self.encode(content) if isinstance(content, str) else content, scheduling or Scheduling(), lease)
+        try:
+            await sequence.compute()
+        except BaseException:
+            sequence.drop()
+            raise
+        return sequence
+
+    def hold(self, prompt_token_ids: list[int], scheduling: Scheduling, lease: float = LEASE) -> AsyncLiveSequence:
+        """Returns a prompt as a live sequence, which is not computed yet. Raises InvalidRequest and TooManySequences."""
+        self.validate(prompt_token_ids, COMPUTE)
+        return self._sequences.open(prompt_token_ids, scheduling, lease)
+
+    def abort_dropped(self, tag: int) -> None:
+        """Ends the request that continues a live sequence, because that was dropped."""
+        if (stream := self._streams.get(tag)) is not None:
+            self._leave(stream.tags)
+            stream.fail(SequenceDropped("the sequence was dropped while it was generated"))
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        arrived: float | None = None,
+        sequence: HeldSequence | None = None,
+    ) -> Stream:
         """Makes a request of a prompt, for `run`. `arrived` is when its first byte was read, on the monotonic clock; now by default.
 
-        A request without a seed gets one here, so that every engine draws the same tokens for it. Raises InvalidRequest.
+        A request without a seed gets one here, so that every engine draws the same tokens for it. A request that continues `sequence` must
+        run while that is `generating` or `computing`. Raises InvalidRequest.
         """
         self._check_alive()
         content = text_or_ids(prompt)
@@ -222,7 +255,7 @@ class AsyncEngine:
         tag = next(self._tags)
         if params.seed is None:
             params = dataclasses.replace(params, seed=hash((self.config.seed, tag)))
-        return Stream(self.tokenizer, tag, prompt_token_ids, params, arrived)
+        return Stream(self.tokenizer, tag, prompt_token_ids, params, arrived, sequence)
 
     async def run(
         self,
@@ -233,7 +266,7 @@ class AsyncEngine:
         on_start: Callable[[], None] | None = None,
         spent: Mapping[str, float] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Runs a request of `open`: see `generate`. `spent` are all seconds since its arrival.
+        """Runs a request of `prepare`: see `generate`. `spent` are all seconds since its arrival.
 
         After EngineDead it may be called again once another engine is ready. That engine goes on after the last token, and the increments
         go on after the last one that was yielded.
@@ -241,6 +274,7 @@ class AsyncEngine:
         scheduling = scheduling or Scheduling()
         _check_kind("scheduling", scheduling, Scheduling)
         self._check_alive()
+        continues = None if stream.sequence is None else stream.sequence.continued_by(stream.tags.start)
         stream.on_start = on_start
         submitted = time.monotonic_ns() // 1000
         resumed = stream.begin(submitted / 1e6)
@@ -253,7 +287,8 @@ class AsyncEngine:
                 packed = frames.pack_fields(stream.params), frames.pack_fields(scheduling)
                 before = {state: int(seconds * 1e6) for state, seconds in (spent or {}).items()}
                 prompt = frames.pack_tokens(stream.prompt_token_ids)
-                self._write(Add(stream.tags.start, prompt, *packed, submitted, before, resumed))
+                # A new engine does not hold the sequence that it lost.
+                self._write(Add(stream.tags.start, prompt, *packed, submitted, before, resumed, None if resumed else continues))
             with contextlib.suppress(ConnectionError):  # the stream fails with a better message
                 await self._writer.drain()
             while not stream.over:
@@ -368,6 +403,11 @@ class AsyncEngine:
         """The journal's path. A restarted engine gets a new file."""
         number = next(self._journals)
         return f"{self.config.journal}.{number}" if self.config.journal and number else self.config.journal
+
+    def _tell(self, frame: Frame) -> None:
+        """Sends a frame that the next engine does not need, if this one is ready."""
+        if self.ready:
+            self._write(frame)
 
     def _write(self, frame: Frame) -> None:
         self._writer.write(frames.encode(frame))

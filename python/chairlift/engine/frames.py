@@ -48,7 +48,8 @@ class Add:
     `prompt` is int32 little-endian token ids; `params` and `scheduling` are the fields of `SamplingParams` and `Scheduling`. `spent` has
     the microseconds of the timeline states before it was sent, and `submitted` the time when it was sent, in microseconds of the
     monotonic clock: the engine may receive it much later, after a long step. `resumed` has the choices that an engine that ended has not
-    finished, each with the fields of `ResumedChoice`; empty for a new request.
+    finished, each with the fields of `ResumedChoice`; empty for a new request. `continues` is the handle of the held sequence that it
+    continues, and how many leading tokens of the prompt are its tokens. The engine opens a held sequence for an unknown handle.
     """
 
     tag: int
@@ -58,6 +59,7 @@ class Add:
     submitted: int | None = None
     spent: dict[str, int] = field(default_factory=dict)
     resumed: Sequence[Sequence[Any]] = field(default_factory=list)
+    continues: Sequence[int] | None = None
 
 
 class ResumedChoice(NamedTuple):
@@ -82,6 +84,29 @@ class Abort:
 
     tags: list[int]
     stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SetPriority:
+    """To the engine: move a sequence to another class. An unknown tag is ignored."""
+
+    tag: int
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkSequence:
+    """To the engine: open held sequences with the handles `forks`, which share the KV of `handle`. An unknown handle is ignored."""
+
+    handle: int
+    forks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DropSequence:
+    """To the engine: drop a held sequence. An unknown handle is ignored."""
+
+    handle: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +217,9 @@ class Fatal:
     message: str
 
 
-Frame = (
-    Config | Add | Abort | Explain | SnapshotRequest | Stop | Phase | Ready | StepOutputs | Rejected | Explained | Snapshot | Alive | Fatal
-)
+ToEngine = Config | Add | Abort | SetPriority | ForkSequence | DropSequence | Explain | SnapshotRequest | Stop
+FromEngine = Phase | Ready | StepOutputs | Rejected | Explained | Snapshot | Alive | Fatal
+Frame = ToEngine | FromEngine
 
 _KINDS: dict[str, type[Frame]] = {kind.__name__.lower(): kind for kind in get_args(Frame)}
 _SHAPES = {kind: (name, tuple(item.name for item in fields(kind))) for name, kind in _KINDS.items()}

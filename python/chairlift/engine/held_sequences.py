@@ -1,97 +1,302 @@
-"""The held sequences of an engine: their tenants, limits and leases."""
+"""Sequences that stay computed between two generations: their tokens, limits and leases. The engine has only their KV."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from dataclasses import dataclass
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Any, Protocol, Self
 
-from chairlift import _core
-from chairlift.errors import SequenceBusy, SequenceDropped, TooManySequences
+from chairlift.errors import InvalidRequest, SequenceBusy, SequenceDropped, TooManySequences
+from chairlift.outputs import RequestOutput
+from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 
 MAX_PER_TENANT = 1024
 """Most held sequences of one tenant."""
+MAX_HELD = 16_384
+"""Most held sequences of all tenants."""
+LEASE = 600.0
+"""Default seconds after which an unused sequence is dropped."""
+LONGEST_LEASE = 86_400.0
+
+COMPUTE = SamplingParams(max_tokens=1, temperature=0.0)
+"""Parameters of requests that only compute. The engine computes nothing without generating a token, which is discarded."""
 
 
-@dataclass(slots=True)
-class _Held:
-    tenant: str
-    lease: int
-    """Microseconds after its last use at which it is dropped."""
-    expires: float
-    """Infinite while a request continues it."""
+class HeldEngine(Protocol):
+    """What an engine does for held sequences. It opens a sequence that it does not know when a request continues it."""
+
+    def fork_sequence(self, handle: int, forks: Sequence[int]) -> None:
+        """Opens `forks` with the KV of `handle`. Does nothing for an unknown sequence."""
+
+    def drop_sequence(self, handle: int) -> None:
+        """Frees the KV of a sequence. Does nothing for an unknown one."""
+
+
+class HeldState(Enum):
+    """What a held sequence does."""
+
+    IDLE = auto()
+    COMPUTING = auto()
+    """Its last tokens are computed. Nothing is generated."""
+    GENERATING = auto()
+    DROPPED = auto()
 
 
 class HeldSequences:
-    """Opens, forks and drops held sequences. A handle belongs to one tenant. Times are microseconds.
+    """The held sequences of an engine's client: counts them by tenant and ends their leases. Not thread-safe.
 
-    A sequence that was not used for the length of its lease is dropped. Every method raises SequenceDropped for a handle that was dropped.
+    `facts` returns the engine's facts. Handles are unique, also among engines that replace each other.
     """
 
-    def __init__(self, scheduler: _core.Scheduler) -> None:
-        self._scheduler = scheduler
-        self._held: dict[int, _Held] = {}
+    def __init__(self, facts: Callable[[], Mapping[str, Any]]) -> None:
+        self.facts = facts
+        self._handles = itertools.count(1)
+        self._held: dict[int, HeldSequence] = {}
         self._counts: dict[str, int] = {}
-        self._expires = math.inf  # no lease ends earlier
+        self._next_expiry = math.inf  # no lease ends earlier
 
-    def open(self, tenant: str, salt: bytes, lease: int, now: int) -> int:
-        """Opens an empty sequence and returns its handle. Raises TooManySequences."""
-        self._check_limit(tenant, now)
-        return self._enter(self._scheduler.open(tenant, salt, now), _Held(tenant, lease, now + lease))
+    def __len__(self) -> int:
+        return len(self._held)
 
-    def fork(self, handle: int, now: int) -> int:
-        """Opens a sequence with the same blocks. Raises TooManySequences."""
-        held = self._use(handle, now)
-        self._check_limit(held.tenant, now)
-        fork = self._scheduler.fork_held(handle, now)
-        assert fork is not None  # only this class drops sequences
-        return self._enter(fork, _Held(held.tenant, held.lease, now + held.lease))
+    def check_room(self, tenant: str, count: int = 1) -> None:
+        """Raises TooManySequences unless `tenant` may hold `count` more."""
+        own = self._counts.get(tenant, 0)
+        if own + count > MAX_PER_TENANT:
+            owned = [held for held in self._held.values() if held.scheduling.tenant == tenant]
+            raise TooManySequences(
+                f"a tenant may hold {MAX_PER_TENANT} sequences, and this one holds {own}: drop some first", retry_after=_first_end(owned)
+            )
+        if len(self._held) + count > MAX_HELD:
+            raise TooManySequences(
+                f"all tenants together may hold {MAX_HELD} sequences, and hold {len(self._held)}: drop some first",
+                retry_after=_first_end(self._held.values()),
+            )
 
-    def begin(self, handle: int, now: int) -> None:
-        """Begins a request that continues a sequence. Raises SequenceBusy if another one does."""
-        held = self._use(handle, now)
-        if held.expires == math.inf:
-            raise SequenceBusy("another request continues this sequence: wait until it has ended, or continue a fork")
-        held.expires = math.inf
-
-    def end(self, handle: int, now: int) -> None:
-        """Ends the request that continues a sequence, which may have been dropped."""
-        if (held := self._held.get(handle)) is not None:
-            held.expires = now + held.lease
-            self._expires = min(self._expires, held.expires)
-
-    def drop(self, handle: int, now: int) -> None:
-        """Drops a sequence. Its blocks are free in the next step."""
-        held = self._held.pop(handle, None)
-        if held is None:
-            return
-        self._counts[held.tenant] -= 1
-        if not self._counts[held.tenant]:
-            del self._counts[held.tenant]
-        self._scheduler.drop_held(handle, now)
-
-    def expire(self, now: int) -> None:
-        """Drops the sequences whose leases have ended. O(1) if there is none."""
-        if now < self._expires:
-            return
-        for handle in [handle for handle, held in self._held.items() if held.expires <= now]:
-            self.drop(handle, now)
-        self._expires = min((held.expires for held in self._held.values()), default=math.inf)
-
-    def _enter(self, handle: int, held: _Held) -> int:
-        self._held[handle] = held
-        self._counts[held.tenant] = self._counts.get(held.tenant, 0) + 1
-        self._expires = min(self._expires, held.expires)
+    def enter(self, sequence: HeldSequence) -> int:
+        """Adds a sequence and returns its handle."""
+        handle, tenant = next(self._handles), sequence.scheduling.tenant
+        self._held[handle] = sequence
+        self._counts[tenant] = self._counts.get(tenant, 0) + 1
         return handle
 
-    def _use(self, handle: int, now: int) -> _Held:
-        self.expire(now)
-        held = self._held.get(handle)
-        if held is None:
-            raise SequenceDropped("this sequence was dropped, or its lease has ended: open a new one")
-        held.expires = max(held.expires, now + held.lease)
-        return held
+    def remove(self, handle: int) -> None:
+        """Removes a sequence."""
+        tenant = self._held.pop(handle).scheduling.tenant
+        self._counts[tenant] -= 1
+        if not self._counts[tenant]:
+            del self._counts[tenant]
 
-    def _check_limit(self, tenant: str, now: int) -> None:
-        self.expire(now)
-        if self._counts.get(tenant, 0) >= MAX_PER_TENANT:
-            raise TooManySequences(f"a tenant may hold {MAX_PER_TENANT} sequences: drop some first")
+    def lease_until(self, expires: float) -> None:
+        """Called when a lease has a new end."""
+        self._next_expiry = min(self._next_expiry, expires)
+
+    def expire(self, engine: HeldEngine) -> None:
+        """Drops the sequences whose leases have ended. O(1) if there is none."""
+        now = time.monotonic()
+        if now < self._next_expiry:
+            return
+        for sequence in [held for held in self._held.values() if held.expires <= now]:
+            sequence.release(engine)
+        self._next_expiry = min((held.expires for held in self._held.values()), default=math.inf)
+
+
+class HeldSequence:
+    """One held sequence: its tokens, how many of them the engine may hold, its lease, and the generation that runs.
+
+    Base class of `LiveSequence` and `AsyncLiveSequence`. Every use renews the lease.
+    """
+
+    def __init__(self, held: HeldSequences, token_ids: Iterable[int], scheduling: Scheduling, lease: float) -> None:
+        """Raises InvalidRequest for a lease out of range, and TooManySequences."""
+        if not 0 < lease <= LONGEST_LEASE:
+            raise InvalidRequest(f"lease must be above 0 and at most {LONGEST_LEASE:g} seconds, got {lease!r:.50}", param="lease")
+        held.check_room(scheduling.tenant)
+        self._held = held
+        self._token_ids = array("i", token_ids)  # never changed in place, because forks share it
+        self._logprobs: list[tuple[int, float]] = []  # (position, value) of generated tokens; never changed in place
+        self._computed = 0
+        self._scheduling = scheduling
+        self._lease = lease
+        self._state = HeldState.IDLE
+        self._tag: int | None = None
+        self.on_drop: Callable[[], None] | None = None
+        """Called when the sequence is dropped."""
+        self.expires = math.inf
+        """When the lease ends, on the monotonic clock. Infinite while the sequence is computed or generated."""
+        self.handle = held.enter(self)
+        self._renew()
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far."""
+        return self._token_ids.tolist()
+
+    @property
+    def num_generated(self) -> int:
+        """Number of generated tokens."""
+        return len(self._logprobs)
+
+    @property
+    def scheduling(self) -> Scheduling:
+        """The scheduling parameters of its generations."""
+        return self._scheduling
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it was dropped or its lease has ended."""
+        return self._state is HeldState.DROPPED or time.monotonic() >= self.expires
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is computed or generated."""
+        return self._state in (HeldState.COMPUTING, HeldState.GENERATING)
+
+    @property
+    def uncomputed(self) -> bool:
+        """Whether `compute` has something to do. The next generation computes the last token, because it samples after it."""
+        return len(self._token_ids) - 1 > self._computed
+
+    def score(self, *, mean: bool = False) -> float:
+        """The sum of the log-probabilities of the generated tokens, or their `mean`; 0 if none were generated."""
+        return math.fsum(logprob for _, logprob in self._logprobs) / (max(len(self._logprobs), 1) if mean else 1)
+
+    def rewind(self, count: int) -> None:
+        """Removes the last `count` tokens. The others stay computed. Raises InvalidRequest unless one token is left."""
+        self._check_idle()
+        kept = len(self._token_ids) - count
+        if not 0 < kept <= len(self._token_ids):
+            raise InvalidRequest(f"count must be from 0 to {len(self._token_ids) - 1}, got {count!r:.50}", param="count")
+        self._token_ids = self._token_ids[:kept]
+        self._logprobs = [(position, logprob) for position, logprob in self._logprobs if position < kept]
+        self._computed = min(self._computed, kept)
+        self._renew()
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """The parameters of a generation: with log-probabilities, for the score. Raises InvalidRequest for `n` and prompt_logprobs."""
+        if params.num_sequences > 1 or params.prompt_logprobs is not None:
+            raise InvalidRequest("a live sequence has one answer and no prompt_logprobs: fork it for several answers", param="n")
+        return replace(params, logprobs=params.logprobs or 0)
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[list[int]]:
+        """Runs a generation in the block. Yields its prompt. Raises SequenceBusy and SequenceDropped."""
+        self.begin(HeldState.GENERATING)
+        try:
+            yield self.token_ids
+        finally:
+            self.end()
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[list[int]]:
+        """Runs a request that only computes, in the block. Yields its prompt. Raises SequenceBusy and SequenceDropped."""
+        self.begin(HeldState.COMPUTING)
+        try:
+            yield self._token_ids[:-1].tolist()
+        finally:
+            self.end()
+
+    def begin(self, state: HeldState) -> None:
+        """Begins to compute or generate. Raises SequenceBusy and SequenceDropped."""
+        self._check_idle()
+        self._state, self.expires = state, math.inf
+
+    def continued_by(self, tag: int) -> tuple[int, int]:
+        """Called when the request `tag` is about to continue it. Returns the handle and how many leading tokens the engine may hold."""
+        self.check_dropped()
+        self._tag = tag
+        return self.handle, self._computed
+
+    def finish(self, parts: Iterable[RequestOutput]) -> None:
+        """Takes the whole output of the request, which has ended by a stop or by its length."""
+        if self._state is HeldState.COMPUTING:
+            self._computed = len(self._token_ids) - 1
+        elif self._state is HeldState.GENERATING:
+            pairs = [pair for part in parts for pair in zip(part.token_ids, part.logprobs or (), strict=True)]
+            start = len(self._token_ids)
+            self._token_ids = self._token_ids + array("i", [token for token, _ in pairs])
+            self._logprobs = [*self._logprobs, *((start + index, one.logprob) for index, (_, one) in enumerate(pairs))]
+            self._computed = len(self._token_ids)
+
+    def end(self) -> None:
+        """Ends what `begin` began. Without `finish`, the sequence stays as it was."""
+        self._tag = None
+        if self._state is not HeldState.DROPPED:
+            self._state = HeldState.IDLE
+            self._renew()
+
+    def release(self, engine: HeldEngine) -> int | None:
+        """Drops the sequence, unless it was dropped. Returns the tag of the request that continues it, which must be aborted."""
+        if self._state is HeldState.DROPPED:
+            return None
+        self._state = HeldState.DROPPED
+        self._held.remove(self.handle)
+        engine.drop_sequence(self.handle)
+        if self.on_drop is not None:
+            self.on_drop()
+        return self._tag
+
+    def check_dropped(self) -> None:
+        """Raises SequenceDropped after `drop` or the end of the lease."""
+        if self.dropped:
+            raise SequenceDropped("this sequence was dropped, or its lease has ended: open a new one, or fork another before")
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Appends token ids. Raises InvalidRequest beyond the context length."""
+        self._check_idle()
+        facts = self._held.facts()
+        limit, vocabulary = facts["max_model_len"], facts["vocab_size"]
+        length = len(self._token_ids) + len(tokens)
+        if length >= limit:
+            raise InvalidRequest(
+                f"the sequence would have {length} tokens, and the context of this model has {limit}, with at least one to generate",
+                param="content",
+                code="context_length_exceeded",
+            )
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < vocabulary:
+                raise InvalidRequest(f"{token!r:.50} is not a token id: they are 0 to {vocabulary - 1}", param="content")
+        self._token_ids = self._token_ids + array("i", tokens)
+        self._renew()
+
+    def _forks(self, count: int, engine: HeldEngine) -> list[Self]:
+        """Makes `count` idle copies, all or none. Raises TooManySequences and SequenceDropped."""
+        self.check_dropped()
+        self._held.check_room(self._scheduling.tenant, count)
+        forks = [self._copy() for _ in range(count)]
+        engine.fork_sequence(self.handle, [fork.handle for fork in forks])
+        if not self.busy:
+            self._renew()
+        return forks
+
+    def _copy(self) -> Self:
+        fork = object.__new__(type(self))
+        fork.__dict__ |= self.__dict__  # a quarter of the time of copy.copy
+        fork._state, fork._tag, fork.on_drop = HeldState.IDLE, None, None
+        fork.handle = self._held.enter(fork)
+        fork._renew()
+        return fork
+
+    def _renew(self) -> None:
+        self.expires = time.monotonic() + self._lease
+        self._held.lease_until(self.expires)
+
+    def _check_idle(self) -> None:
+        self.check_dropped()
+        if self.busy:
+            raise SequenceBusy("this sequence is being generated: wait until that has ended, or use a fork")
+
+
+def _first_end(sequences: Iterable[HeldSequence]) -> float | None:
+    """Seconds until the first of the leases ends; None if none of them can end."""
+    expires = min((sequence.expires for sequence in sequences), default=math.inf)
+    return None if math.isinf(expires) else max(0.0, expires - time.monotonic())

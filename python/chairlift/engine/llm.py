@@ -20,6 +20,7 @@ from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
 from chairlift.engine.arguments import Prompt, document_settings, engine_config, listed, text_or_ids
 from chairlift.engine.facts import log_decisions, warn_of_short_context
+from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequences
 from chairlift.engine.live_sequence import LiveSequence
 from chairlift.engine.request import Request, default_params, deliver, encode_bad_words, joined, validate
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, RequestFailed
@@ -40,11 +41,6 @@ LONG_WORK = 1.0
 
 LONGEST_SLEEP = 0.1
 """Maximum seconds between checks for an interrupt while the engine waits."""
-
-LEASE = 600.0
-"""Default seconds after which an unused live sequence is dropped."""
-
-LONGEST_LEASE = 86_400.0
 
 Result = TypeVar("Result")
 
@@ -73,7 +69,8 @@ class LLM:
         self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
         self._requests: dict[int, _Request] = {}  # by tag, those that have not ended
         self._unused: deque[tuple[int, bool]] = deque()  # tags to abort, and whether a stop string ended them
-        self._lock = threading.Lock()  # held for each use of the engine
+        self._held = HeldSequences(lambda: self.facts)
+        self._lock = threading.Lock()  # held for each use of the engine and of `_held`
 
     @property
     def engine(self) -> Engine:
@@ -104,11 +101,8 @@ class LLM:
         """
         given, scheduling = text_or_ids(prompt), scheduling or Scheduling()
         tokens = self.tokenizer.encode(given) if isinstance(given, str) else given
-        validate(tokens, SamplingParams(max_tokens=1, temperature=0.0), self.facts)
-        if not 0 < lease <= LONGEST_LEASE:
-            raise InvalidRequest(f"lease must be above 0 and at most {LONGEST_LEASE:g} seconds, got {lease!r:.50}", param="lease")
-        handle = self._call(lambda engine: engine.open_sequence(scheduling.tenant, scheduling.cache_salt, lease))
-        sequence = LiveSequence(self, self._call, handle, tokens, 0, scheduling)
+        validate(tokens, COMPUTE, self.facts)
+        sequence = self._call(lambda engine: LiveSequence(self, self._call, self._held, tokens, scheduling, lease))
         try:
             sequence.compute()
         except BaseException:
@@ -116,13 +110,12 @@ class LLM:
             raise
         return sequence
 
-    def compute(self, token_ids: list[int], continues: tuple[int, int], scheduling: Scheduling) -> None:
-        """Computes the tokens of an engine's held sequence, of which it may hold some already. For `LiveSequence`."""
+    def compute(self, sequence: LiveSequence, prompt: list[int]) -> None:
+        """Computes the tokens of a live sequence, of which the engine may hold some already. For `LiveSequence`."""
         news: deque[_Request] = deque()
-        params = validate(token_ids, SamplingParams(max_tokens=1, temperature=0.0), self.facts)
-        request = _Request(self.tokenizer, next(self._tags), token_ids, params, news)
-        request.continues = continues
-        (output,) = self._run([request], [scheduling], news, False)
+        params = validate(prompt, COMPUTE, self.facts)
+        request = _Request(self.tokenizer, next(self._tags), prompt, params, news, sequence)
+        (output,) = self._run([request], [sequence.scheduling], news, False)
         if output.finish_reason not in ("stop", "length"):
             raise RequestFailed(f"the sequence could not be computed: {output.finish_reason}")
 
@@ -150,10 +143,14 @@ class LLM:
         treated = _one_each("scheduling", Scheduling, scheduling, len(many))
         news: deque[_Request] = deque()
         requests = []
-        for index, (prompt, one) in enumerate(zip(many, each, strict=True)):
-            with _naming(index):
-                requests.append(self._request(prompt, one, news))
-        return self._run(requests, treated, news, progress)
+        with contextlib.ExitStack() as busy:
+            for index, (prompt, one) in enumerate(zip(many, each, strict=True)):
+                with _naming(index):
+                    if isinstance(prompt, LiveSequence):
+                        requests.append(self._continuation(prompt, busy.enter_context(prompt.generating()), one, news))
+                    else:
+                        requests.append(self._request(prompt, one, news))
+            return self._run(requests, treated, news, progress)
 
     def stream(
         self, prompt: Prompt | LiveSequence, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
@@ -165,6 +162,8 @@ class LLM:
         """
         one_params = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
         treated = _one_each("scheduling", Scheduling, scheduling, 1)
+        if isinstance(prompt, LiveSequence):
+            return self._stream_live(prompt, one_params[0], treated)
         news: deque[_Request] = deque()
         return self._stream(self._request(prompt, one_params[0], news), treated, news)
 
@@ -202,16 +201,14 @@ class LLM:
     def _call(self, function: Callable[[Engine], Result]) -> Result:
         """Calls a function with the engine between two steps."""
         with self._lock:
+            self._held.expire(self.engine)
             return function(self.engine)
 
-    def _request(self, prompt: Prompt | LiveSequence, params: SamplingParams, news: deque[_Request]) -> _Request:
-        if isinstance(prompt, LiveSequence):
-            if params.num_sequences > 1 or params.prompt_logprobs is not None:
-                raise InvalidRequest("a live sequence has one answer and no prompt_logprobs: fork it for several answers", param="n")
-            # Its score needs the log-probabilities.
-            tokens, params = prompt.token_ids, dataclasses.replace(params, logprobs=params.logprobs or 0)
-            params = validate(tokens, encode_bad_words(params, self.tokenizer), self.facts)
-            return _Request(self.tokenizer, next(self._tags), tokens, params, news, prompt)
+    def _continuation(self, sequence: LiveSequence, prompt: list[int], params: SamplingParams, news: deque[_Request]) -> _Request:
+        params = validate(prompt, encode_bad_words(sequence.params(params), self.tokenizer), self.facts)
+        return _Request(self.tokenizer, next(self._tags), prompt, params, news, sequence)
+
+    def _request(self, prompt: Prompt, params: SamplingParams, news: deque[_Request]) -> _Request:
         given = text_or_ids(prompt)
         prompt_token_ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         params = validate(prompt_token_ids, encode_bad_words(params, self.tokenizer), self.facts)
@@ -248,6 +245,13 @@ class LLM:
                     raise KeyboardInterrupt
         return list(outputs.values())
 
+    def _stream_live(
+        self, sequence: LiveSequence, params: SamplingParams, scheduling: list[Scheduling]
+    ) -> Generator[RequestOutput, None, None]:
+        news: deque[_Request] = deque()
+        with sequence.generating() as prompt:
+            yield from self._stream(self._continuation(sequence, prompt, params, news), scheduling, news)
+
     def _stream(self, request: _Request, scheduling: list[Scheduling], news: deque[_Request]) -> Generator[RequestOutput, None, None]:
         with self._added([request], scheduling):
             while not request.over:
@@ -276,21 +280,18 @@ class LLM:
             yield
         finally:
             self._leave(tag for request in requests for tag in request.tags)
-            for request in requests:
-                if request.sequence is not None:
-                    request.sequence.end(request.tags.start)
 
     def _add(self, request: _Request, scheduling: Scheduling) -> None:
         """Adds a request to the engine. A live sequence has its own scheduling parameters, unless its caller gives others."""
-        sequence = request.sequence
-        if sequence is not None:
-            own = sequence.scheduling
+        continues = None
+        if request.sequence is not None:
+            own = request.sequence.scheduling
             if scheduling == Scheduling():
                 scheduling = own
             if (scheduling.tenant, scheduling.cache_salt) != (own.tenant, own.cache_salt):
                 raise InvalidRequest("this live sequence belongs to another tenant or cache_salt", param="scheduling", code="not_owner")
-            request.continues = sequence.begin(request.tags.start)
-        self.engine.add(request.tags.start, request.prompt_token_ids, request.params, scheduling, continues=request.continues)
+            continues = request.sequence.continued_by(request.tags.start)
+        self.engine.add(request.tags.start, request.prompt_token_ids, request.params, scheduling, continues=continues)
 
     def _step(self, news: deque[_Request]) -> int:
         """Runs a step, unless `news` has a request already from another thread's step. Returns the number of new tokens."""
@@ -298,6 +299,7 @@ class LLM:
             self._abort_unused()
             if news:
                 return 0
+            self._held.expire(self.engine)
             report = self.engine.step()
             if report is not None:
                 for request in deliver(report, self._requests):
@@ -341,24 +343,13 @@ class _Request(Request):
         news: deque[_Request],
         sequence: LiveSequence | None = None,
     ) -> None:
-        super().__init__(tokenizer, tag, prompt_token_ids, params)
+        super().__init__(tokenizer, tag, prompt_token_ids, params, sequence=sequence)
         self.news = news
-        self.sequence = sequence
-        self.continues: tuple[int, int] | None = None
-        """The engine's held sequence that it continues, and how many leading tokens of the prompt are its tokens."""
 
     def check_dropped(self) -> None:
         """Raises SequenceDropped if its live sequence was dropped."""
         if self.sequence is not None:
             self.sequence.check_dropped()
-
-    def take(self) -> list[RequestOutput]:
-        """Everything since the last call (see `Request.take`). The live sequence gets it too."""
-        parts = super().take()
-        if self.sequence is not None:
-            for part in parts:
-                self.sequence.receive(part)
-        return parts
 
 
 class _Bar:

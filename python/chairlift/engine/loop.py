@@ -21,9 +21,8 @@ from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
 from chairlift.engine.facts import start_facts
 from chairlift.engine.frames import ResumedChoice, StepOutputs
-from chairlift.engine.held_sequences import HeldSequences
 from chairlift.engine.journal import Journal
-from chairlift.engine.sequences import Sequences, shared_salt
+from chairlift.engine.sequences import Sequences
 from chairlift.engine.split_step import SplitStep
 from chairlift.errors import InvalidRequest, OutOfMemory
 from chairlift.grammar.grammars import Grammar, Grammars
@@ -79,13 +78,12 @@ class Engine:
         self._scheduler = _build_scheduler(config, runner)
         self._drafts_forced_tokens = config.speculative_method == "auto" and not runner.overlaps
         self._eos = sorted(eos)
-        self._held = HeldSequences(self._scheduler)
         self._buffers = [_core.StepBuffers(**buffers.arrays()) for buffers in runner.buffers]
         self._next_buffer = 0
         self._plans: deque[_core.StepPlan] = deque()  # not yet committed, oldest first
         self._in_flight: _InFlightStep | None = None  # launched, but not sampled
         self._split_step = SplitStep(runner, config.block_size)
-        self._sequences = Sequences(config, self._scheduler, self._held, runner, self._eos)
+        self._sequences = Sequences(config, self._scheduler, runner, self._eos)
         self._slot_tags = np.zeros(runner.max_num_seqs, dtype=np.uint64)  # the last sequence of each batch slot
         self._failed_slots: set[int] = set()  # their sequences cannot be sampled and end with an error
         self.stage = "idle", time.monotonic()
@@ -121,8 +119,9 @@ class Engine:
         `submitted` is the time of its arrival in the queue, in microseconds of the monotonic clock; now if None. `spent` are the
         microseconds of its earlier timeline states: its timeline and its deadlines start that much earlier. `grammar` is the result of
         `compile`; the call waits for it. `resumed` has the unfinished choices of a request that another engine lost: each goes on after
-        its last token. `continues` is a held sequence of the same tenant and salt, and how many leading tokens of the prompt are its
-        tokens; the request must have one answer. Raises InvalidRequest if the request can never run and QueueFull if it cannot wait.
+        its last token. `continues` is the handle of a held sequence of the same tenant and salt, and how many leading tokens of the prompt
+        are its tokens; the request must have one answer, and leaves its KV to the sequence. An unknown handle opens one. Raises
+        InvalidRequest if the request can never run and QueueFull if it cannot wait.
         """
         if not self.runner.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise InvalidRequest("without a model (--load-format none) there are no log-probabilities: leave them out", param="logprobs")
@@ -149,17 +148,13 @@ class Engine:
             self._write_journal()
         return found
 
-    def open_sequence(self, tenant: str, cache_salt: str | None, lease: float) -> int:
-        """Opens a held sequence, which is dropped if it is not used for `lease` seconds. Raises TooManySequences."""
-        return self._held.open(tenant, shared_salt(cache_salt), int(lease * 1e6), _now())
-
-    def fork_sequence(self, handle: int) -> int:
-        """Opens a held sequence that shares the blocks of another. Raises SequenceDropped and TooManySequences."""
-        return self._held.fork(handle, _now())
+    def fork_sequence(self, handle: int, forks: Sequence[int]) -> None:
+        """Opens held sequences with these handles, which share the blocks of `handle`. Does nothing if that is unknown."""
+        self._sequences.fork_held(handle, forks, _now())
 
     def drop_sequence(self, handle: int) -> None:
-        """Drops a held sequence, if it is held."""
-        self._held.drop(handle, _now())
+        """Drops a held sequence, if it is known. Its blocks are free in the next step."""
+        self._sequences.drop_held(handle, _now())
 
     def set_priority(self, tag: int, priority: int) -> None:
         """Moves a sequence that has not ended to another class."""
@@ -253,10 +248,9 @@ class Engine:
 
     def _expire(self, now: int) -> list[dict[str, Any]]:
         """Ends the requests that missed their deadlines and returns their timelines."""
-        self._held.expire(now)
         expired = self._scheduler.expire(now)
         for timeline in expired:
-            self._sequences.forget(timeline["tag"], now)
+            self._sequences.forget(timeline["tag"])
         return expired
 
     def _plan_and_launch(self, now: int, started: list[tuple[int, int, int]]) -> _InFlightStep | None:
@@ -344,7 +338,7 @@ class Engine:
 
     def _remove(self, tag: int) -> None:
         """Forgets a sequence that has ended and frees its slot, unless another sequence has it."""
-        slot = self._sequences.forget(tag, _now()).slot
+        slot = self._sequences.forget(tag).slot
         if slot is not None and self._slot_tags[slot] == tag:
             self.runner.remove_request(slot)
 

@@ -28,14 +28,17 @@ from chairlift.engine.frames import (
     Add,
     BadFrame,
     Config,
+    DropSequence,
     Explain,
     Explained,
     Fatal,
+    ForkSequence,
     Frame,
     Phase,
     Ready,
     Rejected,
     ResumedChoice,
+    SetPriority,
     Snapshot,
     SnapshotRequest,
     StepOutputs,
@@ -79,11 +82,21 @@ class EngineLike(Protocol):
         grammar: Future[Grammar] | None,
         spent: Mapping[str, int],
         resumed: Sequence[ResumedChoice],
+        continues: tuple[int, int] | None,
     ) -> None:
         """Queues a request. Raises InvalidRequest or QueueFull."""
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
         """Ends a sequence that was aborted or, if `stopped`, that a stop string has ended."""
+
+    def set_priority(self, tag: int, priority: int) -> None:
+        """Moves a sequence to another class."""
+
+    def fork_sequence(self, handle: int, forks: Sequence[int]) -> None:
+        """Opens held sequences with the KV of another."""
+
+    def drop_sequence(self, handle: int) -> None:
+        """Drops a held sequence."""
 
     def step(self) -> StepOutputs | None:
         """Runs one step; None if there is nothing to run."""
@@ -264,6 +277,12 @@ def drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: Compilin
                 compiling.abort(tags)
                 for tag in tags:
                     engine.abort(tag, stopped=stopped)
+            case SetPriority(tag, priority):
+                engine.set_priority(tag, priority)
+            case ForkSequence(handle, forks):
+                engine.fork_sequence(handle, forks)
+            case DropSequence(handle):
+                engine.drop_sequence(handle)
             case Explain(ask, tags):
                 parent.send(
                     Explained(ask, [timeline for tag in tags if (timeline := engine.explain(tag) or compiling.explain(tag)) is not None])
@@ -290,7 +309,8 @@ def _add(
             grammar.add_done_callback(lambda grammar: inbox.put(_Compiled(frame.tag, grammar, time.monotonic_ns() // 1000)))
             return
         prompt, resumed = memoryview(frame.prompt).cast("i"), [ResumedChoice(*choice) for choice in frame.resumed]
-        engine.add(frame.tag, prompt, params, scheduling, frame.submitted, grammar, frame.spent, resumed)
+        continues = None if frame.continues is None else (frame.continues[0], frame.continues[1])
+        engine.add(frame.tag, prompt, params, scheduling, frame.submitted, grammar, frame.spent, resumed, continues)
     except InvalidRequest as error:
         parent.send(Rejected(frame.tag, "InvalidRequest", str(error), error.param, error.code))
     except QueueFull as error:

@@ -16,6 +16,7 @@ from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from chairlift.engine.frames import StepOutputs
+    from chairlift.engine.held_sequences import HeldSequence
     from chairlift.tokenizer import Tokenizer
 
 STOP, ERROR, DEADLINE = 1, 3, 4
@@ -189,13 +190,20 @@ class Request:
     """A running request. Its choices have `tag` and the numbers after it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams, arrived: float | None = None
+        self,
+        tokenizer: Tokenizer,
+        tag: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        arrived: float | None = None,
+        sequence: HeldSequence | None = None,
     ) -> None:
-        """`arrived` is when its first byte was read, on the monotonic clock; now by default."""
+        """`arrived` is when its first byte was read, on the monotonic clock; now by default. It continues `sequence`, if given."""
         arrived = time.monotonic() if arrived is None else arrived
         self.tags = range(tag, tag + params.num_sequences)
         self.prompt_token_ids = prompt_token_ids
         self.params = params
+        self.sequence = sequence
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         """Log-probabilities of the prompt tokens received so far, shared by all choices."""
         shared = prompt_token_ids, params, arrived, self.prompt_logprobs
@@ -208,6 +216,7 @@ class Request:
         """Whether a choice missed its deadline."""
         self._submitted: float | None = None
         self._whole: dict[int, RequestOutput] = {}
+        self._taken: list[RequestOutput] = []  # only with a `sequence`
 
     @property
     def over(self) -> bool:
@@ -255,6 +264,10 @@ class Request:
         for part in parts:
             if part.finish_reason is not None:
                 self.some_over = True
+        if self.sequence is not None:
+            self._taken += parts
+            if parts and parts[-1].finish_reason in ("stop", "length"):
+                self.sequence.finish(self._taken)
         if not self.params.ranked:
             return parts
         for part in parts:

@@ -1,4 +1,4 @@
-"""The sequences of an engine that have not ended."""
+"""The sequences of an engine: those that have not ended, and held ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.engine.frames import ResumedChoice
-from chairlift.engine.held_sequences import HeldSequences
 from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar.grammars import Grammar
 from chairlift.runner.sampling.logprobs import PromptLogprobs
@@ -40,19 +39,18 @@ class SequenceState:
     """Makes a grammar matcher at the start of the output; None without a grammar."""
     slot: int | None = None
     """Its current or last batch slot."""
-    held: int | None = None
-    """The held sequence that it continues."""
 
 
 class Sequences:
     """Adds requests to the scheduler and keeps the state of each of their sequences, by tag. Times are microseconds."""
 
-    def __init__(self, config: EngineConfig, scheduler: _core.Scheduler, held: HeldSequences, runner: Runner, eos: Sequence[int]) -> None:
-        self._scheduler, self._held, self._eos = scheduler, held, eos
+    def __init__(self, config: EngineConfig, scheduler: _core.Scheduler, runner: Runner, eos: Sequence[int]) -> None:
+        self._scheduler, self._eos = scheduler, eos
         self._engine_seed, self._tenant_weights = config.seed, config.tenant_weights or {}
         self._vocab_size, self._max_model_len = runner.model_config.vocab_size, runner.max_model_len
         self._unique_salts = itertools.count()
         self._states: dict[int, SequenceState] = {}
+        self._held: dict[int, int] = {}  # the core's handles of held sequences, by the client's
 
     def __len__(self) -> int:
         return len(self._states)
@@ -88,14 +86,13 @@ class Sequences:
         new_matcher = None if compiled is None else compiled.matcher
         submitted = min(now, submitted or sys.maxsize)
         arrived, salt = submitted - sum(spent.values()), self._salt(params, scheduling)
-        held = None if continues is None else continues[0]
 
         def live(index: int, seq: int) -> None:
-            self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, new_matcher, held=held)
+            self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, new_matcher)
             self._scheduler.prepared(seq, list(spent.items()))
 
-        if held is not None:
-            self._held.begin(held, now)
+        if continues is not None:
+            continues = self._held_by_core(continues[0], scheduling.tenant, salt, now), continues[1]
         try:
             for one in resumed:
                 live(one.choice, self._schedule(tag + one.choice, tokens, params, scheduling, salt, submitted, arrived, one))
@@ -106,8 +103,6 @@ class Sequences:
         except BaseException as error:
             for added in tags:
                 self.abort(added, now)
-            if held is not None:
-                self._held.end(held, now)
             raise _public_error(error) from None
 
     def abort(self, tag: int, now: int, *, stopped: bool = False) -> bool:
@@ -115,7 +110,7 @@ class Sequences:
         state = self._states.get(tag)
         if state is None:
             return False
-        self.forget(tag, now)
+        self.forget(tag)
         return (self._scheduler.stop if stopped else self._scheduler.abort)(state.seq, now)
 
     def abort_all(self, now: int) -> None:
@@ -123,17 +118,34 @@ class Sequences:
         for tag in list(self._states):
             self.abort(tag, now)
 
-    def forget(self, tag: int, now: int) -> SequenceState:
+    def forget(self, tag: int) -> SequenceState:
         """Forgets a sequence that has ended."""
-        state = self._states.pop(tag)
-        if state.held is not None:
-            self._held.end(state.held, now)
-        return state
+        return self._states.pop(tag)
+
+    def fork_held(self, handle: int, forks: Sequence[int], now: int) -> None:
+        """Opens held sequences with the blocks of `handle` (see `Engine.fork_sequence`)."""
+        if (held := self._held.get(handle)) is None:
+            return
+        for fork in forks:
+            copied = self._scheduler.fork_held(held, now)
+            assert copied is not None  # only this class drops held sequences
+            self._held[fork] = copied
+
+    def drop_held(self, handle: int, now: int) -> None:
+        """Drops a held sequence (see `Engine.drop_sequence`)."""
+        if (held := self._held.pop(handle, None)) is not None:
+            self._scheduler.drop_held(held, now)
 
     def end_tokens(self, params: SamplingParams) -> list[int]:
         """The token ids at which a sequence stops."""
         ends = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos)]
         return [token for token in ends if token < self._vocab_size]
+
+    def _held_by_core(self, handle: int, tenant: str, salt: bytes, now: int) -> int:
+        """The core's handle of a held sequence, which is opened if it is unknown."""
+        if handle not in self._held:
+            self._held[handle] = self._scheduler.open(tenant, salt, now)
+        return self._held[handle]
 
     def _schedule(
         self,

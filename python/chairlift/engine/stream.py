@@ -12,6 +12,7 @@ from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from chairlift.engine.held_sequences import HeldSequence
     from chairlift.tokenizer import Tokenizer
 
 
@@ -21,8 +22,16 @@ class Stream(Request):
     A future wakes the coroutine, which costs a third of an asyncio.Event.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tag: int, prompt_token_ids: list[int], params: SamplingParams, arrived: float | None) -> None:
-        super().__init__(tokenizer, tag, prompt_token_ids, params, arrived)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tag: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        arrived: float | None,
+        sequence: HeldSequence | None = None,
+    ) -> None:
+        super().__init__(tokenizer, tag, prompt_token_ids, params, arrived, sequence)
         self._news = False
         self._waiter: asyncio.Future[None] | None = None
         self._error: ChairliftError | None = None

@@ -128,7 +128,7 @@ class Submission:
     async def _run(self, on_start: Callable[[], None]) -> AsyncGenerator[RequestOutput]:
         engine = self._service.engine
         if self._stream is None:
-            self._stream = await engine.open(self._prompt, self._params, arrived=self._context.arrived)
+            self._stream = await engine.prepare(self._prompt, self._params, arrived=self._context.arrived)
         self._fingerprint = engine.facts.get("fingerprint")
         return engine.run(self._stream, self._scheduling, request_id=self._request_id, on_start=on_start, spent=self._spent())
 
