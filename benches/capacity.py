@@ -43,12 +43,12 @@ def meets(result: Result) -> bool:
 def ceiling(trace: Workload, on: str, **settings: object) -> tuple[float, Result | None]:
     """The largest rate (requests a second) that keeps the targets, to 3 %, and the run at it; or the least that was tried, and None."""
     config = EngineConfig(**settings)  # type: ignore[arg-type]
-    told, step_time = machine(MODEL, on, config)
+    device, step_time = machine(MODEL, on, config)
     own = len(trace) / (int(trace.column("arrival_us")[-1]) / 1e6)
     low, high, best = 0.01, 64.0, None
     while high > 1.03 * low:
         middle = (low * high) ** 0.5
-        result = run(trace.faster(middle), told, step_time)
+        result = run(trace.faster(middle), device, step_time)
         if meets(result):
             low, best = middle, result
         else:
@@ -101,10 +101,10 @@ def knee(trace: Workload) -> list[str]:
     scales = [0.1 * 1.15**power for power in range(32)]
     curves, lines = [], ["| batching | requests a second within the targets |", "|---|---|"]
     for colour, (name, settings) in enumerate(ways.items()):
-        told, step_time = machine(MODEL, "A100", EngineConfig(**settings))  # type: ignore[arg-type]
+        device, step_time = machine(MODEL, "A100", EngineConfig(**settings))  # type: ignore[arg-type]
         points = []
         for scale in scales:
-            ttft = sorted(run(trace.faster(scale), told, step_time).ttft())
+            ttft = sorted(run(trace.faster(scale), device, step_time).ttft())
             points.append((scale * own, float(ttft[int(0.95 * len(ttft))])))
             if points[-1][1] > 100:
                 break

@@ -82,24 +82,26 @@ def lived(config: EngineConfig, trace: Workload, profile: Profile) -> tuple[dict
     return figures, slower
 
 
-def rows(share: float, real: dict[str, np.ndarray], told: Result, paced: Result) -> list[str]:
+def rows(share: float, real: dict[str, np.ndarray], predicted: Result, paced: Result) -> list[str]:
     """A line of the table for each figure: measured, simulated as calibrated, and at the pace of the run."""
     lines = []
     for name in ("TTFT", "ITL", "E2EL"):
         for percent, allowed in PERCENTS.items():
             measured = float(np.percentile(real[name], percent, method="inverted_cdf"))
             lines.append(
-                line(f"{name} p{percent}", share, measured * 1000, [1000 * figure(one, name, percent) for one in (told, paced)], allowed)
+                line(
+                    f"{name} p{percent}", share, measured * 1000, [1000 * figure(one, name, percent) for one in (predicted, paced)], allowed
+                )
             )
     rate = len(real["TTFT"]) / float(real["span"][0])
-    return [*lines, line("requests a second", share, rate, [len(one.requests) / one.span for one in (told, paced)], PERCENTS[50])]
+    return [*lines, line("requests a second", share, rate, [len(one.requests) / one.span for one in (predicted, paced)], PERCENTS[50])]
 
 
-def figure(told: Result, name: str, percent: int) -> float:
+def figure(predicted: Result, name: str, percent: int) -> float:
     """A percentile of a simulated run, in seconds."""
     if name == "ITL":
-        return told.itl(percent) or 0.0
-    return float(np.percentile(told.ttft() if name == "TTFT" else told.e2e(), percent, method="inverted_cdf"))
+        return predicted.itl(percent) or 0.0
+    return float(np.percentile(predicted.ttft() if name == "TTFT" else predicted.e2e(), percent, method="inverted_cdf"))
 
 
 def line(name: str, share: float, measured: float, simulated: list[float], allowed: float) -> str:
@@ -126,17 +128,17 @@ def main() -> None:
     own = len(trace) / (int(trace.column("arrival_us")[-1]) / 1e6)
     table, notes = [], []
     for share in args.shares:
-        asked = trace.faster(share * most / own)
+        workload = trace.faster(share * most / own)
         say(f"{share:.0%} of {most:.2f} requests a second: about {len(trace) / share / most:.0f} s")
         before = Busy.now(NOBODY)
-        real, slower = lived(config, asked, profile)
+        real, slower = lived(config, workload, profile)
         others = Busy.now(NOBODY).shares(before)["others"]
-        told, paced = (simulate(asked, device=one) for one in (profile, replace(profile, step=profile.step.times(slower))))
-        table += rows(share, real, told, paced)
+        predicted, paced = (simulate(workload, device=one) for one in (profile, replace(profile, step=profile.step.times(slower))))
+        table += rows(share, real, predicted, paced)
         longest = float(real["ITL"].max())
         notes.append(
             f"- At {share:.0%} steps took {slower:.3f} times what was calibrated, and others {others:.1%} of the CPU; the longest time "
-            f"between two tokens was {longest:.2f} s, simulated {told.itl(100) or 0:.2f} s."
+            f"between two tokens was {longest:.2f} s, simulated {predicted.itl(100) or 0:.2f} s."
             + (" **Disturbed: run it again.**" if others > DISTURBED else "")
         )
     errors, steps = profile.errors, profile.measured["steps"]

@@ -112,8 +112,8 @@ def run(args: argparse.Namespace, target: Target, session: int, profile: Profile
         raise SystemExit(f"{figures.failed} of {figures.requests} requests failed at {rate:.3g} a second: {dict(figures.failures)}")
     ttft, itl = (figures.latencies[name].percentile(args.percentile) for name in ("ttft", "itl"))
     lines = [TraceRequest(job.with_due_times or 0.0, job.prompt_tokens, job.output_tokens) for job in jobs]
-    told = simulate(Workload.of(lines), device=profile, **settings)
-    simulated = Point(rate, float(np.percentile(told.ttft(), args.percentile)), told.itl(args.percentile) or 0.0)
+    predicted = simulate(Workload.of(lines), device=profile, **settings)
+    simulated = Point(rate, float(np.percentile(predicted.ttft(), args.percentile)), predicted.itl(args.percentile) or 0.0)
     return Run(Point(rate, ttft, itl), simulated, len(jobs), others, done.notes)
 
 
@@ -148,10 +148,10 @@ def sweep(args: argparse.Namespace, target: Target, session: int, profile: Profi
 
     def add(rate: float) -> None:
         runs.append(run(args, target, session, profile, found.settings, rate, SEED + len(runs)))
-        real, told = runs[-1].measured, runs[-1].simulated
+        real, predicted = runs[-1].measured, runs[-1].simulated
         say(
-            f"{rate:.3g} a second: TTFT {real.ttft:.3f} s (simulated {told.ttft:.3f}), ITL {real.itl * 1e3:.0f} ms "
-            f"({told.itl * 1e3:.0f}), others {runs[-1].others:.1%}"
+            f"{rate:.3g} a second: TTFT {real.ttft:.3f} s (simulated {predicted.ttft:.3f}), ITL {real.itl * 1e3:.0f} ms "
+            f"({predicted.itl * 1e3:.0f}), others {runs[-1].others:.1%}"
         )
 
     for share in SHARES[:: 3 if args.quick else 1]:
@@ -167,7 +167,7 @@ def report(args: argparse.Namespace, profile: Profile, found: Plan, runs: Sequen
     """The page."""
     targets, most = found.targets, found.capacity
     measured = knee([one.measured for one in runs], targets)
-    told = knee([one.simulated for one in runs], targets)
+    predicted = knee([one.simulated for one in runs], targets)
     missed = min((one.measured.rate for one in runs if not targets.met(one.measured)), default=None)
     kept = max((one.measured.rate for one in runs if targets.met(one.measured)), default=None)
     extremes = f"{number(missed)}, {number(kept)}"
@@ -189,7 +189,7 @@ def report(args: argparse.Namespace, profile: Profile, found: Plan, runs: Sequen
         f"| planned | {band(most)} | {ratio(most.rate, measured)} |",
         f"| planned with the steps of the server's journal | {band(again and again.capacity)} | "
         f"{ratio(again and again.capacity.rate, measured)} |",
-        f"| simulated with the requests that were sent | {number(told)} | {ratio(told, measured)} |",
+        f"| simulated with the requests that were sent | {number(predicted)} | {ratio(predicted, measured)} |",
         f"| measured, where latencies that never fall as rates rise cross the targets | {number(measured)} | 1 |",
         f"| measured, the first rate that missed a target, and the last that kept both | {extremes} | |",
         "",

@@ -101,8 +101,8 @@ def main() -> None:
         "|---|---|---|---|---|",
     ]
     for name, both in rows.items():
-        told = [f"{statistics.quantiles(times, n=100)[which]:.2f}" for times in both for which in (49, 98)]
-        lines.append(f"| {name} | {' | '.join(told)} |")
+        cells = [f"{statistics.quantiles(times, n=100)[which]:.2f}" for times in both for which in (49, 98)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     result = "\n".join(lines) + "\n"
     print(result)
     (ROOT / "benches" / "results" / "refusals.md").write_text(result)

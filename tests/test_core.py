@@ -196,7 +196,7 @@ def test_stub_matches_the_module(tmp_path: Path) -> None:
 
 
 def accounts(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The accounts in a report's columns, by the names of a ledger."""
+    """The figures in a report's columns, by the names of a timeline."""
     names = ["tag", "finish", "arrived", "started", "first_token", "ended", "prompt_tokens", "cached_tokens", "output_tokens"]
     names += ["computed_tokens", "recomputed_tokens", "preemptions", "swaps", "block_us"]
     found = []
@@ -224,9 +224,9 @@ def test_what_was_recorded_decides_the_same_again_and_can_be_lived_otherwise() -
     assert again["report"]["steps"] == core.stats()["steps"]
     assert len(accounts(again["report"])) == 12
     for one in accounts(again["report"]):
-        ledger = core.explain(one["tag"])
-        assert ledger is not None
-        assert one == {name: ledger[name] for name in one}
+        timeline = core.explain(one["tag"])
+        assert timeline is not None
+        assert one == {name: timeline[name] for name in one}
     assert (again["config"]["policy"], again["config"]["max_queued_reqs"]) == ("priority", None)
     slower = _core.what_if(journal, {"max_seqs": 1, "policy": "fcfs"})
     assert slower["config"] == again["config"] | {"max_seqs": 1, "policy": "fcfs"}

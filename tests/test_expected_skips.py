@@ -45,7 +45,7 @@ def test_an_unexpected_skip_is_a_failure_in_ci_only(tmp_path):
     assert outcome(tmp_path, "") == "1 passed, 3 skipped, 1 xfailed"
 
 
-@pytest.mark.parametrize(("ci", "told"), [("true", "1 error"), ("", "1 skipped")])
-def test_so_is_a_file_that_is_skipped_as_a_whole(tmp_path, ci, told):
+@pytest.mark.parametrize(("ci", "reported"), [("true", "1 error"), ("", "1 skipped")])
+def test_so_is_a_file_that_is_skipped_as_a_whole(tmp_path, ci, reported):
     (tmp_path / "test_some.py").write_text('import pytest\npytest.importorskip("no_such_module")\n')
-    assert outcome(tmp_path, ci) == told
+    assert outcome(tmp_path, ci) == reported

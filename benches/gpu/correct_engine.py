@@ -92,8 +92,8 @@ def _logprobs(run: common.Run, checks: Checks, llm: Any, exact: Any, prompts: li
         return found[:, 0].double().cpu().numpy()
 
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
-    asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    mine = [np.array([line.logprob for line in output.prompt_logprobs[1:]]) for output in llm.generate(prompts, asked, progress=False)]
+    requested = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    mine = [np.array([line.logprob for line in output.prompt_logprobs[1:]]) for output in llm.generate(prompts, requested, progress=False)]
     right = [theirs(exact, prompt) for prompt in prompts]
     error = max(float(np.abs(one - other).max()) for one, other in zip(mine, right, strict=True))
     allowed = TIE

@@ -148,12 +148,12 @@ def load(run: common.Run, directory: Path, **settings: Any) -> Any:
     return LLM(str(directory), **more, **settings)
 
 
-def timed(llm: Any, asked: list[list[int]], answer: int) -> tuple[float, list[list[int]]]:
+def timed(llm: Any, token_ids: list[list[int]], answer: int) -> tuple[float, list[list[int]]]:
     """Seconds until all answers are there, and the answers."""
     from chairlift import SamplingParams
 
     began = time.perf_counter()
-    outputs = llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True), progress=False)
+    outputs = llm.generate(token_ids, SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True), progress=False)
     return time.perf_counter() - began, [output.token_ids for output in outputs]
 
 
@@ -178,13 +178,13 @@ def ours(
     found: dict[str, tuple[float, list[list[int]]]] = {}
     vocabulary, (copied, computed) = shape.config["vocab_size"], ceilings
     for case in cases:
-        asked = prompts(case.count, case.prompt, vocabulary)
+        token_ids = prompts(case.count, case.prompt, vocabulary)
         if not run.fits(f"chairlift, {case.name}", 15):
             continue
         with run.tried(f"chairlift, {case.name}", 120):
-            timed(llm, asked, min(2, case.answer))  # what is compiled for this shape is compiled
+            timed(llm, token_ids, min(2, case.answer))  # what is compiled for this shape is compiled
             with Clock(llm) as clock:
-                seconds, answers = timed(llm, asked, case.answer)
+                seconds, answers = timed(llm, token_ids, case.answer)
             rate = case.count * case.answer / seconds
             found[case.name] = rate, answers
             run.row(THROUGHPUT, {"engine": "chairlift", "case": case.name, "s": seconds, "tokens/s": rate})
@@ -202,14 +202,14 @@ def ours(
 def idle(run: common.Run, name: str, llm: Any, batch: int, prompt: int, vocabulary: int) -> None:
     """How much of 50 decode steps the device does nothing, and what the host does meanwhile; without the profiler, and with it."""
     wanted = 4 if run.dry else 2 * PROFILED
-    asked = prompts(batch, prompt, vocabulary)
-    timed(llm, asked, 2)
+    token_ids = prompts(batch, prompt, vocabulary)
+    timed(llm, token_ids, 2)
     with Clock(llm) as plain:
-        timed(llm, asked, wanted)
+        timed(llm, token_ids, wanted)
     steps = plain.decode(batch)
     before = len(plain.steps) - len(steps)
     with Clock(llm, profile_from=before + 2) as seen:
-        timed(llm, asked, wanted)
+        timed(llm, token_ids, wanted)
     step = statistics.median(whole for whole, _ in steps)
     host = statistics.median(whole - waited for whole, waited in steps)
     device = seen.busy / PROFILED
@@ -225,18 +225,18 @@ def same_weights(run: common.Run, llm: Any, config: dict[str, Any]) -> Any:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     network = llm.engine.runner.model.network
-    told = transformers.LlamaConfig(**{**config, "dtype": network.embedding.dtype})
-    told._attn_implementation = "sdpa"
+    hf_config = transformers.LlamaConfig(**{**config, "dtype": network.embedding.dtype})
+    hf_config._attn_implementation = "sdpa"
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(told).to(network.embedding.dtype)
+        model = transformers.LlamaForCausalLM(hf_config).to(network.embedding.dtype)
 
     def put(module: Any, weight: Any) -> None:
         module.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
 
     put(model.model.embed_tokens, network.embedding)
     put(model.lm_head, network.head.weight)
-    queries = told.num_attention_heads * told.head_dim
-    kv = told.num_key_value_heads * told.head_dim
+    queries = hf_config.num_attention_heads * hf_config.head_dim
+    kv = hf_config.num_key_value_heads * hf_config.head_dim
     norm = network.norm
     for theirs, mine in zip(model.model.layers, network.layers, strict=True):
         attention, mlp = theirs.self_attn, theirs.mlp
@@ -252,7 +252,7 @@ def same_weights(run: common.Run, llm: Any, config: dict[str, Any]) -> Any:
         put(theirs.post_attention_layernorm, mine.norm)
         norm = mine.next_norm
     put(model.model.norm, norm)
-    model.model.rotary_emb = LlamaRotaryEmbedding(config=told).to(run.device)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config=hf_config).to(run.device)
     model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
     return model.eval()
 
@@ -267,10 +267,10 @@ def peer(
     if case.name not in mine or not run.fits(f"{name}, {case.name}", needs):
         return
     with run.tried(f"{name}, {case.name}", most):
-        asked, few = prompts(case.count, case.prompt, vocabulary), min(2, case.answer)
-        generate(asked, case.answer if whole else few)
-        seconds, answers = _timed(generate, asked, case.answer)
-        short, steps = (0.0, case.answer) if whole else (_timed(generate, asked, few)[0], max(1, case.answer - few))
+        token_ids, few = prompts(case.count, case.prompt, vocabulary), min(2, case.answer)
+        generate(token_ids, case.answer if whole else few)
+        seconds, answers = _timed(generate, token_ids, case.answer)
+        short, steps = (0.0, case.answer) if whole else (_timed(generate, token_ids, few)[0], max(1, case.answer - few))
         rate, right = mine[case.name]
         row = {"engine": name, "case": case.name, "s": seconds, "tokens/s": case.count * case.answer / seconds}
         row |= {"ms/step": (seconds - short) / steps * 1e3, "chairlift / this": rate * seconds / (case.count * case.answer)}
@@ -281,9 +281,9 @@ def peer(
     common.free()
 
 
-def _timed(generate: Any, asked: list[list[int]], answer: int) -> tuple[float, list[list[int]]]:
+def _timed(generate: Any, token_ids: list[list[int]], answer: int) -> tuple[float, list[list[int]]]:
     began = time.perf_counter()
-    answers = generate(asked, answer)
+    answers = generate(token_ids, answer)
     return time.perf_counter() - began, answers
 
 
@@ -292,14 +292,14 @@ def ways(run: common.Run, model: Any) -> tuple[Any, Any, Any]:
     import torch
     from transformers import GenerationConfig
 
-    def static(asked: list[list[int]], answer: int, compiled: bool = False) -> list[list[int]]:
-        ids = torch.tensor(asked, device=run.device)
+    def static(token_ids: list[list[int]], answer: int, compiled: bool = False) -> list[list[int]]:
+        ids = torch.tensor(token_ids, device=run.device)
         config = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=None, pad_token_id=0, cache_implementation="static")
         config.disable_compile = not compiled
         found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        return [row[len(asked[0]) :] for row in found.tolist()]
+        return [row[len(token_ids[0]) :] for row in found.tolist()]
 
-    def continuous(asked: list[list[int]], answer: int) -> list[list[int]]:
+    def continuous(token_ids: list[list[int]], answer: int) -> list[list[int]]:
         from transformers import ContinuousBatchingConfig
 
         config = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -310,14 +310,14 @@ def ways(run: common.Run, model: Any) -> tuple[Any, Any, Any]:
             wanted |= {"num_blocks": 16, "page_size": 32, "max_batch_tokens": 64}
         allowed = inspect.signature(ContinuousBatchingConfig.__init__).parameters
         more["continuous_batching_config"] = ContinuousBatchingConfig(**{key: value for key, value in wanted.items() if key in allowed})
-        found = model.generate_batch(asked, config, **{key: value for key, value in more.items() if key in known})
+        found = model.generate_batch(token_ids, config, **{key: value for key, value in more.items() if key in known})
         # Names of requests end with their number.
         ordered = sorted(found.values(), key=lambda output: int(str(output.request_id).rsplit("_", 1)[-1]))
         if any(output.error for output in ordered):
             raise RuntimeError(str(next(output.error for output in ordered if output.error)))
         return [list(output.generated_tokens) for output in ordered]
 
-    return static, lambda asked, answer: static(asked, answer, compiled=True), continuous
+    return static, lambda token_ids, answer: static(token_ids, answer, compiled=True), continuous
 
 
 def large(run: common.Run, folder: Path, ceilings: tuple[float, float]) -> None:

@@ -93,13 +93,13 @@ class Peer:
 def _await_ready(process: subprocess.Popen[bytes], port: int) -> None:
     """Until a request is answered: 'listening' and 'healthy' mean different things among servers."""
     body = json.dumps({"model": "model", "prompt": [504, 253], "max_tokens": 1, "temperature": 0}).encode()
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"})
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"})
     refusal = ""
     for _ in range(6000):
         if process.poll() is not None:
             break
         try:
-            with urllib.request.urlopen(asked, timeout=60):
+            with urllib.request.urlopen(request, timeout=60):
                 return
         except urllib.error.HTTPError as error:
             refusal = error.read().decode(errors="replace")[:500]

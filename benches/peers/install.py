@@ -96,8 +96,8 @@ def versions() -> dict[str, str]:
     for environment, packages in ENVIRONMENTS.items():
         if python(environment).exists():
             code = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-            told = subprocess.run([python(environment), "-c", code, *packages], capture_output=True, text=True)
-            found |= dict(zip(packages, told.stdout.split(), strict=True)) if told.returncode == 0 else {}
+            listing = subprocess.run([python(environment), "-c", code, *packages], capture_output=True, text=True)
+            found |= dict(zip(packages, listing.stdout.split(), strict=True)) if listing.returncode == 0 else {}
     return found
 
 

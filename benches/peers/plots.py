@@ -28,15 +28,15 @@ def save(figure: Any, path: str) -> None:
 
 def main() -> None:
     """Bars of throughput, and lines over the rate."""
-    told = json.load(sys.stdin)
-    if offline := sorted(told["offline"].items(), key=lambda item: item[1]):
+    data = json.load(sys.stdin)
+    if offline := sorted(data["offline"].items(), key=lambda item: item[1]):
         figure, axes = plt.subplots(figsize=(8, 0.5 + 0.3 * len(offline)))
         colours = ["tab:orange" if name.startswith("chairlift") else "tab:grey" for name, _ in offline]
         bars = axes.barh([name for name, _ in offline], [value for _, value in offline], color=colours)
         axes.bar_label(bars, fmt="%.0f", padding=3)
         axes.set_xlabel("output tokens/s, all requests at once")
-        save(figure, f"{told['out']}_offline.svg")
-    online = {peer: rates for peer, rates in told["online"].items() if rates}
+        save(figure, f"{data['out']}_offline.svg")
+    online = {peer: rates for peer, rates in data["online"].items() if rates}
     if online:
         plt.rcParams["axes.prop_cycle"] = plt.cycler(color=plt.colormaps["tab20"].colors)
         figure, grid = plt.subplots(2, 2, figsize=(10, 7))
@@ -55,7 +55,7 @@ def main() -> None:
                 axes.set_yscale("log")
         grid.flat[-1].legend(fontsize=7)
         figure.tight_layout()
-        save(figure, f"{told['out']}_online.svg")
+        save(figure, f"{data['out']}_online.svg")
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def _plots(records: list[Record], out: Path, slo: Slo) -> list[Path]:
     online = {
         peer: {rate: results.medians(results.of(records, peer=peer, mode=rate), slo) for rate in results.rates(records)} for peer in peers
     }
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "offline": {peer: found["tokens_s"] for peer, found in offline.items() if found},
         "online": {peer: {rate: found for rate, found in each.items() if found} for peer, each in online.items()},
         "out": str(out.with_suffix("")),
@@ -208,7 +208,7 @@ def _plots(records: list[Record], out: Path, slo: Slo) -> list[Path]:
     script = Path(__file__).with_name("plots.py")
     done = subprocess.run(
         [python("plots"), script],
-        input=json.dumps(told),
+        input=json.dumps(data),
         capture_output=True,
         text=True,
         check=True,

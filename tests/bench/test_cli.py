@@ -43,11 +43,11 @@ def test_a_real_server(port, tmp_path, capsys):
     load = ["--num-prompts", 20, "--request-rate", 200, "--random-input-len", 5, "--random-output-len", 4, "--ignore-eos"]
     goodput = ["--goodput", "ttft:60000", "tpot:60000", "--percentile-metrics", "ttft,e2el", "--metric-percentiles", "50,99"]
     assert bench("serve", "--port", port, "--ready-check-timeout-sec", 60, *load, *goodput, *results, "--metadata", "a=b") == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"20 requests to bytes at http://127.0.0.1:{port}/v1/completions: 200 a second (Poisson)")
-    assert "Successful requests:                     20        " in told
-    assert "Total generated tokens:                  80        " in told
-    assert "P99 E2EL (ms):" in told
+    reported = capsys.readouterr().out
+    assert reported.startswith(f"20 requests to bytes at http://127.0.0.1:{port}/v1/completions: 200 a second (Poisson)")
+    assert "Successful requests:                     20        " in reported
+    assert "Total generated tokens:                  80        " in reported
+    assert "P99 E2EL (ms):" in reported
     found = json.loads((tmp_path / "new" / "r.json").read_text())
     assert (found["completed"], found["failed"], found["goodput_attainment"], found["a"]) == (20, 0, 1.0, "b")
     assert found["output_lens"] == [4] * 20
@@ -60,10 +60,10 @@ def test_a_trace_goes_without_what_is_too_long(port, tmp_path, capsys):
     trace = tmp_path / "t.csv"
     trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,3,2\n0.1,3,600\n0.2,4,3\n")
     assert bench("serve", "--port", port, "--dataset-path", trace, "--speedup", 10, "--ignore-eos", "--disable-tqdm") == 0
-    told = capsys.readouterr().out
-    assert "1 of 3 requests exceed the server's limit of 504 tokens and are left out." in told
-    assert "at the trace's times, 10 times as fast" in told
-    assert "Total generated tokens:                  5 " in told
+    reported = capsys.readouterr().out
+    assert "1 of 3 requests exceed the server's limit of 504 tokens and are left out." in reported
+    assert "at the trace's times, 10 times as fast" in reported
+    assert "Total generated tokens:                  5 " in reported
 
 
 @pytest.mark.slow
@@ -81,8 +81,8 @@ def test_a_sweep_of_a_real_server(port, tmp_path, capsys):
         "s",
     ]
     assert bench("sweep", "--port", port, "--max-concurrencies", "1,2", *load, *result) == 0
-    told = capsys.readouterr().out
-    assert "Largest load with 95 % of requests within E2EL ≤ 60000 ms: 2 at a time" in told
+    reported = capsys.readouterr().out
+    assert "Largest load with 95 % of requests within E2EL ≤ 60000 ms: 2 at a time" in reported
     found = json.loads((tmp_path / "s").read_text())
     assert found["knee"] == 2
     assert (found["request_rate"], found["max_concurrency"], found["burstiness"]) == ("inf", [1, 2], 1)
@@ -102,12 +102,12 @@ def test_without_a_server(byte_model, tmp_path, capsys, name):
     count = {"throughput": ["--num-prompts", 3], "latency": ["--batch-size", 3, "--num-iters", 2, "--num-iters-warmup", 1]}[name]
     model = ["--model", byte_model, "--load-format", "none", "--input-len", 6, "--output-len", 5]
     assert bench(name, *count, *model, "--output-json", tmp_path / "o.json") == 0
-    told, found = capsys.readouterr().out, json.loads((tmp_path / "o.json").read_text())
+    reported, found = capsys.readouterr().out, json.loads((tmp_path / "o.json").read_text())
     if name == "throughput":
-        assert "Total num output tokens:  15" in told
+        assert "Total num output tokens:  15" in reported
         assert found["num_requests"] == 3
     else:
-        assert "99% percentile latency: " in told
+        assert "99% percentile latency: " in reported
         assert len(found["latencies"]) == 2
 
 

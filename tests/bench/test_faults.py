@@ -18,48 +18,48 @@ def bench(tmp_path, capsys):
         (tmp_path / "talk.json").write_text(json.dumps(talk))
         result = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
         with Scripted().elsewhere() as url:
-            asked = ["bench", command, "--base-url", url, "--dataset-path", str(tmp_path / "talk.json"), *result, *flags]
-            status = main(asked)
-        told = capsys.readouterr()
-        return status, told.out + told.err, json.loads((tmp_path / "r.json").read_text()) if (tmp_path / "r.json").exists() else {}
+            requested = ["bench", command, "--base-url", url, "--dataset-path", str(tmp_path / "talk.json"), *result, *flags]
+            status = main(requested)
+        reported = capsys.readouterr()
+        return status, reported.out + reported.err, json.loads((tmp_path / "r.json").read_text()) if (tmp_path / "r.json").exists() else {}
 
     return run
 
 
 def test_a_server_that_dies_on_the_way(bench):
-    status, told, found = bench(["good"] * 20 + ["die"] + ["good"] * 20, "--max-concurrency", "1")
+    status, reported, found = bench(["good"] * 20 + ["die"] + ["good"] * 20, "--max-concurrency", "1")
     assert 0 < found["failed"] < 41, "those before it were answered"
     assert set(found["failures"]) <= {"connection lost", "no connection"}
     assert found["completed"] + found["failed"] == 41
     assert status == (0 if found["completed"] else 1)
-    assert "of 41 requests failed, most often with no connection: " in told
+    assert "of 41 requests failed, most often with no connection: " in reported
 
 
 def test_a_server_that_only_fails(bench):
-    status, told, found = bench(["broken"] * 5, "--num-warmups", "0")
+    status, reported, found = bench(["broken"] * 5, "--num-warmups", "0")
     assert (status, found["completed"], found["failures"]) == (1, 0, {"HTTP 500": 5})
-    assert "Failed requests:                         5 " in told
-    assert "Note: 5 of 5 requests failed, most often with HTTP 500: out of memory (see --save-detailed)." in told
+    assert "Failed requests:                         5 " in reported
+    assert "Note: 5 of 5 requests failed, most often with HTTP 500: out of memory (see --save-detailed)." in reported
 
 
 def test_a_server_that_fails_at_once_is_told_without_a_run(bench):
-    status, told, found = bench(["broken"], "--extra-body", '{"prompt": "broken"}')
+    status, reported, found = bench(["broken"], "--extra-body", '{"prompt": "broken"}')
     assert (status, found) == (1, {})
-    assert "failed: HTTP 500: out of" in told
+    assert "failed: HTTP 500: out of" in reported
 
 
 def test_a_server_that_hangs(bench):
-    status, told, found = bench(["silent", "silent", "good"], "--request-timeout", "2")
+    status, reported, found = bench(["silent", "silent", "good"], "--request-timeout", "2")
     assert (status, found["completed"], found["failures"]) == (0, 1, {"timed out": 2})
-    assert "most often with timed out: no end within 2 s" in told
+    assert "most often with timed out: no end within 2 s" in reported
 
 
 @pytest.mark.parametrize("word", ["torn", "odd", "cut", "backwards", "garbage"])
 @pytest.mark.slow
 def test_a_server_that_speaks_nonsense(bench, word):
-    status, told, found = bench([word], "--num-warmups", "0")
+    status, reported, found = bench([word], "--num-warmups", "0")
     assert (status, found["failed"]) == (1, 1)
-    assert "Traceback" not in told
+    assert "Traceback" not in reported
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
@@ -67,11 +67,11 @@ def test_ctrl_c_tells_what_there_is(bench, processes, tmp_path):
     rate = ["--processes", processes, "--request-rate", "4", "--burstiness", "inf"]
     words = ["good"] * 3 + ["interrupt", "silent"]
     before = signal.getsignal(signal.SIGINT)
-    status, told, found = bench(words, *rate, "--report", str(tmp_path / "r.html"))
+    status, reported, found = bench(words, *rate, "--report", str(tmp_path / "r.html"))
     assert status == 130
     assert 0 < found["completed"] < 5
-    assert f"Note: Interrupted: {found['completed']} of 5 requests had ended; the figures cover these." in told
-    assert f"Successful requests:                     {found['completed']} " in told
+    assert f"Note: Interrupted: {found['completed']} of 5 requests had ended; the figures cover these." in reported
+    assert f"Successful requests:                     {found['completed']} " in reported
     assert found["failed"] == 0, "what was under way is in no figure"
     assert (tmp_path / "r.html").exists()
     assert signal.getsignal(signal.SIGINT) == before

@@ -201,15 +201,17 @@ def test_the_block_shows_what_is_asked_for():
 
 def test_notes_say_what_disturbed_the_numbers():
     assert notes([record(0.0, 0.0, [1.0, 2.0])], 0.5) == []
-    told = " ".join(notes([record(0.0, 0.5, [1.0, 2.0], tokens=4, requested_tokens=8, cached_tokens=9, counted=False)], 0.95))
+    reported = " ".join(notes([record(0.0, 0.5, [1.0, 2.0], tokens=4, requested_tokens=8, cached_tokens=9, counted=False)], 0.95))
     for word in ("95% of a core", "500 ms", "usage", "2.0 tokens", "1 of 1 outputs are shorter", "90% of the prompt"):
-        assert word in told
+        assert word in reported
 
 
 def test_the_commonest_failure_is_told():
     refused = [record(0.0, 0.0, [], failure="HTTP 429", detail=f"try in {number} s") for number in (1, 2, 2)]
-    (told,) = notes([*refused, record(0.0, 0.0, [], failure="timed out", detail="no end after\n2 s"), record(0.0, 0.0, [1.0, 2.0])], 0.5)
-    assert told == "4 of 5 requests failed, most often with HTTP 429: try in 2 s (see --save-detailed)."
+    (reported,) = notes(
+        [*refused, record(0.0, 0.0, [], failure="timed out", detail="no end after\n2 s"), record(0.0, 0.0, [1.0, 2.0])], 0.5
+    )
+    assert reported == "4 of 5 requests failed, most often with HTTP 429: try in 2 s (see --save-detailed)."
 
 
 def test_a_record_goes_through_json():

@@ -168,8 +168,8 @@ def test_a_run_is_warmed_up_with_other_prompts_and_a_refusal_ends_it():
     with Scripted().elsewhere() as url:
         run = measure(Target(url, model="m"), [job("untold", 3)])
         assert [r.ok for r in run.records] == [True]
-        told = "The server reports no usage: output tokens are counted as stream events, input tokens as requested."
-        assert told in run.notes  # on a busy machine others say that it was
+        reported = "The server reports no usage: output tokens are counted as stream events, input tokens as requested."
+        assert reported in run.notes  # on a busy machine others say that it was
         with pytest.raises(ChairliftError, match=r"the first request .* failed: no HTTP"):
             measure(Target(url, model="garbage", fields={"prompt": "garbage"}), [job("a")])
 

@@ -28,13 +28,13 @@ def test_a_page_needs_nothing_but_itself_and_says_what_happened():
     assert not re.search(r"https?://|src=|<link|@import|url\(", html)
     assert len(html) < 100_000
     assert len(drawings(html)) == 8
-    for told in (
+    for reported in (
         "50 of 51 requests succeeded",
         "98.0% of all requests met the targets: TTFT ≤ 150 ms",
         "HTTP 429",
         "A note &amp; more.",
     ):
-        assert told in html
+        assert reported in html
     assert "<b>somewhere" not in html
     assert "&lt;b&gt;somewhere&lt;/b&gt;" in html
 

@@ -4,26 +4,26 @@ from chairlift.bench.sweep import search
 
 
 def tried(limit, start, steps):
-    asked = []
+    requested = []
 
     def meets(rate):
-        asked.append(rate)
+        requested.append(rate)
         return rate <= limit
 
-    return search(meets, start, steps), asked
+    return search(meets, start, steps), requested
 
 
 def test_it_doubles_and_then_looks_closer():
-    found, asked = tried(5.0, 1.0, 2)
-    assert asked == pytest.approx([1, 2, 4, 8, 32**0.5, (4 * 32**0.5) ** 0.5])
+    found, requested = tried(5.0, 1.0, 2)
+    assert requested == pytest.approx([1, 2, 4, 8, 32**0.5, (4 * 32**0.5) ** 0.5])
     assert found == pytest.approx((4 * 32**0.5) ** 0.5)
 
 
 @pytest.mark.parametrize("limit", [0.3, 0.99, 1.0, 7.7, 1234.5])
 def test_what_it_finds_is_as_near_as_the_steps_allow(limit):
-    found, asked = tried(limit, 1.0, 5)
+    found, requested = tried(limit, 1.0, 5)
     assert found <= limit < found * 2 ** (1 / 32) * (1 + 1e-9)
-    assert found in asked
+    assert found in requested
 
 
 def test_it_halves_where_it_begins_too_high():
@@ -31,8 +31,8 @@ def test_it_halves_where_it_begins_too_high():
 
 
 def test_it_gives_up_where_nothing_is_little_enough_or_too_much():
-    found, asked = tried(0.0, 1.0, 3)
+    found, requested = tried(0.0, 1.0, 3)
     assert found is None
-    assert len(asked) == 20
-    found, asked = tried(1e9, 1.0, 3)
-    assert found == asked[-1] == 2**19
+    assert len(requested) == 20
+    found, requested = tried(1e9, 1.0, 3)
+    assert found == requested[-1] == 2**19

@@ -211,12 +211,12 @@ def test_whatever_is_in_a_file_it_is_read_or_refused(tmp_path, whole, data, pack
         content = gzip.compress(content)[: data.draw(st.integers(1, 400))]
     (tmp_path / "a_trace").write_bytes(content)
     try:
-        requests, told = read(tmp_path / "a_trace"), ""
+        requests, reported = read(tmp_path / "a_trace"), ""
     except InvalidTrace as error:
-        requests, told = [], str(error)
-    if told:
-        assert "a_trace" in told
-        assert "\n" not in told
+        requests, reported = [], str(error)
+    if reported:
+        assert "a_trace" in reported
+        assert "\n" not in reported
         return
     assert [request.arrival for request in requests] == sorted(request.arrival for request in requests)
     workload = ready(Workload.of(requests), 2.0, 50)

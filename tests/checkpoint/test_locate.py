@@ -175,17 +175,17 @@ def test_what_is_no_name_of_the_hub(name: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
+    requested = {}
 
     def snapshot(name: str, **settings: object) -> str:
-        asked.update(settings, name=name)
+        requested.update(settings, name=name)
         (tmp_path / "config.json").write_text("{}")
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert locate("org/model", "v1", progress=False) == tmp_path
-    assert (asked["name"], asked["revision"]) == ("org/model", "v1")
-    assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in asked["allow_patterns"])
+    assert (requested["name"], requested["revision"]) == ("org/model", "v1")
+    assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in requested["allow_patterns"])
 
 
 def _response_error(kind: type[Exception]) -> Exception:
@@ -218,10 +218,10 @@ def test_a_cache_directory_is_for_all_models(tmp_path: Path, cache: Path, monkey
     gguf_of(tiny_model("qwen2"), path)
     models = tmp_path / "elsewhere"
     assert locate(str(path), directory=str(models), progress=False).parent == models / "gguf"
-    asked: list[object] = []
+    requested: list[object] = []
 
     def snapshot(name: str, cache_dir: object, **settings: object) -> str:
-        asked.append(cache_dir)
+        requested.append(cache_dir)
         return str(tmp_path / "hub")
 
     (tmp_path / "hub").mkdir()
@@ -231,7 +231,7 @@ def test_a_cache_directory_is_for_all_models(tmp_path: Path, cache: Path, monkey
     locate("org/model", progress=False)
     monkeypatch.delenv("CHAIRLIFT_CACHE_DIR")
     locate("org/model", progress=False)
-    assert asked == [models / "hub", tmp_path / "cache" / "hub", None]
+    assert requested == [models / "hub", tmp_path / "cache" / "hub", None]
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

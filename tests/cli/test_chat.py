@@ -109,6 +109,6 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(monkeypatch, capsys):
 def test_what_cannot_be_asked_is_said_and_forgotten(monkeypatch, capsys):
     say(monkeypatch, "too long\nshort\n")
     assert main.main(["chat"]) == 0
-    told = capsys.readouterr()
-    assert told.err == "chairlift: that is too long (/reset starts a new conversation)\n"
-    assert told.out == "USER: SHORT (None)\n"
+    reported = capsys.readouterr()
+    assert reported.err == "chairlift: that is too long (/reset starts a new conversation)\n"
+    assert reported.out == "USER: SHORT (None)\n"

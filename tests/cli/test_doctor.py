@@ -52,12 +52,12 @@ def test_the_report_is_plain_text_and_says_the_same_as_json(capsys):
 
 
 def test_it_needs_no_torch():
-    asked = (
+    requested = (
         "import sys; from importlib import util; from chairlift.runner import diagnosis\n"
         "util.find_spec = lambda name: None\n"
         "print(diagnosis.machine()['GPU']['devices'], diagnosis.what_runs()['--device auto'], 'torch' in sys.modules, sep=';')"
     )
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", requested], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "unknown: torch is not installed;cpu: there is no CUDA driver;False"
 
 

@@ -54,7 +54,7 @@ def test_an_interrupt_during_an_import_shows_no_traceback(command, module, tmp_p
         text=True,
         start_new_session=True,
     )
-    _, told = process.communicate(timeout=100)
-    assert process.returncode in (130, -signal.SIGINT), told
-    assert "Traceback" not in told
-    assert "KeyboardInterrupt" not in told
+    _, reported = process.communicate(timeout=100)
+    assert process.returncode in (130, -signal.SIGINT), reported
+    assert "Traceback" not in reported
+    assert "KeyboardInterrupt" not in reported

@@ -52,11 +52,11 @@ def answering(answers):
             self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
 
         def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            text = " | ".join(message["content"] for message in asked["messages"]).upper()
+            requested = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            text = " | ".join(message["content"] for message in requested["messages"]).upper()
             self.send_response(200)
             self.end_headers()
-            for delta in ({"role": "assistant"}, {"content": text}, {"content": f" {asked.get('temperature')}"}):
+            for delta in ({"role": "assistant"}, {"content": text}, {"content": f" {requested.get('temperature')}"}):
                 self.wfile.write(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n")
             self.wfile.write(b"data: [DONE]\n\n")
 
@@ -148,7 +148,7 @@ def test_every_part_of_a_bar_is_seen_and_none_goes_beyond_the_whole():
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "reported"),
     [
         ((404, {"error": {"message": "no request 'x' is known"}}), "chairlift: no request 'x' is known\n"),
         (
@@ -158,18 +158,18 @@ def test_every_part_of_a_bar_is_seen_and_none_goes_beyond_the_whole():
         ((502, b"<html>a proxy</html>"), "chairlift: the server returned status 502\n"),
     ],
 )
-def test_what_the_server_says_is_passed_on(answer, told, capsys):
+def test_what_the_server_says_is_passed_on(answer, reported, capsys):
     with answering({"/v1/requests/x/explain": answer}) as (url, _):
         assert main.main(["explain", "x", "--url", url]) == 1
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == reported
 
 
 @pytest.mark.parametrize(
-    ("url", "told"), [("http://127.0.0.1:1", "no chairlift server at"), ("localhost:8000", "--url localhost:8000: expected")]
+    ("url", "reported"), [("http://127.0.0.1:1", "no chairlift server at"), ("localhost:8000", "--url localhost:8000: expected")]
 )
-def test_a_server_that_is_not_there(url, told, capsys):
+def test_a_server_that_is_not_there(url, reported, capsys):
     assert main.main(["top", "--once", "--url", url]) == 1
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 def test_a_certificate_that_is_not_trusted(monkeypatch, capsys):
@@ -246,10 +246,10 @@ def test_a_client_refuses_a_list_of_keys(command, key, source, environ, capsys):
             command = [*command, url]
         assert main.main(command) == 2
     assert keys == []
-    told = capsys.readouterr().err
-    assert told.startswith(f"chairlift: {source} is a list of tenants' keys")
-    assert told.count("\n") == 1
-    assert "K1" not in told
+    reported = capsys.readouterr().err
+    assert reported.startswith(f"chairlift: {source} is a list of tenants' keys")
+    assert reported.count("\n") == 1
+    assert "K1" not in reported
 
 
 def test_a_redirect_to_another_server_does_not_get_the_key(environ):

@@ -39,7 +39,7 @@ class Seen:
     """What the one that recorded a journal saw itself."""
 
     def __init__(self):
-        self.journal, self.ledgers, self.steps, self.tokens = b"", [], [], {}
+        self.journal, self.timelines, self.steps, self.tokens = b"", [], [], {}
 
 
 def watched(*, requests=24, **settings) -> Seen:
@@ -56,16 +56,16 @@ def watched(*, requests=24, **settings) -> Seen:
             with suppress(_core.QueueFull):
                 core.add(tag, np.array(prompt, np.int32), dice.randint(2, 30), [1], arrivals[tag], tenant=tenant, deadline=deadline)
             tag += 1
-        seen.ledgers += core.expire(now)
+        seen.timelines += core.expire(now)
         if plan := core.plan(buffers, now):
             took = 2000 + 100 * plan.num_tokens
             stats = core.stats()
             seen.steps.append((took, plan.num_seqs, stats["total_blocks"] - stats["free_blocks"]))
             now += took
             outputs = core.commit(plan, np.array([1 if dice.random() < 0.05 else 5 for _ in range(plan.num_samples)], np.int32), now)
-            seen.ledgers += outputs.ended
-            for told in np.frombuffer(outputs.tags, np.int64).tolist():
-                seen.tokens.setdefault(told, []).append(now)
+            seen.timelines += outputs.ended
+            for reported in np.frombuffer(outputs.tags, np.int64).tolist():
+                seen.tokens.setdefault(reported, []).append(now)
         else:
             now += 100
         seen.journal += core.journal()
@@ -140,9 +140,9 @@ def test_the_recorded_figures_are_what_the_one_that_recorded_saw_to_the_digit(re
     def percentile(values, percent):
         return sorted(values)[-(-len(values) * percent // 100) - 1] / 1e6
 
-    done = [ledger for ledger in seen.ledgers if ledger["finish"] in ("stop", "length")]
-    first = [ledger["first_token"] - ledger["arrived"] for ledger in seen.ledgers if ledger["first_token"] is not None]
-    whole = [ledger["ended"] - ledger["arrived"] for ledger in done]
+    done = [timeline for timeline in seen.timelines if timeline["finish"] in ("stop", "length")]
+    first = [timeline["first_token"] - timeline["arrived"] for timeline in seen.timelines if timeline["first_token"] is not None]
+    whole = [timeline["ended"] - timeline["arrived"] for timeline in done]
     gaps = [after - before for times in seen.tokens.values() for before, after in pairwise(times)]
     busy, cache = sum(took for took, _, _ in seen.steps), BLOCKS - 1
     figures = recorded["figures"]
@@ -513,6 +513,6 @@ def test_help_teaches_by_example_and_names_every_setting(capsys):
 
 
 def test_a_table_needs_no_torch(file):
-    asked = f"import sys; from chairlift.cli.main import main; main(['replay', {str(file)!r}]); print(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    requested = f"import sys; from chairlift.cli.main import main; main(['replay', {str(file)!r}]); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", requested], capture_output=True, text=True, check=True)
     assert not {name.split(".")[0] for name in done.stderr.split()} & {"torch", "transformers"}

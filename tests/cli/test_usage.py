@@ -23,8 +23,10 @@ def chairlift_command(*arguments, stdin="", **environ):
 
 
 def test_help_imports_nothing_heavy():
-    asked = "import sys; from chairlift.cli.main import main\ntry: main(['serve', '--help'])\nfinally: print(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    requested = (
+        "import sys; from chairlift.cli.main import main\ntry: main(['serve', '--help'])\nfinally: print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", requested], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in done.stderr.split()}
     assert "argparse" in loaded
     assert not loaded & HEAVY
@@ -91,9 +93,9 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments, environ, says):
 
 
 def test_without_a_command_the_help_is_shown():
-    bare, asked = chairlift_command(), chairlift_command("--help")
+    bare, requested = chairlift_command(), chairlift_command("--help")
     assert (bare.returncode, bare.stderr) == (0, "")
-    assert bare.stdout == asked.stdout
+    assert bare.stdout == requested.stdout
     assert "examples:" in bare.stdout
 
 

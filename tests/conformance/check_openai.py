@@ -59,7 +59,7 @@ def several(quick, settings):
     return lambda: openai.AsyncOpenAI(base_url=f"{quick}/v1", **settings)
 
 
-def told(chunks, index=0):
+def reported(chunks, index=0):
     """The text that a chat's chunks carry for one choice."""
     return "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices if c.index == index)
 
@@ -92,7 +92,7 @@ def test_a_chat_streams_what_it_answers_whole(fast, model):
     request = {"model": model, "messages": HELLO, "max_tokens": 40}
     whole = fast.chat.completions.create(**request)
     chunks = list(fast.chat.completions.create(**request, stream=True))
-    assert told(chunks) == whole.choices[0].message.content
+    assert reported(chunks) == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
     assert all(chunk.choices for chunk in chunks)
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
@@ -255,7 +255,7 @@ def test_many_streams_at_once(several, model):
         request = {"model": model, "messages": [{"role": "user", "content": f"Count to {i}."}], "max_tokens": 20}
         chunks = [chunk async for chunk in await client.chat.completions.create(**request, stream=True)]
         whole = await client.chat.completions.create(**request)
-        return told(chunks) == whole.choices[0].message.content
+        return reported(chunks) == whole.choices[0].message.content
 
     async def all_of_them():
         async with several() as client:

@@ -28,8 +28,8 @@ scrape_configs:
 
 @pytest.fixture(scope="module", autouse=True)
 def version(record_testsuite_property):
-    told = subprocess.run(["promtool", "--version"], capture_output=True, text=True).stdout
-    record_testsuite_property("version", told.split("version ")[1].split()[0].rstrip(","))
+    reported = subprocess.run(["promtool", "--version"], capture_output=True, text=True).stdout
+    record_testsuite_property("version", reported.split("version ")[1].split()[0].rstrip(","))
 
 
 def ask(quick, key, path, body=None):
@@ -56,8 +56,8 @@ def prometheus(tmp_path, quick, key):
         port = free.getsockname()[1]
 
     def query(expression):
-        asked = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+        requested = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(requested, timeout=10) as answer:
             return json.load(answer)["data"]["result"]
 
     def scraped():

@@ -42,7 +42,7 @@ def client(record_testsuite_property, key):
 )
 def test_a_load(client, quick, model, backend, route):
     def one(i, session):
-        asked = client.RequestFuncInput(
+        requested = client.RequestFuncInput(
             prompt=f"{i} times the quick brown fox",
             api_url=f"{quick}/v1/{route}",
             prompt_len=7,
@@ -51,7 +51,7 @@ def test_a_load(client, quick, model, backend, route):
             ignore_eos=True,
             request_id=f"bench-{backend}-{i}",
         )
-        return client.ASYNC_REQUEST_FUNCS[backend](asked, session)
+        return client.ASYNC_REQUEST_FUNCS[backend](requested, session)
 
     async def load():
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=16)) as session:
@@ -66,8 +66,8 @@ def test_a_load(client, quick, model, backend, route):
 def test_token_ids_as_a_prompt(client, quick, model):
     async def one():
         async with aiohttp.ClientSession() as session:
-            asked = client.RequestFuncInput([5, 6, 7], f"{quick}/v1/completions", 3, 8, model, ignore_eos=True)
-            return await client.async_request_openai_completions(asked, session)
+            requested = client.RequestFuncInput([5, 6, 7], f"{quick}/v1/completions", 3, 8, model, ignore_eos=True)
+            return await client.async_request_openai_completions(requested, session)
 
     answer = asyncio.run(one())
     assert (answer.success, answer.prompt_len, answer.output_tokens) == (True, 3, 8)

@@ -180,8 +180,8 @@ def run(client: Client, venvs: Path, environ: dict[str, str]) -> Outcome:
         return outcome
     outcome.failed, outcome.skipped = count["failures"] + count["errors"], count["skipped"]
     outcome.passed = count["tests"] - outcome.failed - outcome.skipped
-    if (told := suite.find("properties/property[@name='version']")) is not None:
-        outcome.version = told.get("value", "")
+    if (reported := suite.find("properties/property[@name='version']")) is not None:
+        outcome.version = reported.get("value", "")
     if reasons := {skip.get("message", "") for skip in suite.iter("skipped")}:
         outcome.note = "; ".join(sorted(reasons))
     return outcome

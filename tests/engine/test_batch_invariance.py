@@ -26,13 +26,13 @@ def answers(byte_model: Path, prompts: list[list[int]], params: list[SamplingPar
 def test_a_prompt_among_a_thousand_is_answered_as_alone(byte_model: Path, settings: dict[str, str]) -> None:
     rng = np.random.default_rng(5)
     prompt = rng.integers(0, 256, 90).tolist()
-    asked = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True, logprobs=5)
-    alone = answers(byte_model, [prompt], [asked], **settings)[0]
+    requested = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True, logprobs=5)
+    alone = answers(byte_model, [prompt], [requested], **settings)[0]
 
     prompts = [rng.integers(0, 256, rng.integers(1, 120)).tolist() for _ in range(MATES)]
     params = [SamplingParams(temperature=float(i % 2), max_tokens=int(rng.integers(1, 40)), ignore_eos=True) for i in range(MATES)]
     prompts.insert(PLACE, prompt)
-    params.insert(PLACE, asked)
+    params.insert(PLACE, requested)
     # Blocks for a few of the seats alone, so that many are preempted; and chunks that cut prompts anywhere.
     company = answers(byte_model, prompts, params, num_kv_blocks=120, max_num_seqs=48, max_num_batched_tokens=61, **settings)
     assert sum(output.preemptions for output in company) > 20

@@ -44,7 +44,7 @@ def test_text_is_encoded_and_the_account_is_kept():
         assert last.prompt_token_ids == [97]
         assert (last.cached_tokens, last.preemptions) == (16, 1)
         assert (last.timing.queued, last.timing.first_token, last.timing.total) == (0.5, 1.0, 3.0)
-        assert last.timeline == Timeline.read(fake_engine.ledger(last.timeline.tag))
+        assert last.timeline == Timeline.read(fake_engine.timeline(last.timeline.tag))
         assert (last.timeline.finish, last.timeline.ended, last.timeline.block_seconds) == ("length", 4.0, 7.0)
         assert sum(last.timeline.states.values()) == last.timeline.ended - last.timeline.arrived
 
@@ -53,11 +53,11 @@ def test_text_is_encoded_and_the_account_is_kept():
 
 def test_the_start_is_told_once_and_before_the_first_token():
     async def test(engine):
-        told = []
-        stream = engine.generate([100], SamplingParams(max_tokens=3, n=3), on_start=lambda: told.append(len(outputs)))
+        reported = []
+        stream = engine.generate([100], SamplingParams(max_tokens=3, n=3), on_start=lambda: reported.append(len(outputs)))
         outputs = []
         await into(outputs, stream)
-        assert told == [0]
+        assert reported == [0]
 
     run(test)
 
@@ -204,7 +204,7 @@ def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
         assert [len(await engine.explain(request_id)) for request_id in "abc"] == [1, 0, 1]
         async with aclosing(engine.generate([1000], SamplingParams(max_tokens=ENDLESS), request_id="open")) as stream:
             await anext(stream)
-            assert [ledger.finish for ledger in await engine.explain("open")] == [None]
+            assert [timeline.finish for timeline in await engine.explain("open")] == [None]
 
     run(test)
 

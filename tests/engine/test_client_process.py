@@ -177,11 +177,11 @@ def test_what_stops_the_engines_start_is_raised_and_not_logged_as_well(caplog):
 
 def test_an_engine_has_ended_when_its_socket_has_whatever_became_of_its_process(monkeypatch):
     """Its exit status may come much later: nobody is to send requests to it until then."""
-    waiting, told = threading.Event(), threading.Event()
+    waiting, reported = threading.Event(), threading.Event()
 
     def wait(process, timeout=None):
         waiting.set()
-        told.wait(20)
+        reported.wait(20)
 
     async def test(engine):
         ends = []
@@ -198,7 +198,7 @@ def test_an_engine_has_ended_when_its_socket_has_whatever_became_of_its_process(
                 with pytest.raises(EngineDead):
                     await collect(engine, [1000])
             finally:
-                told.set()
+                reported.set()
         with pytest.raises(EngineDead):
             await hanging
         await engine.ended()

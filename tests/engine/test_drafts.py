@@ -61,7 +61,7 @@ FORMS = [
 
 def forms():
     """Requests whose grammars force some tokens, beside free ones."""
-    asked = [
+    requested = [
         SamplingParams(temperature=t, seed=i, max_tokens=90, structured_output=form) for i, form in enumerate(FORMS) for t in (0.0, 4.0)
     ]
     several = SamplingParams(temperature=4.0, seed=8, n=2, max_tokens=60, structured_output=FORMS[0])
@@ -69,7 +69,7 @@ def forms():
     scored = SamplingParams(temperature=0.0, logprobs=1, max_tokens=30, structured_output=FORMS[1])
     stopped = SamplingParams(temperature=0.0, stop=("upon",), max_tokens=30, structured_output=FORMS[1])
     penalised = SamplingParams(temperature=4.0, seed=2, presence_penalty=1.0, max_tokens=30, structured_output=FORMS[1])
-    return [*asked, several, short, scored, stopped, penalised, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)]
+    return [*requested, several, short, scored, stopped, penalised, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)]
 
 
 def formed(byte_model, **settings):
@@ -156,10 +156,10 @@ def test_a_timeline_has_the_requests_drafts(model_dir):
 
 
 def test_of_each_tag_the_first_samples_count():
-    asked = np.array([5, 7, 7, 7, 9, 3, 3], dtype=np.uint64)
+    requested = np.array([5, 7, 7, 7, 9, 3, 3], dtype=np.uint64)
     given = np.array([5, 7, 7, 3], dtype=np.uint64)
-    assert accepted_samples(asked, given).tolist() == [True, True, True, False, False, True, False]
-    assert not accepted_samples(asked, given[:0]).any()
+    assert accepted_samples(requested, given).tolist() == [True, True, True, False, False, True, False]
+    assert not accepted_samples(requested, given[:0]).any()
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,9 @@ def test_schemas_and_choices_as_python_values(given, kind, form):
     assert (structure.kind, json.loads(structure.text)) == (kind, form)
 
 
-@pytest.mark.parametrize(("given", "told"), [({"regex": "a+"}, ("regex", "a+")), ({"json_object": True}, ("json_object", ""))])
-def test_other_structures(given, told):
-    assert SamplingParams(structured_output=given).structured_output[:2] == told
+@pytest.mark.parametrize(("given", "reported"), [({"regex": "a+"}, ("regex", "a+")), ({"json_object": True}, ("json_object", ""))])
+def test_other_structures(given, reported):
+    assert SamplingParams(structured_output=given).structured_output[:2] == reported
 
 
 @pytest.mark.parametrize("engine", [LLM, AsyncEngine])

@@ -24,30 +24,30 @@ SCRIPTS = 25
 def test_answers_are_the_same_with_one_step_in_flight_and_with_two(make, clock, tmp_path, caplog):
     seen: Counter[str | None] = Counter()
     for seed in range(SCRIPTS):
-        source, asked = random.Random(seed), script(seed)
+        source, requested = random.Random(seed), script(seed)
         settings = {
             "scheduling_policy": POLICIES[seed % len(POLICIES)],
             "num_kv_blocks": source.choice([13, 16, 40]),
             "swap_space": source.choice([0, 2**14]),
             "enable_prefix_caching": seed % 5 > 0,
         }
-        told = []
+        reported = []
         for overlaps in (False, True):
             journal = tmp_path / f"{seed} {overlaps}"
             engine = make(overlaps, journal=str(journal), **settings)
-            told.append(live(engine, asked, clock))
+            reported.append(live(engine, requested, clock))
             seen += Counter({name: engine.stats()[name] for name in ("preemptions_recompute", "preemptions_swap") if overlaps})
             engine.close()
             replay = Recording(str(journal)).replay()
             assert replay.differs_at is None
-            assert set(replay.result.requests["tag"]) == set(told[0])
-        seen += Counter(one.finish for one in told[1].values())
-        compare(told)
-        for one in (one for one in asked if one.params.structured_output is not None and one.tag in told[1]):
-            form, answer = Form(one.form[0], -5), told[1][one.tag]
+            assert set(replay.result.requests["tag"]) == set(reported[0])
+        seen += Counter(one.finish for one in reported[1].values())
+        compare(reported)
+        for one in (one for one in requested if one.params.structured_output is not None and one.tag in reported[1]):
+            form, answer = Form(one.form[0], -5), reported[1][one.tag]
             for token in answer.tokens[: -1 if answer.finish == "error" else None]:
                 form.accept(token)
-        failing = sum(one.form[1] > 0 and one.params.structured_output is not None for one in asked)
+        failing = sum(one.form[1] > 0 and one.params.structured_output is not None for one in requested)
         assert sum("grammar failed" in record.getMessage() for record in caplog.records) <= 2 * failing
         caplog.clear()
     assert min(seen[what] for what in ("preemptions_recompute", "preemptions_swap", "stop", "length", "error", "deadline", "left")) > 2, (
@@ -56,8 +56,8 @@ def test_answers_are_the_same_with_one_step_in_flight_and_with_two(make, clock, 
 
 
 def test_a_step_that_fails_takes_the_one_before_along_and_nothing_else(make, clock, monkeypatch):
-    asked = [one for one in script(3) if one.scheduling.deadline_ms == 1e8]
-    expected = live(make(True), asked, clock)
+    requested = [one for one in script(3) if one.scheduling.deadline_ms == 1e8]
+    expected = live(make(True), requested, clock)
     for failing in ("launch", "sample", "collect"):
         engine = make(True)
         with monkeypatch.context() as broken:
@@ -71,12 +71,12 @@ def test_a_step_that_fails_takes_the_one_before_along_and_nothing_else(make, clo
 
             broken.setattr(engine.runner, failing, fail)
             with pytest.raises(MemoryError):
-                live(engine, [replace(one, after=0) for one in asked], clock)
+                live(engine, [replace(one, after=0) for one in requested], clock)
         assert not engine.has_work
         engine.check()
         assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]
         # What it finds in the cache was computed.
-        assert live(engine, asked, clock) == expected
+        assert live(engine, requested, clock) == expected
 
 
 def test_a_model_in_torch_answers_the_same_and_keeps_to_forms(byte_model, monkeypatch):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import fake_engine
 import pytest
-from fake_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, LATE, PANICKING, PATIENT, REFUSED, FakeEngine, ledger
+from fake_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, LATE, PANICKING, PATIENT, REFUSED, FakeEngine, timeline
 
 from chairlift.config import EngineConfig
 from chairlift.engine import process
@@ -108,7 +108,7 @@ def test_one_frame_a_step_carries_every_request():
                 seen[tag].append((token, finish))
             ended += step.ended
         assert seen == {tag: [(100 * tag, 0), (100 * tag + 1, 0), (100 * tag + 2, 2)] for tag in (5, 6)}
-        assert sorted(ended, key=lambda account: account["tag"]) == [ledger(5), ledger(6)]
+        assert sorted(ended, key=lambda account: account["tag"]) == [timeline(5), timeline(6)]
 
 
 def test_an_idle_engine_waits_for_frames_and_does_nothing_else():
@@ -137,17 +137,17 @@ def test_counters_are_sent_when_they_are_due_and_when_it_goes_idle(monkeypatch):
     monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
     counters = process.Counters(FakeEngine(EngineConfig()))
 
-    def told(after, *, idle=False):
+    def reported(after, *, idle=False):
         now[0] += after
         return {"steps", "tenants"} & counters.news(idle=idle).keys()
 
-    assert told(0) == {"steps", "tenants"}
-    assert told(0.1) == set()
-    assert told(0.11) == {"steps"}
-    assert told(0.01, idle=True) == {"steps", "tenants"}
-    assert told(0.1) == set()
-    assert told(0.85) == {"steps"}
-    assert told(0.1) == {"tenants"}
+    assert reported(0) == {"steps", "tenants"}
+    assert reported(0.1) == set()
+    assert reported(0.11) == {"steps"}
+    assert reported(0.01, idle=True) == {"steps", "tenants"}
+    assert reported(0.1) == set()
+    assert reported(0.85) == {"steps"}
+    assert reported(0.1) == {"tenants"}
 
 
 def test_abort_reaches_the_engine_in_the_middle_of_a_request():
@@ -166,19 +166,19 @@ def test_a_missed_deadline_is_told_without_a_token():
         it.start()
         it.add(1, [LATE], max_tokens=1)
         step = it.receive()
-        assert (step.finishes, step.ended) == (b"", [ledger(1, "deadline", started=None, first_token=None)])
+        assert (step.finishes, step.ended) == (b"", [timeline(1, "deadline", started=None, first_token=None)])
 
 
 def test_a_sequence_is_explained_idle_and_at_work():
     with child() as it:
         it.start()
         it.send(Explain(7, [3, 4]))
-        assert it.receive() == Explained(7, [ledger(3), ledger(4)])
+        assert it.receive() == Explained(7, [timeline(3), timeline(4)])
         it.add(1, [100], max_tokens=ENDLESS)
         it.send(Explain(8, [1]))
         while not isinstance(frame := it.receive(), Explained):
             pass
-        assert frame == Explained(8, [ledger(1, None)])
+        assert frame == Explained(8, [timeline(1, None)])
 
 
 def test_what_there_is_can_be_looked_at_at_work():

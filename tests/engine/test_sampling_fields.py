@@ -257,26 +257,26 @@ def test_tokens_that_the_model_has_not_are_refused_by_field(llm, field, value):
 
 @pytest.mark.slow
 def test_an_engine_in_its_own_process_says_the_same(directory, llm):
-    asked = [
+    requested = [
         PLAIN,
         SamplingParams(temperature=0.0, max_tokens=NEW, logprobs=3, prompt_logprobs=2),
         SamplingParams(temperature=1.5, seed=3, max_tokens=NEW, logprobs=1, logit_bias={4: 3.0}, min_tokens=7, n=2),
         SamplingParams(temperature=0.0, max_tokens=NEW, bad_words=("e", "ab"), allowed_token_ids=tuple(range(20)), stop=("c",)),
         SamplingParams(temperature=2.0, seed=9, max_tokens=NEW, n=1, best_of=3, prompt_logprobs=1),
     ]
-    pairs = list(itertools.product(PROMPTS[:3], asked))
+    pairs = list(itertools.product(PROMPTS[:3], requested))
 
     async def ask(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> list[tuple]:
         whole: dict[int, list] = {}
         async for part in engine.generate(prompt, params):
-            told = whole.setdefault(part.index, ["", [], [], [], None])
-            told[0] += part.text
+            reported = whole.setdefault(part.index, ["", [], [], [], None])
+            reported[0] += part.text
             for place, more in enumerate((part.token_ids, part.logprobs, part.text_offsets), 1):
-                told[place] += more or []
+                reported[place] += more or []
             if part.prompt_logprobs is not None:
-                assert told[4] is None
-                assert len(told[1]) == len(part.token_ids), "it comes with the first tokens"
-                told[4] = part.prompt_logprobs
+                assert reported[4] is None
+                assert len(reported[1]) == len(part.token_ids), "it comes with the first tokens"
+                reported[4] = part.prompt_logprobs
         return [tuple(whole[index]) for index in sorted(whole)]
 
     async def run() -> list[list[tuple]]:

@@ -48,13 +48,13 @@ def make(directory: Path):
 
 
 class Run:
-    """Takes an engine's reports until all is done: the tokens and the ledger of each tag."""
+    """Takes an engine's reports until all is done: the tokens and the timeline of each tag."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
-        self.ledgers: dict[int, Timeline] = {}
+        self.timelines: dict[int, Timeline] = {}
 
     def step(self) -> bool:
         report = self.engine.step()
@@ -66,9 +66,9 @@ class Run:
         for tag, token, logprob in zip(tags, tokens, logprobs, strict=True):
             self.tokens.setdefault(tag, []).append(token)
             self.logprobs.setdefault(tag, []).append(logprob)
-        self.ledgers |= {ledger["tag"]: Timeline.read(ledger) for ledger in report.ended}
+        self.timelines |= {timeline["tag"]: Timeline.read(timeline) for timeline in report.ended}
         for tag, finish in zip(tags, report.finishes, strict=True):
-            assert FINISH_REASONS[finish] == (self.ledgers[tag].finish if tag in self.ledgers else None)
+            assert FINISH_REASONS[finish] == (self.timelines[tag].finish if tag in self.timelines else None)
         return True
 
     def all(self) -> dict[int, list[int]]:
@@ -86,10 +86,10 @@ def answers(engine: Engine, params: SamplingParams) -> list[list[int]]:
     for tag, prompt in enumerate(PROMPTS):
         engine.add(tag, prompt, params)
     tokens = run.all()
-    for ledger in run.ledgers.values():
-        assert ledger.ended is not None
-        assert sum(ledger.states.values()) == pytest.approx(ledger.ended - ledger.arrived, abs=1e-6)
-        assert ledger.output_tokens == NEW
+    for timeline in run.timelines.values():
+        assert timeline.ended is not None
+        assert sum(timeline.states.values()) == pytest.approx(timeline.ended - timeline.arrived, abs=1e-6)
+        assert timeline.output_tokens == NEW
     return [tokens[tag] for tag in range(len(PROMPTS))]
 
 
@@ -125,7 +125,7 @@ def test_a_policy_changes_the_order_and_not_the_answers(make, policy):
     assert [tokens[tag] for tag in range(len(PROMPTS))] == answers(make(), GREEDY)
     assert engine.usage()["tenants"]["a"]["output_tokens"] == NEW * len(PROMPTS) // 2
     assert engine.usage()["classes"][1]["requests"] == 3
-    assert run.ledgers[1].tenant == "b"
+    assert run.timelines[1].tenant == "b"
 
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
@@ -186,7 +186,7 @@ def test_what_is_late_ends_without_a_token(make, monkeypatch):
     engine.add(4, PROMPTS[1], GREEDY, Scheduling(deadline_ms=1e6))
     clock[0] += 6000
     run.all()
-    assert {tag: ledger.finish for tag, ledger in run.ledgers.items()} == {1: "deadline", 2: "deadline", 3: "deadline", 4: "length"}
+    assert {tag: timeline.finish for tag, timeline in run.timelines.items()} == {1: "deadline", 2: "deadline", 3: "deadline", 4: "length"}
     assert set(run.tokens) == {4}
     assert engine.stats()["expired"] == 3
     assert engine.explain(1)["finish"] == "deadline"
@@ -212,7 +212,7 @@ def test_salts_keep_caches_apart_and_tenants_alone_do_not(make):
         engine.add(tag, PROMPTS[5], GREEDY, Scheduling(**scheduling))
         run = Run(engine)
         run.all()
-        return run.ledgers[tag].cached_tokens
+        return run.timelines[tag].cached_tokens
 
     assert cached(1) == 0
     assert cached(2, tenant="a") > 0

@@ -69,16 +69,16 @@ def chances(seed: int) -> Iterator[bool]:
 @pytest.mark.parametrize("most", [1, 3, 7])
 def test_steps_that_are_too_large_run_in_pieces(make, lazy, clock, overlaps, most):
     for seed in range(most, most + 2):
-        asked = script(seed)
+        requested = script(seed)
         settings = {"scheduling_policy": POLICIES[seed % len(POLICIES)], "num_kv_blocks": 16, "swap_space": 2**14 * (seed % 2)}
-        expected = live(make(overlaps, **settings), asked, clock)
+        expected = live(make(overlaps, **settings), requested, clock)
         engine = make(overlaps, **settings)
         seen = tight(engine, lazy, lambda buffers, num_tokens, num_seqs: num_tokens > most)
-        told = live(engine, asked, clock)
-        compare([expected, told])
+        reported = live(engine, requested, clock)
+        compare([expected, reported])
         assert seen["failed"] > 0
         assert 0 < engine.stats()["steps_short_of_memory"] <= seen["failed"]
-        assert not any(one.finish == "starved" for one in told.values())
+        assert not any(one.finish == "starved" for one in reported.values())
 
 
 def lacking(work: Callable, chance: Iterator[bool]) -> Callable:
@@ -96,15 +96,15 @@ def lacking(work: Callable, chance: Iterator[bool]) -> Callable:
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_passes_and_samples_that_fail_now_and_then_change_nothing(make, lazy, clock, monkeypatch, overlaps):
     for seed in range(6, 10):
-        asked = script(seed)
+        requested = script(seed)
         settings = {"scheduling_policy": POLICIES[seed % len(POLICIES)], "num_kv_blocks": 13}
-        expected = live(make(overlaps, **settings), asked, clock)
+        expected = live(make(overlaps, **settings), requested, clock)
         engine = make(overlaps, **settings)
         chance = chances(seed)
         tight(engine, lazy, lambda *step, chance=chance: next(chance))
         for whole, name in ((engine.runner.sampler, "draw"), (engine.runner.model, "logits")):
             setattr(whole, name, lacking(getattr(whole, name), chance))
-        compare([expected, live(engine, asked, clock)])
+        compare([expected, live(engine, requested, clock)])
         assert engine.stats()["steps_short_of_memory"] > 3
 
 
@@ -116,28 +116,28 @@ def needs_much(buffers: Any, num_tokens: int) -> bool:
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_one_that_never_fits_fails_alone(make, lazy, clock, overlaps):
     for seed in range(3):
-        asked = [replace(one, leaves=None) for one in script(seed)]
-        needy = replace(asked[1], prompt=[95, *asked[1].prompt], params=GREEDY, leaves=None)
-        expected = live(make(overlaps), asked[:1] + asked[2:], clock)
+        requested = [replace(one, leaves=None) for one in script(seed)]
+        needy = replace(requested[1], prompt=[95, *requested[1].prompt], params=GREEDY, leaves=None)
+        expected = live(make(overlaps), requested[:1] + requested[2:], clock)
         engine = make(overlaps)
         tight(engine, lazy, lambda buffers, num_tokens, num_seqs: needs_much(buffers, num_tokens))
-        told = live(engine, [asked[0], needy, *asked[2:]], clock)
-        assert told.pop(needy.tag).finish == "starved"
-        ledger = engine.explain(needy.tag)
-        assert ledger is not None
-        assert ledger["finish"] == "error"
-        compare([expected, told])
+        reported = live(engine, [requested[0], needy, *requested[2:]], clock)
+        assert reported.pop(needy.tag).finish == "starved"
+        timeline = engine.explain(needy.tag)
+        assert timeline is not None
+        assert timeline["finish"] == "error"
+        compare([expected, reported])
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_who_shares_blocks_that_were_not_computed_fails_too_and_later_ones_do_not(make, lazy, clock, overlaps):
     prompt = list(range(20, 32))
     [first, *_] = script(0)
-    asked = [
+    requested = [
         replace(first, tag=tag, prompt=tokens, params=GREEDY, after=after, leaves=None)
         for tag, tokens, after in ((0, prompt, 0), (100, prompt, 0), (200, [1, 2, 3], 0), (300, prompt, 4))
     ]
-    expected = live(make(overlaps), asked, clock)
+    expected = live(make(overlaps), requested, clock)
     engine, fits = make(overlaps), [False]
 
     def fails(buffers: Any, num_tokens: int, num_seqs: int) -> bool:
@@ -153,9 +153,9 @@ def test_who_shares_blocks_that_were_not_computed_fails_too_and_later_ones_do_no
         return report
 
     engine.step = stepping
-    told = live(engine, asked, clock)
-    assert [told[tag].finish for tag in (0, 100)] == ["starved", "starved"]
-    assert [told[tag] for tag in (200, 300)] == [expected[tag] for tag in (200, 300)]
+    reported = live(engine, requested, clock)
+    assert [reported[tag].finish for tag in (0, 100)] == ["starved", "starved"]
+    assert [reported[tag] for tag in (200, 300)] == [expected[tag] for tag in (200, 300)]
 
 
 def test_sizes_that_fit_are_remembered_for_a_while(make, lazy, clock, caplog):
@@ -205,5 +205,5 @@ def test_its_caller_is_told_to_try_again(byte_model):
     stream.wake()
     with pytest.raises(OutOfMemory, match="too little memory for this request just now: try again later") as raised:
         asyncio.run(stream.next())
-    told = api_error(raised.value)
-    assert (told.status, told.envelope["error"]["code"], told.headers) == (503, "out_of_memory", {"retry-after": "5"})
+    reported = api_error(raised.value)
+    assert (reported.status, reported.envelope["error"]["code"], reported.headers) == (503, "out_of_memory", {"retry-after": "5"})

@@ -251,12 +251,12 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
     assert engine.added == [2]
     time.sleep(0.02)
     drain(Explain(7, [1, 2, 99]))
-    [ledger] = parent.sent.pop().timelines
-    told = Timeline.read(ledger)
-    assert (told.tag, told.finish, told.prompt_tokens, told.states["receive"]) == (1, None, len(PROMPT), 0.25)
-    assert told.states["grammar"] >= 0.02
-    assert told.arrived == pytest.approx(sent / 1e6 - 0.25)
-    assert sum(told.states.values()) == pytest.approx(told.submitted - told.arrived, abs=1e-6)
+    [timeline] = parent.sent.pop().timelines
+    reported = Timeline.read(timeline)
+    assert (reported.tag, reported.finish, reported.prompt_tokens, reported.states["receive"]) == (1, None, len(PROMPT), 0.25)
+    assert reported.states["grammar"] >= 0.02
+    assert reported.arrived == pytest.approx(sent / 1e6 - 0.25)
+    assert sum(reported.states.values()) == pytest.approx(reported.submitted - reported.arrived, abs=1e-6)
     drain(Abort([4]), Abort([5]))
     engine.compiling["wrong"].set_exception(InvalidRequest("no good", param="regex"))
     for text in ("slow", "left"):

@@ -71,13 +71,13 @@ def test_poisoned_requests_fail_alone_in_live_load():
         over = threading.Event()
 
         def live(seed: int) -> int:
-            dice, asked = random.Random(seed), 0
-            while not over.is_set() or asked < 8:
+            dice, requested = random.Random(seed), 0
+            while not over.is_set() or requested < 8:
                 one = dice.choice(healthy)
                 assert ask(server, *one) == clean[one], one
                 assert server.status("/health") == 200
-                asked += 1
-            return asked
+                requested += 1
+            return requested
 
         load = [threads.submit(live, seed) for seed in range(4)]
         bad = poisoned()

@@ -27,12 +27,12 @@ def ask(server: Served, client: int) -> str:
         shared = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
         stream = client >= WHOLE
         if client % 2:
-            told = library.completions.create(prompt=f"client {client}", stream=stream, **shared)
-            return "".join(part.choices[0].text for part in (told if stream else [told]))
-        told = library.chat.completions.create(messages=[{"role": "user", "content": f"client {client}"}], stream=stream, **shared)
+            reported = library.completions.create(prompt=f"client {client}", stream=stream, **shared)
+            return "".join(part.choices[0].text for part in (reported if stream else [reported]))
+        reported = library.chat.completions.create(messages=[{"role": "user", "content": f"client {client}"}], stream=stream, **shared)
         if not stream:
-            return str(told.choices[0].message.content)
-        return "".join(part.choices[0].delta.content or "" for part in told)
+            return str(reported.choices[0].message.content)
+        return "".join(part.choices[0].delta.content or "" for part in reported)
 
 
 def metric(server: Served, start: str) -> float:
@@ -43,12 +43,12 @@ def metric(server: Served, start: str) -> float:
 
 def come(server: Served, threads: ThreadPoolExecutor, clients: range) -> list[Future[str]]:
     """Has the clients ask, one after the other."""
-    asked = []
+    requested = []
     before = server.admin_state()["http"]["open"]
     for client in clients:
-        asked.append(threads.submit(ask, server, client))
-        until(lambda: server.admin_state()["http"]["open"] == before + len(asked))
-    return asked
+        requested.append(threads.submit(ask, server, client))
+        until(lambda: server.admin_state()["http"]["open"] == before + len(requested))
+    return requested
 
 
 @pytest.fixture
@@ -69,15 +69,15 @@ def test_default_clients_lose_nothing_over_three_kills(server, expected):
     with ThreadPoolExecutor(CLIENTS) as threads:
         for _ in range(KILLS):
             with server.held() as release:
-                asked = come(server, threads, range(WHOLE + 1))
+                requested = come(server, threads, range(WHOLE + 1))
                 until(lambda: server.admin_state().get("running") == ROWS)
                 os.kill(server.engine(), signal.SIGKILL)
                 until(lambda: server.status("/ready") == 503)
                 assert server.status("/live") == 200
-                asked += come(server, threads, range(WHOLE + 1, CLIENTS))  # while there is no engine
+                requested += come(server, threads, range(WHOLE + 1, CLIENTS))  # while there is no engine
                 until(lambda: server.status("/ready") == 200)
                 release()
-                assert [one.result() for one in asked] == expected
+                assert [one.result() for one in requested] == expected
     until(lambda: server.admin_state()["http"] == {"open": 0, "waiting": 0})
     assert metric(server, "engine_restarts_total") == restarts + KILLS
     assert metric(server, "request_success_total") == served_before + KILLS * CLIENTS  # each of them counts once
@@ -87,12 +87,12 @@ def test_default_clients_lose_nothing_over_three_kills(server, expected):
 def test_a_client_whose_engine_is_killed_three_times_asks_again(server, expected):
     """The server gives such a request up, and says when to come back. After two times it runs alone, so that it is the only one."""
     with ThreadPoolExecutor(CLIENTS) as threads, server.held() as release:
-        asked = come(server, threads, range(ROWS))
+        requested = come(server, threads, range(ROWS))
         for kill in range(KILLS):
             until(lambda: server.admin_state().get("running") == (ROWS if kill < 2 else 1))  # noqa: B023
             os.kill(server.engine(), signal.SIGKILL)
             until(lambda: server.status("/ready") == 503)
             until(lambda: server.status("/ready") == 200)
         release()
-        assert [one.result() for one in asked] == expected[:ROWS]
+        assert [one.result() for one in requested] == expected[:ROWS]
     assert server.log().count("was running each of the 3 times that the engine died") == 1

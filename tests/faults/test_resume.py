@@ -51,38 +51,38 @@ FLAGS = ("--max-num-seqs", "12", "--num-kv-blocks", "200", "--threads", "1", "--
 WHERE = ("launch", "send", "half")
 
 
-def merged(told: Any, into: dict[str, Any], path: str = "") -> dict[str, Any]:
+def merged(reported: Any, into: dict[str, Any], path: str = "") -> dict[str, Any]:
     """What an event says, added to what the earlier ones said: how tokens are grouped into events depends on the time."""
-    if isinstance(told, dict):
-        kind = told.get("type", "")
-        place = f"{path}/{'' if kind == 'function' else kind}{told.get('index', '')}"
-        for name, value in told.items():
+    if isinstance(reported, dict):
+        kind = reported.get("type", "")
+        place = f"{path}/{'' if kind == 'function' else kind}{reported.get('index', '')}"
+        for name, value in reported.items():
             if name not in ("metrics", "usage", "sequence_number"):
                 merged(value, into, f"{place}.{name}")
-    elif isinstance(told, list):
-        into.setdefault(path, []).extend(bare(told))
+    elif isinstance(reported, list):
+        into.setdefault(path, []).extend(bare(reported))
         if path.endswith((".choices", ".tool_calls")):
             del into[path]
-            for one in told:
+            for one in reported:
                 merged(one, into, path)
-    elif isinstance(told, str):
+    elif isinstance(reported, str):
         # Names and roles repeat with the events, texts go on.
         goes_on = path.endswith((".text", ".content", ".arguments", ".delta", ".partial_json"))
-        into[path] = into.get(path, "") + told if goes_on else told
-    elif told is not None:
-        into[path] = told
+        into[path] = into.get(path, "") + reported if goes_on else reported
+    elif reported is not None:
+        into[path] = reported
     return into
 
 
 def ask(server: Served, path: str, body: dict[str, Any], stream: bool = True) -> Any:
     """A client's answer, without ids and times."""
     usage = {"stream_options": {"include_usage": True}} if stream and "completions" in path else {}
-    told = server.http.post(path, json={**body, "stream": stream, **usage})
-    assert told.status_code == 200, told.text
+    reported = server.http.post(path, json={**body, "stream": stream, **usage})
+    assert reported.status_code == 200, reported.text
     if not stream:
-        return bare(told.json()) | {"metrics": None, "usage": told.json()["usage"]["completion_tokens"]}
-    events = [json.loads(line.removeprefix("data: ")) for line in told.text.splitlines() if line.startswith("data: {")]
-    assert not any("error" in event for event in events), told.text
+        return bare(reported.json()) | {"metrics": None, "usage": reported.json()["usage"]["completion_tokens"]}
+    events = [json.loads(line.removeprefix("data: ")) for line in reported.text.splitlines() if line.startswith("data: {")]
+    assert not any("error" in event for event in events), reported.text
     whole: dict[str, Any] = {}
     for event in events:
         merged(bare(event), whole)
@@ -91,7 +91,7 @@ def ask(server: Served, path: str, body: dict[str, Any], stream: bool = True) ->
     return whole
 
 
-def asked(server: Served, threads: ThreadPoolExecutor) -> dict[str, Any]:
+def requested(server: Served, threads: ThreadPoolExecutor) -> dict[str, Any]:
     """The answers to all kinds of requests at a time, streams and one that is ranked at its end."""
     answers = {kind: threads.submit(ask, server, *request) for kind, request in KINDS.items()}
     answers["ranked"] = threads.submit(ask, server, *RANKED, stream=False)
@@ -139,13 +139,13 @@ def records(logs: Path) -> list[dict[str, Any]]:
 def test_clients_get_the_bytes_of_an_undisturbed_run(server: Served, logs: Path) -> None:
     counted = ("request_success_total", "time_to_first_token_seconds_count", "engine_restarts_total")
     with ThreadPoolExecutor(len(KINDS) + 1) as threads:
-        expected = asked(server, threads)
+        expected = requested(server, threads)
         until(lambda: len(records(logs)) == len(KINDS) + 1)
         usage = sorted((record["prompt_tokens"], record["output_tokens"]) for record in records(logs))
         finished, first_tokens, restarts = (metric(server, name) for name in counted)
         for kill in range(KILLS):
             order(server, step=2 + 2 * kill, where=WHERE[kill % 3])
-            for kind, answer in asked(server, threads).items():
+            for kind, answer in requested(server, threads).items():
                 assert answer == expected[kind], (kind, kill)
     assert metric(server, "requests_resumed_total") > 5 * KILLS, "the requests do not run together"
     # Each request counts once, whatever became of its engines.
@@ -187,17 +187,17 @@ def test_an_answer_without_a_seed_goes_on_with_its_draws(model: Path) -> None:
 
 def test_an_engine_that_is_stopped_is_replaced(server: Served) -> None:
     with ThreadPoolExecutor(len(KINDS) + 1) as threads:
-        expected = asked(server, threads)
+        expected = requested(server, threads)
         order(server, step=9, where="launch", signal=signal.SIGSTOP)
-        assert asked(server, threads) == expected
+        assert requested(server, threads) == expected
     assert "the engine's process was stopped by a signal: killing its process" in server.log()
 
 
 def test_the_request_that_kills_engines_fails_alone(server: Served) -> None:
     with ThreadPoolExecutor(len(KINDS) + 2) as threads:
-        expected, restarts = asked(server, threads), metric(server, "engine_restarts_total")
+        expected, restarts = requested(server, threads), metric(server, "engine_restarts_total")
         poison = threads.submit(server.http.post, "/v1/completions", json={**PROMPT, "prompt": list(dying_engine.POISON)})
-        assert asked(server, threads) == expected
+        assert requested(server, threads) == expected
         refused = poison.result()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
     assert "the engine died 3 times in a row while it ran this request" in refused.json()["error"]["message"]
@@ -217,7 +217,7 @@ def test_which_engine_goes_on(model: Path, resume: str, foreign: bool, goes_on: 
             assert ask(server, path, body) == expected
             until(lambda: "goes on in an engine with other numerics" in server.log())
         else:
-            told = server.http.post(path, json={**body, "stream": True}).text
-            last = [line for line in told.splitlines() if line][-1]
+            reported = server.http.post(path, json={**body, "stream": True}).text
+            last = [line for line in reported.splitlines() if line][-1]
             assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
             assert ask(server, path, body, stream=False)["choices"][0]["text"] == expected["/.choices/0.text"]

@@ -39,13 +39,13 @@ Asked = list[tuple[str, bool, Future[httpx.Response]]]
 def load(server: Served) -> Iterator[tuple[Asked, Callable[[], None]]]:
     """Long requests of all kinds, once all of them run, and what lets them end, which they can't before."""
     with ThreadPoolExecutor(len(LOAD) * 2) as threads, server.held() as release:
-        asked = []
+        requested = []
         for path, body in LOAD:
             for stream in (False, True):
                 longest = {LONGEST.get(path, "max_tokens"): TOKENS}
-                asked.append((path, stream, threads.submit(server.http.post, path, json={**body, **longest, "stream": stream})))
-        until(lambda: server.state()["http"] == {"open": len(asked), "waiting": 0})
-        yield asked, release
+                requested.append((path, stream, threads.submit(server.http.post, path, json={**body, **longest, "stream": stream})))
+        until(lambda: server.state()["http"] == {"open": len(requested), "waiting": 0})
+        yield requested, release
 
 
 def last(stream: str) -> Any:
@@ -84,12 +84,12 @@ def test_an_engine_that_is_killed_is_replaced_and_no_request_is_lost(server):
     golden, engine = server.answer(), server.engine()
     whole = [server.http.post(path, json={**body, LONGEST.get(path, "max_tokens"): TOKENS}).json() for path, body in LOAD]
     begun = first_tokens(server)
-    with load(server) as (asked, release):
+    with load(server) as (requested, release):
         until(lambda: first_tokens(server) == begun + 2 * PROMPTS)
         os.kill(engine, signal.SIGKILL)
         until(lambda: server.status("/ready") == 503)
         release()
-        answers = [(path, stream, answer.result()) for path, stream, answer in asked]
+        answers = [(path, stream, answer.result()) for path, stream, answer in requested]
     check_complete(answers)
     assert [bare(answer.json()) for _, stream, answer in answers if not stream] == [bare(one) for one in whole]
     assert server.engine() != engine
@@ -100,11 +100,11 @@ def test_an_engine_that_is_killed_is_replaced_and_no_request_is_lost(server):
 
 def test_sigterm_loses_no_request():
     with served(*ROWS, "--shutdown-timeout", "1000") as server:
-        with load(server) as (asked, release):
+        with load(server) as (requested, release):
             server.process.send_signal(signal.SIGTERM)
             until(lambda: server.status("/ready") == 503)
             release()
-            answers = [(path, stream, answer.result()) for path, stream, answer in asked]
+            answers = [(path, stream, answer.result()) for path, stream, answer in requested]
         assert server.process.wait(60) == 0
     check_complete(answers)
 
@@ -112,15 +112,15 @@ def test_sigterm_loses_no_request():
 def test_a_second_sigterm_ends_the_server_now():
     with served(*ROWS, "--shutdown-timeout", "1000") as server:
         engine = server.engine()
-        with load(server) as (asked, _):
+        with load(server) as (requested, _):
             server.process.send_signal(signal.SIGTERM)
             until(lambda: server.status("/ready") == 503)
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(60) == 1
-            for path, stream, answer in asked:
+            for path, stream, answer in requested:
                 if stream:
-                    told = last(answer.result().text)
-                    assert (told["response"]["error"] if "response" in told else told["error"])["message"], path
+                    reported = last(answer.result().text)
+                    assert (reported["response"]["error"] if "response" in reported else reported["error"])["message"], path
                 else:
                     assert answer.result().status_code == 503
         with pytest.raises(ProcessLookupError):

@@ -119,8 +119,8 @@ def same(found: list[tuple[list[int], list[float]]], expected: list[tuple[list[i
 # With few tokens a step prompts come in pieces of one too, of which nothing is sampled.
 @pytest.mark.parametrize(("seed", "long", "tokens", "penalised"), [(1, 1, SPLIT, True), (2, 0, 5, False)])
 def test_answers_are_the_same_with_graphs_and_without(seed, long, tokens, penalised, make, monkeypatch):
-    asked = script(seed, long, penalised)
-    expected = answers(make(None, False, max_num_batched_tokens=tokens), *asked)
+    requested = script(seed, long, penalised)
+    expected = answers(make(None, False, max_num_batched_tokens=tokens), *requested)
     assert len({tuple(ids) for ids, _ in expected}) > 6
     sample, sampled = Graph.sample, set()
 
@@ -134,7 +134,7 @@ def test_answers_are_the_same_with_graphs_and_without(seed, long, tokens, penali
         sampled.clear()
         llm = make(emulator, overlaps, max_num_batched_tokens=tokens)
         runner = llm.engine.runner
-        same(answers(llm, *asked), expected)
+        same(answers(llm, *requested), expected)
         # Penalties took new memory on the way.
         assert max(variant.count_rows for variant in sampled) == (8 if penalised else 0)
         assert penalised or sampled == {PLAIN, TRUNCATED}
@@ -158,7 +158,7 @@ class TooSmall(Emulator):
 
 
 def test_a_model_that_cannot_be_recorded_runs_without_graphs(make):
-    asked = [[1, 2, 3]], [SamplingParams(max_tokens=4, temperature=0.0)]
+    requested = [[1, 2, 3]], [SamplingParams(max_tokens=4, temperature=0.0)]
     found = []
     for records, settings, why in (
         (Unwilling(), {}, "the model cannot be recorded: called a synchronizing CUDA operation"),
@@ -167,7 +167,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(make):
     ):
         llm = make(records, True, **settings)
         assert ["CUDA graphs", "none", why] in llm.engine.facts["decisions"]
-        found.append(answers(llm, *asked))
+        found.append(answers(llm, *requested))
         assert records.replays == 0
     same(found[0], found[1])
     same(found[0], found[2])

@@ -154,14 +154,14 @@ def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkey
     other = driver.add_request(5, prompt(4))
     # The first cut in all ways; a second takes it up where the first lost its row, having computed a part of it again.
     for cuts in ([21], [1, 20], [20, 1], [5] * 4 + [1], [1] * 21, [8, "again", 16, 5]):
-        told = PromptLogprobs(77, np.array(tokens, dtype=np.int32), 2)
-        riding, lines = driver.add_request(0, tokens, prompt=told), []
+        reported = PromptLogprobs(77, np.array(tokens, dtype=np.int32), 2)
+        riding, lines = driver.add_request(0, tokens, prompt=reported), []
         neighbour = driver.add_request(1, short, prompt=PromptLogprobs(78, np.array(short, dtype=np.int32), 5))
         beside: list[tuple] = [(neighbour, 9)]
         for cut in cuts:
             if cut == "again":
                 driver.remove_request(riding)
-                riding = driver.add_request(3, tokens, prompt=told)
+                riding = driver.add_request(3, tokens, prompt=reported)
                 continue
             driver.step([*beside, (riding, cut)])
             found = dict(driver.sampled.prompts)
@@ -169,7 +169,7 @@ def test_each_token_of_a_prompt_is_told_once_however_it_was_cut(tmp_path, monkey
             assert (78 in found) == bool(beside)
             lines += TokenLogprobs.read(found.get(77, b""), 2)
             beside = []
-        assert told.complete
+        assert reported.complete
         assert [line.token for line in lines] == tokens[1:]
         for position, line in enumerate(lines):
             row = expected[position]
@@ -325,31 +325,31 @@ def test_seeded_draws_do_not_depend_on_company(tmp_path, runner_for):
 def test_a_draw_is_for_the_place_that_its_token_takes(tmp_path, runner_for):
     write("llama", tmp_path)
     driver = Driver(runner_for(tmp_path))
-    asked = []
+    requested = []
     draw = driver.runner.sampler.draw
     driver.runner.sampler.draw = lambda logits, rows, positions, *where: (
-        asked.append((rows.tolist(), positions.tolist())) or draw(logits, rows, positions, *where)
+        requested.append((rows.tolist(), positions.tolist())) or draw(logits, rows, positions, *where)
     )
     a, b = driver.add_request(4, prompt(9)), driver.add_request(1, prompt(20))
     assert driver.step([(b, 12)]) == []
     driver.step([(a, 9), (b, 8)])
     driver.step([(b, 1), (a, 1)])
-    assert asked == [([], []), ([4, 1], [9, 20]), ([1, 4], [21, 10])]
+    assert requested == [([], []), ([4, 1], [9, 20]), ([1, 4], [21, 10])]
 
 
 def test_a_draw_on_the_device_is_for_the_same_rows_and_places(tmp_path):
     write("llama", tmp_path)
     small = {"num_kv_blocks": 80, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     driver = Driver(build_runner(EngineConfig(device="cpu", **small), tmp_path, make_backend=partial(TorchBackend, overlaps=False)))
-    asked, sample = [], driver.runner.sampler.tokens.sample
+    requested, sample = [], driver.runner.sampler.tokens.sample
     driver.runner.sampler.tokens.sample = lambda logits, rows, positions, tier: (
-        asked.append((rows.tolist(), positions.tolist())) or sample(logits, rows, positions, tier)
+        requested.append((rows.tolist(), positions.tolist())) or sample(logits, rows, positions, tier)
     )
     a, b = driver.add_request(4, prompt(9)), driver.add_request(1, prompt(20))
     driver.step([(b, 12)])
     driver.step([(a, 9), (b, 8)])
     driver.step([(b, 1), (a, 1)])
-    assert asked == [([], []), ([4, 1], [9, 20]), ([1, 4], [21, 10])]
+    assert requested == [([], []), ([4, 1], [9, 20]), ([1, 4], [21, 10])]
 
 
 def test_cuda_is_refused_where_there_is_none(tmp_path, runner_for):
@@ -378,16 +378,16 @@ def test_threads_are_the_physical_cores_unless_somebody_says_otherwise(tmp_path,
     before = torch.get_num_threads()
 
     def threads(**settings) -> tuple[str, str]:
-        asked = []
+        requested = []
 
         def load(config, *rest):
-            asked.append(config.threads)
+            requested.append(config.threads)
             return TorchExecutor.load(config, *rest)
 
         config = EngineConfig(num_kv_blocks=10, block_size=8, **settings)
         runner = build_runner(config, tmp_path, make_backend=partial(TorchBackend, load=load))
         [decision] = [decision for decision in runner.decisions if decision.what == "threads"]
-        assert asked == [torch.get_num_threads()] == [int(decision.value)]
+        assert requested == [torch.get_num_threads()] == [int(decision.value)]
         return decision.value, decision.reason
 
     try:

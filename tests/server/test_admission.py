@@ -47,12 +47,12 @@ def test_a_burst_gets_as_many_in_as_may_wait(engine):
 
     async def burst(base, service):
         async with httpx.AsyncClient(base_url=base, timeout=30, limits=httpx.Limits(max_connections=100)) as client:
-            asked = [asyncio.create_task(client.post(COMPLETIONS, json=HELD | {"user": f"u{i}"})) for i in range(100)]
-            while sum(one.done() for one in asked) < 90:
+            requested = [asyncio.create_task(client.post(COMPLETIONS, json=HELD | {"user": f"u{i}"})) for i in range(100)]
+            while sum(one.done() for one in requested) < 90:
                 await asyncio.sleep(0.01)
             assert (engine.started, len(encoded), counted(service)) == (10, 10, (10, 10))
             engine.released = True
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*requested)
 
     with serving(engine) as (base, service):
         answers = asyncio.run(burst(base, service))

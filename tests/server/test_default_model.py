@@ -120,8 +120,8 @@ def test_a_request_is_explained_to_its_last_millisecond(real):
     answered = httpx.post(f"{real}/v1/completions", json=request, headers={"x-tenant-id": "alice"}, timeout=60).json()
     [sequence] = httpx.get(f"{real}/v1/requests/{answered['id']}/explain").json()["sequences"]
     assert sum(sequence["states"].values()) == pytest.approx(sequence["ended"] - sequence["arrived"], abs=1e-3)
-    told = ("finish", "tenant", "priority", "prompt_tokens", "output_tokens")
-    assert [sequence[name] for name in told] == ["length", "alice", 2, answered["usage"]["prompt_tokens"], 16]
+    reported = ("finish", "tenant", "priority", "prompt_tokens", "output_tokens")
+    assert [sequence[name] for name in reported] == ["length", "alice", 2, answered["usage"]["prompt_tokens"], 16]
     assert "prefill" in sequence["summary"]
 
 

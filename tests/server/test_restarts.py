@@ -110,19 +110,19 @@ def test_nobody_is_held_for_ever(monkeypatch):
 def test_requests_that_come_during_a_restart_are_held_and_served():
     with running(loads="waiting") as (process, client), ThreadPoolExecutor(3) as threads:
         wait_until(lambda: status(client, "/ready") == 200)
-        asked = [threads.submit(client.post, COMPLETIONS, json=DYING)]
+        requested = [threads.submit(client.post, COMPLETIONS, json=DYING)]
         wait_until(lambda: status(client, "/ready") == 503)
-        told = client.get("/ready")
-        assert told.json()["error"]["code"] == "engine_dead"
-        assert int(told.headers["retry-after"]) >= 1
+        reported = client.get("/ready")
+        assert reported.json()["error"]["code"] == "engine_dead"
+        assert int(reported.headers["retry-after"]) >= 1
         assert status(client, "/live") == 200
         assert (client.get("/dashboard/data").json()["state"], client.get("/dashboard/data").json()["restarts"]) == ("restarting", 1)
-        asked += [
+        requested += [
             threads.submit(client.post, COMPLETIONS, json={"prompt": "new", "max_tokens": 2, "stream": stream}) for stream in (False, True)
         ]
         assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200  # which needs no engine
         process.send_signal(signal.SIGUSR2)
-        died, whole, stream = [one.result() for one in asked]
+        died, whole, stream = [one.result() for one in requested]
         assert [one.status_code for one in (died, whole, stream)] == [200] * 3
         assert died.json()["choices"][0]["text"] == answer("once0", 2)
         assert whole.json()["choices"][0]["text"] == answer("new", 2)
@@ -143,10 +143,10 @@ def events(text):
 def test_a_whole_answer_begins_anew_and_counts_once(n):
     with running() as (_, client):
         wait_until(lambda: status(client, "/ready") == 200)
-        told = client.post(COMPLETIONS, json={"prompt": ["once3 a", "b"], "max_tokens": 5, "n": n}).json()
-        assert [choice["text"] for choice in told["choices"]] == [answer(one, 5, i) for one in ("once3 a", "b") for i in range(n)]
-        assert told["usage"]["completion_tokens"] == 2 * n * 5
-        assert told["usage"]["prompt_tokens"] == len("once3 ab")
+        reported = client.post(COMPLETIONS, json={"prompt": ["once3 a", "b"], "max_tokens": 5, "n": n}).json()
+        assert [choice["text"] for choice in reported["choices"]] == [answer(one, 5, i) for one in ("once3 a", "b") for i in range(n)]
+        assert reported["usage"]["completion_tokens"] == 2 * n * 5
+        assert reported["usage"]["prompt_tokens"] == len("once3 ab")
         text = client.get("/metrics").text
         assert metric(text, "engine_restarts_total") == 1
         assert (finished(client, "length"), finished(client, "error"), finished(client, "abort")) == (2 * n, 0, 0)
@@ -158,22 +158,22 @@ def test_a_whole_answer_begins_anew_and_counts_once(n):
 def test_a_stream_begins_anew_only_if_nothing_was_sent(prompt, lost):
     with running() as (_, client):
         wait_until(lambda: status(client, "/ready") == 200)
-        told = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 5, "stream": True})
-        assert told.status_code == 200
+        reported = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 5, "stream": True})
+        assert reported.status_code == 200
         if lost:
-            *begun, last = events(told.text)
+            *begun, last = events(reported.text)
             assert "".join(event["choices"][0]["text"] for event in begun) == answer(prompt, int(prompt[4]))
             assert last["error"]["code"] == "engine_dead"
         else:
-            assert "".join(event["choices"][0]["text"] for event in events(told.text)) == answer(prompt, 5)
+            assert "".join(event["choices"][0]["text"] for event in events(reported.text)) == answer(prompt, 5)
 
 
 def test_a_request_that_every_engine_ends_of_is_given_up():
     with running() as (process, client):
         wait_until(lambda: status(client, "/ready") == 200)
-        told = client.post(COMPLETIONS, json={"prompt": "die", "max_tokens": 5})
-        assert (told.status_code, told.json()["error"]["code"]) == (503, "engine_dead")
-        assert int(told.headers["retry-after"]) >= 1
+        reported = client.post(COMPLETIONS, json={"prompt": "die", "max_tokens": 5})
+        assert (reported.status_code, reported.json()["error"]["code"]) == (503, "engine_dead")
+        assert int(reported.headers["retry-after"]) >= 1
         wait_until(lambda: status(client, "/ready") == 200)
         text = client.get("/metrics").text
         assert metric(text, "engine_restarts_total") == 3
@@ -188,8 +188,8 @@ def test_a_request_that_every_engine_ends_of_is_given_up():
 def test_a_deadline_goes_on_while_a_request_is_held(deadline):
     with running(loads="waiting") as (_, client):
         wait_until(lambda: status(client, "/ready") == 200)
-        told = client.post(COMPLETIONS, json=DYING | {deadline: 100})
-        assert (told.status_code, told.json()["error"]["code"]) == (504, "deadline_exceeded")
+        reported = client.post(COMPLETIONS, json=DYING | {deadline: 100})
+        assert (reported.status_code, reported.json()["error"]["code"]) == (504, "deadline_exceeded")
         assert finished(client, "deadline") == 1
 
 
@@ -209,8 +209,8 @@ def test_a_server_that_ends_refuses_those_that_are_held():
         held_requests = threads.submit(client.post, COMPLETIONS, json=DYING)
         wait_until(lambda: status(client, "/ready") == 503)
         process.send_signal(signal.SIGTERM)
-        told = held_requests.result()
-        assert (told.status_code, told.json()["error"]["code"]) == (503, "shutting_down")
+        reported = held_requests.result()
+        assert (reported.status_code, reported.json()["error"]["code"]) == (503, "shutting_down")
         assert process.wait(20) == 0
 
 
@@ -219,9 +219,9 @@ def test_after_a_failed_start_new_requests_are_refused_and_held_ones_wait():
         wait_until(lambda: status(client, "/ready") == 200)
         held_requests = threads.submit(client.post, COMPLETIONS, json=DYING)
         wait_until(lambda: client.get("/dashboard/data").json()["state"] == "failed")
-        told = client.post(COMPLETIONS, json={"prompt": "new"})
-        assert (told.status_code, told.json()["error"]["code"]) == (503, "engine_dead")
-        assert int(told.headers["retry-after"]) >= 1
+        reported = client.post(COMPLETIONS, json={"prompt": "new"})
+        assert (reported.status_code, reported.json()["error"]["code"]) == (503, "engine_dead")
+        assert int(reported.headers["retry-after"]) >= 1
         assert not held_requests.done()
         process.send_signal(signal.SIGUSR2)
         assert held_requests.result().status_code == 200
@@ -239,7 +239,7 @@ def test_the_log_says_which_signal_ended_the_server(number, words):
 def test_the_log_says_which_error_ended_the_server():
     with running(loads="broken") as (process, client):
         wait_until(lambda: status(client, "/ready") == 200)
-        told = client.post(COMPLETIONS, json=DYING)
-        assert (told.status_code, told.json()["error"]["code"]) == (503, "shutting_down")
+        reported = client.post(COMPLETIONS, json=DYING)
+        assert (reported.status_code, reported.json()["error"]["code"]) == (503, "shutting_down")
         assert process.wait(20) == 1
         assert "RuntimeError: a bug in the server" in process.stderr.read()

@@ -102,12 +102,12 @@ def test_sigterm_under_load_loses_no_request():
     with running() as (process, client), ThreadPoolExecutor(12) as threads:
         wait_until(lambda: status(client, "/ready") == 200)
         body = {"prompt": "paused", "max_tokens": 100}
-        asked = [threads.submit(client.post, "/v1/completions", json={**body, "stream": i % 2 == 0}) for i in range(12)]
+        requested = [threads.submit(client.post, "/v1/completions", json={**body, "stream": i % 2 == 0}) for i in range(12)]
         wait_until(lambda: metric(client.get("/metrics").text, "time_to_first_token_seconds_count") == 12)
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: status(client, "/ready") == 503)
         process.send_signal(signal.SIGUSR1)
-        answers = [answer.result() for answer in asked]
+        answers = [answer.result() for answer in requested]
         assert process.wait(20) == 0
     assert [answer.status_code for answer in answers] == [200] * 12
     assert all('"finish_reason":"length"' in answer.text for answer in answers)
@@ -157,12 +157,12 @@ def test_a_stopped_engine_is_replaced(tmp_path):
 def test_a_stuck_step_is_named_dumped_once_and_ended(tmp_path):
     with own_process(tmp_path, "killed") as (process, client, engine), ThreadPoolExecutor(1) as threads:
         first = engine()
-        asked = threads.submit(client.post, "/v1/completions", json={"prompt": [HANGING], "max_tokens": 5})
+        requested = threads.submit(client.post, "/v1/completions", json={"prompt": [HANGING], "max_tokens": 5})
         wait_until(lambda: status(client, "/health") == 503)
         body = client.get("/health").json()
         assert (body["stage"], status(client, "/ready")) == ("run", 503)
         assert "at stage 'run'" in body["reason"]
-        assert (asked.result().status_code, asked.result().json()["error"]["code"]) == (503, "engine_dead")
+        assert (requested.result().status_code, requested.result().json()["error"]["code"]) == (503, "engine_dead")
         wait_until(lambda: status(client, "/ready") == 200)
         assert engine() != first
         process.send_signal(signal.SIGTERM)

@@ -92,8 +92,8 @@ def test_a_journal_has_the_steps_and_their_times(tmp_path: Path) -> None:
 def test_an_engine_is_calibrated_and_simulated(byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = str(tmp_path / "here.json")
     assert main.main(["calibrate", "--model", str(byte_model), "--load-format", "none", "--seconds", "1.5", "-o", here]) == 0
-    told = capsys.readouterr().out
-    assert "(p90)" in told
+    reported = capsys.readouterr().out
+    assert "(p90)" in reported
     profile = Profile.load(here)
     assert profile.model == str(byte_model)
     assert profile.sizes["max_num_seqs"] == 64
@@ -120,7 +120,7 @@ MEASURED = Profile(
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("requested", "says"),
     [
         ({"model": DEFAULT_MODEL}, f"--model {DEFAULT_MODEL}: here was measured with some-model; leave it out, or calibrate again with it"),
         ({"block_size": 64}, "--block-size 64: here was measured with 32; leave it out"),
@@ -134,9 +134,9 @@ MEASURED = Profile(
         ({"swap_space": 1 << 30}, "--swap-space: the block size of a measured machine is unknown"),
     ],
 )
-def test_a_profile_is_asked_for_nothing_that_was_not_measured(asked: dict[str, Any], says: str) -> None:
+def test_a_profile_is_asked_for_nothing_that_was_not_measured(requested: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidSetting) as caught:
-        simulate([TraceRequest(0, 50, 20)], device=MEASURED, **asked)
+        simulate([TraceRequest(0, 50, 20)], device=MEASURED, **requested)
     assert says in str(caught.value)
     same = {"block_size": 32, "quantization": "int8", "num_kv_blocks": 100, "model": "some-model"}
     assert simulate([TraceRequest(0, 50, 20)], device=MEASURED, **same).config["num_blocks"] == 100

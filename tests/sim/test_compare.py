@@ -120,10 +120,10 @@ def test_the_plot_has_a_bar_for_each_request() -> None:
     for row in rows.values():
         assert all(end <= begin + 0.1 for (_, end), (begin, _) in pairwise(sorted(row))), "no two on one seat"
         assert all(compare_plot.LEFT <= begin < end <= compare_plot.WIDTH - compare_plot.RIGHT + 0.1 for begin, end in row)
-    told = [text.text for text in root.iter(f"{SVG}text")]
-    assert "A & B" in told
-    assert "<told>" in told
-    assert "0.0 s" in told
+    reported = [text.text for text in root.iter(f"{SVG}text")]
+    assert "A & B" in reported
+    assert "<told>" in reported
+    assert "0.0 s" in reported
 
 
 @pytest.mark.parametrize("why", ["many requests", "many slots"])
@@ -162,7 +162,7 @@ def test_the_command_draws_the_readmes_picture_and_prints_the_table_of_its_page(
 
 def test_the_command_runs_a_trace_and_makes_a_page_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{at / 9},40,{9 + at}\n" for at in range(30)))
-    asked = [
+    requested = [
         "compare",
         "--trace",
         str(tmp_path / "trace.csv"),
@@ -175,17 +175,18 @@ def test_the_command_runs_a_trace_and_makes_a_page_and_json(tmp_path: Path, caps
     ]
     page = tmp_path / "page.html"
     assert (
-        main.main([*asked, "--batching", "continuous,static", "--policy", "fcfs,shortest", "--rate-scale", "9", "--report", str(page)]) == 0
+        main.main([*requested, "--batching", "continuous,static", "--policy", "fcfs,shortest", "--rate-scale", "9", "--report", str(page)])
+        == 0
     )
     table = capsys.readouterr().out
     assert "continuous, shortest" in table
     assert "Data types: weights bfloat16" in " ".join(table.split())
     assert "The same 30 requests on the same 4 batch slots." in table
     assert page.read_text().count('class="request"') == 4 * 30
-    assert main.main([*asked, "--json", "--num-requests", "10"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [one["batching"] for one in told["variants"]] == list(WAYS)
-    assert all(one["figures"]["served"] == 10 for one in told["variants"])
+    assert main.main([*requested, "--json", "--num-requests", "10"]) == 0
+    reported = json.loads(capsys.readouterr().out)
+    assert [one["batching"] for one in reported["variants"]] == list(WAYS)
+    assert all(one["figures"]["served"] == 10 for one in reported["variants"])
 
 
 def test_the_model_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,11 +207,11 @@ def test_a_profile_without_a_model_names_none(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_really_run_the_same_requests_are_served(byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["compare", "--run", "--model", str(byte_model), "--load-format", "none", "--num-requests", "12", "--output-len", "8"]
+    requested = ["compare", "--run", "--model", str(byte_model), "--load-format", "none", "--num-requests", "12", "--output-len", "8"]
     drawing = tmp_path / "run.svg"
-    assert main.main([*asked, "--request-rate", "1000", "--batch-timeout-ms", "5", "--json", "-o", str(drawing)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [(one["name"], one["figures"]["served"], one["figures"]["unserved"]) for one in told["variants"]] == [
+    assert main.main([*requested, "--request-rate", "1000", "--batch-timeout-ms", "5", "--json", "-o", str(drawing)]) == 0
+    reported = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["figures"]["served"], one["figures"]["unserved"]) for one in reported["variants"]] == [
         (way, 12, 0) for way in WAYS
     ]
     assert len(marked(ElementTree.parse(drawing).getroot(), "request")) == 3 * 12
@@ -218,8 +219,8 @@ def test_really_run_the_same_requests_are_served(byte_model: Path, tmp_path: Pat
 
 def test_requests_that_fit_nowhere_are_counted(byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,40,9\n0,4000,9\n0.01,10,4\n")
-    asked = ["compare", "--run", "--model", str(byte_model), "--load-format", "none", "--trace", str(tmp_path / "trace.csv")]
-    assert main.main([*asked, "--batching", "continuous"]) == 0
+    requested = ["compare", "--run", "--model", str(byte_model), "--load-format", "none", "--trace", str(tmp_path / "trace.csv")]
+    assert main.main([*requested, "--batching", "continuous"]) == 0
     [header, line] = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert header.endswith("not served")
     assert line.split()[-1] == "1"
@@ -253,10 +254,10 @@ def status(arguments: list[str]) -> object:
 )
 def test_mistakes_are_told_in_a_line(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(["compare", *flags]) in (1, 2)
-    told = capsys.readouterr()
-    [line] = told.err.splitlines()
+    reported = capsys.readouterr()
+    [line] = reported.err.splitlines()
     assert says in line
-    assert not told.out
+    assert not reported.out
 
 
 def test_the_command_explains_itself_by_example(capsys: pytest.CaptureFixture[str]) -> None:

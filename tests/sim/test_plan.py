@@ -226,8 +226,8 @@ def profile(tmp_path: Path) -> str:
 def test_the_command_says_it_in_words_json_and_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["plan", "--modelled-device", profile(tmp_path), "--input-len", "1000", "--output-len", "20", "--ttft-ms", "4000"]
-    asked += ["--target-itl-ms", "100000"]  # without the default limit on steps
+    requested = ["plan", "--modelled-device", profile(tmp_path), "--input-len", "1000", "--output-len", "20", "--ttft-ms", "4000"]
+    requested += ["--target-itl-ms", "100000"]  # without the default limit on steps
     found: list[Plan] = []
 
     def planned(*given: Any, **named: Any) -> Plan:
@@ -236,30 +236,30 @@ def test_the_command_says_it_in_words_json_and_a_page(
 
     monkeypatch.setattr(plan_command, "plan", planned)
     page = tmp_path / "plan.html"
-    assert main.main([*asked, "--users-every", "60", "--report", str(page)]) == 0
-    told = capsys.readouterr().out
-    assert "users" in told
-    assert "every 60 s" in told
-    assert "chairlift serve --max-num-batched-tokens" in told
-    assert "default settings" in told
-    assert "p95 of TTFT within 4 s" in told
-    assert all(words in told for words in plan_report.DOUBLED.values())
+    assert main.main([*requested, "--users-every", "60", "--report", str(page)]) == 0
+    reported = capsys.readouterr().out
+    assert "users" in reported
+    assert "every 60 s" in reported
+    assert "chairlift serve --max-num-batched-tokens" in reported
+    assert "default settings" in reported
+    assert "p95 of TTFT within 4 s" in reported
+    assert all(words in reported for words in plan_report.DOUBLED.values())
     html = page.read_text()
     assert html.count("<svg") == 2
     assert "target" in html
     with monkeypatch.context() as patch:
         patch.setattr(plan_command, "plan", lambda *_, **__: found[0])
-        assert main.main([*asked, "--json"]) == 0
+        assert main.main([*requested, "--json"]) == 0
     raw = json.loads(capsys.readouterr().out)
     assert raw["users"] == 30 * raw["capacity"]["rate"]
     assert set(raw["sensitivity"]) == set(plan_report.DOUBLED) == set(plan_report.BOTTLENECKS)
     assert raw["settings"]["max_num_batched_tokens"] <= 64
-    assert main.main([*asked, "--itl-ms", "1"]) == 2
+    assert main.main([*requested, "--itl-ms", "1"]) == 2
     assert "at least --itl-ms 11" in capsys.readouterr().err
 
 
 def test_the_command_plans_for_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [
+    requested = [
         "plan",
         "--modelled-device",
         profile(tmp_path),
@@ -271,29 +271,29 @@ def test_the_command_plans_for_a_trace(tmp_path: Path, capsys: pytest.CaptureFix
         "64",
         "--json",
     ]
-    asked += ["--max-num-batched-tokens", "64"]
-    assert main.main(asked) == 0
+    requested += ["--max-num-batched-tokens", "64"]
+    assert main.main(requested) == 0
     timed = json.loads(capsys.readouterr().out)
     assert "the first 60 requests" in timed["summary"]["traffic"]
     assert "the trace's times" in timed["summary"]["traffic"]
-    assert main.main([*asked, "--no-self-timed"]) == 0
+    assert main.main([*requested, "--no-self-timed"]) == 0
     assert "at random times (Poisson)" in json.loads(capsys.readouterr().out)["summary"]["traffic"]
 
 
 def test_without_a_device_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[float] = []
+    requested: list[float] = []
 
     def calibrate(config: EngineConfig, seconds: float, on_progress: object) -> Profile:
-        asked.append(seconds)
+        requested.append(seconds)
         return made_up(TEN_MS)
 
     monkeypatch.setattr(plan_command, "calibrate", calibrate)
     sizes = ["--max-num-seqs", "4", "--max-num-batched-tokens", "256"]
     assert main.main(["plan", "--input-len", "10", "--output-len", "50", *sizes]) == 0
-    told = capsys.readouterr()
-    assert asked == [60]
-    assert "measuring this machine" in told.err
-    assert "slots" in told.out
+    reported = capsys.readouterr()
+    assert requested == [60]
+    assert "measuring this machine" in reported.err
+    assert "slots" in reported.out
 
 
 @pytest.mark.parametrize(
@@ -311,20 +311,20 @@ def test_what_cannot_be_is_told_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(plan_command, "calibrate", None)
     assert main.main(["plan", *flags]) == 2
-    told = capsys.readouterr()
-    [line] = told.err.splitlines()
+    reported = capsys.readouterr()
+    [line] = reported.err.splitlines()
     assert says in line
-    assert not told.out
+    assert not reported.out
 
 
 def test_words_are_whole_without_a_gain() -> None:
     found = plan(WorkloadSpec(prompt_tokens=100, output_tokens=1), Targets(ttft=4.0, itl=1.0), device=made_up(PER_TOKEN), config=FIXED)
     assert isinstance(found, Plan)
-    told = plan_report.summary(found, made_up(PER_TOKEN), DEFAULT_MODEL, "traffic", 30.0, "")
-    assert "default settings" not in told
-    assert "excluded" not in told
-    assert told["settings"].startswith("the defaults")
-    assert "assumption" not in told["range"]
+    reported = plan_report.summary(found, made_up(PER_TOKEN), DEFAULT_MODEL, "traffic", 30.0, "")
+    assert "default settings" not in reported
+    assert "excluded" not in reported
+    assert reported["settings"].startswith("the defaults")
+    assert "assumption" not in reported["range"]
     other = plan_report.summary(
         replace(found, settings={"max_num_seqs": 8}, excluded=3), DEVICES["h100"], "./my model", "traffic", 30.0, ""
     )

@@ -23,9 +23,9 @@ WIDE = {"num_blocks": 10**6, "block_size": 16, "max_tokens": 10**6, "max_model_l
 def test_the_prefix_cache_hits_what_mooncakes_lru_hits(blocks: int, share: float) -> None:
     # One request after the other; the last block counts as full, as in the published figures.
     trace, ids = mooncake(), mooncake().column("names")
-    asked = trace.with_(arrival_us=np.arange(len(trace)), prompt=512 * ids, output=1, most=1)
+    requested = trace.with_(arrival_us=np.arange(len(trace)), prompt=512 * ids, output=1, most=1)
     limits = {"num_blocks": 1 + blocks, "block_size": 512, "max_tokens": 10**6, "max_seqs": 1, "max_model_len": 10**6}
-    result = run(asked, limits, StepTime.constant(1))
+    result = run(requested, limits, StepTime.constant(1))
     # A block whose last token was computed again, to have something to sample from, was found all the same.
     hits = int((-(-result.requests["cached_tokens"] // 512)).sum())
     assert ids.sum() == 288_500
@@ -42,9 +42,9 @@ def test_continuous_batches_gain_what_the_ceiling_allows(path, size: int, ceilin
     # formula takes outputs to be independent.
     trace = workload(path)
     outputs = np.random.default_rng(0).permutation(np.tile(trace.column("output"), max(1, 4_000_000 // int(trace.column("output").sum()))))
-    asked = trace.repeated(len(outputs)).with_(arrival_us=0, prompt=1, output=outputs, most=outputs, tenant=0)
-    whole = run(asked, WIDE | {"max_seqs": size, "batching": "static", "batch_size": size}, StepTime.constant(1000))
-    joined = run(asked, WIDE | {"max_seqs": size}, StepTime.constant(1000))
+    requested = trace.repeated(len(outputs)).with_(arrival_us=0, prompt=1, output=outputs, most=outputs, tenant=0)
+    whole = run(requested, WIDE | {"max_seqs": size, "batching": "static", "batch_size": size}, StepTime.constant(1000))
+    joined = run(requested, WIDE | {"max_seqs": size}, StepTime.constant(1000))
     assert whole.steps / joined.steps == pytest.approx(ceiling, rel=0.05)
 
 

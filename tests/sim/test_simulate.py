@@ -64,7 +64,7 @@ def test_every_request_ends_and_its_account_adds_up() -> None:
 def test_what_each_tenant_was_given_adds_up_and_is_told_over_time(capsys: pytest.CaptureFixture[str]) -> None:
     trace = workload(ARENA).first(400)
     result = simulate(trace, model="Llama-3.1-8B", device="L4", replicas=2, max_num_seqs=8, scheduling_policy="fair")
-    told, (window, service) = result.tenant_figures(), result.service()
+    reported, (window, service) = result.tenant_figures(), result.service()
     names = [name for name, _ in trace.tenants]
     for number, name in enumerate(names):
         own = trace.column("tenant") == number
@@ -73,16 +73,16 @@ def test_what_each_tenant_was_given_adds_up_and_is_told_over_time(capsys: pytest
                 trace.column("prompt")[own].sum() - result.requests["cached_tokens"][result.tenant == result.tenants.index(name)].sum()
             )
             given += 2 * int(trace.column("output")[own].sum())
-            assert (told[name]["requests"], told[name]["service"]) == (own.sum(), given)
+            assert (reported[name]["requests"], reported[name]["service"]) == (own.sum(), given)
             assert service[name].sum() == given, "every window together"
-    assert sum(one["requests"] or 0 for one in told.values()) == 400
+    assert sum(one["requests"] or 0 for one in reported.values()) == 400
     # Nobody was given anything before their first arrival, nor after the end.
     for name, values in service.items():
         arrived = trace.column("arrival_us")[trace.column("tenant") == names.index(name)].min() / 1e6
         assert np.flatnonzero(values)[0] >= arrived // window
         assert len(values) <= result.requests["ended"].max() / 1e6 // window + 1
     document = result.document()
-    assert document["tenants"].keys() == document["service"]["tenants"].keys() == told.keys()
+    assert document["tenants"].keys() == document["service"]["tenants"].keys() == reported.keys()
     assert main.main(["simulate", "--trace", str(ARENA), "--model", "Llama-3.1-8B", "--modelled-device", "L4", "--num-requests", "50"]) == 0
     assert "tenant" in capsys.readouterr().out
     assert table.tenants(simulate(workload(CONV).first(20), model="Llama-3.1-8B", device="L4")) == [], "there is only one"
@@ -234,8 +234,8 @@ class _Page(HTMLParser):
 
 
 def test_the_command_prints_a_table_json_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    asked = ["simulate", "--trace", str(CONV), "--model", "Llama-3.1-8B", "--modelled-device", "H100", "--num-requests", "300"]
-    assert main.main([*asked, "--policy", "shortest", "--max-num-seqs", "8", "--report", str(tmp_path / "page.html")]) == 0
+    requested = ["simulate", "--trace", str(CONV), "--model", "Llama-3.1-8B", "--modelled-device", "H100", "--num-requests", "300"]
+    assert main.main([*requested, "--policy", "shortest", "--max-num-seqs", "8", "--report", str(tmp_path / "page.html")]) == 0
     table = capsys.readouterr().out
     assert "simulated with 300 of its requests" in (tmp_path / "page.html").read_text()
     assert "TTFT, p50" in table
@@ -243,13 +243,13 @@ def test_the_command_prints_a_table_json_and_a_page(capsys: pytest.CaptureFixtur
     page = _Page()
     page.feed((tmp_path / "page.html").read_text())
     assert not page.outside, "the page needs no network"
-    for told in (" ".join(table.split()), (tmp_path / "page.html").read_text()):
-        assert "80% of its bandwidth, 60% of its peak, 0.5 ms overhead) are assumptions, not measurements" in told
-    assert main.main([*asked, "--json", "--batching", "static", "--static-batch-size", "4", "--max-num-seqs", "4"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["figures"]["finished"] == 300
-    assert (told["config"]["batching"], told["config"]["batch_size"]) == ("static", 4)
-    assert max(told["timeline"]["batch"]) <= 4
+    for reported in (" ".join(table.split()), (tmp_path / "page.html").read_text()):
+        assert "80% of its bandwidth, 60% of its peak, 0.5 ms overhead) are assumptions, not measurements" in reported
+    assert main.main([*requested, "--json", "--batching", "static", "--static-batch-size", "4", "--max-num-seqs", "4"]) == 0
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["figures"]["finished"] == 300
+    assert (reported["config"]["batching"], reported["config"]["batch_size"]) == ("static", 4)
+    assert max(reported["timeline"]["batch"]) <= 4
     assert main.main(["simulate", "--trace", str(tmp_path / "none.csv")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 

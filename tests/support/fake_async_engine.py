@@ -247,7 +247,7 @@ def scored(token: int, likeliest: int) -> TokenLogprobs:
 
 
 def timeline(**changes: object) -> Timeline:
-    """A ledger of a request that waited a while, ran and ended."""
+    """The timeline of a request that waited a while, ran and ended."""
     return replace(
         Timeline(
             tag=1,

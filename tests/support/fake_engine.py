@@ -36,7 +36,7 @@ FACTS = {
 }
 
 
-def ledger(tag, finish="length", **changes):
+def timeline(tag, finish="length", **changes):
     """An account as the core gives it: half a second in the queue, half for the first token, two for the others."""
     account = {
         "tag": tag,
@@ -138,7 +138,7 @@ class FakeEngine:
             if start == LATE and count == min(3, params.max_tokens - 1):
                 del self.running[tag]
                 times = {} if count else {"started": None, "first_token": None}
-                report.ended.append(ledger(tag, "deadline", **times))
+                report.ended.append(timeline(tag, "deadline", **times))
                 continue
             if count == 0:
                 report.started.append((tag, 16, 500_000))
@@ -150,14 +150,14 @@ class FakeEngine:
             report.entries.append((tag, -1 if finish == 3 else token, finish, -abs(index - 1.9) if params.ranked else 0.0))
             if finish:
                 del self.running[tag]
-                report.ended.append(ledger(tag, ("stop", "length", "error")[finish - 1]))
+                report.ended.append(timeline(tag, ("stop", "length", "error")[finish - 1]))
         return report.outputs()
 
     def wakes_in(self):
         return max(0.0, self.ready_at - time.monotonic()) if self.running else None
 
     def explain(self, tag):
-        return ledger(tag, None if tag in self.running else "length")
+        return timeline(tag, None if tag in self.running else "length")
 
     def snapshot(self):
         return {"running": [{"tag": tag} for tag in self.running], "waiting": [], "kv_map": b"", "steps": [], "now_us": 0}

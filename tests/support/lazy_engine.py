@@ -142,7 +142,7 @@ class Asked:
 
 def script(seed: int) -> list[Asked]:
     source = random.Random(seed)
-    asked = []
+    requested = []
     for index in range(source.randint(4, 14)):
         stem = [(i * i + source.randrange(2) * (i // 5)) % 90 for i in range(source.randint(0, 22))]
         prompt = [*stem, *(source.randrange(90) for _ in range(source.randint(1, 6)))]
@@ -178,8 +178,8 @@ def script(seed: int) -> list[Asked]:
         )
         form = source.randint(0, 8), source.choice([-5, -5, -5, 2])
         leaves = source.choice([None, None, None, source.randint(1, 8)])
-        asked.append(Asked(100 * index, prompt, SamplingParams(**settings), scheduling, source.randint(0, 20), leaves, form))
-    return asked
+        requested.append(Asked(100 * index, prompt, SamplingParams(**settings), scheduling, source.randint(0, 20), leaves, form))
+    return requested
 
 
 @dataclass
@@ -193,16 +193,16 @@ class Told:
     finish: str | None = None
 
 
-def live(engine: Engine, asked: list[Asked], clock: list[int]) -> dict[int, Told]:
+def live(engine: Engine, requested: list[Asked], clock: list[int]) -> dict[int, Told]:
     """Runs a script to its end: what each tag was told. Requests come when so many tokens have, and callers leave likewise."""
-    told: dict[int, Told] = {}
-    leaving, waiting, given = {}, sorted(asked, key=lambda one: one.after), 0
+    reported: dict[int, Told] = {}
+    leaving, waiting, given = {}, sorted(requested, key=lambda one: one.after), 0
     while waiting or engine.has_work:
         while waiting and (waiting[0].after <= given or not engine.has_work):
             one = waiting.pop(0)
             engine.add(one.tag, one.prompt, one.params, one.scheduling, grammar=one.grammar())
             for tag in range(one.tag, one.tag + one.params.num_sequences):
-                told[tag], leaving[tag] = Told(), one.leaves
+                reported[tag], leaving[tag] = Told(), one.leaves
         clock[0] += 1000
         report = engine.step()
         engine.check()
@@ -210,14 +210,14 @@ def live(engine: Engine, asked: list[Asked], clock: list[int]) -> dict[int, Told
         tags, tokens = np.frombuffer(report.tags, "<u8").tolist(), np.frombuffer(report.tokens, "<i4").tolist()
         logprobs = np.frombuffer(report.logprobs, "<f4") if report.logprobs else np.zeros(len(tags), "<f4")
         assert set(report.details) <= set(tags)
-        for ledger in report.ended:
-            if ledger["finish"] == "deadline":
-                told[ledger["tag"]].finish = "deadline"
+        for timeline in report.ended:
+            if timeline["finish"] == "deadline":
+                reported[timeline["tag"]].finish = "deadline"
         for tag, lines in report.prompts:
-            told[tag].prompt.append(lines)
+            reported[tag].prompt.append(lines)
         for tag, token, logprob, finish in zip(tags, tokens, logprobs, report.finishes, strict=True):
             given += 1
-            one = told[tag]
+            one = reported[tag]
             assert one.finish is None, "a token behind the end"
             one.tokens.append(token)
             one.logprobs.append(logprob.tobytes())
@@ -227,18 +227,18 @@ def live(engine: Engine, asked: list[Asked], clock: list[int]) -> dict[int, Told
                 one.finish = "left"
                 assert engine.abort(tag, stopped=tag % 2 == 0)
         for tag in report.starved:
-            assert told[tag].finish is None
-            told[tag].finish = "starved"
+            assert reported[tag].finish is None
+            reported[tag].finish = "starved"
     stats = engine.stats()
     assert (stats["running"], stats["waiting"], stats["swapped"]) == (0, 0, 0)
     assert (stats["free_blocks"], stats["free_host_blocks"]) == (stats["total_blocks"], stats["host_blocks"])
-    return {tag: Told(one.tokens, one.logprobs, one.details, [b"".join(one.prompt)], one.finish) for tag, one in told.items()}
+    return {tag: Told(one.tokens, one.logprobs, one.details, [b"".join(one.prompt)], one.finish) for tag, one in reported.items()}
 
 
-def compare(told: list[dict[int, Told]]) -> None:
+def compare(reported: list[dict[int, Told]]) -> None:
     """Whether two lives of a script are the same; how far a sequence came that ran out of time is a matter of time."""
-    for tag in {tag for answers in told for tag, one in answers.items() if one.finish == "deadline"}:
-        one, two = (answers.pop(tag) for answers in told)
+    for tag in {tag for answers in reported for tag, one in answers.items() if one.finish == "deadline"}:
+        one, two = (answers.pop(tag) for answers in reported)
         for first, second in ((one.tokens, two.tokens), (one.logprobs, two.logprobs), (one.details, two.details)):
             assert all(a == b for a, b in zip(first, second, strict=False))
-    assert told[0] == told[1]
+    assert reported[0] == reported[1]

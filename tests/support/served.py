@@ -32,17 +32,17 @@ class Served:
 
     def state(self) -> dict[str, Any]:
         """What must be as before when nobody is there any more."""
-        told = self.admin_state()
+        reported = self.admin_state()
         self.http.get("/live")  # so that both clients' connections are open at each look: idle ones are closed
-        return {name: told[name] for name in ("running", "waiting", "used_tokens", "http")} | {
-            "blocks": told["total_blocks"] - told["free_blocks"],
+        return {name: reported[name] for name in ("running", "waiting", "used_tokens", "http")} | {
+            "blocks": reported["total_blocks"] - reported["free_blocks"],
             "sockets": self.sockets(),
         }
 
     def admin_state(self) -> dict[str, Any]:
         """What the operator's socket tells: the engine's counters, which are missing while there is none, and who was let in."""
-        told: dict[str, Any] = self._admin.get("/state").json()
-        return told
+        reported: dict[str, Any] = self._admin.get("/state").json()
+        return reported
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], None]]:
@@ -135,11 +135,11 @@ def request(port: int, path: str, body: dict[str, object]) -> bytes:
     return head.encode() + text
 
 
-def bare(told: Any) -> Any:
+def bare(reported: Any) -> Any:
     """An answer without what differs from one time to the next: names, times, and what was found in the cache."""
-    if isinstance(told, list):
-        return [bare(one) for one in told]
-    if isinstance(told, dict):
+    if isinstance(reported, list):
+        return [bare(one) for one in reported]
+    if isinstance(reported, dict):
         own = ("id", "created", "created_at", "completed_at", "item_id", "usage")
-        return {name: bare(value) for name, value in told.items() if name not in own}
-    return told
+        return {name: bare(value) for name, value in reported.items() if name not in own}
+    return reported

@@ -99,17 +99,17 @@ def test_what_is_free_in_the_end_bounds_it_as_well():
 
 def test_the_decisions_have_the_numbers():
     _, size = fitted(Given())
-    told = {decision.what.strip(): f"{decision.value} ({decision.reason})" for decision in size.decisions}
-    assert told["GPU memory"] == "72.0 GiB (0.9 of the device's 80.0 GiB (--gpu-memory-utilization))"
-    assert told["weights"] == "16.0 GiB (measured)"
-    assert told["a step"] == "2.0 GiB (measured, of 2048 tokens and 256 samples)"
-    graphs = re.fullmatch(r"([\d.]+) GiB \(reserved for up to 256 sequences\)", told["graphs"])
+    reported = {decision.what.strip(): f"{decision.value} ({decision.reason})" for decision in size.decisions}
+    assert reported["GPU memory"] == "72.0 GiB (0.9 of the device's 80.0 GiB (--gpu-memory-utilization))"
+    assert reported["weights"] == "16.0 GiB (measured)"
+    assert reported["a step"] == "2.0 GiB (measured, of 2048 tokens and 256 samples)"
+    graphs = re.fullmatch(r"([\d.]+) GiB \(reserved for up to 256 sequences\)", reported["graphs"])
     assert graphs is not None
-    assert "what is left of 72.0 GiB, beside 16.0 GiB of weights, 2.0 GiB for a step" in told["KV cache"]
-    assert told["GPU memory left"].startswith("0 MiB")
+    assert "what is left of 72.0 GiB, beside 16.0 GiB of weights, 2.0 GiB for a step" in reported["KV cache"]
+    assert reported["GPU memory left"].startswith("0 MiB")
     _, size = fitted(Given(), num_kv_blocks=1000, max_model_len=1000, enforce_eager=True)
-    told = {decision.what.strip(): decision.value for decision in size.decisions}
-    assert (told["graphs"], told["GPU memory left"]) == ("0 MiB", "51.5 GiB")
+    reported = {decision.what.strip(): decision.value for decision in size.decisions}
+    assert (reported["graphs"], reported["GPU memory left"]) == ("0 MiB", "51.5 GiB")
 
 
 def test_graphs_get_what_decodes_compute_with():
@@ -215,8 +215,8 @@ def test_a_runner_measures_its_largest_step_and_goes_on_with_a_fresh_cache(tmp_p
     assert sizes[:2] == [(150, 3, 1)] * 2  # two whole contexts and a piece, over one block
     assert {blocks for _, _, blocks in sizes[2:]} == {runner.num_kv_blocks}
     assert (runner.max_model_len, runner.max_num_batched_tokens, runner.max_num_seqs) == (64, 150, 9)
-    told = {decision.what.strip(): decision.value for decision in runner.decisions}
-    assert (told["GPU memory"], told["a step"]) == ("3.6 GiB", "40 MiB")
+    reported = {decision.what.strip(): decision.value for decision in runner.decisions}
+    assert (reported["GPU memory"], reported["a step"]) == ("3.6 GiB", "40 MiB")
     trims = memory.trims
     runner.wait()
     assert memory.trims == trims + 1

@@ -94,8 +94,8 @@ def test_reasons_say_what_it_costs():
         "0 MiB of the 3.0 GiB of free memory",
         "KV dtype": "float32: exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)",
     }
-    asked = reasons(decided(dtype="bfloat16", quantization="int8", kv_cache_dtype="int8"))
-    assert asked == {"weights": "int8: --quantization says so", "KV dtype": "int8: --kv-cache-dtype says so"}
+    requested = reasons(decided(dtype="bfloat16", quantization="int8", kv_cache_dtype="int8"))
+    assert requested == {"weights": "int8: --quantization says so", "KV dtype": "int8: --kv-cache-dtype says so"}
     large = decide(EngineConfig(device="cpu", dtype="float32"), LARGE, 700 * MIB)
     assert reasons(large)["weights"] == "float32: --dtype says so; 29.9 GiB, though 0.7 GiB of memory are free"
 

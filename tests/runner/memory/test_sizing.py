@@ -106,8 +106,8 @@ def test_every_choice_has_its_reason():
     assert short["sequences a step"] == "32 (64 would need too much of 0.6 GiB of free memory)"
     assert reasons(fitted(48 * GIB, LARGE))["KV cache"].endswith("(one sequence of full length)")
     assert reasons(fitted(max_num_seqs=4))["KV cache"].endswith("(enough for 4 sequences of full length)")
-    asked = reasons(fitted(max_num_seqs=4, max_num_batched_tokens=9, num_kv_blocks=20, max_model_len=300))
-    assert asked == {
+    requested = reasons(fitted(max_num_seqs=4, max_num_batched_tokens=9, num_kv_blocks=20, max_model_len=300))
+    assert requested == {
         "context length": "300 tokens (--max-model-len says so)",
         "KV cache": "304 tokens, 0 MiB (--num-kv-blocks says so)",
         "sequences a step": "4 (--max-num-seqs says so)",

@@ -126,8 +126,8 @@ def test_log_probabilities_have_openai_s_shape(client):
     assert (first.token, first.logprob, first.bytes) == ("\x01", -0.75, [1])
     assert [(top.token, top.logprob, top.bytes) for top in first.top_logprobs] == [("x", -0.25, [120]), ("y", -0.5, [121])]
     chunks = list(client.chat.completions.create(**request, logprobs=True, stream=True))
-    told = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
-    assert [(entry.token, entry.top_logprobs) for entry in told] == [("\x01", [])] * 2
+    reported = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert [(entry.token, entry.top_logprobs) for entry in reported] == [("\x01", [])] * 2
     [choice] = client.chat.completions.create(**request, extra_body={"logprobs": True, "return_tokens_as_token_ids": True}).choices
     assert choice.logprobs.content[0].token == "token_id:1"
 

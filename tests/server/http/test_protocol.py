@@ -34,7 +34,7 @@ def rest(sock):
     return got
 
 
-def asked(sock, request):
+def requested(sock, request):
     """The answer to a request, which is a JSON object."""
     sock.sendall(request)
     got = b""
@@ -60,7 +60,7 @@ def test_who_says_nothing_is_sent_away(hurried, base):
 def test_headers_that_never_end(hurried, base, before):
     with connected(base) as sock:
         if before:
-            assert asked(sock, before).startswith(b"HTTP/1.1 200")
+            assert requested(sock, before).startswith(b"HTTP/1.1 200")
         sock.sendall(GET + b"x-a:")
         with contextlib.suppress(OSError):
             for _ in range(100):  # a byte now and then is no excuse
@@ -75,14 +75,14 @@ def test_headers_that_never_end(hurried, base, before):
 
 def test_a_connection_between_two_requests_may_rest(hurried, base):
     with connected(base) as sock, connected(base) as silent:
-        assert asked(sock, GET + b"\r\n").startswith(b"HTTP/1.1 200")
+        assert requested(sock, GET + b"\r\n").startswith(b"HTTP/1.1 200")
         assert rest(silent) == b""  # the time is over for one that was opened later
-        assert asked(sock, GET + b"\r\n").startswith(b"HTTP/1.1 200")
+        assert requested(sock, GET + b"\r\n").startswith(b"HTTP/1.1 200")
 
 
 def test_a_body_that_nobody_reads_has_an_end(hurried, base):
     with connected(base) as sock:
-        assert asked(sock, b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n").startswith(b"HTTP/1.1 404")
+        assert requested(sock, b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n").startswith(b"HTTP/1.1 404")
         sock.sendall(b"a")
         assert rest(sock) == b""
 

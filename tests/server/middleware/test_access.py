@@ -48,8 +48,8 @@ def test_metrics_without_a_key_by_flag():
 
 
 def test_a_wrong_key_is_told_from_none(locked):
-    told = [locked.get("/v1/models", headers=headers).json()["error"]["message"] for headers in ({}, {"authorization": "Bearer nope"})]
-    assert [message.partition(":")[0] for message in told] == ["No API key provided", "Incorrect API key provided"]
+    reported = [locked.get("/v1/models", headers=headers).json()["error"]["message"] for headers in ({}, {"authorization": "Bearer nope"})]
+    assert [message.partition(":")[0] for message in reported] == ["No API key provided", "Incorrect API key provided"]
 
 
 def test_two_keys_are_none(locked):
@@ -162,10 +162,10 @@ def test_models(client, http):
 
 
 def test_the_root_says_what_this_is(http):
-    told = http.get("/").json()
-    assert (told["name"], told["version"], told["model"]) == ("chairlift", chairlift.__version__, MODEL)
-    assert {"models", "openapi", "health", "ready", "metrics"} <= told["links"].keys()
-    assert [http.get(link).status_code for link in told["links"].values()] == [200] * len(told["links"])
+    reported = http.get("/").json()
+    assert (reported["name"], reported["version"], reported["model"]) == ("chairlift", chairlift.__version__, MODEL)
+    assert {"models", "openapi", "health", "ready", "metrics"} <= reported["links"].keys()
+    assert [http.get(link).status_code for link in reported["links"].values()] == [200] * len(reported["links"])
 
 
 @pytest.mark.parametrize("slashes", ["/", "///", "%2F"])
@@ -183,16 +183,16 @@ def test_slashes_at_the_end_of_the_base_url_of_a_client(base):
 
 
 def test_what_does_not_exist_is_named(http):
-    def told(method, path):
+    def reported(method, path):
         answer = http.request(method, path)
         return answer.status_code, answer.json()["error"]["message"]
 
-    status, message = told("POST", "/v1/complet")
+    status, message = reported("POST", "/v1/complet")
     assert status == 404
     assert message.startswith("POST /v1/complet: no such route. GET /openapi.json lists all routes.")
-    status, message = told("GET", "/v1/completions")
+    status, message = reported("GET", "/v1/completions")
     assert (status, message) == (405, "GET /v1/completions: this route takes POST")
-    status, message = told("GET", "/%0a<b>" + "x" * 5000 + "?api_key=sk-1")
+    status, message = reported("GET", "/%0a<b>" + "x" * 5000 + "?api_key=sk-1")
     assert status == 404
     assert "\n" not in message
     assert len(message) < 300

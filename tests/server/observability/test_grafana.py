@@ -54,9 +54,9 @@ def test_every_metric_and_label_of_every_query_is_there(scraped):
         assert names, query
         for name in names:
             assert name in labels, query
-            asked = {label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")}
-            asked |= set(re.findall(r"(\w+)=~?\"", query))
-            assert asked - {"instance"} <= labels[name], query  # Prometheus adds the instance
+            requested = {label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")}
+            requested |= set(re.findall(r"(\w+)=~?\"", query))
+            assert requested - {"instance"} <= labels[name], query  # Prometheus adds the instance
     for panel in PANELS:
         for target in panel["targets"]:
             for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):

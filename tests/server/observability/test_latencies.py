@@ -8,7 +8,7 @@ INF = math.inf
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "told"),
+    ("before", "now", "reported"),
     [
         ({}, {}, (0, None, None, None)),
         ({1: 4, INF: 4}, {1: 4, INF: 4}, (0, None, None, None)),
@@ -19,8 +19,8 @@ INF = math.inf
         ({}, {1: 0, 2: 10, INF: 100}, (100, 2, 2, 2)),  # most of them beyond the last bound
     ],
 )
-def test_percentiles_are_those_of_what_came_between_two_looks(before, now, told):
-    assert percentiles(before, now) == pytest.approx(dict(zip(("count", "p50", "p90", "p99"), told, strict=True)))
+def test_percentiles_are_those_of_what_came_between_two_looks(before, now, reported):
+    assert percentiles(before, now) == pytest.approx(dict(zip(("count", "p50", "p90", "p99"), reported, strict=True)))
 
 
 @pytest.mark.parametrize("seconds", [0.0013, 0.048, 0.3, 3.57, 22.0])

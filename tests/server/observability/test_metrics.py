@@ -130,25 +130,25 @@ def test_few_tenants_have_labels_and_no_counter_goes_down():
     stats = {}
     metrics = Metrics("m", lambda: stats)
 
-    def told(**computed):
+    def reported(**computed):
         stats["tenants"] = {name: use(tokens) for name, tokens in computed.items()}
         return by(metrics.render().decode(), "computed_tokens_by_tenant_total", "tenant")
 
     large = {f"t{i}": 1000 + i for i in range(MAX_TENANTS - 1)}
-    first = told(**large, a=20, b=10, c=5)
+    first = reported(**large, a=20, b=10, c=5)
     assert len(first) == MAX_TENANTS + 1
     assert (first["a"], first["other"]) == (20, 15)
     # b overtakes a: what it used before stays among the others', and what a uses now goes there.
-    second = told(**large, a=21, b=50, c=6)
+    second = reported(**large, a=21, b=50, c=6)
     assert (second["b"], second["other"], "a" in second) == (40, 17, False)
     assert sum(second.values()) + first["a"] == sum(large.values()) + 21 + 50 + 6
-    third = told(**large, a=60, b=50, c=6)
+    third = reported(**large, a=60, b=50, c=6)
     assert (third["a"], third["other"]) == (20 + 39, 17)
     # The engine may forget a tenant, and begin anew when it comes back.
-    assert "t0" not in told(a=60)
-    assert told(a=60, t0=7)["t0"] == 1007
-    assert told(a=60, t0=9)["t0"] == 1009
-    assert told(a=60, t0=4)["t0"] == 1013
+    assert "t0" not in reported(a=60)
+    assert reported(a=60, t0=7)["t0"] == 1007
+    assert reported(a=60, t0=9)["t0"] == 1009
+    assert reported(a=60, t0=4)["t0"] == 1013
 
 
 def test_names_that_were_made_up_are_forgotten(monkeypatch):
@@ -156,15 +156,15 @@ def test_names_that_were_made_up_are_forgotten(monkeypatch):
     stats = {}
     metrics = engine_metrics.EngineMetrics({}, lambda: stats, dict, Counter(), lambda: 0)
 
-    def told(**tenants):
+    def reported(**tenants):
         stats["tenants"] = tenants
         [samples] = [family.samples for family in metrics.collect() if family.name == "chairlift_computed_tokens_by_tenant"]
         return {sample.labels["tenant"]: sample.value for sample in samples}
 
     for number in range(10):
-        assert told(**{"a": use(number), f"t{number}": use(1)}) == {"a": number, f"t{number}": 1}
-    assert told(t0=use(1)) == {"t0": 1}
-    assert told(t9=use(1)) == {"t9": 2}, "a recent name is remembered"
+        assert reported(**{"a": use(number), f"t{number}": use(1)}) == {"a": number, f"t{number}": 1}
+    assert reported(t0=use(1)) == {"t0": 1}
+    assert reported(t9=use(1)) == {"t9": 2}, "a recent name is remembered"
 
 
 def test_first_tokens_are_timed_by_class(http):
@@ -339,9 +339,9 @@ def test_the_load_line_tells_of_swapping_and_preemption_with_a_remedy():
         "preemptions 3 (3 for KV blocks: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
     )
     policy = {"running": 1, "preemptions": 7, "preemptions_for_priority": 2, "preemptions_for_fairness": 1}
-    told = load_line(before, policy, 10)
-    assert told is not None
-    assert told.endswith("preemptions 3 (2 for a higher priority, 1 for a tenant that has used less of its share)")
+    reported = load_line(before, policy, 10)
+    assert reported is not None
+    assert reported.endswith("preemptions 3 (2 for a higher priority, 1 for a tenant that has used less of its share)")
     assert load_line({}, {"swapped": 1}, 10) is not None
 
 

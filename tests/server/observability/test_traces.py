@@ -55,7 +55,7 @@ def values(span):
 
 
 def sent(*timelines, about=None):
-    """The spans of these ledgers, as they arrive."""
+    """The spans of these timelines, as they arrive."""
 
     async def send(url):
         sender = Traces(url, MODEL)
@@ -84,14 +84,14 @@ def test_a_ledger_is_a_span_with_a_child_for_each_cause_end_to_end():
     assert abs(span.end_time_unix_nano / 1e9 - time.time()) < 60
     [event] = span.events
     assert (event.name, round((event.time_unix_nano - span.start_time_unix_nano) / 1e9, 3)) == ("first_token", 1.75)
-    told = values(span)
+    reported = values(span)
     expected = {"gen_ai.request.model": MODEL, "gen_ai.response.id": "cmpl-1", "gen_ai.response.finish_reasons": ["length"]}
     expected |= {"gen_ai.usage.input_tokens": 5, "gen_ai.usage.output_tokens": 3, "chairlift.request_id": "mine"}
     expected |= {"chairlift.tenant": "alice", "chairlift.priority": -3, "chairlift.preemptions": 1, "chairlift.block_seconds": 0.5}
-    assert {name: told[name] for name in expected} == expected
-    assert told["gen_ai.latency.time_in_queue"] == pytest.approx(1.5)
-    assert told["gen_ai.latency.time_to_first_token"] == pytest.approx(1.75)
-    assert told["gen_ai.latency.e2e"] == pytest.approx(2.5)
+    assert {name: reported[name] for name in expected} == expected
+    assert reported["gen_ai.latency.time_in_queue"] == pytest.approx(1.5)
+    assert reported["gen_ai.latency.time_to_first_token"] == pytest.approx(1.75)
+    assert reported["gen_ai.latency.e2e"] == pytest.approx(2.5)
 
 
 def test_every_cause_has_its_place():

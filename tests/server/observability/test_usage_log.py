@@ -144,9 +144,9 @@ def test_the_command_sums_by_day_tenant_and_tier(tmp_path, capsys):
     with next(tmp_path.iterdir()).open("a") as torn:
         torn.write('{"time":"2026-\n[]\n')
     assert main(["usage", str(tmp_path), "--json"]) == 0
-    told = capsys.readouterr()
-    assert told.err == "2 incomplete lines were skipped\n"
-    [row] = json.loads(told.out)
+    reported = capsys.readouterr()
+    assert reported.err == "2 incomplete lines were skipped\n"
+    [row] = json.loads(reported.out)
     assert row.pop("day") == time.strftime("%Y-%m-%d", time.gmtime())
     assert row == {
         "tenant": "alice",

@@ -126,7 +126,7 @@ def test_chat_fields_that_are_wrong_or_not_supported(http, field, value):
 
 
 def test_a_message_says_what_is_allowed(http):
-    told = {
+    reported = {
         "temperature": refused(http.post(COMPLETIONS, json={**ONE, "temperature": -1})),
         "suffix": refused(http.post(COMPLETIONS, json={**ONE, "suffix": "x"})),
         "service_tier": refused(http.post(COMPLETIONS, json={**ONE, "service_tier": "gold"})),
@@ -134,13 +134,13 @@ def test_a_message_says_what_is_allowed(http):
         "model": refused(http.post(COMPLETIONS, json={**ONE, "model": "x"}), 404),
         "messages": refused(http.post("/v1/chat/completions", json={"messages": []})),
     }
-    assert "from 0 to 100" in told["temperature"]["message"]
-    assert "suffix is not supported: leave it out or send ''" in told["suffix"]["message"]
-    assert "'priority' or 'scale', got 'gold'" in told["service_tier"]["message"]
-    assert told["top_k"]["message"] == "top_k is invalid: it should be a valid integer, got '3'"
-    assert told["messages"]["message"] == "messages is invalid: it should have at least 1 item, not 0, got []"
-    assert told["model"]["code"] == "model_not_found"
-    assert MODEL in told["model"]["message"]
+    assert "from 0 to 100" in reported["temperature"]["message"]
+    assert "suffix is not supported: leave it out or send ''" in reported["suffix"]["message"]
+    assert "'priority' or 'scale', got 'gold'" in reported["service_tier"]["message"]
+    assert reported["top_k"]["message"] == "top_k is invalid: it should be a valid integer, got '3'"
+    assert reported["messages"]["message"] == "messages is invalid: it should have at least 1 item, not 0, got []"
+    assert reported["model"]["code"] == "model_not_found"
+    assert MODEL in reported["model"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def claude(base):
         yield client
 
 
-def asked(text, **fields):
+def request_body(text, **fields):
     return {"model": MODEL, "messages": [{"role": "user", "content": f"SAY:{text}"}], **fields}
 
 
@@ -49,17 +49,17 @@ def streamed(client, **fields):
 
 
 def test_reasoning_has_its_own_fields(client):
-    message = client.chat.completions.create(**asked(THOUGHT)).choices[0].message
+    message = client.chat.completions.create(**request_body(THOUGHT)).choices[0].message
     assert (message.content, message.reasoning_content, message.reasoning) == ("Four", "Two and two.", "Two and two.")
-    assert streamed(client, **asked(THOUGHT)) == ("Two and two.", "Four")
-    assert streamed(client, **asked(THOUGHT, logprobs=True)) == ("Two and two.", "Four")
-    plain = client.chat.completions.create(**asked("Four")).choices[0].message
+    assert streamed(client, **request_body(THOUGHT)) == ("Two and two.", "Four")
+    assert streamed(client, **request_body(THOUGHT, logprobs=True)) == ("Two and two.", "Four")
+    plain = client.chat.completions.create(**request_body("Four")).choices[0].message
     assert (plain.content, plain.reasoning_content) == ("Four", None)
 
 
 def test_a_model_that_does_not_reason_has_no_such_fields(client, engine):
     engine.tokenizer.template = ChatTemplate({"default": "{{ messages }}"}, {})
-    answer = client.chat.completions.create(**asked(THOUGHT))
+    answer = client.chat.completions.create(**request_body(THOUGHT))
     assert answer.choices[0].message.content == THOUGHT
     assert "reasoning" not in answer.choices[0].message.model_extra
     assert answer.usage.completion_tokens_details is None
@@ -67,17 +67,17 @@ def test_a_model_that_does_not_reason_has_no_such_fields(client, engine):
 
 def test_the_operator_may_choose_the_parser(client, server, monkeypatch):
     monkeypatch.setattr(server[1], "reasoning_parser", "none")
-    assert client.chat.completions.create(**asked(THOUGHT)).choices[0].message.content == THOUGHT
+    assert client.chat.completions.create(**request_body(THOUGHT)).choices[0].message.content == THOUGHT
     monkeypatch.setattr(server[1], "reasoning_parser", "mistral")
-    message = client.chat.completions.create(**asked("[THINK]a[/THINK]b")).choices[0].message
+    message = client.chat.completions.create(**request_body("[THINK]a[/THINK]b")).choices[0].message
     assert (message.reasoning, message.content) == ("a", "b")
 
 
 def test_a_template_may_open_the_tag_in_the_prompt(client, engine):
     engine.tokenizer.decode = lambda ids, **_: "<|im_start|>assistant\n<think>\n"
-    message = client.chat.completions.create(**asked("Two.</think>Four")).choices[0].message
+    message = client.chat.completions.create(**request_body("Two.</think>Four")).choices[0].message
     assert (message.reasoning, message.content) == ("Two.", "Four")
-    cut = client.chat.completions.create(**asked("Two and two</th", max_tokens=2))
+    cut = client.chat.completions.create(**request_body("Two and two</th", max_tokens=2))
     assert (cut.choices[0].message.reasoning, cut.choices[0].message.content) == ("Two an", "")
     assert cut.choices[0].finish_reason == "length"
 
@@ -89,17 +89,17 @@ def test_tags_of_the_user_are_text(client):
 
 
 def test_reasoning_is_left_out_if_the_client_wishes(client):
-    message = client.chat.completions.create(**asked(THOUGHT, extra_body={"include_reasoning": False})).choices[0].message
+    message = client.chat.completions.create(**request_body(THOUGHT, extra_body={"include_reasoning": False})).choices[0].message
     assert message.content == "Four"
     assert "reasoning" not in message.model_extra
 
 
 def test_calls_follow_reasoning(client):
-    choice = client.chat.completions.create(**asked(CALLED, tools=[TIME])).choices[0]
+    choice = client.chat.completions.create(**request_body(CALLED, tools=[TIME])).choices[0]
     assert (choice.message.reasoning, choice.message.content, choice.finish_reason) == ("I look.", None, "tool_calls")
     assert [call.function.name for call in choice.message.tool_calls] == ["get_time"]
     mentioned = CALLED.replace("I look.", '<tool_call>{"name": "get_time"}</tool_call>')
-    choice = client.chat.completions.create(**asked(mentioned, tools=[TIME])).choices[0]
+    choice = client.chat.completions.create(**request_body(mentioned, tools=[TIME])).choices[0]
     assert choice.message.reasoning == '<tool_call>{"name": "get_time"}</tool_call>'
     assert len(choice.message.tool_calls) == 1
 
@@ -109,53 +109,53 @@ GPT_OSS = "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant"
 
 def test_gpt_oss_writes_channels(client, engine):
     engine.tokenizer.template = ChatTemplate({"default": "<|channel|>commentary<|message|>{{ tools }}{{ messages }}"}, {})
-    message = client.chat.completions.create(**asked(f"{GPT_OSS}<|channel|>final<|message|>Noon.")).choices[0].message
+    message = client.chat.completions.create(**request_body(f"{GPT_OSS}<|channel|>final<|message|>Noon.")).choices[0].message
     assert (message.reasoning, message.content) == ("I look.", "Noon.")
     call = "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{}"
-    choice = client.chat.completions.create(**asked(f"{GPT_OSS}{call}", tools=[TIME])).choices[0]
+    choice = client.chat.completions.create(**request_body(f"{GPT_OSS}{call}", tools=[TIME])).choices[0]
     assert (choice.message.reasoning, choice.message.content, choice.finish_reason) == ("I look.", None, "tool_calls")
     assert choice.message.tool_calls[0].function.arguments == "{}"
-    client.chat.completions.create(**asked("x", response_format=SCHEMA))
+    client.chat.completions.create(**request_body("x", response_format=SCHEMA))
     assert engine.seen[-1].structured_output.before.splitlines()[0].endswith('"<|channel|>final<|message|>" @answer')
-    client.chat.completions.create(**asked("x", tools=[TIME], tool_choice="required"))
+    client.chat.completions.create(**request_body("x", tools=[TIME], tool_choice="required"))
     assert engine.seen[-1].structured_output.before.splitlines()[0].endswith("space)? @answer")
     strict = {"type": "function", "function": {**TIME["function"], "strict": True}}
-    response = client.chat.completions.with_raw_response.create(**asked("x", tools=[strict]))
+    response = client.chat.completions.with_raw_response.create(**request_body("x", tools=[strict]))
     assert response.headers["x-chairlift-ignored"] == "tools.get_time.strict"
 
 
 def test_control_tokens_that_mark_reasoning_reach_the_parser(client, engine):
     engine.tokenizer.control_texts = ("<think>", "</think>", "EOS")  # the fake engine sends three characters at a time
-    message = client.chat.completions.create(**asked("<think>abEOS</think>bEOS")).choices[0].message
+    message = client.chat.completions.create(**request_body("<think>abEOS</think>bEOS")).choices[0].message
     assert (message.reasoning, message.content) == ("ab", "b")
     assert not engine.seen[-1].skip_special_tokens
 
 
 def test_the_tokens_of_reasoning_are_counted(client, http, monkeypatch):
     monkeypatch.setattr(ReasoningTokens, "count", lambda self, tokens: len(tokens))
-    usage = client.chat.completions.create(**asked("<think>abc", n=2)).usage
+    usage = client.chat.completions.create(**request_body("<think>abc", n=2)).usage
     assert usage.completion_tokens_details.reasoning_tokens == usage.completion_tokens == 8
     body = {"model": MODEL, "input": "SAY:<think>abc"}
     assert http.post("/v1/responses", json=body).json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
 
 
 def test_a_schema_begins_after_the_reasoning(client, engine):
-    client.chat.completions.create(**asked("x", response_format=SCHEMA))
+    client.chat.completions.create(**request_body("x", response_format=SCHEMA))
     structure = engine.seen[-1].structured_output
     assert structure.kind == "json"
     assert structure.before.startswith('start: ("<think>" reasoning')
     engine.tokenizer.decode = lambda ids, **_: "assistant\n<think>"
-    client.chat.completions.create(**asked("x", response_format=SCHEMA))
+    client.chat.completions.create(**request_body("x", response_format=SCHEMA))
     assert engine.seen[-1].structured_output.before.startswith("start: reasoning")
-    client.chat.completions.create(**asked("x", tools=[TIME], tool_choice="required"))
+    client.chat.completions.create(**request_body("x", tools=[TIME], tool_choice="required"))
     assert engine.seen[-1].structured_output.before.startswith("start: reasoning")
     engine.tokenizer.decode = lambda ids, **_: "assistant\n<think></think>"
-    client.chat.completions.create(**asked("x", response_format=SCHEMA))
+    client.chat.completions.create(**request_body("x", response_format=SCHEMA))
     assert engine.seen[-1].structured_output.before == ""
 
 
 def test_a_budget_needs_an_end_mark_that_is_a_token(client, engine):
-    ask = asked("x", extra_body={"thinking_token_budget": 7})
+    ask = request_body("x", extra_body={"thinking_token_budget": 7})
     response = client.chat.completions.with_raw_response.create(**ask)
     assert response.headers["x-chairlift-ignored"] == "thinking_token_budget"
     assert engine.seen[-1].structured_output is None
@@ -163,7 +163,7 @@ def test_a_budget_needs_an_end_mark_that_is_a_token(client, engine):
     response = client.chat.completions.with_raw_response.create(**ask)
     assert "x-chairlift-ignored" not in response.headers
     assert "{0,7} <[9]>" in engine.seen[-1].structured_output.before
-    client.chat.completions.create(**asked("x", extra_body={"thinking_token_budget": -1}))
+    client.chat.completions.create(**request_body("x", extra_body={"thinking_token_budget": -1}))
     assert engine.seen[-1].structured_output is None
 
 
@@ -180,12 +180,12 @@ def test_a_budget_needs_an_end_mark_that_is_a_token(client, engine):
     ],
 )
 def test_the_template_is_told_whether_to_reason(http, engine, fields, variables):
-    assert http.post("/v1/chat/completions", json=asked("x", **fields)).status_code == 200
+    assert http.post("/v1/chat/completions", json=request_body("x", **fields)).status_code == 200
     assert engine.tokenizer.rendered[-1][1] == variables
 
 
 def test_unknown_efforts_are_refused(http):
-    error = http.post("/v1/chat/completions", json=asked("x", reasoning_effort="immense")).json()["error"]
+    error = http.post("/v1/chat/completions", json=request_body("x", reasoning_effort="immense")).json()["error"]
     assert error["param"] == "reasoning_effort"
 
 
@@ -242,7 +242,7 @@ def test_the_effort_of_responses_reaches_the_template(http, engine):
 
 
 def test_messages_have_thinking_blocks(claude):
-    fields = {**asked(CALLED), "max_tokens": 200, "tools": [{"name": "get_time", "input_schema": {"type": "object"}}]}
+    fields = {**request_body(CALLED), "max_tokens": 200, "tools": [{"name": "get_time", "input_schema": {"type": "object"}}]}
     whole = claude.messages.create(**fields)
     with claude.messages.stream(**fields) as stream:
         kinds = [event.type for event in stream]
@@ -255,7 +255,7 @@ def test_messages_have_thinking_blocks(claude):
 
 
 def test_a_message_that_is_cut_off_in_its_reasoning_has_no_text(claude):
-    message = claude.messages.create(**asked("<think>on and on"), max_tokens=4)
+    message = claude.messages.create(**request_body("<think>on and on"), max_tokens=4)
     assert [block.type for block in message.content] == ["thinking"]
     assert message.stop_reason == "max_tokens"
 

@@ -13,7 +13,7 @@ from chairlift.server.errors import api_error
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-def asked(path, prompt="a b c", **fields):
+def request_body(path, prompt="a b c", **fields):
     """A request of three tokens for either route."""
     question = {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
     return {**question, "max_tokens": 3, **fields}
@@ -37,7 +37,7 @@ def delta(choice):
 def test_fields_reach_the_scheduler(http, engine, path):
     fields = {"priority": -3, "deadline_ms": 5000, "ttft_deadline_ms": 250.5, "cache_salt": "salt", "predicted_tokens": 7}
     headers = {"x-tenant-id": "team-1.a:b_c", "x-request-deadline-ms": "1"}
-    response = http.post(path, json=asked(path, **fields), headers=headers)
+    response = http.post(path, json=request_body(path, **fields), headers=headers)
     assert response.status_code == 200
     assert "x-chairlift-ignored" not in response.headers
     assert engine.scheduled == [Scheduling(tenant="team-1.a:b_c", **fields)]
@@ -46,16 +46,16 @@ def test_fields_reach_the_scheduler(http, engine, path):
 
 def test_nothing_said_means_nothing_asked(http, engine):
     names = ("priority", "service_tier", "deadline_ms", "ttft_deadline_ms", "cache_salt", "predicted_tokens", "n", "best_of")
-    http.post(COMPLETIONS, json=asked(COMPLETIONS))
-    http.post(CHAT, json=asked(CHAT, user="somebody", **dict.fromkeys(names)))
+    http.post(COMPLETIONS, json=request_body(COMPLETIONS))
+    http.post(CHAT, json=request_body(CHAT, user="somebody", **dict.fromkeys(names)))
     assert engine.scheduled == [Scheduling(), Scheduling()]
     assert [one.n for one in engine.seen] == [1, 1]
 
 
 def test_deadlines_come_in_headers_too(http, engine):
     headers = {"x-request-deadline-ms": "1500", "x-request-ttft-deadline-ms": "99.5"}
-    http.post(COMPLETIONS, json=asked(COMPLETIONS), headers=headers)
-    http.post(COMPLETIONS, json=asked(COMPLETIONS, ttft_deadline_ms=7), headers=headers)
+    http.post(COMPLETIONS, json=request_body(COMPLETIONS), headers=headers)
+    http.post(COMPLETIONS, json=request_body(COMPLETIONS, ttft_deadline_ms=7), headers=headers)
     assert [(one.deadline_ms, one.ttft_deadline_ms) for one in engine.scheduled] == [(1500, 99.5), (1500, 7)]
 
 
@@ -71,20 +71,20 @@ SERVICE_TIERS = [
 @pytest.mark.parametrize(("tier", "priority", "served"), SERVICE_TIERS)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_service_tiers_are_priorities(http, engine, path, tier, priority, served):
-    assert http.post(path, json=asked(path, service_tier=tier)).json()["service_tier"] == served
-    *chunks, _ = events(http.post(path, json=asked(path, service_tier=tier, stream=True)))
+    assert http.post(path, json=request_body(path, service_tier=tier)).json()["service_tier"] == served
+    *chunks, _ = events(http.post(path, json=request_body(path, service_tier=tier, stream=True)))
     assert {chunk["service_tier"] for chunk in chunks} == {served}
-    http.post(path, json=asked(path, service_tier=tier, priority=4))
+    http.post(path, json=request_body(path, service_tier=tier, priority=4))
     assert [one.priority for one in engine.scheduled] == [priority, priority, 4]
 
 
 def test_answers_name_a_tier_only_where_one_was_asked_for(http):
-    assert "service_tier" not in http.post(CHAT, json=asked(CHAT)).json()
+    assert "service_tier" not in http.post(CHAT, json=request_body(CHAT)).json()
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_n_answers_to_one_prompt(http, engine, path):
-    body = http.post(path, json=asked(path, n=3)).json()
+    body = http.post(path, json=request_body(path, n=3)).json()
     assert [(choice["index"], text(choice), choice["finish_reason"]) for choice in body["choices"]] == [
         (i, answer("a b c", 3, i), "length") for i in range(3)
     ]
@@ -97,7 +97,7 @@ def test_n_answers_to_one_prompt(http, engine, path):
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_n_answers_stream_side_by_side(http, path):
     options = {"include_usage": True}
-    *chunks, last, done = events(http.post(path, json=asked(path, n=3, stream=True, stream_options=options)))
+    *chunks, last, done = events(http.post(path, json=request_body(path, n=3, stream=True, stream_options=options)))
     assert done is None
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 9)
     texts, finishes = ["", "", ""], []
@@ -110,7 +110,7 @@ def test_n_answers_stream_side_by_side(http, path):
 
 
 def test_each_choice_of_a_chat_stream_begins_with_its_role(http):
-    *chunks, _ = events(http.post(CHAT, json=asked(CHAT, n=2, stream=True)))
+    *chunks, _ = events(http.post(CHAT, json=request_body(CHAT, n=2, stream=True)))
     choices = [chunk["choices"][0] for chunk in chunks]
     for i in range(2):
         first, *others = [choice["delta"] for choice in choices if choice["index"] == i]
@@ -132,17 +132,17 @@ def test_n_answers_to_each_of_several_prompts(client, engine, stream):
 
 
 def test_the_best_of_several(http, engine):
-    body = http.post(COMPLETIONS, json=asked(COMPLETIONS, n=2, best_of=5)).json()
+    body = http.post(COMPLETIONS, json=request_body(COMPLETIONS, n=2, best_of=5)).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     assert body["usage"]["completion_tokens"] == 15
-    assert http.post(COMPLETIONS, json=asked(COMPLETIONS, n=2, best_of=2, stream=True)).status_code == 200
+    assert http.post(COMPLETIONS, json=request_body(COMPLETIONS, n=2, best_of=2, stream=True)).status_code == 200
     assert [(one.n, one.best_of) for one in engine.seen] == [(2, 5), (2, 2)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_full_queue_says_when_to_come_back(http, path, stream):
-    response = http.post(path, json=asked(path, "full", stream=stream))
+    response = http.post(path, json=request_body(path, "full", stream=stream))
     assert (response.status_code, response.headers["retry-after"]) == (503, "3")
     assert response.json()["error"] == {
         "message": "4 requests are waiting, as many as may",
@@ -158,7 +158,7 @@ def test_nobody_is_told_to_come_back_at_once():
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_missed_deadline_says_what_was_used(http, path):
-    response = http.post(path, json=asked(path, "late", n=2, deadline_ms=100))
+    response = http.post(path, json=request_body(path, "late", n=2, deadline_ms=100))
     assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
     body = response.json()
     assert body["error"] == {"message": "the deadline was missed", "type": "timeout_error", "param": None, "code": "deadline_exceeded"}
@@ -166,7 +166,7 @@ def test_a_missed_deadline_says_what_was_used(http, path):
 
 
 def test_the_tokens_of_answers_never_shown_count_too(http):
-    body = http.post(COMPLETIONS, json=asked(COMPLETIONS, "late", best_of=5)).json()
+    body = http.post(COMPLETIONS, json=request_body(COMPLETIONS, "late", best_of=5)).json()
     assert body["usage"]["completion_tokens"] == 10
 
 
@@ -186,18 +186,18 @@ def test_the_openai_client_does_not_retry_what_is_late(base, engine):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_stream_that_is_late_ends_with_the_error(http, path):
-    *chunks, last = events(http.post(path, json=asked(path, "late", stream=True)))
+    *chunks, last = events(http.post(path, json=request_body(path, "late", stream=True)))
     assert "".join(delta(chunk["choices"][0]) for chunk in chunks) == "late late "
     assert last["error"]["code"] == "deadline_exceeded"
     assert last["usage"]["completion_tokens"] == 2
     # Before the first token the status can say it.
-    assert http.post(path, json=asked(path, "late", stream=True, ttft_deadline_ms=5)).status_code == 504
+    assert http.post(path, json=request_body(path, "late", stream=True, ttft_deadline_ms=5)).status_code == 504
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_headers_do_not_wait_for_ever(http, engine, monkeypatch, path):
     monkeypatch.setattr(streaming, "FIRST_EVENT_TIMEOUT", 0.0)
-    with http.stream("POST", path, json=asked(path, "held late", stream=True, ttft_deadline_ms=5)) as response:
+    with http.stream("POST", path, json=request_body(path, "held late", stream=True, ttft_deadline_ms=5)) as response:
         assert response.status_code == 200
         engine.released = True
         [last] = [line for line in response.iter_lines() if line]
@@ -206,5 +206,5 @@ def test_headers_do_not_wait_for_ever(http, engine, monkeypatch, path):
 
 def test_a_client_may_leave_while_it_waits_for_the_first_event(base, server, engine):
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(base + COMPLETIONS, json=asked(COMPLETIONS, "held", stream=True), timeout=0.2)
+        httpx.post(base + COMPLETIONS, json=request_body(COMPLETIONS, "held", stream=True), timeout=0.2)
     wait_until(lambda: engine.left_early == 1 and server[1].open == 0)

@@ -6,14 +6,14 @@ pytestmark = pytest.mark.shared_server
 
 
 def test_a_text_becomes_tokens_and_text_again(http):
-    told = http.post("/tokenize", json={"model": MODEL, "prompt": "añb", "add_special_tokens": False, "return_token_strs": True}).json()
-    assert told == {
+    reported = http.post("/tokenize", json={"model": MODEL, "prompt": "añb", "add_special_tokens": False, "return_token_strs": True}).json()
+    assert reported == {
         "count": 4,
         "max_model_len": 2048,
         "tokens": [97, 195, 177, 98],
         "token_strs": ["a", r"bytes:\xc3", r"bytes:\xb1", "b"],
     }
-    assert http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "añb"}
+    assert http.post("/detokenize", json={"tokens": reported["tokens"]}).json() == {"prompt": "añb"}
     assert http.post("/detokenize", json={"tokens": [0, 97]}).json() == {"prompt": "\0a"}  # the first is a control token
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
     assert http.post("/tokenize", json={"prompt": ""}).json()["token_strs"] is None
@@ -21,9 +21,9 @@ def test_a_text_becomes_tokens_and_text_again(http):
 
 def test_a_conversation_becomes_what_the_model_would_be_given(http, client):
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "brief"}]
-    told = http.post("/tokenize", json={"messages": messages, "add_generation_prompt": True}).json()
-    assert bytes(told["tokens"]) == b"be brief"
-    assert client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1).usage.prompt_tokens == told["count"]
+    reported = http.post("/tokenize", json={"messages": messages, "add_generation_prompt": True}).json()
+    assert bytes(reported["tokens"]) == b"be brief"
+    assert client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1).usage.prompt_tokens == reported["count"]
 
 
 @pytest.mark.parametrize(

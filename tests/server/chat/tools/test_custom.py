@@ -20,12 +20,12 @@ CALL = f"<tool_call>{json.dumps({'name': 'patch', 'arguments': {'input': INPUT}}
 OTHER = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
 
 
-def asked(text, **fields):
+def body(text, **fields):
     return {"model": MODEL, "messages": [{"role": "user", "content": f"SAY:{text}"}], "tools": [PATCH, TIME], **fields}
 
 
 def test_a_custom_tool_is_called_with_text(client, engine):
-    choice = client.chat.completions.create(**asked(f"I edit. {CALL}{OTHER}{CALL}")).choices[0]
+    choice = client.chat.completions.create(**body(f"I edit. {CALL}{OTHER}{CALL}")).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("I edit.", "tool_calls")
     first, second, third = choice.message.tool_calls
     assert (first.type, first.custom.name, first.custom.input) == ("custom", "patch", INPUT)
@@ -37,7 +37,7 @@ def test_a_custom_tool_is_called_with_text(client, engine):
 
 
 def test_a_stream_has_the_input_as_a_whole(http):
-    response = http.post("/v1/chat/completions", json=asked(f"{CALL}{OTHER}", stream=True))
+    response = http.post("/v1/chat/completions", json=body(f"{CALL}{OTHER}", stream=True))
     chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line and line != "data: [DONE]"]
     calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
     assert calls[0] == {"index": 0, "id": calls[0]["id"], "type": "custom", "custom": {"name": "patch", "input": ""}}
@@ -47,7 +47,7 @@ def test_a_stream_has_the_input_as_a_whole(http):
 
 def test_a_custom_tool_may_be_forced(client, engine):
     choice = {"type": "custom", "custom": {"name": "patch"}}
-    client.chat.completions.create(**asked("x", tool_choice=choice))
+    client.chat.completions.create(**body("x", tool_choice=choice))
     assert "call_0" in engine.seen[-1].structured_output.text
     assert "get_time" not in engine.seen[-1].structured_output.text
 
@@ -76,7 +76,7 @@ def test_the_input_is_what_the_model_wrote_as_far_as_it_can_be_read(arguments, t
 def test_the_model_sees_the_grammar_of_the_input(client, engine):
     grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"'}}
     tool = {"type": "custom", "custom": {"name": "patch", "format": grammar}}
-    client.chat.completions.create(**asked("x", tools=[tool]))
+    client.chat.completions.create(**body("x", tools=[tool]))
     assert engine.tokenizer.rendered[-1][1]["tools"][0]["function"]["description"].endswith('lark grammar:\nstart: "a"')
 
 
@@ -115,7 +115,7 @@ def test_responses_have_items_of_custom_tools(client, http, engine):
 
 def test_unknown_tools_are_left_out_with_a_note(client, engine, base, caplog):
     caplog.set_level("INFO", "chairlift")
-    response = client.chat.completions.with_raw_response.create(**asked("x", tools=[{"type": "web_search"}, TIME, {"type": "x" * 99}]))
+    response = client.chat.completions.with_raw_response.create(**body("x", tools=[{"type": "web_search"}, TIME, {"type": "x" * 99}]))
     assert response.headers["x-chairlift-ignored"] == f"tools.web_search, tools.{'x' * 58}"
     assert "left out tools of types 'web_search'" in caplog.text
     assert engine.tokenizer.rendered[-1][1]["tools"] == [TIME]

@@ -48,20 +48,20 @@ def test_a_whole_answer_has_anthropic_s_shape(http):
 
 def test_a_stream_tells_the_whole_story(http):
     response = http.post("/v1/messages", json={**ONE, "stream": True})
-    told = []
+    reported = []
     for event in response.text.strip().split("\n\n"):
         name, data = event.split("\n")
-        told.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {told[-1]['type']}"
-        if told[-1]["type"] != "ping":
-            EVENT.validate_python(told[-1], strict=True)
-    assert [event["type"] for event in told] == [
+        reported.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {reported[-1]['type']}"
+        if reported[-1]["type"] != "ping":
+            EVENT.validate_python(reported[-1], strict=True)
+    assert [event["type"] for event in reported] == [
         *("message_start", "ping", "content_block_start", *["content_block_delta"] * 4),
         *("content_block_stop", "message_delta", "message_stop"),
     ]
-    assert "".join(event["delta"]["text"] for event in told[3:7]) == answer("one two", 4)
-    assert told[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert told[-2]["usage"]["output_tokens"] == 4
+    assert "".join(event["delta"]["text"] for event in reported[3:7]) == answer("one two", 4)
+    assert reported[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert reported[-2]["usage"]["output_tokens"] == 4
 
 
 def test_the_anthropic_client_creates_streams_and_counts(claude):
@@ -205,22 +205,22 @@ def test_refusals_are_in_anthropic_s_envelope(http, engine, fields, named):
 
 
 def test_other_failures_are_in_anthropic_s_envelope_too(http, claude):
-    def asked(content, **more):
+    def request_body(content, **more):
         return {**ONE, "messages": [{"role": "user", "content": content}], **more}
 
     assert (
         http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"}).json()["error"]["type"]
         == "invalid_request_error"
     )
-    assert http.post("/v1/messages", json=asked("a", model="x")).json()["error"]["type"] == "not_found_error"
+    assert http.post("/v1/messages", json=request_body("a", model="x")).json()["error"]["type"] == "not_found_error"
     for stream in (False, True):
-        full = http.post("/v1/messages", json=asked("full house", stream=stream))
+        full = http.post("/v1/messages", json=request_body("full house", stream=stream))
         assert (full.status_code, full.json()["error"]["type"], full.headers["retry-after"]) == (503, "overloaded_error", "3")
     foreign = http.post("/v1/messages", json=ONE, headers={"x-tenant-id": "a b"})
     assert (foreign.status_code, foreign.json()["type"]) == (400, "error")
     assert http.put("/v1/messages").json()["type"] == "error"
-    bug = http.post("/v1/messages", json=asked("a bug"))
+    bug = http.post("/v1/messages", json=request_body("a bug"))
     assert (bug.status_code, bug.json()["error"]["type"]) == (500, "api_error")
     assert "secret" not in bug.text
-    with claude.messages.stream(**asked("boom now")) as stream, pytest.raises(anthropic.APIStatusError, match="no usable answer"):
+    with claude.messages.stream(**request_body("boom now")) as stream, pytest.raises(anthropic.APIStatusError, match="no usable answer"):
         list(stream)

@@ -140,9 +140,9 @@ def test_null_is_absent(http, engine):
 
 def test_a_failure_in_mid_stream_is_the_last_event(http, client, engine):
     request = {"messages": [{"role": "user", "content": "boom now"}], "max_tokens": 9, "stream": True}
-    told = events(http.post("/v1/chat/completions", json=request))
-    assert told[-1]["error"]["code"] == "request_failed"
-    assert [one["choices"][0]["delta"]["content"] for one in told[:-1]] == ["", "boom ", "now "]
+    reported = events(http.post("/v1/chat/completions", json=request))
+    assert reported[-1]["error"]["code"] == "request_failed"
+    assert [one["choices"][0]["delta"]["content"] for one in reported[:-1]] == ["", "boom ", "now "]
     stream = client.chat.completions.create(model=MODEL, **request)
     with pytest.raises(openai.APIError, match="no usable answer"):
         list(stream)

@@ -94,8 +94,8 @@ def test_logprobs_are_four_columns(http):
 
 def test_as_harnesses_score_an_answer_to_a_prompt(http):
     """lm-eval's way: prompt and answer as tokens, echoed with their log-probabilities, and one token that it does not look at."""
-    asked = {"model": MODEL, "prompt": [[97, 98, 99]], "max_tokens": 1, "echo": True, "logprobs": 1, "seed": 1234, "temperature": 0}
-    [choice] = http.post("/v1/completions", json=asked).json()["choices"]
+    requested = {"model": MODEL, "prompt": [[97, 98, 99]], "max_tokens": 1, "echo": True, "logprobs": 1, "seed": 1234, "temperature": 0}
+    [choice] = http.post("/v1/completions", json=requested).json()["choices"]
     assert choice["text"] == "abcabc "
     logprobs = choice["logprobs"]
     assert logprobs["tokens"] == ["a", "b", "c", "\x01"]
@@ -106,7 +106,7 @@ def test_as_harnesses_score_an_answer_to_a_prompt(http):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_can_be_scored_alone(http, stream):
-    asked = {
+    requested = {
         "prompt": ["añ", "b"],
         "max_tokens": 0,
         "echo": True,
@@ -114,7 +114,7 @@ def test_a_prompt_can_be_scored_alone(http, stream):
         "n": 2,
         **({"stream": True, "stream_options": {"include_usage": True}} if stream else {}),
     }
-    response = http.post("/v1/completions", json=asked)
+    response = http.post("/v1/completions", json=requested)
     if stream:
         *pieces, last, _ = events(response)
         assert sum(piece["choices"][0]["finish_reason"] == "length" for piece in pieces) == 4
@@ -131,11 +131,11 @@ def test_a_prompt_can_be_scored_alone(http, stream):
 
 
 def test_a_stream_with_echo_is_the_whole_in_parts(http):
-    asked = {"prompt": "ab", "max_tokens": 2, "echo": True, "logprobs": 2, "n": 2}
-    whole = http.post("/v1/completions", json=asked).json()["choices"]
+    requested = {"prompt": "ab", "max_tokens": 2, "echo": True, "logprobs": 2, "n": 2}
+    whole = http.post("/v1/completions", json=requested).json()["choices"]
     streamed = [{"index": index, "text": "", "columns": {}} for index in range(2)]
-    for told in events(http.post("/v1/completions", json=asked | {"stream": True}))[:-1]:
-        [piece] = told["choices"]
+    for reported in events(http.post("/v1/completions", json=requested | {"stream": True}))[:-1]:
+        [piece] = reported["choices"]
         choice = streamed[piece["index"]]
         choice["text"] += piece["text"]
         for name, column in piece["logprobs"].items():
@@ -146,21 +146,21 @@ def test_a_stream_with_echo_is_the_whole_in_parts(http):
 
 def test_prompt_logprobs_are_in_vllm_s_shape(http):
     [choice] = http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1, "prompt_logprobs": 1}).json()["choices"]
-    told = {"120": {"logprob": -0.25, "rank": 1, "decoded_token": "x"}, "98": {"logprob": -0.75, "rank": 3, "decoded_token": "b"}}
-    assert choice["prompt_logprobs"] == [None, told]
+    reported = {"120": {"logprob": -0.25, "rank": 1, "decoded_token": "x"}, "98": {"logprob": -0.75, "rank": 3, "decoded_token": "b"}}
+    assert choice["prompt_logprobs"] == [None, reported]
     assert (choice["text"], choice["logprobs"]) == ("ab ", None)
 
 
 def test_tokens_can_be_told_by_their_ids(http):
-    asked = {"prompt": "ab", "max_tokens": 1, "logprobs": 1, "echo": True, "return_tokens_as_token_ids": True}
-    logprobs = http.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+    requested = {"prompt": "ab", "max_tokens": 1, "logprobs": 1, "echo": True, "return_tokens_as_token_ids": True}
+    logprobs = http.post("/v1/completions", json=requested).json()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["token_id:97", "token_id:98", "token_id:1"]
     assert logprobs["top_logprobs"][1] == {"token_id:120": -0.25, "token_id:98": -0.75}
 
 
 def test_the_end_of_a_prompt_can_do(http):
-    asked = {"prompt": ["long story", "brief"], "max_tokens": 1, "truncate_prompt_tokens": 5, "echo": True}
-    body = http.post("/v1/completions", json=asked).json()
+    requested = {"prompt": ["long story", "brief"], "max_tokens": 1, "truncate_prompt_tokens": 5, "echo": True}
+    body = http.post("/v1/completions", json=requested).json()
     assert [choice["text"] for choice in body["choices"]] == ["storystory ", "briefbrief "]
     assert body["usage"]["prompt_tokens"] == 10
 
@@ -170,9 +170,9 @@ def test_the_end_of_a_prompt_can_do(http):
 )
 def test_timings_come_at_the_end_if_asked_for(http, options, stream):
     response = http.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 3, "n": 2, "stream": stream, **options})
-    told = events(response)[-2] if stream else response.json()
-    assert told["metrics"]["time_to_first_token_ms"] == 2.0
-    assert not stream or (told["choices"] == [] and "usage" not in told)
+    reported = events(response)[-2] if stream else response.json()
+    assert reported["metrics"]["time_to_first_token_ms"] == 2.0
+    assert not stream or (reported["choices"] == [] and "usage" not in reported)
 
 
 def test_fields_of_every_kind_reach_the_engine(http, engine):

@@ -17,8 +17,8 @@ def test_every_route_of_the_api_is_described_and_no_other(document):
     served: dict[str, set[str]] = {}
     for route in routes():
         served.setdefault(re.sub(r"\{\w+(:path)?\}", "{}", route.path), set()).update(route.methods - {"HEAD"})
-    told = {re.sub(r"\{\w+\}", "{}", path): {method.upper() for method in operations} for path, operations in document["paths"].items()}
-    assert {path: methods for path, methods in served.items() if path not in pages} == told
+    reported = {re.sub(r"\{\w+\}", "{}", path): {method.upper() for method in operations} for path, operations in document["paths"].items()}
+    assert {path: methods for path, methods in served.items() if path not in pages} == reported
 
 
 def test_every_reference_leads_somewhere_and_every_schema_is_used(document):

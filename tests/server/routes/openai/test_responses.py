@@ -23,14 +23,14 @@ CALLS = [
 
 def events(response):
     """The events of a stream, each checked: its name is its type, and it has its number."""
-    told = []
+    reported = []
     for index, event in enumerate(response.text.strip().split("\n\n")):
         name, data = event.split("\n")
-        told.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {told[-1]['type']}"
-        assert told[-1]["sequence_number"] == index
-        EVENT.validate_python(told[-1])
-    return told
+        reported.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {reported[-1]['type']}"
+        assert reported[-1]["sequence_number"] == index
+        EVENT.validate_python(reported[-1])
+    return reported
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def says(monkeypatch):
 
 
 def test_a_whole_answer_has_openai_s_shape(http):
-    asked = {"model": MODEL, "input": "one two", "max_output_tokens": 3, "instructions": "be brief", "metadata": {"a": "b"}}
-    body = http.post("/v1/responses", json=asked).json()
+    requested = {"model": MODEL, "input": "one two", "max_output_tokens": 3, "instructions": "be brief", "metadata": {"a": "b"}}
+    body = http.post("/v1/responses", json=requested).json()
     answered = RESPONSE.validate_python(body)
     assert answered.output_text == answer("be brief one two", 3)
     assert (answered.status, answered.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -60,15 +60,15 @@ def test_a_whole_answer_has_openai_s_shape(http):
 
 
 def test_a_stream_tells_the_whole_story(http):
-    told = events(http.post("/v1/responses", json={"input": "one two", "max_output_tokens": 2, "stream": True}))
-    assert [event["type"].removeprefix("response.") for event in told] == [
+    reported = events(http.post("/v1/responses", json={"input": "one two", "max_output_tokens": 2, "stream": True}))
+    assert [event["type"].removeprefix("response.") for event in reported] == [
         *("created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.delta"),
         *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
     ]
-    assert "".join(event["delta"] for event in told if event["type"].endswith("delta")) == told[6]["text"] == answer("one two", 2)
-    assert told[-1]["response"]["output"] == [told[-2]["item"]]
-    assert told[-1]["response"]["usage"]["output_tokens"] == 2
-    assert told[0]["response"]["output"] == []
+    assert "".join(event["delta"] for event in reported if event["type"].endswith("delta")) == reported[6]["text"] == answer("one two", 2)
+    assert reported[-1]["response"]["output"] == [reported[-2]["item"]]
+    assert reported[-1]["response"]["usage"]["output_tokens"] == 2
+    assert reported[0]["response"]["output"] == []
 
 
 def test_a_number_that_json_cannot_say_is_repeated_as_null(http):
@@ -81,19 +81,19 @@ def test_a_number_that_json_cannot_say_is_repeated_as_null(http):
 
 def test_calls_are_items_of_their_own(http, says):
     says(CALLS)
-    asked = {"input": "how is it", "tools": [HOT]}
-    whole = RESPONSE.validate_python(http.post("/v1/responses", json=asked).json())
+    requested = {"input": "how is it", "tools": [HOT]}
+    whole = RESPONSE.validate_python(http.post("/v1/responses", json=requested).json())
     assert [item.type for item in whole.output] == ["message", "function_call", "function_call"]
     assert (whole.output_text, whole.status) == ("let me see", "completed")
     assert [(call.call_id, call.arguments) for call in whole.output[1:]] == [("call_1", '{"in": "Rome"}'), ("call_2", "{}")]
-    told = events(http.post("/v1/responses", json=asked | {"stream": True}))
-    pieces = [(event["output_index"], event["delta"]) for event in told if event["type"].endswith("arguments.delta")]
+    reported = events(http.post("/v1/responses", json=requested | {"stream": True}))
+    pieces = [(event["output_index"], event["delta"]) for event in reported if event["type"].endswith("arguments.delta")]
     assert pieces == [(1, '{"in": '), (1, '"Rome"}'), (2, "{}")]
-    names = [event["type"].rpartition(".")[2] for event in told if "item" in event]
+    names = [event["type"].rpartition(".")[2] for event in reported if "item" in event]
     assert names == ["added", "done"] * 3
     unnumbered = [
         [{k: v for k, v in item.items() if k != "id"} for item in items]
-        for items in (whole.to_dict()["output"], told[-1]["response"]["output"])
+        for items in (whole.to_dict()["output"], reported[-1]["response"]["output"])
     ]
     assert unnumbered[0] == unnumbered[1]
 
@@ -148,18 +148,18 @@ def test_a_schema_bounds_the_answer(http, engine):
 
 
 def test_logprobs_are_told_with_the_text(http):
-    asked = {"input": "one", "max_output_tokens": 2, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    body = http.post("/v1/responses", json=asked).json()
+    requested = {"input": "one", "max_output_tokens": 2, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    body = http.post("/v1/responses", json=requested).json()
     RESPONSE.validate_python(body)
     logprobs = body["output"][0]["content"][0]["logprobs"]
     assert [(one["logprob"], len(one["top_logprobs"])) for one in logprobs] == [(-0.75, 1)] * 2
 
 
 def test_a_failure_in_mid_stream_is_told_as_one(http, client):
-    told = events(http.post("/v1/responses", json={"input": "boom now", "max_output_tokens": 9, "stream": True}))
-    assert told[-1]["type"] == "response.failed"
-    assert "no usable answer" in told[-1]["response"]["error"]["message"]
-    assert told[-1]["response"]["status"] == "failed"
+    reported = events(http.post("/v1/responses", json={"input": "boom now", "max_output_tokens": 9, "stream": True}))
+    assert reported[-1]["type"] == "response.failed"
+    assert "no usable answer" in reported[-1]["response"]["error"]["message"]
+    assert reported[-1]["response"]["status"] == "failed"
     with pytest.raises(openai.InternalServerError):
         client.responses.create(model=MODEL, input="full house", max_output_tokens=2, stream=True)
 

@@ -28,7 +28,7 @@ SIGNS = {"hermes": "<tool_call>", "llama": "ipython", "mistral": "[TOOL_CALLS]"}
 """What the models' chat templates have in them."""
 
 
-def asked(text, **fields):
+def body(text, **fields):
     """A request that the fake engine answers with `text`."""
     return {"model": MODEL, "messages": [{"role": "user", "content": f"SAY:{text}"}], "tools": [WEATHER, TIME], **fields}
 
@@ -41,7 +41,7 @@ def said(request, engine):
 
 
 def test_a_whole_answer_has_content_and_calls(http, said):
-    answered = TypeAdapter(ChatCompletion).validate_python(http.post("/v1/chat/completions", json=asked(said)).json(), strict=True)
+    answered = TypeAdapter(ChatCompletion).validate_python(http.post("/v1/chat/completions", json=body(said)).json(), strict=True)
     [choice] = answered.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "I look."
@@ -53,7 +53,7 @@ def test_a_whole_answer_has_content_and_calls(http, said):
 
 
 def test_a_stream_is_put_together_by_the_client(client, said):
-    with client.chat.completions.stream(**asked(said, tools=[{**WEATHER, "function": {**WEATHER["function"], "strict": True}}])) as stream:
+    with client.chat.completions.stream(**body(said, tools=[{**WEATHER, "function": {**WEATHER["function"], "strict": True}}])) as stream:
         kinds = [event.type for event in stream]
         [choice] = stream.get_final_completion().choices
     assert choice.finish_reason == "tool_calls"
@@ -64,7 +64,7 @@ def test_a_stream_is_put_together_by_the_client(client, said):
 
 
 def test_only_the_first_piece_of_a_call_says_whose_it_is(client, said):
-    stream = client.chat.completions.create(**asked(said, stream=True))
+    stream = client.chat.completions.create(**body(said, stream=True))
     chunks = [TypeAdapter(ChatCompletionChunk).validate_python(chunk.model_dump(exclude_unset=True), strict=True) for chunk in stream]
     pieces = [piece for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()]
     assert {piece.index for piece in pieces} == {0, 1}
@@ -79,7 +79,7 @@ def test_only_the_first_piece_of_a_call_says_whose_it_is(client, said):
 
 
 def test_without_content_it_is_null(client):
-    request = asked('<tool_call>{"name": "get_time"}</tool_call>')
+    request = body('<tool_call>{"name": "get_time"}</tool_call>')
     assert [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**request, stream=True)] == [None] * 3
     message = client.chat.completions.create(**request).choices[0].message
     assert message.content is None
@@ -92,30 +92,30 @@ def test_without_content_it_is_null(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_no_call_is_told_as_it_is(client, text, stream):
     if stream:
-        chunks = list(client.chat.completions.create(**asked(text, stream=True)))
+        chunks = list(client.chat.completions.create(**body(text, stream=True)))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
         assert all(chunk.choices[0].delta.tool_calls is None for chunk in chunks)
         assert chunks[-1].choices[0].finish_reason == "stop"
     else:
-        [choice] = client.chat.completions.create(**asked(text)).choices
+        [choice] = client.chat.completions.create(**body(text)).choices
         assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
 
 
 def test_a_call_cut_short_ends_with_length(client):
     text = f'<tool_call>{{"name": "get_weather", "arguments": {OSLO}}}</tool_call>'
-    [choice] = client.chat.completions.create(**asked(text, max_tokens=19)).choices
+    [choice] = client.chat.completions.create(**body(text, max_tokens=19)).choices
     assert choice.finish_reason == "length"
     assert OSLO.startswith(choice.message.tool_calls[0].function.arguments)
 
 
 def test_one_call_only_where_the_client_wants_no_more(client, said):
-    [choice] = client.chat.completions.create(**asked(said, parallel_tool_calls=False)).choices
+    [choice] = client.chat.completions.create(**body(said, parallel_tool_calls=False)).choices
     assert [call.function.arguments for call in choice.message.tool_calls] == [ZURICH]
 
 
 def test_where_nothing_may_be_called_everything_is_content(client, engine, said):
     for fields in ({"tool_choice": "none"}, {"tools": []}):
-        [choice] = client.chat.completions.create(**asked(said, **fields)).choices
+        [choice] = client.chat.completions.create(**body(said, **fields)).choices
         assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (said, None, "stop")
         assert "tools" not in engine.tokenizer.rendered[-1][1]
 
@@ -123,20 +123,20 @@ def test_where_nothing_may_be_called_everything_is_content(client, engine, said)
 def test_only_allowed_tools_may_be_called(client, engine):
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    [choice] = client.chat.completions.create(**asked(SAID["hermes"], tool_choice=choice)).choices
+    [choice] = client.chat.completions.create(**body(SAID["hermes"], tool_choice=choice)).choices
     assert choice.message.tool_calls is None
     assert engine.tokenizer.rendered[-1][1]["tools"] == [TIME]
 
 
 def test_every_answer_has_its_own_calls(client):
     text = '<tool_call>{"name": "get_time"}</tool_call>'
-    choices = client.chat.completions.create(**asked(text, n=3)).choices
+    choices = client.chat.completions.create(**body(text, n=3)).choices
     assert [choice.message.tool_calls[0].function.name for choice in choices] == ["get_time"] * 3
     assert len({choice.message.tool_calls[0].id for choice in choices}) == 3
 
 
 def test_the_older_fields_for_functions(http):
-    request = asked(SAID["hermes"], tools=None, functions=[WEATHER["function"]], function_call="auto")
+    request = body(SAID["hermes"], tools=None, functions=[WEATHER["function"]], function_call="auto")
     [choice] = http.post("/v1/chat/completions", json=request).json()["choices"]
     assert choice["finish_reason"] == "function_call"
     assert choice["message"]["function_call"] == {"name": "get_weather", "arguments": ZURICH}
@@ -150,13 +150,13 @@ def test_the_older_fields_for_functions(http):
 
 
 def test_control_tokens_are_seen_only_where_calls_are_written_with_them(client, engine):
-    client.chat.completions.create(**asked("x"))
+    client.chat.completions.create(**body("x"))
     assert engine.seen[-1].skip_special_tokens
     engine.tokenizer.control_texts = ("</tool_call>", "<tool_call>", "<e>")
-    [choice] = client.chat.completions.create(**asked('So <e><tool_call>{"name": "get_time"}</tool_call>')).choices
+    [choice] = client.chat.completions.create(**body('So <e><tool_call>{"name": "get_time"}</tool_call>')).choices
     assert not engine.seen[-1].skip_special_tokens
     assert (choice.message.content, len(choice.message.tool_calls)) == ("So", 1)
-    client.chat.completions.create(**asked("x", tools=[]))
+    client.chat.completions.create(**body("x", tools=[]))
     assert engine.seen[-1].skip_special_tokens
 
 
@@ -170,7 +170,7 @@ def test_control_tokens_are_seen_only_where_calls_are_written_with_them(client, 
     indirect=["said"],
 )
 def test_a_call_is_forced_by_a_grammar(client, engine, said, choice, reason):
-    [answered] = client.chat.completions.create(**asked(said, tool_choice=choice)).choices
+    [answered] = client.chat.completions.create(**body(said, tool_choice=choice)).choices
     assert answered.finish_reason == reason
     assert len(answered.message.tool_calls) == (1 if reason == "stop" else 2)
     structure = engine.seen[-1].structured_output
@@ -181,7 +181,7 @@ def test_a_call_is_forced_by_a_grammar(client, engine, said, choice, reason):
 
 def test_strict_functions_bound_what_a_free_model_writes(client, engine, said):
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    [choice] = client.chat.completions.create(**asked(said, tools=[strict, TIME])).choices
+    [choice] = client.chat.completions.create(**body(said, tools=[strict, TIME])).choices
     assert len(choice.message.tool_calls) == 2
     structure = engine.seen[-1].structured_output
     assert structure.kind == "grammar"
@@ -192,14 +192,14 @@ def test_strict_functions_bound_what_a_free_model_writes(client, engine, said):
 
 def test_an_answer_s_form_and_calls_go_together(client, engine):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "properties": {"answer": {}}}}}
-    client.chat.completions.create(**asked(SAID["hermes"], response_format=form))
+    client.chat.completions.create(**body(SAID["hermes"], response_format=form))
     assert "start: calls | content" in engine.seen[-1].structured_output.text
-    client.chat.completions.create(**asked("x", response_format=form, tool_choice="none"))
+    client.chat.completions.create(**body("x", response_format=form, tool_choice="none"))
     assert engine.seen[-1].structured_output.kind == "json"
-    client.chat.completions.create(**asked("x", response_format=form, tool_choice="required"))
+    client.chat.completions.create(**body("x", response_format=form, tool_choice="required"))
     assert "answer" not in engine.seen[-1].structured_output.text
     with pytest.raises(openai.BadRequestError, match="structured_outputs and tools") as refusal:
-        client.chat.completions.create(**asked("x", extra_body={"structured_outputs": {"regex": "a"}}))
+        client.chat.completions.create(**body("x", extra_body={"structured_outputs": {"regex": "a"}}))
     assert refusal.value.param == "structured_outputs"
 
 
@@ -207,7 +207,7 @@ def test_a_forced_call_is_written_with_the_control_tokens_of_the_model(client, e
     engine.tokenizer.template = ChatTemplate({"default": "{{ tools }}[TOOL_CALLS][ARGS]"}, {})
     engine.tokenizer.control_texts = ("[TOOL_CALLS]", "[ARGS]")
     engine.tokenizer.encode = lambda text, **_: [{"[TOOL_CALLS]": 5, "[ARGS]": 32}.get(text, 9)]
-    client.chat.completions.create(**asked("", tools=[TIME], tool_choice="required", max_tokens=1))
+    client.chat.completions.create(**body("", tools=[TIME], tool_choice="required", max_tokens=1))
     assert 'call_0: "get_time" <[32]> %json' in engine.seen[-1].structured_output.text
     assert "calls: <[5]> call" in engine.seen[-1].structured_output.text
     assert not engine.seen[-1].skip_special_tokens
@@ -217,15 +217,15 @@ def test_a_forced_call_is_written_with_the_control_tokens_of_the_model(client, e
 def test_what_no_call_can_be_forced_for(client, schema):
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     with pytest.raises(openai.BadRequestError) as refusal:
-        client.chat.completions.create(**asked("", tools=tools, tool_choice="required"))
+        client.chat.completions.create(**body("", tools=tools, tool_choice="required"))
     assert refusal.value.param == "tools"
 
 
 def test_logprobs_of_held_back_tokens_come_with_the_next_piece(client):
     text = '<tool_call>{"name": "get_time"}</tool_call>'
-    chunks = list(client.chat.completions.create(**asked(text, stream=True, logprobs=True, top_logprobs=1)))
+    chunks = list(client.chat.completions.create(**body(text, stream=True, logprobs=True, top_logprobs=1)))
     counts = [len(chunk.choices[0].logprobs.content) for chunk in chunks if chunk.choices[0].logprobs]
-    [choice] = client.chat.completions.create(**asked(text, logprobs=True)).choices
+    [choice] = client.chat.completions.create(**body(text, logprobs=True)).choices
     assert sum(counts) == len(choice.logprobs.content) == -(-len(text) // 3)
 
 
@@ -269,11 +269,11 @@ def test_a_template_that_knows_no_tools_is_given_them_as_text(client, engine):
     assert "<tool_call>" in system["content"]
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     assert assistant == {"role": "assistant", "content": f"Two.\n{call}\n{call}"}
-    told = "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nnight\n</tool_response>"
-    assert results == {"role": "user", "content": told}
+    reported = "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nnight\n</tool_response>"
+    assert results == {"role": "user", "content": reported}
 
 
 def test_the_operator_may_say_how_the_model_writes_calls(client, server, monkeypatch):
     monkeypatch.setattr(server[1], "tool_call_parser", "mistral")
-    [choice] = client.chat.completions.create(**asked(SAID["mistral"])).choices
+    [choice] = client.chat.completions.create(**body(SAID["mistral"])).choices
     assert len(choice.message.tool_calls) == 2

@@ -179,8 +179,8 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
         complaints = []
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-        asked = []
-        page.on("request", lambda request: asked.append(request.url))
+        requested = []
+        page.on("request", lambda request: requested.append(request.url))
         page.goto(f"{base}/dashboard")
         page.get_by_text("live", exact=True).wait_for()
         page.get_by_text("for KV blocks").first.wait_for()
@@ -200,7 +200,7 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
         wait_until(lambda: page.evaluate("document.getElementById('tip').textContent.startsWith('block 4: held by slot 1\\ncmpl-abc')"))
         engine.counters = {**engine.counters, "waiting": 0, "waiting_by_state": {}}
         page.get_by_text("no request is waiting").wait_for()
-        assert all(url.startswith((base, "data:")) for url in asked)
+        assert all(url.startswith((base, "data:")) for url in requested)
         assert complaints == []
         context.close()
 

@@ -115,14 +115,14 @@ SENTENCES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "told"), SENTENCES, ids=range(len(SENTENCES)))
-def test_a_ledger_in_one_sentence(changes, told):
-    assert summary_line(timeline(**changes)) == told
+@pytest.mark.parametrize(("changes", "reported"), SENTENCES, ids=range(len(SENTENCES)))
+def test_a_ledger_in_one_sentence(changes, reported):
+    assert summary_line(timeline(**changes)) == reported
 
 
 def test_preemptors_are_named_by_their_tenants_in_the_sentence_too():
-    told = summary_line(timeline(preemptions=2, preempted_by=(3, 4)), {3: "beta", 4: ""})
-    assert told.endswith("; preempted twice (recomputed), for requests 3 of tenant beta and 4")
+    reported = summary_line(timeline(preemptions=2, preempted_by=(3, 4)), {3: "beta", 4: ""})
+    assert reported.endswith("; preempted twice (recomputed), for requests 3 of tenant beta and 4")
 
 
 PARAGRAPHS = [
@@ -164,9 +164,9 @@ PARAGRAPHS = [
 ]
 
 
-@pytest.mark.parametrize(("sequences", "told"), PARAGRAPHS, ids=range(len(PARAGRAPHS)))
-def test_a_request_in_one_paragraph(sequences, told):
-    assert summary_text([timeline(**changes) for changes in sequences], {17: "y"}) == told
+@pytest.mark.parametrize(("sequences", "reported"), PARAGRAPHS, ids=range(len(PARAGRAPHS)))
+def test_a_request_in_one_paragraph(sequences, reported):
+    assert summary_text([timeline(**changes) for changes in sequences], {17: "y"}) == reported
 
 
 def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_was():
@@ -206,19 +206,19 @@ def test_a_request_that_is_being_tokenized_is_found_by_those_who_may_ask():
         alice, bob, operator = ({"authorization": f"Bearer sk-{number}"} for number in (1, 2, 3))
         ask(client, headers=alice | {"x-request-id": "mine"})  # an earlier request of the same id
         engine.encode = encode
-        asked = threads.submit(ask, client, headers=alice | {"x-request-id": "mine"})
+        requested = threads.submit(ask, client, headers=alice | {"x-request-id": "mine"})
         try:
             assert tokenizing.wait(60)
             for key in alice, operator:
-                status, told = explained(client, key)
-                assert (status, told["id"], told["sequences"]) == (200, "mine", [])
-                assert told["preparing"]["state"] == "tokenize"
-                assert told["preparing"]["states"].keys() == {"receive", "tokenize"}
-                assert "It is being tokenized. Arrived" in told["summary"]
+                status, reported = explained(client, key)
+                assert (status, reported["id"], reported["sequences"]) == (200, "mine", [])
+                assert reported["preparing"]["state"] == "tokenize"
+                assert reported["preparing"]["states"].keys() == {"receive", "tokenize"}
+                assert "It is being tokenized. Arrived" in reported["summary"]
             assert explained(client, bob)[0] == 404
         finally:
             finish.set()
-        answer_id, _ = asked.result()
+        answer_id, _ = requested.result()
         assert explained(client, alice)[1]["id"] == answer_id
         wrong = client.post("/v1/completions", content=b"{", headers=alice | {"x-request-id": "wrong", "content-type": "application/json"})
         assert wrong.status_code == 400
@@ -231,12 +231,12 @@ def test_a_refused_request_is_told_so_and_why(engine):
         full = client.post("/v1/completions", json={"prompt": "full", "max_tokens": 2}, headers={"x-request-id": "mine"})
         wrong = client.post("/v1/completions", json={"prompt": "a", "max_tokens": -1})
         assert (full.status_code, wrong.status_code) == (503, 400)
-        told = client.get("/v1/requests/mine/explain").json()
-        assert told["refused"] == {"status": 503, "code": "queue_full", "message": "4 requests are waiting, as many as may"}
-        assert told["summary"] == "Refused with status 503 (queue_full): 4 requests are waiting, as many as may"
-        assert (told["id"], told["sequences"]) == ("mine", [])
-        told = client.get(f"/v1/requests/{wrong.headers['x-request-id']}/explain").json()
-        assert told["refused"] == {"status": 400, "code": None, "message": wrong.json()["error"]["message"]}
+        reported = client.get("/v1/requests/mine/explain").json()
+        assert reported["refused"] == {"status": 503, "code": "queue_full", "message": "4 requests are waiting, as many as may"}
+        assert reported["summary"] == "Refused with status 503 (queue_full): 4 requests are waiting, as many as may"
+        assert (reported["id"], reported["sequences"]) == ("mine", [])
+        reported = client.get(f"/v1/requests/{wrong.headers['x-request-id']}/explain").json()
+        assert reported["refused"] == {"status": 400, "code": None, "message": wrong.json()["error"]["message"]}
         client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers={"x-request-id": "mine"})
         assert "refused" not in client.get("/v1/requests/mine/explain").json(), "the id's newest request was taken"
 
