@@ -27,6 +27,7 @@ OUTPUT = {
     "best_of_n": r"-\d+\.\d\d ['\"].+\n",
     "tree_of_thoughts": r"Question: Anna .+Step 1:.+Step 2:.+",
     "retrieval": r".*\n",
+    "http_sequences": r"Question: Anna .+The answer is.*\n",
     "notebook": r"'.* Paris.*'\n'.+'\n.+",
 }
 """What each example prints."""

@@ -126,7 +126,7 @@ class HeldSequence:
         self._lease = lease
         self._state = HeldState.IDLE
         self._tag: int | None = None
-        self.on_drop: Callable[[], None] | None = None
+        self.on_drop: Callable[[], object] | None = None
         """Called when the sequence is dropped."""
         self.expires = math.inf
         """When the lease ends, on the monotonic clock. Infinite while the sequence is computed or generated."""
@@ -169,6 +169,11 @@ class HeldSequence:
     def score(self, *, mean: bool = False) -> float:
         """The sum of the log-probabilities of the generated tokens, or their `mean`; 0 if none were generated."""
         return math.fsum(logprob for _, logprob in self._logprobs) / (max(len(self._logprobs), 1) if mean else 1)
+
+    def check_room(self, count: int) -> None:
+        """Raises SequenceDropped, or TooManySequences if `count` forks cannot be made."""
+        self.check_dropped()
+        self._held.check_room(self._scheduling.tenant, count)
 
     def rewind(self, count: int) -> None:
         """Removes the last `count` tokens. The others stay computed. Raises InvalidRequest unless one token is left."""
@@ -270,8 +275,7 @@ class HeldSequence:
 
     def _forks(self, count: int, engine: HeldEngine) -> list[Self]:
         """Makes `count` idle copies, all or none. Raises TooManySequences and SequenceDropped."""
-        self.check_dropped()
-        self._held.check_room(self._scheduling.tenant, count)
+        self.check_room(count)
         forks = [self._copy() for _ in range(count)]
         engine.fork_sequence(self.handle, [fork.handle for fork in forks])
         if not self.busy:

@@ -15,6 +15,7 @@ from chairlift.server.http.sockets import is_loopback
 from chairlift.server.keys import Keys
 from chairlift.server.middleware.access import PROBE_PATHS, AccessMiddleware, AccessPolicy
 from chairlift.server.observability.poller import SnapshotPoller
+from chairlift.server.routes import sequences
 from chairlift.server.routes.anthropic.messages import count_tokens, messages
 from chairlift.server.routes.ollama import chat as ollama
 from chairlift.server.routes.ollama import manage as ollama_manage
@@ -71,6 +72,15 @@ def routes() -> list[Route]:
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/v1/sequences", sequences.open_sequence, methods=["POST"]),
+        Route("/v1/sequences", sequences.list_sequences),
+        Route("/v1/sequences/{id}", sequences.get_sequence),
+        Route("/v1/sequences/{id}", sequences.update_sequence, methods=["PATCH"]),
+        Route("/v1/sequences/{id}", sequences.delete_sequence, methods=["DELETE"]),
+        Route("/v1/sequences/{id}/fork", sequences.fork, methods=["POST"]),
+        Route("/v1/sequences/{id}/append", sequences.append, methods=["POST"]),
+        Route("/v1/sequences/{id}/rewind", sequences.rewind, methods=["POST"]),
+        Route("/v1/sequences/{id}/generate", sequences.generate, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/v1/files", files.create_file, methods=["POST"]),
         Route("/v1/files", files.list_files),

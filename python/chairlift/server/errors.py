@@ -12,7 +12,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, OutOfMemory, QueueFull, RequestFailed
+from chairlift.errors import (
+    DeadlineMissed,
+    EngineClosed,
+    EngineDead,
+    InvalidRequest,
+    OutOfMemory,
+    QueueFull,
+    RequestFailed,
+    SequenceBusy,
+    SequenceDropped,
+    TooManySequences,
+)
 from chairlift.server.registry import Refusal
 from chairlift.server.usage import Usage
 
@@ -112,6 +123,13 @@ def api_error(error: Exception, route: str = "the request") -> ApiError:
     match error:
         case ApiError():
             return error
+        case SequenceDropped():
+            return ApiError(410, str(error), param=error.param, code=error.code)
+        case SequenceBusy():
+            return ApiError(409, str(error), param=error.param, code=error.code)
+        case TooManySequences():
+            headers = {} if error.retry_after is None else {"retry-after": str(max(1, math.ceil(error.retry_after)))}
+            return ApiError(429, str(error), type="rate_limit_error", param=error.param, code=error.code, headers=headers)
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param, code=error.code)
         case EngineClosed():

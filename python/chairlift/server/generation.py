@@ -8,11 +8,11 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from chairlift.errors import DeadlineMissed, InvalidRequest, QueueFull
+from chairlift.errors import DeadlineMissed, InvalidRequest, QueueFull, SequenceDropped
 from chairlift.outputs import RequestOutput, Timeline, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.server.errors import api_error
@@ -23,6 +23,9 @@ from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.service import service_of
 from chairlift.server.submission import Submission
 from chairlift.server.usage import Usage, timing_metrics
+
+if TYPE_CHECKING:
+    from chairlift.engine.async_live_sequence import AsyncLiveSequence
 
 _MAX_BUFFERED_OUTPUTS = 64
 """Outputs of a request with several prompts that are buffered for a slow client."""
@@ -44,10 +47,12 @@ class Generation:
         kind: str,
         prefix: str,
         default_max_tokens: int | None = None,
+        sequence: AsyncLiveSequence | None = None,
     ) -> None:
         """Validates the prompts; raises InvalidRequest, and ApiError if they exceed the queue's limit.
 
         `kind` is the `object` of the response and `prefix` begins its id. `default_max_tokens` applies where the request sets no limit.
+        The only prompt continues `sequence`, if given.
         """
         self._service = service_of(request)
         self._scheduling = body.scheduling(request.state.tenant, request.headers)
@@ -55,6 +60,7 @@ class Generation:
         self._stream = bool(body.stream)
         self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens)) for prompt in prompts]
         self._n = params.n
+        self._sequence = sequence
         self._context = request.state.context
         self._request_id = body.request_id or self._context.request_id
         self._ticket = request.state.ticket
@@ -135,6 +141,7 @@ class Generation:
             request_id=self._engine_ids[index],
             context=self._context,
             buffered=not self._stream,
+            sequence=self._sequence,
         )
         try:
             times = progress.times
@@ -157,8 +164,10 @@ class Generation:
             totals = {"prompt_tokens": self.usage.prompt, "completion_tokens": self.usage.completion}
             raise DeadlineMissed(str(missed), **totals) from None
         except Exception as error:
-            progress.reason = "error"
-            if isinstance(error, QueueFull | InvalidRequest):
+            # A dropped sequence ends a request that has run.
+            dropped = isinstance(error, SequenceDropped)
+            progress.reason = "abort" if dropped else "error"
+            if isinstance(error, QueueFull | InvalidRequest) and not dropped:
                 self._count_refusal(progress, error)
             raise
         finally:

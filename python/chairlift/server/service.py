@@ -18,6 +18,7 @@ from chairlift.server.errors import ApiError, brief
 from chairlift.server.lifecycle import Lifecycle
 from chairlift.server.observability.metrics import Metrics
 from chairlift.server.registry import RequestRegistry
+from chairlift.server.sequences import Sequences
 
 if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine
@@ -57,6 +58,8 @@ class Service:
     """Counts waiting requests."""
     registry: RequestRegistry = field(default_factory=RequestRegistry)
     """Recent requests, for explanations."""
+    sequences: Sequences = field(default_factory=Sequences)
+    """Clients' live sequences."""
 
     def __post_init__(self) -> None:
         """Creates the admission from the engine's configuration."""

@@ -18,6 +18,7 @@ from chairlift.server.observability.request_context import RequestContext
 from chairlift.server.service import Service
 
 if TYPE_CHECKING:
+    from chairlift.engine.async_live_sequence import AsyncLiveSequence
     from chairlift.engine.stream import Stream
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,12 @@ class Submission:
         request_id: str,
         context: RequestContext,
         buffered: bool,
+        sequence: AsyncLiveSequence | None = None,
     ) -> None:
-        """Deadlines count from the request's arrival. `buffered` collects the outputs and yields them when the answer is complete."""
+        """Deadlines count from the request's arrival. `buffered` collects the outputs and yields them when the answer is complete.
+
+        The prompt continues `sequence`, if given.
+        """
         self._service = service
         self._prompt = prompt
         self._params = params
@@ -60,6 +65,7 @@ class Submission:
         self._ready_at = time.monotonic()
         self._waited_for_engine = False
         self._buffered = buffered
+        self._sequence = sequence
         self._losses = 0
         """Engines in a row that ended before the request had PROGRESS tokens from them."""
         self._in_lost_engines = 0.0
@@ -128,7 +134,7 @@ class Submission:
     async def _run(self, on_start: Callable[[], None]) -> AsyncGenerator[RequestOutput]:
         engine = self._service.engine
         if self._stream is None:
-            self._stream = await engine.prepare(self._prompt, self._params, arrived=self._context.arrived)
+            self._stream = await engine.prepare(self._prompt, self._params, arrived=self._context.arrived, sequence=self._sequence)
         self._fingerprint = engine.facts.get("fingerprint")
         return engine.run(self._stream, self._scheduling, request_id=self._request_id, on_start=on_start, spent=self._spent())
 

@@ -39,7 +39,19 @@ def by(http_or_text, name, label):
 
 def use(computed_tokens=0, **others):
     """What the engine says that one tenant or class used."""
-    names = ("waiting", "running", "requests", "prompt_tokens", "cached_tokens", "output_tokens", "block_us", "preemptions", "queued_us")
+    names = (
+        "waiting",
+        "running",
+        "requests",
+        "prompt_tokens",
+        "cached_tokens",
+        "output_tokens",
+        "block_us",
+        "preemptions",
+        "queued_us",
+        "held",
+        "held_block_us",
+    )
     return {**dict.fromkeys(names, 0), "computed_tokens": computed_tokens, **others}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -63,6 +63,16 @@ _USED = (
 )
 """Counters by tenant and by class as (name, key in the engine's usage, unit, help)."""
 
+_USED_BY_TENANT = (*_USED, ("held_kv_block_seconds", "held_block_us", 1e-6, "KV blocks of live sequences, multiplied by the time held"))
+
+
+_PRESENT = (
+    ("num_requests_running", "running", "Requests in a batch slot"),
+    ("num_requests_waiting", "waiting", "Requests in the queue"),
+)
+"""Gauges by tenant and by class as (name, key in the engine's usage, help)."""
+
+_PRESENT_BY_TENANT = (*_PRESENT, ("num_held_sequences", "held", "Live sequences that the engine holds"))
 
 CLASSES = ("high", "default", "low")
 """The results of `priority_class`."""
@@ -83,32 +93,40 @@ class _UsageByLabel:
     Usage counts for the label that its tenant has at the time: a tenant may get a label of its own late, or lose it.
     """
 
-    def __init__(self, by: str, label: str, select: Callable[[_Usage], Mapping[Any, str]]) -> None:
+    def __init__(
+        self,
+        by: str,
+        label: str,
+        select: Callable[[_Usage], Mapping[Any, str]],
+        gauges: Sequence[tuple[str, str, str]] = _PRESENT,
+        counters: Sequence[tuple[str, str, float, str]] = _USED,
+    ) -> None:
         self._by = by
         self._label = label
         self._choose = select
+        self._gauges, self._counters = gauges, counters
         self._sums: dict[str, dict[str, float]] = {}
         self._before: _Usage = {}
 
     def families(self, common: Mapping[str, str], usage: _Usage) -> Iterator[_Family]:
         """Adds the engine's newest usage; yields one family for each gauge and counter."""
         labels = self._choose(usage)
-        now: dict[str, dict[str, float]] = {label: {"running": 0, "waiting": 0} for label in labels.values()}
+        now: dict[str, dict[str, float]] = {label: {key: 0 for _, key, _ in self._gauges} for label in labels.values()}
         for who, used in usage.items():
             label, before = labels[who], self._before.get(who, {})
             for key, count in now[label].items():
                 now[label][key] = count + used[key]
             sums = self._sums.setdefault(label, defaultdict(float))
-            for _, key, _, _ in _USED:
+            for _, key, _, _ in self._counters:
                 # The engine restarts the count of a tenant that it has forgotten.
                 sums[key] += engine_stats.increase(before, used, key)
         self._before = usage
         if len(self._sums) > MAX_LABELS:
             self._sums = {label: sums for label, sums in self._sums.items() if label in now}
-        for key, help in (("running", "Requests in a batch slot"), ("waiting", "Requests in the queue")):
+        for name, key, help in self._gauges:
             values = {label: counts[key] for label, counts in now.items()}
-            yield _gauge(f"num_requests_{key}_by_{self._by}", f"{help}, by {self._by}.", common, values, self._label)
-        for name, key, unit, help in _USED:
+            yield _gauge(f"{name}_by_{self._by}", f"{help}, by {self._by}.", common, values, self._label)
+        for name, key, unit, help in self._counters:
             values = {label: self._sums[label][key] * unit for label in now}
             yield _counter(f"{name}_by_{self._by}", f"{help}, by {self._by}.", common, values, self._label)
 
@@ -145,7 +163,7 @@ class EngineMetrics(Collector):
         self._newest: dict[str, float] = {}
         self._before: dict[str, float] = defaultdict(float)
         self._usage_by_label = {
-            "tenants": _UsageByLabel("tenant", "tenant", _tenants),
+            "tenants": _UsageByLabel("tenant", "tenant", _tenants, _PRESENT_BY_TENANT, _USED_BY_TENANT),
             "classes": _UsageByLabel("class", "priority", _classes),
         }
 

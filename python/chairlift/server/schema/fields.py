@@ -44,8 +44,9 @@ _WITHOUT_EFFECT = frozenset(
     )
 )
 
-_TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+TEXT = {"type": "string", "minLength": 1}
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+"""JSON schemas of a prompt as text and as token ids."""
 
 REQUEST_ID = r"^[A-Za-z0-9._:/+=@-]{1,128}$"
 """Pattern of request ids."""
@@ -224,7 +225,7 @@ class GenerationRequest(GenerationParams):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _IDS, {"type": "array", "items": _TEXT}, {"type": "array", "items": _IDS}]})]
+    prompt: Annotated[Any, WithJsonSchema({"anyOf": [TEXT, IDS, {"type": "array", "items": TEXT}, {"type": "array", "items": IDS}]})]
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -259,9 +260,9 @@ class CompletionRequest(GenerationRequest):
         if isinstance(prompt, str):
             return [prompt]
         if isinstance(prompt, list) and prompt:
-            if _ids(prompt):
+            if is_ids(prompt):
                 return [prompt]
-            if all(isinstance(one, str) for one in prompt) or all(_ids(one) for one in prompt):
+            if all(isinstance(one, str) for one in prompt) or all(is_ids(one) for one in prompt):
                 if len(prompt) > MAX_PROMPTS:
                     raise InvalidRequest(f"{len(prompt)} prompts in one request, at most {MAX_PROMPTS} are allowed", param="prompt")
                 answers = self.best_of or self.n or 1
@@ -299,7 +300,8 @@ def _same(value: object, harmless: object) -> bool:
     return type(value) is type(harmless) and value == harmless
 
 
-def _ids(value: object) -> bool:
+def is_ids(value: object) -> bool:
+    """Whether a prompt is a list of token ids."""
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 

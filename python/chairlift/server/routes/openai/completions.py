@@ -35,12 +35,12 @@ async def completions(request: Request) -> Response:
     prompts = [body.truncate(await _tokens(service, prompt, body), limit) for prompt in raw_prompts]
     check_prompt_logprobs(prompts, params)
     generation = Generation(request, body, prompts, params, kind="text_completion", prefix="cmpl-", default_max_tokens=DEFAULT_MAX_TOKENS)
-    choices = _Choices(service, generation, body, params, raw_prompts, prompts)
+    choices = Choices(service, generation, body, params, raw_prompts, prompts)
     headers = ignored_header([*ignored, *body.relaxed])
     if body.stream:
-        return EventStream(_events(generation, body, choices), headers)
-    whole = await _whole(generation, body, choices)
-    return await asyncio.to_thread(Json, whole, headers=headers) if params.prompt_logprobs is not None else Json(whole, headers=headers)
+        return EventStream(events(generation, body, choices), headers)
+    answer = await whole(generation, body, choices)
+    return await asyncio.to_thread(Json, answer, headers=headers) if params.prompt_logprobs is not None else Json(answer, headers=headers)
 
 
 async def _tokens(service: Service, prompt: str | list[int], body: CompletionRequest) -> list[int]:
@@ -51,7 +51,7 @@ async def _tokens(service: Service, prompt: str | list[int], body: CompletionReq
     return await service.engine.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
 
 
-class _Choices:
+class Choices:
     """Formats the entries of `choices`, as increments for a stream; a whole response is their sum."""
 
     def __init__(
@@ -141,23 +141,25 @@ def _append_logprobs(logprobs: dict[str, list[Any]] | None, following: dict[str,
     return logprobs
 
 
-async def _whole(generation: Generation, body: CompletionRequest, choices: _Choices) -> dict[str, Any]:
-    whole: dict[int, dict[str, Any]] = {}
+async def whole(generation: Generation, body: CompletionRequest, choices: Choices) -> dict[str, Any]:
+    """Returns the whole response; raises the engine's errors."""
+    collected: dict[int, dict[str, Any]] = {}
     texts: dict[int, list[str]] = {}
     async with aclosing(choices.deltas()) as deltas:
         async for delta in deltas:
             index = delta["index"]
             texts.setdefault(index, []).append(delta["text"])
-            choice = whole.setdefault(index, _delta(index, "", None))
+            choice = collected.setdefault(index, _delta(index, "", None))
             choice |= delta | {"logprobs": _append_logprobs(choice["logprobs"], delta["logprobs"])}
-    for index, choice in whole.items():
+    for index, choice in collected.items():
         choice["text"] = "".join(texts[index])
     metrics = generation.metrics() if body.include_metrics else {}
-    ordered = [whole[index] for index in sorted(whole)]
+    ordered = [collected[index] for index in sorted(collected)]
     return {**generation.head, **body.service_tier_field(), "choices": ordered, "usage": generation.usage.json(), **metrics}
 
 
-async def _events(generation: Generation, body: CompletionRequest, choices: _Choices) -> AsyncGenerator[bytes]:
+async def events(generation: Generation, body: CompletionRequest, choices: Choices) -> AsyncGenerator[bytes]:
+    """Yields the response as server-sent events; raises the engine's errors."""
     head: dict[str, Any] = generation.head | body.service_tier_field() | ({"usage": None} if body.include_usage else {})
     async with aclosing(choices.deltas()) as deltas:
         async for delta in deltas:

@@ -18,6 +18,14 @@ from chairlift.server.routes.ollama.chat_request import GenerateRequest, OllamaC
 from chairlift.server.routes.ollama.models import ShowRequest
 from chairlift.server.routes.openai.batches import BatchCreateRequest
 from chairlift.server.routes.openai.response_request import ResponsesRequest
+from chairlift.server.routes.sequences import (
+    SequenceAppendRequest,
+    SequenceForkRequest,
+    SequenceGenerateRequest,
+    SequenceOpenRequest,
+    SequenceRewindRequest,
+    SequenceUpdateRequest,
+)
 from chairlift.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
 from chairlift.server.schema.fields import REQUEST_ID, CompletionRequest
 from chairlift.server.service import service_of
@@ -44,6 +52,11 @@ _POST: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
     ("/detokenize", "Text of tokens", DetokenizeRequest, "Text", False),
     ("/v1/batches", "New batch", BatchCreateRequest, "Batch", False),
     ("/v1/embeddings", "Always rejected: the model generates text", None, "", False),
+    ("/v1/sequences", "New live sequence", SequenceOpenRequest, "Sequence", False),
+    ("/v1/sequences/{id}/fork", "Copies of a live sequence", SequenceForkRequest, "Sequences", False),
+    ("/v1/sequences/{id}/append", "Append to a live sequence", SequenceAppendRequest, "Sequence", False),
+    ("/v1/sequences/{id}/rewind", "Remove the last tokens of a live sequence", SequenceRewindRequest, "Sequence", False),
+    ("/v1/sequences/{id}/generate", "Generate from a live sequence", SequenceGenerateRequest, "SequenceCompletion", True),
 )
 """Routes with a body: path, summary, request model, response schema, and whether the response can be a stream."""
 
@@ -55,6 +68,8 @@ _GET = (
     ("/v1/files/{id}", "File", "File"),
     ("/v1/batches", "Batches of the tenant", "Batches"),
     ("/v1/batches/{id}", "Batch", "Batch"),
+    ("/v1/sequences", "Live sequences of the tenant", "Sequences"),
+    ("/v1/sequences/{id}", "Live sequence with its text", "Sequence"),
     ("/v1/requests/{id}/explain", "Where a request's time went", "Explanation"),
     ("/api/tags", "Served models in Ollama's API", "OllamaModels"),
     ("/api/ps", "Loaded models in Ollama's API", "OllamaModels"),
@@ -67,6 +82,7 @@ _GET = (
     ("/ping", "As /health", "Status"),
 )
 
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": REQUEST_ID}}
 _MALFORMED = {400: "Invalid request", 408: "Timeout while reading the body", 413: "Body too large", 415: "Body is not JSON"}
 _REJECTED = {401: "No valid API key", 403: "Foreign web page", 404: "Not found", 431: "Too many headers"}
 _LIMITED = {429: "Tenant's limit reached", 500: "Request failed", 503: "Unavailable: see Retry-After", 504: "Deadline missed"}
@@ -75,7 +91,7 @@ _LIMITED = {429: "Tenant's limit reached", 500: "Request failed", 503: "Unavaila
 @cache
 def document(served: str) -> dict[str, Any]:
     """Returns the OpenAPI document of a server with the model `served`."""
-    requests = [model for _, _, model, _, _ in _POST if model is not None]
+    requests: list[type[BaseModel]] = [*(model for _, _, model, _, _ in _POST if model is not None), SequenceUpdateRequest]
     template = "#/components/schemas/{model}"
     _, schemas = models_json_schema([(model, "validation") for model in requests], ref_template=template)
     paths: dict[str, Any] = {
@@ -83,6 +99,10 @@ def document(served: str) -> dict[str, Any]:
     }
     for path, summary, answer in _GET:
         paths.setdefault(path, {})["get"] = _get(path, summary, answer, served)
+    paths["/v1/sequences/{id}"]["patch"] = _post(
+        "/v1/sequences/{id}", "Priority of a live sequence", SequenceUpdateRequest, "Sequence", False
+    )
+    paths["/v1/sequences/{id}"]["delete"] = _get("/v1/sequences/{id}", "Drop a live sequence", "DeletedSequence", served)
     paths["/v1/files"]["post"] = _upload()
     paths["/v1/files/{id}"]["delete"] = _get("/v1/files/{id}", "Delete a file", "Deleted", served)
     paths["/v1/files/{id}/content"] = {"get": _get("/v1/files/{id}/content", "Bytes of a file", "", served)}
@@ -110,9 +130,11 @@ def _post(path: str, summary: str, model: type[BaseModel] | None, answer: str, s
     if content and streams:
         content["application/x-ndjson" if path.startswith("/api/") else "text/event-stream"] = {"schema": {"type": "string"}}
     error = "AnthropicError" if path.startswith("/v1/messages") else "OllamaError" if path.startswith("/api/") else "Error"
-    operation = _operation(summary, content, _MALFORMED | _REJECTED | _LIMITED, error)
+    in_use = {409: "In use", 410: "Dropped while it was generated"} if "{id}" in path else {}
+    operation = _operation(summary, content, _MALFORMED | _REJECTED | _LIMITED | in_use, error)
     schema = {"type": "object"} if model is None else _ref(model.__name__)
-    return operation | {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    body = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return operation | body | ({"parameters": [_ID]} if "{id}" in path else {})
 
 
 def _upload() -> dict[str, Any]:
@@ -125,8 +147,7 @@ def _get(path: str, summary: str, answer: str, served: str) -> dict[str, Any]:
     """Describes an operation without a body. Without `answer` it returns bytes."""
     content = {"application/json": {"schema": _ref(answer)}} if answer else {"application/octet-stream": {"schema": {"type": "string"}}}
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    schemas = {"model": {"enum": [served]}, "id": {"type": "string", "pattern": REQUEST_ID}}
-    parameters = [{"name": name, "in": "path", "required": True, "schema": schemas[name]} for name in names]
+    parameters = [_ID if name == "id" else {**_ID, "name": name, "schema": {"enum": [served]}} for name in names]
     failures = {400: _MALFORMED[400], **_REJECTED, 503: _LIMITED[503], **({409: "In use, or ended"} if "{id}" in path else {})}
     operation = _operation(summary, content, failures, "OllamaError" if path.startswith("/api/") else "Error")
     if path in ("/health", "/ping"):
@@ -168,6 +189,10 @@ _USAGE = _object(
 _DETERMINISM = {"enum": ["batch-invariant", "best-effort"]}
 _HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING, "determinism": _DETERMINISM}
 _ENDED = {"index": _INTEGER, "finish_reason": _or_null("string")}
+_SEQUENCE = {
+    **{"id": _STRING, "object": {"const": "sequence"}, "created": _INTEGER, "expires_at": _or_null("integer")},
+    **{"tokens": _INTEGER, "generated_tokens": _INTEGER, "score": {"type": "number"}, "priority": _INTEGER},
+}
 _FAILURE = {"message": _STRING, "type": _STRING, "param": _or_null("string"), "code": _or_null("string")}
 
 # Schemas of responses: the fields that clients may rely on.
@@ -235,6 +260,10 @@ _RESPONSES: dict[str, Any] = {
         error_file_id=_or_null("string"),
     ),
     "Batches": _object({"object": {"const": "list"}, "data": _list(_ref("Batch")), "has_more": {"type": "boolean"}}),
+    "DeletedSequence": _object({"id": _STRING, "object": {"const": "sequence"}, "deleted": {"const": True}}),
+    "Sequence": _object(_SEQUENCE, text=_STRING),
+    "Sequences": _object({"object": {"const": "list"}, "data": _list(_ref("Sequence"))}),
+    "SequenceCompletion": {"allOf": [_ref("Completion"), _object({"sequence": _ref("Sequence")})]},
     "Explanation": _object({"id": _STRING, "object": {"const": "request.explanation"}, "sequences": _list(_OBJECT)}),
     "TokenizerInfo": _object({"vocab_size": _INTEGER, "chat_template": _or_null("string")}),
     "Index": _object({"name": _STRING, "version": _STRING, "model": _STRING, "links": _OBJECT}),

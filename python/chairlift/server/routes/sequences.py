@@ -1,0 +1,269 @@
+"""/v1/sequences: live sequences, which stay computed between generations and can be forked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chairlift.engine.async_live_sequence import AsyncLiveSequence
+from chairlift.engine.held_sequences import COMPUTE, LEASE, LONGEST_LEASE, MAX_PER_TENANT
+from chairlift.errors import InvalidRequest
+from chairlift.sampling import SamplingParams
+from chairlift.server.chat.completion import prompt_of
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from chairlift.server.errors import brief
+from chairlift.server.generation import Generation
+from chairlift.server.http.body import read_json
+from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.routes.openai.completions import DEFAULT_MAX_TOKENS, Choices, events, whole
+from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, CompletionRequest, Fields, GenerationRequest, is_ids
+from chairlift.server.sequences import ServedSequence
+from chairlift.server.service import Service, service_of
+from chairlift.server.streaming import EventStream
+
+_OWN_FIELDS = {"priority", "service_tier", "cache_salt"}
+"""Fields of the opening request that hold for all generations."""
+
+_REFUSED = {
+    **dict.fromkeys(_OWN_FIELDS, "it is set when the sequence is opened, and the priority also with PATCH"),
+    **dict.fromkeys(("prompt", "add_special_tokens"), "append to the sequence instead"),
+    **dict.fromkeys(("n", "best_of"), "fork the sequence for several answers"),
+    **dict.fromkeys(("echo", "prompt_logprobs", "truncate_prompt_tokens"), "leave it out"),
+}
+"""Fields of completions that a generation from a sequence does not take, each with what to do."""
+
+
+def _hide_refused(schema: dict[str, Any]) -> None:
+    for name in _REFUSED:
+        schema["properties"].pop(name, None)
+
+
+class SequenceOpenRequest(Fields):
+    """POST /v1/sequences: a prompt, or a conversation as in /v1/chat/completions."""
+
+    prompt: Annotated[Any, WithJsonSchema({"anyOf": [TEXT, IDS]})] = None
+    add_special_tokens: bool | None = None
+    messages: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    lease_seconds: Annotated[float, Field(gt=0, le=LONGEST_LEASE)] | None = None
+    priority: int | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    cache_salt: str | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
+
+    async def tokens(self, service: Service) -> list[int]:
+        """Returns the prompt's token ids; raises InvalidRequest."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("send either a prompt or messages", param="prompt")
+        if self.prompt is None:
+            names = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+            return await prompt_of(service, ChatRequest.read(self.model_dump(include=names, exclude_none=True))[0])
+        if is_ids(self.prompt):
+            return list(self.prompt)
+        if not isinstance(self.prompt, str):
+            raise InvalidRequest(f"prompt must be a string or a list of token ids, got {brief(self.prompt)}", param="prompt")
+        service.check_length(self.prompt)
+        return await service.engine.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
+
+
+class SequenceForkRequest(Fields):
+    """POST /v1/sequences/{id}/fork."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_PER_TENANT)] | None = None
+
+
+class SequenceAppendRequest(Fields):
+    """POST /v1/sequences/{id}/append: a text or token ids. With `compute` the response waits until these are computed."""
+
+    text: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)] | None = None
+    compute: bool | None = None
+
+
+class SequenceRewindRequest(Fields):
+    """POST /v1/sequences/{id}/rewind."""
+
+    count: int
+
+
+class SequenceUpdateRequest(Fields):
+    """PATCH /v1/sequences/{id}."""
+
+    priority: int
+
+
+class SequenceGenerateRequest(CompletionRequest):
+    """POST /v1/sequences/{id}/generate: the fields of /v1/completions, without those about prompts and several answers."""
+
+    model_config = ConfigDict(json_schema_extra=_hide_refused)
+    prompt: Any = None
+
+    def params(self, defaults: Any) -> SamplingParams:
+        """Returns the sampling parameters; raises InvalidRequest."""
+        for name, hint in _REFUSED.items():
+            if getattr(self, name) is not None:
+                raise InvalidRequest(f"{name} is not supported for a live sequence: {hint}", param=name, code="unsupported_parameter")
+        return super().params(defaults)
+
+
+async def open_sequence(request: Request) -> Response:
+    """Computes a prompt and holds it."""
+    service = service_of(request)
+    body, ignored = SequenceOpenRequest.read(await read_json(request))
+    service.check_model(body.model)
+    prompt = await body.tokens(service)
+    fields = body.model_dump(include=_OWN_FIELDS, exclude_none=True)
+    generation = GenerationRequest(**fields, request_id=body.request_id)
+    scheduling = generation.scheduling(request.state.tenant, request.headers)
+    # Deadlines in the headers are those of this request.
+    scheduling = replace(scheduling, deadline_ms=None, ttft_deadline_ms=None)
+    sequence = service.engine.hold(prompt, scheduling, body.lease_seconds or LEASE)
+    try:
+        await _compute(request, generation, sequence)
+    except BaseException:
+        sequence.drop()
+        raise
+    return Json(service.sequences.add(sequence, fields).json(), headers=ignored_header(ignored))
+
+
+async def list_sequences(request: Request) -> Response:
+    """Lists the tenant's sequences, oldest first."""
+    return _list_of(service_of(request).sequences.of(request.state.tenant), {})
+
+
+async def get_sequence(request: Request) -> Response:
+    """Returns a sequence with its text."""
+    served = _served(request)
+    tokenizer = service_of(request).engine.tokenizer
+    text = await asyncio.to_thread(tokenizer.decode, served.sequence.token_ids)
+    return Json(served.json() | {"text": text})
+
+
+async def update_sequence(request: Request) -> Response:
+    """Changes the priority, also of a running generation."""
+    body, ignored = SequenceUpdateRequest.read(await read_json(request, queued=False))
+    served = _served(request)
+    served.sequence.priority = served.fields["priority"] = body.priority
+    return Json(served.json(), headers=ignored_header(ignored))
+
+
+async def delete_sequence(request: Request) -> Response:
+    """Drops a sequence and ends its generation."""
+    served = _served(request)
+    served.sequence.drop()
+    return Json({"id": served.id, "object": "sequence", "deleted": True})
+
+
+async def fork(request: Request) -> Response:
+    """Copies a sequence."""
+    service = service_of(request)
+    body, ignored = SequenceForkRequest.read(await read_json(request))
+    served, count = _served(request), body.n or 1
+    sequence = served.sequence
+    sequence.check_room(count)
+    if not sequence.busy:
+        await _compute(request, GenerationRequest(**served.fields), sequence)
+    forks = [service.sequences.add(one, dict(served.fields)) for one in sequence.fork_now(count)]
+    return _list_of(forks, ignored_header(ignored))
+
+
+async def append(request: Request) -> Response:
+    """Appends to a sequence."""
+    service = service_of(request)
+    body, ignored = SequenceAppendRequest.read(await read_json(request))
+    served = _served(request)
+    param, content = ("tokens", body.tokens) if body.text is None else ("text", body.text)
+    if content is None or (body.text is not None and body.tokens is not None):
+        raise InvalidRequest("send either text or tokens", param="text")
+    if isinstance(content, str):
+        service.check_length(content)
+    try:
+        await served.sequence.append(content)
+    except InvalidRequest as error:
+        error.param = param if error.param == "content" else error.param
+        raise
+    if body.compute:
+        await _compute(request, GenerationRequest(**served.fields), served.sequence)
+    return Json(served.json(), headers=ignored_header(ignored))
+
+
+async def rewind(request: Request) -> Response:
+    """Removes the last tokens of a sequence."""
+    service_of(request).lifecycle.check_admission()
+    body, ignored = SequenceRewindRequest.read(await read_json(request, queued=False))
+    served = _served(request)
+    served.sequence.rewind(body.count)
+    return Json(served.json(), headers=ignored_header(ignored))
+
+
+async def generate(request: Request) -> Response:
+    """Generates from a sequence, which keeps the tokens. The response is that of /v1/completions, streamed or whole."""
+    service = service_of(request)
+    body, ignored = SequenceGenerateRequest.read(await read_json(request))
+    service.check_model(body.model)
+    served = _served(request)
+    params = body.params(service.default_sampling)
+    served.sequence.params(params)
+    headers = ignored_header([*ignored, *body.relaxed])
+    body = body.model_copy(update=served.fields)
+    if body.stream:
+        return EventStream(_events(request, body, params, served), headers)
+    with _generating(request, body, params, served) as (generation, choices):
+        answer = await whole(generation, body, choices)
+    return Json(answer | {"sequence": served.json()}, headers=headers)
+
+
+async def _events(request: Request, body: SequenceGenerateRequest, params: SamplingParams, served: ServedSequence) -> AsyncGenerator[bytes]:
+    with _generating(request, body, params, served) as (generation, choices):
+        async with aclosing(events(generation, body, choices)) as all_events:
+            async for event in all_events:
+                yield event
+
+
+@contextmanager
+def _generating(
+    request: Request, body: SequenceGenerateRequest, params: SamplingParams, served: ServedSequence
+) -> Iterator[tuple[Generation, Choices]]:
+    """Runs a generation in the block."""
+    sequence = served.sequence
+    with sequence.generating() as prompt:
+        generation = Generation(
+            request,
+            body,
+            [prompt],
+            sequence.params(params),
+            kind="text_completion",
+            prefix="cmpl-",
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            sequence=sequence,
+        )
+        # The score needs log-probabilities, but the client sees only those that it asked for.
+        yield generation, Choices(service_of(request), generation, body, params, [prompt], [prompt])
+
+
+async def _compute(request: Request, body: GenerationRequest, sequence: AsyncLiveSequence) -> None:
+    """Computes what was appended."""
+    if sequence.uncomputed:
+        with sequence.computing() as prompt:
+            generation = Generation(request, body, [prompt], COMPUTE, kind="sequence", prefix="seqcmpl-", sequence=sequence)
+            async with aclosing(generation.outputs()) as outputs:
+                async for _ in outputs:
+                    pass
+
+
+def _served(request: Request) -> ServedSequence:
+    return service_of(request).sequences.get(request.state.tenant, request.path_params["id"])
+
+
+def _list_of(sequences: list[ServedSequence], headers: dict[str, str]) -> Response:
+    return Json({"object": "list", "data": [served.json() for served in sequences]}, headers=headers)

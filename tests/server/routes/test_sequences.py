@@ -1,0 +1,251 @@
+"""Live sequences over HTTP: what the routes answer, who may use a sequence, and what is refused."""
+
+import json
+import threading
+import time
+
+import httpx
+import pytest
+from fake_async_engine import FakeEngine, serving, wait_until
+
+from chairlift.engine.frames import DropSequence, ForkSequence, SetPriority
+
+KEYS = {"api_key": "alice=ka,bob=kb"}
+URL = "/v1/sequences"
+
+
+@pytest.fixture(scope="module")
+def lasting_keys():
+    engine = FakeEngine()
+    with serving(engine, **KEYS) as (base, service):
+        yield engine, base, service
+
+
+@pytest.fixture
+def engine(lasting_keys):
+    """A fake engine that serves the whole file, without the sequences of earlier tests."""
+    engine = lasting_keys[0]
+    engine.released = False
+    yield engine
+    engine.released = True
+
+
+@pytest.fixture
+def alice(lasting_keys, engine):
+    yield from client(lasting_keys[1], "ka")
+
+
+@pytest.fixture
+def bob(lasting_keys, engine):
+    yield from client(lasting_keys[1], "kb")
+
+
+def client(base, key):
+    with httpx.Client(base_url=base, timeout=30, headers={"authorization": f"Bearer {key}"}) as http:
+        yield http
+        for sequence in http.get(URL).json()["data"]:
+            http.delete(f"{URL}/{sequence['id']}")
+
+
+def opened(http, prompt="a b", **fields):
+    response = http.post(URL, json={"prompt": prompt, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def error(response):
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_a_sequence_is_opened_forked_appended_to_generated_rewound_and_dropped(alice, engine):
+    root = opened(alice)
+    assert root.keys() == {"id", "object", "created", "expires_at", "tokens", "generated_tokens", "score", "priority"}
+    assert (root["object"], root["tokens"], root["generated_tokens"], root["score"]) == ("sequence", 3, 0, 0.0)
+    assert abs(root["expires_at"] - time.time() - 600) < 30
+    assert engine.seen[-1].max_tokens == 1  # it was computed
+    forks = alice.post(f"{URL}/{root['id']}/fork", json={"n": 2}).json()["data"]
+    assert isinstance(engine.frames[-1], ForkSequence)
+    assert len(engine.frames[-1].forks) == len({root["id"], *(fork["id"] for fork in forks)}) - 1 == 2
+    url = f"{URL}/{forks[0]['id']}"
+    assert alice.post(f"{url}/append", json={"text": " c"}).json()["tokens"] == 5
+    assert alice.post(f"{url}/append", json={"tokens": [32]}).json()["tokens"] == 6
+    before = engine.started
+    assert alice.post(f"{url}/append", json={"text": "d", "compute": True}).json()["tokens"] == 7
+    assert engine.started == before + 1
+    answer = alice.post(f"{url}/generate", json={"max_tokens": 4, "seed": 1}).json()
+    assert answer["choices"][0] | {"stop_reason": None} == {
+        **{"index": 0, "text": "a b c d ", "logprobs": None, "finish_reason": "length"},
+        "stop_reason": None,
+    }
+    assert answer["usage"]["prompt_tokens"] == 7
+    assert (answer["object"], answer["sequence"]["tokens"], answer["sequence"]["generated_tokens"]) == ("text_completion", 11, 4)
+    assert answer["sequence"]["score"] == 4 * -0.75
+    assert alice.get(url).json() == {**answer["sequence"], "text": "a b c d\1\1\1\1"}
+    rewound = alice.post(f"{url}/rewind", json={"count": 5}).json()
+    assert (rewound["tokens"], rewound["generated_tokens"], rewound["score"]) == (6, 0, 0.0)
+    assert [one["id"] for one in alice.get(URL).json()["data"]] == [root["id"], *(fork["id"] for fork in forks)]
+    assert alice.delete(url).json() == {"id": forks[0]["id"], "object": "sequence", "deleted": True}
+    assert isinstance(engine.frames[-1], DropSequence)
+    assert error(alice.get(url)) == error(alice.delete(url)) == (404, "sequence_not_found")
+    assert error(alice.post(f"{url}/fork", json={})) == (404, "sequence_not_found")
+
+
+def test_a_stream_is_that_of_completions(alice):
+    url = f"{URL}/{opened(alice)['id']}"
+    response = alice.post(
+        f"{url}/generate", json={"max_tokens": 2, "stream": True, "logprobs": 0, "stream_options": {"include_usage": True}}
+    )
+    *chunks, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    chunks = [json.loads(chunk) for chunk in chunks]
+    assert done == "[DONE]"
+    assert [chunk["choices"][0]["text"] for chunk in chunks[:-1]] == ["a ", "b "]
+    assert chunks[0]["choices"][0]["logprobs"]["token_logprobs"] == [-0.75]
+    assert chunks[-1]["usage"]["total_tokens"] == 5
+    assert alice.get(url).json()["tokens"] == 5
+
+
+def test_messages_are_rendered_and_the_fields_of_the_opening_hold_for_all_generations(alice, engine):
+    sequence = opened(alice, None, messages=[{"role": "user", "content": "hi"}], priority=3, cache_salt="s", lease_seconds=60)
+    assert (sequence["tokens"], sequence["priority"]) == (2, 3)
+    assert abs(sequence["expires_at"] - time.time() - 60) < 30
+    url = f"{URL}/{sequence['id']}"
+    (fork,) = alice.post(f"{url}/fork", json={}).json()["data"]
+    assert alice.patch(url, json={"priority": -2}).json()["priority"] == -2
+    for one, priority in ((url, -2), (f"{URL}/{fork['id']}", 3)):
+        assert alice.post(f"{one}/generate", json={"max_tokens": 1, "deadline_ms": 9e5}).status_code == 200
+        used = engine.scheduled[-1]
+        assert (used.tenant, used.priority, used.cache_salt, used.deadline_ms) == ("alice", priority, "s", 9e5)
+
+
+def test_another_tenants_sequence_is_as_unknown_as_any(alice, bob):
+    url = f"{URL}/{opened(alice)['id']}"
+    unknown = bob.get(f"{URL}/seq-{'0' * 32}")
+    assert error(unknown) == (404, "sequence_not_found")
+    for response in (
+        bob.get(url),
+        bob.delete(url),
+        bob.patch(url, json={"priority": 1}),
+        *(bob.post(f"{url}/{verb}", json={"text": "a", "count": 0}) for verb in ("fork", "append", "rewind", "generate")),
+    ):
+        assert (response.status_code, response.json()) == (404, unknown.json())
+    assert bob.get(URL).json()["data"] == []
+    assert alice.get(url).status_code == 200
+
+
+def test_while_it_is_generated_a_sequence_can_be_forked_and_dropped_and_nothing_else(alice, engine):
+    url = f"{URL}/{opened(alice, 'paused x')['id']}"
+    with alice.stream("POST", f"{url}/generate", json={"max_tokens": 9, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for verb, fields in (("generate", {}), ("append", {"text": "a"}), ("rewind", {"count": 1})):
+            assert error(alice.post(f"{url}/{verb}", json=fields)) == (409, "sequence_busy")
+        assert alice.get(url).json()["expires_at"] is None
+        assert alice.patch(url, json={"priority": 7}).json()["priority"] == 7
+        assert engine.frames[-1] == SetPriority(engine.started, 7)
+        (fork,) = alice.post(f"{url}/fork", json={}).json()["data"]
+        assert fork["tokens"] == 8
+        assert alice.delete(url).status_code == 200
+        engine.released = True
+        assert '"code":"sequence_dropped"' in list(lines)[-2]
+    assert alice.get(f"{URL}/{fork['id']}").json()["tokens"] == 8
+
+
+def test_a_client_that_leaves_ends_its_generation_and_keeps_its_sequence(alice, engine):
+    url = f"{URL}/{opened(alice, 'paused x')['id']}"
+    before = engine.left_early
+    with alice.stream("POST", f"{url}/generate", json={"max_tokens": 9, "stream": True}) as response:
+        next(response.iter_lines())
+    wait_until(lambda: engine.left_early == before + 1)
+    engine.released = True
+    wait_until(lambda: alice.get(url).json()["expires_at"] is not None)
+    assert alice.get(url).json()["tokens"] == 8
+    assert alice.post(f"{url}/generate", json={"max_tokens": 3}).json()["sequence"]["tokens"] == 11
+
+
+def test_an_opening_that_fails_holds_nothing(alice):
+    assert error(alice.post(URL, json={"prompt": "full xx"})) == (503, "queue_full")
+    assert alice.get(URL).json()["data"] == []
+    url = f"{URL}/{opened(alice)['id']}"
+    alice.post(f"{url}/append", json={"text": " boom"})
+    assert error(alice.post(f"{url}/generate", json={"max_tokens": 5})) == (500, "request_failed")
+    assert alice.get(url).json()["tokens"] == 8
+
+
+def test_a_tenant_can_hold_a_limited_number(alice, bob, engine, monkeypatch):
+    monkeypatch.setattr("chairlift.engine.held_sequences.MAX_PER_TENANT", 10)
+    url = f"{URL}/{opened(alice)['id']}"
+    frames = len(engine.frames)
+    assert alice.post(f"{url}/fork", json={"n": 100_000}).json()["error"]["param"] == "n"
+    assert error(alice.post(f"{url}/fork", json={"n": 1024})) == (429, "too_many_sequences")
+    assert len(engine.frames) == frames
+    statuses = [alice.post(f"{url}/fork", json={"n": 3}).status_code for _ in range(4)]
+    assert statuses == [200, 200, 200, 429]
+    refused = alice.post(URL, json={"prompt": "a"})
+    assert error(refused) == (429, "too_many_sequences")
+    assert 0 < int(refused.headers["retry-after"]) <= 600
+    assert len(alice.get(URL).json()["data"]) == 10
+    assert opened(bob)["tokens"] == 3
+
+
+def test_many_forks_at_once_stay_within_the_limit(alice, monkeypatch):
+    monkeypatch.setattr("chairlift.engine.held_sequences.MAX_PER_TENANT", 50)
+    url = f"{URL}/{opened(alice)['id']}"
+    statuses = []
+
+    def fork():
+        with httpx.Client(base_url=alice.base_url, headers=alice.headers, timeout=30) as http:
+            statuses.extend(http.post(f"{url}/fork", json={"n": 5}).status_code for _ in range(4))
+
+    threads = [threading.Thread(target=fork) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(statuses) == [200] * 9 + [429] * 7
+    assert len(alice.get(URL).json()["data"]) == 46
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "param"),
+    [
+        ("fork", {"n": 0}, "n"),
+        ("fork", {"n": "3"}, "n"),
+        ("append", {}, "text"),
+        ("append", {"text": "a", "tokens": [1]}, "text"),
+        ("append", {"text": 5}, "text"),
+        ("append", {"text": "x" * 2045}, "text"),
+        ("append", {"tokens": ["a"]}, "tokens[0]"),
+        ("append", {"tokens": [256]}, "tokens"),
+        ("append", {"tokens": [2**70]}, "tokens"),
+        ("rewind", {}, "count"),
+        ("rewind", {"count": -1}, "count"),
+        ("rewind", {"count": 3}, "count"),
+        ("generate", {"prompt": "a"}, "prompt"),
+        ("generate", {"n": 2}, "n"),
+        ("generate", {"echo": True}, "echo"),
+        ("generate", {"priority": 1}, "priority"),
+        ("generate", {"max_tokens": 2046}, "prompt"),
+        ("generate", {"temperature": "hot"}, "temperature"),
+        ("", {}, "prompt"),
+        ("", {"prompt": ""}, "prompt"),
+        ("", {"prompt": 5}, "prompt"),
+        ("", {"prompt": ["a"]}, "prompt"),
+        ("", {"prompt": "a", "messages": []}, "prompt"),
+        ("", {"prompt": "a" * 2048}, "prompt"),
+        ("", {"prompt": "a", "lease_seconds": 0}, "lease_seconds"),
+        ("", {"prompt": "a", "lease_seconds": 1e6}, "lease_seconds"),
+    ],
+)
+def test_wrong_bodies_are_refused_and_change_nothing(alice, verb, body, param):
+    sequence = opened(alice)
+    response = alice.post(f"{URL}/{sequence['id']}/{verb}" if verb else URL, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    now = alice.get(URL).json()["data"]
+    assert [one | {"expires_at": 0} for one in now] == [sequence | {"expires_at": 0}]
+
+
+def test_a_lease_ends(alice):
+    sequence = opened(alice, lease_seconds=0.05)
+    time.sleep(0.06)
+    assert error(alice.get(f"{URL}/{sequence['id']}")) == (404, "sequence_not_found")
+    assert alice.get(URL).json()["data"] == []
