@@ -38,6 +38,8 @@ const NOISE: f64 = 0.1;
 const MIN_NOISE: f64 = 2.0;
 /// Prompt tokens in a step with a time limit before their cost is known.
 pub(crate) const FIRST_PREFILL: u32 = 64;
+/// The part of the running means of step times that each step replaces.
+const RECENT: f64 = 0.25;
 /// Observed steps after which predictions are used.
 const ENOUGH: u32 = 8;
 
@@ -56,13 +58,28 @@ pub struct StepModel {
     largest_prefill: u32,
     /// Running mean of step times.
     mean: f64,
+    /// Running mean of the times of recent steps without prompt tokens, and the load of the last one. Zero before the
+    /// first.
+    decode_mean: f64,
+    decode_load: Load,
+    /// Running mean of the times of recent steps with prompt tokens, each divided by its prediction.
+    prefill_pace: f64,
 }
 
 impl Default for StepModel {
     fn default() -> Self {
         let mut covariance = [[0.0; COEFFICIENTS]; COEFFICIENTS];
         (0..COEFFICIENTS).for_each(|i| covariance[i][i] = UNKNOWN);
-        Self { weights: [0.0; COEFFICIENTS], covariance, seen: 0, largest_prefill: 0, mean: 0.0 }
+        Self {
+            weights: [0.0; COEFFICIENTS],
+            covariance,
+            seen: 0,
+            largest_prefill: 0,
+            mean: 0.0,
+            decode_mean: 0.0,
+            decode_load: Load::default(),
+            prefill_pace: 1.0,
+        }
     }
 }
 
@@ -75,6 +92,11 @@ fn features(load: &Load) -> Vector {
 
 fn dot(a: &Vector, b: &Vector) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// The smaller number.
+fn smaller(a: f64, b: f64) -> f64 {
+    if a < b { a } else { b }
 }
 
 /// The larger number. `f64::max` takes more instructions, because it looks for NaN.
@@ -101,8 +123,8 @@ impl StepModel {
         std::array::from_fn(|i| self.weights[i] * SCALE[i])
     }
 
-    /// Updates the model with a step of `load` that took `took` microseconds.
-    pub fn observe(&mut self, load: &Load, took: Time) {
+    /// Updates the model with a step of `load` that took `took` microseconds. Returns the time that was predicted.
+    pub fn observe(&mut self, load: &Load, took: Time) -> f64 {
         let (x, took) = (features(load), took as f64);
         for i in 0..COEFFICIENTS {
             let drift = DRIFT * larger(self.weights[i], 1.0).powi(2);
@@ -117,7 +139,8 @@ impl StepModel {
         let spread = dot(&x, &px) + noise;
         let deviation = spread.sqrt();
         // A step that took much longer than predicted was delayed by another cause.
-        let surprise = ((took - dot(&self.weights, &x)) / deviation).clamp(-3.0, 3.0);
+        let predicted = dot(&self.weights, &x);
+        let surprise = ((took - predicted) / deviation).clamp(-3.0, 3.0);
         let gain = px.map(|px| px / deviation);
         for i in 0..COEFFICIENTS {
             self.weights[i] = larger(self.weights[i] + gain[i] * surprise, 0.0);
@@ -130,6 +153,16 @@ impl StepModel {
         self.mean += (usual - self.mean) / f64::from(self.seen.min(31) + 1);
         self.seen = self.seen.saturating_add(1);
         self.largest_prefill = self.largest_prefill.max(load.prefill_tokens);
+        if load.prefill_tokens == 0 {
+            let same = load.decode_seqs == self.decode_load.decode_seqs;
+            let mean = if same { self.decode_mean } else { self.decode_step(load) };
+            let mean = if mean > 0.0 { mean } else { took };
+            self.decode_mean = mean + RECENT * (smaller(took, 2.0 * mean) - mean);
+            self.decode_load = *load;
+        } else if self.knows() && predicted > 0.0 {
+            self.prefill_pace += RECENT * (smaller(took / predicted, 2.0 * self.prefill_pace) - self.prefill_pace);
+        }
+        predicted
     }
 
     /// Whether enough steps were observed to predict.
@@ -142,10 +175,20 @@ impl StepModel {
         dot(&self.weights, &features(load))
     }
 
-    /// How much of a step of `load` counts as used capacity if it was full to `fullness` (0 to 1): the cost of its
-    /// tokens, and that part of the fixed cost.
-    pub fn share(&self, load: &Load, fullness: f64) -> f64 {
-        let (whole, fixed) = (self.step(load), self.weights[0] * SCALE[0]);
+    /// Predicted microseconds for a step of `load`, which has no prompt tokens, from the times of the latest such steps.
+    ///
+    /// While a long prompt is computed, there is no such step. The prediction of [`step`](Self::step) is then unreliable,
+    /// because the filter cannot tell the cost of the decodes from that of the prompt.
+    pub fn decode_step(&self, load: &Load) -> f64 {
+        let last = self.step(&self.decode_load);
+        let growth = if self.decode_mean > 0.0 && last > 0.0 { self.decode_mean / last } else { 1.0 };
+        growth * self.step(load)
+    }
+
+    /// How much of a step of `whole` predicted microseconds counts as used capacity if it was full to `fullness` (0 to 1):
+    /// the cost of its tokens, and that part of the fixed cost.
+    pub fn share(&self, whole: f64, fullness: f64) -> f64 {
+        let fixed = self.weights[0] * SCALE[0];
         if whole > 0.0 { (whole - fixed * (1.0 - fullness)) / whole } else { fullness }
     }
 
@@ -174,7 +217,9 @@ impl StepModel {
     /// model may not be linear beyond that.
     pub fn prefill_room(&self, load: &Load, target: f64, least: f64, context: u32) -> u32 {
         let each = self.prefill_token(context.into());
-        let room = (target - self.step(load)).max(least);
+        // The filter follows a machine that becomes slower too late for a target.
+        let pace = larger(self.prefill_pace, 1.0);
+        let room = (target / pace - self.step(load)).max(least / pace);
         let fits = if each > 0.0 { (room / each) as u32 } else { u32::MAX };
         fits.min(self.largest_prefill.max(FIRST_PREFILL / 2).saturating_mul(2))
     }
@@ -242,12 +287,52 @@ mod tests {
     }
 
     #[test]
+    fn the_time_of_decodes_is_known_after_a_few_steps_and_stays_so_while_a_long_prompt_is_computed() {
+        let (mut model, mut state) = (StepModel::default(), 1);
+        let slow = StepModel::new(9000.0, 900.0, 900.0, 0.5, 0.1);
+        for i in 0..500 {
+            model.observe(&load(i), noisy(slow.step(&load(i)), &mut state));
+        }
+        // The machine is three times as fast from now on, which twelve steps tell of decodes only.
+        let fast = StepModel::new(3000.0, 300.0, 300.0, 0.2, 0.03);
+        let decode = Load { decode_seqs: 4, context_tokens: 400, ..Load::default() };
+        for _ in 0..12 {
+            model.observe(&decode, noisy(fast.step(&decode), &mut state));
+        }
+        let off = |model: &StepModel| model.decode_step(&decode) / fast.step(&decode);
+        assert!((off(&model) - 1.0).abs() < 0.15, "{} at first", off(&model));
+        for i in 0..200_u64 {
+            let pairs = 16 * 16 * i;
+            let mixed = Load { prefill_tokens: 16, prefill_pairs: pairs, ..decode };
+            model.observe(&mixed, noisy(fast.step(&mixed), &mut state));
+            assert!((off(&model) - 1.0).abs() < 0.3, "{} after {i} steps of the prompt", off(&model));
+        }
+    }
+
+    #[test]
+    fn steps_meet_a_target_again_soon_after_the_machine_became_slower() {
+        let (mut model, mut state) = (StepModel::default(), 1);
+        let decode = Load { decode_seqs: 4, context_tokens: 400, ..Load::default() };
+        let mut longest = 0.0;
+        for (i, pace) in (0..300).map(|i| (i, if i < 200 { 1.0 } else { 2.5 })) {
+            let prefill_tokens = if model.knows() { model.prefill_room(&decode, 100_000.0, 0.0, 500) } else { 64 };
+            let mixed = Load { prefill_tokens, prefill_pairs: u64::from(prefill_tokens) * 500, ..decode };
+            let took = noisy(pace * StepModel::new(3000.0, 300.0, 300.0, 0.2, 0.03).step(&mixed), &mut state);
+            model.observe(&mixed, took);
+            if i >= 210 {
+                longest = larger(longest, took as f64);
+            }
+        }
+        assert!(longest < 130_000.0, "{longest} µs");
+    }
+
+    #[test]
     fn an_empty_seat_saves_its_part_of_a_step_s_fixed_cost() {
         let model = StepModel::new(1000.0, 10.0, 100.0, 0.0, 0.0);
         let load = Load { decode_seqs: 10, ..Load::default() };
-        assert!((model.share(&load, 0.5) - 0.75).abs() < 1e-9);
-        assert!((model.share(&load, 1.0) - 1.0).abs() < 1e-9);
-        assert!((StepModel::default().share(&load, 0.25) - 0.25).abs() < 1e-9, "nothing is known yet");
+        assert!((model.share(model.step(&load), 0.5) - 0.75).abs() < 1e-9);
+        assert!((model.share(model.step(&load), 1.0) - 1.0).abs() < 1e-9);
+        assert!((StepModel::default().share(0.0, 0.25) - 0.25).abs() < 1e-9, "nothing is known yet");
     }
 
     #[test]

@@ -15,7 +15,7 @@ const MIN_PREFILL: f64 = 0.15;
 const DEFAULT_SLOWDOWN: f64 = 3.0;
 /// The part of the target to aim at. A prompt's next piece always costs slightly more than the pieces that the model
 /// has observed.
-const AIM: f64 = 0.9;
+const AIM: f64 = 0.88;
 /// The part of a step's prompt tokens, as a divisor, that is guaranteed to the oldest prompt in progress.
 const GUARANTEE: u32 = 4;
 
@@ -37,7 +37,7 @@ impl Scheduler {
             *budget = (*budget).min(FIRST_PREFILL);
             return;
         }
-        let alone = self.model.step(&plan.load);
+        let alone = self.model.decode_step(&plan.load);
         let target = if configured { self.config.target_itl as f64 } else { DEFAULT_SLOWDOWN * alone };
         // The prompt that runs next is not known yet. The longest prompt in progress is the most expensive.
         let context = prompts.iter().map(|&id| self.seqs[id].computed()).max().unwrap_or(0);

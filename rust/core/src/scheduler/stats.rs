@@ -85,13 +85,13 @@ impl Scheduler {
         self.accounts.saturation().planned(waiting, arrived, now);
     }
 
-    /// Records a step that began at `from` and ended now.
+    /// Records a step that began at `from`, ended now and was `predicted` to take so many microseconds.
     ///
     /// While requests wait, steps are as full as possible and use all of the capacity. Otherwise more sequences could
     /// have shared the step's fixed cost, so only the used part of the step counts.
-    pub(super) fn note_use(&mut self, load: &Load, from: Time) {
+    pub(super) fn note_use(&mut self, load: &Load, from: Time, predicted: f64) {
         let backlogged = self.accounts.saturation().is_backlogged();
-        let share = if backlogged { 1.0 } else { self.model.share(load, self.fullness(load)) };
+        let share = if backlogged { 1.0 } else { self.model.share(predicted, self.fullness(load)) };
         let now = self.accounts.now();
         self.accounts.saturation().used(from, now, share);
     }
