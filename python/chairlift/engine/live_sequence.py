@@ -56,8 +56,7 @@ class LiveSequence(HeldSequence):
         Appended tokens are computed first. A sequence that is being generated is copied as it was before. Raises TooManySequences, and
         then makes no copy.
         """
-        self.check_dropped()
-        if not self.busy:
+        if self.uncomputed and not self.busy:
             self.compute()
         forks: list[LiveSequence] = self._call(lambda engine: self._forks(count, engine))
         return forks

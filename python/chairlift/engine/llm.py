@@ -201,8 +201,9 @@ class LLM:
     def _call(self, function: Callable[[Engine], Result]) -> Result:
         """Calls a function with the engine between two steps."""
         with self._lock:
-            self._held.expire(self.engine)
-            return function(self.engine)
+            engine = self.engine
+            self._held.expire(engine)
+            return function(engine)
 
     def _continuation(self, sequence: LiveSequence, prompt: list[int], params: SamplingParams, news: deque[_Request]) -> _Request:
         params = validate(prompt, encode_bad_words(sequence.params(params), self.tokenizer), self.facts)

@@ -1,0 +1,85 @@
+"""What a fork of a live sequence costs by its context, in the core and through `LiveSequence.fork`.
+
+    python benches/forks.py            writes benches/results/forks.md; takes ten seconds
+
+No model runs. Microseconds are medians; each round forks once, and drops the forks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from scheduler import machine
+
+from chairlift import LLM
+from chairlift.checkpoint.locate import locate
+from chairlift.config import DEFAULT_MODEL
+
+ROOT = Path(__file__).parent.parent
+CONTEXTS = (512, 8192, 32_768, 131_072)
+COUNTS = (1, 16)
+LONGEST = 132_000
+ROUNDS = 500
+
+
+def median_us(fork: Callable[[], object], drop: Callable[[object], None]) -> float:
+    """Median microseconds of `fork`, whose result `drop` drops in time that does not count."""
+    times = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter_ns()
+        forked = fork()
+        times.append((time.perf_counter_ns() - began) / 1000)
+        drop(forked)
+    return statistics.median(times)
+
+
+def model(directory: Path) -> Path:
+    """The default model's configuration with a longer context, and its tokenizer."""
+    original = locate(DEFAULT_MODEL)
+    config = json.loads((original / "config.json").read_text()) | {"max_position_embeddings": LONGEST}
+    (directory / "config.json").write_text(json.dumps(config))
+    for file in original.glob("tokenizer*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+def measure(llm: LLM, context: int) -> list[float]:
+    """The core's time, and that of `LiveSequence.fork` for each of `COUNTS`, per fork."""
+    with llm.open([1] * context) as root:
+        sequences, now = llm.engine._sequences, time.monotonic_ns() // 1000
+        core, handle = sequences._scheduler, sequences._held[root.handle]
+        times = [median_us(lambda: core.fork_held(handle, now), lambda fork: core.drop_held(fork, now))]
+        for count in COUNTS:
+            times.append(median_us(lambda count=count: root.fork(count), lambda forks: [fork.drop() for fork in forks]) / count)
+        return times
+
+
+def main() -> None:
+    """Runs everything and writes the table."""
+    lines = [
+        "# Forks",
+        "",
+        f"{time.strftime('%Y-%m-%d')}, {machine()}.",
+        "A fork of a live sequence, microseconds per fork, median. KV blocks have 16 tokens.",
+        "",
+        "| tokens of context | core | `fork(1)` | `fork(16)` |",
+        "|---|---|---|---|",
+    ]
+    sizes = {"num_kv_blocks": 10_000, "block_size": 16, "max_model_len": LONGEST, "max_num_batched_tokens": 8192}
+    with tempfile.TemporaryDirectory() as folder, LLM(model(Path(folder)), load_format="none", **sizes) as llm:
+        for context in CONTEXTS:
+            lines.append(f"| {context:,} | {' | '.join(f'{microseconds:.1f}' for microseconds in measure(llm, context))} |")
+    result = "\n".join(lines) + "\n"
+    print(result)
+    (ROOT / "benches" / "results" / "forks.md").write_text(result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
