@@ -58,7 +58,7 @@ def search(llm):
         left.append(" left")
         first = left.generate(GREEDY)
         left.rewind(3)
-        left.append([17])
+        left.append([17, 18, 19, 20, 21])
         second, third = left.generate(SAMPLED), right.generate(SAMPLED)
         found = [(path.token_ids, path.score()) for path in (root, left, right)]
         left.drop()
@@ -78,7 +78,7 @@ def test_a_search_is_the_same_as_that_of_llm(byte_model, model):
             await left.append(" left")
             first = await left.generate(GREEDY)
             left.rewind(3)
-            await left.append([17])
+            await left.append([17, 18, 19, 20, 21])
             second, third = await left.generate(SAMPLED), await right.generate(SAMPLED)
             found = [(path.token_ids, path.score()) for path in (root, left, right)]
             left.drop()
