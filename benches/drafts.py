@@ -2,6 +2,8 @@
 
     python benches/drafts.py [--repeats 3] [--streams 1 4 16 64] [--model MODEL]
 
+Needs cargo, for what the drafter takes.
+
 The prompts are natural text, in TASKS: with random tokens nothing could be learned. CPU time is the process's own, so that other
 load on the machine changes it little.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +80,15 @@ def run(llm: LLM, prompt: list[int], streams: int) -> tuple[Cost, list[list[int]
     return cost, [output.token_ids for output in outputs]
 
 
+def drafter_lines() -> list[str]:
+    """The table of what the drafter costs, from `benches/drafter.rs`."""
+    command = ["cargo", "bench", "-q", "-p", "chairlift-core", "--bench", "drafter"]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    rows = [f"| {' | '.join(line.split())} |" for line in output.splitlines()]
+    title = "What the drafter takes for each sequence and step, in microseconds, with 2,000 tokens of context:"
+    return ["", title, "", "| streams | new text | repeated text |", "|---|---|---|", *rows]
+
+
 def main() -> None:
     """Measures every task at every number of streams, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,6 +133,7 @@ def main() -> None:
                 f"| {task} | {streams} | {steps['off']} | {steps['on']} | {accepted:.0%} | {gain['cpu']:.2f} | {gain['wall']:.2f} |"
             )
             print(lines[-1], flush=True)
+    lines += drafter_lines()
     (ROOT / "benches/results/drafts.md").write_text("\n".join(lines) + "\n")
 
 

@@ -65,6 +65,9 @@ impl Index {
             let len = (0..=end.min(MAX_MATCH - 1)).take_while(|&back| tokens[end - back] == tokens[last - back]).count();
             if len >= MIN_MATCH && best.is_none_or(|best| len > best.len) {
                 best = Some(Match { end, len });
+                if len == MAX_MATCH {
+                    break;
+                }
             }
             candidate = self.chain[end];
         }

@@ -1,0 +1,75 @@
+//! What drafting costs: microseconds of [`Drafter::propose`] for each sequence and step, without a model.
+//!
+//! `cargo bench -p chairlift-core --bench drafter` prints one line a case: the number of sequences, the microseconds
+//! where the text is new and those where it repeats itself, with a context of 2,000 tokens; the best of three runs.
+
+use chairlift_core::{Config, Drafter, Outputs, Recorder, Request, Scheduler};
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+const CONTEXT: u32 = 2000;
+const MAX_MODEL_LEN: u32 = 8192;
+const BLOCK_SIZE: u32 = 16;
+/// Steps that are timed, after as many that are not.
+const STEPS: u32 = 256;
+const DRAFT_TOKENS: usize = 8;
+/// Length of the part that repeats.
+const PERIOD: u32 = 100;
+
+/// The token of a sequence at a position: all differ, or they repeat.
+fn token(seq: u32, position: u32, repeats: bool) -> u32 {
+    let position = if repeats { position % PERIOD } else { position };
+    (seq * 7919 + position).wrapping_mul(0x9E37_79B1) >> 15
+}
+
+/// Time of all proposals divided by the steps and sequences.
+fn run(seqs: u32, repeats: bool) -> Duration {
+    let config = Config {
+        num_blocks: seqs * (MAX_MODEL_LEN / BLOCK_SIZE) + 1,
+        block_size: BLOCK_SIZE,
+        max_tokens: 8192,
+        max_seqs: seqs,
+        max_model_len: MAX_MODEL_LEN,
+        ..Config::default()
+    };
+    let mut core = Recorder::off(Scheduler::new(config).expect("a sound config"));
+    let mut drafter = Drafter::new(DRAFT_TOKENS, 0);
+    let mut numbers = HashMap::new();
+    for seq in 0..seqs {
+        let prompt = (0..CONTEXT).map(|position| token(seq, position, repeats)).collect();
+        let request = Request { tag: seq.into(), prompt, max_new_tokens: MAX_MODEL_LEN - CONTEXT, ..Request::default() };
+        let id = core.add(request, 0).expect("a request that fits");
+        drafter.watch(id, &mut core);
+        numbers.insert(id, seq);
+    }
+    let (mut outputs, mut now, mut took, mut steps) = (Outputs::default(), 0, Duration::ZERO, 0);
+    while steps < 2 * STEPS {
+        let start = Instant::now();
+        drafter.propose(&mut core, None);
+        let proposed = start.elapsed();
+        let plan = core.plan(now).expect("something to run");
+        if plan.load.prefill_tokens == 0 {
+            steps += 1;
+            took += if steps > STEPS { proposed } else { Duration::ZERO };
+        }
+        let tokens = plan.chunks.iter().filter(|chunk| chunk.samples).flat_map(|chunk| {
+            let (seq, end) = (numbers[&chunk.seq], chunk.start + chunk.len);
+            (end - chunk.drafted..=end).map(move |position| token(seq, position, repeats) as i32)
+        });
+        let sampled: Vec<i32> = tokens.collect();
+        now += 10_000 + 10 * u64::from(plan.load.tokens());
+        drafter.observe(&plan, &sampled);
+        core.commit(plan, &sampled, now, &mut outputs);
+    }
+    took / (STEPS * seqs)
+}
+
+fn main() {
+    for seqs in [1, 16, 64, 256] {
+        let [new, repeats] = [false, true].map(|repeats| {
+            let best = (0..3).map(|_| run(seqs, repeats)).min().expect("three runs");
+            best.as_secs_f64() * 1e6
+        });
+        println!("{seqs} {new:.3} {repeats:.3}");
+    }
+}
