@@ -182,6 +182,7 @@ def test_short_buffers_and_spent_plans_are_refused() -> None:
         core.commit(plan, ids(4), 0)
 
 
+@pytest.mark.slow
 def test_stub_matches_the_module(tmp_path: Path) -> None:
     # In a package that has nothing else: mypy would check all of ours, and torch, before it comes to the stub.
     package = tmp_path / "chairlift"

@@ -44,6 +44,7 @@ def test_the_build_context_of_the_image_is_a_whole_crate(tmp_path):
     assert (tmp_path / "python/chairlift/kernels/rms_norm.py").is_file()
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_the_kernels_and_every_crate(tmp_path):
     subprocess.run([sys.executable, "-m", "maturin", "sdist", "--out", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:

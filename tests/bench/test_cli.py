@@ -38,6 +38,7 @@ def bench(*arguments):
     return main(["bench", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_a_real_server(port, tmp_path, capsys):
     results = ["--save-detailed", "--result-dir", tmp_path / "new", "--result-filename", "r.json", "--report", tmp_path / "r.html"]
     load = ["--num-prompts", 20, "--request-rate", 200, "--random-input-len", 5, "--random-output-len", 4, "--ignore-eos"]
@@ -56,10 +57,12 @@ def test_a_real_server(port, tmp_path, capsys):
     assert "Serving benchmark" in (tmp_path / "r.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_trace_goes_without_what_is_too_long(port, tmp_path, capsys):
     trace = tmp_path / "t.csv"
     trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,3,2\n0.1,3,600\n0.2,4,3\n")
-    assert bench("serve", "--port", port, "--dataset-path", trace, "--speedup", 10, "--ignore-eos", "--disable-tqdm") == 0
+    command = ["serve", "--port", port, "--ready-check-timeout-sec", 60, "--dataset-path", trace]
+    assert bench(*command, "--speedup", 10, "--ignore-eos", "--disable-tqdm") == 0
     reported = capsys.readouterr().out
     assert "1 of 3 requests exceed the server's limit of 504 tokens and are left out." in reported
     assert "at the trace's times, 10 times as fast" in reported

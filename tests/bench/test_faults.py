@@ -48,6 +48,7 @@ def test_a_server_that_fails_at_once_is_told_without_a_run(bench):
     assert "failed: HTTP 500: out of" in reported
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs(bench):
     status, reported, found = bench(["silent", "silent", "good"], "--request-timeout", "2")
     assert (status, found["completed"], found["failures"]) == (0, 1, {"timed out": 2})
@@ -62,6 +63,7 @@ def test_a_server_that_speaks_nonsense(bench, word):
     assert "Traceback" not in reported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_ctrl_c_tells_what_there_is(bench, processes, tmp_path):
     rate = ["--processes", processes, "--request-rate", "4", "--burstiness", "inf"]

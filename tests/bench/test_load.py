@@ -58,6 +58,7 @@ def test_chat():
     assert "prompt" not in server.bodies[0]
 
 
+@pytest.mark.slow
 def test_failures_are_told_apart_and_are_in_no_latency():
     kinds = {
         "refuse": "HTTP 429",
@@ -105,6 +106,7 @@ def test_connecting_is_the_requests_time_and_no_lateness(monkeypatch):
     assert 0 <= record.lag < 0.3
 
 
+@pytest.mark.slow
 def test_several_tokens_in_a_piece():
     (record,), _ = drive([job("three", 9)])
     assert (len(record.times), record.output_tokens) == (3, 9)

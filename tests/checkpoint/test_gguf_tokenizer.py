@@ -41,6 +41,7 @@ def test_ids_are_those_of_transformers(converted: Path, reference: PreTrainedTok
     assert tokenizer.special_token_ids == set(range(17))
 
 
+@pytest.mark.slow
 def test_digits_stand_alone_before_words_are_cut(converted: Path, reference: PreTrainedTokenizerBase) -> None:
     """SmolLM's own tokenizer isolates digits first; transformers leaves that out for GGUF files, so it is put back here."""
     plain = [reference(text)["input_ids"] for text in SPACED_NUMBERS]

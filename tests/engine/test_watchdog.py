@@ -136,6 +136,7 @@ async def collect(engine, prompt, max_tokens):
     return [token async for output in engine.generate(prompt, params) for token in output.token_ids]
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_killed_once_it_is_found_stuck(monkeypatch, caplog):
     async def test(engine):
         assert engine.stuck is None
@@ -150,6 +151,7 @@ def test_a_stopped_process_is_killed_once_it_is_found_stuck(monkeypatch, caplog)
     assert "the engine's process was stopped by a signal: killing its process" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_step_that_never_ends_is_named_and_ends_the_engine(monkeypatch, capfd):
     async def test(engine):
         with pytest.raises(EngineDead, match="killed by signal 9"):
@@ -163,6 +165,7 @@ def test_a_step_that_never_ends_is_named_and_ends_the_engine(monkeypatch, capfd)
     assert "fake_engine.py" in dump
 
 
+@pytest.mark.slow
 def test_a_parent_that_does_not_read_for_a_while_finds_an_engine_that_gets_on(monkeypatch):
     may_read, read = asyncio.Event(), frames.read
     may_read.set()

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import httpx
+import pytest
 from served import served, until
 
 TENANTS = ("alice", "bob")
@@ -57,6 +58,7 @@ def test_the_records_sum_to_the_engines_totals(tmp_path):
 NAMES = ("cached_tokens", "output_tokens", "computed_tokens", "preemptions", "block_seconds")
 
 
+@pytest.mark.slow
 def test_every_answered_request_has_a_record_after_the_server_is_killed(tmp_path):
     answered = []
 

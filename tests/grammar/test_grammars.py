@@ -158,6 +158,7 @@ def test_what_cannot_be_used_is_refused_with_a_reason(grammars, form, says):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_refused_and_the_next_one_served(grammars):
     slow = grammars.compile(structure("json", {"type": "integer", "multipleOf": 10_000_019}))
     behind = grammars.compile(structure("choice", ["behind"]))

@@ -43,6 +43,7 @@ class NoDevice:
         return lambda *given: None
 
 
+@pytest.mark.slow
 def test_only_a_kernel_that_is_compiled_late_is_logged(caplog, monkeypatch):
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
     monkeypatch.setattr(driver, "_active", NoDevice())

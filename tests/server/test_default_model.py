@@ -167,6 +167,7 @@ def test_an_answer_is_parsed_as_the_schema_that_was_asked_for(real):
     assert chosen.choices[0].text in ("green", "blue")
 
 
+@pytest.mark.slow
 def test_a_form_that_cannot_be_used_harms_nobody_else(real):
     slow = {"name": "a", "schema": {"type": "integer", "multipleOf": 10_000_019}}
     chain = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)} | {"d1200": {}}

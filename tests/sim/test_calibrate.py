@@ -89,6 +89,7 @@ def test_a_journal_has_the_steps_and_their_times(tmp_path: Path) -> None:
     assert profile.sizes == {"num_kv_blocks": 200, "block_size": 16, "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 
+@pytest.mark.slow
 def test_an_engine_is_calibrated_and_simulated(byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = str(tmp_path / "here.json")
     assert main.main(["calibrate", "--model", str(byte_model), "--load-format", "none", "--seconds", "1.5", "-o", here]) == 0

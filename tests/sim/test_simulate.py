@@ -99,6 +99,7 @@ def test_a_reservation_for_max_tokens_preempts_nobody() -> None:
     assert preempted["watermark"] > 4 * preempted["peak"]
 
 
+@pytest.mark.slow
 def test_the_same_comes_out_to_the_bit_in_another_process_too() -> None:
     first = digest(simulate(CONV, model="Llama-3.1-8B", device="A100", requests=2000, replicas=3, routing="prefix-aware"))
     program = (
@@ -110,6 +111,7 @@ def test_the_same_comes_out_to_the_bit_in_another_process_too() -> None:
     assert second.stdout.strip() == first
 
 
+@pytest.mark.slow
 def test_workloads_are_cut_repeated_and_sped_up() -> None:
     trace = mooncake()
     twice = trace.repeated(2 * len(trace))

@@ -68,11 +68,11 @@ def sent(*timelines, about=None):
     return spans
 
 
-def test_a_ledger_is_a_span_with_a_child_for_each_cause_end_to_end():
+def test_a_timeline_is_a_span_with_a_child_for_each_state_end_to_end():
     now = time.monotonic()
-    causes = {"decode": 0.25, "wait_blocks": 1.5, "swapped": 0.5, "prefill": 0.25}
+    states = {"decode": 0.25, "wait_blocks": 1.5, "swapped": 0.5, "prefill": 0.25}
     times = {"arrived": now - 2.5, "submitted": now - 2.5, "started": now - 1, "first_token": now - 0.75, "ended": now}
-    spans = sent(timeline(states=causes, tenant="alice", priority=-3, preemptions=1, swaps=1, **times), about=RequestContext("mine"))
+    spans = sent(timeline(states=states, tenant="alice", priority=-3, preemptions=1, swaps=1, **times), about=RequestContext("mine"))
     *children, span = sorted(spans, key=lambda one: (one.name == "llm_request", one.start_time_unix_nano))
     assert [child.name for child in children] == ["wait_blocks", "prefill", "swapped", "decode"]
     lengths = [(child.end_time_unix_nano - child.start_time_unix_nano) / 1e9 for child in children]
@@ -94,7 +94,7 @@ def test_a_ledger_is_a_span_with_a_child_for_each_cause_end_to_end():
     assert reported["gen_ai.latency.e2e"] == pytest.approx(2.5)
 
 
-def test_every_cause_has_its_place():
+def test_every_state_has_its_place():
     spans = sent(timeline(states=dict.fromkeys(STATES, 0.01)))
     assert sorted(span.name for span in spans) == sorted([*STATES, "llm_request"])
 
@@ -108,7 +108,8 @@ def test_a_request_that_never_ran_and_one_that_goes_on():
     assert [round((span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, 6) for span in whole] == [2, 2]
 
 
-def test_requests_are_traced_under_their_callers_trace_however_they_end():
+def test_requests_are_traced_under_their_callers_trace_however_they_end(monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")  # milliseconds between two exports
     with receiver() as (url, spans), serving(FakeEngine()) as (base, service), httpx.Client(base_url=base) as http:
         service.traces = Traces(url, MODEL)
 
