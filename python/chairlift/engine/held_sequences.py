@@ -119,6 +119,7 @@ class HeldSequence:
         self._held = held
         self._token_ids = array("i", token_ids)  # never changed in place, because forks share it
         self._logprobs: list[tuple[int, float]] = []  # (position, value) of generated tokens; never changed in place
+        self._score = 0.0
         self._computed = 0
         self._scheduling = scheduling
         self._lease = lease
@@ -166,7 +167,7 @@ class HeldSequence:
 
     def score(self, *, mean: bool = False) -> float:
         """The sum of the log-probabilities of the generated tokens, or their `mean`; 0 if none were generated."""
-        return math.fsum(logprob for _, logprob in self._logprobs) / (max(len(self._logprobs), 1) if mean else 1)
+        return self._score / (max(len(self._logprobs), 1) if mean else 1)
 
     def check_room(self, count: int) -> None:
         """Raises SequenceDropped, or TooManySequences if `count` forks cannot be made."""
@@ -180,7 +181,7 @@ class HeldSequence:
         if not 0 < kept <= len(self._token_ids):
             raise InvalidRequest(f"count must be from 0 to {len(self._token_ids) - 1}, got {count!r:.50}", param="count")
         self._token_ids = self._token_ids[:kept]
-        self._logprobs = [(position, logprob) for position, logprob in self._logprobs if position < kept]
+        self._set_logprobs([(position, logprob) for position, logprob in self._logprobs if position < kept])
         self._computed = min(self._computed, kept)
         self._renew()
 
@@ -227,7 +228,7 @@ class HeldSequence:
             pairs = [pair for part in parts for pair in zip(part.token_ids, part.logprobs or (), strict=True)]
             start = len(self._token_ids)
             self._token_ids = self._token_ids + array("i", [token for token, _ in pairs])
-            self._logprobs = [*self._logprobs, *((start + index, one.logprob) for index, (_, one) in enumerate(pairs))]
+            self._set_logprobs([*self._logprobs, *((start + index, one.logprob) for index, (_, one) in enumerate(pairs))])
             self._computed = len(self._token_ids)
 
     def end(self) -> None:
@@ -285,6 +286,9 @@ class HeldSequence:
             forks.append(fork)
         engine.fork_sequence(self.handle, [fork.handle for fork in forks])
         return forks
+
+    def _set_logprobs(self, logprobs: list[tuple[int, float]]) -> None:
+        self._logprobs, self._score = logprobs, math.fsum(logprob for _, logprob in logprobs)
 
     def _renew(self) -> None:
         self.expires = time.monotonic() + self._lease
