@@ -271,6 +271,7 @@ impl Accounts {
             block_us: 0,
             tenant: Arc::clone(self.tenant(seq.member())),
             priority: spec.priority,
+            tier: spec.tier,
         };
         seq.account.read(seq.phase().state(), &self.clocks, seq.member().group, self.others(), &mut timeline);
         timeline

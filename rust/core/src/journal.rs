@@ -56,10 +56,12 @@ pub(crate) enum Kind {
     Open = 16,
     /// Time, held sequence.
     Drop = 17,
+    /// The tier of the next added request, if it is not the default.
+    Tier = 18,
 }
 
 impl Kind {
-    const ALL: [Self; 17] = [
+    const ALL: [Self; 18] = [
         Self::Add,
         Self::Fork,
         Self::End,
@@ -77,6 +79,7 @@ impl Kind {
         Self::Resumed,
         Self::Open,
         Self::Drop,
+        Self::Tier,
     ];
 
     pub(crate) fn of(byte: u8) -> Option<Self> {

@@ -5,6 +5,7 @@
 use crate::config::Config;
 use crate::journal::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
 use crate::request::{ArrivalNumber, FinishReason, Request, Resumed, Time, Token};
+use crate::tier::Tier;
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
@@ -114,6 +115,8 @@ struct Progress {
     drafts: FxHashMap<ArrivalNumber, usize>,
     /// Answered tokens of the next request, if it is resumed.
     answered: Option<u32>,
+    /// The next request's tier.
+    tier: Tier,
 }
 
 impl ParsedJournal {
@@ -152,6 +155,10 @@ impl ParsedJournal {
         }
         if kind == Kind::Resumed {
             progress.answered = Some(reader.small()?);
+            return Some(());
+        }
+        if kind == Kind::Tier {
+            progress.tier = Tier::NAMES.get(usize::try_from(reader.number()?).ok()?)?.0;
             return Some(());
         }
         if kind == Kind::Append {
@@ -230,6 +237,7 @@ impl ParsedJournal {
             max_new_tokens,
             stop: vec![STOP],
             priority,
+            tier: std::mem::take(&mut progress.tier),
             tenant,
             weight,
             deadline,

@@ -2,7 +2,8 @@
 //!
 //! docs/scheduling/policies.md lists each policy's source and guarantees.
 
-use crate::request::{ArrivalNumber, BACKGROUND, Time};
+use crate::request::{ArrivalNumber, Time};
+use crate::tier::Tier;
 
 /// The order in which waiting sequences are served.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,11 +26,16 @@ pub enum Policy {
     Vtc,
 }
 
+/// A tier, and a class within the tier. Smaller ones are more urgent. The class has a meaning only under policies with
+/// classes.
+pub(crate) type Class = (Tier, i32);
+
 /// A position in the queue. Smaller keys are served first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
-    /// Whether the request is in the class [`BACKGROUND`], which comes last and is served in the order of arrival.
-    pub(crate) background: bool,
+    /// The request's tier, or the default tier for all but background requests under policies whose tenants take turns.
+    /// The background is served in the order of arrival.
+    pub(crate) tier: Tier,
     /// Class or tenant, under policies that use them.
     pub(crate) group: i64,
     pub(crate) rank: u64,
@@ -74,19 +80,20 @@ impl Policy {
     }
 
     /// A sequence's position. `rank` is the value that the policy sorts by: the latest start time (deadline),
-    /// microseconds of work left (shortest), or the length of the cached prefix, reversed (prefix).
-    pub(crate) fn key(self, priority: i32, tenant: u32, rank: u64, arrival_number: ArrivalNumber) -> Key {
-        if priority == BACKGROUND {
-            return Key { background: true, group: 0, rank: 0, arrival_number };
+    /// microseconds of work left (shortest), the length of the cached prefix, reversed (prefix), or the arrival time moved
+    /// by the tier (fair, vtc).
+    pub(crate) fn key(self, (tier, priority): Class, tenant: u32, rank: u64, arrival_number: ArrivalNumber) -> Key {
+        if tier == Tier::Background {
+            return Key { tier, group: 0, rank: 0, arrival_number };
         }
-        let (group, rank) = match self {
-            Self::Fcfs => (0, 0),
-            Self::Priority => (priority.into(), 0),
-            Self::Fair | Self::Vtc => (tenant.into(), 0),
-            Self::Deadline => (priority.into(), rank),
-            Self::Shortest | Self::Prefix => (0, rank),
+        let (tier, group, rank) = match self {
+            Self::Fcfs => (tier, 0, 0),
+            Self::Priority => (tier, priority.into(), 0),
+            Self::Fair | Self::Vtc => (Tier::default(), tenant.into(), rank),
+            Self::Deadline => (tier, priority.into(), rank),
+            Self::Shortest | Self::Prefix => (tier, 0, rank),
         };
-        Key { background: false, group, rank, arrival_number }
+        Key { tier, group, rank, arrival_number }
     }
 }
 

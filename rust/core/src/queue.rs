@@ -3,6 +3,7 @@
 use crate::policy::{Key, Policy};
 use crate::request::{ArrivalNumber, SeqId};
 use crate::share::Shares;
+use crate::tier::Tier;
 use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Included, Unbounded};
 
@@ -36,7 +37,7 @@ impl Queue {
     pub(crate) fn push(&mut self, key: Key, id: SeqId, returns: bool) {
         let before = self.order.insert(key, id);
         debug_assert!(before.is_none(), "two sequences with arrival number {}", key.arrival_number);
-        if key.background {
+        if key.tier == Tier::Background {
             return;
         }
         if self.policy != Policy::Fcfs {
@@ -59,7 +60,7 @@ impl Queue {
     pub(crate) fn remove(&mut self, key: Key) {
         let removed = self.order.remove(&key);
         debug_assert!(removed.is_some(), "a waiting sequence is queued");
-        if key.background {
+        if key.tier == Tier::Background {
             return;
         }
         if self.policy != Policy::Fcfs {
@@ -77,7 +78,13 @@ impl Queue {
 
     /// The sequence that arrived first. Background requests do not age: under other policies than fcfs they are left out.
     pub(crate) fn oldest(&self) -> Option<SeqId> {
-        if self.policy == Policy::Fcfs { self.order.values().next().copied() } else { self.by_age.values().next().copied() }
+        if self.policy != Policy::Fcfs {
+            return self.by_age.values().next().copied();
+        }
+        // Each tier is in the order of arrival.
+        let first_from = |tier: Tier| self.order.range(Key { tier, group: 0, rank: 0, arrival_number: 0 }..).next();
+        let firsts = [Tier::Priority, Tier::Default, Tier::Flex].into_iter().filter_map(first_from);
+        firsts.min_by_key(|(key, _)| (key.tier == Tier::Background, key.arrival_number)).map(|(_, &id)| id)
     }
 
     /// The next sequence of a walk in the order of the policy.
@@ -115,10 +122,10 @@ impl Queue {
     fn next_of_tenants(&mut self, walk: &mut Walk) -> Option<(Key, SeqId)> {
         let tenant = match walk.last {
             None => self.shares.least(),
-            Some(last) if last.background => return self.after(walk.last),
+            Some(last) if last.tier == Tier::Background => return self.after(walk.last),
             Some(last) => {
                 walk.depth += 1;
-                let same = |key: &Key| !key.background && key.group == last.group && walk.depth < DEPTH;
+                let same = |key: &Key| key.tier == last.tier && key.group == last.group && walk.depth < DEPTH;
                 match self.after(Some(last)).filter(|(key, _)| same(key)) {
                     Some(found) => return Some(found),
                     None => self.shares.after(last.group as u32),
@@ -126,7 +133,7 @@ impl Queue {
             }
         };
         walk.depth = 0;
-        let background = Key { background: true, ..Key::default() };
+        let background = Key { tier: Tier::Background, ..Key::default() };
         let from = tenant.map_or(background, |tenant| Key { group: tenant.into(), ..Key::default() });
         self.order.range((Included(from), Unbounded)).next().map(|(&key, &id)| (key, id))
     }

@@ -7,6 +7,7 @@ use crate::request::{ArrivalNumber, FinishReason, HeldId, Request, SeqId, Time, 
 use crate::scheduler::Scheduler;
 use crate::sequence::Spec;
 use crate::snapshot::Snapshot;
+use crate::tier::Tier;
 use crate::timeline::{Timeline, TimelineState};
 use std::ops::Deref;
 use std::sync::Arc;
@@ -76,6 +77,9 @@ impl Recorder {
             let after = |time: Option<Time>| time.map_or(0, |time| time.saturating_sub(now) + 1);
             if let Some(resumed) = resumed {
                 journal.note(Kind::Resumed).number(resumed.answered.into());
+            }
+            if spec.tier != Tier::default().of_class(spec.priority) {
+                journal.note(Kind::Tier).number(spec.tier as u64);
             }
             journal.call(Kind::Add, now).number(spec.tag);
             journal.number(spec.prompt_len.into()).number((seq.limit() - spec.prompt_len).into());

@@ -1,5 +1,6 @@
 //! Requests and the types they use.
 
+use crate::tier::Tier;
 use slotmap::{Key as _, KeyData, new_key_type};
 use std::sync::Arc;
 
@@ -71,8 +72,10 @@ pub struct Request {
     pub stop: Vec<Token>,
     /// Salt of cached blocks. Requests share cached blocks only under equal salts.
     pub salt: Arc<[u8]>,
-    /// The request's class. Lower classes go first under policies with classes, and [`BACKGROUND`] last under every policy.
+    /// The request's class. Within a tier, lower classes go first under policies with classes.
     pub priority: i32,
+    /// The request's tier. The class [`BACKGROUND`] implies the tier [`Tier::Background`].
+    pub tier: Tier,
     /// The request's tenant.
     pub tenant: Arc<str>,
     /// The tenant's weight against other tenants, at least 1.
@@ -113,6 +116,7 @@ impl Default for Request {
             stop: Vec::new(),
             salt: [].into(),
             priority: 0,
+            tier: Tier::default(),
             tenant: "".into(),
             weight: 1,
             deadline: None,

@@ -1,5 +1,6 @@
 //! The running sequences, their slots, and the sequences with special rights.
 
+use crate::policy::Class;
 use crate::request::{SeqId, Time};
 use crate::reservation::Reserved;
 use crate::sequence::Sequence;
@@ -15,7 +16,7 @@ pub(crate) struct Running {
     free_slots: Vec<u32>,
     slots: u32,
     /// Number of running sequences in each class.
-    classes: BTreeMap<i32, u32>,
+    classes: BTreeMap<Class, u32>,
     /// Sequences whose known tokens were not all computed when the plan began, in the order in which they get tokens.
     prompts: Vec<SeqId>,
     /// The sequence that was admitted because it had waited too long.
@@ -52,7 +53,7 @@ impl Running {
     /// Gives a sequence a slot. Panics if no slot is free.
     pub(crate) fn assign(&mut self, id: SeqId, seq: &Sequence) -> u32 {
         let slot = self.free_slots.pop().expect("the caller looked");
-        *self.classes.entry(seq.spec().priority).or_default() += 1;
+        *self.classes.entry(seq.class()).or_default() += 1;
         if seq.is_protected() {
             self.non_preemptible.get_or_insert(id);
         }
@@ -63,24 +64,24 @@ impl Running {
     }
 
     /// Releases a slot.
-    pub(crate) fn release(&mut self, id: SeqId, slot: u32, priority: i32) {
+    pub(crate) fn release(&mut self, id: SeqId, slot: u32, class: Class) {
         self.free_slots.push(slot);
         self.reserved.invalidate();
         // More space is free now than when the request was refused.
         self.refused = None;
-        self.leave_class(priority);
+        self.leave_class(class);
         self.aged = self.aged.filter(|&aged| aged != id);
         self.non_preemptible = self.non_preemptible.filter(|&other| other != id);
     }
 
     /// Moves a running sequence to another class.
-    pub(crate) fn change_class(&mut self, from: i32, to: i32) {
+    pub(crate) fn change_class(&mut self, from: Class, to: Class) {
         *self.classes.entry(to).or_default() += 1;
         self.leave_class(from);
         self.refused = None;
     }
 
-    fn leave_class(&mut self, class: i32) {
+    fn leave_class(&mut self, class: Class) {
         let count = self.classes.get_mut(&class).expect("it runs");
         *count -= 1;
         if *count == 0 {
@@ -152,7 +153,7 @@ impl Running {
     }
 
     /// The least urgent class with running sequences.
-    pub(crate) fn least_urgent_class(&self) -> Option<i32> {
+    pub(crate) fn least_urgent_class(&self) -> Option<Class> {
         self.classes.last_key_value().map(|(&class, _)| class)
     }
 

@@ -7,7 +7,9 @@ use crate::group::Member;
 use crate::kv::SeqBlocks;
 use crate::phase::{Phase, Stage};
 use crate::place::Place;
-use crate::request::{ArrivalNumber, BACKGROUND, Continues, FinishReason, Request, Resumed, SeqId, Time, Token};
+use crate::policy::Class;
+use crate::request::{ArrivalNumber, Continues, FinishReason, Request, Resumed, SeqId, Time, Token};
+use crate::tier::Tier;
 use crate::timeline::{Account, Clocks, TimelineState};
 use std::sync::Arc;
 
@@ -70,6 +72,7 @@ pub(crate) struct Spec {
     pub(crate) priority: i32,
     pub(crate) weight: u32,
     pub(crate) predicted: Option<u32>,
+    pub(crate) tier: Tier,
     pub(crate) arrival_number: ArrivalNumber,
     pub(crate) deadline: Option<Time>,
     pub(crate) ttft_deadline: Option<Time>,
@@ -143,6 +146,7 @@ impl Sequence {
                 priority: request.priority,
                 weight: request.weight.max(1),
                 predicted: request.predicted_tokens,
+                tier: request.tier.of_class(request.priority),
                 arrival_number,
                 deadline: request.deadline,
                 ttft_deadline: request.ttft_deadline,
@@ -168,6 +172,7 @@ impl Sequence {
             stop: self.spec.stop.into_iter().chain(self.spec.more_stops.iter().copied()).collect(),
             salt: Arc::clone(self.blocks.salt()),
             priority: self.spec.priority,
+            tier: self.spec.tier,
             tenant,
             weight: self.spec.weight,
             deadline: self.spec.deadline,
@@ -354,7 +359,12 @@ impl Sequence {
 
     /// Whether the sequence yields to all others, under every policy.
     pub(crate) fn is_background(&self) -> bool {
-        self.spec.priority == BACKGROUND
+        self.spec.tier == Tier::Background
+    }
+
+    /// The sequence's tier, and its class within the tier.
+    pub(crate) fn class(&self) -> Class {
+        (self.spec.tier, self.spec.priority)
     }
 
     /// Whether the sequence has run before, here or in an engine that ended.

@@ -4,6 +4,7 @@
 //! enters a state and subtracts them when it leaves.
 
 use crate::request::{FinishReason, Time};
+use crate::tier::Tier;
 use std::sync::Arc;
 
 /// The state of a request for its timeline.
@@ -162,6 +163,8 @@ pub struct Timeline {
     pub tenant: Arc<str>,
     /// The request's class.
     pub priority: i32,
+    /// The request's tier.
+    pub tier: Tier,
 }
 
 impl Timeline {

@@ -8,6 +8,7 @@ use crate::policy::Key;
 use crate::queue::{Queue, Walk};
 use crate::request::{ArrivalNumber, SeqId, Time};
 use crate::sequence::Sequence;
+use crate::tier::{TIERS, Tier};
 
 /// Maximum number of sequences moved within the order in one plan. Later plans move the rest.
 const MAX_MOVED: usize = 16;
@@ -28,8 +29,8 @@ pub(crate) struct Kinds {
     pub(crate) swapped: usize,
     /// Forks that wait for their parent's prompt. They are not in the queue.
     pub(crate) on_parent: usize,
-    /// Queued background sequences.
-    pub(crate) background: usize,
+    /// Queued sequences of each tier.
+    tiers: [usize; TIERS],
 }
 
 /// Limits which waiting sequences may start under static and dynamic batching.
@@ -91,11 +92,21 @@ impl Waiting {
 
     /// Number of requests in the queue, without background requests.
     pub(crate) fn foreground(&self) -> usize {
-        self.queue.len() - self.kinds.background
+        self.queue.len() - self.kinds.tiers[Tier::Background as usize]
     }
 
     pub(crate) fn kinds(&self) -> Kinds {
         self.kinds
+    }
+
+    /// The most urgent tier with queued sequences.
+    pub(crate) fn most_urgent_tier(&self) -> Option<Tier> {
+        Tier::NAMES.iter().find(|(tier, _)| self.kinds.tiers[*tier as usize] > 0).map(|&(tier, _)| tier)
+    }
+
+    /// Whether sequences of several tiers are queued, without the background.
+    pub(crate) fn has_several_tiers(&self) -> bool {
+        self.kinds.tiers[..Tier::Background as usize].iter().filter(|&&queued| queued > 0).count() > 1
     }
 
     /// Requests that have not run yet, without forks and background requests.
@@ -107,7 +118,7 @@ impl Waiting {
     pub(crate) fn count(&mut self, seq: &Sequence) {
         self.kinds.returning += usize::from(seq.has_started());
         self.kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);
-        self.kinds.background += usize::from(seq.is_background());
+        self.kinds.tiers[seq.spec().tier as usize] += 1;
         if seq.counts_as_queued() {
             self.backlog.reqs += 1;
             self.backlog.prompt_tokens += u64::from(seq.spec().prompt_len);
@@ -144,7 +155,7 @@ impl Waiting {
         self.awaited.leave(seq);
         self.kinds.returning -= usize::from(seq.has_started());
         self.kinds.swapped -= usize::from(seq.phase().swapped_tokens() > 0);
-        self.kinds.background -= usize::from(seq.is_background());
+        self.kinds.tiers[seq.spec().tier as usize] -= 1;
         if seq.counts_as_queued() {
             self.backlog.reqs -= 1;
             self.backlog.prompt_tokens -= u64::from(seq.spec().prompt_len);
@@ -307,7 +318,7 @@ impl Waiting {
             }
             kinds.returning += usize::from(seq.has_started());
             kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);
-            kinds.background += usize::from(seq.is_background());
+            kinds.tiers[seq.spec().tier as usize] += 1;
             if seq.counts_as_queued() {
                 backlog.reqs += 1;
                 backlog.prompt_tokens += u64::from(seq.spec().prompt_len);

@@ -3,7 +3,7 @@
 
 mod world;
 
-use chairlift_core::{BACKGROUND, Batching, Config, Policy, Reservation};
+use chairlift_core::{BACKGROUND, Batching, Config, Policy, Reservation, Tier};
 use proptest::prelude::*;
 use world::{Op, VOCABULARY, World};
 
@@ -13,12 +13,13 @@ fn op() -> impl Strategy<Value = Op> {
         (!prompt.is_empty()).then_some(prompt)
     });
     let priority = prop_oneof![4 => -1..2i32, 1 => Just(BACKGROUND)];
+    let tier = prop::sample::select(vec![Tier::Priority, Tier::Default, Tier::Default, Tier::Flex]);
     let (patience, predicted) = (prop::option::weighted(0.3, 0..60u64), prop::option::weighted(0.5, 1..12u32));
-    let whose = (priority, 0..3u8, patience, predicted, prop_oneof![Just(0), 0..9u64], prop::option::weighted(0.2, 0..12u32));
+    let whose = ((priority, tier), 0..3u8, patience, predicted, prop_oneof![Just(0), 0..9u64], prop::option::weighted(0.2, 0..12u32));
     let what = (prompt, 1..12u32, any::<bool>(), 0..2u8, prop_oneof![3 => Just(0), 1 => 1..3usize]);
     prop_oneof![
-        4 => (what, whose).prop_map(|((prompt, new, stop, salt, forks), (priority, tenant, patience, predicted, ago, resumed))| {
-            Op::Add { prompt, new, stop, salt, forks, priority, tenant, patience, predicted, ago, resumed }
+        4 => (what, whose).prop_map(|((prompt, new, stop, salt, forks), ((priority, tier), tenant, patience, predicted, ago, resumed))| {
+            Op::Add { prompt, new, stop, salt, forks, priority, tier, tenant, patience, predicted, ago, resumed }
         }),
         1 => (0..30usize).prop_map(Op::Fork),
         1 => (0..2u8, 0..3u8).prop_map(|(salt, tenant)| Op::Open { salt, tenant }),
@@ -87,7 +88,7 @@ proptest! {
     /// Long outputs in a small cache, so that requests are preempted as often as possible. `drain` fails if they never end.
     #[test]
     fn requests_that_need_most_of_the_cache_all_end(
-        requests in prop::collection::vec((1..6usize, 12..36u32, -1..2i32), 4..16),
+        requests in prop::collection::vec((1..6usize, 12..36u32, -1..2i32, 0..3usize), 4..16),
         block_size in 1..3u32, spare in 0..12u32, max_seqs in 3..8u32, policy in policy(), lag in 0..3usize, ageing in 0..60u64,
         host_blocks in prop_oneof![2 => Just(0u32), 1 => 1..40u32],
     ) {
@@ -96,9 +97,9 @@ proptest! {
             ..Config::default()
         };
         let mut world = World::new(config, true).drafting(ageing as usize % 5, 1000);
-        for (at, (prompt, new, priority)) in requests.into_iter().enumerate() {
+        for (at, (prompt, new, priority, tier)) in requests.into_iter().enumerate() {
             let prompt = (0..prompt as u32).map(|i| (i + at as u32) % VOCABULARY).collect();
-            world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0, resumed: None });
+            world.apply(Op::Add { prompt, new, stop: false, salt: at as u8, forks: 0, priority, tier: Tier::NAMES[tier].0, tenant: at as u8 % 3, patience: None, predicted: None, ago: 0, resumed: None });
             world.apply(Op::Step { lag, poison: None, lost: None });
         }
         world.drain();

@@ -2,7 +2,7 @@
 //!
 //! The machine reads its weights in 20 ms per step. A prompt token adds 0.05 ms and a decoding sequence 0.2 ms.
 
-use chairlift_core::{BACKGROUND, Config, Policy, Request, STOP, Time, Timeline, Token};
+use chairlift_core::{BACKGROUND, Config, Policy, Request, STOP, Tier, Time, Timeline, Token};
 use chairlift_sim::{Job, Machine, Report, StepTime, percentile, simulate};
 
 const MS: Time = 1000;
@@ -113,6 +113,54 @@ fn background_requests_delay_others_by_at_most_half_under_every_policy() {
         let preempted = report.ended.iter().filter(|timeline| timeline.priority != BACKGROUND && timeline.preemptions > 0).count();
         assert_eq!(preempted, 0, "{name}: preempted for the background");
         assert_eq!((report.completed(), tokens), (jobs.len(), 600 * 150), "{name}: the background ends too");
+    }
+}
+
+#[test]
+fn at_four_times_overload_the_priority_tier_waits_as_alone_and_flex_ends_under_every_policy_without_turns() {
+    // As in the first test: the priority tier uses half of the capacity. The others have more than three times as much.
+    let mut dice = Dice(11);
+    let of = |mut job: Job, tier: Tier| {
+        job.request.tier = tier;
+        job
+    };
+    let priority = stream(&mut dice, 0, 60 * SECOND, 76 * MS, |_, time, tag| of(job(time, tag, 100, 40), Tier::Priority));
+    let others = stream(&mut dice, 1 << 32, 60 * SECOND, 11 * MS, |dice, time, tag| {
+        of(job(time, tag, 100, 40), if dice.roll() < 0.5 { Tier::Flex } else { Tier::Default })
+    });
+    let jobs = sorted([priority.clone(), others].concat());
+    for (name, policy) in Policy::NAMES.into_iter().filter(|(_, policy)| !matches!(policy, Policy::Fair | Policy::Vtc)) {
+        let config = Config { policy, ..config() };
+        let solo = percentile(&run(config, &priority).ttft(|_| true), 99);
+        let report = run(config, &jobs);
+        let p99 = |tier: Tier| percentile(&report.ttft(|timeline| timeline.tier == tier), 99);
+        let preempted = |tier: Tier| report.ended.iter().filter(|timeline| timeline.tier == tier && timeline.preemptions > 0).count();
+        println!(
+            "{name}: p99 TTFT {solo} µs alone, {} beside the others, {} default, {} flex; preempted {:?}",
+            p99(Tier::Priority),
+            p99(Tier::Default),
+            p99(Tier::Flex),
+            [Tier::Priority, Tier::Default, Tier::Flex].map(preempted),
+        );
+        assert!(2 * p99(Tier::Priority) <= 3 * solo, "{name}: {} against {solo} alone", p99(Tier::Priority));
+        assert_eq!(report.completed(), jobs.len(), "{name}: default and flex requests end too");
+    }
+}
+
+#[test]
+fn a_flex_request_starts_after_the_ageing_while_more_urgent_ones_flood() {
+    let mut dice = Dice(12);
+    let flood = stream(&mut dice, 1 << 32, 60 * SECOND, 20 * MS, |_, time, tag| job(time, tag, 100, 40));
+    let mut flex = job(SECOND, 0, 100, 40);
+    flex.request.tier = Tier::Flex;
+    let jobs = sorted([flood, vec![flex]].concat());
+    for (name, policy) in Policy::NAMES.into_iter().filter(|(_, policy)| !matches!(policy, Policy::Fair | Policy::Vtc)) {
+        let config = Config { policy, ageing: 5 * SECOND, ..config() };
+        let report = run(config, &jobs);
+        let flex = report.ended.iter().find(|timeline| timeline.tier == Tier::Flex).expect("it ended");
+        println!("{name}: a flex request waits for {} µs, and ends after {}", flex.queued(), flex.ended - flex.arrived);
+        assert!((5 * SECOND..7 * SECOND).contains(&flex.queued()), "{name}: {}", flex.queued());
+        assert!(flex.ended - flex.arrived < 30 * SECOND, "{name}: {}", flex.ended - flex.arrived);
     }
 }
 

@@ -2,7 +2,7 @@
 #![no_main]
 
 use arbitrary::{Result, Unstructured};
-use chairlift_core::{Batching, Config, Policy, Reservation};
+use chairlift_core::{Batching, Config, Policy, Reservation, Tier};
 use libfuzzer_sys::fuzz_target;
 use world::{Op, VOCABULARY, World};
 
@@ -60,6 +60,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
             salt: bytes.int_in_range(0..=1)?,
             forks: *bytes.choose(&[0, 0, 0, 1, 2])?,
             priority: bytes.int_in_range(-1..=1)?,
+            tier: *bytes.choose(&[Tier::Priority, Tier::Default, Tier::Default, Tier::Flex])?,
             tenant: bytes.int_in_range(0..=2)?,
             patience: if bytes.ratio(3, 10)? { Some(bytes.int_in_range(0..=60)?) } else { None },
             predicted: if bytes.arbitrary()? { Some(bytes.int_in_range(1..=12)?) } else { None },

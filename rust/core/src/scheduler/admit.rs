@@ -11,6 +11,7 @@ use crate::request::{SeqId, Time};
 use crate::reservation::Growth;
 use crate::sequence::Sequence;
 use crate::share::PROMPT_TOKEN;
+use crate::tier::Tier;
 
 /// Maximum number of requests that do not fit and are considered for each request that does.
 const MAX_REJECTED: usize = 64;
@@ -59,9 +60,15 @@ impl Scheduler {
             Policy::Shortest => self.work_left(seq),
             // Sequences that await the blocks of a running prompt come last.
             Policy::Prefix => u64::from(u32::MAX - (seq.len() - seq.uncached())) | u64::from(seq.place.awaits_prompt()) << 32,
-            Policy::Fcfs | Policy::Priority | Policy::Fair | Policy::Vtc => 0,
+            // Within a tenant, tiers move the arrival, so that no request of the tenant waits for ever.
+            Policy::Fair | Policy::Vtc => match seq.spec().tier {
+                Tier::Priority => seq.times().arrived.saturating_sub(self.config.ageing),
+                Tier::Default | Tier::Background => seq.times().arrived,
+                Tier::Flex => seq.times().arrived.saturating_add(self.config.ageing),
+            },
+            Policy::Fcfs | Policy::Priority => 0,
         };
-        self.config.policy.key(seq.spec().priority, seq.member().tenant, rank, seq.spec().arrival_number)
+        self.config.policy.key(seq.class(), seq.member().tenant, rank, seq.spec().arrival_number)
     }
 
     /// Under the prefix policy, makes a waiting sequence await the block after its cached ones.
@@ -297,14 +304,16 @@ impl Scheduler {
             // The sequence will not compute these blocks, so sequences that await them must be considered again.
             seq.blocks.names().iter().for_each(|&name| self.waiting.block_ready(name));
         }
-        self.running.release(id, slot, seq.spec().priority);
+        self.running.release(id, slot, seq.class());
         self.accounts.leaves_slot(seq.member());
     }
 
     /// Admits the oldest request if it has waited too long and no other aged request runs. If it does not fit, returns
     /// its group and need, and no other request is admitted until it fits.
     pub(super) fn admit_aged(&mut self, plan: &mut StepPlan, budget: &mut u32) -> Option<(u32, Need)> {
-        if !self.config.policy.starves() || self.running.aged().is_some() || *budget == 0 || !self.running.has_slot() {
+        // Under fcfs, only requests of more urgent tiers can starve a request.
+        let starves = self.config.policy.starves() || self.config.policy == Policy::Fcfs && self.waiting.has_several_tiers();
+        if !starves || self.running.aged().is_some() || *budget == 0 || !self.running.has_slot() {
             return None;
         }
         let id = self.waiting.oldest()?;

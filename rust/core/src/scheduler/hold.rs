@@ -44,11 +44,11 @@ impl Scheduler {
     pub fn set_priority(&mut self, id: SeqId, priority: i32, now: Time) -> bool {
         let Some(seq) = self.seqs.get(id) else { return false };
         self.accounts.tick(now);
-        let (before, phase) = (seq.spec().priority, seq.phase());
-        if before == BACKGROUND || priority == BACKGROUND {
+        let (before, phase) = (seq.class(), seq.phase());
+        if seq.is_background() || priority == BACKGROUND {
             return false;
         }
-        if before == priority {
+        if before.1 == priority {
             return true;
         }
         match phase {
@@ -62,7 +62,7 @@ impl Scheduler {
         match phase {
             Phase::Running { .. } => {
                 self.accounts.runs(member);
-                self.running.change_class(before, priority);
+                self.running.change_class(before, (before.0, priority));
             }
             Phase::WaitingOnParent => {}
             Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.enqueue(id, true),

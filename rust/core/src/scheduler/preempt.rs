@@ -4,10 +4,11 @@ use super::Scheduler;
 use crate::batch::StepPlan;
 use crate::config::{Batching, Reservation};
 use crate::phase::Phase;
-use crate::policy::{Policy, worth_preempting};
+use crate::policy::{Class, Policy, worth_preempting};
 use crate::queue::Walk;
-use crate::request::{BACKGROUND, SeqId, Time};
+use crate::request::{SeqId, Time};
 use crate::sequence::Sequence;
+use crate::tier::Tier;
 use crate::timeline::PreemptionReason;
 use std::cmp::Reverse;
 
@@ -35,7 +36,9 @@ struct Space {
 struct Urgent {
     id: SeqId,
     tag: u64,
-    priority: i32,
+    class: Class,
+    /// Sequences of tiers above this one may be preempted for the request.
+    above: Tier,
     /// Microseconds of work that the request needs.
     work: Time,
     /// Blocks that the request needs.
@@ -44,7 +47,7 @@ struct Urgent {
     weight: u32,
     /// Number of running sequences of the request's tenant.
     running: u32,
-    /// Why the policy preempts for the request. `None` if it does not: then only background sequences are preempted.
+    /// Why the policy preempts for the request. `None` if it does not: then only less urgent tiers are preempted.
     reason: Option<PreemptionReason>,
 }
 
@@ -86,8 +89,8 @@ impl Scheduler {
         (need, needs_block)
     }
 
-    /// The eligible sequence to preempt first: a background sequence, then by policy, by the smallest loss and by the
-    /// latest arrival. Protected sequences come after all others.
+    /// The eligible sequence to preempt first: a background or flex sequence, then by tier, by policy, by the smallest loss
+    /// and by the latest arrival. Protected sequences come after all others of the default and priority tiers.
     fn victim(&self, eligible: impl Fn(&Sequence) -> bool) -> Option<SeqId> {
         let first = self.preemptible(eligible).max_by_key(|(_, seq)| {
             let rank = match self.config.policy {
@@ -96,7 +99,8 @@ impl Scheduler {
                 Policy::Shortest => self.work_left(seq) as i64,
                 Policy::Fcfs | Policy::Prefix | Policy::Vtc => 0,
             };
-            (seq.is_background(), !seq.is_protected(), rank, Reverse(seq.computed()), seq.spec().arrival_number)
+            let tier = seq.spec().tier;
+            (tier.max(Tier::Default), !seq.is_protected(), tier, rank, Reverse(seq.computed()), seq.spec().arrival_number)
         });
         first.map(|(id, _)| id)
     }
@@ -114,12 +118,12 @@ impl Scheduler {
             return 0;
         }
         let mut reason = self.policy_preempts_for();
-        if reason.is_none() && self.running.least_urgent_class() != Some(BACKGROUND) {
+        if reason.is_none() && !self.has_more_urgent_tier() {
             return 0;
         }
         let (mut reserved, mut walk) = (Space::default(), Walk::default());
         // The most urgent class that lost a slot in this step. Requests of that class are not admitted.
-        let mut most_urgent_lost = i32::MAX;
+        let mut most_urgent_lost = (Tier::Background, i32::MAX);
         while reserved.slots < MAX_URGENT as usize {
             let Some(urgent) = self.next_urgent(&mut walk, most_urgent_lost, reason) else { break };
             if !self.fits_beside(reserved, need, Space::default(), urgent.blocks) {
@@ -137,21 +141,22 @@ impl Scheduler {
             }
             while !self.fits_beside(reserved, need, Space::default(), urgent.blocks) {
                 let Some(victim) = self.victim(|seq| self.is_less_urgent(seq, &urgent)) else { return reserved.slots as u32 };
-                most_urgent_lost = most_urgent_lost.min(self.seqs[victim].spec().priority);
-                let background = self.seqs[victim].is_background();
-                if self.config.policy == Policy::Fair && !background {
+                let lost = self.seqs[victim].class();
+                most_urgent_lost = most_urgent_lost.min(lost);
+                let by_tier = lost.0 > urgent.above;
+                if self.config.policy == Policy::Fair && !by_tier {
                     let cost = self.preemption_cost(&self.seqs[victim]);
                     self.running.fairness(self.accounts.now()).spend(cost);
                 }
-                let reason = reason.filter(|_| !background).unwrap_or(PreemptionReason::Priority);
+                let reason = reason.filter(|_| !by_tier).unwrap_or(PreemptionReason::Priority);
                 self.preempt(victim, urgent.tag, reason, plan);
                 // Held sequences may share the blocks that the victim held.
                 self.evict_held_for(reserved, need, urgent.blocks);
             }
             reserved.slots += 1;
             reserved.blocks += urgent.blocks;
-            if self.config.policy == Policy::Fair {
-                if self.running.least_urgent_class() != Some(BACKGROUND) {
+            if self.config.policy.has_tenants() {
+                if self.running.least_urgent_class().is_none_or(|(tier, _)| tier < Tier::Background) {
                     break; // the next request may belong to the tenant that lost a slot
                 }
                 reason = None;
@@ -170,25 +175,45 @@ impl Scheduler {
         }
     }
 
+    /// Whether a request waits for whose tier a running sequence may be preempted.
+    fn has_more_urgent_tier(&self) -> bool {
+        let most_urgent = self.waiting.most_urgent_tier();
+        self.running.least_urgent_class().is_some_and(|(tier, _)| most_urgent.is_some_and(|first| self.preempts_above(first) < tier))
+    }
+
+    /// The least urgent tier that is not preempted for a waiting request of `tier`. Where tenants take turns, only the
+    /// background is: another sequence would return to the queue and might have the turn.
+    fn preempts_above(&self, tier: Tier) -> Tier {
+        if self.config.policy.has_tenants() { tier.max(Tier::Flex) } else { tier }
+    }
+
     /// The next waiting request for which others may be preempted. Its class must be more urgent than that of a running
-    /// sequence and of all sequences preempted in this step.
-    fn next_urgent(&mut self, walk: &mut Walk, most_urgent_lost: i32, reason: Option<PreemptionReason>) -> Option<Urgent> {
+    /// sequence and of all sequences preempted in this step. Without classes and without a `reason`, its tier must be.
+    fn next_urgent(&mut self, walk: &mut Walk, most_urgent_lost: Class, reason: Option<PreemptionReason>) -> Option<Urgent> {
         let id = self.waiting.next(walk)?;
         let seq = &self.seqs[id];
         let second = seq.is_last_chance() && self.running.non_preemptible().is_some();
         if seq.pending() > 0 || second || self.running.is_refused(id) || seq.is_background() {
             return None;
         }
-        let priority = seq.spec().priority;
+        let (class, above) = (seq.class(), self.preempts_above(seq.spec().tier));
         let least_urgent = self.running.least_urgent_class();
-        if self.config.policy.has_classes() && (priority >= most_urgent_lost || least_urgent.is_none_or(|class| class <= priority)) {
+        let is_urgent = if self.config.policy.has_classes() {
+            class < most_urgent_lost && least_urgent.is_some_and(|least| class < least)
+        } else if reason.is_some() {
+            class.0 <= most_urgent_lost.0
+        } else {
+            class.0 < most_urgent_lost.0 && least_urgent.is_some_and(|(tier, _)| above < tier)
+        };
+        if !is_urgent {
             return None;
         }
         let tenant = seq.member().tenant;
         Some(Urgent {
             id,
             tag: seq.spec().tag,
-            priority,
+            class,
+            above,
             work: self.work_left(seq),
             blocks: seq.place.needs_blocks().unwrap_or_else(|| self.blocks_at_admission(seq)),
             tenant,
@@ -202,8 +227,10 @@ impl Scheduler {
     fn is_less_urgent(&self, seq: &Sequence, urgent: &Urgent) -> bool {
         let tenant = seq.member().tenant;
         match self.config.policy {
-            _ if seq.is_background() => true,
-            _ if seq.is_protected() || urgent.reason.is_none() => false,
+            _ if seq.is_protected() => false,
+            _ if seq.spec().tier > urgent.above => true,
+            _ if urgent.reason.is_none() => false,
+            Policy::Shortest if seq.spec().tier < urgent.class.0 => false,
             Policy::Shortest => worth_preempting(self.work_left(seq), self.preemption_cost(seq), urgent.work),
             // The least served tenant takes a slot from a tenant that was served more. Counting that slot, the other
             // tenant must still have more than twice as many slots for its weight.
@@ -212,7 +239,7 @@ impl Scheduler {
                 let others = self.accounts.running_of(tenant);
                 2 * u64::from(urgent.running + 1) * u64::from(seq.spec().weight) < u64::from(others) * u64::from(urgent.weight)
             }
-            _ => seq.spec().priority > urgent.priority,
+            _ => seq.class() > urgent.class,
         }
     }
 

@@ -88,8 +88,8 @@ impl Scheduler {
         }
         let own = seq.blocks.cached_len();
         let same = self.running.prompts().iter().find_map(|&other| {
-            // A background prompt may wait for long, so others do not wait for it.
-            let running = self.seqs.get(other).filter(|running| seq.is_background() || !running.is_background())?;
+            // A prompt of a less urgent tier may wait for long, so others do not wait for it.
+            let running = self.seqs.get(other).filter(|running| running.spec().tier <= seq.spec().tier)?;
             let next = running.blocks.cached_len();
             let same = next >= own && running.computes(next) && running.blocks.names().get(next)? == seq.blocks.names().get(next)?;
             same.then_some((other, next))

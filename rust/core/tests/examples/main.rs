@@ -16,4 +16,5 @@ mod priority;
 mod resumed;
 mod shortest;
 mod snapshot;
+mod tiers;
 mod timeline;

@@ -4,7 +4,7 @@
 
 use chairlift_core::{
     BACKGROUND, Config, Continues, Drafter, FinishReason, HeldId, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request,
-    Reservation, Resumed, Scheduler, SeqId, StepBuffers, StepPlan, Timeline, Token,
+    Reservation, Resumed, Scheduler, SeqId, StepBuffers, StepPlan, Tier, Timeline, Token,
 };
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -24,6 +24,7 @@ pub(crate) enum Op {
         /// Number of forks, and whether they are added at once or later.
         forks: usize,
         priority: i32,
+        tier: Tier,
         tenant: u8,
         /// Time until the deadlines, if the request has any.
         patience: Option<u64>,
@@ -109,6 +110,7 @@ struct Live {
     left: u32,
     stop: Option<Token>,
     priority: i32,
+    tier: Tier,
     tenant: std::sync::Arc<str>,
     /// Tag of the first request of the family, or its own tag.
     family: u64,
@@ -219,7 +221,7 @@ impl World {
     pub(crate) fn apply(&mut self, op: Op) {
         self.now += 1;
         match op {
-            Op::Add { mut prompt, new, stop, salt, forks, priority, tenant, patience, predicted, ago, resumed } => {
+            Op::Add { mut prompt, new, stop, salt, forks, priority, tier, tenant, patience, predicted, ago, resumed } => {
                 let came = self.now.saturating_sub(ago);
                 let stop: Vec<Token> = stop.then_some(VOCABULARY - 1).into_iter().collect();
                 let resumed = resumed.map(|most| answer(&mut prompt, salt, most.min(new - 1), &stop, came));
@@ -230,6 +232,7 @@ impl World {
                     stop,
                     salt: salt_bytes(salt),
                     priority,
+                    tier,
                     tenant: tenant_name(tenant),
                     weight: 1 + u32::from(tenant),
                     deadline: patience.map(|patience| came + 2 * patience),
@@ -375,12 +378,13 @@ impl World {
         match self.scheduler.add(request.clone(), came) {
             Ok(seq) => {
                 assert!(fits && !busy);
-                let Request { prompt: context, max_new_tokens, priority, tenant, stop, continues, .. } = request;
+                let Request { prompt: context, max_new_tokens, priority, tier, tenant, stop, continues, .. } = request;
+                let tier = if priority == BACKGROUND { Tier::Background } else { tier };
                 let left = max_new_tokens - answered;
                 let (stop, continues) = (stop.first().copied(), continues.map(|continues| continues.held));
                 // It may share blocks of a request that shares blocks of a poisoned one.
                 let exposed = self.live.values().any(|live| live.exposed && live.salt == salt);
-                let live = Live { seq, salt, context, left, stop, priority, tenant, family: tag, exposed, continues };
+                let live = Live { seq, salt, context, left, stop, priority, tier, tenant, family: tag, exposed, continues };
                 self.live.insert(tag, live);
                 self.watch(seq);
             }
@@ -570,18 +574,22 @@ impl World {
         if plan.preempted.is_empty() || plan.admitted.is_empty() {
             return;
         }
-        let class = |tag: &u64| self.live[tag].priority;
-        assert!(plan.admitted.iter().all(|admitted| class(&admitted.tag) < BACKGROUND), "preempted for a background request");
-        let foreground: Vec<_> = plan.preempted.iter().filter(|tag| class(tag) < BACKGROUND).collect();
-        if foreground.is_empty() {
+        let class = |tag: &u64| (self.live[tag].tier, self.live[tag].priority);
+        let least_urgent = plan.admitted.iter().map(|admitted| class(&admitted.tag).0).max().expect("not empty");
+        assert!(least_urgent < Tier::Background, "preempted for a background request");
+        // A more urgent tier may take the place of a less urgent one, unless tenants take turns.
+        let takes_turns = matches!(self.scheduler.config().policy, Policy::Fair | Policy::Vtc);
+        let kept = if takes_turns { Tier::Flex } else { least_urgent };
+        let others: Vec<_> = plan.preempted.iter().filter(|tag| class(tag).0 <= kept).collect();
+        if others.is_empty() {
             return;
         }
         match self.scheduler.config().policy {
-            Policy::Shortest => {}
+            Policy::Shortest => assert!(others.iter().all(|tag| class(tag).0 == least_urgent), "preempted for a less urgent tier"),
             Policy::Fair => {
                 let whose = |tag: &u64| &self.live[tag].tenant;
                 assert_eq!(plan.admitted.len(), 1, "preempted for more than one");
-                assert!(foreground.iter().all(|tag| whose(tag) != whose(&plan.admitted[0].tag)), "preempted for its own tenant");
+                assert!(others.iter().all(|tag| whose(tag) != whose(&plan.admitted[0].tag)), "preempted for its own tenant");
             }
             Policy::Priority | Policy::Deadline => {
                 let most = plan.admitted.iter().map(|admitted| class(&admitted.tag)).max();
