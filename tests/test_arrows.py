@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "tokenizer": {"chat_template", *LEAVES},
     "chat_template": {"errors"},
     "checkpoint": LEAVES,
-    "config": set(),
+    "config": {"scheduling"},
     "errors": set(),
     "checks": {"errors"},
     "sampling": {"checks", "errors"},
@@ -35,7 +35,7 @@ MAY_IMPORT = {
 """Room of the house → rooms it may import from; "" is the package's own `__init__`."""
 
 IN_SERVER = {
-    "supervisor": {"admin", "app", "batch", "http", "keys", "lifecycle", "observability", "service", "storage"},
+    "supervisor": {"admin", "app", "batch", "http", "keys", "lifecycle", "observability", "service", "storage", "tiers"},
     "admin": {"errors", "http", "routes", "service"},
     "app": {"errors", "http", "keys", "middleware", "observability", "routes", "service"},
     "middleware": {"errors", "http", "keys", "observability", "service"},
@@ -61,14 +61,15 @@ IN_SERVER = {
     "submission": {"lifecycle", "observability", "service"},
     "http": {"errors", "observability", "service"},
     "schema": {"errors"},
-    "service": {"admission", "errors", "lifecycle", "observability", "registry", "sequences"},
+    "service": {"admission", "errors", "lifecycle", "observability", "registry", "sequences", "tiers"},
     "sequences": {"errors"},
     "admission": {"errors", "keys", "lifecycle"},
     "lifecycle": {"errors"},
     "storage": {"errors"},
     "errors": {"registry", "usage"},
     "registry": {"observability"},
-    "observability": {"keys"},
+    "observability": {"keys", "tiers"},
+    "tiers": {"keys"},
     "keys": set(),
     "usage": set(),
 }

@@ -163,6 +163,7 @@ class Scheduler:
         *,
         salt: bytes = ...,
         priority: int = 0,
+        tier: str = "default",
         tenant: str = "",
         weight: int = 1,
         deadline: int | None = None,
@@ -177,7 +178,8 @@ class Scheduler:
         With `draft`, several of its tokens can be sampled in one step. `resumed` is set for a request that an engine lost: its prompt then
         ends with the answer so far, and no limit of the queue applies. The fields are the answer's tokens, the prompt tokens that were
         cached, and when the request was submitted and started and had its first token. `continues` is a held sequence and how many leading
-        tokens of the prompt are its tokens. If the request ends by a stop or by its length, the held sequence gets its blocks.
+        tokens of the prompt are its tokens. If the request ends by a stop or by its length, the held sequence gets its blocks. `tier` is
+        `priority`, `default`, `flex` or `background`.
         """
     def open(self, tenant: str, salt: bytes, now: int) -> int:
         """Opens a held sequence without tokens and returns its handle."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from chairlift.errors import InvalidRequest
 
@@ -11,6 +12,12 @@ def integer(name: str, value: object, low: int, high: int) -> None:
     """Raises InvalidRequest unless `value` is an integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidRequest(f"{name} must be an integer from {low} to {high}, got {value!r:.100}", param=name)
+
+
+def choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raises InvalidRequest unless `value` is one of `choices`."""
+    if value not in choices:
+        raise InvalidRequest(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r:.100}", param=name)
 
 
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:

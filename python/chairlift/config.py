@@ -10,6 +10,8 @@ from dataclasses import Field, dataclass, field, fields
 from numbers import Real
 from typing import Any
 
+from chairlift.scheduling import TIERS
+
 DEFAULT_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS = 8, 16
 """Default and maximum number of tokens that speculative decoding proposes per sequence and step."""
 MAX_CORPUS_TOKENS = 2**30
@@ -25,7 +27,7 @@ DEFAULT_SLOTS, DEFAULT_STEP_TOKENS = 64, 128
 CUDA_SLOTS, CUDA_STEP_TOKENS = 256, 2048
 """The same on a GPU. It needs this many to be busy, and runs a step of this size so quickly that streams hardly notice."""
 
-LARGEST_WEIGHT = 10_000
+LARGEST_WEIGHT, LARGEST_TIER_WEIGHT = 10_000, 100
 LONGEST_MS = 1e10
 """The longest duration that a setting may have, in milliseconds: four months."""
 
@@ -207,6 +209,8 @@ class EngineConfig:
         metavar="SHARES",
         group="scheduler",
     )
+    tier_weights: Mapping[str, int] | None = None
+    """Factors of the tenants' weights, by tier. The server reads them from `--tiers`."""
     speculative_config: Mapping[str, str | int] | None = _flag(
         None,
         'propose tokens and verify several in one step, as JSON: \'{"method": "auto", "num_speculative_tokens": 8}\'; \'ngram\' looks for '
@@ -334,6 +338,11 @@ class EngineConfig:
             raise ValueError(f"--gpu-memory-utilization must be above 0 and at most 1, got {self.gpu_memory_utilization:g}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"--watermark must be at least 0 and below 1, got {self.watermark:g}")
+        for tier, weight in (self.tier_weights or {}).items():
+            if tier not in TIERS or not 1 <= weight <= LARGEST_TIER_WEIGHT:
+                raise ValueError(
+                    f"tier_weights: expected {', '.join(TIERS)} with integers from 1 to {LARGEST_TIER_WEIGHT}, got {tier!r:.100}: {weight}"
+                )
         for tenant, weight in (self.tenant_weights or {}).items():
             if not 1 <= weight <= LARGEST_WEIGHT:
                 raise ValueError(f"--tenant-weights: {tenant}'s must be an integer from 1 to {LARGEST_WEIGHT}, got {weight}")
@@ -444,6 +453,12 @@ class ServerConfig:
     )
     otlp_traces_endpoint: str | None = _flag(
         None, "send a trace of each request here, as OTLP over HTTP; needs pip install 'chairlift[otel]'", metavar="URL", group="server"
+    )
+    tiers: str | None = _flag(
+        None,
+        "targets, weights and tenants of the service tiers: TOML with the tables [priority], [default] and [flex]",
+        metavar="FILE",
+        group="server",
     )
     usage_log: str | None = _flag(
         None, "directory for the usage log: a JSON line for each request, for 'chairlift usage'", metavar="DIR", group="server"

@@ -63,6 +63,8 @@ class Timeline:
     """KV blocks held, multiplied by the seconds that it held them."""
     tenant: str
     priority: int
+    tier: str
+    """`priority`, `default`, `flex`, or `background`."""
     limit: str | None
     """The limit that it waited for longest, if any."""
     preempted_by: tuple[int, ...]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chairlift.checks import integer, number, text
+from chairlift.checks import choice, integer, number, text
 
 LONGEST_MS = 1e10
 """The latest deadline that a request may have: four months. A later one is rejected as a mistake."""
 
+TIERS = ("priority", "default", "flex")
+"""The tiers of requests, the most urgent first."""
+
+TIER_WEIGHTS = {"priority": 4, "default": 2, "flex": 1}
+"""Default factors of a tenant's weight under the policies `fair` and `vtc`, by tier."""
 
 BACKGROUND = 2**31 - 1
 """The `priority` of background requests. Under every policy they wait while others wait, and are preempted for them."""
@@ -18,22 +23,30 @@ BACKGROUND = 2**31 - 1
 class Scheduling:
     """One request's scheduling parameters. Their effect depends on the engine's scheduling policy.
 
-    Lower `priority` goes first; `BACKGROUND` yields to all others under every policy. The request counts against the share of `tenant`.
+    A more urgent `tier` goes first, under `fair` and `vtc` only within a tenant. Within a tier, lower `priority` goes first under policies
+    with classes. The priority `BACKGROUND` yields to all others under every policy. The request counts against the share of `tenant`.
     Deadlines are in milliseconds from the arrival at the engine, for the last and for the first token: a request that misses one is
     dropped. A request shares cached KV blocks only with requests of the same `cache_salt`; requests without one share among themselves.
     `predicted_tokens` is the number of output tokens that the caller expects.
     """
 
     priority: int = 0
+    tier: str = "default"
     tenant: str = ""
     deadline_ms: float | None = None
     ttft_deadline_ms: float | None = None
     cache_salt: str | None = None
     predicted_tokens: int | None = None
 
+    @property
+    def served_tier(self) -> str:
+        """The tier that serves the request: `background` if its priority is `BACKGROUND`, else its `tier`."""
+        return "background" if self.priority == BACKGROUND else self.tier
+
     def __post_init__(self) -> None:
         """Raises InvalidRequest with the field and its allowed values."""
         integer("priority", self.priority, -(2**31), 2**31 - 1)
+        choice("tier", self.tier, TIERS)
         text("tenant", self.tenant, 0, 128)
         if self.deadline_ms is not None:
             number("deadline_ms", self.deadline_ms, 0.0, LONGEST_MS, above=True)

@@ -270,6 +270,7 @@ def timeline(**changes: object) -> Timeline:
             block_seconds=0.5,
             tenant="",
             priority=0,
+            tier="default",
             limit=None,
             preempted_by=(),
             preempted_for={},

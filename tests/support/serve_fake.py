@@ -17,6 +17,7 @@ from chairlift.errors import ModelNotFound
 from chairlift.server import supervisor
 from chairlift.server.http.sockets import open_port
 from chairlift.server.keys import Keys
+from chairlift.server.tiers import ServiceTiers
 
 
 class Startable(FakeEngine):
@@ -80,7 +81,7 @@ async def main(port: int, shutdown_timeout: float, loads: str) -> int:
     engine = _engine(loads)
     if isinstance(engine, FakeEngine):
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, engine, "released", True)
-    server = supervisor.Supervisor(engine, MODEL, ServerConfig(shutdown_timeout=shutdown_timeout), Keys())
+    server = supervisor.Supervisor(engine, MODEL, ServerConfig(shutdown_timeout=shutdown_timeout), Keys(), ServiceTiers())
     return await server.run(asyncio.create_task(engine.start()), open_port("127.0.0.1", port))
 
 

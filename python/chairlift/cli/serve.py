@@ -19,6 +19,7 @@ from chairlift.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
     from chairlift.server.keys import Keys
+    from chairlift.server.tiers import ServiceTiers
 
 log = logging.getLogger("chairlift")
 
@@ -54,11 +55,14 @@ def run(args: argparse.Namespace) -> int:
     """Serves until a signal."""
     from chairlift.server.http.sockets import check_certificate, is_loopback, open_path, open_port
     from chairlift.server.keys import read_keys
+    from chairlift.server.tiers import read_tiers
 
     server = args.server
     keys = read_keys(server.api_key, server.api_key_file)
+    tiers = read_tiers(server.tiers)
     weights = {tenant.name: tenant.weight for tenant in keys if tenant.weight is not None}
-    engine = replace(args.engine, tenant_weights={**weights, **(args.engine.tenant_weights or {})} or None)
+    tenant_weights = {**weights, **(args.engine.tenant_weights or {})} or None
+    engine = replace(args.engine, tenant_weights=tenant_weights, tier_weights=tiers.weights)
     if server.ssl_certfile is not None:
         check_certificate(server.ssl_certfile, server.ssl_keyfile)
     with ExitStack() as sockets:
@@ -66,11 +70,17 @@ def run(args: argparse.Namespace) -> int:
         admin = None if server.admin_socket is None else sockets.enter_context(open_path(server.admin_socket, 0o600))
         if not keys and server.uds is None and not is_loopback(server.host):
             log.warning("no API key is set: any host that reaches %s can use this server; see --api-key-file, --api-key", server.host)
-        return asyncio.run(_serve(engine, server, keys, listener, admin, args.started))
+        return asyncio.run(_serve(engine, server, keys, tiers, listener, admin, args.started))
 
 
 async def _serve(
-    config: EngineConfig, server: ServerConfig, keys: Keys, listener: socket.socket, admin: socket.socket | None, started: float
+    config: EngineConfig,
+    server: ServerConfig,
+    keys: Keys,
+    tiers: ServiceTiers,
+    listener: socket.socket,
+    admin: socket.socket | None,
+    started: float,
 ) -> int:
     from chairlift.checkpoint.locate import public_name
     from chairlift.engine.client import AsyncEngine
@@ -82,7 +92,7 @@ async def _serve(
     from chairlift.server.admin import serve_admin  # the supervisor has imported it
 
     gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
-    supervisor = module.Supervisor(engine, server.served_model_name or public_name(config.model), server, keys)
+    supervisor = module.Supervisor(engine, server.served_model_name or public_name(config.model), server, keys, tiers)
     async with nullcontext() if admin is None else serve_admin(admin, supervisor.admin()):
         status: int = await supervisor.run(starting, listener)
     # asyncio and Python wait for all threads at exit, and a thread may be downloading a model for an hour.

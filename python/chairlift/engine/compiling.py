@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from chairlift.engine.frames import Add
+from chairlift.scheduling import Scheduling
 
 
 class Compiling:
@@ -50,6 +51,7 @@ class Compiling:
             **dict.fromkeys(counts, 0),
             "tenant": request.scheduling.get("tenant", ""),
             "priority": request.scheduling.get("priority", 0),
+            "tier": Scheduling(**request.scheduling).served_tier,
             "preempted_by": [],
             "preempted_for": {},
             "states": {state: time for state, time in spent.items() if time},

@@ -18,7 +18,7 @@ from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar.grammars import Grammar
 from chairlift.runner.sampling.logprobs import PromptLogprobs
 from chairlift.sampling import SamplingParams
-from chairlift.scheduling import Scheduling
+from chairlift.scheduling import TIER_WEIGHTS, Scheduling
 
 if TYPE_CHECKING:
     from chairlift.runner.interface import Runner
@@ -46,7 +46,8 @@ class Sequences:
 
     def __init__(self, config: EngineConfig, scheduler: _core.Scheduler, runner: Runner, eos: Sequence[int]) -> None:
         self._scheduler, self._eos = scheduler, eos
-        self._engine_seed, self._tenant_weights = config.seed, config.tenant_weights or {}
+        self._engine_seed = config.seed
+        self._tenant_weights, self._tier_weights = config.tenant_weights or {}, {**TIER_WEIGHTS, **(config.tier_weights or {})}
         self._vocab_size, self._max_model_len = runner.model_config.vocab_size, runner.max_model_len
         self._unique_salts = itertools.count()
         self._states: dict[int, SequenceState] = {}
@@ -179,8 +180,9 @@ class Sequences:
             now,
             salt=salt,
             priority=scheduling.priority,
+            tier=scheduling.tier,
             tenant=scheduling.tenant,
-            weight=self._tenant_weights.get(scheduling.tenant, 1),
+            weight=self._tenant_weights.get(scheduling.tenant, 1) * self._tier_weights[scheduling.tier],
             deadline=deadline(scheduling.deadline_ms),
             ttft_deadline=deadline(scheduling.ttft_deadline_ms),
             predicted_tokens=scheduling.predicted_tokens,

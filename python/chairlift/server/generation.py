@@ -55,8 +55,9 @@ class Generation:
         The only prompt continues `sequence`, if given.
         """
         self._service = service_of(request)
-        self._scheduling = body.scheduling(request.state.tenant, request.headers)
-        self._tier = body.served_tier()
+        tier = self._service.tiers.choose(body.service_tier, request.state.tenant)
+        self._scheduling = body.scheduling(request.state.tenant, tier, request.headers)
+        self._asks_for_tier = body.service_tier is not None
         self._stream = bool(body.stream)
         self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens)) for prompt in prompts]
         self._n = params.n
@@ -85,6 +86,15 @@ class Generation:
             return replace(resolved, max_tokens=min(max(default, params.min_tokens), resolved.max_tokens))
         return resolved
 
+    @property
+    def service_tier(self) -> str | None:
+        """The tier that serves the request, in OpenAI's words; None for a background request."""
+        return None if self._scheduling.served_tier == "background" else self._scheduling.tier
+
+    def service_tier_field(self) -> dict[str, Any]:
+        """Returns the `service_tier` field of the response, if the request has one."""
+        return {"service_tier": self.service_tier} if self._asks_for_tier and self.service_tier else {}
+
     def metrics(self) -> dict[str, Any]:
         """Returns the `metrics` field of the response, once an answer has ended; several answers are timed from first start to last end."""
         return {"metrics": timing_metrics(self._timing, self.usage.completion)} if self._timing else {}
@@ -92,7 +102,8 @@ class Generation:
     def _usage_labels(self, index: int) -> UsageLabels:
         scheduling = self._scheduling
         tokens = len(self._prompts[index][0])
-        return UsageLabels(self._engine_ids[index], self._request_id, scheduling.tenant, self._tier, scheduling.priority, tokens)
+        tier = scheduling.served_tier
+        return UsageLabels(self._engine_ids[index], self._request_id, scheduling.tenant, tier, scheduling.priority, tokens)
 
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields (choice index, increment); raises the engine's errors. Without `stream` a prompt yields only when it is complete."""
@@ -176,7 +187,7 @@ class Generation:
     def _begin(self, index: int, params: SamplingParams) -> _Progress:
         metrics = self._service.metrics
         metrics.observe_params(params)
-        latencies = metrics.latencies(self._scheduling.tenant, self._scheduling.priority)
+        latencies = metrics.latencies(self._scheduling)
         return _Progress(index, params.n, latencies, _TokenTimes(latencies, self._context.arrived), self._service.usage_log)
 
     def _count_tokens(self, progress: _Progress, output: RequestOutput) -> None:
@@ -197,6 +208,8 @@ class Generation:
         self._timing = output.timing if self._timing is None else self._timing.merge(output.timing)
         metrics = self._service.metrics
         metrics.observe_answer(output, progress.lengths[output.index], progress.latencies)
+        if (tier := self._service.tiers.tiers.get(self._scheduling.served_tier)) is not None:
+            metrics.observe_targets(self._scheduling.tier, tier, output.timing, progress.lengths[output.index])
         metrics.count_finished(reason, time.monotonic() - self._context.arrived, progress.latencies)
         if output.timeline is not None:
             self.usage.accepted += output.timeline.accepted_draft_tokens

@@ -19,6 +19,7 @@ from chairlift.server.lifecycle import Lifecycle
 from chairlift.server.observability.metrics import Metrics
 from chairlift.server.registry import RequestRegistry
 from chairlift.server.sequences import Sequences
+from chairlift.server.tiers import ServiceTiers
 
 if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine
@@ -47,6 +48,8 @@ class Service:
     """Files and batches, with `--data-dir`."""
     resume: str = "exact"
     """Which engines may go on with the answers of one that ended: see `--resume`."""
+    tiers: ServiceTiers = field(default_factory=ServiceTiers)
+    """The service tiers and who may use them."""
     probation: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the one request that runs although it may be the cause of the engine's deaths."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)

@@ -25,6 +25,7 @@ from chairlift.server.observability.metrics import Metrics
 from chairlift.server.observability.traces import Traces
 from chairlift.server.observability.usage_log import UsageLog
 from chairlift.server.service import Service
+from chairlift.server.tiers import ServiceTiers
 
 if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine
@@ -59,7 +60,7 @@ def _is_not_broken_pipe(record: logging.LogRecord) -> bool:
 class Supervisor:
     """Runs one server from start to shutdown."""
 
-    def __init__(self, engine: AsyncEngine, model: str, config: ServerConfig, keys: Keys) -> None:
+    def __init__(self, engine: AsyncEngine, model: str, config: ServerConfig, keys: Keys, tiers: ServiceTiers) -> None:
         self._config = config
         self._engine = engine
         self._lifecycle = Lifecycle()
@@ -84,6 +85,7 @@ class Supervisor:
             usage_log,
             storage,
             config.resume,
+            tiers,
             lifecycle=self._lifecycle,
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the supervisor logs start and shutdown itself

@@ -12,7 +12,7 @@ use std::ops::Bound::{Excluded, Unbounded};
 pub(crate) const PROMPT_TOKEN: u64 = 1;
 pub(crate) const OUTPUT_TOKEN: u64 = 2;
 /// Counter units per token at weight 1. Weights up to this value divide it with little rounding error.
-const UNIT: u64 = 1 << 16;
+const UNIT: u64 = 1 << 24;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Share {

@@ -58,6 +58,7 @@ pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyRes
     dict.set_item("block_us", timeline.block_us)?;
     dict.set_item("tenant", &*timeline.tenant)?;
     dict.set_item("priority", timeline.priority)?;
+    dict.set_item("tier", timeline.tier.name())?;
     dict.set_item("limit", timeline.limit().map(core::TimelineState::name))?;
     dict.set_item("preempted_by", &timeline.preempted_by)?;
     let reasons = PyDict::new(py);

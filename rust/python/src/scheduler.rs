@@ -88,7 +88,7 @@ impl Scheduler {
         Ok(Self(Mutex::new(Inner { core, drafter, outputs: core::Outputs::default(), sampled: Vec::new() })))
     }
 
-    #[pyo3(signature = (tag, prompt, max_new_tokens, stop, now, *, salt = b"".as_slice(), priority = 0, tenant = "", weight = 1,
+    #[pyo3(signature = (tag, prompt, max_new_tokens, stop, now, *, salt = b"".as_slice(), priority = 0, tier = "default", tenant = "", weight = 1,
         deadline = None, ttft_deadline = None, predicted_tokens = None, resumed = None, continues = None, draft = false))]
     #[allow(clippy::needless_pass_by_value, clippy::too_many_arguments)] // types that Python passes
     fn add(
@@ -101,6 +101,7 @@ impl Scheduler {
         now: core::Time,
         salt: &[u8],
         priority: i32,
+        tier: &str,
         tenant: &str,
         weight: u32,
         deadline: Option<core::Time>,
@@ -118,6 +119,7 @@ impl Scheduler {
             stop,
             salt: salt.into(),
             priority,
+            tier: core::Tier::from_name(tier).ok_or_else(|| PyValueError::new_err("no such tier"))?,
             tenant: tenant.into(),
             weight,
             deadline,

@@ -6,9 +6,10 @@ import pytest
 from fake_async_engine import MODEL, answer, wait_until
 
 from chairlift.errors import QueueFull
-from chairlift.scheduling import Scheduling
+from chairlift.scheduling import BACKGROUND, Scheduling
 from chairlift.server import streaming
 from chairlift.server.errors import api_error
+from chairlift.server.tiers import ServiceTiers, Tier
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -59,23 +60,36 @@ def test_deadlines_come_in_headers_too(http, engine):
     assert [(one.deadline_ms, one.ttft_deadline_ms) for one in engine.scheduled] == [(1500, 99.5), (1500, 7)]
 
 
-SERVICE_TIERS = [
-    ("auto", 0, "default"),
-    ("default", 0, "default"),
-    ("scale", 0, "default"),
-    ("priority", -10, "priority"),
-    ("flex", 10, "flex"),
-]
+SERVICE_TIERS = [("auto", "default"), ("default", "default"), ("scale", "default"), ("priority", "priority"), ("flex", "flex")]
 
 
-@pytest.mark.parametrize(("tier", "priority", "served"), SERVICE_TIERS)
+@pytest.mark.parametrize(("asked_for", "served"), SERVICE_TIERS)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_service_tiers_are_priorities(http, engine, path, tier, priority, served):
-    assert http.post(path, json=request_body(path, service_tier=tier)).json()["service_tier"] == served
-    *chunks, _ = events(http.post(path, json=request_body(path, service_tier=tier, stream=True)))
+def test_the_answer_and_the_engine_have_the_tier_that_serves_it(http, engine, path, asked_for, served):
+    assert http.post(path, json=request_body(path, service_tier=asked_for)).json()["service_tier"] == served
+    *chunks, _ = events(http.post(path, json=request_body(path, service_tier=asked_for, stream=True)))
     assert {chunk["service_tier"] for chunk in chunks} == {served}
-    http.post(path, json=request_body(path, service_tier=tier, priority=4))
-    assert [one.priority for one in engine.scheduled] == [priority, priority, 4]
+    http.post(path, json=request_body(path, service_tier=asked_for, priority=4))
+    assert engine.scheduled == [Scheduling(tier=served), Scheduling(tier=served), Scheduling(tier=served, priority=4)]
+
+
+def test_a_response_has_the_tier_that_serves_it(http):
+    tiers = [http.post("/v1/responses", json={"input": "a", **fields}).json()["service_tier"] for fields in ({}, {"service_tier": "flex"})]
+    assert tiers == ["default", "flex"]
+
+
+def test_a_tenant_that_may_not_use_a_tier_is_served_as_default(http, engine, service):
+    service.tiers = ServiceTiers({**service.tiers.tiers, "priority": Tier(4, frozenset({"alice"}))})
+    for tenant, served in (("alice", "priority"), ("bob", "default"), (None, "default")):
+        headers = {} if tenant is None else {"x-tenant-id": tenant}
+        body = http.post(CHAT, json=request_body(CHAT, service_tier="priority"), headers=headers).json()
+        assert (body["service_tier"], engine.scheduled[-1].tier) == (served, served)
+
+
+def test_a_background_request_is_served_by_no_tier(http, engine):
+    body = http.post(CHAT, json=request_body(CHAT, service_tier="priority", priority=BACKGROUND)).json()
+    assert "service_tier" not in body
+    assert engine.scheduled[0].served_tier == "background"
 
 
 def test_answers_name_a_tier_only_where_one_was_asked_for(http):

@@ -1,4 +1,4 @@
-"""Latency histograms by tenant and priority class, at half a microsecond for each token, and percentiles from their buckets."""
+"""Latency histograms by tenant, priority class and tier, at half a microsecond for each token, and percentiles from their buckets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from chairlift.scheduling import TIERS, Scheduling
 from chairlift.server.observability.engine_metrics import CLASSES, priority_class
 
 # vLLM's buckets, with finer ones below: small models respond within milliseconds.
@@ -58,7 +59,7 @@ class Histogram:
 
 
 class Latencies:
-    """Latencies of the requests of one tenant and priority class."""
+    """Latencies of the requests of one tenant, priority class and tier."""
 
     __slots__ = ("between_tokens", "first_token", "per_token", "queued", "whole")
 
@@ -91,15 +92,17 @@ class AllLatencies(Collector):
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
         self._tenants: set[str] = set()
-        self._by_label: dict[tuple[str, str], Latencies] = {("none", kind): Latencies() for kind in CLASSES}
+        known = [*(("none", kind, "default") for kind in CLASSES), *(("none", "default", tier) for tier in TIERS)]
+        self._by_label: dict[tuple[str, str, str], Latencies] = {key: Latencies() for key in known}
 
-    def for_request(self, tenant: str, priority: int) -> Latencies:
+    def for_request(self, scheduling: Scheduling) -> Latencies:
         """Returns where to record the latencies of a request."""
         # Clients can invent any number of names, so only the first ones are tracked.
+        tenant = scheduling.tenant
         if tenant and len(self._tenants) < MAX_TENANTS:
             self._tenants.add(tenant)
         label = "none" if not tenant else tenant if tenant in self._tenants else "other"
-        return self._by_label.setdefault((label, priority_class(priority)), Latencies())
+        return self._by_label.setdefault((label, priority_class(scheduling.priority), scheduling.served_tier), Latencies())
 
     def buckets(self, stem: str) -> dict[float, float]:
         """Returns cumulative counts of all requests by upper bound, including the finer bounds."""
@@ -107,15 +110,15 @@ class AllLatencies(Collector):
         return dict(_sum(map(select, self._by_label.values()))[0])
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yields three metric families for each latency."""
+        """Yields four metric families for each latency."""
         names, values = list(self._labels), list(self._labels.values())
         for stem, (select, help) in _FAMILIES.items():
             yield _family(f"{stem}_seconds", f"{help}.", names, {"": list(self._by_label.values())}, values, select)
-            by_class = {kind: [one for (_, its), one in self._by_label.items() if its == kind] for kind in CLASSES}
-            yield _family(f"{stem}_by_class_seconds", f"{help}, by class.", [*names, "priority"], by_class, values, select)
-            tenants = dict.fromkeys(label for label, _ in self._by_label)
-            by_tenant = {label: [one for (its, _), one in self._by_label.items() if its == label] for label in tenants}
-            yield _family(f"{stem}_by_tenant_seconds", f"{help}, by tenant.", [*names, "tenant"], by_tenant, values, select)
+            for at, (by, label) in enumerate((("tenant", "tenant"), ("class", "priority"), ("tier", "tier"))):
+                parts: dict[str, list[Latencies]] = {}
+                for key, one in self._by_label.items():
+                    parts.setdefault(key[at], []).append(one)
+                yield _family(f"{stem}_by_{by}_seconds", f"{help}, by {by}.", [*names, label], parts, values, select)
 
 
 def _family(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from chairlift.outputs import RequestOutput
+from chairlift.outputs import RequestOutput, Timing
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 from chairlift.server.observability.engine_metrics import REJECTIONS, EngineMetrics
 from chairlift.server.observability.latencies import LATENCY, AllLatencies, Latencies
+
+if TYPE_CHECKING:
+    from chairlift.server.tiers import Tier
 
 _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 _ANSWERS = (1, 2, 5, 10, 20, 50, 100)
@@ -62,7 +66,7 @@ class Metrics:
     ) -> None:
         labels = {"model_name": model, "engine": "0"}
         self.registry = CollectorRegistry()
-        self._alias = alias
+        self._alias, self._labels = alias, labels
         self._rejected = dict.fromkeys(REJECTIONS, 0)
         self.registry.register(EngineMetrics(labels, stats, facts, self._rejected, restarts))
 
@@ -84,6 +88,12 @@ class Metrics:
         self._longest = histogram("request_max_num_generation_tokens", "Maximum tokens that an answer may have.", _TOKENS)
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens of requests.", _TOKENS)
         self._answers = histogram("request_params_n", "n of requests.", _ANSWERS)
+        self._targets = Counter(
+            "chairlift_service_tier_targets",
+            "Answers of tiers with a target, by whether they met it.",
+            [*labels, "tier", "target", "met"],
+            registry=self.registry,
+        )
         finished = Counter(
             "chairlift_request_success", "Finished requests, by reason.", [*labels, "finished_reason"], registry=self.registry
         )
@@ -103,9 +113,9 @@ class Metrics:
             self._max_tokens.observe(params.max_tokens)
             self._longest.observe(params.max_tokens)
 
-    def latencies(self, tenant: str, priority: int) -> Latencies:
+    def latencies(self, scheduling: Scheduling) -> Latencies:
         """Returns where to record the latencies of such a request."""
-        return self._latencies.for_request(tenant, priority)
+        return self._latencies.for_request(scheduling)
 
     def observe_answer(self, output: RequestOutput, tokens: int, latencies: Latencies) -> None:
         """Records an answer of `tokens` tokens by its last increment."""
@@ -122,6 +132,17 @@ class Metrics:
         self._prefilled.observe(len(output.prompt_token_ids) - output.cached_tokens)
         self._generated.observe(tokens)
         self._preempted.observe(output.preemptions)
+
+    def observe_targets(self, name: str, tier: Tier, timing: Timing | None, tokens: int) -> None:
+        """Counts for an answer of the tier `name` which of the tier's targets it met."""
+        if timing is None or timing.first_token is None:
+            return
+        figures = {"ttft": (timing.first_token, tier.ttft_ms)}
+        if tokens > 1:
+            figures["itl"] = (timing.total - timing.first_token) / (tokens - 1), tier.itl_ms
+        for target, (seconds, most) in figures.items():
+            if most is not None:
+                self._targets.labels(**self._labels, tier=name, target=target, met=str(seconds * 1e3 <= most).lower()).inc()
 
     def count_finished(self, reason: str, seconds: float, latencies: Latencies) -> None:
         """Counts a request that ended as `stop`, `length`, `abort`, `error` or `deadline` after `seconds`."""

@@ -51,9 +51,6 @@ IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 
 REQUEST_ID = r"^[A-Za-z0-9._:/+=@-]{1,128}$"
 """Pattern of request ids."""
 
-SERVICE_TIERS = {"auto": 0, "default": 0, "scale": 0, "priority": -10, "flex": 10}
-"""OpenAI's service tiers as priorities, lower first; `flex` is batch work."""
-
 
 class StreamOptions(BaseModel):
     """Options of a stream."""
@@ -194,21 +191,13 @@ class GenerationRequest(GenerationParams):
         fields["structured_output"] = self.structured_output()
         return SamplingParams(**fields)
 
-    def scheduling(self, tenant: str, headers: Mapping[str, str]) -> Scheduling:
+    def scheduling(self, tenant: str, tier: str, headers: Mapping[str, str]) -> Scheduling:
         """Returns the scheduling parameters of a request of `tenant`; fields of the body override `headers`. Raises InvalidRequest."""
-        fields: dict[str, Any] = {"tenant": tenant, "priority": SERVICE_TIERS[self.service_tier or "default"]}
+        fields: dict[str, Any] = {"tenant": tenant, "tier": tier}
         for name, header in (("deadline_ms", "x-request-deadline-ms"), ("ttft_deadline_ms", "x-request-ttft-deadline-ms")):
             if getattr(self, name) is None and header in headers:
                 fields[name] = _milliseconds(header, headers[header])
         return Scheduling(**fields | self._set_fields("priority", "deadline_ms", "ttft_deadline_ms", "cache_salt", "predicted_tokens"))
-
-    def served_tier(self) -> str:
-        """Returns the tier that serves the request: `auto` and no tier are served as `default`."""
-        return self.service_tier if self.service_tier is not None and SERVICE_TIERS[self.service_tier] else "default"
-
-    def service_tier_field(self) -> dict[str, Any]:
-        """Returns the response's `service_tier` field, if the request has one."""
-        return {} if self.service_tier is None else {"service_tier": self.served_tier()}
 
     def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
         """Keeps the last `truncate_prompt_tokens` tokens of a prompt; -1 keeps those that leave room for the answer in the context."""

@@ -61,12 +61,12 @@ class _ChatResponse:
         extra = generation.metrics() if body.include_metrics else {}
         if body.prompt_logprobs is not None and (logprobs := self._completion.prompt_logprobs) is not None:
             extra["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs_json, self._tokenizer, logprobs, body.prompt_logprobs)
-        return {**generation.head, **body.service_tier_field(), "choices": choices, "usage": generation.usage.json(), **extra}
+        return {**generation.head, **generation.service_tier_field(), "choices": choices, "usage": generation.usage.json(), **extra}
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yields the response as server-sent events."""
         generation, body = self._generation, self._body
-        head: dict[str, Any] = generation.head | body.service_tier_field() | ({"usage": None} if body.include_usage else {})
+        head: dict[str, Any] = generation.head | generation.service_tier_field() | ({"usage": None} if body.include_usage else {})
         templates: dict[tuple[int, bool], EventTemplate] = {}
         started: set[int] = set()
         always_usage = body.continuous_usage

@@ -155,12 +155,12 @@ async def whole(generation: Generation, body: CompletionRequest, choices: Choice
         choice["text"] = "".join(texts[index])
     metrics = generation.metrics() if body.include_metrics else {}
     ordered = [collected[index] for index in sorted(collected)]
-    return {**generation.head, **body.service_tier_field(), "choices": ordered, "usage": generation.usage.json(), **metrics}
+    return {**generation.head, **generation.service_tier_field(), "choices": ordered, "usage": generation.usage.json(), **metrics}
 
 
 async def events(generation: Generation, body: CompletionRequest, choices: Choices) -> AsyncGenerator[bytes]:
     """Yields the response as server-sent events; raises the engine's errors."""
-    head: dict[str, Any] = generation.head | body.service_tier_field() | ({"usage": None} if body.include_usage else {})
+    head: dict[str, Any] = generation.head | generation.service_tier_field() | ({"usage": None} if body.include_usage else {})
     async with aclosing(choices.deltas()) as deltas:
         async for delta in deltas:
             if body.continuous_usage:

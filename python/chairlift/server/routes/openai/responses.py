@@ -27,9 +27,7 @@ async def responses(request: Request) -> Response:
     chat = body.chat()
     with renamed_fields(FIELD_NAMES):
         completion = await ChatCompletion.begin(request, chat, ignored, kind="response", prefix="resp_")
-    builder = _ResponseBuilder(
-        body, chat.service_tier_field().get("service_tier", "default"), completion, service_of(request).engine.tokenizer
-    )
+    builder = _ResponseBuilder(body, completion, service_of(request).engine.tokenizer)
     if body.stream:
         return EventStream(builder.events(), completion.headers)
     return Json(await builder.whole(), headers=completion.headers)
@@ -41,9 +39,8 @@ _Event = dict[str, Any]
 class _ResponseBuilder:
     """Builds the response from increments: reasoning, messages and function calls, and the events that report them."""
 
-    def __init__(self, body: ResponsesRequest, service_tier_field: str, completion: ChatCompletion, tokenizer: Any) -> None:
+    def __init__(self, body: ResponsesRequest, completion: ChatCompletion, tokenizer: Any) -> None:
         self._body = body
-        self._service_tier = service_tier_field
         self._completion = completion
         self._tokenizer = tokenizer
         self._done: list[dict[str, Any]] = []
@@ -199,7 +196,7 @@ class _ResponseBuilder:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "service_tier": self._service_tier,
+            "service_tier": self._completion.generation.service_tier,
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
