@@ -209,8 +209,13 @@ class EngineConfig:
         metavar="SHARES",
         group="scheduler",
     )
-    tier_weights: Mapping[str, int] | None = None
-    """Factors of the tenants' weights, by tier. The server reads them from `--tiers`."""
+    tier_weights: Mapping[str, int] | None = _flag(
+        None,
+        "factors of tenants' weights by service tier under the policies 'fair' and 'vtc' (default: priority=4,default=2,flex=1)",
+        _weights,
+        metavar="SHARES",
+        group="scheduler",
+    )
     speculative_config: Mapping[str, str | int] | None = _flag(
         None,
         'propose tokens and verify several in one step, as JSON: \'{"method": "auto", "num_speculative_tokens": 8}\'; \'ngram\' looks for '
@@ -340,9 +345,8 @@ class EngineConfig:
             raise ValueError(f"--watermark must be at least 0 and below 1, got {self.watermark:g}")
         for tier, weight in (self.tier_weights or {}).items():
             if tier not in TIERS or not 1 <= weight <= LARGEST_TIER_WEIGHT:
-                raise ValueError(
-                    f"tier_weights: expected {', '.join(TIERS)} with integers from 1 to {LARGEST_TIER_WEIGHT}, got {tier!r:.100}: {weight}"
-                )
+                expected = f"{', '.join(TIERS)} with integers from 1 to {LARGEST_TIER_WEIGHT}"
+                raise ValueError(f"--tier-weights: expected {expected}, got {tier!r:.100}: {weight}")
         for tenant, weight in (self.tenant_weights or {}).items():
             if not 1 <= weight <= LARGEST_WEIGHT:
                 raise ValueError(f"--tenant-weights: {tenant}'s must be an integer from 1 to {LARGEST_WEIGHT}, got {weight}")

@@ -232,7 +232,9 @@ def test_what_the_runner_was_fitted_to_is_told(make, monkeypatch):
 
 def test_a_request_reaches_the_core_with_its_place_among_the_others(make):
     engine = make(tenant_weights={"a": 3})
-    treated = Scheduling(priority=-2, tier="priority", tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, cache_salt="ü", predicted_tokens=4)
+    treated = Scheduling(
+        priority=-2, tier="priority", tenant="a", deadline_ms=1.5, ttft_deadline_ms=0.25, cache_salt="ü", predicted_tokens=4
+    )
     engine.add(1, [1, 2, 3], SamplingParams(max_tokens=None, stop_token_ids=(9,)), treated)
     engine.add(2, [1], SamplingParams(ignore_eos=True), Scheduling(tenant="b"))
     assert engine.core.added[1] == {

@@ -58,6 +58,7 @@ def timeline(tag, finish="length", **changes):
         "block_us": 7_000_000,
         "tenant": "",
         "priority": 0,
+        "tier": "default",
         "limit": "blocks",
         "preempted_by": [9],
         "preempted_for": {"kv_blocks": 1},

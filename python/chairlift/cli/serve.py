@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     tiers = read_tiers(server.tiers)
     weights = {tenant.name: tenant.weight for tenant in keys if tenant.weight is not None}
     tenant_weights = {**weights, **(args.engine.tenant_weights or {})} or None
-    engine = replace(args.engine, tenant_weights=tenant_weights, tier_weights=tiers.weights)
+    engine = replace(args.engine, tenant_weights=tenant_weights, tier_weights={**tiers.weights, **(args.engine.tier_weights or {})})
     if server.ssl_certfile is not None:
         check_certificate(server.ssl_certfile, server.ssl_keyfile)
     with ExitStack() as sockets:

@@ -2,6 +2,7 @@ import math
 
 import pytest
 
+from chairlift.scheduling import Scheduling
 from chairlift.server.observability.latencies import AllLatencies, percentiles
 
 INF = math.inf
@@ -28,8 +29,8 @@ def test_percentiles_of_few_requests_are_what_these_took(seconds):
     """Within 5 %, in buckets finer than those that Prometheus gets, with nothing interpolated."""
     latencies = AllLatencies({"model_name": "m", "engine": "0"})
     for took in (seconds / 10, seconds, 10 * seconds):
-        latencies.for_request("", 0).first_token.observe(took)
-        latencies.for_request("", 0).queued.observe(took)
+        latencies.for_request(Scheduling()).first_token.observe(took)
+        latencies.for_request(Scheduling()).queued.observe(took)
     for stem in ("time_to_first_token", "request_queue_time"):
         found = percentiles({}, latencies.buckets(stem))
         assert seconds <= found["p50"] <= 1.051 * seconds

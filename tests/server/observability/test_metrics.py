@@ -9,11 +9,14 @@ import pytest
 from fake_async_engine import serving
 from prometheus_client.parser import text_string_to_metric_families
 
+from chairlift.outputs import Timing
+from chairlift.scheduling import Scheduling
 from chairlift.server.observability import engine_metrics
 from chairlift.server.observability.engine_metrics import MAX_TENANTS, REJECTIONS
 from chairlift.server.observability.latencies import MAX_TENANTS as MOST_TIMED
 from chairlift.server.observability.logs import load_line
 from chairlift.server.observability.metrics import Metrics
+from chairlift.server.tiers import Tier
 
 LABELS = {"model_name": "org/fake-model", "engine": "0"}
 
@@ -179,12 +182,29 @@ def test_names_that_were_made_up_are_forgotten(monkeypatch):
     assert reported(t9=use(1)) == {"t9": 2}, "a recent name is remembered"
 
 
-def test_first_tokens_are_timed_by_class(http):
-    for fields in ({}, {"priority": 1}, {"service_tier": "priority"}, {"service_tier": "priority", "n": 3}):
+def test_first_tokens_are_timed_by_class_and_by_tier(http):
+    for fields in ({}, {"priority": 1}, {"priority": -1, "service_tier": "flex"}, {"service_tier": "priority", "n": 3}):
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **fields})
     counts = by(http, "time_to_first_token_by_class_seconds_count", "priority")
-    assert counts == {"high": 2, "default": 1, "low": 1}
+    assert counts == {"high": 1, "default": 2, "low": 1}
+    assert by(http, "time_to_first_token_by_tier_seconds_count", "tier") == {"priority": 1, "default": 2, "flex": 1}
     assert scrape(http)["time_to_first_token_seconds_count"] == 4
+
+
+def test_the_answers_of_a_tier_are_counted_by_whether_they_met_its_targets():
+    metrics = Metrics("m", dict)
+    tier = Tier(1, None, ttft_ms=500, itl_ms=100)
+    metrics.observe_targets("flex", tier, Timing(queued=0, started=0, first_token=0.5, total=1.0), 5)
+    metrics.observe_targets("flex", tier, Timing(queued=0, started=0, first_token=0.6, total=1.0), 5)
+    metrics.observe_targets("flex", tier, Timing(queued=0, started=0, first_token=0.6, total=0.6), 1)
+    metrics.observe_targets("default", Tier(1), Timing(queued=0, started=0, first_token=0.6, total=1.0), 5)
+    samples = [sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples]
+    counts = {
+        tuple(map(one.labels.get, ("tier", "target", "met"))): one.value
+        for one in samples
+        if one.name == "chairlift_service_tier_targets_total"
+    }
+    assert counts == {("flex", "ttft", "true"): 1, ("flex", "ttft", "false"): 2, ("flex", "itl", "true"): 1, ("flex", "itl", "false"): 1}
 
 
 def test_latencies_are_told_by_class_and_by_tenant(http):
@@ -201,8 +221,8 @@ def test_latencies_are_told_by_class_and_by_tenant(http):
 def test_latencies_have_labels_for_so_many_tenants_and_no_more():
     metrics = Metrics("m", dict)
     for number in range(MOST_TIMED + 5):
-        metrics.latencies(f"tenant{number}", 0).first_token.observe(0.02)
-    metrics.latencies("tenant0", 0).first_token.observe(1000)
+        metrics.latencies(Scheduling(tenant=f"tenant{number}")).first_token.observe(0.02)
+    metrics.latencies(Scheduling(tenant="tenant0")).first_token.observe(1000)
     samples = [sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples]
     counts = {one.labels["tenant"]: one.value for one in samples if one.name == "chairlift_time_to_first_token_by_tenant_seconds_count"}
     assert len(counts) == MOST_TIMED + 2
@@ -318,7 +338,7 @@ def test_the_caches_size_is_told(http, engine):
 
 def test_vllms_names_have_the_same_values():
     metrics = Metrics("m", lambda: {"running": 3, "generated_tokens": 40}, lambda: {"block_size": 16}, alias=True)
-    metrics.latencies("", 0).first_token.observe(0.3)
+    metrics.latencies(Scheduling()).first_token.observe(0.3)
     metrics.count_rejected("draining")
     samples = [sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples]
     values = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in samples}

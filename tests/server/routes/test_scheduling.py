@@ -78,7 +78,8 @@ def test_a_response_has_the_tier_that_serves_it(http):
     assert tiers == ["default", "flex"]
 
 
-def test_a_tenant_that_may_not_use_a_tier_is_served_as_default(http, engine, service):
+def test_a_tenant_that_may_not_use_a_tier_is_served_as_default(http, engine, server):
+    _, service = server
     service.tiers = ServiceTiers({**service.tiers.tiers, "priority": Tier(4, frozenset({"alice"}))})
     for tenant, served in (("alice", "priority"), ("bob", "default"), (None, "default")):
         headers = {} if tenant is None else {"x-tenant-id": tenant}
