@@ -99,6 +99,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
             "block_us": 1000,
             "tenant": "",
             "priority": 0,
+            "tier": "default",
             "limit": None,
             "preempted_by": [],
             "preempted_for": {},

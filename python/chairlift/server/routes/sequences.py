@@ -124,7 +124,8 @@ async def open_sequence(request: Request) -> Response:
     prompt = await body.tokens(service)
     fields = body.model_dump(include=_OWN_FIELDS, exclude_none=True)
     generation = GenerationRequest(**fields, request_id=body.request_id)
-    scheduling = generation.scheduling(request.state.tenant, request.headers)
+    tier = service.tiers.choose(generation.service_tier, request.state.tenant)
+    scheduling = generation.scheduling(request.state.tenant, tier, request.headers)
     # Deadlines in the headers are those of this request.
     scheduling = replace(scheduling, deadline_ms=None, ttft_deadline_ms=None)
     sequence = service.engine.hold(prompt, scheduling, body.lease_seconds or LEASE)
