@@ -9,6 +9,7 @@ RUST = Path(__file__).parent.parent / "rust"
 
 LAYERS = {
     "core": [
+        {"tier"},
         {"request", "error", "host", "work"},
         {"acceptance", "hash", "cost", "policy", "recent_steps", "router", "saturation", "share", "text_index", "timeline"},
         {"block", "config", "corpus", "group", "phase", "place", "queue", "snapshot", "stats"},

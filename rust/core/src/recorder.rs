@@ -3,7 +3,7 @@
 use crate::batch::{Chunk, Outputs, StepPlan};
 use crate::error::Rejected;
 use crate::journal::{Kind, REASONS, Writer, zigzag};
-use crate::request::{ArrivalNumber, FinishReason, HeldId, Request, SeqId, Time, Token};
+use crate::request::{ArrivalNumber, FinishReason, HeldId, Request, SeqId, Time, Token, served_tier};
 use crate::scheduler::Scheduler;
 use crate::sequence::Spec;
 use crate::snapshot::Snapshot;
@@ -78,7 +78,7 @@ impl Recorder {
             if let Some(resumed) = resumed {
                 journal.note(Kind::Resumed).number(resumed.answered.into());
             }
-            if spec.tier != Tier::default().of_class(spec.priority) {
+            if spec.tier != served_tier(Tier::default(), spec.priority) {
                 journal.note(Kind::Tier).number(spec.tier as u64);
             }
             journal.call(Kind::Add, now).number(spec.tag);

@@ -13,6 +13,11 @@ pub type Time = u64;
 /// The class of background requests, under every policy: they wait while other requests wait, and are preempted for them.
 pub const BACKGROUND: i32 = i32::MAX;
 
+/// The tier of a request of class `priority` that asks for `tier`.
+pub(crate) fn served_tier(tier: Tier, priority: i32) -> Tier {
+    if priority == BACKGROUND { Tier::Background } else { tier }
+}
+
 /// Number of a request in the order of arrival.
 pub(crate) type ArrivalNumber = u64;
 

@@ -8,7 +8,7 @@ use crate::kv::SeqBlocks;
 use crate::phase::{Phase, Stage};
 use crate::place::Place;
 use crate::policy::Class;
-use crate::request::{ArrivalNumber, Continues, FinishReason, Request, Resumed, SeqId, Time, Token};
+use crate::request::{ArrivalNumber, Continues, FinishReason, Request, Resumed, SeqId, Time, Token, served_tier};
 use crate::tier::Tier;
 use crate::timeline::{Account, Clocks, TimelineState};
 use std::sync::Arc;
@@ -146,7 +146,7 @@ impl Sequence {
                 priority: request.priority,
                 weight: request.weight.max(1),
                 predicted: request.predicted_tokens,
-                tier: request.tier.of_class(request.priority),
+                tier: served_tier(request.tier, request.priority),
                 arrival_number,
                 deadline: request.deadline,
                 ttft_deadline: request.ttft_deadline,

@@ -1,7 +1,5 @@
 //! Tiers: the levels of urgency that hold under every policy.
 
-use crate::request::BACKGROUND;
-
 /// The tier of a request. A more urgent tier goes first under every policy, except that tenants take turns under the
 /// policies `fair` and `vtc`. Waiting requests may preempt running sequences of less urgent tiers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,10 +31,5 @@ impl Tier {
     /// The tier's name.
     pub fn name(self) -> &'static str {
         Self::NAMES[self as usize].1
-    }
-
-    /// The tier of a request of class `priority` that asks for this tier.
-    pub(crate) fn of_class(self, priority: i32) -> Self {
-        if priority == BACKGROUND { Self::Background } else { self }
     }
 }
