@@ -42,6 +42,7 @@ IN_SERVER = {
     "routes": {
         "batch",
         "chat",
+        "embedding",
         "errors",
         "generation",
         "http",
@@ -55,6 +56,7 @@ IN_SERVER = {
         "streaming",
     },
     "batch": {"admission", "errors", "http", "keys", "lifecycle", "observability", "service", "storage"},
+    "embedding": {"errors", "generation", "schema", "service"},
     "chat": {"errors", "generation", "http", "schema", "service", "usage"},
     "streaming": {"errors", "http"},
     "generation": {"errors", "observability", "registry", "schema", "service", "submission", "usage"},

@@ -37,11 +37,11 @@ LAYERS = {
         {"linear"},
         {"attention", "blocks"},
         {"pass"},
-        {"decoder"},
+        {"decoder", "encoder"},
     ],
     "python": [
         {"buffers", "decoder", "errors", "reports", "sample", "settings", "work"},
-        {"scheduler", "simulate"},
+        {"encoder", "scheduler", "simulate"},
         {"replay"},
     ],
 }

@@ -269,8 +269,8 @@ def test_settings_of_a_training_run_do_not_matter(copy: Path) -> None:
 
 
 def test_a_missing_or_broken_tokenizer_is_named(copy: Path) -> None:
-    _change(copy / "tokenizer.json", decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})
-    with pytest.raises(UnsupportedModel, match="uses unknown decoder steps: WordPiece"):
+    _change(copy / "tokenizer.json", decoder={"type": "CTC", "pad_token": "x", "word_delimiter_token": "|", "cleanup": True})
+    with pytest.raises(UnsupportedModel, match="uses unknown decoder steps: CTC"):
         Tokenizer(copy)
     (copy / "tokenizer.json").write_text("{")
     with pytest.raises(UnsupportedModel, match=r"tokenizer\.json cannot be read"):

@@ -9,11 +9,14 @@ from numpy.typing import NDArray
 
 __all__ = [
     "CORPUS_BYTES_PER_TOKEN",
+    "NO_TOKEN",
     "PREEMPTION_REASONS",
     "TIMELINE_STATES",
     "Decoder",
     "DecoderBlock",
     "EmptyPrompt",
+    "Encoder",
+    "EncoderLayer",
     "HeldBusy",
     "KvCache",
     "Linear",
@@ -46,6 +49,8 @@ __all__ = [
 __version__: str
 
 CORPUS_BYTES_PER_TOKEN: int
+NO_TOKEN: int
+"""A sample that ends its request without a token, because only the prompt's embedding was wanted."""
 TIMELINE_STATES: tuple[str, ...]
 """Names of the states into which a request's time is divided."""
 
@@ -207,7 +212,7 @@ class Scheduler:
         `forced` are sequences whose next tokens are certain, with these tokens: drafts if drafting is on.
         """
     def commit(self, plan: StepPlan, sampled: NDArray[np.int32], now: int) -> Outputs:
-        """Adds the sampled tokens: int32, one per sampled position, negative if sampling failed. Plans are committed in order."""
+        """Adds the sampled tokens: int32, one per sampled position, negative if there is none. Plans are committed in order."""
     def tokens(self, seq: int) -> tuple[bytes, int]:
         """Returns a sequence's tokens so far (int32) and the number of prompt tokens. Raises KeyError if it has ended."""
     def explain(self, tag: int) -> dict[str, Any] | None:
@@ -460,6 +465,52 @@ class Decoder:
 
     def logits(self, at: NDArray[np.int32], out: NDArray[np.float32]) -> None:
         """Writes the last step's logits at token positions `at` to `out` [at, vocabulary], without the GIL."""
+
+    def states(self, at: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+        """Writes the last step's hidden states after the last norm at token positions `at`, scaled to length 1, to `out` [at, hidden]."""
+
+@final
+class EncoderLayer:
+    """A layer of an encoder of the BERT family: attention and an MLP, each with a norm (weight and bias) after it."""
+
+    def __new__(
+        cls,
+        *,
+        qkv_proj: Linear,
+        o_proj: Linear,
+        attention_norm: tuple[NDArray[np.float32], NDArray[np.float32]],
+        up_proj: Linear,
+        down_proj: Linear,
+        norm: tuple[NDArray[np.float32], NDArray[np.float32]],
+    ) -> EncoderLayer:
+        """Creates a layer, which takes the linear layers."""
+
+@final
+class Encoder:
+    """An encoder of the BERT family, with its own threads. A text's embedding does not depend on the other texts of a call."""
+
+    def __new__(
+        cls,
+        layers: Sequence[EncoderLayer],
+        *,
+        tokens: NDArray[np.float32],
+        positions: NDArray[np.float32],
+        norm: tuple[NDArray[np.float32], NDArray[np.float32]],
+        num_heads: int,
+        norm_eps: float,
+        pooling: str,
+        threads: int,
+    ) -> Encoder:
+        """Creates an encoder, which takes the layers. `tokens` and `positions` are flat tables of embeddings, rows of the hidden size.
+
+        `positions` has the embedding of the token type added. `pooling` is first, last or mean. Raises ValueError if sizes do not fit.
+        """
+
+    def embed(self, ids: NDArray[np.int32], starts: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+        """Writes the texts' embeddings, vectors of length 1, to `out` [texts, hidden size], without the GIL.
+
+        Text i has the ids from `starts[i]` to `starts[i + 1]`. Raises ValueError for empty or too long texts and for unknown ids.
+        """
 
 @final
 class KvCache:

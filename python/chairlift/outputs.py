@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -140,3 +141,5 @@ class RequestOutput:
     """One entry for each prompt token, None for the first; on the first output of each answer, if the request asked for them."""
     text_offsets: list[int] | None = None
     """With `logprobs`: the offset in characters of each of `token_ids` in the answer's text, including text that is held back."""
+    embedding: array[float] | None = None
+    """The prompt's embedding, 32-bit numbers of a vector of length 1, if the request asked for it instead of a text."""

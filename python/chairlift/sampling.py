@@ -83,7 +83,8 @@ class SamplingParams:
     completed in the tokens in which the tokenizer writes them, with and without a space before. `structured_output` constrains the answer's
     form. `logprobs` requests the log-probability of each output token and of this many most likely alternatives, at temperature 1 and
     before all changes above. `prompt_logprobs` requests the same for the prompt, which is then computed whole, regardless of the cache.
-    `include_stop_str_in_output` includes the stop string or token in the text, `skip_special_tokens=False` control tokens.
+    `include_stop_str_in_output` includes the stop string or token in the text, `skip_special_tokens=False` control tokens. `embed` asks for
+    the prompt's embedding instead of a text.
     """
 
     max_tokens: int | None = 16
@@ -109,6 +110,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    embed: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest with the field and its allowed values."""
@@ -134,7 +136,7 @@ class SamplingParams:
         integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})", param="min_tokens")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "embed"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r:.100}", param=name)
         if self.logit_bias is not None:
@@ -167,6 +169,11 @@ class SamplingParams:
             integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.embed:
+            self._set("max_tokens", 1)  # the core gives room for a token, though there is none
+            logged = (self.logprobs, self.prompt_logprobs, self.structured_output) != (None, None, None)
+            if logged or self.num_sequences > 1:
+                raise InvalidRequest("an embedding is one result without log-probabilities and structure", param="embed")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -241,3 +248,7 @@ def _tokens(name: str, value: tuple[int, ...], most: int) -> tuple[int, ...]:
     for token in tokens:
         integer(name, token, 0, 2**31 - 1)
     return tokens
+
+
+EMBED = SamplingParams(embed=True, temperature=0.0, ignore_eos=True)
+"""The parameters of a request for an embedding."""

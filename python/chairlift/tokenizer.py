@@ -66,6 +66,13 @@ class Tokenizer:
         return eos_token_ids(self._model, self._file, self._backend.token_to_id)
 
     @cached_property
+    def num_closing_tokens(self) -> int:
+        """Number of special tokens that `encode` adds after a text, such as [SEP]."""
+        whole, plain = self.encode("a"), self.encode("a", add_special_tokens=False)
+        added = len(whole) - len(plain)
+        return next((count for count in range(added + 1) if whole[added - count : len(whole) - count] == plain), 0)
+
+    @cached_property
     def special_tokens(self) -> dict[str, str]:
         """Texts of the tokens with a role: `bos_token`, `eos_token`, `unk_token`, `pad_token` and so on."""
         names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -162,18 +169,19 @@ def tokenizer_file(directory: Path, source: str | Path | None = None) -> Path:
 
 
 class _TokenBytes:
-    """A vocabulary's representation of bytes: GPT-2's alphabet of 256 characters, or SentencePiece's ▁ and <0x0A>."""
+    """A vocabulary's representation of bytes: GPT-2's alphabet of 256 characters, SentencePiece's ▁ and <0x0A>, or WordPiece's ##."""
 
     def __init__(self, backend: Backend, file: Path) -> None:
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
         steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
         self._alphabet = _byte_alphabet() if "ByteLevel" in steps else None
         self._byte_fallback = "ByteFallback" in steps
-        unknown = steps.keys() - {"ByteLevel", "ByteFallback", "Replace", "Fuse", "Strip", "Metaspace"}
+        self._continues: str | None = steps["WordPiece"]["prefix"] if "WordPiece" in steps else None
+        unknown = steps.keys() - {"ByteLevel", "ByteFallback", "Replace", "Fuse", "Strip", "Metaspace", "WordPiece"}
         if unknown:
             raise UnsupportedModel(f"{file} uses unknown decoder steps: {', '.join(sorted(unknown))}")
         metaspace = steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
-        self.strips_first_space: bool = metaspace or steps.get("Strip", {}).get("start", 0) > 0
+        self.strips_first_space: bool = metaspace or self._continues is not None or steps.get("Strip", {}).get("start", 0) > 0
 
     def to_bytes(self, token: str) -> bytes:
         if self._alphabet is not None:
@@ -181,6 +189,8 @@ class _TokenBytes:
                 return bytes(self._alphabet[character] for character in token)
             except KeyError:  # an added token is stored as plain text
                 return token.encode()
+        if self._continues is not None:
+            return (token.removeprefix(self._continues) if token.startswith(self._continues) else " " + token).encode()
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             try:
                 return bytes([int(token[3:5], 16)])

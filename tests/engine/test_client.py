@@ -365,7 +365,7 @@ def test_what_the_model_cannot_take_is_refused_at_the_door():
 
 def test_validate_fills_what_the_context_leaves():
     engine = AsyncEngine()
-    engine.facts = {"max_model_len": 10, "vocab_size": 5}
+    engine.facts = {"max_model_len": 10, "vocab_size": 5, "generates": True}
     assert engine.validate([1] * 9, SamplingParams(max_tokens=None)).max_tokens == 1
     assert engine.validate([1], SamplingParams(max_tokens=9)).max_tokens == 9
     with pytest.raises(InvalidRequest, match=r"maximum context length is 10 .* 11 tokens \(10 in the prompt, 1 for the") as caught:

@@ -102,10 +102,12 @@ class FakeRunner:
     max_num_seqs, max_num_batched_tokens = 30, 120
     batch_invariant = False
     has_logprobs = True
+    generates = True
+    pooling = None
     decisions = (("threads", "2", "why not"),)
     overlaps = False
     buffers = (SimpleNamespace(arrays=dict, sample_slots=np.zeros(1, dtype=np.int32)),)
-    model_config = SimpleNamespace(vocab_size=1000)
+    model_config = SimpleNamespace(vocab_size=1000, hidden_size=64)
 
     def __init__(self, config, directory, eos, on_phase):
         self.calls = []

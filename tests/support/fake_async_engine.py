@@ -87,7 +87,14 @@ class FakeEngine:
     def __init__(self) -> None:
         self.config = EngineConfig()
         self.tokenizer = FakeTokenizer()
-        self.facts = {"max_model_len": 2048, "max_num_seqs": 8, "vocab_size": 256, "determinism": "batch-invariant"}
+        self.facts = {
+            "max_model_len": 2048,
+            "max_num_seqs": 8,
+            "vocab_size": 256,
+            "determinism": "batch-invariant",
+            "generates": True,
+            "max_text_len": None,
+        }
         self.alive = self.ready = True
         self.on_end: Callable[[], None] | None = None
         self.end_with = EngineDead

@@ -27,6 +27,8 @@ FACTS = {
     "model": "fake",
     "max_model_len": 2 * ENDLESS,
     "vocab_size": 1_000_000,
+    "generates": True,
+    "max_text_len": None,
     "num_kv_blocks": 10,
     "block_size": 16,
     "max_num_seqs": 64,

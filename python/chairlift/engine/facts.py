@@ -28,7 +28,11 @@ def start_facts(config: EngineConfig, directory: Path, runner: Runner, eos: Sequ
     decisions = (*runner.decisions, *_speculation_decision(config, runner), _sampling_decision(config, sampling))
     return {
         "model": config.model,
-        "max_model_len": runner.max_model_len,
+        # An encoder's sequences have one token more than their texts, which is not computed.
+        "max_model_len": runner.max_model_len if runner.generates else runner.max_model_len - 1,
+        "max_text_len": None if runner.pooling is None else runner.max_model_len - 1,
+        "generates": runner.generates,
+        "hidden_size": runner.model_config.hidden_size,
         "num_kv_blocks": runner.num_kv_blocks - 1,
         "block_size": config.block_size,
         "max_num_seqs": runner.max_num_seqs,

@@ -157,7 +157,8 @@ class StepOutputs:
     microseconds queued) for each admitted sequence, including those admitted again after a preemption. `ended` has the timelines of
     ended sequences; a sequence that missed its deadline is in no other field. `stats` are counters, which are not sent every time.
     `details` (by tag) and `prompts` (pairs with a request's first tag) are log-probabilities of tokens and of prompt tokens, in lines of
-    4-byte numbers: token, log-probability (f32), rank, top tokens, their log-probabilities (f32).
+    4-byte numbers: token, log-probability (f32), rank, top tokens, their log-probabilities (f32). The `details` of a request for an
+    embedding are its numbers (f32).
     `starved` are the tags in `ended` that failed because the device was out of memory.
     """
 

@@ -22,14 +22,16 @@ from chairlift.engine.arguments import Prompt, document_settings, engine_config,
 from chairlift.engine.facts import log_decisions, warn_of_short_context
 from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequences
 from chairlift.engine.live_sequence import LiveSequence
-from chairlift.engine.request import Request, default_params, deliver, encode_bad_words, joined, validate
+from chairlift.engine.request import Request, check_dimensions, default_params, deliver, encode_bad_words, joined, validate
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, RequestFailed
 from chairlift.outputs import RequestOutput
-from chairlift.sampling import MAX_SEQUENCES, SamplingParams
+from chairlift.sampling import EMBED, MAX_SEQUENCES, SamplingParams
 from chairlift.scheduling import Scheduling
 from chairlift.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from rich.progress import Progress
 
     from chairlift.engine.loop import Engine
@@ -151,6 +153,29 @@ class LLM:
                     else:
                         requests.append(self._request(prompt, one, news))
             return self._run(requests, treated, news, progress)
+
+    def embed(
+        self,
+        texts: Prompt | Iterable[Prompt],
+        *,
+        dimensions: int | None = None,
+        scheduling: Scheduling | Sequence[Scheduling] | None = None,
+        progress: bool | None = None,
+    ) -> NDArray[np.float32]:
+        """Computes the embedding of each text (see `Prompt`): float32 [texts, dimensions], vectors of length 1.
+
+        `dimensions` keeps the first numbers of each and scales them to length 1, for models that were trained for it. Other arguments and
+        errors as in `generate`. Raises RequestFailed if a text gets no embedding: it missed its deadline, or its result is not finite.
+        """
+        import numpy as np
+
+        check_dimensions(dimensions, self.facts)
+        outputs = self.generate(texts, EMBED, scheduling=scheduling, progress=progress)
+        failed = [f"{index} ({output.finish_reason})" for index, output in enumerate(outputs) if output.embedding is None]
+        if failed:
+            raise RequestFailed(f"texts without an embedding: {', '.join(failed)}")
+        embeddings = np.array([output.embedding for output in outputs], dtype=np.float32)[:, :dimensions]
+        return embeddings if dimensions is None else embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
 
     def stream(
         self, prompt: Prompt | LiveSequence, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None

@@ -379,8 +379,9 @@ def _build_runner(config: EngineConfig, directory: Path, eos: frozenset[int], on
     if config.load_format == "none":
         return NullRunner(config, directory, eos)
     from chairlift.runner.build import build_runner  # torch takes seconds to import
+    from chairlift.runner.encoder_runner import EncoderRunner
 
-    return build_runner(config, directory, on_phase)
+    return EncoderRunner.find(config, directory, on_phase) or build_runner(config, directory, on_phase)
 
 
 def _build_scheduler(config: EngineConfig, runner: Runner) -> _core.Scheduler:
@@ -393,6 +394,7 @@ def _build_scheduler(config: EngineConfig, runner: Runner) -> _core.Scheduler:
         max_model_len=runner.max_model_len,
         host_blocks=runner.host_blocks,
         swap_ns_per_block=runner.swap_ns_per_block,
+        **({} if runner.generates else {"enable_prefix_caching": False}),
     )
     # Where a device overlaps steps, the last token is not known yet when the next step is planned.
     drafts = {} if runner.overlaps else {"draft_tokens": config.num_speculative_tokens, "draft_corpus_tokens": config.draft_corpus_tokens}
@@ -400,17 +402,17 @@ def _build_scheduler(config: EngineConfig, runner: Runner) -> _core.Scheduler:
 
 
 def _logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) -> tuple[bytes, dict[int, bytes]]:
-    """The log-probabilities of the output tokens, in order, selected from those of all samples.
+    """The log-probabilities and details of the output tokens, in order, selected from those of all samples.
 
     A tag has one sample, or several in a row where tokens were drafted. Sequences that ended since the plan have no output.
     """
-    if not sampled.logprobs.size:
+    if not sampled.logprobs.size and not sampled.details:
         return b"", {}  # no request needs any
     if len(output_tags) == sample_tags.nbytes:
         return sampled.logprobs.tobytes(), {int(sample_tags[at]): line for at, line in sampled.details.items()}
     has_output = accepted_samples(sample_tags, np.frombuffer(output_tags, dtype=np.uint64))
     details = {int(sample_tags[at]): line for at, line in sampled.details.items() if has_output[at]}
-    return sampled.logprobs[has_output].tobytes(), details
+    return (sampled.logprobs[has_output].tobytes() if sampled.logprobs.size else b""), details
 
 
 def accepted_samples(sample_tags: np.ndarray, output_tags: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -50,6 +51,8 @@ class Choice:
         self._prompt_token_ids = prompt_token_ids
         self._prompt_logprobs = prompt_logprobs
         self._num_logprobs = params.logprobs
+        self._embeds = params.embed
+        self._embedding: array[float] | None = None
         self._shows_stop = params.include_stop_str_in_output
         self._one_by_one = bool(params.stop) or params.logprobs is not None
         self._text = TextStream(tokenizer, params)
@@ -96,8 +99,10 @@ class Choice:
         return ResumedChoice(self.index, pack_tokens(self._answer), self._cached_tokens, submitted_us, started_us, first_us)
 
     def feed(self, token: int, logprob: float, finish: int, detail: bytes | None = None) -> None:
-        """Adds a token with its finish code (0: none) and its line of log-probabilities, if any."""
-        if finish != ERROR:  # it has no token
+        """Adds a token with its finish code (0: none) and its line of log-probabilities, if any; or the prompt's embedding."""
+        if self._embeds and finish == STOP and detail is not None:
+            self._embedding = array("f", detail)
+        elif finish != ERROR:  # it has no token
             self._answer.append(token)
             self._tokens.append(token)
             self._logprobs.append(logprob)
@@ -141,11 +146,12 @@ class Choice:
         stop_reason: str | int | None = None
         if self._text.stopped is not None:
             tokens, reason, stop_reason = tokens[: len(offsets)], "stop", self._text.stopped
-        elif self._finish == STOP and tokens[-1] not in self._eos:
+        elif self._finish == STOP and tokens and tokens[-1] not in self._eos:
             stop_reason = tokens[-1]
         self.num_tokens += len(tokens)
         self._logprob += sum(logprobs[: len(tokens)])
         output = RequestOutput(text, tokens, self._prompt_token_ids, reason, stop_reason, index=self.index, queued=self._queued)
+        output.embedding = self._embedding
         if self._num_logprobs is not None:
             output.logprobs = TokenLogprobs.read(b"".join(details[: len(tokens)]), self._num_logprobs)
             output.text_offsets = offsets + [self._text.length] * (len(tokens) - len(offsets))
@@ -356,16 +362,7 @@ def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, 
     """
     if not len(prompt):
         raise InvalidRequest("The prompt is empty: at least one token is needed.", param="prompt")
-    limit = facts["max_model_len"]
-    room = limit - len(prompt)
-    max_tokens = max(room, 1) if params.max_tokens is None else params.max_tokens
-    if max_tokens > room:
-        raise InvalidRequest(
-            f"This model's maximum context length is {limit} tokens. However, you requested {len(prompt) + max_tokens} tokens "
-            f"({len(prompt)} in the prompt, {max_tokens} for the output). Please shorten the prompt or ask for fewer tokens.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+    max_tokens = _token_for_embedding(len(prompt), facts) if params.embed else _room_for_answer(len(prompt), params, facts)
     vocabulary = facts["vocab_size"]
     for token in prompt:
         if type(token) is not int or not 0 <= token < vocabulary:
@@ -378,6 +375,54 @@ def validate(prompt: Sequence[int], params: SamplingParams, facts: Mapping[str, 
         if tokens and (largest := max(tokens)) >= vocabulary:
             raise InvalidRequest(f"{name} has token {largest}, but this model's token ids are 0 to {vocabulary - 1}", param=name)
     return replace(params, max_tokens=max_tokens)
+
+
+def _room_for_answer(prompt: int, params: SamplingParams, facts: Mapping[str, Any]) -> int:
+    """Returns the most tokens of an answer to a prompt of this length. Raises InvalidRequest."""
+    check_generates(facts)
+    limit = facts["max_model_len"]
+    room = limit - prompt
+    max_tokens = max(room, 1) if params.max_tokens is None else params.max_tokens
+    if max_tokens > room:
+        raise InvalidRequest(
+            f"This model's maximum context length is {limit} tokens. However, you requested {prompt + max_tokens} tokens "
+            f"({prompt} in the prompt, {max_tokens} for the output). Please shorten the prompt or ask for fewer tokens.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return max_tokens
+
+
+def _token_for_embedding(prompt: int, facts: Mapping[str, Any]) -> int:
+    """Returns the number of tokens that end an embedding's request: one. Raises InvalidRequest."""
+    check_embeds(facts)
+    if prompt > facts["max_text_len"]:
+        message = f"This model's maximum context length is {facts['max_text_len']} tokens for an embedding, and the input has {prompt}."
+        raise InvalidRequest(message, param="input", code="context_length_exceeded")
+    return 1
+
+
+def check_generates(facts: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest if the model computes only embeddings."""
+    if not facts["generates"]:
+        message = "this model computes embeddings and generates no text: use /v1/embeddings (in Python: LLM.embed)"
+        raise InvalidRequest(message, param="model", code="unsupported")
+
+
+def check_embeds(facts: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest if the model computes no embeddings."""
+    if facts["max_text_len"] is None:
+        message = "this model generates text and computes no embeddings here: use an encoder, or a decoder with code of Chairlift's own"
+        raise InvalidRequest(message, param="model", code="unsupported")
+
+
+def check_dimensions(dimensions: int | None, facts: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest unless embeddings can be shortened to this many numbers; None keeps all."""
+    check_embeds(facts)
+    if dimensions is not None:
+        most = facts["hidden_size"]
+        if type(dimensions) is not int or not 1 <= dimensions <= most:
+            raise InvalidRequest(f"dimensions must be an integer from 1 to {most}, got {dimensions!r:.50}", param="dimensions")
 
 
 def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:

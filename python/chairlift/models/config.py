@@ -194,16 +194,7 @@ class ModelConfig(ModelShape):
         Raises ModelNotFound if there is no readable config.json, UnsupportedModel for invalid values, and NoNativeModel for a model without
         native code.
         """
-        path = directory / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ModelNotFound(f"{directory} holds no readable config.json ({error.strerror}): is it a model's directory?") from None
-        except ValueError as error:
-            raise UnsupportedModel(f"{path} is not valid JSON: {error}") from None
-        if not isinstance(raw, dict):
-            raise UnsupportedModel(f"{path} must hold a JSON object")
-        return cls.parse(raw)
+        return cls.parse(read_json(directory))
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ModelConfig:
@@ -215,17 +206,17 @@ class ModelConfig(ModelShape):
         family = FAMILIES[architecture]
         gemma = family.gemma
         _check_supported(raw, architecture)
-        heads = _size(raw, "num_attention_heads")
-        hidden = _size(raw, "hidden_size")
-        layers = _size(raw, "num_hidden_layers")
-        kv_heads = _size(raw, "num_key_value_heads", family.kv_heads or heads)
-        head_dim = _size(raw, "head_dim", family.head_dim or hidden // heads)
+        heads = parse_size(raw, "num_attention_heads")
+        hidden = parse_size(raw, "hidden_size")
+        layers = parse_size(raw, "num_hidden_layers")
+        kv_heads = parse_size(raw, "num_key_value_heads", family.kv_heads or heads)
+        head_dim = parse_size(raw, "head_dim", family.head_dim or hidden // heads)
         if heads % kv_heads:
             raise UnsupportedModel(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
         if head_dim % 2:
             raise UnsupportedModel(f"head_dim must be even for rotary positions, got {head_dim}")
         bias = bool(raw.get("attention_bias", False)) and (family.output_bias or family.qkv_bias)
-        max_positions = _size(raw, "max_position_embeddings", family.max_positions)
+        max_positions = parse_size(raw, "max_position_embeddings", family.max_positions)
         rope, local_rope = _ropes(raw, family)
         rotary_dim = _rotary_dim(raw, family, head_dim)
         windows = _windows(raw, architecture, layers)
@@ -233,9 +224,9 @@ class ModelConfig(ModelShape):
         scale = ((_number(raw, "query_pre_attn_scalar", 256.0) if gemma else None) or head_dim) ** -0.5
         return cls(
             architecture=architecture,
-            vocab_size=_size(raw, "vocab_size"),
+            vocab_size=parse_size(raw, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_size(raw, family.inner),
+            intermediate_size=parse_size(raw, family.inner),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -264,8 +255,25 @@ class ModelConfig(ModelShape):
             projections=family.projections,
             only_in_rust=family.only_in_rust,
             max_position_embeddings=max_positions,
-            dtype=_dtype(raw),
+            dtype=parse_dtype(raw),
         )
+
+
+def read_json(directory: Path, name: str = "config.json") -> Any:
+    """Reads a JSON file of a checkpoint's directory; config.json must hold an object.
+
+    Raises ModelNotFound if it cannot be read, UnsupportedModel if it is not valid.
+    """
+    path = directory / name
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelNotFound(f"{directory} holds no readable {name} ({error.strerror}): is it a model's directory?") from None
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} is not valid JSON: {error}") from None
+    if name == "config.json" and not isinstance(raw, dict):
+        raise UnsupportedModel(f"{path} must hold a JSON object")
+    return raw
 
 
 def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
@@ -313,7 +321,7 @@ def _check_supported(raw: dict[str, Any], architecture: str) -> None:
         _check_dense(raw)
 
 
-def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
+def parse_size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
     """Returns a positive integer of the config. None and absence mean the default."""
     value = raw.get(name)
     value = default if value is None else value
@@ -352,7 +360,7 @@ def _uses_rope(raw: dict[str, Any], architecture: str, layers: int) -> tuple[boo
     interval = FAMILIES[architecture].no_rope_interval
     if interval is None:
         return (True,) * layers
-    interval = _size(raw, "no_rope_layer_interval", interval)
+    interval = parse_size(raw, "no_rope_layer_interval", interval)
     listed = raw.get("no_rope_layers")
     if listed is None:
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
@@ -420,7 +428,7 @@ def _long_rope(raw: dict[str, Any], rotary_dim: int, max_positions: int) -> Long
     if kind != "longrope":
         return None
     table = raw | found
-    original = _size(table, "original_max_position_embeddings")
+    original = parse_size(table, "original_max_position_embeddings")
     if original == 1:
         raise UnsupportedModel("config.json: original_max_position_embeddings must be more than 1")
     factors = {}
@@ -442,10 +450,10 @@ def _windows(raw: dict[str, Any], architecture: str, layers: int) -> tuple[int |
     window = raw.get("sliding_window", family.sliding_window)
     if architecture == "LlamaForCausalLM" or family.multipliers or window is None:
         return (None,) * layers
-    window = _size({"sliding_window": window}, "sliding_window")
+    window = parse_size({"sliding_window": window}, "sliding_window")
     types = raw.get("layer_types")
     if family.gemma:
-        pattern = _size(raw, "sliding_window_pattern", family.gemma.pattern)
+        pattern = parse_size(raw, "sliding_window_pattern", family.gemma.pattern)
         types = types or ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
     elif family.sliding_window is not None or architecture == "Phi3ForCausalLM":
         return (window,) * layers
@@ -470,6 +478,7 @@ def _quantises_weights(found: Any) -> bool:
     return found.get("quant_method") != "compressed-tensors" or bool(found.get("config_groups")) or not found.get("kv_cache_scheme")
 
 
-def _dtype(raw: dict[str, Any]) -> str | None:
+def parse_dtype(raw: dict[str, Any]) -> str | None:
+    """Returns the checkpoint's dtype as a word; None if its config does not say."""
     name = raw.get("dtype", raw.get("torch_dtype"))
     return str(name).removeprefix("torch.") if name is not None else None

@@ -102,11 +102,11 @@ class Sampled(NamedTuple):
     """The result of a step, by sample index."""
 
     tokens: np.ndarray
-    """int32 [N], owned by the receiver; -1 if the logits are not finite or no token is allowed."""
+    """int32 [N], owned by the receiver; -1 if the logits are not finite or no token is allowed, NO_TOKEN with an embedding."""
     logprobs: np.ndarray
     """float32 [N]: log-probabilities of the tokens, 0 for requests without them; empty if no request wants them."""
     details: dict[int, bytes]
-    """A line of `logprobs.score` with as many top tokens as the request wants, by sample index."""
+    """By sample index: a line of `logprobs.score` with as many top tokens as the request wants, or its embedding, float32."""
     prompts: list[tuple[int, bytes]]
     """Log-probabilities of prompts: tags and lines of `logprobs.score`; for one tag in token order."""
 

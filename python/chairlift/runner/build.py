@@ -80,7 +80,7 @@ def build_runner(
     device = _choose_device(config.device, processes)
     whole = load_shape(directory, in_torch=processes > 1 or device.value != "cpu" or config.runner == "torch")
     sharing = processes if device.value == "cpu" else 1  # processes that share this machine's cores and memory
-    threads = _choose_threads(config.threads, sharing)
+    threads = choose_threads(config.threads, sharing)
     config = replace(config, device=device.value, threads=int(threads.value), swap_space=config.swap_space // processes)
 
     backend = (make_backend or choose_backend(config, whole))(config, directory, whole, sharing)
@@ -167,7 +167,8 @@ def _choose_device(name: str, count: int) -> Decision:
     return Decision("device", "cpu", reason) if reason else Decision("device", "cuda", "torch sees a CUDA device")
 
 
-def _choose_threads(requested: int | None, processes: int) -> Decision:
+def choose_threads(requested: int | None, processes: int) -> Decision:
+    """Chooses the threads of one of `processes` processes."""
     if requested is not None:
         return Decision("threads", str(requested), asked("--threads"))
     cores, limit = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")

@@ -38,6 +38,10 @@ class Runner(Protocol):
     batch_invariant: bool
     """Whether a sequence's logits are bitwise equal whatever else is in the batch."""
     has_logprobs: bool
+    generates: bool
+    """Whether it generates tokens."""
+    pooling: str | None
+    """How it combines the states of a text to its embedding: first, last or mean; None if it computes no embeddings."""
     decisions: tuple[Decision, ...]
     """The decisions made at start-up and their reasons."""
     buffers: list[StepBuffers]

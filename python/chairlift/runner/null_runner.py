@@ -26,6 +26,8 @@ class NullRunner:
     batch_invariant = True
     overlaps = False
     has_logprobs = False
+    generates = True
+    pooling: str | None = None
     decisions: tuple[Decision, ...] = (Decision("weights", "none", asked("--load-format")),)
     host_blocks = 0
     swap_ns_per_block = 0

@@ -42,6 +42,8 @@ class ModelRunner:
     """The `Runner` of a loaded model, on the host; `TorchRunner` is that of a model in torch. `build.build_runner` makes them."""
 
     has_logprobs = True
+    generates = True
+    pooling: str | None = None
     overlaps = False
     compiles_kernels = False
     """Whether the first use of a sampling feature takes long."""

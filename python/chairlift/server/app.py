@@ -18,12 +18,14 @@ from chairlift.server.observability.poller import SnapshotPoller
 from chairlift.server.routes import sequences
 from chairlift.server.routes.anthropic.messages import count_tokens, messages
 from chairlift.server.routes.ollama import chat as ollama
+from chairlift.server.routes.ollama import embed as ollama_embed
 from chairlift.server.routes.ollama import manage as ollama_manage
 from chairlift.server.routes.ollama import models as ollama_models
 from chairlift.server.routes.openai import batches, files
 from chairlift.server.routes.openai.chat import chat_completions
 from chairlift.server.routes.openai.completions import completions
-from chairlift.server.routes.openai.models import embeddings, model, models
+from chairlift.server.routes.openai.embeddings import embeddings
+from chairlift.server.routes.openai.models import model, models
 from chairlift.server.routes.openai.openapi import openapi
 from chairlift.server.routes.openai.responses import responses
 from chairlift.server.routes.ops.dashboard import dashboard, data
@@ -93,8 +95,8 @@ def routes() -> list[Route]:
         Route("/v1/batches/{id}/cancel", batches.cancel_batch, methods=["POST"]),
         Route("/api/chat", ollama.chat, methods=["POST"]),
         Route("/api/generate", ollama.generate, methods=["POST"]),
-        Route("/api/embed", ollama_models.embed, methods=["POST"]),
-        Route("/api/embeddings", ollama_models.embed, methods=["POST"]),
+        Route("/api/embed", ollama_embed.embed, methods=["POST"]),
+        Route("/api/embeddings", ollama_embed.embeddings, methods=["POST"]),
         Route("/api/pull", ollama_manage.refuse, methods=["POST"]),
         Route("/api/delete", ollama_manage.refuse, methods=["DELETE"]),
         Route("/api/show", ollama_models.show, methods=["POST"]),

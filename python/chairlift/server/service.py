@@ -123,6 +123,11 @@ class Service:
             self.open -= 1
 
 
+def tasks(facts: Mapping[str, Any]) -> list[str]:
+    """Returns what a model does, by its engine's facts: `generate`, `embed`, or both."""
+    return ["generate"] * facts["generates"] + ["embed"] * (facts["max_text_len"] is not None)
+
+
 def service_of(request: Request) -> Service:
     """Returns the service that handles `request`."""
     service: Service = request.app.state.service

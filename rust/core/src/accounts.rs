@@ -285,7 +285,8 @@ impl Accounts {
         self.classes.leave(member.class);
         if matches!(timeline.finish, Some(FinishReason::Stop | FinishReason::Length)) {
             let (mean, gain) = self.mean_output.map_or((0.0, 1.0), |mean| (mean, 0.05));
-            self.mean_output = Some(mean + gain * (f64::from(timeline.output_tokens) - mean)).filter(|&mean| mean > 0.0);
+            // In a replay, a request without output has one token.
+            self.mean_output = Some(mean + gain * (f64::from(timeline.output_tokens.max(1)) - mean));
         }
         if self.ended.len() == EXPLAINED {
             self.ended.pop_front();

@@ -89,12 +89,15 @@ pub struct Lens {
     pub table_writes: usize,
 }
 
+/// A sample that ends its request without a token, because only the prompt's embedding was wanted.
+pub const NO_TOKEN: i32 = -2;
+
 /// One output token for the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Output {
     /// Tag of the request.
     pub tag: u64,
-    /// The token. Not valid with [`FinishReason::Error`].
+    /// The token. Not valid with [`FinishReason::Error`], nor where the sample was [`NO_TOKEN`].
     pub token: Token,
     /// Finish reason, set on the request's last token.
     pub finish: Option<FinishReason>,

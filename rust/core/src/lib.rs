@@ -49,7 +49,7 @@ mod waiting;
 mod work;
 
 pub use acceptance::MAX_DRAFT;
-pub use batch::{Admitted, Chunk, Lens, Output, Outputs, StepBuffers, StepPlan};
+pub use batch::{Admitted, Chunk, Lens, NO_TOKEN, Output, Outputs, StepBuffers, StepPlan};
 pub use block::{BlockId, BlockPool, BlockTable, Chain};
 pub use config::{Batching, Config, Reservation};
 pub use corpus::CORPUS_BYTES_PER_TOKEN;

@@ -6,7 +6,7 @@ use crate::attention::{Plan, Sequences};
 use crate::blocks::{Block, BlockKind, DecoderConfig, ShapeError, check};
 use crate::cache::{KvCache, KvShape};
 use crate::linear::{Epilogue, Linear, Rows};
-use crate::norm::RmsNorm;
+use crate::norm::{RmsNorm, scale_to_one};
 use crate::pass::{Buffers, Pass, Spare};
 use crate::pool::ThreadPool;
 use crate::simd::Isa;
@@ -128,5 +128,17 @@ impl Decoder {
             });
             packed.multiply(worker, isa, head, out, vocabulary, epilogue, linear);
         });
+    }
+
+    /// Writes the normalised hidden states of the tokens at indices `at` of the last step to `out`, as vectors of length 1, one row of the
+    /// hidden size for each index.
+    pub fn states(&self, at: &[i32], out: &mut [f32]) {
+        let DecoderConfig { hidden_size: hidden, rms_norm_eps: eps, .. } = self.config;
+        assert!(out.len() >= at.len() * hidden && at.iter().all(|&t| (t as usize) < self.tokens), "places of the last step");
+        for (&t, row) in at.iter().zip(out.chunks_exact_mut(hidden)) {
+            let x = &self.buffers.hidden[t as usize * hidden..][..hidden];
+            self.isa.run(RmsNorm { x, weight: &self.norm, eps, out: row });
+            scale_to_one(row);
+        }
     }
 }

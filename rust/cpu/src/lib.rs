@@ -1,4 +1,4 @@
-//! A decoder's forward pass on the CPU.
+//! The forward passes of decoders and encoders on the CPU.
 //!
 //! Weights are packed in panels that fit the processor's registers. Every number of a result is summed in a fixed order that depends only
 //! on the shape of the weights. So a request's result has the same bits whatever other requests are in its steps, however its prompt is
@@ -10,6 +10,7 @@ mod block_type;
 mod blocks;
 pub mod cache;
 mod decoder;
+mod encoder;
 mod ggml;
 pub mod half;
 mod linear;
@@ -28,6 +29,7 @@ mod weights;
 
 pub use blocks::{Block, BlockKind, DecoderConfig, GatedMlp, SelfAttention, ShapeError};
 pub use decoder::Decoder;
+pub use encoder::{Embeddings, Encoder, EncoderLayer, Norm, Pooling, TextError};
 pub use linear::{Activation, Linear};
 pub use pool::{ThreadPool, Worker};
 pub use rope::Rope;

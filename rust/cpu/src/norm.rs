@@ -1,4 +1,4 @@
-//! Root-mean-square normalisation (Zhang and Sennrich, 2019).
+//! Root-mean-square normalisation (Zhang and Sennrich, 2019) and layer normalisation (Ba, Kiros and Hinton, 2016).
 
 use crate::simd::{Kernel, Simd};
 
@@ -28,5 +28,50 @@ impl Kernel for RmsNorm<'_> {
         for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
             *out = x * scale * weight;
         }
+    }
+}
+
+/// Shifts `x` to mean 0, scales it to variance 1, multiplies it by `weight`, adds `bias`, and writes it to `out`. All four have the same
+/// length.
+pub(crate) struct LayerNorm<'a> {
+    pub(crate) x: &'a [f32],
+    pub(crate) weight: &'a [f32],
+    pub(crate) bias: &'a [f32],
+    pub(crate) eps: f32,
+    pub(crate) out: &'a mut [f32],
+}
+
+impl Kernel for LayerNorm<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Self { x, weight, bias, eps, out } = self;
+        let whole = x.len() / S::LANES * S::LANES;
+        let mut sums = s.splat(0.0);
+        for at in (0..whole).step_by(S::LANES) {
+            // SAFETY: `x` has at least `S::LANES` numbers from `at` on.
+            sums = s.add(sums, unsafe { s.load(x.as_ptr().add(at)) });
+        }
+        let mean = (s.sum(sums) + x[whole..].iter().sum::<f32>()) / x.len() as f32;
+        let mut squares = s.splat(0.0);
+        for at in (0..whole).step_by(S::LANES) {
+            // SAFETY: as above.
+            let apart = s.sub(unsafe { s.load(x.as_ptr().add(at)) }, s.splat(mean));
+            squares = s.fma(apart, apart, squares);
+        }
+        let rest: f32 = x[whole..].iter().map(|x| (x - mean) * (x - mean)).sum();
+        let scale = 1.0 / ((s.sum(squares) + rest) / x.len() as f32 + eps).sqrt();
+        for (((out, x), weight), bias) in out.iter_mut().zip(x).zip(weight).zip(bias) {
+            *out = (x - mean) * scale * weight + bias;
+        }
+    }
+}
+
+/// Scales a vector to length 1. The result of a zero vector is NaN.
+pub(crate) fn scale_to_one(x: &mut [f32]) {
+    let length = x.iter().map(|x| x * x).sum::<f32>().sqrt();
+    for x in x {
+        *x /= length;
     }
 }

@@ -75,7 +75,7 @@ impl Linear {
 
 impl Linear {
     /// Takes the packed weights. Only one model can take them.
-    fn take(&self) -> PyResult<cpu::Linear> {
+    pub(crate) fn take(&self) -> PyResult<cpu::Linear> {
         lock(&self.0).take().ok_or_else(|| PyValueError::new_err("these weights belong to a model already"))
     }
 }
@@ -279,6 +279,15 @@ impl Decoder {
         py.detach(|| lock(&self.0).logits(&at, out));
         Ok(())
     }
+
+    /// Writes the last step's normalised hidden states of the tokens at indices `at`, scaled to length 1, to `out` [at, hidden size].
+    fn states(&self, py: Python<'_>, at: PyBuffer<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
+        let at = at.to_vec(py)?;
+        let mut out = out.try_readwrite().map_err(|error| PyValueError::new_err(format!("states cannot be written: {error}")))?;
+        let out = out.as_slice_mut().map_err(|_| PyValueError::new_err("states need a C-contiguous float32 array"))?;
+        py.detach(|| lock(&self.0).states(&at, out));
+        Ok(())
+    }
 }
 
 /// The keys and values of all layers, in blocks.
@@ -327,12 +336,12 @@ fn kv_dtype_of(name: &str) -> PyResult<cpu::cache::KvDType> {
 }
 
 /// Starts a pool of `threads` threads.
-fn started(threads: usize) -> PyResult<ThreadPool> {
+pub(crate) fn started(threads: usize) -> PyResult<ThreadPool> {
     ThreadPool::new(threads)
         .map_err(|error| PyRuntimeError::new_err(format!("{threads} threads cannot be started ({error}): lower --threads")))
 }
 
 /// Locks a mutex and ignores poisoning. A step that panicked leaves no partial state that the next step reads.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -3,6 +3,7 @@
 
 mod buffers;
 mod decoder;
+mod encoder;
 mod errors;
 mod replay;
 mod reports;
@@ -20,6 +21,8 @@ mod _core {
     use crate::buffers::StepBuffers;
     #[pymodule_export]
     use crate::decoder::{Decoder, DecoderBlock, KvCache, Linear, TensorFile, block_types, instruction_sets};
+    #[pymodule_export]
+    use crate::encoder::{Encoder, EncoderLayer};
     #[pymodule_export]
     use crate::errors::{EmptyPrompt, HeldBusy, NeverFits, NoNewTokens, NotHeld, QueueFull, Rejected, TooLong};
     #[pymodule_export]
@@ -40,6 +43,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("NO_TOKEN", chairlift_core::NO_TOKEN)?;
         module.add("CORPUS_BYTES_PER_TOKEN", chairlift_core::CORPUS_BYTES_PER_TOKEN)?;
         module.add("TIMELINE_STATES", PyTuple::new(module.py(), TimelineState::NAMES.map(|(_, name)| name))?)?;
         module.add("PREEMPTION_REASONS", PyTuple::new(module.py(), PreemptionReason::NAMES.map(|(_, name)| name))?)?;

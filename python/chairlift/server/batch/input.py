@@ -14,7 +14,7 @@ from chairlift.server.errors import brief
 from chairlift.server.storage.batches import BatchRequest, Status
 from chairlift.server.storage.storage import Storage
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """The routes that a batch can use."""
 
 MAX_REQUESTS = 50_000

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from starlette.requests import Request
 
+from chairlift.engine.request import check_generates
 from chairlift.errors import InvalidRequest
 from chairlift.grammar.source import ANYTHING, after_reasoning, calls_grammar, free_calls_grammar
 from chairlift.outputs import RequestOutput, TokenLogprobs
@@ -115,6 +116,7 @@ class ChatCompletion:
         """
         service = service_of(request)
         service.check_model(body.model)
+        check_generates(service.engine.facts)
         params, tool_spec = body.params(service.default_sampling), body.tool_spec()
         try:
             prompt = await _render_prompt(service, body, tool_spec)

@@ -1,7 +1,7 @@
 //! Takes in a step's tokens and ends sequences.
 
 use super::Scheduler;
-use crate::batch::{Chunk, Output, Outputs};
+use crate::batch::{Chunk, NO_TOKEN, Output, Outputs};
 use crate::phase::{Phase, Stage};
 use crate::request::{FinishReason, SeqId, Time, Token};
 use crate::sequence::Sequence;
@@ -127,10 +127,14 @@ fn deliver_accepted(seq: &mut Sequence, sampled: &[i32], outputs: &mut Outputs) 
     }
 }
 
-/// Appends a sampled token (negative if there is none). Returns the finish reason if the request ends.
+/// Appends a sampled token, unless it is negative. Returns the finish reason if the request ends.
 #[inline]
 fn deliver(seq: &mut Sequence, token: i32, outputs: &mut Outputs) -> Option<FinishReason> {
-    let finish = if token >= 0 { seq.push(token as Token) } else { Some(FinishReason::Error) };
+    let finish = match token {
+        0.. => seq.push(token as Token),
+        NO_TOKEN => Some(FinishReason::Stop),
+        _ => Some(FinishReason::Error),
+    };
     outputs.tokens.push(Output { tag: seq.spec().tag, token: token as Token, finish });
     finish
 }

@@ -184,8 +184,9 @@ impl Scheduler {
 
     /// Takes in the sampled tokens of the oldest uncommitted plan.
     ///
-    /// `sampled` has one token per sampled position in the order of `sample_at`. A negative token means that the model
-    /// gave none, and the request ends with [`FinishReason::Error`]. Chunks of sequences that have ended since planning
+    /// `sampled` has one token per sampled position in the order of `sample_at`. [`NO_TOKEN`](crate::NO_TOKEN) ends the
+    /// request with [`FinishReason::Stop`]. Another negative token means that the model gave none, and the request ends
+    /// with [`FinishReason::Error`]. Chunks of sequences that have ended since planning
     /// are skipped. `outputs` is overwritten.
     ///
     /// Panics if plans are committed out of order or `sampled` is too short.
@@ -204,8 +205,8 @@ impl Scheduler {
                 self.commit_chunk(chunk, sampled, outputs);
             }
         }
-        let failed = outputs.ended.iter().filter(|timeline| timeline.finish == Some(FinishReason::Error)).count();
-        self.accounts.count_generated((outputs.tokens.len() - failed) as u64);
+        let none = outputs.ended.iter().filter(|ended| ended.finish == Some(FinishReason::Error) || ended.output_tokens == 0).count();
+        self.accounts.count_generated((outputs.tokens.len() - none) as u64);
         if !self.steps.in_flight() {
             self.accounts.run_step(0, false);
         }

@@ -1,4 +1,4 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show and /api/embed: Ollama's view of the served model."""
+"""GET /api/tags, /api/ps and /api/version, POST /api/show: Ollama's view of the served model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import chairlift
-from chairlift.errors import InvalidRequest
 from chairlift.server.chat.reasoning import format_for_template
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.schema.fields import Fields
-from chairlift.server.service import Service, service_of
+from chairlift.server.service import Service, service_of, tasks
 
 
 class ShowRequest(Fields):
@@ -43,7 +42,8 @@ async def show(request: Request) -> Response:
     body, ignored = ShowRequest.read(await read_json(request, queued=False))
     service.check_model(body.model and body.model.removesuffix(":latest"))
     template = service.engine.tokenizer.template_source
-    capabilities = ["completion"]
+    names = {"generate": "completion", "embed": "embedding"}
+    capabilities = [names[task] for task in tasks(service.engine.facts)]
     if template is not None:
         capabilities += ["tools"]
         capabilities += ["thinking"] if format_for_template(template) else []
@@ -56,11 +56,6 @@ async def show(request: Request) -> Response:
 async def version(request: Request) -> Response:
     """Returns the server's version."""
     return Json({"version": chairlift.__version__})
-
-
-async def embed(request: Request) -> Response:
-    """Raises InvalidRequest: the model generates text."""
-    raise InvalidRequest(f"{service_of(request).model!r} generates text and gives no embeddings", param="model", code="unsupported")
 
 
 def _entry(service: Service) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chairlift.engine.request import check_embeds
 from chairlift.errors import InvalidRequest
 from chairlift.server.batch.input import ENDPOINTS
 from chairlift.server.errors import ApiError, brief
@@ -44,7 +45,7 @@ async def create_batch(request: Request) -> Response:
     storage = service.data
     body, ignored = BatchCreateRequest.read(await read_json(request, queued=False))
     if body.endpoint == "/v1/embeddings":
-        raise InvalidRequest(f"{service.model!r} generates text and gives no embeddings", param="endpoint", code="unsupported")
+        check_embeds(service.engine.facts)
     if body.endpoint not in ENDPOINTS:
         raise InvalidRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}, got {brief(body.endpoint)}", param="endpoint")
     if body.completion_window != "24h":

@@ -1,4 +1,4 @@
-"""GET /v1/models, and POST /v1/embeddings, which a model that generates text rejects."""
+"""GET /v1/models."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.errors import InvalidRequest
 from chairlift.server.http.responses import Json
-from chairlift.server.service import Service, service_of
+from chairlift.server.service import Service, service_of, tasks
 
 
 async def models(request: Request) -> Response:
@@ -26,16 +25,6 @@ async def model(request: Request) -> Response:
     return Json(_entry(service))
 
 
-async def embeddings(request: Request) -> Response:
-    """Raises InvalidRequest: the model generates text."""
-    model = service_of(request).model
-    raise InvalidRequest(
-        f"{model!r} generates text and gives no embeddings: send this to a server that has an embedding model",
-        param="model",
-        code="unsupported",
-    )
-
-
 def _entry(service: Service) -> dict[str, Any]:
     facts = service.engine.facts if service.engine.ready else {}
     return {
@@ -46,6 +35,7 @@ def _entry(service: Service) -> dict[str, Any]:
         "root": service.model,
         "parent": None,
         "max_model_len": facts.get("max_model_len"),
+        **({"tasks": tasks(facts)} if facts else {}),
         "type": "model",
         "display_name": service.model,
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),

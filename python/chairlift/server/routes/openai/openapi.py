@@ -15,8 +15,10 @@ from chairlift.server.chat.request import ChatRequest
 from chairlift.server.http.responses import Json
 from chairlift.server.routes.anthropic.message_request import CountRequest, MessagesRequest
 from chairlift.server.routes.ollama.chat_request import GenerateRequest, OllamaChatRequest
+from chairlift.server.routes.ollama.embed import EmbedRequest, OldEmbedRequest
 from chairlift.server.routes.ollama.models import ShowRequest
 from chairlift.server.routes.openai.batches import BatchCreateRequest
+from chairlift.server.routes.openai.embeddings import EmbeddingRequest
 from chairlift.server.routes.openai.response_request import ResponsesRequest
 from chairlift.server.routes.sequences import (
     SequenceAppendRequest,
@@ -40,18 +42,18 @@ _POST: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
     ("/v1/completions", "Text completion", CompletionRequest, "Completion", True),
     ("/v1/chat/completions", "Chat completion", ChatRequest, "ChatCompletion", True),
     ("/v1/responses", "Chat completion in OpenAI's Responses API", ResponsesRequest, "Response", True),
+    ("/v1/embeddings", "Embeddings", EmbeddingRequest, "CreateEmbeddingResponse", False),
     ("/v1/messages", "Chat completion in Anthropic's Messages API", MessagesRequest, "AnthropicMessage_", True),
     ("/v1/messages/count_tokens", "Token count of a conversation in Anthropic's format", CountRequest, "TokenCount", False),
     ("/api/chat", "Chat completion in Ollama's API", OllamaChatRequest, "OllamaAnswer", True),
     ("/api/generate", "Text completion in Ollama's API", GenerateRequest, "OllamaAnswer", True),
     ("/api/show", "The served model in Ollama's API", ShowRequest, "OllamaModel", False),
-    ("/api/embed", "Always rejected: the model generates text", None, "", False),
-    ("/api/embeddings", "Always rejected: the model generates text", None, "", False),
+    ("/api/embed", "Embeddings in Ollama's API", EmbedRequest, "OllamaEmbeddings", False),
+    ("/api/embeddings", "An embedding in Ollama's older API", OldEmbedRequest, "OllamaEmbedding", False),
     ("/api/pull", "Always refused: only on the admin socket", None, "", False),
     ("/tokenize", "Tokens of a text or a conversation", TokenizeRequest, "Tokens", False),
     ("/detokenize", "Text of tokens", DetokenizeRequest, "Text", False),
     ("/v1/batches", "New batch", BatchCreateRequest, "Batch", False),
-    ("/v1/embeddings", "Always rejected: the model generates text", None, "", False),
     ("/v1/sequences", "New live sequence", SequenceOpenRequest, "Sequence", False),
     ("/v1/sequences/{id}/fork", "Copies of a live sequence", SequenceForkRequest, "Sequences", False),
     ("/v1/sequences/{id}/append", "Append to a live sequence", SequenceAppendRequest, "Sequence", False),
@@ -181,7 +183,7 @@ def _or_null(type: str) -> dict[str, Any]:
     return {"type": [type, "null"]}
 
 
-_STRING, _INTEGER, _OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "object"}
+_STRING, _INTEGER, _NUMBER, _OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "number"}, {"type": "object"}
 _USAGE = _object(
     {"prompt_tokens": _INTEGER, "completion_tokens": _INTEGER, "total_tokens": _INTEGER},
     prompt_tokens_details=_object({"cached_tokens": _INTEGER}),
@@ -207,6 +209,8 @@ _RESPONSES: dict[str, Any] = {
         prompt_eval_count=_INTEGER,
         eval_count=_INTEGER,
     ),
+    "OllamaEmbeddings": _object({"model": _STRING, "embeddings": _list(_list(_NUMBER)), "prompt_eval_count": _INTEGER}),
+    "OllamaEmbedding": _object({"embedding": _list(_NUMBER)}),
     "OllamaModel": _object({"template": _STRING, "capabilities": _list(_STRING), "model_info": _OBJECT}),
     "OllamaModels": _object({"models": _list(_object({"name": _STRING, "model": _STRING, "modified_at": _STRING}))}),
     "Completion": _object(
@@ -215,6 +219,13 @@ _RESPONSES: dict[str, Any] = {
     "ChatCompletion": _object(
         {**_HEAD, "choices": _list(_object({**_ENDED, "message": _OBJECT, "logprobs": _or_null("object")})), "usage": _USAGE},
         metrics=_OBJECT,
+    ),
+    "CreateEmbeddingResponse": _object(
+        {
+            **_HEAD,
+            "data": _list(_object({"object": {"const": "embedding"}, "index": _INTEGER, "embedding": {"type": ["array", "string"]}})),
+            "usage": _object({"prompt_tokens": _INTEGER, "total_tokens": _INTEGER}),
+        }
     ),
     "Response": _object(
         {

@@ -1,0 +1,81 @@
+"""Computes the embeddings that an API request asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+
+from chairlift.engine.request import check_dimensions
+from chairlift.errors import InvalidRequest
+from chairlift.sampling import EMBED
+from chairlift.server.errors import brief
+from chairlift.server.generation import Generation
+from chairlift.server.schema.fields import GenerationRequest, is_ids
+from chairlift.server.service import service_of
+
+MAX_INPUTS = 2048
+"""OpenAI's limit of inputs in one request."""
+
+
+class EmbeddingBatch:
+    """The texts of one request. Each is a sequence of its own for the scheduler."""
+
+    def __init__(self, generation: Generation, dimensions: int | None) -> None:
+        self.generation = generation
+        self._dimensions = dimensions
+
+    @classmethod
+    async def begin(
+        cls, request: Request, body: GenerationRequest, inputs: list[str | list[int]], *, dimensions: int | None, truncate: bool = False
+    ) -> EmbeddingBatch:
+        """Tokenizes the inputs, texts or token ids. `truncate` shortens those that are too long, which otherwise raise InvalidRequest."""
+        service = service_of(request)
+        service.check_model(body.model)
+        facts = service.engine.facts
+        check_dimensions(dimensions, facts)
+        if len(inputs) > MAX_INPUTS:
+            raise InvalidRequest(f"{len(inputs)} inputs in one request, at most {MAX_INPUTS} are allowed", param="input")
+        limit = facts["max_text_len"]
+        texts = await asyncio.to_thread(lambda: [service.engine.tokenizer.encode(one) if isinstance(one, str) else one for one in inputs])
+        for index, tokens in enumerate(texts):
+            if len(tokens) <= limit:
+                continue
+            if not truncate:
+                message = f"This model's maximum context length is {limit} tokens for an embedding. Input {index} has {len(tokens)}."
+                raise InvalidRequest(message, param="input", code="context_length_exceeded")
+            kept = service.engine.tokenizer.num_closing_tokens if isinstance(inputs[index], str) else 0
+            texts[index] = tokens[: limit - kept] + tokens[len(tokens) - kept :]
+        return cls(Generation(request, body, texts, EMBED, kind="list", prefix="embd-"), dimensions)
+
+    async def embeddings(self) -> list[array[float]]:
+        """Returns the embeddings in the order of the inputs: vectors of length 1. Raises the engine's errors."""
+        found: dict[int, array[float]] = {}
+        async with aclosing(self.generation.outputs()) as outputs:
+            async for index, output in outputs:
+                if output.embedding is not None:
+                    found[index] = _shortened(output.embedding, self._dimensions)
+        return [embedding for _, embedding in sorted(found.items())]
+
+
+def texts_or_ids(value: Any, param: str) -> list[str | list[int]]:
+    """Returns the inputs of a request: a text, token ids, or a list of either. Raises InvalidRequest."""
+    if isinstance(value, str) or is_ids(value):
+        return [value]
+    if isinstance(value, list) and value and (all(isinstance(one, str) for one in value) or all(is_ids(one) for one in value)):
+        return value
+    message = f"{param} must be a string, a list of token ids, or a list of either (none empty), got {brief(value)}"
+    raise InvalidRequest(message, param=param)
+
+
+def _shortened(embedding: array[float], dimensions: int | None) -> array[float]:
+    """Returns the first numbers of an embedding, scaled to length 1."""
+    if dimensions is None:
+        return embedding
+    kept = embedding[:dimensions]
+    length = math.sqrt(sum(x * x for x in kept)) or 1.0
+    return array("f", (x / length for x in kept))

@@ -1,0 +1,59 @@
+"""POST /api/embed and /api/embeddings: Ollama's embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chairlift.server.embedding import EmbeddingBatch, texts_or_ids
+from chairlift.server.http.body import read_json
+from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.schema.fields import Fields, GenerationRequest
+
+
+class EmbedRequest(Fields):
+    """POST /api/embed."""
+
+    without_effect = frozenset(("keep_alive", "options"))
+    input: Any
+    truncate: bool | None = None
+    dimensions: int | None = None
+
+
+class OldEmbedRequest(Fields):
+    """POST /api/embeddings."""
+
+    without_effect = frozenset(("keep_alive", "options"))
+    prompt: str
+
+
+async def embed(request: Request) -> Response:
+    """Answers one request. Texts that are too long are shortened, unless `truncate` is false."""
+    began = time.monotonic_ns()
+    body, ignored = EmbedRequest.read(await read_json(request))
+    inputs = texts_or_ids(body.input, "input")
+    batch = await EmbeddingBatch.begin(request, _fields(body), inputs, dimensions=body.dimensions, truncate=body.truncate is not False)
+    found = await batch.embeddings()
+
+    def respond() -> Json:
+        embeddings = [embedding.tolist() for embedding in found]
+        counts = {"prompt_eval_count": batch.generation.usage.prompt, "load_duration": 0, "total_duration": time.monotonic_ns() - began}
+        return Json({"model": batch.generation.head["model"], "embeddings": embeddings, **counts}, headers=ignored_header(ignored))
+
+    return await asyncio.to_thread(respond)  # many numbers take long
+
+
+async def embeddings(request: Request) -> Response:
+    """Answers one request with one text, which is shortened if it is too long."""
+    body, ignored = OldEmbedRequest.read(await read_json(request))
+    batch = await EmbeddingBatch.begin(request, _fields(body), [body.prompt], dimensions=None, truncate=True)
+    (embedding,) = await batch.embeddings()
+    return Json({"embedding": embedding.tolist()}, headers=ignored_header(ignored))
+
+
+def _fields(body: Fields) -> GenerationRequest:
+    return GenerationRequest(model=body.model and body.model.removesuffix(":latest"))

@@ -1,0 +1,61 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import sys
+from array import array
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chairlift.server.embedding import EmbeddingBatch, texts_or_ids
+from chairlift.server.http.body import read_json
+from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, Fields, GenerationRequest
+
+
+class EmbeddingRequest(Fields):
+    """OpenAI's fields, and those for scheduling."""
+
+    without_effect = frozenset(("user",))
+    input: Annotated[Any, WithJsonSchema({"anyOf": [TEXT, IDS, {"type": "array", "items": TEXT}, {"type": "array", "items": IDS}]})]
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    priority: int | None = None
+    deadline_ms: float | None = None
+    cache_salt: str | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
+
+    def generation(self) -> GenerationRequest:
+        """Returns the fields for scheduling."""
+        names = ("model", "priority", "deadline_ms", "cache_salt", "request_id")
+        return GenerationRequest(**{name: getattr(self, name) for name in names})
+
+
+async def embeddings(request: Request) -> Response:
+    """Answers one request."""
+    body, ignored = EmbeddingRequest.read(await read_json(request))
+    inputs = texts_or_ids(body.input, "input")
+    batch = await EmbeddingBatch.begin(request, body.generation(), inputs, dimensions=body.dimensions)
+    found = await batch.embeddings()
+    usage = batch.generation.usage.prompt
+    encode = _base64 if body.encoding_format == "base64" else array.tolist
+
+    def respond() -> Json:
+        data = [{"object": "embedding", "index": index, "embedding": encode(one)} for index, one in enumerate(found)]
+        head = {**batch.generation.head, "data": data, "usage": {"prompt_tokens": usage, "total_tokens": usage}}
+        return Json(head, headers=ignored_header(ignored))
+
+    return await asyncio.to_thread(respond)  # many numbers take long
+
+
+def _base64(embedding: array[float]) -> str:
+    """Encodes the numbers as little-endian float32."""
+    if sys.byteorder == "big":
+        embedding = array("f", embedding)
+        embedding.byteswap()
+    return base64.b64encode(embedding).decode()

@@ -1,0 +1,159 @@
+//! Attention within a text: every token attends to all tokens.
+
+use crate::aligned::AlignedVec;
+use crate::simd::{Kernel, Simd, exp};
+use crate::unsafe_slice::UnsafeSlice;
+
+/// Queries that are computed together. A key or value is loaded once for all of them.
+const ROWS: usize = 8;
+/// A score whose exponential is 0, for the lanes after the last key.
+const UNSEEN: f32 = -1e30;
+
+/// Per-thread scratch memory.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    /// \[head dim\]\[keys, padded\].
+    keys: AlignedVec<f32>,
+    /// \[keys\]\[head dim, padded\].
+    values: AlignedVec<f32>,
+    /// \[ROWS\]\[keys, padded\].
+    scores: AlignedVec<f32>,
+}
+
+/// One head of one text: scaled dot products, softmax, weighted sum of the values.
+pub(super) struct Attention<'a> {
+    /// Queries, keys and values of the text, \[tokens\]\[3\]\[hidden size\].
+    pub(super) qkv: &'a [f32],
+    pub(super) hidden_size: usize,
+    pub(super) head_dim: usize,
+    pub(super) head: usize,
+    /// \[tokens of all texts\]\[hidden size\].
+    pub(super) out: UnsafeSlice<'a, f32>,
+    /// The text's first row in `out`. Only the thread that runs the head uses the head's columns of the text's rows.
+    pub(super) first: usize,
+}
+
+impl Attention<'_> {
+    fn len(&self) -> usize {
+        self.qkv.len() / (3 * self.hidden_size)
+    }
+
+    /// Query (0), key (1) or value (2) of a token.
+    #[inline(always)]
+    fn part(&self, token: usize, part: usize) -> &[f32] {
+        &self.qkv[(token * 3 + part) * self.hidden_size + self.head * self.head_dim..][..self.head_dim]
+    }
+}
+
+/// The kernel of a head.
+pub(super) struct Attend<'a> {
+    pub(super) of: &'a Attention<'a>,
+    pub(super) scratch: &'a mut Scratch,
+}
+
+impl Kernel for Attend<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Self { of, scratch } = self;
+        let (len, dim) = (of.len(), of.head_dim);
+        let (keys, dims) = (len.next_multiple_of(S::LANES), dim.next_multiple_of(S::LANES));
+        scratch.keys.reserve(dim * keys);
+        scratch.values.reserve(len * dims);
+        scratch.scores.reserve(ROWS * keys);
+        let (keys_by_dim, values) = (&mut scratch.keys[..dim * keys], &mut scratch.values[..len * dims]);
+        // The padding may hold numbers of another head.
+        keys_by_dim.fill(0.0);
+        values.fill(0.0);
+        for t in 0..len {
+            for (column, &x) in keys_by_dim[t..].iter_mut().step_by(keys).zip(of.part(t, 1)) {
+                *column = x;
+            }
+            values[t * dims..][..dim].copy_from_slice(of.part(t, 2));
+        }
+        let scores = &mut scratch.scores[..ROWS * keys];
+        for first in (0..len).step_by(ROWS) {
+            // After the last row it is computed again and dropped.
+            let queries = std::array::from_fn(|r| of.part((first + r).min(len - 1), 0));
+            score(s, &queries, keys_by_dim, keys, scores);
+            let mut scales = [0.0; ROWS];
+            for (row, scale) in scores.chunks_exact_mut(keys).zip(&mut scales) {
+                row[len..].fill(UNSEEN);
+                *scale = 1.0 / exponentials(s, row);
+            }
+            weigh(s, of, first, &scales, scores, keys, values, dims);
+        }
+    }
+}
+
+/// Computes the scaled dot products of queries and keys, \[ROWS\]\[keys\].
+#[inline(always)]
+fn score<S: Simd>(s: S, queries: &[&[f32]; ROWS], keys_by_dim: &[f32], keys: usize, scores: &mut [f32]) {
+    let dim = queries[0].len();
+    let queries = queries.map(|query| &query[..dim]);
+    let scale = s.splat((dim as f32).powf(-0.5));
+    for at in (0..keys).step_by(S::LANES) {
+        let mut sums = [s.splat(0.0); ROWS];
+        for i in 0..dim {
+            // SAFETY: each dimension has `keys` numbers, a multiple of the lanes.
+            let key = unsafe { s.load(keys_by_dim[i * keys + at..][..S::LANES].as_ptr()) };
+            for (sum, query) in sums.iter_mut().zip(&queries) {
+                *sum = s.fma(s.splat(query[i]), key, *sum);
+            }
+        }
+        for (r, sum) in sums.into_iter().enumerate() {
+            // SAFETY: each row has `keys` numbers.
+            unsafe { s.store(scores[r * keys + at..][..S::LANES].as_mut_ptr(), s.mul(sum, scale)) };
+        }
+    }
+}
+
+/// Replaces scores by the exponentials of their distances from the largest. Returns the sum of these.
+#[inline(always)]
+fn exponentials<S: Simd>(s: S, row: &mut [f32]) -> f32 {
+    let mut largest = s.splat(UNSEEN);
+    for x in row.chunks_exact(S::LANES) {
+        // SAFETY: the chunk has as many numbers as a register.
+        largest = s.max(unsafe { s.load(x.as_ptr()) }, largest);
+    }
+    let largest = s.splat(s.largest(largest));
+    let mut sum = s.splat(0.0);
+    for x in row.chunks_exact_mut(S::LANES) {
+        // SAFETY: as above.
+        unsafe {
+            let power = exp(s, s.sub(s.load(x.as_ptr()), largest));
+            s.store(x.as_mut_ptr(), power);
+            sum = s.add(sum, power);
+        }
+    }
+    s.sum(sum)
+}
+
+/// Writes the sums of the values, weighted by `weights` times `scales`, for the rows from `first` on.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn weigh<S: Simd>(s: S, of: &Attention<'_>, first: usize, scales: &[f32; ROWS], weights: &[f32], keys: usize, values: &[f32], dims: usize) {
+    let (len, dim) = (of.len(), of.head_dim);
+    let weights: [&[f32]; ROWS] = std::array::from_fn(|r| &weights[r * keys..][..len]);
+    for at in (0..dims).step_by(S::LANES) {
+        let mut sums = [s.splat(0.0); ROWS];
+        for t in 0..len {
+            // SAFETY: each token has `dims` numbers, a multiple of the lanes.
+            let value = unsafe { s.load(values[t * dims + at..][..S::LANES].as_ptr()) };
+            for (sum, row) in sums.iter_mut().zip(&weights) {
+                *sum = s.fma(s.splat(row[t]), value, *sum);
+            }
+        }
+        let width = S::LANES.min(dim - at);
+        for (r, sum) in sums.into_iter().enumerate().take(len - first) {
+            let mut row = [0.0; 16];
+            assert!(S::LANES <= row.len());
+            // SAFETY: the array has room for a register.
+            unsafe { s.store(row.as_mut_ptr(), s.mul(sum, s.splat(scales[r]))) };
+            // SAFETY: only this head writes these columns of the row (see `Attention::first`).
+            let out = unsafe { of.out.write((of.first + first + r) * of.hidden_size + of.head * dim + at, width) };
+            out.copy_from_slice(&row[..width]);
+        }
+    }
+}
