@@ -103,12 +103,13 @@ class Submission:
                     self._stream = None
                     pending.clear()
                     on_loss()
-                had, began = self.num_received, time.monotonic()
+                had, began, progressed = self.num_received, time.monotonic(), False
                 try:
                     async with aclosing(await self._run(start)) as outputs:
                         async for output in outputs:
                             on_output(output)
-                            if self.num_received - had >= PROGRESS:
+                            if not progressed and self.num_received - had >= PROGRESS:
+                                progressed = True
                                 await probation.aclose()
                             if delivered:
                                 yield output
