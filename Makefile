@@ -66,7 +66,7 @@ check: $(VENV)/.developing ## formatting, lints and types of both languages
 	$(BIN)/mypy
 
 .PHONY: format
-format: $(VENV)/.developing ## put all sources into the house's form
+format: $(VENV)/.developing ## format all sources
 	cargo fmt --all
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix

@@ -1,4 +1,4 @@
-"""The house's import arrows point down only, and heavy packages stay out of light places."""
+"""Imports point down only, and heavy packages stay out of light modules."""
 
 import ast
 from pathlib import Path
@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "outputs": set(),
     "timeline": set(),
 }
-"""Room of the house → rooms it may import from; "" is the package's own `__init__`."""
+"""Module or package → those it may import; "" is the package's own `__init__`."""
 
 IN_SERVER = {
     "supervisor": {"admin", "app", "batch", "http", "keys", "lifecycle", "observability", "service", "storage", "tiers"},
@@ -78,11 +78,11 @@ IN_SERVER = {
 """Module or package of `server` → those it may import. A request's path goes down this list."""
 
 TORCH = {"runner", "models", "layers", "kernels"}
-"""The only rooms that may import torch."""
+"""The only folders that may import torch."""
 
 
 def modules() -> list[tuple[str, Path]]:
-    """(room, file) of every module."""
+    """The folder and the file of every module."""
     found = []
     # Whether `rglob` follows the link to the kernels depends on the Python version.
     for path in sorted({*SOURCE.rglob("*.py"), *(SOURCE / "kernels").glob("*.py")}):
@@ -117,14 +117,14 @@ def imports(path: Path, *, members: bool = False) -> set[str]:
 
 
 def test_every_room_is_there() -> None:
-    assert {room for room, _ in modules()} == set(MAY_IMPORT)
+    assert {folder for folder, _ in modules()} == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize(("room", "path"), modules(), ids=lambda value: value if isinstance(value, str) else value.name)
-def test_arrows_point_down(room: str, path: Path) -> None:
-    rooms = {name.split(".")[1] for name in imports(path) if name.startswith("chairlift.")}
-    allowed = MAY_IMPORT[room] | {room}
-    names = {name for name in rooms if (SOURCE / name).exists() or (SOURCE / f"{name}.py").exists() or name == "_core"}
+@pytest.mark.parametrize(("folder", "path"), modules(), ids=lambda value: value if isinstance(value, str) else value.name)
+def test_arrows_point_down(folder: str, path: Path) -> None:
+    folders = {name.split(".")[1] for name in imports(path) if name.startswith("chairlift.")}
+    allowed = MAY_IMPORT[folder] | {folder}
+    names = {name for name in folders if (SOURCE / name).exists() or (SOURCE / f"{name}.py").exists() or name == "_core"}
     assert names <= allowed, f"{path.relative_to(SOURCE)} imports from {sorted(names - allowed)}"
 
 
@@ -167,11 +167,11 @@ def _module(path: Path) -> str:
     return ".".join(("chairlift", *parts)).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize(("room", "path"), modules(), ids=lambda value: value if isinstance(value, str) else value.name)
-def test_heavy_packages_stay_where_they_are_used(room: str, path: Path) -> None:
+@pytest.mark.parametrize(("folder", "path"), modules(), ids=lambda value: value if isinstance(value, str) else value.name)
+def test_heavy_packages_stay_where_they_are_used(folder: str, path: Path) -> None:
     packages = {name.split(".")[0] for name in imports(path)}
-    theirs = room == "models" and path.name.startswith("transformers_")
+    theirs = folder == "models" and path.name.startswith("transformers_")
     assert "transformers" not in packages or theirs, "transformers serves the tests, and the models that there is no code of ours for"
-    assert "torch" not in packages or room in TORCH, f"{room or 'the package'} imports torch"
-    assert "triton" not in packages or room == "kernels", f"{room} imports triton"
-    assert not packages & {"starlette", "uvicorn"} or room in {"server", "cli"}, f"{room} imports the web server"
+    assert "torch" not in packages or folder in TORCH, f"{folder or 'the package'} imports torch"
+    assert "triton" not in packages or folder == "kernels", f"{folder} imports triton"
+    assert not packages & {"starlette", "uvicorn"} or folder in {"server", "cli"}, f"{folder} imports the web server"

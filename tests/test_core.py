@@ -203,9 +203,9 @@ def accounts(report: dict[str, Any]) -> list[dict[str, Any]]:
     names += ["computed_tokens", "recomputed_tokens", "preemptions", "swaps", "block_us"]
     found = []
     for line in np.frombuffer(report["ended"], np.int64).reshape(-1, 15 + len(report["states"])).tolist():
-        causes = {name: time for name, time in zip(report["states"], line[15:], strict=True) if time}
+        states = {name: time for name, time in zip(report["states"], line[15:], strict=True) if time}
         finish = ("stop", "length", "error", "deadline", "abort")[line[1] - 1]
-        found.append(dict(zip(names, line, strict=False)) | {"finish": finish, "states": causes})
+        found.append(dict(zip(names, line, strict=False)) | {"finish": finish, "states": states})
     return found
 
 

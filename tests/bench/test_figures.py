@@ -80,7 +80,7 @@ def test_failures_have_a_kind_and_the_servers_words():
 def test_latencies_count_from_when_a_request_was_due():
     late = record(due=1.0, sent=3.0, times=[4.0, 5.0])
     assert (late.ttft, late.e2el, late.lag) == (3.0, 4.0, 2.0)
-    late.admitted = 2.5  # it waited for a seat until then, which is not the client's slowness
+    late.admitted = 2.5  # it waited for a free connection until then, which is not the client's slowness
     assert (late.ttft, late.lag) == (3.0, 0.5)
     found = Figures([late]).latencies
     assert found["ttft"].values == (3.0,)

@@ -119,7 +119,7 @@ def test_where_the_server_counts_nothing_pieces_are_tokens():
     assert (record.output_tokens, record.prompt_tokens, record.counted) == (5, 2, False)
 
 
-def test_seats_hold_and_a_request_that_waits_for_one_was_due_all_the_same():
+def test_concurrency_is_limited_and_a_request_that_waits_was_due_all_the_same():
     records, server = drive([job("a", due=0.0) for _ in range(20)], max_concurrency=3)
     assert server.most_open == 3
     assert [r.due for r in records] == [0.0] * 20
@@ -128,7 +128,7 @@ def test_seats_hold_and_a_request_that_waits_for_one_was_due_all_the_same():
     assert all(r.lag <= r.ttft - r.admitted for r in records)
 
 
-def test_without_times_requests_are_due_when_a_seat_is_free():
+def test_without_times_requests_are_due_when_another_ends():
     records, server = drive([job("a", due=None) for _ in range(20)], max_concurrency=2)
     assert server.most_open == 2
     ends = sorted(r.end for r in records)
@@ -151,7 +151,7 @@ def test_connections_are_used_again():
     assert server.connections == 3
 
 
-def test_two_processes_share_jobs_and_seats():
+def test_two_processes_share_jobs_and_concurrency():
     ends = []
     with (server := Scripted()).elsewhere() as url:
         records, _ = processes.drive(Target(url, model="m"), [job("a", 30, due=i / 1000) for i in range(60)], 3, 2, ends.append)
@@ -161,7 +161,7 @@ def test_two_processes_share_jobs_and_seats():
     assert server.most_open <= 3
 
 
-def test_more_processes_than_seats():
+def test_more_processes_than_concurrent_requests():
     with pytest.raises(InvalidSetting, match="--processes 3 is more than --max-concurrency 2"):
         processes.drive(Target("http://127.0.0.1:1"), [job("a")], 2, 3)
 

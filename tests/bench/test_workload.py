@@ -79,7 +79,7 @@ def test_a_trace_without_blocks_shares_nothing_and_goes_by_faster():
     assert jobs[2].prompt() == "Why?"
 
 
-def test_times_and_seats():
+def test_times_and_concurrency():
     jobs = workload.random_jobs(2, 5, 5)
     assert [job.due for job in workload.with_due_times(jobs, [0.0, 2.0])] == [0.0, 2.0]
     assert [job.due for job in workload.as_fast_as_possible(jobs, None)] == [0.0, 0.0]

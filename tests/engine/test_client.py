@@ -343,7 +343,7 @@ def test_a_failing_request_fails_alone():
     run(test)
 
 
-def test_what_the_model_cannot_take_is_refused_at_the_door():
+def test_what_the_model_cannot_take_is_refused_before_it_is_sent():
     cases = [
         ([], {}, "The prompt is empty"),
         ("", {}, "The prompt is empty"),

@@ -71,13 +71,13 @@ def test_all_of_sampling_and_a_copy_are_compiled_at_the_start(tmp_path, monkeypa
     config = EngineConfig(device="cpu", num_kv_blocks=80, max_num_seqs=4)
     runner = build_runner(config, tmp_path, make_backend=partial(TorchBackend, overlaps=False))
     monkeypatch.setattr(runner, "compiles_kernels", True)
-    drawer, tiers, scored, copied = runner.sampler.tokens, [], [], []
+    sampler, variants, scored, copied = runner.sampler.tokens, [], [], []
     monkeypatch.setattr(runner.model, "copy", lambda pairs: copied.append(pairs.tolist()))
-    sample, score = drawer.sample, drawer.score_rows
-    monkeypatch.setattr(drawer, "sample", lambda *given: tiers.append(given[-1]) or sample(*given))
-    monkeypatch.setattr(drawer, "score_rows", lambda *given: scored.append(given[2].dtype) or score(*given))
+    sample, score = sampler.sample, sampler.score_rows
+    monkeypatch.setattr(sampler, "sample", lambda *given: variants.append(given[-1]) or sample(*given))
+    monkeypatch.setattr(sampler, "score_rows", lambda *given: scored.append(given[2].dtype) or score(*given))
     warm_up.warm_up(runner)
-    assert tiers == [cuda_graphs.PLAIN, cuda_graphs.PLAIN, (True, 4)]
+    assert variants == [cuda_graphs.PLAIN, cuda_graphs.PLAIN, (True, 4)]
     # Of prompts, and of what was drawn.
     assert scored == [torch.int64, torch.int32]
     assert copied == [[[0, 0]]]

@@ -102,7 +102,7 @@ def test_blocks_are_free_again_when_clients_have_gone(real, stream):
 
 
 @pytest.mark.parametrize("fields", [{"n": 3}, {"n": 2, "best_of": 4}])
-def test_greedy_siblings_say_what_one_says_alone(real, fields):
+def test_greedy_choices_say_what_one_says_alone(real, fields):
     request = {"prompt": "The lift goes up to the summit and", "max_tokens": 8, "temperature": 0}
     alone = httpx.post(f"{real}/v1/completions", json=request, timeout=60).json()
     body = httpx.post(f"{real}/v1/completions", json=request | fields, timeout=60).json()

@@ -49,7 +49,7 @@ def test_a_static_batch_takes_as_long_as_its_longest_request() -> None:
     assert (static["duration_s"], lift["duration_s"]) == (0.007, 0.005)
     assert (static["tokens_per_s"], lift["tokens_per_s"]) == (pytest.approx(10 / 0.007), pytest.approx(10 / 0.005))
     assert (static["slot_utilisation"], lift["slot_utilisation"]) == (pytest.approx(10 / 14), pytest.approx(1.0))
-    # First tokens come a step after boarding: at 0, 0, 4, 4, or at 0, 0, 2, 4.
+    # First tokens come a step after admission: at 0, 0, 4, 4, or at 0, 0, 2, 4.
     assert (static["wait_mean_s"], lift["wait_mean_s"]) == (pytest.approx(0.002), pytest.approx(0.0015))
     assert [static[f"ttft_p{percent}_s"] for percent in (50, 95)] == [0.001, 0.005]
     assert [lift[f"ttft_p{percent}_s"] for percent in (50, 95)] == [0.001, 0.005]
@@ -118,7 +118,7 @@ def test_the_plot_has_a_bar_for_each_request() -> None:
         rows.setdefault(span.get("y", ""), []).append((begin, begin + float(span.get("width", ""))))
     assert len(rows) == 3 * 3
     for row in rows.values():
-        assert all(end <= begin + 0.1 for (_, end), (begin, _) in pairwise(sorted(row))), "no two on one seat"
+        assert all(end <= begin + 0.1 for (_, end), (begin, _) in pairwise(sorted(row))), "no two in one slot"
         assert all(compare_plot.LEFT <= begin < end <= compare_plot.WIDTH - compare_plot.RIGHT + 0.1 for begin, end in row)
     reported = [text.text for text in root.iter(f"{SVG}text")]
     assert "A & B" in reported

@@ -37,8 +37,8 @@ def made_up(step: StepTime, error: float = 0.0, **sizes: int) -> Profile:
     return Profile(name="made up", model=DEFAULT_MODEL, step=step, sizes=SIZES | sizes, errors={"p50": error, "p90": error})
 
 
-def test_seats_bind_where_steps_cost_the_same_however_many_ride() -> None:
-    # A request holds one of 4 seats for 50 steps of 10 ms: 8 a second.
+def test_slots_are_the_bottleneck_where_steps_of_any_size_cost_the_same() -> None:
+    # A request holds one of 4 slots for 50 steps of 10 ms: 8 a second.
     config = replace(FIXED, max_num_seqs=4)
     found = plan(WorkloadSpec(prompt_tokens=10, output_tokens=50), Targets(ttft=2.0, itl=0.02), device=made_up(TEN_MS), config=config)
     assert 0.85 * 8 < found.capacity.rate < 1.03 * 8
@@ -154,7 +154,7 @@ def test_only_what_nobody_set_and_what_was_measured_is_tried() -> None:
     assert tried(FIXED) == []
     sizes = [change for change in tried(EngineConfig()) if "max_num_batched_tokens" in change]
     assert [change["max_num_batched_tokens"] for change in sizes] == [32, 64, 128, 512, 1024]
-    assert [change["max_num_seqs"] for change in sizes] == [32, None, None, None, None], "a step has a token for each seat"
+    assert [change["max_num_seqs"] for change in sizes] == [32, None, None, None, None], "a step has a token for each slot"
     assert [change for change in tried(EngineConfig()) if len(change) == 1 and "max_num_seqs" in change][-1] == {"max_num_seqs": 256}
     assert max(change.get("max_num_batched_tokens", 0) for change in tried(EngineConfig(), 256)) == 128
     assert all(change["max_num_batched_tokens"] >= 64 for change in tried(EngineConfig(max_num_seqs=64)))

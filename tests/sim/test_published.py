@@ -16,7 +16,7 @@ from chairlift.sim.workload import Workload
 pytestmark = pytest.mark.slow
 
 WIDE = {"num_blocks": 10**6, "block_size": 16, "max_tokens": 10**6, "max_model_len": 10**5, "prefix_caching": False}
-"""Settings under which nothing but seats is short."""
+"""Settings under which nothing but slots is short."""
 
 
 @pytest.mark.parametrize(("blocks", "share"), [(500, 4.2), (5_000, 11.2), (20_000, 28.8), (50_000, 35.5), (300_000, 36.6)])

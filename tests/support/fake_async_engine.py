@@ -226,7 +226,7 @@ class FakeEngine:
                     if params.prompt_logprobs is not None and i == index == 0:
                         output.prompt_logprobs = [None, *(scored(token, params.prompt_logprobs) for token in prompt[1:])]
                     if done:
-                        # A sibling finds the whole prompt computed.
+                        # A fork finds the whole prompt computed.
                         output.cached_tokens = len(prompt) if index else 3
                         output.timing = Timing(0.001, 0.001, 0.002, 0.003)
                         if "drafted" in text:

@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_seat_saves_its_part_of_a_step_s_fixed_cost() {
+    fn an_empty_slot_saves_its_part_of_a_step_s_fixed_cost() {
         let model = StepModel::new(1000.0, 10.0, 100.0, 0.0, 0.0);
         let load = Load { decode_seqs: 10, ..Load::default() };
         assert!((model.share(model.step(&load), 0.5) - 0.75).abs() < 1e-9);

@@ -181,7 +181,7 @@ def test_presence_and_frequency_count_the_output_alone():
     assert logits.tolist() == [0, 0, 0, -1.0, 0, 0, 0, 0, 0, 0]
 
 
-def test_sampled_tokens_join_the_output_until_the_row_is_seated_anew():
+def test_sampled_tokens_join_the_output_until_the_slot_is_assigned_anew():
     logits = torch.tensor([[0.0, 1.0, 0.9, 0.8]])
     made = sampler(SamplingParams(temperature=0.0, presence_penalty=0.5))
     assert [made.sample(logits.clone(), np.array([0]), np.array([i])).item() for i in range(4)] == [1, 2, 3, 1]
@@ -351,7 +351,7 @@ def test_bad_words_are_never_completed():
     assert greedy(biased(bad_words=words), FALLING) == 1
     made = biased([2, 1], 1, bad_words=words)
     assert [greedy(made, FALLING + (torch.arange(10) == 2) * 20) for _ in range(2)] == [1, 1]
-    # What the prompt ends with does not count, what was said before a new seat does.
+    # What the prompt ends with does not count, what was said before a new slot does.
     likely = FALLING + (torch.arange(10) == 2) * 20
     assert greedy(biased([1], 1, bad_words=words), likely) == 2
     assert greedy(biased([9, 1], 1, bad_words=words), likely) == 1

@@ -105,7 +105,7 @@ def test_n_answers_to_one_prompt(http, engine, path):
     ]
     usage = body["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 9, 14)
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 3  # siblings share the prompt: it was looked up once
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 3  # forks share the prompt: it was looked up once
     assert engine.started == 1
 
 

@@ -27,7 +27,7 @@ fn a_prompt_alone_has_all_of_a_steps_tokens() {
 }
 
 #[test]
-fn a_long_prompt_does_not_close_the_door_behind_itself() {
+fn a_long_prompt_does_not_block_the_queue_behind_it() {
     let mut lab = Lab::new(Config { max_tokens: 100, ..plenty(Policy::Fcfs) });
     lab.add(ask(1, 250, 1));
     assert_eq!(lab.step().chunks, [(1, 100)]);

@@ -8,7 +8,7 @@ fn caching(prefix_caching: bool) -> Config {
 }
 
 #[test]
-fn siblings_share_full_blocks_and_copy_the_partly_filled_one() {
+fn forks_share_full_blocks_and_copy_the_partly_filled_one() {
     for prefix_caching in [true, false] {
         let mut lab = Lab::new(caching(prefix_caching));
         // 40 tokens are two full blocks and half of a third.
@@ -61,7 +61,7 @@ fn a_prompt_one_token_longer_than_a_block_is_shared_without_a_copy() {
 }
 
 #[test]
-fn siblings_wait_while_the_prompt_is_computed_in_pieces() {
+fn forks_wait_while_the_prompt_is_computed_in_pieces() {
     let mut lab = Lab::new(Config { max_tokens: 20, max_seqs: 20, ..caching(true) });
     lab.add(ask(1, 50, 3));
     lab.fork(1, 2);
@@ -74,7 +74,7 @@ fn siblings_wait_while_the_prompt_is_computed_in_pieces() {
 }
 
 #[test]
-fn if_the_parent_goes_before_its_prompt_is_done_the_siblings_compute_it() {
+fn if_the_parent_goes_before_its_prompt_is_done_the_forks_compute_it() {
     for prefix_caching in [true, false] {
         let mut lab = Lab::new(Config { max_tokens: 20, max_seqs: 20, ..caching(prefix_caching) });
         lab.add(ask(1, 50, 3));
@@ -92,7 +92,7 @@ fn if_the_parent_goes_before_its_prompt_is_done_the_siblings_compute_it() {
 }
 
 #[test]
-fn a_sibling_that_comes_late_copies_nothing_of_what_was_generated() {
+fn a_fork_that_comes_late_copies_nothing_of_what_was_generated() {
     for prefix_caching in [true, false] {
         let mut lab = Lab::new(caching(prefix_caching));
         lab.add(ask(1, 40, 30));
@@ -107,7 +107,7 @@ fn a_sibling_that_comes_late_copies_nothing_of_what_was_generated() {
 }
 
 #[test]
-fn a_sibling_in_nobodys_way_is_aborted_while_it_waits() {
+fn a_fork_in_nobodys_way_is_aborted_while_it_waits() {
     let mut lab = Lab::new(caching(true));
     lab.add(ask(1, 40, 3));
     lab.fork(1, 2);

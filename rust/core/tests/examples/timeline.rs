@@ -19,7 +19,7 @@ fn blocks_are_billed_for_the_time_they_are_held() {
 }
 
 #[test]
-fn a_life_is_told_in_causes() {
+fn a_timeline_has_the_time_in_each_state() {
     let mut lab = Lab::new(Config { max_seqs: 1, ..plenty(Policy::Fcfs) });
     lab.cost = Cost(1000, 10, 0);
     lab.add(ask(1, 100, 3));

@@ -116,7 +116,7 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize(("changes", "reported"), SENTENCES, ids=range(len(SENTENCES)))
-def test_a_ledger_in_one_sentence(changes, reported):
+def test_a_timeline_in_one_sentence(changes, reported):
     assert summary_line(timeline(**changes)) == reported
 
 
