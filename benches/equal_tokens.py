@@ -17,11 +17,13 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 PROMPTS = ["The capital of France is", "Once upon a time, in a village by the sea,", "def fibonacci(n):\n    ", "1. Boil the water.\n2."]
 WAYS = {"rust": "Rust", "torch": "torch", "kernels": "Triton kernels, interpreted"}
+PACKAGES = ("torch", "triton", "transformers", "numpy")
 RESULT = Path(__file__).parent / "results" / "equal_tokens.md"
 
 
@@ -102,7 +104,7 @@ def main() -> None:
             found = {way: jobs[name, way].result() for way in WAYS}
             lines.append(f"| {name} | " + " | ".join(equal(found[way], found["torch"]) for way in WAYS) + " |")
             print(lines[-1], flush=True)
-    machine = describe()
+    machine, versions = describe(), ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     text = f"""# Equal tokens from Rust, torch and Triton
 
 Written by `benches/equal_tokens.py`. Greedy, {args.tokens} tokens after each of {len(PROMPTS)} prompts, which run in one batch; equal
@@ -110,7 +112,7 @@ tokens before the first that differs from torch's, over all prompts. The weights
 their values in float32. In Triton's interpreter attention, norms, rotary embeddings, activations and sampling are our kernels, matrix
 products torch's.
 
-Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_sets()[0]} kernels.
+Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_sets()[0]} kernels. {versions}.
 
 | model | {" | ".join(WAYS.values())} |
 |---|---|---|---|

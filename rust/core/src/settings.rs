@@ -338,15 +338,15 @@ mod tests {
 
     #[test]
     fn what_is_out_of_bounds_or_unknown_is_refused_by_name() {
-        let told = |name: &str, value: Value| Config::default().with(&[(name.to_owned(), value)]).unwrap_err().to_string();
-        assert_eq!(told("block_size", Value::Int(0)), "block_size must be a whole number from 1 to 2147483647, got 0");
+        let error = |name: &str, value: Value| Config::default().with(&[(name.to_owned(), value)]).unwrap_err().to_string();
+        assert_eq!(error("block_size", Value::Int(0)), "block_size must be a whole number from 1 to 2147483647, got 0");
         assert_eq!(
-            told("max_queued_reqs", Value::Flag(true)),
+            error("max_queued_reqs", Value::Flag(true)),
             "max_queued_reqs must be a whole number from 0 to 4294967294, or none, got true"
         );
-        assert_eq!(told("max_seqs", Value::Unset), "max_seqs must be a whole number from 1 to 4294967295, got none");
+        assert_eq!(error("max_seqs", Value::Unset), "max_seqs must be a whole number from 1 to 4294967295, got none");
         let policies = "policy must be one of fcfs, priority, fair, deadline, shortest, prefix, vtc, got best";
-        assert_eq!(told("policy", Value::Name("best".into())), policies);
-        assert!(told("seqs", Value::Int(1)).starts_with("no setting \"seqs\": there are num_blocks, block_size, "));
+        assert_eq!(error("policy", Value::Name("best".into())), policies);
+        assert!(error("seqs", Value::Int(1)).starts_with("no setting \"seqs\": there are num_blocks, block_size, "));
     }
 }

@@ -48,11 +48,11 @@ fn steps_are_timed_one_after_the_other_though_planned_ahead() {
     let sums = Sums { busy: 3500, batch: 1000 + 2 * 800 + 2 * 900 + 800, blocks: 3500 + (1500 - 100), most_batch: 2, most_blocks: 2 };
     assert_eq!(report.utilization.sums(), sums);
     assert_eq!((report.steps, report.chunks, report.ended_at), (4, 6, 3500));
-    let told: Vec<_> = report
+    let reported: Vec<_> = report
         .ended
         .iter()
         .map(|timeline| (timeline.tag, timeline.arrived, timeline.first_token, timeline.ended, timeline.finish))
         .collect();
-    assert_eq!(told, [(2, 50, None, 1500, Some(FinishReason::Abort)), (1, 0, Some(1000), 3500, Some(FinishReason::Length))]);
+    assert_eq!(reported, [(2, 50, None, 1500, Some(FinishReason::Abort)), (1, 0, Some(1000), 3500, Some(FinishReason::Length))]);
     assert_eq!(report.longest_gaps, [0, 900]);
 }

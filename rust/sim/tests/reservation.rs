@@ -30,7 +30,7 @@ fn run(reservation: Reservation, watermark: u32, jobs: Vec<Job>) -> Report {
 }
 
 /// Number of preemptions, number of recomputed tokens, and the time at which all requests had ended.
-fn told(name: &str, report: &Report) -> (u64, u64, Time) {
+fn printed(name: &str, report: &Report) -> (u64, u64, Time) {
     let counters = report.stats.expect("it ran").counters;
     println!(
         "{name}: {} preemptions, {} tokens computed again, {} µs",
@@ -42,18 +42,18 @@ fn told(name: &str, report: &Report) -> (u64, u64, Time) {
 #[test]
 fn nobody_is_preempted_where_max_tokens_are_reserved() {
     for most in [1, 4] {
-        let (without, ..) = told("no watermark", &run(Reservation::Watermark, 0, jobs(most)));
+        let (without, ..) = printed("no watermark", &run(Reservation::Watermark, 0, jobs(most)));
         assert!(without > 50, "memory is short: {without}");
-        let (preemptions, again, _) = told("max-tokens", &run(Reservation::MaxTokens, 0, jobs(most)));
+        let (preemptions, again, _) = printed("max-tokens", &run(Reservation::MaxTokens, 0, jobs(most)));
         assert_eq!((preemptions, again), (0, 0), "allowed {most} times what they generate");
     }
 }
 
 #[test]
 fn the_estimated_peak_admits_more_and_little_is_computed_again_where_lengths_are_known() {
-    told("watermark 5 %", &run(Reservation::Watermark, 36, jobs(1)));
-    let (_, again, peak) = told("peak", &run(Reservation::Peak, 0, jobs(1)));
-    let (.., whole) = told("max-tokens", &run(Reservation::MaxTokens, 0, jobs(1)));
+    printed("watermark 5 %", &run(Reservation::Watermark, 36, jobs(1)));
+    let (_, again, peak) = printed("peak", &run(Reservation::Peak, 0, jobs(1)));
+    let (.., whole) = printed("max-tokens", &run(Reservation::MaxTokens, 0, jobs(1)));
     // The peak is not a strict bound, because a sequence whose prompt is in progress runs longer than assumed. The test
     // allows 2 % of all tokens.
     assert!(again * 50 <= 270_000, "{again}");
@@ -63,7 +63,7 @@ fn the_estimated_peak_admits_more_and_little_is_computed_again_where_lengths_are
     for job in &mut told_apart {
         job.request.predicted_tokens = Some(job.len);
     }
-    let (_, again, predicted) = told("peak, predicted", &run(Reservation::Peak, 0, told_apart));
+    let (_, again, predicted) = printed("peak, predicted", &run(Reservation::Peak, 0, told_apart));
     assert!(again * 50 <= 270_000, "{again}");
     assert!(predicted * 100 <= peak * 101, "{predicted} against {peak}");
 }

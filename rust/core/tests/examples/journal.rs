@@ -188,12 +188,12 @@ fn any_byte_that_was_changed_is_found() {
 
 #[test]
 fn other_versions_and_other_files_are_refused_in_words() {
-    let told = |bytes: &[u8]| ParsedJournal::read(bytes).unwrap_err().to_string();
-    assert_eq!(told(b"something else"), "this is no journal");
-    assert_eq!(told(b""), "this is no journal");
+    let error = |bytes: &[u8]| ParsedJournal::read(bytes).unwrap_err().to_string();
+    assert_eq!(error(b"something else"), "this is no journal");
+    assert_eq!(error(b""), "this is no journal");
     let old = "this is a journal of version 1, and only version 2 can be read here: replay it with the chairlift that recorded it";
-    assert_eq!(told(b"chairlift-journal-1\n\x65\x10\x80\x02"), old);
-    assert_eq!(told(b"chairlift-journal-2\n\x65"), "the journal is cut off within its settings: nothing can be replayed");
+    assert_eq!(error(b"chairlift-journal-1\n\x65\x10\x80\x02"), old);
+    assert_eq!(error(b"chairlift-journal-2\n\x65"), "the journal is cut off within its settings: nothing can be replayed");
 }
 
 #[test]

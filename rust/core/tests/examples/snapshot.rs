@@ -83,8 +83,8 @@ fn steps_are_noted_while_somebody_looks() {
     let seen = look(&mut lab);
     let of = |tag: u64| seen.slots.iter().find(|row| row.tag == tag).expect("it runs").slot;
     let (first, second) = (of(1) as usize, of(2) as usize);
-    let told: Vec<_> = seen.steps.iter().map(|step| (step.step, step.tokens, step.slots[first], step.slots[second])).collect();
-    assert_eq!(told, [(1, 32, b'd', b'p'), (2, 30, b'd', b'p'), (3, 2, b'd', b'd')]);
+    let reported: Vec<_> = seen.steps.iter().map(|step| (step.step, step.tokens, step.slots[first], step.slots[second])).collect();
+    assert_eq!(reported, [(1, 32, b'd', b'p'), (2, 30, b'd', b'p'), (3, 2, b'd', b'd')]);
     assert_eq!(seen.steps[0].admitted, [(second as u32, 2)]);
     assert!(look(&mut lab).steps.is_empty(), "each is told once");
     lab.steps(2);
