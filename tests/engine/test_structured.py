@@ -212,7 +212,7 @@ class _Engine:
             return None
         return self.compiling.setdefault(params.structured_output.text, Future())
 
-    def add(self, tag, prompt, params, scheduling, submitted, grammar, spent, resumed):
+    def add(self, tag, prompt, params, scheduling, submitted, grammar, spent, resumed, continues):
         if grammar is not None:
             grammar.result(0)
         self.added.append(tag)

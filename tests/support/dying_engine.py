@@ -59,11 +59,11 @@ class Doom:
 
 def doom() -> None:
     """Makes an engine in this process end as ordered, and of POISON."""
-    from chairlift.engine import loop
+    from chairlift.engine import facts
     from chairlift.runner.runner import ModelRunner
 
     poison = frames.pack_tokens(POISON)
-    one, launch, send, known = Doom(), ModelRunner.launch, process.send, loop.fingerprint
+    one, launch, send, known = Doom(), ModelRunner.launch, process.send, facts.fingerprint
 
     def launching(self: Any, buffer_index: int, sizes: Any) -> Any:
         if poison in self.buffers[buffer_index].input_ids[: sizes.tokens].tobytes():
@@ -89,7 +89,7 @@ def doom() -> None:
 
     ModelRunner.launch = launching  # type: ignore[method-assign]
     process.send = sending
-    loop.fingerprint = fingerprint
+    facts.fingerprint = fingerprint
 
 
 def serve() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,6 +58,8 @@ class HeldSequences:
 
     def __init__(self, facts: Callable[[], Mapping[str, Any]]) -> None:
         self.facts = facts
+        self.beginning = threading.Lock()
+        """Held while a sequence begins to compute or generate, because threads may share an `LLM`."""
         self._handles = itertools.count(1)
         self._by_tenant: dict[str, dict[int, HeldSequence]] = {}  # and by handle
         self._count = 0
@@ -211,8 +214,9 @@ class HeldSequence:
 
     def begin(self, state: HeldState) -> None:
         """Begins to compute or generate. Raises SequenceBusy and SequenceDropped."""
-        self._check_idle()
-        self._state, self.expires = state, math.inf
+        with self._held.beginning:
+            self._check_idle()
+            self._state, self.expires = state, math.inf
 
     def continued_by(self, tag: int) -> tuple[int, int]:
         """Called when the request `tag` is about to continue it. Returns the handle and how many leading tokens the engine may hold."""

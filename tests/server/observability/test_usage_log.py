@@ -139,6 +139,19 @@ def test_a_request_that_the_client_leaves_has_a_record_and_a_refused_one_has_non
         assert [record["tier"] for record in records(tmp_path)] == ["default", "flex"]
 
 
+def test_a_generation_has_a_record_although_its_sequence_was_dropped_meanwhile(tmp_path):
+    with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base) as http:
+        service.usage_log = UsageLog(str(tmp_path), MODEL)
+        url = f"/v1/sequences/{http.post('/v1/sequences', json={'prompt': 'slow'}).json()['id']}"
+        assert len(records(tmp_path)) == 1  # the prompt was computed
+        with http.stream("POST", f"{url}/generate", json={"max_tokens": 1000, "stream": True}) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            assert http.delete(url).status_code == 200
+            assert '"sequence_dropped"' in list(lines)[-2]
+        wait_until(lambda: len(records(tmp_path)) == 2)
+
+
 def test_the_command_sums_by_day_tenant_and_tier(tmp_path, capsys):
     write(tmp_path, [timeline()], [timeline(output_tokens=4)])
     with next(tmp_path.iterdir()).open("a") as torn:
