@@ -106,7 +106,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
             "states": {"wait_step": 1000, "prefill_shared": 1000},
         }
     ]
-    assert core.explain(71) == {**outputs.ended[0], "queued_behind": []}
+    assert core.explain(71) == {**outputs.ended[0], "queued_behind": [], "served_before": {}, "served_first": []}
     assert core.tokens(first) == (ids(5, 6, 7, 8, 9, 11).tobytes(), 5)
 
     plan = core.plan(buffers, 4000)

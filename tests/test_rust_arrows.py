@@ -11,7 +11,9 @@ LAYERS = {
     "core": [
         {"tier"},
         {"request", "error", "host", "work"},
-        {"acceptance", "hash", "cost", "policy", "recent_steps", "router", "saturation", "share", "text_index", "timeline"},
+        {"policy"},
+        {"turn"},
+        {"acceptance", "hash", "cost", "recent_steps", "router", "saturation", "share", "text_index", "timeline"},
         {"block", "config", "corpus", "group", "phase", "place", "queue", "snapshot", "stats"},
         {"batch", "kv", "settings"},
         {"held", "sequence", "steps", "journal"},

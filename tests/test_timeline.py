@@ -4,7 +4,7 @@ from pathlib import Path
 
 import chairlift
 from chairlift import _core
-from chairlift.timeline import PREEMPTION_REASONS, STATES, WAITING, describe_state
+from chairlift.timeline import PREEMPTION_REASONS, SERVING_RULES, STATES, WAITING, describe_state
 
 PACKAGE = Path(chairlift.__file__).parent
 
@@ -22,6 +22,10 @@ def test_every_preemption_reason_of_the_core_is_described():
     assert tuple(PREEMPTION_REASONS) == _core.PREEMPTION_REASONS
 
 
-def test_the_documentation_has_every_state():
+def test_every_serving_rule_of_the_core_is_described():
+    assert tuple(SERVING_RULES) == _core.SERVING_RULES
+
+
+def test_the_documentation_has_every_state_and_every_serving_rule():
     text = (PACKAGE.parent.parent / "docs/scheduling/timeline.md").read_text()
-    assert [name for name in STATES if f"`{name}`" not in text] == []
+    assert [name for name in (*STATES, *SERVING_RULES) if f"`{name}`" not in text] == []

@@ -11,6 +11,7 @@ __all__ = [
     "CORPUS_BYTES_PER_TOKEN",
     "NO_TOKEN",
     "PREEMPTION_REASONS",
+    "SERVING_RULES",
     "TIMELINE_STATES",
     "Decoder",
     "DecoderBlock",
@@ -55,6 +56,7 @@ TIMELINE_STATES: tuple[str, ...]
 """Names of the states into which a request's time is divided."""
 
 PREEMPTION_REASONS: tuple[str, ...]
+SERVING_RULES: tuple[str, ...]
 """Names of the reasons for which a running sequence is preempted."""
 
 class Rejected(ValueError):
@@ -218,8 +220,9 @@ class Scheduler:
     def explain(self, tag: int) -> dict[str, Any] | None:
         """Returns the timeline of a live request or of one of the last 10,000 that ended: microseconds by state, and resource use.
 
-        `queued_behind` has (tenant, microseconds): how long each tenant's requests ran while this request waited for its first step,
-        longest first.
+        `served_before` counts by rule the requests that first started while this one waited, and `served_first` has (tag, tenant, rule)
+        of the first 16. `queued_behind` has (tenant, microseconds): how long each tenant's requests ran while this request waited for its
+        first step, longest first.
         """
     def snapshot(self, now: int, max_waiting: int, max_cells: int) -> dict[str, Any]:
         """Returns the sequence of each batch slot, the waiting requests, the state of the KV blocks, and the steps since the last snapshot.

@@ -74,6 +74,10 @@ class Timeline:
     states: dict[str, float]
     queued_behind: dict[str, float] = field(default_factory=dict)
     """Seconds by tenant that other requests ran while this one waited for its first step; set only by `explain`."""
+    served_before: dict[str, int] = field(default_factory=dict)
+    """Number of requests that started while this one waited for its first step, by rule of `SERVING_RULES`; set only by `explain`."""
+    served_first: tuple[tuple[int, str, str], ...] = ()
+    """Tag, tenant and rule of the first 16 of them, in the order of their start."""
 
     @classmethod
     def read(cls, core: Mapping[str, Any]) -> Self:
@@ -84,6 +88,7 @@ class Timeline:
         fields["block_seconds"] = fields.pop("block_us") / 1e6
         fields["preempted_by"] = tuple(fields["preempted_by"])
         fields["queued_behind"] = {tenant: time / 1e6 for tenant, time in fields.get("queued_behind", ())}
+        fields["served_first"] = tuple(tuple(one) for one in fields.get("served_first", ()))
         fields["states"] = {state: time / 1e6 for state, time in fields["states"].items()}
         return cls(**fields)
 

@@ -52,6 +52,19 @@ PREEMPTION_REASONS = {
 """Why the scheduler preempts a running sequence; the names are the core's (`_core.PREEMPTION_REASONS`)."""
 
 
+SERVING_RULES = {
+    "tier": "of a more urgent tier",
+    "priority": "of a more urgent priority",
+    "fairness": "of tenants with less service for their weight",
+    "policy": "that the policy puts first",
+    "arrival": "that arrived earlier",
+    "ageing": "that had waited too long",
+    "fit": "that fitted into the free KV blocks while it did not",
+    "changed": "that passed it while it waited for a shared prompt, or before its place changed",
+}
+"""Why one request is served before another; the names are the core's (`_core.SERVING_RULES`)."""
+
+
 def describe_state(name: str) -> TimelineState:
     """Returns the state called `name`, or a placeholder if another version of the server sent a state that is unknown here."""
     return STATES.get(name) or TimelineState("a state that this version does not know", "#bdbdbd", name)

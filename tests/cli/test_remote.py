@@ -133,6 +133,17 @@ def test_explain_is_plain_text_in_a_pipe(capsys):
     assert "█" not in shown
 
 
+def test_explain_lists_who_started_before_the_request(capsys):
+    served = {"served_before": {"tier": 20, "fit": 1}, "served_first": [[3, "alice", "tier"], [4, "", "fit"]]}
+    answer = {**EXPLANATION, "sequences": [SEQUENCE | served]}
+    with answering({"/v1/requests/x/explain": (200, answer)}) as (url, _):
+        assert main.main(["explain", "x", "--url", url]) == 0
+    *_, heading, first, second = capsys.readouterr().out.splitlines()
+    assert heading == "started before it, the first 2 of 21:"
+    assert first == "  request 3 of tenant alice, of a more urgent tier"
+    assert second == "  request 4, that fitted into the free KV blocks while it did not"
+
+
 def test_explain_draws_bars_to_one_scale_in_a_terminal():
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     other = {"tag": 130, "states": {"decode": 1.0}}

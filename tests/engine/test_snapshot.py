@@ -9,6 +9,7 @@ from chairlift import SamplingParams, Scheduling
 from chairlift.config import EngineConfig
 from chairlift.engine import frames, loop
 from chairlift.engine.loop import Engine
+from chairlift.outputs import Timeline
 
 SHAPE = {"architectures": ["LlamaForCausalLM"], "vocab_size": 199, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1}
 SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 7}
@@ -56,3 +57,15 @@ def test_an_account_says_who_ran_meanwhile(engine):
     assert tenant == "a"
     assert microseconds > 0
     assert engine.explain(1)["queued_behind"] == []
+
+
+def test_an_audit_names_who_started_before_a_request_and_why(engine):
+    for tag, tier in ((1, "default"), (2, "default"), (3, "flex"), (4, "default"), (5, "priority")):
+        engine.add(tag, [tag] * 12, SamplingParams(max_tokens=9), Scheduling(tenant=f"t{tag}", tier=tier))
+    while engine.has_work:
+        engine.step()
+    flex = Timeline.read(engine.explain(3))
+    assert flex.served_before == {"tier": 4}
+    assert set(flex.served_first) == {(tag, f"t{tag}", "tier") for tag in (1, 2, 4, 5)}
+    assert engine.explain(5)["served_before"] == {}
+    assert frames.decode(frames.encode(frames.Explained(1, [engine.explain(3)]))[4:]).timelines[0]["served_before"] == {"tier": 4}

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from chairlift.cli import flags
 from chairlift.cli.remote import add_server, client_key, get_json
-from chairlift.timeline import STATES, describe_state
+from chairlift.timeline import SERVING_RULES, STATES, describe_state
 
 _EXAMPLES = """\
 examples:
@@ -55,6 +55,12 @@ def show(explanation: Mapping[str, Any], console: Console) -> None:
             mark = Text("█", style=colour) if console.is_terminal else Text("")
             legend.add_row(mark, Text(f"{seconds * 1e3:,.1f} ms", justify="right"), state, Text(meaning, style="dim"))
         console.print(legend)
+        if served := sequence.get("served_first"):
+            console.print()
+            count = sum(sequence["served_before"].values())
+            console.print(f"started before it{f', the first {len(served)} of {count}' if count > len(served) else ''}:")
+            for tag, tenant, rule in served:
+                console.print(Text(f"  request {tag}{f' of tenant {tenant}' if tenant else ''}, {SERVING_RULES.get(rule, rule)}"))
 
 
 def bar(parts: list[tuple[str, float]], total: float, width: int) -> Text:

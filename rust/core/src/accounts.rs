@@ -272,6 +272,7 @@ impl Accounts {
             tenant: Arc::clone(self.tenant(seq.member())),
             priority: spec.priority,
             tier: spec.tier,
+            turn: seq.turn(),
         };
         seq.account.read(seq.phase().state(), &self.clocks, seq.member().group, self.others(), &mut timeline);
         timeline

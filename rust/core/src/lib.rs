@@ -45,6 +45,7 @@ mod steps;
 mod text_index;
 mod tier;
 mod timeline;
+mod turn;
 mod waiting;
 mod work;
 
@@ -72,4 +73,5 @@ pub use snapshot::{SlotSeen, Snapshot, WaitSeen};
 pub use stats::{Counters, Occupancy, Stall, Stats};
 pub use tier::Tier;
 pub use timeline::{PreemptionReason, Timeline, TimelineState};
+pub use turn::{Rule, ServedBefore, Turn};
 pub use work::{MAX_DECODE, decode_work, most_splits, prefill_work};

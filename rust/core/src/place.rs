@@ -57,6 +57,11 @@ impl Place {
         *self.rejected_since.get_or_insert(now)
     }
 
+    /// Whether the sequence did not fit in a plan.
+    pub(crate) fn was_blocked(&self) -> bool {
+        self.rejected_since.is_some()
+    }
+
     /// Records that a later sequence was admitted first.
     pub(crate) fn bypass(&mut self) {
         self.bypassed += 1;

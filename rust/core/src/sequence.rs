@@ -11,6 +11,7 @@ use crate::policy::Class;
 use crate::request::{ArrivalNumber, Continues, FinishReason, Request, Resumed, SeqId, Time, Token, served_tier};
 use crate::tier::Tier;
 use crate::timeline::{Account, Clocks, TimelineState};
+use crate::turn::Turn;
 use std::sync::Arc;
 
 /// Preemptions after which a request is protected: the policy no longer lets other requests take its slot, and it is
@@ -447,10 +448,12 @@ impl Sequence {
 
     /// Begins a run with `computed` tokens. Returns the number of tokens that the sequence recomputes.
     pub(crate) fn start(&mut self, computed: u32, now: Time) -> u32 {
+        let turn = self.turn();
         self.place.admit();
         self.progress.computed = computed;
         self.run.computed_from = computed;
         if self.times.started.is_none() {
+            self.account.start(turn);
             self.times.started = Some(now);
             self.run.cached_tokens = computed;
             return 0;
@@ -458,6 +461,14 @@ impl Sequence {
         let again = self.run.recompute_tokens.saturating_sub(computed);
         self.account.recompute(again);
         again
+    }
+
+    /// The sequence's place in the queue when it first started, or now if it has not.
+    pub(crate) fn turn(&self) -> Turn {
+        if self.has_started() {
+            return self.account.turn();
+        }
+        Turn { key: self.place.key(), aged: false, blocked: self.place.was_blocked() }
     }
 
     /// Ends a run. The computed KV is lost, except for a copy in host memory.

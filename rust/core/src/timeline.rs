@@ -5,6 +5,7 @@
 
 use crate::request::{FinishReason, Time};
 use crate::tier::Tier;
+use crate::turn::Turn;
 use std::sync::Arc;
 
 /// The state of a request for its timeline.
@@ -165,6 +166,8 @@ pub struct Timeline {
     pub priority: i32,
     /// The request's tier.
     pub tier: Tier,
+    /// The request's place in the queue.
+    pub turn: Turn,
 }
 
 impl Timeline {
@@ -272,6 +275,7 @@ pub(crate) struct Account {
     block_us: u64,
     held: u64,
     held_since: Time,
+    turn: Turn,
 }
 
 /// Maximum number of preempting requests listed in a timeline.
@@ -286,6 +290,16 @@ impl Account {
     /// When the request was added to its first engine.
     pub(crate) fn submitted(&self) -> Time {
         self.submitted
+    }
+
+    /// The request's place in the queue when it first started.
+    pub(crate) fn turn(&self) -> Turn {
+        self.turn
+    }
+
+    /// Records the place in the queue from which the request first starts.
+    pub(crate) fn start(&mut self, turn: Turn) {
+        self.turn = turn;
     }
 
     /// Adds time spent on the request before it was added.

@@ -37,7 +37,7 @@ mod _core {
     use crate::simulate::simulate;
     #[pymodule_export]
     use crate::work::{decode_work, max_splits, prefill_work};
-    use chairlift_core::{PreemptionReason, TimelineState};
+    use chairlift_core::{PreemptionReason, Rule, TimelineState};
     use pyo3::prelude::*;
     use pyo3::types::PyTuple;
 
@@ -46,6 +46,7 @@ mod _core {
         module.add("NO_TOKEN", chairlift_core::NO_TOKEN)?;
         module.add("CORPUS_BYTES_PER_TOKEN", chairlift_core::CORPUS_BYTES_PER_TOKEN)?;
         module.add("TIMELINE_STATES", PyTuple::new(module.py(), TimelineState::NAMES.map(|(_, name)| name))?)?;
+        module.add("SERVING_RULES", PyTuple::new(module.py(), Rule::NAMES.map(|(_, name)| name))?)?;
         module.add("PREEMPTION_REASONS", PyTuple::new(module.py(), PreemptionReason::NAMES.map(|(_, name)| name))?)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }

@@ -80,6 +80,20 @@ pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyRes
     Ok(dict)
 }
 
+/// Adds the requests that were served before another: counts by rule, and (tag, tenant, rule) of the first of them.
+pub(crate) fn served_before(timeline: &Bound<'_, PyDict>, served: &core::ServedBefore) -> PyResult<()> {
+    let counts = PyDict::new(timeline.py());
+    for (rule, name) in core::Rule::NAMES {
+        let count = served.counts[rule as usize];
+        if count > 0 {
+            counts.set_item(name, count)?;
+        }
+    }
+    timeline.set_item("served_before", counts)?;
+    let first = served.first.iter().map(|(tag, tenant, rule)| (*tag, &**tenant, rule.name()));
+    timeline.set_item("served_first", first.collect::<Vec<_>>())
+}
+
 /// Several timelines.
 pub(crate) fn timelines<'py>(py: Python<'py>, many: &[core::Timeline]) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);

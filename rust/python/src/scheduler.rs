@@ -265,6 +265,7 @@ impl Scheduler {
         let Some(timeline) = inner.core.explain(tag) else { return Ok(None) };
         let dict = reports::timeline(py, &timeline)?;
         dict.set_item("queued_behind", inner.core.ahead(&timeline).iter().map(|(tenant, time)| (&**tenant, *time)).collect::<Vec<_>>())?;
+        reports::served_before(&dict, &inner.core.served_before(&timeline))?;
         Ok(Some(dict))
     }
 

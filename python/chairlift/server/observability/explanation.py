@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from chairlift.outputs import Timeline
-from chairlift.timeline import PREEMPTION_REASONS, STATES
+from chairlift.timeline import PREEMPTION_REASONS, SERVING_RULES, STATES
 
 _ACTIVITIES = {"receive": "receiving the request body", "tokenize": "tokenizing", "preempted": "preempted", "swapped": "swapped out"}
 """What the one-line summary says instead of "waiting for ..."."""
@@ -46,7 +46,7 @@ def summary_text(timelines: Sequence[Timeline], tenants: TenantNames | None = No
             waits[phrase] = waits.get(phrase, 0.0) + longest.states.get(name, 0.0)
     works = {f"{noun}{_tokens(longest, work)}": _work_seconds(longest, work) for work, noun in _WORK.items()}
     waited, computed = _sum("Waited", waits, "Did not wait"), _sum("Computed for", works, "Nothing was computed")
-    sentences = [waited + _preempted_by(longest, tenants or {}), computed]
+    sentences = [waited + _preempted_by(longest, tenants or {}), *_served_before(longest), computed]
     if longest.finish is None:
         sentences.append(f"Arrived {_ms(sum(longest.states.values()))} ago and is still running")
     else:
@@ -93,6 +93,16 @@ def _queued_behind(timeline: Timeline) -> str:
     """Names the tenant whose requests ran for most of the time that this one queued."""
     first = next(iter(timeline.queued_behind), "")
     return f"behind tenant {first}" if first else "behind other requests"
+
+
+def _served_before(timeline: Timeline) -> list[str]:
+    """As in `12 requests started before it: 10 of a more urgent tier, 2 that arrived earlier`; nothing if there were none."""
+    served = timeline.served_before
+    if not served:
+        return []
+    listed = ", ".join(f"{count} {SERVING_RULES.get(rule, rule)}" for rule, count in sorted(served.items(), key=lambda one: -one[1]))
+    total = sum(served.values())
+    return [f"{total} request{'s' * (total != 1)} started before it: {listed}"]
 
 
 def _preempted_by(timeline: Timeline, tenants: TenantNames) -> str:

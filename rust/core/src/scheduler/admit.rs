@@ -12,6 +12,7 @@ use crate::reservation::Growth;
 use crate::sequence::Sequence;
 use crate::share::PROMPT_TOKEN;
 use crate::tier::Tier;
+use crate::turn::Turn;
 
 /// Maximum number of requests that do not fit and are considered for each request that does.
 const MAX_REJECTED: usize = 64;
@@ -321,9 +322,11 @@ impl Scheduler {
         if self.accounts.now() - seq.times().arrived <= self.config.ageing || seq.pending() > 0 {
             return None;
         }
-        let group = seq.member().group;
+        let (group, started) = (seq.member().group, seq.has_started());
         match self.admit(id, plan, budget) {
             Ok(()) => {
+                let account = &mut self.seqs[id].account;
+                account.start(Turn { aged: !started || account.turn().aged, ..account.turn() });
                 self.running.set_aged(id);
                 None
             }

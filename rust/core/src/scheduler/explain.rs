@@ -1,13 +1,15 @@
-//! Timelines of single requests, and the tenants that ran while a request waited.
+//! Timelines of single requests, and who ran or was served while a request waited.
 
 use super::Scheduler;
 use crate::request::{SeqId, Time};
 use crate::timeline::{Timeline, TimelineState};
+use crate::turn::{Rule, ServedBefore};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Maximum number of tenants reported as ahead of a request.
+/// Maximum number of tenants reported as ahead of a request, and of requests reported as served before it.
 const NAMED: usize = 4;
+const NAMED_REQUESTS: usize = 16;
 
 impl Scheduler {
     /// The timeline of a live request, up to the last call, or of one of the last 10,000 requests that ended.
@@ -26,6 +28,31 @@ impl Scheduler {
                 seq.account.prepare(cause, time);
             }
         }
+    }
+
+    /// The requests that first started while this request waited for its first step, and the rule by which each was
+    /// served first. Only remembered requests count.
+    pub fn served_before(&self, of: &Timeline) -> ServedBefore {
+        let (from, to) = (of.submitted, of.submitted + of.queued());
+        let mut others = Vec::new();
+        let mut add = |tag: u64, tenant: &Arc<str>, started: Option<Time>, turn: &_| {
+            if let Some(started) = started.filter(|started| tag != of.tag && (from..to).contains(started)) {
+                others.push((started, tag, Arc::clone(tenant), Rule::of(self.config.policy, turn, &of.turn)));
+            }
+        };
+        for timeline in self.accounts.ended() {
+            add(timeline.tag, &timeline.tenant, timeline.started, &timeline.turn);
+        }
+        for seq in self.seqs.values() {
+            add(seq.spec().tag, self.accounts.tenant(seq.member()), seq.times().started, &seq.turn());
+        }
+        others.sort_by_key(|&(started, tag, ..)| (started, tag));
+        let mut served = ServedBefore::default();
+        for &(.., rule) in &others {
+            served.counts[rule as usize] += 1;
+        }
+        served.first = others.into_iter().take(NAMED_REQUESTS).map(|(_, tag, tenant, rule)| (tag, tenant, rule)).collect();
+        served
     }
 
     /// Microseconds that other requests were in progress while this request waited for its first step, summed over

@@ -1,6 +1,7 @@
 //! Examples of each policy and each limit, with numbers computed by hand.
 
 mod admission;
+mod audit;
 mod background;
 mod batching;
 mod deadline;

@@ -138,6 +138,7 @@ PARAGRAPHS = [
                     "swapped": 0.0,
                 },
                 "queued_behind": {"x": 3.0, "y": 1.0},
+                "served_before": {"arrival": 1, "tier": 11},
                 "preemptions": 1,
                 "swaps": 1,
                 "preempted_by": (17,),
@@ -148,6 +149,7 @@ PARAGRAPHS = [
         ],
         "Waited 412 ms: 300 ms for KV blocks, 112 ms behind tenant x; preempted once by tenant y "
         "for a tenant that has used less of its share (swapped). "
+        "12 requests started before it: 11 of a more urgent tier, 1 that arrived earlier. "
         "Computed for 350 ms: 300 ms output (3 tokens, 1 of them drafted), 50 ms prompt (5 tokens, 2 of them cached). "
         "Ended after 762 ms (length).",
     ),
@@ -175,6 +177,7 @@ def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_wa
     with serving(engine, "alice=sk-1,sk-3") as (base, _), httpx.Client(base_url=base) as client:
         answer_id, _ = ask(client, headers={"authorization": "Bearer sk-1"})
         crowded = {"states": {"wait_fairness": 1.0}, "queued_behind": {"bob": 2.0, "carol": 1.5, "alice": 1.0}, "tenant": "alice"}
+        crowded |= {"served_before": {"fairness": 2}, "served_first": ((17, "bob", "fairness"), (18, "alice", "fairness"))}
         engine.timelines[answer_id] = [timeline(**crowded, preemptions=2, preempted_by=(17, 18))]
         operator, alice = (
             client.get(f"/v1/requests/{answer_id}/explain", headers={"authorization": f"Bearer {key}"}) for key in ("sk-3", "sk-1")
@@ -182,6 +185,8 @@ def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_wa
     assert "1.00 s behind tenant bob; preempted twice by tenant bob and tenant alice" in operator.json()["summary"]
     assert "1.00 s behind tenant another; preempted twice by tenant another and tenant alice" in alice.json()["summary"]
     assert alice.json()["sequences"][0]["queued_behind"] == {"another": 3.5, "alice": 1.0}
+    assert alice.json()["sequences"][0]["served_before"] == {"fairness": 2}
+    assert alice.json()["sequences"][0]["served_first"] == [[17, "another", "fairness"], [18, "alice", "fairness"]]
     assert "bob" not in alice.text
     assert "carol" not in alice.text
 

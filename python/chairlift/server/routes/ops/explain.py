@@ -46,9 +46,10 @@ def _tenant_name(reader: str, tenant: str) -> str:
 
 
 def _visible_to(reader: str, timeline: Timeline) -> Timeline:
-    """Replaces the names of other tenants in `queued_behind` and sums their times."""
+    """Replaces the names of other tenants in `queued_behind`, whose times it sums, and in `served_first`."""
     queued_behind: dict[str, float] = {}
     for tenant, seconds in timeline.queued_behind.items():
         name = _tenant_name(reader, tenant)
         queued_behind[name] = queued_behind.get(name, 0.0) + seconds
-    return replace(timeline, queued_behind=queued_behind)
+    served_first = tuple((tag, _tenant_name(reader, tenant), rule) for tag, tenant, rule in timeline.served_first)
+    return replace(timeline, queued_behind=queued_behind, served_first=served_first)
