@@ -175,11 +175,12 @@ def test_types_that_become_fp32_are_named_with_their_size_first(tmp_path: Path, 
         kept, expanded = GGUFWeights(directory / LINK).sizes()
     assert expanded == 2 * 320 * 256 * 4
     assert 0 < kept < (tmp_path / "mixed.gguf").stat().st_size
-    (record,) = caplog.records
+    # Other loggers may report what earlier tests left to the garbage collector.
+    (record,) = (record for record in caplog.records if record.name.startswith("chairlift"))
     assert "tensors of type Q2_K, Q3_K are not computed with as they are, and take 1 MiB as float32" in record.getMessage()
     caplog.clear()
     assert GGUFWeights(converted(tmp_path / "plain.gguf", model, Kind.Q4_K) / LINK).sizes()[1] == 0
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("chairlift")]
 
 
 def test_tensors_are_those_of_the_model(tmp_path: Path) -> None:
