@@ -19,10 +19,25 @@ MAX_BIASED = 1024
 MAX_BAD_WORDS = 128
 MAX_WORD_TOKENS = 5 * MAX_STOP_LENGTH
 """A character has up to four bytes, and a token has at least one byte, except a token at the beginning of a text."""
+MAX_END_TOKENS = 64
+"""Maximum tokens of the mark that ends reasoning."""
 MAX_GRAMMAR = 65_536
 """Maximum characters of a schema, regular expression, list of choices or grammar."""
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class ReasoningBudget(NamedTuple):
+    """The maximum number of reasoning tokens at the beginning of an output, and the marks of the reasoning."""
+
+    tokens: int
+    start: str
+    """Text that begins the reasoning. Empty: it has begun."""
+    end: str
+    end_tokens: tuple[int, ...]
+    """What follows the last allowed token: `end`, and the text after it that the format requires."""
+    again: str = ""
+    """Text with which the reasoning may begin again after its end. Empty: it may not."""
 
 
 class StructuredOutput(NamedTuple):
@@ -38,6 +53,8 @@ class StructuredOutput(NamedTuple):
     """The request field that it comes from, for error messages."""
     before: str = ""
     """Lark rules for text before the answer, such as reasoning; their `start` refers to the answer as `@answer`. Empty: no such text."""
+    budget: ReasoningBudget | None = None
+    """The limit of the reasoning before the answer."""
 
 
 def structured(given: Any) -> StructuredOutput:
@@ -51,13 +68,17 @@ def structured(given: Any) -> StructuredOutput:
     elif isinstance(value, Mapping):
         [*keys] = value
         value = (keys[0], value[keys[0]]) if len(keys) == 1 and keys[0] in STRUCTURES else ("json", value)
-    if not isinstance(value, tuple | list) or not 1 <= len(value) <= 4:
+    if not isinstance(value, tuple | list) or not 1 <= len(value) <= len(StructuredOutput._fields):
         raise InvalidRequest(
             f"structured_output must be a StructuredOutput, a JSON schema as a dict, or a dict of one of {', '.join(STRUCTURES)}, "
             f"got {given!r:.100}",
             param="structured_outputs",
         )
     structure = StructuredOutput(*value)
+    if structure.budget is not None:
+        budget = ReasoningBudget(*structure.budget)
+        integer("thinking_token_budget", budget.tokens, 0, 2**31 - 1)
+        structure = structure._replace(budget=budget._replace(end_tokens=_tokens("end_tokens", budget.end_tokens, MAX_END_TOKENS)))
     form: Any = structure.text.model_json_schema() if hasattr(structure.text, "model_json_schema") else structure.text
     if structure.kind == "json_object":
         form = ""

@@ -15,8 +15,9 @@ from chairlift.engine.compiling import Compiling
 from chairlift.engine.frames import Abort, Add, Explain, Rejected, pack_fields, pack_tokens
 from chairlift.errors import InvalidRequest
 from chairlift.grammar.grammars import Grammar, Matcher
+from chairlift.grammar.source import ReasoningFormat, after_reasoning
 from chairlift.outputs import Timeline
-from chairlift.sampling import SamplingParams, StructuredOutput
+from chairlift.sampling import ReasoningBudget, SamplingParams, StructuredOutput
 
 PROMPT = [ord(letter) for letter in "Say it in JSON"]
 PATTERN = r"([a-z]{1,4} ){2,6}[0-9]{2}"
@@ -162,6 +163,26 @@ def test_an_answer_goes_on_in_its_form_after_it_lost_its_blocks(make, llm):
     assert [output.token_ids for output in outputs] == [output.token_ids for output in roomy]
 
 
+def test_a_budget_ends_the_reasoning_of_each_answer_and_a_form_follows(make, llm):
+    end = tuple(llm.tokenizer.encode("</think>"))
+    grammar = after_reasoning(
+        StructuredOutput("regex", PATTERN), ReasoningFormat("<think>", "</think>"), {}, llm.tokenizer.eos_token_ids, opened=True
+    )
+    structure = grammar._replace(budget=ReasoningBudget(20, "", "</think>", end))
+    wanted = [SamplingParams(max_tokens=120, temperature=2.0, seed=seed, n=2, structured_output=structure) for seed in range(3)]
+    roomy = llm.generate([PROMPT] * 3, wanted)
+    for output in roomy:
+        reasoning, answer = output.text.split("</think>")
+        assert 20 <= len(llm.tokenizer.encode(reasoning)) <= 23  # a character may need more tokens to its end
+        assert re.fullmatch(rf"\s*{PATTERN}", answer)
+        assert output.finish_reason == "stop"
+    tight = make(num_kv_blocks=22, max_model_len=160).generate([PROMPT] * 3, wanted)
+    assert sum(output.preemptions for output in tight) > 0
+    assert [output.token_ids for output in tight] == [output.token_ids for output in roomy]
+    drafts = make(speculative_config={"method": "auto", "num_speculative_tokens": 4}).generate([PROMPT] * 3, wanted)
+    assert [output.token_ids for output in drafts] == [output.token_ids for output in roomy]
+
+
 def test_a_grammar_that_fails_on_the_way_fails_alone(llm, monkeypatch):
     class Failing(Matcher):
         def mask(self, bitmask, index):
@@ -171,7 +192,7 @@ def test_a_grammar_that_fails_on_the_way_fails_alone(llm, monkeypatch):
     free = SamplingParams(max_tokens=12, seed=9)
     alone = llm.generate(PROMPT, free)[0].token_ids
     with monkeypatch.context() as broken:
-        broken.setattr(Grammar, "matcher", lambda self: Failing(self._template.deep_copy()))
+        broken.setattr(Grammar, "matcher", lambda self, budget: Failing(self._template.deep_copy()))
         failed, other = llm.generate([PROMPT] * 2, [bounded("json_object"), free])
     assert (failed.finish_reason, failed.token_ids) == ("error", [])
     assert other.token_ids == alone

@@ -16,12 +16,13 @@ def takes(byte_model):
 
     def taken(structure, text):
         SamplingParams(structured_output=structure)
-        matcher = grammars.compile(structure).result(60).matcher()
+        matcher = grammars.compile(structure).result(60).matcher(structure.budget)
         for token in [*tokenizer.encode(text), eos]:
             bitmask = np.zeros((1, -(-300 // 32)), dtype=np.int32)
             matcher.mask(bitmask, 0)
             if not int(bitmask[0, token // 32]) >> (token % 32) & 1:
                 return False
+            matcher = matcher.copy()
             matcher.accept(token)
         return True
 

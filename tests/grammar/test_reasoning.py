@@ -5,8 +5,9 @@ import json
 import pytest
 
 from chairlift.grammar.source import ANYTHING, ReasoningFormat, after_reasoning, calls_grammar, free_calls_grammar
-from chairlift.sampling import StructuredOutput
+from chairlift.sampling import ReasoningBudget, StructuredOutput
 from chairlift.server.chat.tools.formats import Hermes
+from chairlift.tokenizer import Tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 SCHEMA = StructuredOutput("json", json.dumps(CITY))
@@ -53,15 +54,55 @@ def test_every_kind_of_form_holds_after_the_reasoning(takes, kind):
     assert not takes(grammar, "12")
 
 
-def test_a_spent_budget_forces_the_end_mark(takes):
-    grammar = after_reasoning(StructuredOutput("grammar", ANYTHING), TOKEN, IDS, [EOS], opened=True, budget=4, complete=True)
-    assert takes(grammar, "1234[CALL]hello [CALL] <think>")
-    assert takes(grammar, "[CALL]")
-    assert not takes(grammar, "12345[CALL]")
-    assert not takes(grammar, "123")
-    none = after_reasoning(SCHEMA, TOKEN, IDS, [EOS], opened=False, budget=0)
-    assert takes(none, '<think>[CALL]{"city":"Bern"}')
-    assert not takes(none, '<think>1[CALL]{"city":"Bern"}')
+FREE = StructuredOutput("grammar", ANYTHING)
+
+
+@pytest.fixture(scope="module")
+def limited(byte_model):
+    """Makes grammars for reasoning with a budget."""
+    tokenizer = Tokenizer(byte_model)
+
+    def grammar(structure, form, tokens, *, opened=False, again=""):
+        limit = ReasoningBudget(tokens, "" if opened else form.start, form.end, tuple(tokenizer.encode(form.end)), again)
+        return after_reasoning(structure, form, IDS, [EOS], opened=opened, complete=structure == FREE)._replace(budget=limit)
+
+    return grammar
+
+
+@pytest.mark.parametrize("form", [TEXT, TOKEN])
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [("1234ENDhello END <think>", True), ("END", True), ("12END", True), ("12345END", False), ("123", False), ("1234 END", False)],
+)
+def test_a_spent_budget_forces_the_end_mark(takes, limited, form, text, allowed):
+    assert takes(limited(FREE, form, 4, opened=True), text.replace("END", form.end)) == allowed
+
+
+@pytest.mark.parametrize("form", [TEXT, TOKEN])
+def test_the_budget_begins_with_the_reasoning(takes, limited, form):
+    for text, allowed in [('<think>END{"city":"Bern"}', True), ('<think>1END{"city":"Bern"}', False), ('{"city":"Bern"}', True)]:
+        assert takes(limited(SCHEMA, form, 0), text.replace("END", form.end)) == allowed
+    assert takes(limited(FREE, form, 1), "<thin air> and <think> much more text")
+    assert takes(limited(FREE, form, 1), f" <think>1{form.end} much more text")
+    assert not takes(limited(FREE, form, 1), f" <think>12{form.end} much more text")
+
+
+def test_a_budget_lets_a_character_end(takes, limited):
+    for text, allowed in [("12\U0001f642</think>{}", True), ("12\U0001f6423</think>{}", False)]:
+        assert takes(limited(StructuredOutput("json_object"), TEXT, 3, opened=True), text) == allowed
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ("123[CALL]<start><think>4[CALL]answer", True),
+        ("123[CALL]<start><think>45[CALL]answer", False),
+        ("1[CALL]<start><final><think>345", True),
+    ],
+)
+def test_reasoning_that_begins_again_has_the_same_budget(takes, limited, text, allowed):
+    assert takes(limited(FREE, TOKEN, 4, opened=True, again="<start><think>"), text) == allowed
+    assert takes(limited(FREE, TOKEN, 4, opened=True), text)
 
 
 def test_marks_around_the_answer(takes):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,7 +85,8 @@ class Sequences:
         # The log-probabilities of a resumed request's prompt have been sent.
         scores = None if params.prompt_logprobs is None or resumed else PromptLogprobs(tag, tokens, params.prompt_logprobs)
         compiled = _compiled(params, grammar)
-        new_matcher = None if compiled is None else compiled.matcher
+        structure = params.structured_output
+        new_matcher = None if compiled is None or structure is None else partial(compiled.matcher, structure.budget)
         submitted = min(now, submitted or sys.maxsize)
         arrived, salt = submitted - sum(spent.values()), self._salt(params, scheduling)
 

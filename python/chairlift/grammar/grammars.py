@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from chairlift.errors import InvalidRequest, QueueFull, RequestFailed
+from chairlift.grammar.budget import BudgetMatcher
 from chairlift.grammar.trial import Trial, Vocabulary, compiled
-from chairlift.sampling import StructuredOutput
+from chairlift.sampling import ReasoningBudget, StructuredOutput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,13 +29,19 @@ STACK_BYTES = 64 * 2**20
 class Grammar:
     """A compiled grammar of `size` bytes. Each sequence has its own matcher."""
 
-    def __init__(self, template: LLMatcher, size: int) -> None:
+    def __init__(self, template: LLMatcher, size: int, tokenizer: LLTokenizer) -> None:
         self._template = template
+        self._tokenizer = tokenizer
         self.size = size
 
-    def matcher(self) -> Matcher:
+    def matcher(self, budget: ReasoningBudget | None = None) -> Matcher | BudgetMatcher:
         """Returns a matcher at the start of the output. All matchers of a grammar share its lexer's cache."""
-        return Matcher(self._template.deep_copy())
+        matcher = Matcher(self._template.deep_copy())
+        return matcher if budget is None else BudgetMatcher(matcher, budget, self._piece)
+
+    def _piece(self, token: int) -> bytes:
+        piece: bytes = self._tokenizer.decode_bytes([token])
+        return piece
 
 
 class Matcher:
@@ -60,6 +68,10 @@ class Matcher:
         """The tokens that must come next, one after the other; none if there is a choice."""
         tokens: list[int] = self._place.compute_ff_tokens()
         return tokens
+
+    def allows(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens may come next, one after the other."""
+        return bool(self._place.validate_tokens(list(tokens)) == len(tokens))
 
     def copy(self) -> Matcher:
         """Another matcher at the same position."""
@@ -120,7 +132,7 @@ class Grammars:
                 size = self._trial.run(structure)
                 if self._tokenizer is None:
                     self._tokenizer = self._vocabulary.load()
-                future.set_result(Grammar(compiled(self._tokenizer, structure), size))
+                future.set_result(Grammar(compiled(self._tokenizer, structure), size, self._tokenizer))
             except Exception as error:
                 future.set_exception(error)
             except BaseException as error:  # a Rust panic is not an Exception

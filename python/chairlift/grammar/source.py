@@ -88,21 +88,18 @@ def after_reasoning(
     ends: Collection[int],
     *,
     opened: bool,
-    budget: int | None = None,
     complete: bool = False,
 ) -> StructuredOutput:
-    """Returns a grammar for reasoning of at most `budget` tokens followed by an answer that has the form of `structure`.
+    """Returns a grammar for reasoning followed by an answer that has the form of `structure`.
 
     `opened` means that the prompt has begun the reasoning; otherwise the model may begin it or not. `control` maps marks that are single
-    tokens to their ids, `ends` are the tokens that end an output. An end mark that is not a single token does not allow a budget.
+    tokens to their ids, `ends` are the tokens that end an output.
     `complete` means that `structure` includes the text that begins an answer.
     """
     rest = f"{_lark(form.after_end, control)} space"
     if form.end in control:
         others = ",".join(map(str, sorted({control[form.end], *ends})))
-        count = "*" if budget is None else f"{{0,{max(budget, 1)}}}"
-        body = "" if budget == 0 else f"<[^{others}]>{count} "
-        reasoning = f"reasoning: {body}<[{control[form.end]}]>"
+        reasoning = f"reasoning: <[^{others}]>* <[{control[form.end]}]>"
     else:
         reasoning = f"reasoning[suffix={json.dumps(form.end)}]: /(.|\\n)*/"
     begin = _lark(form.start, control)

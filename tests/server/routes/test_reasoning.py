@@ -154,17 +154,30 @@ def test_a_schema_begins_after_the_reasoning(client, engine):
     assert engine.seen[-1].structured_output.before == ""
 
 
-def test_a_budget_needs_an_end_mark_that_is_a_token(client, engine):
+def test_a_budget_reaches_the_engine_with_the_marks(client, engine):
     ask = request_body("x", extra_body={"thinking_token_budget": 7})
     response = client.chat.completions.with_raw_response.create(**ask)
-    assert response.headers["x-chairlift-ignored"] == "thinking_token_budget"
-    assert engine.seen[-1].structured_output is None
-    engine.tokenizer.encode = lambda text, **_: [9] if text == "</think>" else list(text.encode())
-    response = client.chat.completions.with_raw_response.create(**ask)
     assert "x-chairlift-ignored" not in response.headers
-    assert "{0,7} <[9]>" in engine.seen[-1].structured_output.before
+    assert engine.seen[-1].structured_output.budget == (7, "<think>", "</think>", tuple(b"</think>"), "")
+    engine.tokenizer.decode = lambda ids, **_: "assistant\n<think>"
+    client.chat.completions.create(**ask, response_format=SCHEMA)
+    assert engine.seen[-1].structured_output.budget.start == ""
     client.chat.completions.create(**request_body("x", extra_body={"thinking_token_budget": -1}))
     assert engine.seen[-1].structured_output is None
+    engine.tokenizer.decode = lambda ids, **_: "assistant\n<think></think>"
+    assert client.chat.completions.with_raw_response.create(**ask).headers["x-chairlift-ignored"] == "thinking_token_budget"
+    assert engine.seen[-1].structured_output is None
+
+
+def test_a_budget_of_gpt_oss_forces_the_answer_or_a_call(client, engine):
+    engine.tokenizer.template = ChatTemplate({"default": "<|channel|>commentary<|message|>{{ tools }}{{ messages }}"}, {})
+    ask = request_body("x", extra_body={"thinking_token_budget": 7})
+    client.chat.completions.create(**ask)
+    budget = engine.seen[-1].structured_output.budget
+    assert bytes(budget.end_tokens) == b"<|end|><|start|>assistant<|channel|>final<|message|>"
+    assert budget.again == "<|start|>assistant<|channel|>analysis<|message|>"
+    client.chat.completions.create(**ask, tools=[TIME])
+    assert bytes(engine.seen[-1].structured_output.budget.end_tokens) == b"<|end|><|start|>assistant"
 
 
 @pytest.mark.parametrize(
@@ -268,12 +281,11 @@ def test_thinking_of_messages_is_switched_and_sent_back(claude, engine):
         {"role": "user", "content": "y"},
     ]
     ask = {"model": MODEL, "max_tokens": 1, "messages": messages}
-    engine.tokenizer.encode = lambda text, **_: [9] if text == "</think>" else list(text.encode())
     claude.messages.create(**ask, thinking={"type": "enabled", "budget_tokens": 1024})
     conversation, variables = engine.tokenizer.rendered[-1]
     assert (conversation[1]["reasoning_content"], conversation[1]["content"]) == ("Two.", "Four")
     assert variables == {"enable_thinking": True, "thinking": True}
-    assert "{0,1024} <[9]>" in engine.seen[-1].structured_output.before
+    assert engine.seen[-1].structured_output.budget.tokens == 1024
     claude.messages.create(**ask, thinking={"type": "disabled"})
     assert engine.tokenizer.rendered[-1][1] == {"enable_thinking": False, "thinking": False}
     assert engine.seen[-1].structured_output is None

@@ -17,7 +17,7 @@ from chairlift.engine.request import check_generates
 from chairlift.errors import InvalidRequest
 from chairlift.grammar.source import ANYTHING, after_reasoning, calls_grammar, free_calls_grammar
 from chairlift.outputs import RequestOutput, TokenLogprobs
-from chairlift.sampling import StructuredOutput
+from chairlift.sampling import ReasoningBudget, StructuredOutput
 from chairlift.server.chat.reasoning import (
     REASONING_FORMATS,
     TAIL_TOKENS,
@@ -264,21 +264,34 @@ def _structured_output(
     mark_ids = parser_config.mark_ids()
     structure = _tool_grammar(parser_config, mark_ids, content, relaxed) if tool_spec else content
     may_reason = reasoning is not None and reasoning.state is not ReasoningState.OVER
-    if budget is not None and not (may_reason and reasoning and reasoning.format.end in mark_ids):
+    if budget is not None and not may_reason:
         relaxed.append("thinking_token_budget")
         budget = None
     if reasoning is None or not may_reason or (structure is None and budget is None):
         return structure
     engine = parser_config.service.engine
     ends = [token for token in engine.tokenizer.eos_token_ids if token < engine.facts["vocab_size"]]
-    return after_reasoning(
+    form = reasoning.format
+    bounded = after_reasoning(
         structure or StructuredOutput("grammar", ANYTHING, "thinking_token_budget"),
-        reasoning.format,
+        form,
         mark_ids,
         ends,
         opened=reasoning.state is ReasoningState.OPEN,
-        budget=budget,
         complete=structure is not content or structure is None,
+    )
+    if budget is None:
+        return bounded
+    opened = form.implicit or reasoning.state is ReasoningState.OPEN
+    forced = form.end + form.after_end + ("" if tool_spec else form.answer)
+    return bounded._replace(
+        budget=ReasoningBudget(
+            budget,
+            start="" if opened else form.start,
+            end=form.end,
+            end_tokens=tuple(engine.tokenizer.encode(forced, add_special_tokens=False)),
+            again=form.after_end + form.start if form.repeats else "",
+        )
     )
 
 
