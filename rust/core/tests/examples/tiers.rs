@@ -51,11 +51,13 @@ fn a_more_urgent_request_takes_the_slot_of_the_least_urgent_tier() {
 #[test]
 fn flex_requests_lose_their_blocks_before_any_other() {
     each_policy(|policy| {
-        // 40 blocks of 16 tokens: about a third of what the requests need at their longest.
+        // 40 blocks of 16 tokens: about a third of what twelve requests need at their longest. The flex requests start first.
         let mut lab = Lab::new(Config { num_blocks: 41, watermark: 0, max_seqs: 12, ..plenty(policy) });
-        let tier = |tag: u64| if tag.is_multiple_of(3) { Tier::Flex } else { Tier::Default };
-        (1..=36).for_each(|tag| lab.add(of(tier(tag), tag, 30, 100)));
-        let mut running: Vec<u64> = Vec::new();
+        let tier = |tag: u64| if tag <= 4 { Tier::Flex } else { Tier::Default };
+        (1..=4).for_each(|tag| lab.add(of(tier(tag), tag, 30, 100)));
+        lab.step();
+        (5..=36).for_each(|tag| lab.add(of(tier(tag), tag, 30, 100)));
+        let mut running: Vec<u64> = (1..=4).collect();
         let mut preempted = [0, 0];
         while let Some(step) = lab.try_step() {
             for &lost in &step.preempted {
