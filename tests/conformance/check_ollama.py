@@ -67,5 +67,9 @@ def test_errors_are_typed(fast, model):
     with pytest.raises(ollama.ResponseError, match="does not exist") as refusal:
         fast.chat("other", HELLO)
     assert refusal.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match="no embeddings"):
-        fast.embed(model, "x")
+
+
+def test_embed(fast, model):
+    answer = fast.embed(model, ["a", "b"], dimensions=8)
+    assert [len(one) for one in answer.embeddings] == [8, 8]
+    assert len(fast.embeddings(model, "a").embedding) > 8

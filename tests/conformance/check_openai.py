@@ -228,8 +228,14 @@ def test_refusals_are_typed(fast, model, quick):
     with pytest.raises(openai.AuthenticationError) as stranger:
         fast.with_options(api_key="wrong").models.list()
     assert stranger.value.code == "invalid_api_key"
-    with pytest.raises((openai.BadRequestError, openai.NotFoundError)):
-        fast.embeddings.create(model=model, input="a")
+
+
+def test_embeddings(fast, model):
+    answer = fast.embeddings.create(model=model, input=["a", "b"], dimensions=8)
+    assert [len(one.embedding) for one in answer.data] == [8, 8]
+    assert answer.usage.prompt_tokens >= 2
+    with pytest.raises(openai.BadRequestError, match="dimensions must be"):
+        fast.embeddings.create(model=model, input="a", dimensions=10**6)
 
 
 def test_responses(fast, model):

@@ -6,9 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_encoders
+import tiny_models
+import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.errors import InvalidRequest, InvalidSetting, UnsupportedModel
+from chairlift.sampling import EMBED
 from chairlift.scheduling import Scheduling
 
 TEXTS = [np.random.default_rng(length).integers(4, 56, length).tolist() for length in (3, tiny_encoders.LONGEST, 1, 17, 26)]
@@ -95,3 +98,45 @@ def test_unsuitable_settings_and_checkpoints_are_refused(tmp_path: Path) -> None
     (tmp_path / "modules.json").write_text(json.dumps([{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]))
     with pytest.raises(UnsupportedModel, match="a module Dense"):
         LLM(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "granite"])
+def test_a_decoder_s_embedding_is_its_last_state_beside_running_answers(tmp_path: Path, family: str) -> None:
+    oracle = tiny_models.write(family, tmp_path)
+    texts = [np.random.default_rng(length).integers(4, 199, length).tolist() for length in (3, 40, 1, 17, 40)]
+    texts[4][:32] = texts[1][:32]  # the prefix cache has its beginning
+    with LLM(tmp_path, threads=2, max_num_seqs=3, max_num_batched_tokens=16, tokenizer=str(_letters(tmp_path))) as llm:
+        answers = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
+        alone = llm.generate(texts[1], answers)[0]
+        mixed = llm.generate([*texts, texts[1]], [*[EMBED] * len(texts), answers])
+        assert (mixed[-1].token_ids, mixed[-1].logprobs) == (alone.token_ids, alone.logprobs)
+        assert all(output.token_ids == [] and output.finish_reason == "stop" for output in mixed[:-1])
+        assert mixed[4].cached_tokens == 32
+        embeddings = llm.embed(texts)
+        llm.engine.check()
+    assert np.array_equal(embeddings, np.array([output.embedding for output in mixed[:-1]], dtype=np.float32))
+    for text, embedding in zip(texts, embeddings, strict=True):
+        with torch.no_grad():
+            state = oracle.model(input_ids=torch.tensor([text])).last_hidden_state[0, -1]
+        assert np.abs(embedding - (state / state.norm()).numpy()).max() < 1e-4, len(text)
+
+
+def test_a_decoder_without_its_prefix_and_one_with_other_modules(tmp_path: Path) -> None:
+    oracle = tiny_models.write("qwen3", tmp_path / "whole")
+    bare = tmp_path / "bare"
+    oracle.model.save_pretrained(bare)
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tokenizer = str(_letters(bare))
+    with LLM(bare, threads=1, tokenizer=tokenizer) as llm, LLM(tmp_path / "whole", threads=1, tokenizer=tokenizer) as other:
+        assert np.array_equal(llm.embed([[5, 6, 7]]), other.embed([[5, 6, 7]]))
+    (bare / "modules.json").write_text(json.dumps([{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]))
+    with LLM(bare, threads=1, tokenizer=tokenizer) as llm:
+        with pytest.raises(InvalidRequest, match="computes no embeddings"):
+            llm.embed([[5, 6, 7]])
+        assert len(llm.generate([[5]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+
+
+def _letters(directory: Path) -> Path:
+    tiny_encoders.tokenizer().save(str(directory / "tokenizer.json"))
+    return directory / "tokenizer.json"

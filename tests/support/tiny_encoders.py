@@ -34,7 +34,7 @@ def write(family: str, directory: Path, pooling: str | None = "mean_tokens") -> 
         if name.endswith("bias") or "LayerNorm" in name:
             torch.nn.init.normal_(parameter, mean=1.0 if name.endswith("LayerNorm.weight") else 0.0, std=0.2)
     model.save_pretrained(directory)
-    _tokenizer().save(str(directory / "tokenizer.json"))
+    tokenizer().save(str(directory / "tokenizer.json"))
     if pooling is not None:
         names = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
         modules = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in names]
@@ -55,12 +55,12 @@ def embed(model: torch.nn.Module, tokens: list[int], pooling: str = "mean") -> t
     return pooled / pooled.norm()
 
 
-def _tokenizer() -> Tokenizer:
+def tokenizer() -> Tokenizer:
     """[CLS], the words' letters, [SEP]."""
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *string.ascii_lowercase, *(f"##{letter}" for letter in string.ascii_lowercase)]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    return tokenizer
+    made = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.decoder = decoders.WordPiece()
+    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    return made

@@ -107,6 +107,14 @@ def find_pooling(directory: Path) -> str | None:
     return found
 
 
+def decoder_pooling(directory: Path) -> str | None:
+    """The pooling of a decoder: last, unless its modules name another one, which there is no code for (None)."""
+    try:
+        return "last" if find_pooling(directory) in (None, "last") else None
+    except UnsupportedModel:
+        return None
+
+
 def longest_text(directory: Path, model: ModelShape) -> int:
     """The most tokens of a text: those that sentence-transformers' configuration names, or else those that the model was made for."""
     name = "sentence_bert_config.json"

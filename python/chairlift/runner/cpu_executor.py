@@ -79,3 +79,9 @@ class CpuExecutor(ModelExecutor):
             self._logits = np.empty((len(at), self.config.vocab_size), dtype=np.float32)
         self.decoder.logits(at.astype(np.int32, copy=False), self._logits)
         return self._logits[: len(at)]
+
+    def states(self, at: np.ndarray) -> np.ndarray:
+        """Hidden states of the last step at token positions `at` (see `ModelExecutor.states`)."""
+        out = np.empty((len(at), self.config.hidden_size), dtype=np.float32)
+        self.decoder.states(at.astype(np.int32, copy=False), out)
+        return out

@@ -58,6 +58,13 @@ class ModelExecutor(ABC):
         The caller may overwrite the result. It is valid until the next call.
         """
 
+    def states(self, at: np.ndarray) -> np.ndarray:
+        """The last step's hidden states after the last norm at token positions `at`, scaled to length 1: float32 [N, hidden size].
+
+        Only models in Rust have them.
+        """
+        raise NotImplementedError
+
     def synchronize(self) -> None:  # noqa: B027 (most models have nothing to wait for)
         """Waits until all queued work is done, on an asynchronous device."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from chairlift._core import NO_TOKEN
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, PendingResult, Sampled, StepBuffers, StepSizes
 from chairlift.runner.executor import Logits, ModelExecutor
@@ -35,6 +36,10 @@ class Launched:
     """The lines of `logprobs.score` for these tokens, in chunks."""
     graph: Graph | None = None
     """The captured graph that runs the step, if any."""
+    embedded: Sequence[int] = ()
+    """The samples whose requests want an embedding, in place of a token."""
+    embeddings: np.ndarray | None = None
+    """Their embeddings."""
     sample: PendingSample | None = None
 
 
@@ -43,7 +48,6 @@ class ModelRunner:
 
     has_logprobs = True
     generates = True
-    pooling: str | None = None
     overlaps = False
     compiles_kernels = False
     """Whether the first use of a sampling feature takes long."""
@@ -59,13 +63,16 @@ class ModelRunner:
         block_size: int,
         buffers: list[StepBuffers],
         tokens: TokenSampler,
+        pooling: str | None = None,
     ) -> None:
-        """The model's KV cache must be allocated before the first step."""
+        """The model's KV cache must be allocated before the first step. `pooling` is last if the model has `states`, else None."""
         self.model, self.model_config, self.batch_invariant = model, model_config, model.batch_invariant
         self.block_size, self.num_kv_blocks, self.max_model_len = block_size, size.num_blocks, size.max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = size.max_num_seqs, size.max_num_batched_tokens
         self.buffers, self.sampler = buffers, Sampler(self.max_num_seqs, tokens)
+        self.pooling = pooling
         self._prompts: dict[int, PromptLogprobs] = {}
+        self._embedded: set[int] = set()  # slots of requests for an embedding
 
     def add_request(
         self,
@@ -83,6 +90,9 @@ class ModelRunner:
         self._prompts.pop(slot, None)
         if prompt is not None and not prompt.complete:
             self._prompts[slot] = prompt
+        self._embedded.discard(slot)
+        if params.embed:
+            self._embedded.add(slot)
         self.sampler.add_request(slot, params, tokens, prompt_len, seed, ends=ends, matcher=matcher)
 
     def remove_request(self, slot: int) -> None:
@@ -115,6 +125,10 @@ class ModelRunner:
         """Waits for the oldest step in flight and returns its tokens."""
         assert step.sample is not None
         tokens, logprobs, details = self.sampler.take(step.sample)
+        if step.embeddings is not None:
+            for at, embedding in zip(step.embedded, step.embeddings, strict=True):
+                tokens[at] = NO_TOKEN if np.isfinite(embedding).all() else -1
+                details[at] = embedding.tobytes()
         return Sampled(tokens, logprobs, details, _prompt_lines(step) if step.scored_prompts else [])
 
     def run(self, num_tokens: int, num_seqs: int, num_samples: int, num_copies: int = 0) -> Sampled:
@@ -134,7 +148,12 @@ class ModelRunner:
     def _forward(self, buffers: StepBuffers, sizes: StepSizes) -> Launched:
         self.model.forward(buffers, sizes.tokens, sizes.seqs)
         scored = self._score_prompts(buffers, sizes.seqs)
-        return Launched(buffers.index, self._logits(buffers.sample_at[: sizes.samples]), *scored)
+        at, slots = buffers.sample_at[: sizes.samples], buffers.sample_slots[: sizes.samples]
+        step = Launched(buffers.index, self._logits(at), *scored)
+        if self._embedded:
+            step.embedded = [i for i, slot in enumerate(slots.tolist()) if slot in self._embedded]
+            step.embeddings = self.model.states(at[step.embedded])
+        return step
 
     def _logits(self, at: np.ndarray) -> Logits:
         """Logits of the last step at token positions `at`, where the sampler wants them."""

@@ -8,6 +8,7 @@ from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
+from chairlift.models.encoder import decoder_pooling
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Layout, StepBuffers
 from chairlift.runner.cpu_executor import CpuExecutor
@@ -31,6 +32,7 @@ class RustBackend:
             raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: this processor has {', '.join(_core.instruction_sets())}")
         self._config, self.model = config, whole
         self._weights = open_weights(config, directory, 1 - whole.norm_offset)
+        self._pooling = decoder_pooling(directory)
         self.budget = HostBudget(sharing)
         why = asked("--runner") if config.runner == "rust" else "the CPU kernels support it"
         self.code = Decision("code", f"{whole.architecture}, in Rust", why)
@@ -48,7 +50,8 @@ class RustBackend:
         """Makes a runner."""
         seqs, block_size = size.max_num_seqs, self._config.block_size
         buffers = StepBuffers(Layout(size.max_num_batched_tokens, seqs, -(-size.max_model_len // block_size)))
-        return ModelRunner(executor, self.model, size, block_size, [buffers], HostSampler(seqs, self._config.threads or 1))
+        sampler = HostSampler(seqs, self._config.threads or 1)
+        return ModelRunner(executor, self.model, size, block_size, [buffers], sampler, self._pooling)
 
     def warm_up(self, runner: ModelRunner) -> tuple[Decision, ...]:
         """Runs the first steps."""

@@ -60,15 +60,22 @@ class SafetensorWeights:
         self._files = {name: file for file in map(SafetensorsFile, _files(directory)) for name in file.tensors}
         self._kernel_files: dict[Path, _core.TensorFile] = {}
         self._unused = set(self._files)
+        self._bare = "embed_tokens.weight" in self._files
+
+    def _stored(self, name: str) -> str:
+        """A tensor's name in the files. Embedding models, such as Qwen3-Embedding, leave out the prefix of the decoder."""
+        return name.removeprefix("model.") if self._bare else name
 
     def take(self, name: str, *shape: int) -> Array:
         """Returns a tensor in the file's dtype."""
+        name = self._stored(name)
         file = self._check(name, shape)
         self._unused.discard(name)
         return _as_array(file, name)
 
     def scales(self, name: str, heads: int) -> Array | None:
         """Returns the scales of that name, fp32 [heads]."""
+        name = self._stored(name)
         if name not in self._files:
             return None
         file = self._files[name]
@@ -80,6 +87,7 @@ class SafetensorWeights:
 
     def part(self, name: str, rows: int, ins: int) -> Part:
         """Returns a matrix [rows, ins] in the checkpoint's dtype. The kernels read it from the file."""
+        name = self._stored(name)
         file = self._check(name, (rows, ins))
         self._unused.discard(name)
         if file.path not in self._kernel_files:
