@@ -11,6 +11,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from chairlift.errors import (
     DeadlineMissed,
@@ -158,8 +159,16 @@ def api_error(error: Exception, route: str = "the request") -> ApiError:
     return ApiError(500, "internal error; the server's log has the details", type="server_error", code="internal_error")
 
 
+def _allowed_methods(request: Request) -> list[str]:
+    """Returns the methods of all routes of a path. Starlette's own error has those of the first."""
+    matching = [route for route in request.app.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in route.methods or ()})
+
+
 async def handle_error(request: Request, error: Exception) -> Response:
     """Starlette's exception handler: counts and registers rejected requests, and returns the error response."""
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        error.headers = {"Allow": ", ".join(_allowed_methods(request))}
     response = api_error(error, brief(f"{request.method} {request.url.path}")[1:-1])
     if request.method == "POST" and response.rejection_reason is not None:
         service = request.app.state.service

@@ -226,6 +226,8 @@ def test_other_routes_and_methods(http):
     assert refused(put, 405)["code"] == "method_not_allowed"
     assert "takes POST" in put.json()["error"]["message"]
     assert put.headers["allow"] == "POST"
+    for path, methods in [("/v1/files", "GET, HEAD, POST"), ("/v1/files/file-1", "DELETE, GET, HEAD"), ("/live", "GET, HEAD")]:
+        assert http.put(path).headers["allow"] == methods
 
 
 def test_unknown_fields_are_told_not_refused(http):
