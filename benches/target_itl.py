@@ -33,7 +33,7 @@ def steps(engine: Engine, random: np.random.Generator) -> tuple[list[float], lis
     while engine.has_work:
         engine.step()
     for i in range(STREAMS):
-        engine.add(10_000 + 128 * i, random.integers(10, 4000, 50), greedy(400))
+        engine.add(10_000 + 128 * i, random.integers(10, 4000, 50), greedy(1500))  # more than the prompt takes
     alone, beside = [], []
     for _ in range(20):
         alone.append(timed(engine))

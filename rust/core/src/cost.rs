@@ -58,8 +58,8 @@ pub struct StepModel {
     largest_prefill: u32,
     /// Running mean of step times.
     mean: f64,
-    /// Running mean of the times of recent steps without prompt tokens, and the load of the last one. Zero before the
-    /// first.
+    /// Running mean of the times of recent steps without prompt tokens, zero before the first, and a load with as many
+    /// decoding sequences as the last one.
     decode_mean: f64,
     decode_load: Load,
     /// Running mean of the times of recent steps with prompt tokens, each divided by its prediction.
@@ -154,11 +154,12 @@ impl StepModel {
         self.seen = self.seen.saturating_add(1);
         self.largest_prefill = self.largest_prefill.max(load.prefill_tokens);
         if load.prefill_tokens == 0 {
-            let same = load.decode_seqs == self.decode_load.decode_seqs;
-            let mean = if same { self.decode_mean } else { self.decode_step(load) };
-            let mean = if mean > 0.0 { mean } else { took };
+            if load.decode_seqs != self.decode_load.decode_seqs {
+                self.decode_mean = self.decode_step(load);
+                self.decode_load = *load;
+            }
+            let mean = if self.decode_mean > 0.0 { self.decode_mean } else { took };
             self.decode_mean = mean + RECENT * (smaller(took, 2.0 * mean) - mean);
-            self.decode_load = *load;
         } else if self.knows() && predicted > 0.0 {
             self.prefill_pace += RECENT * (smaller(took / predicted, 2.0 * self.prefill_pace) - self.prefill_pace);
         }
@@ -178,11 +179,17 @@ impl StepModel {
     /// Predicted microseconds for a step of `load`, which has no prompt tokens, from the times of the latest such steps.
     ///
     /// While a long prompt is computed, there is no such step. The prediction of [`step`](Self::step) is then unreliable,
-    /// because the filter cannot tell the cost of the decodes from that of the prompt.
+    /// because the filter cannot tell the cost of the decodes from that of the prompt. Contexts count as if they had the
+    /// length of those in the latest such step.
     pub fn decode_step(&self, load: &Load) -> f64 {
-        let last = self.step(&self.decode_load);
-        let growth = if self.decode_mean > 0.0 && last > 0.0 { self.decode_mean / last } else { 1.0 };
-        growth * self.step(load)
+        let latest = &self.decode_load;
+        let context_tokens = latest.context_tokens * u64::from(load.decode_seqs) / u64::from(latest.decode_seqs.max(1));
+        let predicted = self.step(latest);
+        if self.decode_mean > 0.0 && predicted > 0.0 {
+            self.decode_mean * self.step(&Load { context_tokens, ..*load }) / predicted
+        } else {
+            self.step(load)
+        }
     }
 
     /// How much of a step of `whole` predicted microseconds counts as used capacity if it was full to `fullness` (0 to 1):
@@ -219,7 +226,8 @@ impl StepModel {
         let each = self.prefill_token(context.into());
         // The filter follows a machine that becomes slower too late for a target.
         let pace = larger(self.prefill_pace, 1.0);
-        let room = (target / pace - self.step(load)).max(least / pace);
+        let beside = Load { context_tokens: load.context_tokens + u64::from(context), ..*load };
+        let room = (target / pace - self.step(&beside)).max(least / pace);
         let fits = if each > 0.0 { (room / each) as u32 } else { u32::MAX };
         fits.min(self.largest_prefill.max(FIRST_PREFILL / 2).saturating_mul(2))
     }
@@ -299,13 +307,14 @@ mod tests {
         for _ in 0..12 {
             model.observe(&decode, noisy(fast.step(&decode), &mut state));
         }
-        let off = |model: &StepModel| model.decode_step(&decode) / fast.step(&decode);
-        assert!((off(&model) - 1.0).abs() < 0.15, "{} at first", off(&model));
+        let off = |model: &StepModel, load: &Load| model.decode_step(load) / fast.step(load) - 1.0;
+        assert!(off(&model, &decode).abs() < 0.15, "{} at first", off(&model, &decode));
         for i in 0..200_u64 {
-            let pairs = 16 * 16 * i;
-            let mixed = Load { prefill_tokens: 16, prefill_pairs: pairs, ..decode };
+            let context_tokens = 400 + 4 * i + 16 * i;
+            let mixed = Load { prefill_tokens: 16, prefill_pairs: 16 * 16 * i, context_tokens, ..decode };
             model.observe(&mixed, noisy(fast.step(&mixed), &mut state));
-            assert!((off(&model) - 1.0).abs() < 0.3, "{} after {i} steps of the prompt", off(&model));
+            let decode = Load { context_tokens: 400 + 4 * i, ..decode };
+            assert!(off(&model, &decode).abs() < 0.2, "{} after {i} steps of the prompt", off(&model, &decode));
         }
     }
 
