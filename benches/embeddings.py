@@ -25,7 +25,7 @@ import numpy as np
 from scheduler import machine
 
 ROOT = Path(__file__).parent.parent
-SETS = {"short": (200, 4, 12), "medium": (60, 20, 40), "long": (24, 70, 90)}
+SETS = {"short": (200, 4, 12), "medium": (60, 20, 40), "long": (24, 110, 140)}
 """Texts of a set, and the least and most words of each."""
 RUNS = 3
 PEER = """
@@ -49,7 +49,8 @@ print(json.dumps({"seconds": seconds, "version": f"sentence-transformers {__vers
 
 def texts() -> dict[str, list[str]]:
     """The texts of each set."""
-    words = " ".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))).split()
+    pages = " ".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
+    words = re.findall(r"[A-Za-z][A-Za-z',.]*", pages)  # a table's row can have more tokens than the model's limit
     draw = random.Random(0)
     made = {}
     for name, (count, least, most) in SETS.items():
