@@ -18,7 +18,7 @@ from paced_engine import GATE
 from chairlift.engine import frames, heartbeat, process
 
 POISON = (7, 8, 9) * 3
-"""Tokens that kill every engine which computes them in one step."""
+"""A prompt that kills every engine that begins to compute it."""
 STEP_SECONDS = 0.004
 """Added to a step while there is an order, so that requests that are sent together run together."""
 FOREIGN = "foreign"
@@ -62,12 +62,14 @@ def doom() -> None:
     from chairlift.engine import facts
     from chairlift.runner.runner import ModelRunner
 
-    poison = frames.pack_tokens(POISON)
-    one, launch, send, known = Doom(), ModelRunner.launch, process.send, facts.fingerprint
+    one, add_request, launch, send, known = Doom(), ModelRunner.add_request, ModelRunner.launch, process.send, facts.fingerprint
+
+    def adding(self: Any, slot: int, params: Any, tokens: Any, *more: Any, **options: Any) -> None:
+        if tuple(tokens[: len(POISON)]) == POISON:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add_request(self, slot, params, tokens, *more, **options)
 
     def launching(self: Any, buffer_index: int, sizes: Any) -> Any:
-        if poison in self.buffers[buffer_index].input_ids[: sizes.tokens].tobytes():
-            os.kill(os.getpid(), signal.SIGKILL)
         if one.now("launch"):
             one.strike()
         if one.ordered:
@@ -87,6 +89,7 @@ def doom() -> None:
     def fingerprint(*arguments: Any) -> str:
         return known(*arguments) + str((Path(os.environ[GATE]).parent / FOREIGN).exists())
 
+    ModelRunner.add_request = adding  # type: ignore[method-assign]
     ModelRunner.launch = launching  # type: ignore[method-assign]
     process.send = sending
     facts.fingerprint = fingerprint
