@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from scheduler import machine
+from start import listening
 
 ROOT = Path(__file__).parent.parent
 SETS = {"short": (200, 4, 12), "medium": (60, 20, 40), "long": (24, 110, 140)}
@@ -76,12 +77,7 @@ def served(model: str, threads: int, sets: dict[str, list[str]]) -> dict[str, fl
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            for line in process.stderr:
-                if found := re.search(r"listening on http://([^/]+)", line):
-                    break
-            else:
-                raise SystemExit("the server did not start")
-            connection = http.client.HTTPConnection(found[1])
+            connection = http.client.HTTPConnection(listening(process))
 
             def ask(some: list[str]) -> None:
                 body = json.dumps({"input": some, "encoding_format": "base64"})

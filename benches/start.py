@@ -32,6 +32,15 @@ print("chairlift-cpu" if "chairlift-cpu" in names else "chairlift", round(size /
 """
 
 
+def listening(process: subprocess.Popen[str]) -> str:
+    """Waits until a server listens; returns its host and port."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(r"listening on http://([^/]+)", line):
+            return found[1]
+    raise SystemExit("the server did not start")
+
+
 def start(python: str) -> tuple[float, float, float]:
     """Seconds until the server listens, until the first token's answer, and of CPU time."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -40,13 +49,9 @@ def start(python: str) -> tuple[float, float, float]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            for line in process.stderr:
-                if found := re.search(r"listening on http://([^/]+)", line):
-                    break
-            else:
-                raise SystemExit("the server did not start")
-            listening = time.perf_counter() - began
-            connection = http.client.HTTPConnection(found[1])
+            address = listening(process)
+            listened = time.perf_counter() - began
+            connection = http.client.HTTPConnection(address)
             connection.request("POST", "/v1/chat/completions", BODY, {"content-type": "application/json"})
             answer = connection.getresponse()
             text = answer.read()
@@ -57,7 +62,7 @@ def start(python: str) -> tuple[float, float, float]:
             process.terminate()
         process.stderr.read()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return listening, answered, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return listened, answered, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:

@@ -31,12 +31,12 @@ ROWS = ("--max-num-seqs", "32")
 """Enough for the load below to run all at a time."""
 
 
-Asked = list[tuple[str, bool, Future[httpx.Response]]]
+Requests = list[tuple[str, bool, Future[httpx.Response]]]
 """Requests: each one's path, whether it streams, and its answer."""
 
 
 @contextmanager
-def load(server: Served) -> Iterator[tuple[Asked, Callable[[], None]]]:
+def load(server: Served) -> Iterator[tuple[Requests, Callable[[], None]]]:
     """Long requests of all kinds, once all of them run, and what lets them end, which they can't before."""
     with ThreadPoolExecutor(len(LOAD) * 2) as threads, server.held() as release:
         requested = []

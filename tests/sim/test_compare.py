@@ -35,7 +35,7 @@ def results(outputs, arrivals=None, *, slots=2, ways=WAYS, timeout=2.0, **settin
 
 
 def drawn(found):
-    return ElementTree.fromstring(compare_plot.plot(list(found.values()), "A & B", "<told>"))
+    return ElementTree.fromstring(compare_plot.plot(list(found.values()), "A & B", "<title>"))
 
 
 def marked(root, kind, tag="rect"):
@@ -122,7 +122,7 @@ def test_the_plot_has_a_bar_for_each_request() -> None:
         assert all(compare_plot.LEFT <= begin < end <= compare_plot.WIDTH - compare_plot.RIGHT + 0.1 for begin, end in row)
     reported = [text.text for text in root.iter(f"{SVG}text")]
     assert "A & B" in reported
-    assert "<told>" in reported
+    assert "<title>" in reported
     assert "0.0 s" in reported
 
 

@@ -121,7 +121,7 @@ class Form:
 
 
 @dataclass
-class Asked:
+class ScriptedRequest:
     """A request of a script: when it is added, and after how many tokens its caller leaves, if it does."""
 
     tag: int
@@ -140,7 +140,7 @@ class Asked:
         return future
 
 
-def script(seed: int) -> list[Asked]:
+def script(seed: int) -> list[ScriptedRequest]:
     source = random.Random(seed)
     requested = []
     for index in range(source.randint(4, 14)):
@@ -178,12 +178,12 @@ def script(seed: int) -> list[Asked]:
         )
         form = source.randint(0, 8), source.choice([-5, -5, -5, 2])
         leaves = source.choice([None, None, None, source.randint(1, 8)])
-        requested.append(Asked(100 * index, prompt, SamplingParams(**settings), scheduling, source.randint(0, 20), leaves, form))
+        requested.append(ScriptedRequest(100 * index, prompt, SamplingParams(**settings), scheduling, source.randint(0, 20), leaves, form))
     return requested
 
 
 @dataclass
-class Told:
+class Received:
     """Everything that the caller of one sequence got."""
 
     tokens: list[int] = field(default_factory=list)
@@ -193,16 +193,16 @@ class Told:
     finish: str | None = None
 
 
-def live(engine: Engine, requested: list[Asked], clock: list[int]) -> dict[int, Told]:
-    """Runs a script to its end: what each tag was told. Requests come when so many tokens have, and callers leave likewise."""
-    reported: dict[int, Told] = {}
+def live(engine: Engine, requested: list[ScriptedRequest], clock: list[int]) -> dict[int, Received]:
+    """Runs a script to its end: what each tag received. Requests come when so many tokens have, and callers leave likewise."""
+    reported: dict[int, Received] = {}
     leaving, waiting, given = {}, sorted(requested, key=lambda one: one.after), 0
     while waiting or engine.has_work:
         while waiting and (waiting[0].after <= given or not engine.has_work):
             one = waiting.pop(0)
             engine.add(one.tag, one.prompt, one.params, one.scheduling, grammar=one.grammar())
             for tag in range(one.tag, one.tag + one.params.num_sequences):
-                reported[tag], leaving[tag] = Told(), one.leaves
+                reported[tag], leaving[tag] = Received(), one.leaves
         clock[0] += 1000
         report = engine.step()
         engine.check()
@@ -232,10 +232,10 @@ def live(engine: Engine, requested: list[Asked], clock: list[int]) -> dict[int, 
     stats = engine.stats()
     assert (stats["running"], stats["waiting"], stats["swapped"]) == (0, 0, 0)
     assert (stats["free_blocks"], stats["free_host_blocks"]) == (stats["total_blocks"], stats["host_blocks"])
-    return {tag: Told(one.tokens, one.logprobs, one.details, [b"".join(one.prompt)], one.finish) for tag, one in reported.items()}
+    return {tag: Received(one.tokens, one.logprobs, one.details, [b"".join(one.prompt)], one.finish) for tag, one in reported.items()}
 
 
-def compare(reported: list[dict[int, Told]]) -> None:
+def compare(reported: list[dict[int, Received]]) -> None:
     """Whether two lives of a script are the same; how far a sequence came that ran out of time is a matter of time."""
     for tag in {tag for answers in reported for tag, one in answers.items() if one.finish == "deadline"}:
         one, two = (answers.pop(tag) for answers in reported)

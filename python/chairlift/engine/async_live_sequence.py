@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from chairlift.engine.arguments import text_or_ids
 from chairlift.engine.frames import DropSequence, ForkSequence, Frame, SetPriority
-from chairlift.engine.held_sequences import COMPUTE, HeldSequence, HeldSequences
+from chairlift.engine.held_sequences import COMPUTE, Call, HeldSequence, HeldSequences
 from chairlift.engine.request import joined
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
@@ -39,7 +38,7 @@ class AsyncSequences:
     def open(self, token_ids: list[int], scheduling: Scheduling, lease: float) -> AsyncLiveSequence:
         """Opens a sequence, which is not computed yet. Raises InvalidRequest and TooManySequences."""
         self._held.expire(self)
-        sequence = AsyncLiveSequence(self._engine, self, self._held, token_ids, scheduling, lease)
+        sequence = AsyncLiveSequence(self._engine, lambda use: use(self), self._held, token_ids, scheduling, lease)
         if self._expiring is None:
             self._expire()
         return sequence
@@ -72,30 +71,14 @@ class AsyncLiveSequence(HeldSequence):
     def __init__(
         self,
         engine: AsyncEngine,
-        sequences: AsyncSequences,
+        call: Call,
         held: HeldSequences,
         token_ids: list[int],
         scheduling: Scheduling,
         lease: float,
     ) -> None:
-        super().__init__(held, token_ids, scheduling, lease)
-        self._engine, self._sequences = engine, sequences
-
-    @property
-    def text(self) -> str:
-        """The text of all tokens so far."""
-        return self._engine.tokenizer.decode(self.token_ids)
-
-    @property
-    def priority(self) -> int:
-        """Lower goes first, under policies with priorities. A new value holds from the next step on, also for a running generation."""
-        return self._scheduling.priority
-
-    @priority.setter
-    def priority(self, priority: int) -> None:
-        self._scheduling = replace(self._scheduling, priority=priority)
-        if self._tag is not None:
-            self._sequences.set_priority(self._tag, priority)
+        super().__init__(held, call, engine.tokenizer, token_ids, scheduling, lease)
+        self._engine = engine
 
     async def fork(self, count: int = 1) -> list[AsyncLiveSequence]:
         """Returns `count` copies. They share all computed KV. Only a partly filled last block is copied, when a copy goes on.
@@ -109,7 +92,8 @@ class AsyncLiveSequence(HeldSequence):
 
     def fork_now(self, count: int) -> list[AsyncLiveSequence]:
         """Like `fork`, but each copy computes on its own what was appended and not computed."""
-        return [*self._forks(count, self._sequences)]
+        forks: list[AsyncLiveSequence] = self._call(lambda engine: self._forks(count, engine))
+        return forks
 
     async def append(self, content: str | list[int]) -> None:
         """Appends text or token ids. The next generation computes only these. Raises InvalidRequest beyond the context length."""
@@ -139,7 +123,7 @@ class AsyncLiveSequence(HeldSequence):
 
     def drop(self) -> None:
         """Frees the sequence's memory and aborts its generation, if any, which raises SequenceDropped. May be called repeatedly."""
-        if (tag := self.release(self._sequences)) is not None:
+        if (tag := self._call(self.release)) is not None:
             self._engine.abort_dropped(tag)
 
     async def __aenter__(self) -> Self:

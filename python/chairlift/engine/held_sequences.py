@@ -11,12 +11,15 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from chairlift.errors import InvalidRequest, SequenceBusy, SequenceDropped, TooManySequences
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
+
+if TYPE_CHECKING:
+    from chairlift.tokenizer import Tokenizer
 
 MAX_PER_TENANT = 1024
 """Most held sequences of one tenant."""
@@ -38,6 +41,13 @@ class HeldEngine(Protocol):
 
     def drop_sequence(self, handle: int) -> None:
         """Frees the KV of a sequence. Does nothing for an unknown one."""
+
+    def set_priority(self, tag: int, priority: int) -> None:
+        """Moves a running request to another class. Does nothing for an unknown one."""
+
+
+Call = Callable[[Callable[[HeldEngine], Any]], Any]
+"""Calls a function with the engine, between two of its steps."""
 
 
 class HeldState(Enum):
@@ -114,12 +124,14 @@ class HeldSequence:
     Base class of `LiveSequence` and `AsyncLiveSequence`. Every use renews the lease.
     """
 
-    def __init__(self, held: HeldSequences, token_ids: Iterable[int], scheduling: Scheduling, lease: float) -> None:
+    def __init__(
+        self, held: HeldSequences, call: Call, tokenizer: Tokenizer, token_ids: Iterable[int], scheduling: Scheduling, lease: float
+    ) -> None:
         """Raises InvalidRequest for a lease out of range, and TooManySequences."""
         if not 0 < lease <= LONGEST_LEASE:
             raise InvalidRequest(f"lease must be above 0 and at most {LONGEST_LEASE:g} seconds, got {lease!r:.50}", param="lease")
         held.check_room(scheduling.tenant)
-        self._held = held
+        self._held, self._call, self._tokenizer = held, call, tokenizer
         self._token_ids = array("i", token_ids)  # never changed in place, because forks share it
         self._logprobs: list[tuple[int, float]] = []  # (position, value) of generated tokens; never changed in place
         self._score = 0.0
@@ -142,6 +154,23 @@ class HeldSequence:
     def token_ids(self) -> list[int]:
         """All tokens so far."""
         return self._token_ids.tolist()
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens so far."""
+        return self._tokenizer.decode(self.token_ids)
+
+    @property
+    def priority(self) -> int:
+        """Lower goes first, under policies with priorities. A new value holds from the next step on, also for a running generation."""
+        return self._scheduling.priority
+
+    @priority.setter
+    def priority(self, priority: int) -> None:
+        self._scheduling = replace(self._scheduling, priority=priority)
+        tag = self._tag
+        if tag is not None:
+            self._call(lambda engine: engine.set_priority(tag, priority))
 
     @property
     def num_generated(self) -> int:

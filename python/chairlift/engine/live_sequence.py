@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import replace
+from collections.abc import Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from chairlift.engine.arguments import text_or_ids
-from chairlift.engine.held_sequences import HeldSequence, HeldSequences, HeldState
+from chairlift.engine.held_sequences import Call, HeldSequence, HeldSequences, HeldState
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from chairlift.engine.llm import LLM
-    from chairlift.engine.loop import Engine
-
-Call = Callable[[Callable[["Engine"], Any]], Any]
-"""Calls a function with the engine, between two steps."""
 
 
 class LiveSequence(HeldSequence):
@@ -30,25 +25,8 @@ class LiveSequence(HeldSequence):
     """
 
     def __init__(self, llm: LLM, call: Call, held: HeldSequences, token_ids: list[int], scheduling: Scheduling, lease: float) -> None:
-        super().__init__(held, token_ids, scheduling, lease)
-        self._llm, self._call = llm, call
-
-    @property
-    def text(self) -> str:
-        """The text of all tokens so far."""
-        return self._llm.tokenizer.decode(self.token_ids)
-
-    @property
-    def priority(self) -> int:
-        """Lower goes first, under policies with priorities. A new value holds from the next step on, also for a running generation."""
-        return self._scheduling.priority
-
-    @priority.setter
-    def priority(self, priority: int) -> None:
-        self._scheduling = replace(self._scheduling, priority=priority)
-        tag = self._tag
-        if tag is not None:
-            self._call(lambda engine: engine.set_priority(tag, priority))
+        super().__init__(held, call, llm.tokenizer, token_ids, scheduling, lease)
+        self._llm = llm
 
     def fork(self, count: int = 1) -> list[LiveSequence]:
         """Returns `count` copies. They share all computed KV. Only a partly filled last block is copied, when a copy goes on.

@@ -151,7 +151,6 @@ class Choice:
         self.num_tokens += len(tokens)
         self._logprob += sum(logprobs[: len(tokens)])
         output = RequestOutput(text, tokens, self._prompt_token_ids, reason, stop_reason, index=self.index, queued=self._queued)
-        output.embedding = self._embedding
         if self._num_logprobs is not None:
             output.logprobs = TokenLogprobs.read(b"".join(details[: len(tokens)]), self._num_logprobs)
             output.text_offsets = offsets + [self._text.length] * (len(tokens) - len(offsets))
@@ -176,7 +175,7 @@ class Choice:
 
     def _close(self, output: RequestOutput) -> None:
         self.over = True
-        output.cached_tokens = self._cached_tokens
+        output.cached_tokens, output.embedding = self._cached_tokens, self._embedding
         timeline = output.timeline = self._timeline
         if timeline is not None and timeline.ended is not None:
             output.preemptions = timeline.preemptions

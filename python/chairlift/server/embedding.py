@@ -6,16 +6,14 @@ import asyncio
 import math
 from array import array
 from contextlib import aclosing
-from typing import Any
 
 from starlette.requests import Request
 
 from chairlift.engine.request import check_dimensions
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import EMBED
-from chairlift.server.errors import brief
 from chairlift.server.generation import Generation
-from chairlift.server.schema.fields import GenerationRequest, is_ids
+from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.service import service_of
 
 MAX_INPUTS = 2048
@@ -60,16 +58,6 @@ class EmbeddingBatch:
                 if output.embedding is not None:
                     found[index] = _shortened(output.embedding, self._dimensions)
         return [embedding for _, embedding in sorted(found.items())]
-
-
-def texts_or_ids(value: Any, param: str) -> list[str | list[int]]:
-    """Returns the inputs of a request: a text, token ids, or a list of either. Raises InvalidRequest."""
-    if isinstance(value, str) or is_ids(value):
-        return [value]
-    if isinstance(value, list) and value and (all(isinstance(one, str) for one in value) or all(is_ids(one) for one in value)):
-        return value
-    message = f"{param} must be a string, a list of token ids, or a list of either (none empty), got {brief(value)}"
-    raise InvalidRequest(message, param=param)
 
 
 def _shortened(embedding: array[float], dimensions: int | None) -> array[float]:

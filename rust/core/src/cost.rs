@@ -180,7 +180,7 @@ impl StepModel {
     ///
     /// While a long prompt is computed, there is no such step. The prediction of [`step`](Self::step) is then unreliable,
     /// because the filter cannot tell the cost of the decodes from that of the prompt. Contexts count as if they had the
-    /// length of those in the latest such step.
+    /// length of those when the number of decoding sequences last changed.
     pub fn decode_step(&self, load: &Load) -> f64 {
         let latest = &self.decode_load;
         let context_tokens = latest.context_tokens * u64::from(load.decode_seqs) / u64::from(latest.decode_seqs.max(1));

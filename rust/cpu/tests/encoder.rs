@@ -1,27 +1,18 @@
 //! Checks that a text's embedding has the same bits whatever else is computed with it, and that unsound texts are refused. The Python
 //! tests compare embeddings with those of transformers.
 
+mod support;
+
 use chairlift_cpu::{
     DType, Embeddings, Encoder, EncoderLayer, Isa, Linear, Matrix, Merge, Norm, Numbers, Pooling, Source, Tensor, TextError, ThreadPool,
 };
+use support::numbers;
 
 const HIDDEN: usize = 36;
 const INNER: usize = 50;
 const HEADS: usize = 3;
 const VOCABULARY: usize = 40;
 const POSITIONS: usize = 24;
-
-/// Pseudo-random numbers between -1 and 1.
-fn numbers(seed: u32, count: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 17;
-        state ^= state << 5;
-        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..count).map(|_| next()).collect()
-}
 
 fn norm(seed: u32) -> Norm {
     Norm { weight: numbers(seed, HIDDEN).iter().map(|x| 1.0 + 0.2 * x).collect(), bias: numbers(seed + 1, HIDDEN) }

@@ -245,23 +245,14 @@ class CompletionRequest(GenerationRequest):
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts, each a text or token ids; raises InvalidRequest."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt, list) and prompt:
-            if is_ids(prompt):
-                return [prompt]
-            if all(isinstance(one, str) for one in prompt) or all(is_ids(one) for one in prompt):
-                if len(prompt) > MAX_PROMPTS:
-                    raise InvalidRequest(f"{len(prompt)} prompts in one request, at most {MAX_PROMPTS} are allowed", param="prompt")
-                answers = self.best_of or self.n or 1
-                if len(prompt) * answers > MAX_ANSWERS:
-                    message = f"{len(prompt)} prompts with {answers} answers each, at most {MAX_ANSWERS} answers in one request are allowed"
-                    raise InvalidRequest(message, param="best_of" if self.best_of else "n")
-                return prompt
-        raise InvalidRequest(
-            f"prompt must be a string, a list of token ids, or a list of either (none empty), got {brief(prompt)}", param="prompt"
-        )
+        prompts = texts_or_ids(self.prompt, "prompt")
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequest(f"{len(prompts)} prompts in one request, at most {MAX_PROMPTS} are allowed", param="prompt")
+        answers = self.best_of or self.n or 1
+        if len(prompts) * answers > MAX_ANSWERS:
+            message = f"{len(prompts)} prompts with {answers} answers each, at most {MAX_ANSWERS} answers in one request are allowed"
+            raise InvalidRequest(message, param="best_of" if self.best_of else "n")
+        return prompts
 
 
 def _milliseconds(header: str, text: str) -> float:
@@ -292,6 +283,16 @@ def _same(value: object, harmless: object) -> bool:
 def is_ids(value: object) -> bool:
     """Whether a prompt is a list of token ids."""
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+
+
+def texts_or_ids(value: Any, param: str) -> list[str | list[int]]:
+    """Returns the prompts or inputs of a request: a text, token ids, or a list of either. Raises InvalidRequest."""
+    if isinstance(value, str) or is_ids(value):
+        return [value]
+    if isinstance(value, list) and value and (all(isinstance(one, str) for one in value) or all(is_ids(one) for one in value)):
+        return value
+    message = f"{param} must be a string, a list of token ids, or a list of either (none empty), got {brief(value)}"
+    raise InvalidRequest(message, param=param)
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:

@@ -12,10 +12,10 @@ from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.server.embedding import EmbeddingBatch, texts_or_ids
+from chairlift.server.embedding import EmbeddingBatch
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
-from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, Fields, GenerationRequest
+from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, Fields, GenerationRequest, texts_or_ids
 
 
 class EmbeddingRequest(Fields):
