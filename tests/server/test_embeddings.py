@@ -116,6 +116,42 @@ def test_bad_requests_get_clear_errors(http: httpx.Client, fields: dict[str, obj
     assert (answer.status_code, message in answer.text) == (status, True), answer.text
 
 
+def test_rerank_orders_documents_by_their_cosine_with_the_query(http: httpx.Client) -> None:
+    texts = ["fedcba", "abc abc", "abd", "abc"]
+    query, *documents = (np.array(one["embedding"]) for one in embed(http, input=["abc", *texts]).json()["data"])
+    cosines = [float(query @ document) for document in documents]
+    best = sorted(range(4), key=lambda index: -cosines[index])
+    assert best[0] == 3  # the document that equals the query
+    answer = http.post("/v1/rerank", json={"model": "bert", "query": "abc", "documents": texts}).json()
+    assert [one["index"] for one in answer["results"]] == best
+    assert np.allclose([one["relevance_score"] for one in answer["results"]], [cosines[index] for index in best], atol=1e-5)
+    assert [one["document"]["text"] for one in answer["results"]] == [texts[index] for index in best]
+    assert answer["usage"]["total_tokens"] > 0
+    short = http.post("/rerank", json={"query": "abc", "documents": [{"text": "abd"}, "abc"], "top_n": 1, "return_documents": False})
+    [result] = short.json()["results"]
+    assert (result["index"], sorted(result)) == (1, ["index", "relevance_score"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"documents": ["a"]}, "query is missing"),
+        ({"query": "a"}, "documents is missing"),
+        ({"query": "", "documents": ["a"]}, "query"),
+        ({"query": "a", "documents": []}, "1 to 2047 texts"),
+        ({"query": "a", "documents": "b"}, "1 to 2047 texts"),
+        ({"query": "a", "documents": ["b"] * 2048}, "1 to 2047 texts"),
+        ({"query": "a", "documents": ["b", 5]}, "document 1 must be"),
+        ({"query": "a", "documents": [{"title": "b"}]}, "document 0 must be"),
+        ({"query": "a", "documents": ["b", LONG]}, "Input 2 has 202"),
+        ({"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+    ],
+)
+def test_bad_rankings_get_clear_errors(http: httpx.Client, fields: dict[str, object], message: str) -> None:
+    answer = http.post("/v1/rerank", json={"model": "bert", **fields})
+    assert (answer.status_code, message in answer.text) == (400, True), answer.text
+
+
 def test_the_server_says_that_it_only_embeds(http: httpx.Client) -> None:
     [model] = http.get("/v1/models").json()["data"]
     assert model["tasks"] == ["embed"]

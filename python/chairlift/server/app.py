@@ -27,6 +27,7 @@ from chairlift.server.routes.openai.completions import completions
 from chairlift.server.routes.openai.embeddings import embeddings
 from chairlift.server.routes.openai.models import model, models
 from chairlift.server.routes.openai.openapi import openapi
+from chairlift.server.routes.openai.rerank import rerank
 from chairlift.server.routes.openai.responses import responses
 from chairlift.server.routes.ops.dashboard import dashboard, data
 from chairlift.server.routes.ops.explain import explain
@@ -84,6 +85,8 @@ def routes() -> list[Route]:
         Route("/v1/sequences/{id}/rewind", sequences.rewind, methods=["POST"]),
         Route("/v1/sequences/{id}/generate", sequences.generate, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/v1/rerank", rerank, methods=["POST"]),
+        Route("/rerank", rerank, methods=["POST"]),
         Route("/v1/files", files.create_file, methods=["POST"]),
         Route("/v1/files", files.list_files),
         Route("/v1/files/{id}", files.get_file, methods=["GET"]),

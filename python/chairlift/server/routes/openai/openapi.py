@@ -19,6 +19,7 @@ from chairlift.server.routes.ollama.embed import EmbedRequest, OldEmbedRequest
 from chairlift.server.routes.ollama.models import ShowRequest
 from chairlift.server.routes.openai.batches import BatchCreateRequest
 from chairlift.server.routes.openai.embeddings import EmbeddingRequest
+from chairlift.server.routes.openai.rerank import RerankRequest
 from chairlift.server.routes.openai.response_request import ResponsesRequest
 from chairlift.server.routes.sequences import (
     SequenceAppendRequest,
@@ -43,6 +44,8 @@ _POST: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
     ("/v1/chat/completions", "Chat completion", ChatRequest, "ChatCompletion", True),
     ("/v1/responses", "Chat completion in OpenAI's Responses API", ResponsesRequest, "Response", True),
     ("/v1/embeddings", "Embeddings", EmbeddingRequest, "CreateEmbeddingResponse", False),
+    ("/v1/rerank", "Documents ordered by their similarity to a query", RerankRequest, "Ranking", False),
+    ("/rerank", "Documents ordered by their similarity to a query", RerankRequest, "Ranking", False),
     ("/v1/messages", "Chat completion in Anthropic's Messages API", MessagesRequest, "AnthropicMessage_", True),
     ("/v1/messages/count_tokens", "Token count of a conversation in Anthropic's format", CountRequest, "TokenCount", False),
     ("/api/chat", "Chat completion in Ollama's API", OllamaChatRequest, "OllamaAnswer", True),
@@ -224,6 +227,13 @@ _RESPONSES: dict[str, Any] = {
         {
             **_HEAD,
             "data": _list(_object({"object": {"const": "embedding"}, "index": _INTEGER, "embedding": {"type": ["array", "string"]}})),
+            "usage": _object({"prompt_tokens": _INTEGER, "total_tokens": _INTEGER}),
+        }
+    ),
+    "Ranking": _object(
+        {
+            **_HEAD,
+            "results": _list(_object({"index": _INTEGER, "relevance_score": _NUMBER}, document=_OBJECT)),
             "usage": _object({"prompt_tokens": _INTEGER, "total_tokens": _INTEGER}),
         }
     ),

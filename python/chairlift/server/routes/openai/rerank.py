@@ -1,0 +1,73 @@
+"""POST /v1/rerank and /rerank: orders documents by their similarity to a query, as in Jina's and Cohere's APIs."""
+
+from __future__ import annotations
+
+import asyncio
+from operator import mul
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chairlift.errors import InvalidRequest
+from chairlift.server.embedding import MAX_INPUTS, EmbeddingBatch
+from chairlift.server.http.body import read_json
+from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.schema.fields import REQUEST_ID, TEXT, Fields, GenerationRequest
+
+DOCUMENT = {"anyOf": [TEXT, {"type": "object", "properties": {"text": TEXT}, "required": ["text"]}]}
+
+
+class RerankRequest(Fields):
+    """Jina's and Cohere's fields, and those for scheduling."""
+
+    without_effect = frozenset(("user",))
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[Any, WithJsonSchema({"type": "array", "items": DOCUMENT, "minItems": 1, "maxItems": MAX_INPUTS - 1})]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool | None = None
+    priority: int | None = None
+    deadline_ms: float | None = None
+    cache_salt: str | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
+
+    def texts(self) -> list[str]:
+        """Returns the documents' texts. Raises InvalidRequest."""
+        documents = self.documents
+        if not isinstance(documents, list) or not 0 < len(documents) < MAX_INPUTS:
+            raise InvalidRequest(f"documents must be a list of 1 to {MAX_INPUTS - 1} texts", param="documents")
+        texts: list[str] = []
+        for index, one in enumerate(documents):
+            text = one.get("text") if isinstance(one, dict) else one
+            if not isinstance(text, str) or not text:
+                message = f'document {index} must be a text that is not empty, or {{"text": ...}}'
+                raise InvalidRequest(message, param="documents")
+            texts.append(text)
+        return texts
+
+    def generation(self) -> GenerationRequest:
+        """Returns the fields for scheduling."""
+        names = ("model", "priority", "deadline_ms", "cache_salt", "request_id")
+        return GenerationRequest(**{name: getattr(self, name) for name in names})
+
+
+async def rerank(request: Request) -> Response:
+    """Answers one request. A document's score is the cosine of its embedding and the query's."""
+    body, ignored = RerankRequest.read(await read_json(request))
+    texts = body.texts()
+    batch = await EmbeddingBatch.begin(request, body.generation(), [body.query, *texts], dimensions=None)
+    query, *documents = await batch.embeddings()
+
+    def respond() -> Json:
+        scores = [sum(map(mul, query, document)) for document in documents]
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
+        if body.return_documents is not False:
+            for result in results:
+                result["document"] = {"text": texts[result["index"]]}
+        usage = batch.generation.usage.prompt
+        head = {**batch.generation.head, "results": results, "usage": {"prompt_tokens": usage, "total_tokens": usage}}
+        return Json(head, headers=ignored_header(ignored))
+
+    return await asyncio.to_thread(respond)  # many numbers take long
