@@ -92,6 +92,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
             "output_tokens": 1,
             "computed_tokens": 1,
             "recomputed_tokens": 0,
+            "compute_ns": 166_667,
             "draft_tokens": 0,
             "accepted_draft_tokens": 0,
             "preemptions": 0,

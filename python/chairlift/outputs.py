@@ -62,6 +62,8 @@ class Timeline:
     swaps: int
     block_seconds: float
     """KV blocks held, multiplied by the seconds that it held them."""
+    compute_seconds: float
+    """Its parts of the times of its steps. Over all requests they sum to the engine's step time."""
     tenant: str
     priority: int
     tier: str
@@ -86,6 +88,7 @@ class Timeline:
         for name in ("arrived", "submitted", "started", "first_token", "ended"):
             fields[name] = None if fields[name] is None else fields[name] / 1e6
         fields["block_seconds"] = fields.pop("block_us") / 1e6
+        fields["compute_seconds"] = fields.pop("compute_ns") / 1e9
         fields["preempted_by"] = tuple(fields["preempted_by"])
         fields["queued_behind"] = {tenant: time / 1e6 for tenant, time in fields.get("queued_behind", ())}
         fields["served_first"] = tuple(tuple(one) for one in fields.get("served_first", ()))

@@ -51,11 +51,13 @@ def test_the_records_sum_to_the_engines_totals(tmp_path):
     for tenant in TENANTS:
         assert summed[tenant]["preemptions"] > 0, "the pool is too large for this test"
         for name in NAMES:
-            total = totals[tenant]["block_us"] / 1e6 if name == "block_seconds" else totals[tenant][name]
+            key, unit = UNITS.get(name, (name, 1))
+            total = totals[tenant][key] / unit
             assert abs(summed[tenant][name] - total) < 1e-3, (tenant, name)
 
 
-NAMES = ("cached_tokens", "output_tokens", "computed_tokens", "preemptions", "block_seconds")
+NAMES = ("cached_tokens", "output_tokens", "computed_tokens", "preemptions", "block_seconds", "compute_seconds")
+UNITS = {"block_seconds": ("block_us", 1e6), "compute_seconds": ("compute_ns", 1e9)}
 
 
 @pytest.mark.slow

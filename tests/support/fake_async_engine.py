@@ -275,6 +275,7 @@ def timeline(**changes: object) -> Timeline:
             preemptions=0,
             swaps=0,
             block_seconds=0.5,
+            compute_seconds=0.25,
             tenant="",
             priority=0,
             tier="default",

@@ -58,6 +58,7 @@ def timeline(tag, finish="length", **changes):
         "preemptions": 1,
         "swaps": 0,
         "block_us": 7_000_000,
+        "compute_ns": 2_000_000_000,
         "tenant": "",
         "priority": 0,
         "tier": "default",

@@ -31,6 +31,7 @@ _SUMS = {
     "cached_tokens": "of them cached",
     "output_tokens": "output tokens",
     "computed_tokens": "computed tokens",
+    "compute_seconds": "compute seconds",
     "block_seconds": "KV block-seconds",
     "seconds": "seconds",
     "preemptions": "preemptions",

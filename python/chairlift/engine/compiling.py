@@ -39,7 +39,7 @@ class Compiling:
         spent = _spent(request, began, now)
         counts = (
             *("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "draft_tokens", "accepted_draft_tokens"),
-            *("preemptions", "swaps", "block_us"),
+            *("preemptions", "swaps", "block_us", "compute_ns"),
         )
         return {
             "tag": tag,

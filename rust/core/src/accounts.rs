@@ -1,15 +1,19 @@
 //! Usage of requests, tenants and classes, and counters for operators.
 
+use crate::batch::StepPlan;
+use crate::compute::Compute;
 use crate::config::Config;
+use crate::cost::StepModel;
 use crate::group::{Groups, Member, Usage};
 use crate::phase::{Need, Phase};
 use crate::policy::Policy;
 use crate::recent_steps::RecentSteps;
-use crate::request::{FinishReason, Time};
+use crate::request::{FinishReason, SeqId, Time};
 use crate::saturation::Saturation;
 use crate::sequence::Sequence;
 use crate::stats::Counters;
 use crate::timeline::{Clocks, PreemptionReason, Timeline, TimelineState};
+use slotmap::SlotMap;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -21,6 +25,7 @@ const EXPLAINED: usize = 10_000;
 pub(crate) struct Accounts {
     policy: Policy,
     clocks: Clocks,
+    compute: Compute,
     tenants: Groups<Arc<str>>,
     classes: Groups<i32>,
     counters: Counters,
@@ -38,6 +43,7 @@ impl Accounts {
         Self {
             policy: config.policy,
             clocks,
+            compute: Compute::new(config.max_seqs),
             tenants: Groups::new(),
             classes: Groups::new(),
             counters: Counters::default(),
@@ -146,16 +152,45 @@ impl Accounts {
         self.classes.usage(member.class).waiting -= 1;
     }
 
-    /// Counts a request that gets a slot.
+    /// Counts a request that runs.
     pub(crate) fn runs(&mut self, member: Member) {
         self.tenants.usage(member.tenant).running += 1;
         self.classes.usage(member.class).running += 1;
     }
 
-    /// Counts a request that loses its slot.
+    /// Counts a request that no longer runs.
     pub(crate) fn leaves_slot(&mut self, member: Member) {
         self.tenants.usage(member.tenant).running -= 1;
         self.classes.usage(member.class).running -= 1;
+    }
+
+    /// Begins to count the steps of a sequence that was given a slot.
+    pub(crate) fn begin_compute(&mut self, slot: u32, seq: SeqId) {
+        self.compute.begin(slot, seq);
+    }
+
+    /// Books the steps of a sequence that loses its slot.
+    pub(crate) fn end_compute(&mut self, slot: u32, seq: &mut Sequence) {
+        seq.account.add_compute(self.compute.end(slot));
+    }
+
+    /// Divides the time of a committed step among its sequences.
+    pub(crate) fn divide_step(&mut self, plan: &StepPlan, took: Time, model: &StepModel, seqs: &mut SlotMap<SeqId, Sequence>) {
+        let parts = model.divide(&plan.load, plan.chunks.len(), (1000 * took) as f64);
+        self.compute.divide(&plan.chunks, &parts, 1000 * took, |id, ns| {
+            let Some(seq) = seqs.get_mut(id) else { return false };
+            seq.account.add_compute(ns);
+            true
+        });
+    }
+
+    fn compute_ns(&self, seq: &Sequence) -> u64 {
+        seq.account.compute_ns() + seq.slot().map_or(0, |slot| self.compute.of(slot))
+    }
+
+    /// Nanoseconds of all committed steps, and those of them whose sequences had ended before the commit.
+    pub(crate) fn step_time(&self) -> (u64, u64) {
+        (self.compute.total(), self.compute.ended())
     }
 
     /// Running sequences of a tenant.
@@ -262,6 +297,7 @@ impl Accounts {
             output_tokens: seq.output_tokens(),
             computed_tokens: seq.computed_in_all(),
             recomputed_tokens: 0,
+            compute_ns: self.compute_ns(seq),
             draft_tokens: 0,
             accepted_draft_tokens: 0,
             preemptions: seq.preemptions(),
@@ -316,7 +352,10 @@ impl Accounts {
     }
 
     /// Panics unless the groups' counts of waiting and running requests match.
-    pub(crate) fn check(&self, waiting: usize, running: usize) {
+    pub(crate) fn check<'a>(&self, waiting: usize, running: usize, live: impl Iterator<Item = &'a Sequence>) {
+        let ended: u64 = self.tenants.iter().map(|(_, usage)| usage.compute_ns).sum();
+        let live: u64 = live.map(|seq| self.compute_ns(seq)).sum();
+        assert_eq!(ended + live + self.compute.ended(), self.compute.total(), "step time of requests");
         let tenants = self.tenants.iter().map(|(_, usage)| *usage).collect::<Vec<_>>();
         for groups in [tenants, self.classes.iter().map(|(_, usage)| *usage).collect()] {
             let (waits, runs) = groups.iter().fold((0, 0), |(waits, runs), usage| (waits + usage.waiting, runs + usage.running));

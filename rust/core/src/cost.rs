@@ -1,5 +1,6 @@
 //! Predicts step times from the steps observed so far.
 
+use crate::batch::Chunk;
 use crate::request::Time;
 
 /// The work of a step, as input of the step-time model.
@@ -21,6 +22,31 @@ impl Load {
     /// Tokens that the step computes.
     pub fn tokens(&self) -> u32 {
         self.prefill_tokens + self.decode_seqs + self.drafted_tokens
+    }
+}
+
+/// The parts of a step's time that its chunks take: each an equal part of the fixed time, and the predicted time of its
+/// own tokens and context. By tokens alone while no time is predicted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepParts {
+    each: f64,
+    prefill_token: f64,
+    decode: f64,
+    context_token: f64,
+    prefill_pair: f64,
+    drafted_token: f64,
+}
+
+impl StepParts {
+    /// A chunk's part, in the unit of the divided time.
+    #[inline]
+    pub(crate) fn of(&self, chunk: &Chunk) -> f64 {
+        let part = self.each + f64::from(chunk.start + chunk.len) * self.context_token;
+        if chunk.len == chunk.drafted + 1 {
+            return part + self.decode + f64::from(chunk.drafted) * self.drafted_token;
+        }
+        let len = f64::from(chunk.len);
+        part + len * (self.prefill_token + (f64::from(chunk.start) + len / 2.0) * self.prefill_pair)
     }
 }
 
@@ -174,6 +200,18 @@ impl StepModel {
     /// Predicted microseconds for a step of `load`.
     pub fn step(&self, load: &Load) -> f64 {
         dot(&self.weights, &features(load))
+    }
+
+    /// Divides the time `whole` of a step of `load` with `chunks` chunks.
+    pub(crate) fn divide(&self, load: &Load, chunks: usize, whole: f64) -> StepParts {
+        let predicted = self.step(load);
+        if predicted > 0.0 {
+            let [fixed, prefill_token, decode, context_token, prefill_pair, drafted_token] =
+                std::array::from_fn(|i| self.weights[i] * SCALE[i] * whole / predicted);
+            return StepParts { each: fixed / chunks as f64, prefill_token, decode, context_token, prefill_pair, drafted_token };
+        }
+        let token = whole / f64::from(load.tokens());
+        StepParts { each: 0.0, prefill_token: token, decode: token, context_token: 0.0, prefill_pair: 0.0, drafted_token: token }
     }
 
     /// Predicted microseconds for a step of `load`, which has no prompt tokens, from the times of the latest such steps.

@@ -22,6 +22,8 @@ pub struct Usage {
     pub output_tokens: u64,
     /// Computed tokens.
     pub computed_tokens: u64,
+    /// Parts of the times of steps, in nanoseconds.
+    pub compute_ns: u64,
     /// Blocks multiplied by the microseconds they were held.
     pub block_us: u64,
     /// Number of preemptions.
@@ -42,6 +44,7 @@ impl Usage {
         self.cached_tokens += u64::from(timeline.cached_tokens);
         self.output_tokens += u64::from(timeline.output_tokens);
         self.computed_tokens += timeline.computed_tokens;
+        self.compute_ns += timeline.compute_ns;
         self.block_us += timeline.block_us;
         self.preemptions += u64::from(timeline.preemptions);
         self.queued += timeline.queued();

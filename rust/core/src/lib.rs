@@ -10,6 +10,7 @@ mod accounts;
 mod awaited;
 mod batch;
 mod block;
+mod compute;
 mod config;
 mod corpus;
 mod cost;

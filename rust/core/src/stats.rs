@@ -34,6 +34,8 @@ pub struct Counters {
     pub prefix_hits: u64,
     /// Sampled tokens.
     pub generated_tokens: u64,
+    /// Time of committed steps, in microseconds.
+    pub step_us: u64,
     /// Tokens computed by steps.
     pub computed_tokens: u64,
     /// Computed tokens that had already been computed before a preemption.

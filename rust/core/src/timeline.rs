@@ -146,6 +146,8 @@ pub struct Timeline {
     pub computed_tokens: u64,
     /// Tokens recomputed after a preemption.
     pub recomputed_tokens: u64,
+    /// The request's parts of the times of its steps, in nanoseconds, by the step-time model.
+    pub compute_ns: u64,
     /// Drafted tokens that were computed.
     pub draft_tokens: u32,
     /// Drafted tokens that the answer contains. Each saved a step.
@@ -270,6 +272,7 @@ pub(crate) struct Account {
     prepared: Time,
     computed_tokens: u64,
     recomputed_tokens: u64,
+    compute_ns: u64,
     draft_tokens: u32,
     accepted_draft_tokens: u32,
     block_us: u64,
@@ -392,6 +395,16 @@ impl Account {
     /// Records tokens that are recomputed.
     pub(crate) fn recompute(&mut self, tokens: u32) {
         self.recomputed_tokens += u64::from(tokens);
+    }
+
+    /// Adds parts of the times of steps.
+    pub(crate) fn add_compute(&mut self, ns: u64) {
+        self.compute_ns += ns;
+    }
+
+    /// The sequence's parts of the times of steps, without those that its slot still counts.
+    pub(crate) fn compute_ns(&self) -> u64 {
+        self.compute_ns
     }
 
     /// Records a draft of `drafted` tokens, of which the answer contains `accepted`.

@@ -51,6 +51,7 @@ pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyRes
     dict.set_item("output_tokens", timeline.output_tokens)?;
     dict.set_item("computed_tokens", timeline.computed_tokens)?;
     dict.set_item("recomputed_tokens", timeline.recomputed_tokens)?;
+    dict.set_item("compute_ns", timeline.compute_ns)?;
     dict.set_item("draft_tokens", timeline.draft_tokens)?;
     dict.set_item("accepted_draft_tokens", timeline.accepted_draft_tokens)?;
     dict.set_item("preemptions", timeline.preemptions)?;
@@ -132,6 +133,7 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
     }
     let counted = [
         ("steps", counters.steps),
+        ("step_us", counters.step_us),
         ("prompt_tokens", counters.prompt_tokens),
         ("prefix_queries", counters.prefix_queries),
         ("prefix_hits", counters.prefix_hits),
@@ -178,6 +180,7 @@ pub(crate) fn usage<'py>(py: Python<'py>, usage: &core::Usage) -> PyResult<Bound
         ("cached_tokens", usage.cached_tokens),
         ("output_tokens", usage.output_tokens),
         ("computed_tokens", usage.computed_tokens),
+        ("compute_ns", usage.compute_ns),
         ("block_us", usage.block_us),
         ("held", u64::from(usage.held)),
         ("held_block_us", usage.held_block_us),

@@ -50,6 +50,7 @@ def use(computed_tokens=0, **others):
         "cached_tokens",
         "output_tokens",
         "block_us",
+        "compute_ns",
         "preemptions",
         "queued_us",
         "held",
@@ -129,11 +130,23 @@ def test_what_the_scheduler_counts_is_shown(http, engine):
 @pytest.mark.slow
 def test_use_is_counted_by_tenant_and_class(http, engine):
     alice = use(900, waiting=1, running=2, requests=3, prompt_tokens=500, cached_tokens=100, output_tokens=40)
-    alice |= {"block_us": 2_500_000, "preemptions": 1, "queued_us": 750_000, "held": 4, "held_block_us": 1_500_000}
+    alice |= {
+        "block_us": 2_500_000,
+        "compute_ns": 250_000_000,
+        "preemptions": 1,
+        "queued_us": 750_000,
+        "held": 4,
+        "held_block_us": 1_500_000,
+    }
     engine.counters = {"tenants": {"alice": alice, "": use(5)}, "classes": {-10: use(3), -1: use(4, running=1), 0: use(5), 7: use(6)}}
     expected = {"num_requests_waiting": 1, "num_requests_running": 2, "requests_total": 3, "prompt_tokens_total": 500}
     expected |= {"prompt_tokens_cached_total": 100, "generation_tokens_total": 40, "computed_tokens_total": 900}
-    expected |= {"kv_block_seconds_total": 2.5, "num_preemptions_total": 1, "request_queue_seconds_total": 0.75}
+    expected |= {
+        "kv_block_seconds_total": 2.5,
+        "compute_seconds_total": 0.25,
+        "num_preemptions_total": 1,
+        "request_queue_seconds_total": 0.75,
+    }
     expected |= {"num_held_sequences": 4, "held_kv_block_seconds_total": 1.5}
     for name, value in expected.items():
         whole, total, _ = name.partition("_total")

@@ -87,7 +87,13 @@ def test_a_timeline_is_a_span_with_a_child_for_each_state_end_to_end():
     reported = values(span)
     expected = {"gen_ai.request.model": MODEL, "gen_ai.response.id": "cmpl-1", "gen_ai.response.finish_reasons": ["length"]}
     expected |= {"gen_ai.usage.input_tokens": 5, "gen_ai.usage.output_tokens": 3, "chairlift.request_id": "mine"}
-    expected |= {"chairlift.tenant": "alice", "chairlift.priority": -3, "chairlift.preemptions": 1, "chairlift.block_seconds": 0.5}
+    expected |= {
+        "chairlift.tenant": "alice",
+        "chairlift.priority": -3,
+        "chairlift.preemptions": 1,
+        "chairlift.block_seconds": 0.5,
+        "chairlift.compute_seconds": 0.25,
+    }
     assert {name: reported[name] for name in expected} == expected
     assert reported["gen_ai.latency.time_in_queue"] == pytest.approx(1.5)
     assert reported["gen_ai.latency.time_to_first_token"] == pytest.approx(1.75)

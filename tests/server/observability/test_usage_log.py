@@ -52,6 +52,7 @@ def test_a_record_sums_the_answers_of_a_prompt(tmp_path):
         "computed_tokens": 14,
         "recomputed_tokens": 0,
         "block_seconds": 1.0,
+        "compute_seconds": 0.5,
         "preemptions": 2,
         "swaps": 0,
         "seconds": 3.0,
@@ -170,6 +171,7 @@ def test_the_command_sums_by_day_tenant_and_tier(tmp_path, capsys):
         "output_tokens": 7,
         "computed_tokens": 14,
         "block_seconds": 1.0,
+        "compute_seconds": 0.5,
         "seconds": 4.0,
         "preemptions": 0,
     }

@@ -57,6 +57,7 @@ _USED = (
     ("prompt_tokens_cached", "cached_tokens", 1.0, "Prompt tokens found in the prefix cache"),
     ("generation_tokens", "output_tokens", 1.0, "Tokens generated"),
     ("computed_tokens", "computed_tokens", 1.0, "Tokens that the model computed"),
+    ("compute_seconds", "compute_ns", 1e-9, "Parts of the times of steps"),
     ("kv_block_seconds", "block_us", 1e-6, "KV blocks held, multiplied by the time held"),
     ("num_preemptions", "preemptions", 1.0, "Preemptions of running requests"),
     ("request_queue_seconds", "queued_us", 1e-6, "Time that finished requests waited for their first step"),
@@ -192,6 +193,7 @@ class EngineMetrics(Collector):
         yield _gauge("num_requests_waiting_by_reason", "Requests in the queue, by what they wait for.", common, waiting, "reason")
         for name, key, help in _COUNTERS:
             yield _counter(name, help, common, {None: self._count(key)})
+        yield _counter("engine_step_seconds", "Time of forward passes.", common, {None: self._count("step_us") / 1e6})
         name, help = "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were accepted, by position in the draft."
         accepted = enumerate(stats.get("accepted_draft_tokens_by_position", ()))
         by_position = {str(position): self._total(f"{name} {position}", count) for position, count in accepted}

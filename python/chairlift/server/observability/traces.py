@@ -95,7 +95,10 @@ class Traces:
         latencies = {f"gen_ai.latency.{name}": at - timeline.arrived for name, at in times.items() if at is not None}
         if timeline.started is not None:
             latencies["gen_ai.latency.time_in_queue"] = timeline.started - timeline.submitted
-        own = ("tenant", "priority", "cached_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps", "block_seconds")
+        own = (
+            *("tenant", "priority", "cached_tokens", "computed_tokens", "recomputed_tokens"),
+            *("preemptions", "swaps", "block_seconds", "compute_seconds"),
+        )
         return {
             "gen_ai.request.model": self._model,
             "gen_ai.response.id": engine_id,

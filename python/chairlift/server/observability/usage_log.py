@@ -155,6 +155,7 @@ def record(model: str, now: float, labels: UsageLabels, timelines: Sequence[Time
         "computed_tokens": computed_tokens,
         "recomputed_tokens": recomputed_tokens,
         "block_seconds": round(sum(timeline.block_seconds for timeline in timelines), 6),
+        "compute_seconds": round(sum(timeline.compute_seconds for timeline in timelines), 9),
         "preemptions": preemptions,
         "preempted_by": list(preempted_by),
         "swaps": swaps,

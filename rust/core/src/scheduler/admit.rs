@@ -289,6 +289,7 @@ impl Scheduler {
             }
         }
         let slot = self.running.assign(id, seq);
+        self.accounts.begin_compute(slot, id);
         let queued = seq.queued(now);
         plan.admitted.push(Admitted { slot, seq: id, tag: seq.spec().tag, cached_tokens: seq.cached_tokens(), queued });
         self.accounts.runs(member);
@@ -306,6 +307,7 @@ impl Scheduler {
             seq.blocks.names().iter().for_each(|&name| self.waiting.block_ready(name));
         }
         self.running.release(id, slot, seq.class());
+        self.accounts.end_compute(slot, seq);
         self.accounts.leaves_slot(seq.member());
     }
 

@@ -23,7 +23,7 @@ impl Scheduler {
         self.held.check(self.config.block_size);
         self.waiting.check(|id| self.seqs.get(id), all().filter(|seq| !seq.is_running()));
         self.running.check(self.seqs.iter().filter(|(_, seq)| seq.is_running()));
-        self.accounts.check(self.waiting.len(), running);
+        self.accounts.check(self.waiting.len(), running, all());
         let watched = all().filter(|seq| seq.times().check_at.is_some()).count();
         assert_eq!(watched, self.deadlines.len(), "deadlines watched");
         if self.config.reservation == Reservation::MaxTokens {

@@ -193,6 +193,7 @@ impl Scheduler {
     pub fn commit(&mut self, plan: Box<StepPlan>, sampled: &[i32], now: Time, outputs: &mut Outputs) {
         self.accounts.tick(now);
         let ran = self.steps.commit(&plan, self.accounts.now());
+        self.accounts.divide_step(&plan, ran.took, &self.model, &mut self.seqs);
         let predicted = self.model.observe(&plan.load, ran.took);
         self.note_use(&plan.load, ran.from, predicted);
         outputs.tokens.clear();

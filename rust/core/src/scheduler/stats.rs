@@ -31,7 +31,7 @@ impl Scheduler {
         }
         let (swapped, host) = (self.waiting.kinds().swapped, self.kv.host());
         Stats {
-            counters: Counters { steps: self.steps.planned(), ..*self.accounts.counters() },
+            counters: Counters { steps: self.steps.planned(), step_us: self.accounts.step_time().0 / 1000, ..*self.accounts.counters() },
             running,
             waiting: waiting - swapped,
             swapped,

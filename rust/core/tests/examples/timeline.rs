@@ -75,6 +75,20 @@ fn steps_that_others_share_are_told_apart() {
 }
 
 #[test]
+fn a_step_s_time_is_divided_among_its_sequences_by_what_they_cost() {
+    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    lab.add(ask(1, 10, 4));
+    lab.add(ask(2, 30, 4));
+    lab.finish();
+    // The first step is divided by tokens, because no step has been observed: 250 of 1000 us. In the next three steps the
+    // contexts are the only difference.
+    let [short, long] = [1, 2].map(|tag| lab.ended[&tag].compute_ns);
+    assert_eq!(short + long, 4_000_000);
+    assert!((1_250_000..1_750_000).contains(&short), "{short}");
+    assert_eq!(lab.scheduler.stats().counters.step_us, 4000);
+}
+
+#[test]
 fn the_limit_that_binds_is_named() {
     // Tokens: the first step has none left. Half of the next step is for waiting requests.
     let mut lab = Lab::new(Config { max_tokens: 10, max_seqs: 10, ..plenty(Policy::Fcfs) });
@@ -125,6 +139,7 @@ fn use_adds_up_by_tenant_and_by_class() {
         assert_eq!((usage.requests, usage.running, usage.waiting), (tags.len() as u64, 0, 0));
         assert_eq!((usage.prompt_tokens, usage.output_tokens), (10 * tags.iter().sum::<u64>(), tags.iter().sum()));
         assert_eq!(usage.block_us, of(tags, |timeline| timeline.block_us));
+        assert_eq!(usage.compute_ns, of(tags, |timeline| timeline.compute_ns));
         assert_eq!(usage.computed_tokens, of(tags, |timeline| timeline.computed_tokens));
         assert_eq!(usage.queued, of(tags, Timeline::queued));
     }
