@@ -13,7 +13,7 @@ LAYERS = {
         {"request", "error", "host", "work"},
         {"policy"},
         {"turn"},
-        {"acceptance", "hash", "cost", "recent_steps", "router", "saturation", "share", "text_index", "timeline"},
+        {"acceptance", "arbiter", "hash", "cost", "recent_steps", "router", "saturation", "share", "text_index", "timeline"},
         {"block", "config", "corpus", "group", "phase", "place", "queue", "snapshot", "stats"},
         {"batch", "kv", "settings"},
         {"held", "sequence", "steps", "journal"},
@@ -42,7 +42,7 @@ LAYERS = {
         {"decoder", "encoder"},
     ],
     "python": [
-        {"buffers", "decoder", "errors", "reports", "sample", "settings", "work"},
+        {"arbiter", "buffers", "decoder", "errors", "reports", "sample", "settings", "work"},
         {"encoder", "scheduler", "simulate"},
         {"replay"},
     ],

@@ -13,6 +13,7 @@ __all__ = [
     "PREEMPTION_REASONS",
     "SERVING_RULES",
     "TIMELINE_STATES",
+    "Arbiter",
     "Decoder",
     "DecoderBlock",
     "EmptyPrompt",
@@ -82,6 +83,33 @@ class NeverFits(Rejected):
 
 class QueueFull(Rejected):
     """The queue is full. `args` are the message and the microseconds after which to retry."""
+
+@final
+class Arbiter:
+    """Chooses which of several models runs the next step, by weighted fair shares of time. The caller numbers the models.
+
+    Lower priorities go first; `itl` is the longest time that should pass between two steps of a model. A model that has waited for a second
+    goes before all others.
+    """
+
+    def __new__(cls) -> Arbiter: ...
+    def add(self, model: int, *, weight: int = 1, priority: int = 0, itl: int | None = None) -> None:
+        """Adds an idle model, or replaces the one with this number."""
+
+    def remove(self, model: int) -> None:
+        """Removes a model, if it is known."""
+
+    def ready(self, model: int, now: int) -> None:
+        """Records that a model has work. No effect if it had some already."""
+
+    def idle(self, model: int) -> None:
+        """Records that a model has no work."""
+
+    def choose(self, now: int) -> int | None:
+        """The model whose step is next; None if none is ready."""
+
+    def charge(self, model: int, us: int, now: int) -> None:
+        """Charges a step of `us` microseconds, predicted or measured, that ended at `now`."""
 
 @final
 class StepBuffers:

@@ -7,6 +7,7 @@
 
 mod acceptance;
 mod accounts;
+mod arbiter;
 mod awaited;
 mod batch;
 mod block;
@@ -51,6 +52,7 @@ mod waiting;
 mod work;
 
 pub use acceptance::MAX_DRAFT;
+pub use arbiter::{Arbiter, MAX_LEAD, MAX_WAIT};
 pub use batch::{Admitted, Chunk, Lens, NO_TOKEN, Output, Outputs, StepBuffers, StepPlan};
 pub use block::{BlockId, BlockPool, BlockTable, Chain};
 pub use config::{Batching, Config, Reservation};

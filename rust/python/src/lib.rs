@@ -1,6 +1,7 @@
 //! `chairlift._core`: the scheduler, the simulator and the CPU model for Python. The crate only converts values and
 //! locks mutexes. Numbers cross in flat arrays, once per step.
 
+mod arbiter;
 mod buffers;
 mod decoder;
 mod encoder;
@@ -17,6 +18,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::arbiter::Arbiter;
     #[pymodule_export]
     use crate::buffers::StepBuffers;
     #[pymodule_export]
