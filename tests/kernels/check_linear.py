@@ -1,25 +1,57 @@
-"""Linear layers in 8 bits: the kernels beside torch."""
+"""Linear layers with quantised weights: the kernels beside torch."""
 
 import pytest
 import torch
 from interpreted import DTYPES, assert_close
 
-from chairlift.kernels.int8_linear import MAX_ROWS, int8_linear
+from chairlift.kernels.dequantise import dequantise
 from chairlift.kernels.quantise_rows import quantise_rows
-from chairlift.layers.linear import MIN_ABSMAX, quantise
+from chairlift.kernels.quantised_linear import MAX_ROWS, quantised_linear
+from chairlift.layers import linear
+from chairlift.layers.linear import MIN_ABSMAX, Quantised, quantise
+
+WEIGHTS = ("int8", "fp8", "fp8 in blocks", "int4", "int4 by row")
+SHAPES = [(1, 37, 50), (17, 32, 256), (MAX_ROWS, 70, 130), (3, 40, 320), (0, 8, 16)]
+"""Rows, outputs and inputs. No side is a multiple of a tile's in some of them."""
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 37, 50), (17, 32, 256), (MAX_ROWS, 70, 130), (0, 8, 16)])
-def test_int8_is_the_product_with_the_weight_multiplied_out(rows, outs, ins, dtype, biased):
+def draw(kind: str, outs: int, ins: int) -> Quantised:
+    """A weight with all numbers of its kind, subnormal ones too, and rows that differ in size by a thousand."""
     generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(rows, ins, generator=generator).to(dtype), torch.randn(outs, ins, generator=generator)
-    numbers, scale = quantise(weight * torch.logspace(-2, 2, outs)[:, None], "int8")
-    bias = torch.randn(outs, generator=generator).to(dtype) if biased else None
-    expected = x.double() @ (numbers.double() * scale.double()).T + (0 if bias is None else bias.double())
-    if rows:
-        assert_close(int8_linear(x, numbers, scale, bias), expected.to(dtype))
+    sizes = torch.logspace(-3, 0, outs)[:, None]
+    if kind == "int8":
+        return quantise(torch.randn(outs, ins, generator=generator) * sizes, "int8")
+    group = {"fp8": 0, "fp8 in blocks": 128, "int4": 32, "int4 by row": 0}[kind]
+    groups = -(-ins // group) if group else 1
+    scale = sizes * (0.5 + torch.rand(outs, groups, generator=generator))
+    numbers = torch.randint(0, 256, (outs, ins), generator=generator, dtype=torch.uint8)
+    if kind.startswith("fp8"):
+        numbers[numbers & 0x7F == 0x7F] = 0  # NaN
+        return Quantised(numbers.view(torch.float8_e4m3fn), scale, None, group)
+    zero = torch.randint(0, 16, (outs, groups), generator=generator, dtype=torch.uint8)
+    return Quantised(numbers[:, : ins // 2].contiguous(), scale.half(), zero, group)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize(("rows", "outs", "ins"), SHAPES)
+def test_a_product_is_that_with_the_weight_multiplied_out(rows, outs, ins, kind, dtype):
+    weight = draw(kind, outs, ins)
+    whole = linear.dequantise(weight, torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    x, bias = torch.randn(rows, ins, generator=generator).to(dtype), torch.randn(outs, generator=generator).to(dtype)
+    for offset in (None, bias):
+        expected = x.double() @ whole.T + (0 if offset is None else offset.double())
+        if rows:
+            assert_close(quantised_linear(x, *weight, offset), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_weight_is_multiplied_out_as_torch_does(kind, dtype):
+    for outs, ins in ((37, 50), (32, 256), (33, 320)):
+        weight = draw(kind, outs, ins)
+        assert torch.equal(dequantise(*weight, ins, dtype), linear.dequantise(weight, dtype))
 
 
 @pytest.mark.parametrize("columns", [7, 64, 300])

@@ -1,10 +1,24 @@
 """What sm_90 makes of the kernels of a layer beside attention, for the shapes of well-known models."""
 
+import re
+from itertools import product
+
 import pytest
-from offline import SHARED_MEMORY, Compiled, compiled
+from offline import FULL, SHARED_MEMORY, Compiled, compiled
 from triton import next_power_of_2
 
-from chairlift.kernels import act_mul, copy_blocks, int8_linear, quantise_rows, resolve, rms_norm, rope_write, write_kv
+from chairlift.kernels import (
+    act_mul,
+    copy_blocks,
+    dequantise,
+    quantise_rows,
+    quantised_linear,
+    resolve,
+    rms_norm,
+    rope_write,
+    weight_tile,
+    write_kv,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -118,14 +132,35 @@ def test_quantise_rows():
     assert made.stores[8] > 0
 
 
-@pytest.mark.parametrize("rows", [1, int8_linear.MAX_ROWS])
-@pytest.mark.parametrize("capability", [80, 89, 90])
-def test_int8_linear(capability, rows):
-    arguments = {"out_ptr": "*bf16:16", "x_ptr": "*bf16:16", "weight_ptr": "*i8:16", "scale_ptr": "*fp32:16", "bias_ptr": None}
-    arguments |= {"rows": "i32", "outs": "i32:16", "ins": "i32:16", "BLOCK_M": int8_linear.block_m(rows)}
-    arguments |= {"BLOCK_N": int8_linear.BLOCK_N, "BLOCK_K": int8_linear.BLOCK_K}
-    made = compiled(int8_linear._int8_linear_kernel, arguments, capability=capability, num_warps=4, num_stages=4)
+WEIGHTS = {"int8": ("*i8:16", "*fp32:16", 0), "fp8": ("*u8:16", "*fp32:16", 128), "int4": ("*u8:16", "*fp16:16", 128)}
+"""Types of a quantised weight's numbers and scales, and the columns of a scale."""
+LINEAR = [(80, 1, "int4"), (86, 64, "fp8"), (89, 64, "int4"), (90, 1, "fp8"), (90, 64, "int8"), (100, 64, "int4")]
+if FULL:
+    LINEAR = list(product(SHARED_MEMORY, (1, quantised_linear.MAX_ROWS), WEIGHTS))
+
+
+def weight_arguments(kind: str) -> dict[str, object]:
+    numbers, scale, group = WEIGHTS[kind]
+    arguments = {"numbers_ptr": numbers, "scale_ptr": scale, "zero_ptr": "*u8:16" if kind == "int4" else None, "GROUP": group}
+    sizes = {"outs": "i32:16", "ins": "i32:16", "pitch": "i32:16", "groups": "i32:16"}
+    return arguments | sizes | {"BLOCK_N": weight_tile.BLOCK_N, "BLOCK_K": weight_tile.block_k(group)}
+
+
+@pytest.mark.parametrize(("capability", "rows", "kind"), LINEAR)
+def test_quantised_linear(capability, rows, kind):
+    arguments = {"out_ptr": "*bf16:16", "x_ptr": "*bf16:16", "bias_ptr": None, "rows": "i32", **weight_arguments(kind)}
+    arguments |= {"BLOCK_M": quantised_linear.block_m(rows)}
+    made = compiled(quantised_linear._quantised_linear_kernel, arguments, capability=capability, num_warps=4, num_stages=4)
     assert made.spilled == 0
-    assert made.shared_memory <= SHARED_MEMORY[89]
+    assert made.shared_memory <= SHARED_MEMORY[capability]
     assert made.loads[16] > 0
-    assert made.wgmma or made.mma
+    assert made.wgmma or made.mma or "tcgen05.mma" in made.ptx
+    # A conversion for each number would take longer than to load it.
+    assert not re.search(r"cvt\.rn\.\w*f\d+\.[su]", made.ptx)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_dequantise(kind):
+    made = compiled(dequantise._dequantise_kernel, {"out_ptr": "*bf16:16", **weight_arguments(kind)})
+    assert made.spilled == 0
+    assert set(made.stores) == {16}

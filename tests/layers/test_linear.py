@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from chairlift.layers.linear import Linear, quantise
+from chairlift.layers.linear import Linear, Quantised, quantise, stack
 
 ROWS, OUTS, INS = 5, 37, 50
 """Sides that are odd in every way."""
@@ -18,7 +18,7 @@ def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 def test_each_row_is_rounded_to_its_own_scale(form):
     _, weight, _ = matrices(torch.float32)
     weight[3] = 0
-    numbers, scale = quantise(weight, form)
+    numbers, scale, *_ = quantise(weight, form)
     assert numbers.element_size() == 1
     assert scale.shape == (OUTS, 1)
     error = (numbers.float() * scale - weight).abs()
@@ -33,14 +33,14 @@ def test_each_row_is_rounded_to_its_own_scale(form):
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
 def test_int8_is_the_product_with_what_the_weight_was_rounded_to(dtype, rounding, biased):
     x, weight, bias = matrices(dtype)
-    linear = Linear(weight, bias if biased else None, "int8")
-    numbers, scale = quantise(weight, "int8")
+    linear = Linear(quantise(weight, "int8"), bias if biased else None)
+    numbers, scale, *_ = quantise(weight, "int8")
     expected = x.double() @ (numbers.double() * scale.double()).T + (bias.double() if biased else 0)
     found = linear(x)
     assert found.dtype == dtype
     assert ((found - expected).norm(dim=0) <= rounding * expected.norm(dim=0)).all()
     # All of it is in 8 bits, but for a scale of 4 bytes for each output.
-    assert linear.weight.nbytes + linear.scale.nbytes == OUTS * INS + 4 * OUTS
+    assert linear.weight.numbers.nbytes + linear.weight.scale.nbytes == OUTS * INS + 4 * OUTS
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -48,8 +48,8 @@ def test_int8_is_the_product_with_what_the_weight_was_rounded_to(dtype, rounding
 def test_fp8_rounds_activations_row_by_row_too(dtype, rounding, biased):
     x, weight, bias = matrices(dtype)
     x = x * torch.logspace(-3, 3, ROWS)[:, None].to(dtype)
-    found = Linear(weight, bias if biased else None, "fp8")(x)
-    (a, a_scale), (b, b_scale) = quantise(x, "fp8"), quantise(weight, "fp8")
+    found = Linear(quantise(weight, "fp8"), bias if biased else None, rounds_activations=True)(x)
+    (a, a_scale, *_), (b, b_scale, *_) = quantise(x, "fp8"), quantise(weight, "fp8")
     expected = (a.double() * a_scale.double()) @ (b.double() * b_scale.double()).T + (bias.double() if biased else 0)
     assert found.dtype == dtype
     assert ((found - expected).norm(dim=0) <= rounding * expected.norm(dim=0)).all()
@@ -59,7 +59,21 @@ def test_fp8_rounds_activations_row_by_row_too(dtype, rounding, biased):
 
 def test_a_row_of_activations_is_rounded_alike_whoever_is_beside_it():
     x, weight, _ = matrices(torch.float32)
-    linear = Linear(weight, None, "fp8")
+    linear = Linear(quantise(weight, "fp8"), rounds_activations=True)
     louder = torch.cat((x[:3], 1e4 * x[3:]))
     for other in (linear(louder)[2], linear(x[2:3])[0]):
         assert (other - linear(x)[2]).norm() <= 1e-5 * other.norm()
+
+
+def test_only_weights_that_are_quantised_alike_are_stacked():
+    _, weight, _ = matrices(torch.float32)
+    pairs = torch.zeros(OUTS, INS // 2, dtype=torch.uint8)
+    scale, zero = torch.ones(OUTS, 1), torch.zeros(OUTS, 1, dtype=torch.uint8)
+    int4, int8, fp8 = Quantised(pairs, scale, zero), quantise(weight, "int8"), quantise(weight, "fp8")
+    for one in (int4, int8, fp8):
+        both = stack([one, one])
+        assert both.columns == INS
+        assert torch.equal(both.numbers.float(), torch.cat([one.numbers.float()] * 2))
+    for others in ((weight, int8), (int8, fp8), (int4, int8), (int4, int4._replace(group=16))):
+        with pytest.raises(ValueError, match="quantised in different ways"):
+            stack(others)

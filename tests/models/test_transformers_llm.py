@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantised_checkpoints import FORMATS, GROUP, Format, Packed, compressed, e4m3, pack_quantized
 from safetensors.torch import load_file, save_file
 from tiny_transformers import EXPERTS, MIXED, YARN, build, configure
 
@@ -89,7 +90,7 @@ def test_weights_that_are_missing_are_not_made_up(save, tmp_path):
 )
 def test_a_quantised_checkpoint_needs_packages_before_it_is_read(method, packages, save, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers_model, "_installed", lambda name: name == "optimum")
-    save("llama")
+    save("llama", rope_parameters=YARN)
     (tmp_path / "model.safetensors").write_bytes(b"not to be read")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method, "bits": 4}}))
@@ -99,71 +100,34 @@ def test_a_quantised_checkpoint_needs_packages_before_it_is_read(method, package
         LLM(str(tmp_path), **SETTINGS)
 
 
-Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""What a checkpoint has of a quantised weight, and what that stands for."""
-
-
-def packed(weight: torch.Tensor) -> Parts:
-    """Integers of 4 bits, eight in one of 32, with a scale for each 16 of a row."""
-    groups = weight.unflatten(1, (-1, 16))
-    scale = groups.abs().amax(2, keepdim=True) / 7
-    numbers = (groups / scale).round()
-    words = (numbers.flatten(1).to(torch.int64).unflatten(1, (-1, 8)) + 8 << torch.arange(0, 32, 4)).sum(2)
-    words = torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32)
-    return {"weight_packed": words, "weight_scale": scale[..., 0], "weight_shape": torch.tensor(weight.shape)}, (numbers * scale).flatten(1)
-
-
-def integers(weight: torch.Tensor) -> Parts:
+def integers(weight: torch.Tensor) -> Packed:
     """Integers of 8 bits, with a scale for each row."""
     scale = weight.abs().amax(1, keepdim=True) / 127
     numbers = (weight / scale).round()
-    return {"weight": numbers.to(torch.int8), "weight_scale": scale}, numbers * scale
-
-
-def floats(weight: torch.Tensor) -> Parts:
-    """Numbers of fp8, with a scale for each row."""
-    scale = weight.abs().amax(1, keepdim=True) / 448
-    numbers = (weight / scale).to(torch.float8_e4m3fn)
-    return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
-
-
-def blocks(weight: torch.Tensor) -> Parts:
-    """Numbers of fp8, with a scale for each block of 16 rows and columns, as DeepSeek has them."""
-    tiles = weight.unflatten(1, (-1, 16)).unflatten(0, (-1, 16))
-    scale = tiles.abs().amax((1, 3), keepdim=True) / 448
-    numbers = (tiles / scale).to(torch.float8_e4m3fn)
-    return {"weight": numbers.view(weight.shape), "weight_scale_inv": scale[:, 0, :, 0]}, (numbers.float() * scale).view(weight.shape)
-
-
-def compressed(layout: str, bits: int, kind: str, **how: object) -> dict[str, object]:
-    """A config of compressed-tensors; with 8 bits activations are rounded too, which ours are not."""
-    activations = {"num_bits": 8, "type": kind, "strategy": "token", "symmetric": True, "dynamic": True} if bits == 8 else None
-    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, "symmetric": True} | how, "input_activations": activations}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
+    return Packed({"weight": numbers.to(torch.int8), "weight_scale": scale}, numbers * scale)
 
 
 QUANTISED = {
-    "packed": (packed, compressed("pack-quantized", 4, "int", strategy="group", group_size=16), "compressed_tensors"),
-    "integers": (integers, compressed("int-quantized", 8, "int", strategy="channel"), "compressed_tensors"),
-    "floats": (floats, compressed("float-quantized", 8, "float", strategy="channel"), "compressed_tensors"),
-    "blocks": (blocks, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}, "accelerate"),
+    "packed": (
+        FORMATS["packed"]._replace(pack=pack_quantized(True, GROUP, torch.float32)),
+        {"rope_parameters": YARN},
+        "compressed_tensors",
+    ),
+    "integers": (Format(integers, compressed("int-quantized", 8, "int", strategy="channel")), {}, "compressed_tensors"),
+    "floats": (FORMATS["floats by row"]._replace(pack=e4m3(1, 0, "weight_scale")), {"rope_parameters": YARN}, "compressed_tensors"),
+    "blocks": (FORMATS["fp8 in blocks"], {"rope_parameters": YARN}, "accelerate"),
 }
+"""Formats and models of which one has no code of ours. Scales are in the model's dtype, because transformers multiplies in theirs."""
 
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_a_quantised_checkpoint_is_the_model_that_its_weights_stand_for(name, save, tmp_path):
-    make, quantization, package = QUANTISED[name]
+    (pack, quantization), changes, package = QUANTISED[name]
     pytest.importorskip(package)
-    reference = save("llama")
+    reference = save("llama", **changes)
     tensors: dict[str, torch.Tensor] = {}
     for key, tensor in load_file(tmp_path / "model.safetensors").items():
-        parts, whole = make(tensor) if key.endswith("proj.weight") else ({"weight": tensor}, tensor)
+        parts, whole = pack(tensor) if key.endswith("proj.weight") else Packed({"weight": tensor}, tensor)
         tensors |= {f"{key.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()}
         reference.get_parameter(key).data.copy_(whole)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -16,10 +16,11 @@ pytest.importorskip("triton", reason="Triton is not made for this platform")
 
 from chairlift.kernels import launch_settings
 from chairlift.layers.device_attention import DevicePlan, Work
+from chairlift.layers.linear import Quantised, Weight
 from chairlift.models.config import load_shape
 from chairlift.models.llama import ForwardBatch, Llama
 
-KERNELS = ("act_mul", "int8_linear", "paged_combine", "paged_decode", "paged_prefill", "quantise_rows", "rms_norm", "rope_write")
+KERNELS = ("act_mul", "paged_combine", "paged_decode", "paged_prefill", "quantise_rows", "quantised_linear", "rms_norm", "rope_write")
 FREE = {"view", "_unsafe_view", "slice", "t", "transpose", "split", "split_with_sizes", "unsqueeze", "select", "detach"}
 FREE |= {"device", "empty", "new_empty", "empty_like"}
 """Operations of torch that launch nothing."""
@@ -56,21 +57,33 @@ class Launches(TorchDispatchMode):
 
 
 class Empty:
-    """Weights without numbers."""
+    """Weights without numbers, of 16 bits or of 4."""
+
+    def __init__(self, packed: bool = False) -> None:
+        self.packed = packed
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+    def matrix(self, layer: str, outs: int, ins: int) -> Weight:
+        if not self.packed:
+            return self.take(layer, outs, ins)
+        numbers = torch.empty(outs, ins // 2, dtype=torch.uint8, device="cuda")
+        scale = torch.empty(outs, ins // 16, dtype=torch.float16, device="cuda")
+        return Quantised(numbers, scale, scale.to(torch.uint8), 16)
 
     def scales(self, name: str, heads: int) -> None:
         return None
 
 
-def layer(directory: object, monkeypatch: pytest.MonkeyPatch, *, split: bool = False, quantization: str | None = None) -> Counter[str]:
+def layer(
+    directory: object, monkeypatch: pytest.MonkeyPatch, *, split: bool = False, quantization: str | None = None, packed: bool = False
+) -> Counter[str]:
     """The launches of one more layer, in a decode step of four sequences, with contexts of one split or of several."""
     model = load_shape(directory, in_torch=True)
     found = []
     with FakeTensorMode():
-        network = Llama(model, Empty(), quantization=quantization)
+        network = Llama(model, Empty(packed), quantization=quantization)
         ints = torch.empty(64, dtype=torch.int32, device="cuda")
         lengths = np.arange(5, dtype=np.int32), np.full(4, 9, dtype=np.int32)
         work = Work(ints, 8, 4 * split, 8 * split, 1)
@@ -96,6 +109,8 @@ def test_a_decode_layer_is_four_products_and_six_kernels(split, tmp_path, monkey
 def test_a_layer_in_8_bits_rounds_activations_in_one_launch_and_copies_no_weight(tmp_path, monkeypatch):
     tiny_models.write("llama", tmp_path)
     rest = {"rope_write": 1, "paged_decode": 1, "rms_norm": 2, "act_mul": 1}
-    assert layer(tmp_path, monkeypatch, quantization="int8") == rest | {"int8_linear": 4}
+    assert layer(tmp_path, monkeypatch, quantization="int8") == rest | {"quantised_linear": 4}
     # Of the dtype of what `_scaled_mm` returns, and with its operands as they are.
     assert layer(tmp_path, monkeypatch, quantization="fp8") == rest | {"quantise_rows": 4, "_scaled_mm": 4}
+    # A checkpoint of 4 bits is not multiplied out either.
+    assert layer(tmp_path, monkeypatch, packed=True) == rest | {"quantised_linear": 4}

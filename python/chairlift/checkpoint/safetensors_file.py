@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from chairlift.errors import UnsupportedModel
 
 DTYPES = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
-"""The dtypes that can be read, by their names in a header: their usual names and their bytes."""
+"""The dtypes of tensors, by their names in a header: their usual names and their bytes."""
+PACKED_DTYPES = {"F8_E4M3": ("uint8", 1), "U8": ("uint8", 1), "I32": ("int32", 4), "I64": ("int64", 8)}
+"""The dtypes of a quantised matrix's tensors, likewise; e4m3 numbers are read as bytes."""
 _MAX_HEADER = 100_000_000
 """Most bytes of a header, as in the safetensors package."""
 
@@ -74,7 +76,8 @@ class SafetensorsFile:
             raise ValueError(f"tensor {name} has the shape {shape} and the offsets {data_offsets}")
         if data_start + end > self._size:
             raise ValueError(f"tensor {name} ends at byte {data_start + end} of {self._size}")
-        if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype][1]:
+        known = DTYPES | PACKED_DTYPES
+        if dtype in known and end - start != math.prod(shape) * known[dtype][1]:
             raise ValueError(f"tensor {name} of shape {shape} and dtype {dtype} has {end - start} bytes")
         return TensorEntry(dtype, tuple(shape), data_start + start, end - start)
 
@@ -83,7 +86,7 @@ class SafetensorsFile:
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
-"""A tensor: float32, float16, or the bits of bfloat16 as uint16."""
+"""A tensor: float32, float16, the bits of bfloat16 as uint16, or integers."""
 
 
 def as_float32(array: Array) -> NDArray[np.float32]:

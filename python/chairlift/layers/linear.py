@@ -1,7 +1,8 @@
-"""Linear layers, optionally with weights quantised to 8 bits."""
+"""Linear layers, optionally with quantised weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,26 @@ MIN_ABSMAX = 1e-12
 
 
 class Quantised(NamedTuple):
-    """A matrix in 8 bits: numbers [rows, columns] and a scale per row, fp32 [rows, 1]."""
+    """A matrix [rows, columns] of 4 or 8 bits: (numbers - zero) * scale.
+
+    Numbers are int8 or e4m3 [rows, columns], or 4 bits in uint8 [rows, columns / 2], of which a byte's lower half is the earlier column.
+    Scales are of `group` columns each, or of a whole row if `group` is 0: [rows, groups]. Only numbers of 4 bits have zeros: uint8
+    [rows, groups].
+    """
 
     numbers: torch.Tensor
     scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    group: int = 0
+
+    @property
+    def columns(self) -> int:
+        """The matrix's columns."""
+        return self.numbers.shape[1] * (1 if self.zero is None else 2)
+
+
+Weight = torch.Tensor | Quantised
+"""The weight [out, in] of a linear layer."""
 
 
 def quantise(x: torch.Tensor, quantization: str) -> Quantised:
@@ -29,38 +46,65 @@ def quantise(x: torch.Tensor, quantization: str) -> Quantised:
     return Quantised((numbers.round_() if quantization == "int8" else numbers).to(dtype), scale)
 
 
+def dequantise(weight: Quantised, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix in `dtype`, multiplied out in fp32."""
+    numbers, scale, zero, group = weight
+
+    def per_column(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(group, 1)[:, : weight.columns] if group else x
+
+    if zero is not None:
+        numbers = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1).float() - per_column(zero)
+    return (numbers.float() * per_column(scale)).to(dtype)
+
+
+def stack(parts: Sequence[Weight]) -> Weight:
+    """Stacks matrices with the same columns. Raises ValueError unless all are quantised in the same way or none is."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = [part for part in parts if isinstance(part, torch.Tensor)]
+    if len(whole) == len(parts):
+        return torch.cat(whole)
+    packed = [part for part in parts if isinstance(part, Quantised)]
+    kinds = {(part.numbers.dtype, part.group, part.zero is None) for part in packed}
+    if whole or len(kinds) > 1:
+        raise ValueError("matrices of the same input are quantised in different ways")
+    zeros = [part.zero for part in packed if part.zero is not None]
+    scale = torch.cat([part.scale for part in packed])
+    # torch cannot concatenate fp8.
+    numbers = torch.cat([part.numbers.view(torch.uint8) for part in packed]).view(packed[0].numbers.dtype)
+    return Quantised(numbers, scale, torch.cat(zeros) if zeros else None, packed[0].group)
+
+
 class Linear:
     """A linear layer: weight [out, in] and an optional bias [out].
 
-    A `quantization` of QUANTIZATIONS keeps the weight in 8 bits with a scale per output. int8 is weight-only (W8A16). fp8 also
-    quantises the activations, with a scale per row (W8A8); it needs a CUDA device of compute capability 8.9, bfloat16 activations, and
-    rows and columns that are multiples of 16.
+    Products with a quantised weight are computed in the activations' dtype. With `rounds_activations` they are computed in fp8: each
+    row of activations is rounded with its own scale (W8A8). That needs a weight of `quantise(..., "fp8")`, a CUDA device of compute
+    capability 8.9, bfloat16 activations, and rows and columns that are multiples of 16.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None) -> None:
-        self.weight, self.bias = weight, bias
-        self.scale: torch.Tensor | None = None
-        if quantization:
-            self.weight, self.scale = quantise(weight, quantization)
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, rounds_activations: bool = False) -> None:
+        self.weight, self.bias, self._rounds_activations = weight, bias, rounds_activations
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [rows, in] to [rows, out]."""
-        if self.scale is None:
-            return functional.linear(x, self.weight, self.bias)
-        if self.weight.dtype == torch.int8:
-            if x.is_cuda:
-                # triton is only installed for GPUs.
-                from chairlift.kernels import int8_linear as kernel
+        weight = self.weight
+        if isinstance(weight, torch.Tensor):
+            return functional.linear(x, weight, self.bias)
+        if self._rounds_activations:
+            rounded, scale, *_ = _rounded(x)
+            product = torch._scaled_mm(rounded, weight.numbers.t(), scale_a=scale, scale_b=weight.scale.t(), out_dtype=x.dtype)
+            return product if self.bias is None else product.add_(self.bias)
+        if not x.is_cuda:
+            return functional.linear(x, dequantise(weight, x.dtype), self.bias)
+        # triton is only installed for GPUs.
+        from chairlift.kernels import dequantise as dequantising
+        from chairlift.kernels import quantised_linear as multiplying
 
-                if len(x) <= kernel.MAX_ROWS:
-                    return kernel.int8_linear(x, self.weight, self.scale, self.bias)
-            # The weight is dequantised for each product. torch's `_weight_int8pack_mm` (as of 2.15) is slower: on CUDA one thread sums a
-            # whole row, and on a CPU it is slow in fp32 and reads out of bounds for odd sizes.
-            whole = torch.empty(self.weight.shape, dtype=x.dtype, device=x.device)
-            return functional.linear(x, torch.mul(self.weight, self.scale, out=whole), self.bias)
-        rounded, scale = _rounded(x)
-        product = torch._scaled_mm(rounded, self.weight.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=x.dtype)
-        return product if self.bias is None else product.add_(self.bias)
+        if len(x) <= multiplying.MAX_ROWS:
+            return multiplying.quantised_linear(x, *weight, self.bias)
+        return functional.linear(x, dequantising.dequantise(*weight, x.shape[1], x.dtype), self.bias)
 
 
 def _rounded(x: torch.Tensor) -> Quantised:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.models.quantization import QuantizationScheme, UnsupportedScheme, parse_quantization
 from chairlift.models.shape import KvSpec, ModelShape
 
 
@@ -139,7 +140,7 @@ class ModelConfig(ModelShape):
     logits to c * tanh(x / c). Embeddings are multiplied by `embedding_scale`, `norm_offset` is added to the weights of all norms, and
     `post_norms` adds a norm after attention and after the MLP. The first `rotary_dim` numbers of each head are rotated, in the layers
     selected by `uses_rope`. The output of attention and of the MLP is multiplied by `residual_scale` before it is added to the residual
-    stream, and logits are multiplied by `logits_scale`.
+    stream, and logits are multiplied by `logits_scale`. `scheme` is that of quantised layers.
     """
 
     num_kv_heads: int
@@ -167,6 +168,7 @@ class ModelConfig(ModelShape):
     logits_scale: float
     projections: Projections
     only_in_rust: bool
+    scheme: QuantizationScheme | None = None
 
     @property
     def kv_specs(self) -> tuple[KvSpec, ...]:
@@ -205,7 +207,7 @@ class ModelConfig(ModelShape):
         architecture = _architecture(raw)
         family = FAMILIES[architecture]
         gemma = family.gemma
-        _check_supported(raw, architecture)
+        scheme = _check_supported(raw, architecture)
         heads = parse_size(raw, "num_attention_heads")
         hidden = parse_size(raw, "hidden_size")
         layers = parse_size(raw, "num_hidden_layers")
@@ -254,6 +256,8 @@ class ModelConfig(ModelShape):
             logits_scale=1.0 if multiplier is None else 1.0 / multiplier["logits_scaling"],
             projections=family.projections,
             only_in_rust=family.only_in_rust,
+            scheme=scheme,
+            quantization=scheme.name if scheme else None,
             max_position_embeddings=max_positions,
             dtype=parse_dtype(raw),
         )
@@ -306,8 +310,8 @@ def _architecture(raw: dict[str, Any]) -> str:
     raise NoNativeModel(f"{named} has no code of ours (there is for {', '.join(FAMILIES)})")
 
 
-def _check_supported(raw: dict[str, Any], architecture: str) -> None:
-    """Raises NoNativeModel for features that the architecture allows but the native code lacks."""
+def _check_supported(raw: dict[str, Any], architecture: str) -> QuantizationScheme | None:
+    """Returns how layers are quantised. Raises NoNativeModel for features that the architecture allows but the native code lacks."""
     gemma = FAMILIES[architecture].gemma
     known = ("gelu_pytorch_tanh",) if gemma else ("silu", "swish")
     activation = (raw.get("hidden_activation") if gemma else raw.get("hidden_act")) or known[0]
@@ -315,10 +319,12 @@ def _check_supported(raw: dict[str, Any], architecture: str) -> None:
         raise NoNativeModel(f"hidden_act {activation!r} has no code of ours (there is for {known[0]})")
     if raw.get("use_bidirectional_attention"):
         raise NoNativeModel("attention to later tokens has no code of ours")
-    if _quantises_weights(raw.get("quantization_config")):
-        raise NoNativeModel("quantised checkpoints but GGUF files have no code of ours")
     if architecture == "GraniteMoeHybridForCausalLM":
         _check_dense(raw)
+    try:
+        return parse_quantization(raw.get("quantization_config"))
+    except UnsupportedScheme as reason:
+        raise NoNativeModel(str(reason)) from None
 
 
 def parse_size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
@@ -469,13 +475,6 @@ def _windows(raw: dict[str, Any], architecture: str, layers: int) -> tuple[int |
     if unknown or len(types) != layers:
         raise UnsupportedModel(f"layer_types must name full_attention or sliding_attention for each of {layers} layers, got {types!r:.200}")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def _quantises_weights(found: Any) -> bool:
-    """Whether more than keys and values is quantised. Quantised keys and values are supported, with their scales (see `Llama`)."""
-    if not isinstance(found, dict):
-        return bool(found)
-    return found.get("quant_method") != "compressed-tensors" or bool(found.get("config_groups")) or not found.get("kv_cache_scheme")
 
 
 def parse_dtype(raw: dict[str, Any]) -> str | None:

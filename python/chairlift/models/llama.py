@@ -12,7 +12,7 @@ from torch.nn import functional
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.activation import act_mul
 from chairlift.layers.attention import AttentionPlan, Scales, paged_attention
-from chairlift.layers.linear import Linear
+from chairlift.layers.linear import Linear, Weight, quantise, stack
 from chairlift.layers.norm import add_rms_norm, rms_norm
 from chairlift.layers.rope import rope_write, rotations
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
@@ -28,6 +28,10 @@ class WeightSource(Protocol):
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor of that name in the model's dtype and on its device. Raises if it has another shape."""
+        ...
+
+    def matrix(self, layer: str, outs: int, ins: int) -> Weight:
+        """The weight [outs, ins] of a linear layer, quantised if the checkpoint's is. Raises if it has another shape."""
         ...
 
     def scales(self, name: str, heads: int) -> torch.Tensor | None:
@@ -52,9 +56,9 @@ class Llama:
     ) -> None:
         """Takes the model's tensors from `weights`. In a tensor-parallel group, `config` and `weights` are this process's part.
 
-        `quantization` applies to the layers' matrices (see `Linear`). Embeddings and the head are not quantised, because their errors
-        matter most and they are read a row at a time or once per step. Raises UnsupportedModel for architectures that only the CPU
-        kernels support.
+        `quantization` (int8 or fp8, see `Linear`) applies to the layers' matrices, which the checkpoint may have quantised already.
+        Embeddings and the head are not quantised, because their errors matter most and they are read a row at a time or once per step.
+        Raises UnsupportedModel for architectures that only the CPU kernels support.
         """
         if config.only_in_rust:
             raise UnsupportedModel(f"{config.architecture} is only supported by the CPU kernels")
@@ -112,9 +116,14 @@ class _Layer:
 
         def merged(outs: dict[str, int], width: int, bias: bool) -> Linear:
             """One Linear for several projections of the same input."""
-            parts = [weights.take(f"{prefix}{name}.weight", size, width) for name, size in outs.items()]
             biases = [weights.take(f"{prefix}{name}.bias", size) for name, size in outs.items()] if bias else []
-            return Linear(parts[0] if len(parts) == 1 else torch.cat(parts), torch.cat(biases) if biases else None, quantization)
+            try:
+                weight = stack([weights.matrix(f"{prefix}{name}", size, width) for name, size in outs.items()])
+            except ValueError as error:
+                raise UnsupportedModel(f"{', '.join(f'{prefix}{name}' for name in outs)}: {error}") from None
+            if quantization and isinstance(weight, torch.Tensor):
+                weight = quantise(weight, quantization)
+            return Linear(weight, torch.cat(biases) if biases else None, rounds_activations=quantization == "fp8")
 
         def norm(name: str) -> torch.Tensor:
             return _norm(config, weights, f"{prefix}{name}.weight")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from chairlift.layers import linear
 from chairlift.layers.attention import paged_attention, plan_attention
 from chairlift.layers.device_attention import DevicePlan
 
@@ -94,6 +95,8 @@ def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Cal
         write_kv_reference(k, v, found[2], found[3], slots)
         return max(_error(found[0], found[2]), _error(found[1], found[3]))
 
+    for kind in ("int8", "fp8", "int4"):
+        yield f"linear, {kind} weights", partial(_linear, draw, kind)
     yield "copy_blocks", moved
     yield "resolve", resolved
     yield "write_kv", stored
@@ -114,6 +117,21 @@ def _rope(draw: Draw, device: torch.device, dtype: torch.dtype) -> float:
     expected = rope_write_reference(qkv.clone(), angles.cos(), angles.sin(), caches[2], caches[3], slots)
     found = rope_write(qkv, angles.cos(), angles.sin(), caches[0], caches[1], slots)
     return max(_error(found, expected), _error(caches[0], caches[2]), _error(caches[1], caches[3]))
+
+
+def _linear(draw: Draw, kind: str) -> float:
+    """A product with a quantised weight, and the weight multiplied out."""
+    from chairlift.kernels import dequantise, quantised_linear
+
+    x, whole = draw(5, 512), draw(96, 512)
+    weight = linear.quantise(whole, "int8" if kind == "int8" else "fp8")
+    if kind == "int4":
+        pairs = weight.numbers.view(torch.uint8)[:, ::2].contiguous()
+        zero = (draw(96, 4) + 8).clamp(0, 15).to(torch.uint8)
+        weight = linear.Quantised(pairs, draw(96, 4), zero, 128)
+    expected = linear.dequantise(weight, torch.float32)
+    found = quantised_linear.quantised_linear(x, *weight, None)
+    return max(_error(found, x.float() @ expected.T), _error(dequantise.dequantise(*weight, 512, x.dtype), expected))
 
 
 def _attention(draw: Draw, size: int, device: torch.device) -> float:

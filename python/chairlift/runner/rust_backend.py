@@ -31,7 +31,7 @@ class RustBackend:
         if config.cpu_isa not in ("auto", *_core.instruction_sets()):
             raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: this processor has {', '.join(_core.instruction_sets())}")
         self._config, self.model = config, whole
-        self._weights = open_weights(config, directory, 1 - whole.norm_offset)
+        self._weights = open_weights(config, directory, 1 - whole.norm_offset, whole.scheme)
         self._pooling = decoder_pooling(directory)
         self.budget = HostBudget(sharing)
         why = asked("--runner") if config.runner == "rust" else "the CPU kernels support it"

@@ -99,7 +99,7 @@ class TorchExecutor(DeviceExecutor):
         dtype: torch.dtype = getattr(torch, precision.compute)
         network: Network
         if isinstance(model, ModelConfig):
-            weights = open_torch_weights(config, directory, dtype, device, 1 - model.norm_offset)
+            weights = open_torch_weights(config, directory, dtype, device, 1 - model.norm_offset, model.scheme)
             quantization = precision.quantization if precision.quantization in EIGHT_BITS else None
             network = Llama(model, weights if group.size == 1 else Shards(weights, group), group, quantization)
             weights.weights.finish(model)

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import torch
 
+from chairlift.checkpoint.safetensors_file import Array
 from chairlift.config import EngineConfig
+from chairlift.layers.linear import Quantised, Weight
+from chairlift.models.quantization import QuantizationScheme
+from chairlift.runner.quantised_matrix import QuantisedMatrix
 from chairlift.runner.weights import DummyWeights, Weights, open_weights
 
 
@@ -19,8 +23,17 @@ class TorchWeights:
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Returns a tensor. Raises UnsupportedModel if it is missing or has another shape."""
-        tensor = torch.from_numpy(self.weights.take(name, *shape))
-        return (tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor).to(self.device, self.dtype)
+        return _as_tensor(self.weights.take(name, *shape)).to(self.device, self.dtype)
+
+    def matrix(self, layer: str, outs: int, ins: int) -> Weight:
+        """Returns the weight of a linear layer. A quantised one keeps its dtypes. Raises UnsupportedModel as `take` does."""
+        found = self.weights.matrix(layer, outs, ins)
+        if not isinstance(found, QuantisedMatrix):
+            return _as_tensor(found).to(self.device, self.dtype)
+        numbers, scale = torch.from_numpy(found.numbers).to(self.device), _as_tensor(found.scale).to(self.device)
+        if found.zero is None:
+            return Quantised(numbers.view(torch.float8_e4m3fn), scale, None, found.group)
+        return Quantised(numbers, scale, torch.from_numpy(found.zero).to(self.device), found.group)
 
     def scales(self, name: str, heads: int) -> torch.Tensor | None:
         """Returns the scales of KV heads, fp32 [heads]; None if the checkpoint has none. Raises UnsupportedModel."""
@@ -47,8 +60,24 @@ class TorchDummyWeights(TorchWeights):
         drawn: torch.Tensor = (self._pool * std).to(self.dtype).repeat(repeats)[start : start + size].clone().view(shape)
         return drawn
 
+    def matrix(self, layer: str, outs: int, ins: int) -> torch.Tensor:
+        """Returns the random weight of a linear layer."""
+        return self.take(f"{layer}.weight", outs, ins)
 
-def open_torch_weights(config: EngineConfig, directory: Path, dtype: torch.dtype, device: torch.device, norm: float = 1.0) -> TorchWeights:
+
+def _as_tensor(array: Array) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
+
+
+def open_torch_weights(
+    config: EngineConfig,
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    norm: float = 1.0,
+    scheme: QuantizationScheme | None = None,
+) -> TorchWeights:
     """Opens the weights that the settings select (see `open_weights`)."""
-    weights = open_weights(config, directory, norm)
+    weights = open_weights(config, directory, norm, scheme)
     return TorchDummyWeights(weights, dtype, device) if isinstance(weights, DummyWeights) else TorchWeights(weights, dtype, device)

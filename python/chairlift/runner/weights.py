@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from chairlift import _core
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.gguf import GGUFTensors
-from chairlift.checkpoint.safetensors_file import DTYPES, Array, SafetensorsFile, as_float32
+from chairlift.checkpoint.safetensors_file import DTYPES, PACKED_DTYPES, Array, SafetensorsFile, as_float32
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig
+from chairlift.models.quantization import QuantizationScheme
 from chairlift.runner.memory.decision import gib
+from chairlift.runner.quantised_matrix import TENSORS, QuantisedMatrix, multiply_out, read_quantised
 
 log = logging.getLogger("chairlift")
 
@@ -38,6 +40,9 @@ class Weights(Protocol):
     def take(self, name: str, *shape: int) -> Array:
         """Returns a tensor. Raises UnsupportedModel if it is missing or has another shape."""
 
+    def matrix(self, layer: str, outs: int, ins: int) -> Array | QuantisedMatrix:
+        """Returns the weight [outs, ins] of a linear layer, quantised as in the checkpoint. Raises UnsupportedModel as `take` does."""
+
     def scales(self, name: str, heads: int) -> Array | None:
         """Returns the scales of that name, fp32 [heads]; None if the checkpoint has none. A single scale applies to all heads.
 
@@ -54,9 +59,9 @@ class Weights(Protocol):
 class SafetensorWeights:
     """The tensors of a directory's *.safetensors files. Tensors that are not used are not read."""
 
-    def __init__(self, directory: Path) -> None:
-        """Opens model.safetensors, or the files that model.safetensors.index.json names."""
-        self.directory = directory
+    def __init__(self, directory: Path, scheme: QuantizationScheme | None = None) -> None:
+        """Opens model.safetensors, or the files that model.safetensors.index.json names. `scheme` is that of quantised layers."""
+        self.directory, self._scheme = directory, scheme
         self._files = {name: file for file in map(SafetensorsFile, _files(directory)) for name in file.tensors}
         self._kernel_files: dict[Path, _core.TensorFile] = {}
         self._unused = set(self._files)
@@ -73,6 +78,24 @@ class SafetensorWeights:
         self._unused.discard(name)
         return _as_array(file, name)
 
+    def matrix(self, layer: str, outs: int, ins: int) -> Array | QuantisedMatrix:
+        """Returns the weight of a linear layer. A layer without tensors of the scheme is not quantised."""
+        layer = self._stored(f"{layer}.weight").removesuffix(".weight")
+
+        def has(kind: str) -> bool:
+            return f"{layer}.{kind}" in self._files
+
+        if self._scheme is None or not any(map(has, ("weight_scale", "weight_scale_inv", "qweight"))):
+            return self.take(f"{layer}.weight", outs, ins)
+
+        def read(kind: str, *shapes: tuple[int, ...]) -> Array:
+            name = f"{layer}.{kind}"
+            return _as_array(self._check(name, *shapes, dtypes=DTYPES | PACKED_DTYPES), name)
+
+        found = read_quantised(self._scheme, read, has, outs, ins)
+        self._unused -= {f"{layer}.{kind}" for kind in TENSORS}
+        return found
+
     def scales(self, name: str, heads: int) -> Array | None:
         """Returns the scales of that name, fp32 [heads]."""
         name = self._stored(name)
@@ -86,7 +109,11 @@ class SafetensorWeights:
         return np.broadcast_to(scales, heads).copy()
 
     def part(self, name: str, rows: int, ins: int) -> Part:
-        """Returns a matrix [rows, ins] in the checkpoint's dtype. The kernels read it from the file."""
+        """Returns a matrix [rows, ins] in the checkpoint's dtype, for the kernels to read from the file; a quantised one in fp32."""
+        if self._scheme is not None:
+            found = self.matrix(name.removesuffix(".weight"), rows, ins)
+            if isinstance(found, QuantisedMatrix):
+                return in_memory(multiply_out(found))
         name = self._stored(name)
         file = self._check(name, (rows, ins))
         self._unused.discard(name)
@@ -98,26 +125,31 @@ class SafetensorWeights:
     def finish(self, model: ModelConfig) -> None:
         """Raises UnsupportedModel if a tensor was not used, except a tied head and the tensors of NEEDLESS."""
         ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
-        extra = sorted(name for name in self._unused - ignored if not name.endswith(NEEDLESS))
+        extra = sorted(name for name in self._unused - ignored if not name.endswith(NEEDLESS) and not self._is_empty_bias(name))
         if extra:
             more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
             raise UnsupportedModel(f"{self.directory} has tensors that its config.json does not account for: {', '.join(extra[:3])}{more}")
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> SafetensorsFile:
-        """Returns the file of a tensor. Raises UnsupportedModel if the tensor is missing, or has another shape or an unknown dtype."""
+    def _is_empty_bias(self, name: str) -> bool:
+        """Whether a tensor is the bias of zeros that AutoGPTQ writes for layers without a bias."""
+        return self._scheme is not None and name.endswith(".bias") and not _as_array(self._files[name], name).any()
+
+    def _check(self, name: str, *shapes: tuple[int, ...], dtypes: dict[str, tuple[str, int]] = DTYPES) -> SafetensorsFile:
+        """Returns the file of a tensor. Raises UnsupportedModel if it is missing, or has none of these shapes or dtypes."""
         if name not in self._files:
             raise UnsupportedModel(f"{self.directory} has no tensor {name}: its weights do not belong to its config.json")
         entry = self._files[name].tensors[name]
-        if entry.shape != shape:
-            raise UnsupportedModel(f"tensor {name} is {list(entry.shape)} where config.json asks for {list(shape)}")
-        if entry.dtype not in DTYPES:
+        if entry.shape not in shapes:
+            asked = " or ".join(str(list(shape)) for shape in shapes)
+            raise UnsupportedModel(f"tensor {name} is {list(entry.shape)} where config.json asks for {asked}")
+        if entry.dtype not in dtypes:
             raise UnsupportedModel(f"tensor {name} is {entry.dtype} (supported: {', '.join(name for name, _ in DTYPES.values())})")
         return self._files[name]
 
 
 def _as_array(file: SafetensorsFile, name: str) -> Array:
     entry = file.tensors[name]
-    dtype = DTYPES[entry.dtype][0].replace("bfloat16", "uint16")
+    dtype = (DTYPES | PACKED_DTYPES)[entry.dtype][0].replace("bfloat16", "uint16")
     array: Array = file.data(name).view(dtype).reshape(entry.shape)
     return array
 
@@ -127,16 +159,18 @@ def in_memory(array: Array) -> Part:
     return "float32", len(array), np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
 
 
-def open_weights(config: EngineConfig, directory: Path, norm: float = 1.0) -> SafetensorWeights | GGUFWeights | DummyWeights:
+def open_weights(
+    config: EngineConfig, directory: Path, norm: float = 1.0, scheme: QuantizationScheme | None = None
+) -> SafetensorWeights | GGUFWeights | DummyWeights:
     """Opens the weights that the settings select: the directory's, or random ones.
 
-    `norm` is the value of a neutral norm weight in a checkpoint of this model.
+    `norm` is the value of a neutral norm weight in a checkpoint of this model, `scheme` that of its quantised layers.
     """
     if config.load_format == "dummy":
         return DummyWeights(config.seed, norm)
     if (directory / LINK).is_symlink():
         return GGUFWeights(directory / LINK)
-    return SafetensorWeights(directory)
+    return SafetensorWeights(directory, scheme)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -176,6 +210,10 @@ class GGUFWeights:
         """Returns a tensor, dequantised to fp32."""
         self._check(name, shape)
         return self.tensors.values(name)
+
+    def matrix(self, layer: str, outs: int, ins: int) -> Array:
+        """Returns the weight of a linear layer, dequantised to fp32."""
+        return self.take(f"{layer}.weight", outs, ins)
 
     def scales(self, name: str, heads: int) -> None:
         """Returns None: GGUF files have no scales."""
@@ -252,6 +290,10 @@ class DummyWeights:
         size = math.prod(shape)
         start, std = self.draw(name, size, shape[-1])
         return (np.resize(np.roll(self.pool, -start), size) * np.float32(std)).reshape(shape)
+
+    def matrix(self, layer: str, outs: int, ins: int) -> Array:
+        """Returns the random weight of a linear layer."""
+        return self.take(f"{layer}.weight", outs, ins)
 
     def scales(self, name: str, heads: int) -> None:
         """Returns None: random weights have no scales."""

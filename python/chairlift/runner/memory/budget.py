@@ -50,16 +50,18 @@ class DeviceBudget:
     def check(self, config: EngineConfig, model: ModelShape, precision: Precision) -> None:
         """Raises OutOfMemory with remedies if the weights of the whole `model` will not fit.
 
-        Quantised checkpoints are not checked, except fp8, which is dequantised.
+        Quantised checkpoints in transformers are not checked, except fp8, which is dequantised.
         """
         processes = config.tensor_parallel_size
         part = model if processes == 1 else part_of(model, processes)
         dtype = precision.quantization
         if dtype == "none" or (dtype in EIGHT_BITS and not isinstance(model, ModelConfig)):
             dtype = precision.compute
-        if dtype not in BYTES or self._fits(part, dtype, precision.compute):
+        scheme = model.scheme if isinstance(model, ModelConfig) else None
+        known = dtype in BYTES or (scheme and dtype == scheme.name)
+        if not known or self._fits(part, dtype, precision.compute):
             return
-        dtypes = dict.fromkeys((dtype, *SMALLER)) if isinstance(model, ModelConfig) else (dtype,)
+        dtypes = dict.fromkeys((dtype, *SMALLER)) if isinstance(model, ModelConfig) and dtype in BYTES else (dtype,)
         needs = ", ".join(f"{gib(torch_weight_bytes(part, name, precision.compute))} in {name}" for name in dtypes)
         remedies = [flag for name, flag in SMALLER.items() if name in dtypes and self._fits(part, name, precision.compute)]
         remedies += [
@@ -126,7 +128,7 @@ def graph_bytes(model: ModelShape, precision: Precision, seqs: int, longest: int
     # Layers of equal shape share the memory of split results, which `paged_combine` merges.
     parts = sum(model.num_heads * (dim + 1) for dim in {spec.value_dim for spec in model.kv_specs}) * splits * 4
     whole = 0
-    if precision.quantization == "int8" and isinstance(model, ModelConfig):
+    if isinstance(model, ModelConfig) and (precision.quantization == "int8" or model.scheme):
         whole = max(outs * ins for outs, ins in model.layer_matrices) * BYTES[precision.compute]  # see `Linear`
     largest = graph_sizes[-1]
     return len(graph_sizes) * GRAPH_BYTES + step_bytes(model, largest, largest) + largest * parts + whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from chairlift.config import EngineConfig
@@ -87,8 +88,11 @@ def weight_bytes(model: ModelShape, dtype: str) -> int:
 def torch_weight_bytes(model: ModelShape, dtype: str, compute: str = "bfloat16") -> int:
     """Bytes of all weights in torch with a dtype of BYTES. int8 and fp8 apply to the layers' matrices; other weights have dtype `compute`.
 
-    A transformers model is not quantised here. A quantised checkpoint counts with its dequantised size.
+    A transformers model is not quantised here. `dtype` may also be the name of the model's quantization scheme, if it is our own.
     """
+    if isinstance(model, ModelConfig) and model.scheme and dtype == model.scheme.name:
+        packed = sum(model.scheme.weight_bytes(*sizes) - math.prod(sizes) * BYTES[compute] for sizes in model.layer_matrices)
+        return model.num_weights * BYTES[compute] + model.num_layers * packed
     if dtype not in EIGHT_BITS or not isinstance(model, ModelConfig):
         return model.num_weights * BYTES[compute if dtype in EIGHT_BITS else dtype]
     numbers = model.num_layers * sum(outs * ins for outs, ins in model.layer_matrices)
@@ -106,7 +110,9 @@ def _weights(config: EngineConfig, model: ModelShape, blocks: tuple[int, int], a
             f"; float32 where it has other types, {gib(rest)} of it" if rest else ""
         )
     if model.dtype in ("bfloat16", "float16"):
-        return model.dtype, "as in the checkpoint, computed with in float32"
+        packed = model.quantization if config.load_format != "dummy" else None
+        origin = f"the checkpoint's {packed} multiplied out" if packed else "as in the checkpoint"
+        return model.dtype, f"{origin}, computed with in float32"
     size = weight_bytes(model, "float32")
     if size + ROOM <= available:
         return "float32", "as in the checkpoint; float16 takes half the memory and traffic (--dtype)"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from chairlift.errors import InvalidSetting
+from chairlift.layers.linear import Quantised, Weight
 from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import WeightSource
@@ -27,7 +28,12 @@ def part_of(model: ModelShape, size: int) -> ModelConfig:
     for name, words in split.items():
         if getattr(model, name) % size:
             raise InvalidSetting(f"{flag}: the model has {getattr(model, name)} {words}, which cannot be split into {size} equal parts")
-    return replace(model, **{name: getattr(model, name) // size for name in split})
+    part = replace(model, **{name: getattr(model, name) // size for name in split})
+    group = model.scheme.group or 2 if model.scheme else 1
+    for columns in (part.num_heads * part.head_dim, part.intermediate_size):
+        if columns % group:
+            raise InvalidSetting(f"{flag}: the checkpoint has a scale for {group} columns each, which do not divide a part's {columns}")
+    return part
 
 
 class Shards:
@@ -37,24 +43,43 @@ class Shards:
         self._whole, self._group = whole, group
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """This process's part of a tensor. `shape` is the part's shape, but for the head it is the whole tensor's."""
-        layer, _, kind = name.rpartition(".")
+        """This process's part of a tensor other than a layer's weight. `shape` is the part's shape, but the whole one's for the head."""
+        layer = name.rpartition(".")[0]
         if layer == "lm_head":
             return self._group.part(self._whole.take(name, *shape)).clone()
         if layer.endswith(_ROWS):
-            return self._part(name, 0, shape)
-        if layer.endswith(_COLUMNS) and kind == "weight":
-            return self._part(name, 1, shape)
+            whole = self._whole.take(name, shape[0] * self._group.size)
+            return _copied(whole, 0, self._group.rank * shape[0], shape[0])
         whole = self._whole.take(name, *shape)
         # The bias of a summed projection is added by one process only.
         return whole if self._group.rank == 0 or not layer.endswith(_COLUMNS) else torch.zeros_like(whole)
+
+    def matrix(self, layer: str, outs: int, ins: int) -> Weight:
+        """This process's part of the weight of a layer."""
+        rank, size = self._group.rank, self._group.size
+        if not layer.endswith(_COLUMNS):
+            return _narrowed(self._whole.matrix(layer, outs * size, ins), 0, rank * outs, outs)
+        return _narrowed(self._whole.matrix(layer, outs, ins * size), 1, rank * ins, ins)
 
     def scales(self, name: str, heads: int) -> torch.Tensor | None:
         """The scales of this process's KV heads."""
         whole = self._whole.scales(name, heads * self._group.size)
         return None if whole is None else whole[self._group.rank * heads :][:heads].clone()
 
-    def _part(self, name: str, axis: int, shape: tuple[int, ...]) -> torch.Tensor:
-        size = shape[axis]
-        whole = self._whole.take(name, *shape[:axis], size * self._group.size, *shape[axis + 1 :])
-        return whole.narrow(axis, self._group.rank * size, size).clone(memory_format=torch.contiguous_format)
+
+def _narrowed(whole: Weight, axis: int, start: int, count: int) -> Weight:
+    """A copy of some rows (axis 0) or columns of a weight. No group of columns is split."""
+    if isinstance(whole, torch.Tensor):
+        return _copied(whole, axis, start, count)
+    numbers, scale, zero, group = whole
+    # Numbers and scales in so many columns of the matrix.
+    each, columns = (1, 1) if axis == 0 else (1 if zero is None else 2, group)
+    if axis == 1 and not group:
+        return Quantised(_copied(numbers, 1, start // each, count // each), scale, zero, group)
+    scale = _copied(scale, axis, start // columns, count // columns)
+    zero = None if zero is None else _copied(zero, axis, start // columns, count // columns)
+    return Quantised(_copied(numbers, axis, start // each, count // each), scale, zero, group)
+
+
+def _copied(whole: torch.Tensor, axis: int, start: int, count: int) -> torch.Tensor:
+    return whole.narrow(axis, start, count).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,126 @@
+"""Parses how a checkpoint's layers are quantised: `quantization_config` of its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+SUPPORTED = (
+    "compressed-tensors of floats of 8 bits or integers of 4, fp8 with scales of blocks or of whole matrices, GPTQ and AWQ of 4 bits, "
+    "and GGUF files"
+)
+MIN_GROUP = 16
+"""Fewest columns of a scale: the inner side of a GPU's products."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationScheme:
+    """A layer's weights are e4m3 numbers (8 bits) or integers of 4 bits.
+
+    `method` is compressed-tensors, fp8, gptq or awq. A scale is of `group` columns, or of a whole row if `group` is 0, and of
+    `block_rows` rows. Stored zeros are `zero_offset` less than they mean. Which layers are quantised is seen in their tensors.
+    """
+
+    method: str
+    bits: int
+    group: int = 0
+    block_rows: int = 1
+    zero_offset: int = 0
+
+    @property
+    def name(self) -> str:
+        """The scheme in words."""
+        return f"{self.method} {'e4m3' if self.bits == 8 else 'int4'}"
+
+    def weight_bytes(self, outs: int, ins: int) -> int:
+        """Bytes of a weight in torch, with scales of four bytes for e4m3 and of two for integers, which also have zeros."""
+        groups = -(-ins // self.group) if self.group else 1
+        return outs * (ins * self.bits // 8 + groups * (4 if self.bits == 8 else 3))
+
+
+class UnsupportedScheme(Exception):
+    """There is no native code for a checkpoint's quantization."""
+
+
+def parse_quantization(found: Any) -> QuantizationScheme | None:
+    """Parses a `quantization_config`; returns None if it quantises no weights. Raises UnsupportedScheme."""
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method == "compressed-tensors" and not found.get("config_groups") and found.get("kv_cache_scheme"):
+        return None
+    try:
+        scheme = METHODS[str(method)](found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f" ({error})" if type(error) is ValueError else ""
+        raise UnsupportedScheme(f"a checkpoint quantised with {method}{why} has no code of ours (there is for {SUPPORTED})") from None
+    if scheme.group and (scheme.group < MIN_GROUP or scheme.group & (scheme.group - 1)):
+        raise UnsupportedScheme(f"quantised groups of {scheme.group} have no code of ours (there is for powers of two from {MIN_GROUP})")
+    return scheme
+
+
+def _compressed_tensors(found: dict[str, Any]) -> QuantizationScheme:
+    """Documented in https://github.com/neuralmagic/compressed-tensors."""
+    if (found.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise ValueError("sparse")
+    schemes = {_group(group, group.get("format") or found["format"]) for group in found["config_groups"].values()}
+    if len(schemes) > 1:
+        raise ValueError("in several ways")
+    return schemes.pop()
+
+
+def _group(group: dict[str, Any], layout: str) -> QuantizationScheme:
+    weights = group["weights"]
+    kind, strategy = f"{weights['type']}{weights['num_bits']}", weights["strategy"]
+    if kind == "float8" and layout in ("float-quantized", "naive-quantized") and strategy in ("tensor", "channel", "block"):
+        rows, columns = weights["block_structure"] if strategy == "block" else (1, 0)
+        return QuantizationScheme("compressed-tensors", 8, _size(columns), _size(rows))
+    if kind == "int4" and layout == "pack-quantized" and strategy in ("group", "channel"):
+        if weights.get("actorder") not in (None, False, "weight", "static"):
+            raise ValueError(f"actorder {weights['actorder']}")
+        return QuantizationScheme("compressed-tensors", 4, _size(weights["group_size"]) if strategy == "group" else 0)
+    raise ValueError(f"{kind}, {layout}, {strategy}")
+
+
+def _fp8(found: dict[str, Any]) -> QuantizationScheme:
+    """DeepSeek's and Qwen's fp8, with scales of blocks, or with one for each matrix."""
+    if found.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise ValueError(found["fmt"])
+    rows, columns = found.get("weight_block_size") or (1, 0)
+    return QuantizationScheme("fp8", 8, _size(columns), _size(rows))
+
+
+def _gptq(found: dict[str, Any]) -> QuantizationScheme:
+    """Documented by AutoGPTQ and GPTQModel."""
+    layout = found.get("checkpoint_format") or "gptq"
+    if found["bits"] != 4 or layout not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
+        raise ValueError(f"{found['bits']} bits, {layout}")
+    if found.get("dynamic") or found.get("lm_head"):
+        raise ValueError("other bits in some layers, or a quantised head")
+    # The first version stores zeros less 1.
+    return QuantizationScheme("gptq", 4, _size(found["group_size"]), zero_offset=int(layout == "gptq"))
+
+
+def _awq(found: dict[str, Any]) -> QuantizationScheme:
+    """Documented by AutoAWQ."""
+    bits, version = found.get("bits", found.get("w_bit")), str(found.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm" or not found.get("zero_point", True):
+        raise ValueError(f"{bits} bits, {version}, zero_point {found.get('zero_point', True)}")
+    return QuantizationScheme("awq", 4, _size(found.get("group_size", found.get("q_group_size"))))
+
+
+def _size(size: Any) -> int:
+    """The columns of a group, or the rows of a block. -1 and 0 mean all."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < -1:
+        raise ValueError(f"a size of {size!r}")
+    return max(size, 0)
+
+
+METHODS: dict[str, Callable[[dict[str, Any]], QuantizationScheme]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+}
+"""Parsers by `quant_method`."""

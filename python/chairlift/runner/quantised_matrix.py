@@ -1,0 +1,138 @@
+"""Reads quantised matrices of safetensors checkpoints into one layout. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chairlift.checkpoint.safetensors_file import Array, as_float32
+from chairlift.errors import UnsupportedModel
+from chairlift.models.quantization import QuantizationScheme
+
+Bytes = NDArray[np.uint8]
+Read = Callable[..., Array]
+"""read(kind, *shapes): a layer's tensor of that name, which has one of these shapes. Raises UnsupportedModel."""
+TENSORS = (
+    *("weight", "weight_scale", "weight_scale_inv", "input_scale"),
+    *("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    *("qweight", "qzeros", "scales", "g_idx"),
+)
+"""A quantised layer's tensors. Scales of activations are not used, nor are groups that the columns' order tells."""
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""AWQ's column in each place of a word."""
+
+
+class QuantisedMatrix(NamedTuple):
+    """A matrix (numbers - zero) * scale, as `layers.linear.Quantised` has it; numbers without zeros are e4m3.
+
+    `numbers` is [rows, columns], or [rows, columns / 2] with zeros; `scale` is [rows, groups] in the checkpoint's dtype.
+    """
+
+    numbers: Bytes
+    scale: Array
+    zero: Bytes | None
+    group: int
+
+
+def read_quantised(scheme: QuantizationScheme, read: Read, has: Callable[[str], bool], outs: int, ins: int) -> QuantisedMatrix:
+    """Reads a layer's matrix [outs, ins]. Raises UnsupportedModel if a tensor does not belong to the scheme."""
+    if scheme.bits == 8:
+        return _e4m3(scheme, read, has, outs, ins)
+    groups = -(-ins // scheme.group) if scheme.group else 1
+    if ins % 8 or outs % 8:
+        raise UnsupportedModel(f"a matrix of {outs} rows and {ins} columns cannot be of 4 bits: both must be multiples of 8")
+    if scheme.method == "compressed-tensors":
+        numbers = _bytes(read("weight_packed", (outs, ins // 8)))
+        zero = _integers(read("weight_zero_point", (outs // 8, groups)).T).T if has("weight_zero_point") else None
+        scale = read("weight_scale", (outs, groups))
+        zero = np.full(scale.shape, 8, np.uint8) if zero is None else np.ascontiguousarray(zero)
+        return QuantisedMatrix(numbers, scale, zero, scheme.group)
+    scale, zeros = read("scales", (groups, outs)), _integers(read("qzeros", (groups, outs // 8)))
+    if scheme.method == "awq":
+        numbers = _awq_pairs(read("qweight", (ins, outs // 8)))
+        zero = _awq_columns(zeros).T
+    else:
+        if has("g_idx"):
+            _check_order(read("g_idx", (ins,)), scheme.group)
+        numbers = _bytes(read("qweight", (ins // 8, outs)).T)
+        # A zero of 0 is stored as 15.
+        zero = zeros.T + np.uint8(scheme.zero_offset) & np.uint8(15)
+    return QuantisedMatrix(numbers, np.ascontiguousarray(scale.T), np.ascontiguousarray(zero), scheme.group)
+
+
+def multiply_out(matrix: QuantisedMatrix) -> NDArray[np.float32]:
+    """The matrix in fp32."""
+    numbers, scale, zero, group = matrix
+    columns = numbers.shape[1] * (1 if zero is None else 2)
+
+    def per_column(x: NDArray[Any]) -> NDArray[Any]:
+        return np.repeat(x, group, 1)[:, :columns] if group else x
+
+    if zero is None:
+        whole = E4M3[numbers]
+    else:
+        whole = np.stack((numbers & 15, numbers >> 4), 2).reshape(-1, columns).astype(np.float32)
+        whole -= per_column(zero)
+    whole *= per_column(as_float32(scale))
+    return whole
+
+
+def _e4m3(scheme: QuantizationScheme, read: Read, has: Callable[[str], bool], outs: int, ins: int) -> QuantisedMatrix:
+    blocks = (-(-outs // scheme.block_rows), -(-ins // scheme.group) if scheme.group else 1)
+    # DeepSeek's name for it; it is no inverse.
+    name = "weight_scale_inv" if has("weight_scale_inv") else "weight_scale"
+    scale = read(name, blocks) if scheme.group else read(name, (), (1,), (1, 1), (outs,), (outs, 1))
+    rows = np.repeat(scale, scheme.block_rows, 0)[:outs] if scheme.group else np.repeat(scale.reshape(-1, 1), outs // scale.size, 0)
+    return QuantisedMatrix(read("weight", (outs, ins)), rows, None, scheme.group)
+
+
+def _bytes(words: Array) -> Bytes:
+    """The bytes of 32-bit words, which each have 8 numbers of a row, the first in the lowest bits."""
+    return np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+
+
+def _integers(words: Array) -> Bytes:
+    """The 4-bit integers of a matrix of words, in the order of their bits."""
+    pairs = _bytes(words)
+    return np.stack((pairs & 15, pairs >> 4), 2).reshape(len(pairs), -1)
+
+
+def _awq_columns(integers: Bytes) -> Bytes:
+    """Undoes AWQ's order of columns."""
+    ordered = np.empty_like(integers)
+    for place, column in enumerate(AWQ_ORDER):
+        ordered[:, column::8] = integers[:, place::8]
+    return ordered
+
+
+def _awq_pairs(words: Array) -> Bytes:
+    """Pairs of a row's neighbours [outs, ins / 2] from AWQ's words [ins, outs / 8], which have eight rows each."""
+    first, second = (_bytes(words[start::2]) for start in (0, 1))
+    # The two integers of a byte are of different rows.
+    rows = (first & 15) | (second << 4), (first >> 4) | (second & 240)
+    pairs = np.empty((8 * words.shape[1], len(words) // 2), np.uint8)
+    for place, row in enumerate(AWQ_ORDER):
+        pairs[row::8] = rows[place % 2][:, place // 2 :: 4].T
+    return pairs
+
+
+def _check_order(indices: Array, group: int) -> None:
+    """Raises UnsupportedModel if GPTQ's groups are not of neighbouring columns."""
+    columns = np.arange(len(indices))
+    if not np.array_equal(indices, columns // group if group else 0 * columns):
+        raise UnsupportedModel("the groups of this GPTQ checkpoint are not of neighbouring columns: use one made with desc_act false")
+
+
+def _e4m3_table() -> NDArray[np.float32]:
+    """The number of each byte, after the FP8 formats of Micikevicius et al. (2022)."""
+    bits = np.arange(256)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    size[bits & 127 == 127] = np.nan
+    return np.where(bits < 128, size, -size).astype(np.float32)
+
+
+E4M3 = _e4m3_table()

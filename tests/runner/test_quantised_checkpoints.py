@@ -1,0 +1,235 @@
+"""Checkpoints of 4 and 8 bits, kept packed in torch and multiplied out in Rust: they are the models that they stand for."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from quantised_checkpoints import FORMATS, GROUP, quantise_checkpoint
+from safetensors.torch import load_file, save_file
+
+from chairlift import LLM, SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting, OutOfMemory, UnsupportedModel
+from chairlift.layers.linear import Quantised, dequantise
+from chairlift.layers.tensor_parallel import TensorParallelGroup
+from chairlift.models.config import ModelConfig, load_shape
+from chairlift.runner.memory.budget import DeviceBudget
+from chairlift.runner.memory.device_memory import Memory
+from chairlift.runner.memory.precision import Precision
+from chairlift.runner.quantised_matrix import multiply_out
+from chairlift.runner.tensor_parallel.shards import Shards, part_of
+from chairlift.runner.torch_executor import TorchExecutor
+from chairlift.runner.torch_weights import TorchWeights
+from chairlift.runner.weights import SafetensorWeights
+
+pytestmark = pytest.mark.slow
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+SIZES = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 40, "block_size": 8, "max_num_seqs": 4}
+PROMPTS = [[5], list(range(10, 40)), [7, 9, 7, 9, 7, 9]]
+DOWN = "model.layers.1.mlp.down_proj"
+SHAPE = (48, 80)
+"""Outputs and inputs of DOWN."""
+
+
+@pytest.fixture
+def make(tmp_path: Path, byte_model: Path):
+    """Writes a checkpoint in a format; returns its directory, and that of the model that it stands for."""
+
+    def write(form: str, family: str = "llama", dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
+        plain, packed = tmp_path / "plain", tmp_path / "packed"
+        plain.mkdir()
+        tiny_models.write(family, plain, dtype)
+        quantise_checkpoint(plain, packed, form)
+        for directory in (plain, packed):
+            shutil.copy(byte_model / "tokenizer.json", directory)
+        return packed, plain
+
+    return write
+
+
+def matrices(directory: Path) -> SafetensorWeights:
+    return SafetensorWeights(directory, ModelConfig.load(directory).scheme)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_matrix_is_that_of_the_format(form, make):
+    packed, plain = make(form)
+    expected = load_file(plain / "model.safetensors")[f"{DOWN}.weight"]
+    found = matrices(packed).matrix(DOWN, *SHAPE)
+    assert torch.equal(torch.from_numpy(multiply_out(found)), expected)
+    kept = TorchWeights(matrices(packed), torch.float32, torch.device("cpu")).matrix(DOWN, *SHAPE)
+    assert torch.equal(dequantise(kept, torch.float32), expected)
+    # It stays packed: with its scales and zeros it takes less than half of what it would in 16 bits, plus what small groups add.
+    scales = kept.scale.nbytes + (0 if kept.zero is None else kept.zero.nbytes)
+    assert kept.numbers.nbytes == expected.numel() // (1 if kept.zero is None else 2)
+    assert scales <= expected.numel() // GROUP * 4
+
+
+@pytest.mark.parametrize("form", ["packed", "packed, with zeros", "packed by row", "floats", "floats by row", "floats in blocks"])
+def test_compressed_tensors_reads_the_same(form, make):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    packed, _ = make(form)
+    config = FORMATS[form].config
+    tensors = load_file(packed / "model.safetensors")
+    layer = {name.removeprefix(f"{DOWN}."): tensor for name, tensor in tensors.items() if name.startswith(f"{DOWN}.")}
+    layer.pop("input_scale", None)
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    whole = BaseCompressor.get_value_from_registry(config["format"]).decompress(layer, scheme)["weight"]
+    found = torch.from_numpy(multiply_out(matrices(packed).matrix(DOWN, *SHAPE)))
+    # It multiplies in the dtype of the scales.
+    assert (found - whole.float()).norm() <= 2**-8 * found.norm()
+
+
+@pytest.mark.parametrize("form", ["gptq", "packed, with zeros", "floats by row", "fp8 in blocks"])
+def test_both_back_ends_answer_as_the_model_that_a_checkpoint_stands_for(form, make):
+    packed, plain = make(form, "llama-biased" if form.startswith("fp8") else "qwen3")
+    [expected, rust, torch_] = [
+        LLM(str(directory), runner=runner, dtype="float32", **SIZES)
+        for directory, runner in ((plain, "rust"), (packed, "rust"), (packed, "torch"))
+    ]
+    answers = [output.token_ids for output in expected.generate(PROMPTS, GREEDY)]
+    for llm in (rust, torch_):
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == answers
+    assert ["weights", f"{ModelConfig.load(packed).scheme.name}, in float32", "as in the checkpoint"] in torch_.facts["decisions"]
+
+
+def test_rust_says_that_it_multiplies_out(make):
+    packed, _ = make("awq", dtype=torch.bfloat16)
+    decisions = LLM(str(packed), **SIZES).facts["decisions"]
+    [[_, value, reason]] = [row for row in decisions if row[0] == "weights"]
+    assert value == "bfloat16"
+    assert "the checkpoint's awq int4 multiplied out" in reason
+
+
+@pytest.mark.parametrize("form", ["packed, with zeros", "fp8 in blocks", "floats by row", "floats"])
+def test_processes_have_parts_of_a_matrix(form, tmp_path, monkeypatch):
+    for name, size in {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}.items():
+        monkeypatch.setitem(tiny_models.SHAPE, name, size)
+    (tmp_path / "plain").mkdir()
+    tiny_models.write("llama", tmp_path / "plain")
+    quantise_checkpoint(tmp_path / "plain", tmp_path / "packed", form)
+    whole = TorchWeights(matrices(tmp_path / "packed"), torch.float32, torch.device("cpu"))
+    parts = [Shards(whole, TensorParallelGroup(rank, 2)) for rank in range(2)]
+    for layer, outs, ins, axis in ((DOWN, 64, 128, 1), (DOWN.replace("down", "up"), 128, 64, 0)):
+        sizes = (outs, ins // 2) if axis else (outs // 2, ins)
+        found = [part.matrix(layer, *sizes) for part in parts]
+        assert torch.equal(
+            torch.cat([dequantise(part, torch.float32) for part in found], axis), dequantise(whole.matrix(layer, outs, ins), torch.float32)
+        )
+        assert all(2 * part.numbers.nbytes == whole.matrix(layer, outs, ins).numbers.nbytes for part in found)
+
+
+def test_two_processes_answer_as_one_does(tmp_path, byte_model, monkeypatch):
+    for name, size in {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}.items():
+        monkeypatch.setitem(tiny_models.SHAPE, name, size)
+    (tmp_path / "plain").mkdir()
+    tiny_models.write("llama", tmp_path / "plain")
+    quantise_checkpoint(tmp_path / "plain", tmp_path / "packed", "gptq")
+    for name in ("plain", "packed"):
+        shutil.copy(byte_model / "tokenizer.json", tmp_path / name)
+    one = LLM(str(tmp_path / "plain"), **SIZES)
+    two = LLM(str(tmp_path / "packed"), tensor_parallel_size=2, dtype="float32", **SIZES)
+    expected = [output.token_ids for output in one.generate(PROMPTS, GREEDY)]
+    assert [output.token_ids for output in two.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_groups_are_not_split_among_processes(make):
+    packed, _ = make("gptq")
+    message = "--tensor-parallel-size 2: the checkpoint has a scale for 16 columns each, which do not divide a part's 24"
+    with pytest.raises(InvalidSetting, match=message):
+        part_of(load_shape(packed), 2)
+
+
+def test_a_layer_may_be_left_whole(make):
+    packed, _ = make("awq")
+    tensors = load_file(packed / "model.safetensors")
+    weight = torch.randn(SHAPE)
+    for kind in ("qweight", "qzeros", "scales"):
+        del tensors[f"{DOWN}.{kind}"]
+    save_file(tensors | {f"{DOWN}.weight": weight}, packed / "model.safetensors")
+    weights = matrices(packed)
+    assert np.array_equal(weights.matrix(DOWN, *SHAPE), weight.numpy())
+    # But what is multiplied at once is quantised alike.
+    for kind in ("qweight", "qzeros", "scales"):
+        del tensors[f"{DOWN.replace('down', 'up')}.{kind}"]
+    tensors |= {f"{DOWN}.weight": weight, f"{DOWN.replace('down', 'up')}.weight": weight.T.contiguous()}
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"layers.1.mlp.gate_proj, .*up_proj: matrices of the same input are quantised in different"):
+        LLM(str(packed), runner="torch", **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [
+        ("gptq", {"g_idx": torch.arange(80, dtype=torch.int32).flip(0) // 16}, "not of neighbouring columns: use one made with desc_act"),
+        ("gptq", {"qzeros": torch.zeros(5, 5, dtype=torch.int32)}, r"qzeros is \[5, 5\] where config.json asks for \[5, 6\]"),
+        ("gptq", {"bias": torch.ones(48)}, "tensors that its config.json does not account for: model.layers.1.mlp.down_proj.bias"),
+        ("fp8 in blocks", {"weight_scale_inv": torch.ones(3, 5)}, r"weight_scale_inv is \[3, 5\] where config.json asks for \[3, 3\]"),
+        ("fp8 in blocks", {"weight_scale_inv": torch.ones(3, 3).to(torch.float8_e8m0fnu)}, "weight_scale_inv is F8_E8M0"),
+    ],
+)
+def test_tensors_that_do_not_belong_to_the_config_are_refused(form, changes, message, make):
+    packed, _ = make(form)
+    tensors = load_file(packed / "model.safetensors") | {f"{DOWN}.{kind}": tensor for kind, tensor in changes.items()}
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=message):
+        LLM(str(packed), **SIZES)
+
+
+@pytest.mark.parametrize("form", ["gptq", "fp8 in blocks", "packed by row"])
+def test_memory_is_counted_as_it_is_kept(form, make):
+    packed, _ = make(form)
+    model = ModelConfig.load(packed)
+    matrix = matrices(packed).matrix(DOWN, *SHAPE)
+    assert model.scheme.weight_bytes(*SHAPE) == matrix.numbers.nbytes + matrix.scale.nbytes + (
+        0 if matrix.zero is None else matrix.zero.nbytes
+    )
+
+
+def test_quantised_weights_that_cannot_fit_are_refused(make):
+    packed, _ = make("gptq", dtype=torch.bfloat16)
+
+    class Full:
+        def read(self):
+            return Memory(total=1 << 16, free=1 << 16, ours=0, tensors=0, peak=0)
+
+    budget = DeviceBudget(Full(), 0.5)
+    with pytest.raises(OutOfMemory, match=r"the weights take .* in gptq int4, and there are .* use a smaller model"):
+        budget.check(EngineConfig(device="cuda"), ModelConfig.load(packed), Precision("bfloat16", "gptq int4", "bfloat16", "bfloat16"))
+
+
+def test_a_quantised_model_has_no_whole_weight(make):
+    packed, _ = make("gptq")
+    model = ModelConfig.load(packed)
+    loaded = TorchExecutor.load(EngineConfig(device="cpu"), packed, model, Precision("float32", model.scheme.name, "float32", "float32"))
+    layer = loaded.network.layers[0]
+    assert all(isinstance(linear.weight, Quantised) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+
+
+BAD = {
+    "bits": ("gptq", {"bits": 8}, "8 bits"),
+    "layout": ("gptq", {"checkpoint_format": "marlin"}, "4 bits, marlin"),
+    "group": ("gptq", {"group_size": 24}, "groups of 24 have no code of ours"),
+    "gemv": ("awq", {"version": "gemv"}, "4 bits, gemv"),
+    "int8": ("packed", {"config_groups": {"a": {"weights": {"type": "int", "num_bits": 8, "strategy": "channel"}}}}, "int8"),
+    "unknown": ("fp8", {"quant_method": "mine"}, "a checkpoint quantised with mine has no code of ours .*compressed-tensors.*GPTQ and AWQ"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_scheme_without_code_is_named_with_those_that_have_some(name, make):
+    form, changes, message = BAD[name]
+    packed, _ = make(form)
+    raw = json.loads((packed / "config.json").read_text())
+    raw["quantization_config"] |= changes
+    (packed / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModel, match=message):
+        ModelConfig.load(packed)
