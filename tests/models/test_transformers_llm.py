@@ -95,7 +95,18 @@ def test_a_quantised_checkpoint_needs_packages_before_it_is_read(method, package
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method, "bits": 4}}))
     lacking = packages.replace(" and optimum", "").replace(" and ", " ")
-    message = f"LlamaForCausalLM is quantised with {method}, which .* the help of {packages}: pip install {lacking}$"
+    message = f"LlamaForCausalLM is quantised with {method}, which .* the help of {packages}: pip install {lacking} "
+    with pytest.raises(UnsupportedModel, match=message):
+        LLM(str(tmp_path), **SETTINGS)
+
+
+def test_a_quantization_that_nobody_knows_is_refused(save, tmp_path):
+    save("llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mine"}}))
+    message = (
+        r"quantised with mine, which transformers does not know \(a checkpoint quantised with mine has no code of ours \(there is for comp"
+    )
     with pytest.raises(UnsupportedModel, match=message):
         LLM(str(tmp_path), **SETTINGS)
 

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-SUPPORTED = (
-    "compressed-tensors of floats of 8 bits or integers of 4, fp8 with scales of blocks or of whole matrices, GPTQ and AWQ of 4 bits, "
-    "and GGUF files"
-)
+SUPPORTED = "compressed-tensors of 8-bit floats or 4-bit integers, fp8, GPTQ and AWQ of 4 bits, and GGUF files"
 MIN_GROUP = 16
 """Fewest columns of a scale: the inner side of a GPU's products."""
 

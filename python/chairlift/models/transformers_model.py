@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from chairlift.errors import UnsupportedModel
@@ -134,7 +135,7 @@ class TransformersModel:
 def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     theirs = copy.deepcopy(config.theirs)
     if config.quantization:
-        _check_packages(config.architecture, config.quantization)
+        _check_quantization(config, config.quantization)
     if config.quantization in DEQUANTISED:
         theirs.quantization_config["dequantize"] = True
     # Only with accelerate can weights reach a device without a complete copy of the model on the host.
@@ -160,13 +161,16 @@ def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, dev
     return model if there else model.to(device)
 
 
-def _check_packages(architecture: str, method: str) -> None:
-    """Raises UnsupportedModel with the names of all missing packages that transformers needs for a method."""
+def _check_quantization(config: TransformersConfig, method: str) -> None:
+    """Raises UnsupportedModel for a method that transformers does not know, and if packages that it needs for the method are missing."""
+    # transformers would ignore the method and make up the weights.
+    if not any(known.startswith(method) for known in AUTO_QUANTIZATION_CONFIG_MAPPING):
+        raise UnsupportedModel(f"{config.architecture} is quantised with {method}, which transformers does not know ({config.not_ours})")
     needed = PACKAGES.get(method, ())
     if missing := [name for name in needed if not _installed(name)]:
         raise UnsupportedModel(
-            f"{architecture} is quantised with {method}, which transformers reads with the help of {' and '.join(needed)}: "
-            f"pip install {' '.join(missing)}"
+            f"{config.architecture} is quantised with {method}, which transformers reads with the help of {' and '.join(needed)}: "
+            f"pip install {' '.join(missing)} ({config.not_ours})"
         )
 
 
