@@ -93,6 +93,7 @@ def test_a_step_crosses_in_flat_arrays() -> None:
             "computed_tokens": 1,
             "recomputed_tokens": 0,
             "compute_ns": 166_667,
+            "energy_uj": None,
             "draft_tokens": 0,
             "accepted_draft_tokens": 0,
             "preemptions": 0,

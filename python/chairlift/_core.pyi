@@ -243,6 +243,14 @@ class Scheduler:
         """
     def commit(self, plan: StepPlan, sampled: NDArray[np.int32], now: int) -> Outputs:
         """Adds the sampled tokens: int32, one per sampled position, negative if there is none. Plans are committed in order."""
+    def may_end(self, plan: StepPlan, sampled: NDArray[np.int32]) -> bool:
+        """Returns whether a sequence may end in the commit of these tokens."""
+    def read_meter(self, energy: int, now: int) -> None:
+        """Records the microjoules that a meter measured since the last call; the first call begins the metering.
+
+        The next call that ends a step or a sequence divides them among the sequences whose steps ran in that time, by the time of their
+        parts of these steps. Energy of the time between steps is idle, and so is what is read after a sequence has ended.
+        """
     def tokens(self, seq: int) -> tuple[bytes, int]:
         """Returns a sequence's tokens so far (int32) and the number of prompt tokens. Raises KeyError if it has ended."""
     def explain(self, tag: int) -> dict[str, Any] | None:

@@ -268,6 +268,13 @@ class EngineConfig:
     journal: str | None = _flag(
         None, "record what the scheduler is given in this file, without any text, for 'chairlift replay'", metavar="FILE", group="scheduler"
     )
+    energy_meter: str = _flag(
+        "none",
+        "what measures the energy that requests take: 'powercap:DIR' reads Linux's counters, as in powercap:/sys/class/powercap; 'nvml' "
+        "reads an NVIDIA device's, and needs pip install 'chairlift[nvml]'",
+        metavar="METER",
+        group="scheduler",
+    )
     block_size: int = _flag(16, "tokens in one block of the KV cache", int, group="cache")
     num_kv_blocks: int | None = _flag(None, "blocks in the KV cache (default: fitted to memory)", _size, group="cache")
     kv_cache_memory_bytes: int | None = _flag(
@@ -337,6 +344,8 @@ class EngineConfig:
                 raise ValueError(f"--static-batch-size ({self.static_batch_size}) must be at most --max-num-seqs ({self.slots})")
         if self.batch_timeout_ms is not None and self.batching != "dynamic":
             raise ValueError("--batch-timeout-ms needs --batching dynamic")
+        if self.energy_meter not in ("none", "nvml") and self.energy_meter.removeprefix("powercap:") in ("", self.energy_meter):
+            raise ValueError(f"--energy-meter: expected none, nvml or powercap:DIR, got {self.energy_meter!r}")
         if self.swap_space < 0:
             raise ValueError(f"--swap-space must be at least 0, got {self.swap_space}")
         if not 0 < self.gpu_memory_utilization <= 1:

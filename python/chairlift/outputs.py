@@ -64,6 +64,8 @@ class Timeline:
     """KV blocks held, multiplied by the seconds that it held them."""
     compute_seconds: float
     """Its parts of the times of its steps. Over all requests they sum to the engine's step time."""
+    energy_joules: float | None
+    """The energy that the meter measured for these parts; None without a meter."""
     tenant: str
     priority: int
     tier: str
@@ -89,6 +91,8 @@ class Timeline:
             fields[name] = None if fields[name] is None else fields[name] / 1e6
         fields["block_seconds"] = fields.pop("block_us") / 1e6
         fields["compute_seconds"] = fields.pop("compute_ns") / 1e9
+        energy = fields.pop("energy_uj")
+        fields["energy_joules"] = None if energy is None else energy / 1e6
         fields["preempted_by"] = tuple(fields["preempted_by"])
         fields["queued_behind"] = {tenant: time / 1e6 for tenant, time in fields.get("queued_behind", ())}
         fields["served_first"] = tuple(tuple(one) for one in fields.get("served_first", ()))

@@ -108,6 +108,7 @@ class FakeEngine:
         self.released = False
         self.counters: dict[str, object] = {}
         self.others: list[Timeline] = []
+        self.energy_joules: float | None = None
         self.looks = 0
         self.snapshot: dict[str, Any] = {
             "running": [],
@@ -231,6 +232,8 @@ class FakeEngine:
                         output.timing = Timing(0.001, 0.001, 0.002, 0.003)
                         if "drafted" in text:
                             output.timeline = timeline(draft_tokens=5, accepted_draft_tokens=2)
+                        elif self.energy_joules is not None:
+                            output.timeline = timeline(energy_joules=self.energy_joules)
                     stream.num_received += 1
                     outputs.append(output)
                     if done and stream.sequence is not None:
@@ -276,6 +279,7 @@ def timeline(**changes: object) -> Timeline:
             swaps=0,
             block_seconds=0.5,
             compute_seconds=0.25,
+            energy_joules=None,
             tenant="",
             priority=0,
             tier="default",

@@ -59,6 +59,7 @@ def timeline(tag, finish="length", **changes):
         "swaps": 0,
         "block_us": 7_000_000,
         "compute_ns": 2_000_000_000,
+        "energy_uj": None,
         "tenant": "",
         "priority": 0,
         "tier": "default",

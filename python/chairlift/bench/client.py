@@ -101,6 +101,8 @@ class StreamReader:
             self._record.output_tokens = int(usage["completion_tokens"])
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
             self._record.cached_tokens = None if cached is None else int(cached)
+            energy = (usage.get("energy") or {}).get("joules")
+            self._record.energy_joules = None if energy is None else float(energy)
             self._usage_reported = True
         if error := event.get("error"):
             self._fail("error in the stream", error.get("message", "") if isinstance(error, dict) else str(error))

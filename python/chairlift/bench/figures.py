@@ -83,6 +83,10 @@ class Figures:
         self.output_tokens = sum(record.output_tokens for record in done)
         cached = [record.cached_tokens for record in done if record.cached_tokens is not None]
         self.cached_tokens = sum(cached) if cached else None
+        metered = [(record.energy_joules, record.output_tokens) for record in done if record.energy_joules is not None]
+        tokens = sum(tokens for _, tokens in metered)
+        self.joules_per_token = sum(joules for joules, _ in metered) / tokens if tokens else None
+        """Energy of an output token, over the requests whose energy the server reports; None without any."""
         self.latencies = {
             "ttft": _latency(record.ttft for record in done),
             "tpot": _latency(tpot for record in done if (tpot := record.tpot) is not None),
@@ -131,6 +135,7 @@ class Figures:
             "goodput_attainment": self.attainment,
             "output_throughput": self.rate(self.output_tokens),
             "total_token_throughput": self.rate(self.input_tokens + self.output_tokens),
+            "joules_per_output_token": self.joules_per_token,
             "max_output_tokens_per_s": self.peak_output_rate,
             "max_concurrent_requests": self.peak_concurrency,
         }

@@ -25,6 +25,8 @@ class Record:
     output_tokens: int = 0
     cached_tokens: int | None = None
     """Prompt tokens from the server's prefix cache, if reported."""
+    energy_joules: float | None = None
+    """The energy that the server's meter measured for it, if reported."""
     requested_tokens: int = 0
     """`max_tokens` of the request."""
     counted: bool = True

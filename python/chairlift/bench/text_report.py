@@ -54,6 +54,8 @@ def block(figures: Figures, *, rate: float | None, max_concurrency: int | None, 
         ours.append(("Requests that met all targets (%):", figures.attainment * 100))
     if figures.cached_tokens is not None:
         ours.append(("Input tokens found in cache:", figures.cached_tokens))
+    if figures.joules_per_token is not None:
+        ours.append(("Energy per output token (J):", figures.joules_per_token))
     ours.append(("P99 lateness of sends (ms):", figures.latencies["lag"].percentile(99) * 1e3))
     if max_concurrency is not None and rate is not None:
         ours.append(("P99 client-side queue time (ms):", figures.latencies["wait"].percentile(99) * 1e3))

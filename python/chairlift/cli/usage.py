@@ -32,11 +32,14 @@ _SUMS = {
     "output_tokens": "output tokens",
     "computed_tokens": "computed tokens",
     "compute_seconds": "compute seconds",
+    "energy_joules": "joules",
     "block_seconds": "KV block-seconds",
     "seconds": "seconds",
     "preemptions": "preemptions",
 }
 """What is summed, with its heading."""
+_REQUIRED = (*_GROUPS[1:], *(name for name in list(_SUMS)[1:] if name != "energy_joules"))
+"""What every record has: the energy only where there is a meter."""
 
 
 def add_parser(commands: Any, summary: str) -> None:
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             group = sums.setdefault(key, dict.fromkeys(_SUMS, 0))
             group["requests"] += 1
             for name in list(_SUMS)[1:]:
-                group[name] += record[name]
+                group[name] += record.get(name, 0)
     if invalid:
         Console(stderr=True).print(f"{invalid} incomplete lines were skipped", style="yellow")
     if args.json:
@@ -88,7 +91,7 @@ def _records(file: Path) -> Iterator[dict[str, Any] | None]:
                 record = json.loads(line)
             except ValueError:
                 record = None
-            yield record if isinstance(record, dict) and all(name in record for name in [*_GROUPS[1:], *list(_SUMS)[1:]]) else None
+            yield record if isinstance(record, dict) and all(name in record for name in _REQUIRED) else None
 
 
 def _groups(text: str) -> tuple[str, ...]:
@@ -102,8 +105,9 @@ def _table(by: Sequence[str], sums: dict[tuple[str, ...], dict[str, float]]) -> 
     table = Table(box=None, header_style="bold", padding=(0, 2))
     for name in by:
         table.add_column(name)
-    for heading in _SUMS.values():
-        table.add_column(heading, justify="right")
+    names = [name for name in _SUMS if name != "energy_joules" or any(group[name] for group in sums.values())]
+    for name in names:
+        table.add_column(_SUMS[name], justify="right")
     for key in sorted(sums):
-        table.add_row(*(part or "-" for part in key), *(f"{value:,.0f}" for value in sums[key].values()))
+        table.add_row(*(part or "-" for part in key), *(f"{sums[key][name]:,.0f}" for name in names))
     return table

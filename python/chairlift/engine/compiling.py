@@ -46,7 +46,7 @@ class Compiling:
             "finish": None,
             "arrived": now - sum(spent.values()),
             "submitted": now,
-            **dict.fromkeys(("started", "first_token", "ended", "limit")),
+            **dict.fromkeys(("started", "first_token", "ended", "limit", "energy_uj")),
             "prompt_tokens": len(request.prompt) // 4,
             **dict.fromkeys(counts, 0),
             "tenant": request.scheduling.get("tenant", ""),

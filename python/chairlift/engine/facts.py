@@ -43,6 +43,7 @@ def start_facts(config: EngineConfig, directory: Path, runner: Runner, eos: Sequ
         "default_sampling": sampling,
         "vocab_size": runner.model_config.vocab_size,
         "eos_token_ids": eos,
+        "energy_method": None if config.energy_meter == "none" else config.energy_meter.partition(":")[0],
     }
 
 

@@ -19,6 +19,7 @@ from chairlift.checkpoint.generation_config import recommended_sampling
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
+from chairlift.engine.energy import open_meter
 from chairlift.engine.facts import start_facts
 from chairlift.engine.frames import ResumedChoice, StepOutputs
 from chairlift.engine.journal import Journal
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("chairlift")
 
 
+METER_SECONDS = 1.0
+"""Interval at which the energy meter is read while no request ends."""
 SNAPSHOT_WAITING, SNAPSHOT_CELLS = 64, 4096
 """Most waiting requests and most cells of the KV map in a snapshot."""
 
@@ -70,6 +73,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> None:
         self.config = config
+        self._meter = open_meter(config.energy_meter, config.tensor_parallel_size)
         self._journal = None if config.journal is None else Journal(config.journal)
         directory = locate(config.model, config.revision, config.cache_dir)
         eos = eos_token_ids(directory, config.tokenizer)
@@ -91,6 +95,8 @@ class Engine:
         vocab_size = runner.model_config.vocab_size
         ends = tuple(token for token in self._eos if token < vocab_size)
         self._grammars = Grammars(Vocabulary(tokenizer_file(directory, config.tokenizer), vocab_size, ends))
+        self._energy_read, self._meter_due = 0, 0
+        self._read_meter(_now())
         self.facts = start_facts(config, directory, runner, self._eos, sampling)
 
     @property
@@ -143,7 +149,9 @@ class Engine:
 
         `stopped` counts it as finished by a stop string instead of aborted.
         """
-        found = self._sequences.abort(tag, _now(), stopped=stopped)
+        now = _now()
+        self._read_meter(now)
+        found = self._sequences.abort(tag, now, stopped=stopped)
         if found:
             self._write_journal()
         return found
@@ -242,6 +250,8 @@ class Engine:
         """Flushes the journal and ends other processes. Unfinished requests get no more output."""
         self._grammars.close()
         self.runner.close()
+        if self._meter is not None:
+            self._meter.close()
         if self._journal is not None:
             self._write_journal()
             self._journal.close()
@@ -319,10 +329,20 @@ class Engine:
     def _commit(self, sampled: Sampled) -> _core.Outputs:
         """Gives the tokens of the oldest step to the scheduler and removes the sequences that ended."""
         self.stage = "commit", time.monotonic()
-        outputs = self._scheduler.commit(self._plans.popleft(), sampled.tokens, _now())
+        plan, now = self._plans.popleft(), _now()
+        if self._meter is not None and (now >= self._meter_due or self._scheduler.may_end(plan, sampled.tokens)):
+            self._read_meter(now)
+        outputs = self._scheduler.commit(plan, sampled.tokens, now)
         for timeline in outputs.ended:
             self._remove(timeline["tag"])
         return outputs
+
+    def _read_meter(self, now: int) -> None:
+        """Gives the scheduler the energy since the last reading. The meter is read before a sequence ends, so that its timeline has it."""
+        if self._meter is not None:
+            energy = self._meter.read()
+            self._scheduler.read_meter(energy - self._energy_read, now)
+            self._energy_read, self._meter_due = energy, now + int(METER_SECONDS * 1e6)
 
     def _last_token(self, slot: int) -> int:
         """The token that a slot sampled last; 0 if its sequence has ended."""

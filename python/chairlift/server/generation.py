@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,8 @@ class Generation:
             "determinism": str(self._service.engine.facts["determinism"]),
         }
         self.usage = Usage(prompt=sum(map(len, prompts)))
+        if body.energy:
+            self.usage.energy = {"joules": None, "method": self._service.engine.facts.get("energy_method")}
         self._timing: Timing | None = None
 
     def _resolve_max_tokens(self, prompt: list[int], params: SamplingParams, default: int | None) -> SamplingParams:
@@ -161,6 +163,8 @@ class Generation:
                     self._count_tokens(progress, output)
                     if output.finish_reason:
                         self._count_answer(progress, output, output.finish_reason)
+                        if not progress.unfinished:
+                            await self._count_energy(index, progress.timelines)
                         if progress.usage_log is not None and not progress.unfinished:
                             known = submission.timelines() if params.ranked else progress.timelines
                             await progress.usage_log.write_ended(self._service.engine, self._usage_labels(index), known)
@@ -214,6 +218,17 @@ class Generation:
         if output.timeline is not None:
             self.usage.accepted += output.timeline.accepted_draft_tokens
             self.usage.rejected += output.timeline.draft_tokens - output.timeline.accepted_draft_tokens
+
+    async def _count_energy(self, index: int, known: Sequence[Timeline | None]) -> None:
+        """Adds a prompt's energy to the usage, if the request asks for it and there is a meter."""
+        energy = self.usage.energy
+        if energy is None or energy["method"] is None:
+            return
+        timelines = [timeline for timeline in known if timeline is not None]
+        if self._prompts[index][1].ranked or len(timelines) < len(known):
+            timelines = await self._service.engine.explain(self._engine_ids[index])
+        joules = sum(timeline.energy_joules or 0.0 for timeline in timelines)
+        energy["joules"] = round((energy["joules"] or 0.0) + joules, 6)
 
     def _count_refusal(self, progress: _Progress, error: QueueFull | InvalidRequest) -> None:
         """Records a prompt that the engine rejected, which has used nothing."""

@@ -22,8 +22,11 @@ class Usage:
     rejected: int = 0
     """Proposed tokens that are not in the answers; they are not part of `completion`."""
 
+    energy: dict[str, Any] | None = None
+    """The field `energy`, if the request asks for it."""
+
     def json(self) -> dict[str, Any]:
-        """Returns OpenAI's `usage` object."""
+        """Returns OpenAI's `usage` object, and the energy."""
         details = {} if self.reasoning is None else {"reasoning_tokens": self.reasoning}
         if self.accepted or self.rejected:
             details |= {"accepted_prediction_tokens": self.accepted, "rejected_prediction_tokens": self.rejected}
@@ -33,6 +36,7 @@ class Usage:
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
             **({"completion_tokens_details": details} if details else {}),
+            **({} if self.energy is None else {"energy": self.energy}),
         }
 
     def response(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ use crate::batch::StepPlan;
 use crate::compute::Compute;
 use crate::config::Config;
 use crate::cost::StepModel;
+use crate::energy::Energy;
 use crate::group::{Groups, Member, Usage};
 use crate::phase::{Need, Phase};
 use crate::policy::Policy;
@@ -26,6 +27,8 @@ pub(crate) struct Accounts {
     policy: Policy,
     clocks: Clocks,
     compute: Compute,
+    /// None without a meter.
+    energy: Option<Energy>,
     tenants: Groups<Arc<str>>,
     classes: Groups<i32>,
     counters: Counters,
@@ -44,6 +47,7 @@ impl Accounts {
             policy: config.policy,
             clocks,
             compute: Compute::new(config.max_seqs),
+            energy: None,
             tenants: Groups::new(),
             classes: Groups::new(),
             counters: Counters::default(),
@@ -170,27 +174,64 @@ impl Accounts {
     }
 
     /// Books the steps of a sequence that loses its slot.
-    pub(crate) fn end_compute(&mut self, slot: u32, seq: &mut Sequence) {
-        seq.account.add_compute(self.compute.end(slot));
+    pub(crate) fn end_compute(&mut self, slot: u32, id: SeqId, seq: &mut Sequence) {
+        seq.account.add_unmetered(self.compute.end(slot));
+        if let Some(energy) = &mut self.energy {
+            energy.leave(id);
+        }
     }
 
     /// Divides the time of a committed step among its sequences.
     pub(crate) fn divide_step(&mut self, plan: &StepPlan, took: Time, model: &StepModel, seqs: &mut SlotMap<SeqId, Sequence>) {
-        let parts = model.divide(&plan.load, plan.chunks.len(), (1000 * took) as f64);
+        let parts = model.divide(&plan.load, plan.chunks.len(), took);
+        let energy = &mut self.energy;
         self.compute.divide(&plan.chunks, &parts, 1000 * took, |id, ns| {
             let Some(seq) = seqs.get_mut(id) else { return false };
-            seq.account.add_compute(ns);
+            seq.account.add_unmetered(ns);
+            if let Some(energy) = energy {
+                energy.leave(id);
+            }
             true
         });
+    }
+
+    /// Records the energy that a meter measured since the last call, in microjoules.
+    pub(crate) fn read_meter(&mut self, energy: u64, now: Time) {
+        match &mut self.energy {
+            Some(meter) => meter.read(energy, now),
+            None => self.energy = Some(Energy::begin(now, self.compute.total())),
+        }
+    }
+
+    /// Divides the energy that the meter measured, if any, among the sequences whose steps ran since it was last divided.
+    #[inline]
+    pub(crate) fn divide_energy(&mut self, seqs: &mut SlotMap<SeqId, Sequence>) {
+        let steps = self.compute.total();
+        let Some(energy) = &mut self.energy else { return };
+        let Some((window, left)) = energy.end_window(steps) else { return };
+        let mut rest = window.energy();
+        let ended_slots = left.into_iter().map(|id| (id, 0));
+        for (id, ns) in self.compute.take_all().chain(ended_slots) {
+            if let Some(seq) = seqs.get_mut(id) {
+                seq.account.add_unmetered(ns);
+                rest -= seq.account.meter(&window);
+            }
+        }
+        energy.add_idle(rest);
+    }
+
+    /// Microjoules that the meter measured and that were divided, and those of them that no request took.
+    pub(crate) fn energy(&self) -> Option<(u64, u64)> {
+        self.energy.as_ref().map(|energy| (energy.total(), energy.idle()))
     }
 
     fn compute_ns(&self, seq: &Sequence) -> u64 {
         seq.account.compute_ns() + seq.slot().map_or(0, |slot| self.compute.of(slot))
     }
 
-    /// Nanoseconds of all committed steps, and those of them whose sequences had ended before the commit.
-    pub(crate) fn step_time(&self) -> (u64, u64) {
-        (self.compute.total(), self.compute.ended())
+    /// Nanoseconds of all committed steps.
+    pub(crate) fn step_time(&self) -> u64 {
+        self.compute.total()
     }
 
     /// Running sequences of a tenant.
@@ -298,6 +339,7 @@ impl Accounts {
             computed_tokens: seq.computed_in_all(),
             recomputed_tokens: 0,
             compute_ns: self.compute_ns(seq),
+            energy_uj: self.energy.as_ref().map(|_| seq.account.energy_uj()),
             draft_tokens: 0,
             accepted_draft_tokens: 0,
             preemptions: seq.preemptions(),
@@ -354,8 +396,12 @@ impl Accounts {
     /// Panics unless the groups' counts of waiting and running requests match.
     pub(crate) fn check<'a>(&self, waiting: usize, running: usize, live: impl Iterator<Item = &'a Sequence>) {
         let ended: u64 = self.tenants.iter().map(|(_, usage)| usage.compute_ns).sum();
-        let live: u64 = live.map(|seq| self.compute_ns(seq)).sum();
+        let (live, live_energy) = live.fold((0, 0), |(time, energy), seq| (time + self.compute_ns(seq), energy + seq.account.energy_uj()));
         assert_eq!(ended + live + self.compute.ended(), self.compute.total(), "step time of requests");
+        let ended: u64 = self.tenants.iter().map(|(_, usage)| usage.energy_uj).sum();
+        if let Some((total, idle)) = self.energy() {
+            assert_eq!(ended + live_energy + idle, total, "energy of requests");
+        }
         let tenants = self.tenants.iter().map(|(_, usage)| *usage).collect::<Vec<_>>();
         for groups in [tenants, self.classes.iter().map(|(_, usage)| *usage).collect()] {
             let (waits, runs) = groups.iter().fold((0, 0), |(waits, runs), usage| (waits + usage.waiting, runs + usage.running));

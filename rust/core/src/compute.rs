@@ -44,13 +44,18 @@ impl Compute {
         std::mem::take(&mut self.slots[slot as usize]).ns
     }
 
+    /// Returns the time of each slot's sequence, and counts from zero.
+    pub(crate) fn take_all(&mut self) -> impl Iterator<Item = (SeqId, u64)> {
+        self.slots.iter_mut().filter(|slot| slot.ns > 0).map(|slot| (slot.seq, std::mem::take(&mut slot.ns)))
+    }
+
     /// Divides a step of `ns` among its chunks. The parts sum to `ns`. `elsewhere` takes the part of a chunk whose
     /// sequence has lost its slot since the plan, and returns false if the sequence has ended.
     pub(crate) fn divide(&mut self, chunks: &[Chunk], parts: &StepParts, ns: u64, mut elsewhere: impl FnMut(SeqId, u64) -> bool) {
         self.total += ns;
         let mut left = ns;
         for (at, chunk) in chunks.iter().enumerate() {
-            let part = if at + 1 == chunks.len() { left } else { (parts.of(chunk) as u64).min(left) };
+            let part = if at + 1 == chunks.len() { left } else { parts.of(chunk).min(left) };
             left -= part;
             let slot = &mut self.slots[chunk.slot as usize];
             if slot.seq == chunk.seq {

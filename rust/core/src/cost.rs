@@ -26,27 +26,32 @@ impl Load {
 }
 
 /// The parts of a step's time that its chunks take: each an equal part of the fixed time, and the predicted time of its
-/// own tokens and context. By tokens alone while no time is predicted.
+/// own tokens and context. By tokens alone while no time is predicted. In units of 2^-16 ns, because conversions from
+/// floating point would double the cost of a step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepParts {
-    each: f64,
-    prefill_token: f64,
-    decode: f64,
-    context_token: f64,
-    prefill_pair: f64,
-    drafted_token: f64,
+    decode: u64,
+    context_token: u64,
+    drafted_token: u64,
+    prefill: u64,
+    prefill_token: u64,
+    prefill_pair: u64,
 }
 
 impl StepParts {
-    /// A chunk's part, in the unit of the divided time.
+    const UNIT: f64 = 65_536.0;
+
+    /// A chunk's part in nanoseconds.
     #[inline]
-    pub(crate) fn of(&self, chunk: &Chunk) -> f64 {
-        let part = self.each + f64::from(chunk.start + chunk.len) * self.context_token;
-        if chunk.len == chunk.drafted + 1 {
-            return part + self.decode + f64::from(chunk.drafted) * self.drafted_token;
-        }
-        let len = f64::from(chunk.len);
-        part + len * (self.prefill_token + (f64::from(chunk.start) + len / 2.0) * self.prefill_pair)
+    pub(crate) fn of(&self, chunk: &Chunk) -> u64 {
+        let (start, len, drafted) = (u64::from(chunk.start), u64::from(chunk.len), u64::from(chunk.drafted));
+        let own = if chunk.len == chunk.drafted + 1 {
+            self.decode.wrapping_add(drafted.wrapping_mul(self.drafted_token))
+        } else {
+            let pairs = len.wrapping_mul(start + len / 2).wrapping_mul(self.prefill_pair);
+            self.prefill.wrapping_add(len.wrapping_mul(self.prefill_token)).wrapping_add(pairs)
+        };
+        own.wrapping_add((start + len).wrapping_mul(self.context_token)) >> 16
     }
 }
 
@@ -202,16 +207,24 @@ impl StepModel {
         dot(&self.weights, &features(load))
     }
 
-    /// Divides the time `whole` of a step of `load` with `chunks` chunks.
-    pub(crate) fn divide(&self, load: &Load, chunks: usize, whole: f64) -> StepParts {
-        let predicted = self.step(load);
-        if predicted > 0.0 {
-            let [fixed, prefill_token, decode, context_token, prefill_pair, drafted_token] =
-                std::array::from_fn(|i| self.weights[i] * SCALE[i] * whole / predicted);
-            return StepParts { each: fixed / chunks as f64, prefill_token, decode, context_token, prefill_pair, drafted_token };
+    /// Divides a step of `load` with `chunks` chunks, which took `took` microseconds.
+    pub(crate) fn divide(&self, load: &Load, chunks: usize, took: Time) -> StepParts {
+        let (predicted, whole) = (self.step(load), took as f64 * 1000.0 * StepParts::UNIT);
+        let [fixed, prefill_token, decode, context_token, prefill_pair, drafted_token] = if predicted > 0.0 {
+            std::array::from_fn(|i| self.weights[i] * SCALE[i] * whole / predicted)
+        } else {
+            let token = whole / f64::from(load.tokens());
+            [0.0, token, token, 0.0, 0.0, token]
+        };
+        let each = fixed / chunks as f64;
+        StepParts {
+            decode: (each + decode) as u64,
+            context_token: context_token as u64,
+            drafted_token: drafted_token as u64,
+            prefill: each as u64,
+            prefill_token: prefill_token as u64,
+            prefill_pair: prefill_pair as u64,
         }
-        let token = whole / f64::from(load.tokens());
-        StepParts { each: 0.0, prefill_token: token, decode: token, context_token: 0.0, prefill_pair: 0.0, drafted_token: token }
     }
 
     /// Predicted microseconds for a step of `load`, which has no prompt tokens, from the times of the latest such steps.

@@ -24,6 +24,8 @@ pub struct Usage {
     pub computed_tokens: u64,
     /// Parts of the times of steps, in nanoseconds.
     pub compute_ns: u64,
+    /// Energy in microjoules, where a meter measured it.
+    pub energy_uj: u64,
     /// Blocks multiplied by the microseconds they were held.
     pub block_us: u64,
     /// Number of preemptions.
@@ -45,6 +47,7 @@ impl Usage {
         self.output_tokens += u64::from(timeline.output_tokens);
         self.computed_tokens += timeline.computed_tokens;
         self.compute_ns += timeline.compute_ns;
+        self.energy_uj += timeline.energy_uj.unwrap_or(0);
         self.block_us += timeline.block_us;
         self.preemptions += u64::from(timeline.preemptions);
         self.queued += timeline.queued();

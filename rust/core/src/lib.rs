@@ -17,6 +17,7 @@ mod corpus;
 mod cost;
 mod deadlines;
 mod drafter;
+mod energy;
 mod error;
 mod group;
 mod hash;

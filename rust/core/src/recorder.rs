@@ -273,6 +273,11 @@ impl Recorder {
         self.scheduler.prepared(id, spent);
     }
 
+    /// See [`Scheduler::read_meter`]. Not recorded, because no decision depends on it.
+    pub fn read_meter(&mut self, energy: u64, now: Time) {
+        self.scheduler.read_meter(energy, now);
+    }
+
     /// See [`Scheduler::snapshot`].
     pub fn snapshot(&mut self, now: Time, most_waiting: usize, most_cells: usize) -> Snapshot {
         self.scheduler.snapshot(now, most_waiting, most_cells)

@@ -486,6 +486,12 @@ impl Sequence {
         self.times.first_token.get_or_insert(now);
     }
 
+    /// Whether the request may end with one of these sampled tokens.
+    pub(crate) fn may_end(&self, sampled: &[i32]) -> bool {
+        let stops = |token: Token| self.spec.stop == Some(token) || self.spec.more_stops.contains(&token);
+        self.len() + sampled.len() as u32 >= self.progress.limit || sampled.iter().any(|&token| token < 0 || stops(token as Token))
+    }
+
     /// Appends a sampled token. Returns the finish reason if the request ends.
     #[inline]
     pub(crate) fn push(&mut self, token: Token) -> Option<FinishReason> {

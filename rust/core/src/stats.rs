@@ -36,6 +36,10 @@ pub struct Counters {
     pub generated_tokens: u64,
     /// Time of committed steps, in microseconds.
     pub step_us: u64,
+    /// Energy that a meter measured, in microjoules, as far as it is divided. `None` without a meter.
+    pub energy_uj: Option<u64>,
+    /// The part of it that no request took: of the time between steps, and of sequences that had ended.
+    pub idle_energy_uj: Option<u64>,
     /// Tokens computed by steps.
     pub computed_tokens: u64,
     /// Computed tokens that had already been computed before a preemption.

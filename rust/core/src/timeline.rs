@@ -3,6 +3,7 @@
 //! Nothing is counted per step and request. Shared clocks run for all sequences. A sequence notes the clocks when it
 //! enters a state and subtracts them when it leaves.
 
+use crate::energy::Window;
 use crate::request::{FinishReason, Time};
 use crate::tier::Tier;
 use crate::turn::Turn;
@@ -148,6 +149,8 @@ pub struct Timeline {
     pub recomputed_tokens: u64,
     /// The request's parts of the times of its steps, in nanoseconds, by the step-time model.
     pub compute_ns: u64,
+    /// The energy that a meter measured for these parts, in microjoules. `None` without a meter.
+    pub energy_uj: Option<u64>,
     /// Drafted tokens that were computed.
     pub draft_tokens: u32,
     /// Drafted tokens that the answer contains. Each saved a step.
@@ -273,6 +276,9 @@ pub(crate) struct Account {
     computed_tokens: u64,
     recomputed_tokens: u64,
     compute_ns: u64,
+    /// The part of `compute_ns` whose energy is not divided yet.
+    unmetered_ns: u64,
+    energy_uj: u64,
     draft_tokens: u32,
     accepted_draft_tokens: u32,
     block_us: u64,
@@ -397,9 +403,22 @@ impl Account {
         self.recomputed_tokens += u64::from(tokens);
     }
 
-    /// Adds parts of the times of steps.
-    pub(crate) fn add_compute(&mut self, ns: u64) {
+    /// Adds parts of the times of steps, whose energy is not divided yet.
+    pub(crate) fn add_unmetered(&mut self, ns: u64) {
         self.compute_ns += ns;
+        self.unmetered_ns += ns;
+    }
+
+    /// Adds the energy of the time since the last call, and returns it.
+    pub(crate) fn meter(&mut self, window: &Window) -> u64 {
+        let energy = window.share(std::mem::take(&mut self.unmetered_ns));
+        self.energy_uj += energy;
+        energy
+    }
+
+    /// The sequence's energy in microjoules, as far as it is divided.
+    pub(crate) fn energy_uj(&self) -> u64 {
+        self.energy_uj
     }
 
     /// The sequence's parts of the times of steps, without those that its slot still counts.

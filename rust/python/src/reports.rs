@@ -52,6 +52,7 @@ pub(crate) fn timeline<'py>(py: Python<'py>, timeline: &core::Timeline) -> PyRes
     dict.set_item("computed_tokens", timeline.computed_tokens)?;
     dict.set_item("recomputed_tokens", timeline.recomputed_tokens)?;
     dict.set_item("compute_ns", timeline.compute_ns)?;
+    dict.set_item("energy_uj", timeline.energy_uj)?;
     dict.set_item("draft_tokens", timeline.draft_tokens)?;
     dict.set_item("accepted_draft_tokens", timeline.accepted_draft_tokens)?;
     dict.set_item("preemptions", timeline.preemptions)?;
@@ -153,6 +154,8 @@ pub(crate) fn stats<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
     for (name, value) in counted {
         dict.set_item(name, value)?;
     }
+    dict.set_item("energy_uj", counters.energy_uj)?;
+    dict.set_item("idle_energy_uj", counters.idle_energy_uj)?;
     for (reason, name) in core::PreemptionReason::NAMES {
         dict.set_item(format!("preemptions_for_{name}"), counters.preemptions_by_reason[reason as usize])?;
     }
@@ -181,6 +184,7 @@ pub(crate) fn usage<'py>(py: Python<'py>, usage: &core::Usage) -> PyResult<Bound
         ("output_tokens", usage.output_tokens),
         ("computed_tokens", usage.computed_tokens),
         ("compute_ns", usage.compute_ns),
+        ("energy_uj", usage.energy_uj),
         ("block_us", usage.block_us),
         ("held", u64::from(usage.held)),
         ("held_block_us", usage.held_block_us),

@@ -253,6 +253,22 @@ impl Scheduler {
         })
     }
 
+    #[allow(clippy::needless_pass_by_value)] // types that Python passes
+    fn may_end(&self, py: Python<'_>, plan: &StepPlan, sampled: PyBuffer<i32>) -> PyResult<bool> {
+        let sampled = sampled.to_vec(py)?;
+        if sampled.len() < plan.num_samples {
+            return Err(PyValueError::new_err(format!("sampled has {} tokens, the plan samples {}", sampled.len(), plan.num_samples)));
+        }
+        let spent = || PyRuntimeError::new_err("this plan was committed before");
+        let plan = plan.plan.lock().map_err(|_| spent())?;
+        Ok(self.lock()?.core.may_end(plan.as_ref().ok_or_else(spent)?, &sampled))
+    }
+
+    fn read_meter(&self, energy: u64, now: core::Time) -> PyResult<()> {
+        self.lock()?.core.read_meter(energy, now);
+        Ok(())
+    }
+
     fn tokens(&self, py: Python<'_>, seq: u64) -> PyResult<(Py<PyBytes>, usize)> {
         let inner = self.lock()?;
         let found = inner.core.tokens(core::SeqId::from_bits(seq));

@@ -18,7 +18,7 @@ QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 [ALERTS] = yaml.safe_load((Path(__file__).parents[3] / "docker" / "alerts.yml").read_text())["groups"]
 CONDITIONS = [rule["expr"] for rule in ALERTS["rules"] if "chairlift_" in rule["expr"]]
 USED = {"waiting": 1, "running": 2, "requests": 3, "prompt_tokens": 4, "cached_tokens": 1, "output_tokens": 5, "computed_tokens": 9}
-USED |= {"block_us": 10, "compute_ns": 3, "preemptions": 1, "queued_us": 7, "held": 1, "held_block_us": 2}
+USED |= {"block_us": 10, "compute_ns": 3, "energy_uj": 2, "preemptions": 1, "queued_us": 7, "held": 1, "held_block_us": 2}
 
 
 def working(base, engine, http):

@@ -51,6 +51,7 @@ def use(computed_tokens=0, **others):
         "output_tokens",
         "block_us",
         "compute_ns",
+        "energy_uj",
         "preemptions",
         "queued_us",
         "held",

@@ -61,6 +61,13 @@ def test_a_record_sums_the_answers_of_a_prompt(tmp_path):
     }
 
 
+def test_a_record_has_the_energy_where_there_is_a_meter(tmp_path, capsys):
+    [record] = write(tmp_path, [timeline(energy_joules=1.5), timeline(energy_joules=0.25)])
+    assert record["energy_joules"] == 1.75
+    assert main(["usage", str(tmp_path), "--by", "tenant", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["energy_joules"] == 1.75
+
+
 def test_a_record_names_the_tenants_that_its_request_was_preempted_for(tmp_path):
     engine = FakeEngine()
     engine.others = [timeline(tag=7, tenant="bob"), timeline(tag=8, tenant="carol"), timeline(tag=9, tenant="dave")]
@@ -172,6 +179,7 @@ def test_the_command_sums_by_day_tenant_and_tier(tmp_path, capsys):
         "computed_tokens": 14,
         "block_seconds": 1.0,
         "compute_seconds": 0.5,
+        "energy_joules": 0,
         "seconds": 4.0,
         "preemptions": 0,
     }

@@ -58,6 +58,7 @@ _USED = (
     ("generation_tokens", "output_tokens", 1.0, "Tokens generated"),
     ("computed_tokens", "computed_tokens", 1.0, "Tokens that the model computed"),
     ("compute_seconds", "compute_ns", 1e-9, "Parts of the times of steps"),
+    ("energy_joules", "energy_uj", 1e-6, "Energy that the meter measured for these parts; 0 without a meter"),
     ("kv_block_seconds", "block_us", 1e-6, "KV blocks held, multiplied by the time held"),
     ("num_preemptions", "preemptions", 1.0, "Preemptions of running requests"),
     ("request_queue_seconds", "queued_us", 1e-6, "Time that finished requests waited for their first step"),
@@ -193,6 +194,10 @@ class EngineMetrics(Collector):
         yield _gauge("num_requests_waiting_by_reason", "Requests in the queue, by what they wait for.", common, waiting, "reason")
         for name, key, help in _COUNTERS:
             yield _counter(name, help, common, {None: self._count(key)})
+        if stats.get("energy_uj") is not None:
+            joules = {key: {None: self._count(key) / 1e6} for key in ("energy_uj", "idle_energy_uj")}
+            yield _counter("energy_joules", "Energy that the meter measured.", common, joules["energy_uj"])
+            yield _counter("idle_energy_joules", "The part of it that no request took.", common, joules["idle_energy_uj"])
         yield _counter("engine_step_seconds", "Time of forward passes.", common, {None: self._count("step_us") / 1e6})
         name, help = "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were accepted, by position in the draft."
         accepted = enumerate(stats.get("accepted_draft_tokens_by_position", ()))

@@ -156,12 +156,19 @@ def record(model: str, now: float, labels: UsageLabels, timelines: Sequence[Time
         "recomputed_tokens": recomputed_tokens,
         "block_seconds": round(sum(timeline.block_seconds for timeline in timelines), 6),
         "compute_seconds": round(sum(timeline.compute_seconds for timeline in timelines), 9),
+        **_energy(timelines),
         "preemptions": preemptions,
         "preempted_by": list(preempted_by),
         "swaps": swaps,
         "seconds": round(ended - timelines[0].arrived, 6),
         "states": states,
     }
+
+
+def _energy(timelines: Sequence[Timeline]) -> dict[str, float]:
+    """The field `energy_joules` where there is a meter."""
+    measured = [timeline.energy_joules for timeline in timelines if timeline.energy_joules is not None]
+    return {"energy_joules": round(sum(measured), 6)} if measured else {}
 
 
 def _day(seconds: float) -> str:

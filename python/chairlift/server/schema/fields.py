@@ -140,6 +140,7 @@ class GenerationRequest(GenerationParams):
     best_of: int | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     stream_options: StreamOptions | None = None
+    energy: bool | None = None
 
     @property
     def include_usage(self) -> bool:

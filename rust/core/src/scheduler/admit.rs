@@ -307,7 +307,7 @@ impl Scheduler {
             seq.blocks.names().iter().for_each(|&name| self.waiting.block_ready(name));
         }
         self.running.release(id, slot, seq.class());
-        self.accounts.end_compute(slot, seq);
+        self.accounts.end_compute(slot, id, seq);
         self.accounts.leaves_slot(seq.member());
     }
 

@@ -78,6 +78,7 @@ impl Scheduler {
             return false;
         }
         self.accounts.tick(now);
+        self.accounts.divide_energy(&mut self.seqs);
         self.leave_early(id, reason);
         true
     }

@@ -119,6 +119,7 @@ impl Scheduler {
             return;
         }
         self.accounts.tick(now);
+        self.accounts.divide_energy(&mut self.seqs);
         while let Some(id) = self.deadlines.next_due(now) {
             let due = self.due(&self.seqs[id]);
             let missed = due.is_some_and(|due| due <= now);
@@ -194,6 +195,7 @@ impl Scheduler {
         self.accounts.tick(now);
         let ran = self.steps.commit(&plan, self.accounts.now());
         self.accounts.divide_step(&plan, ran.took, &self.model, &mut self.seqs);
+        self.accounts.divide_energy(&mut self.seqs);
         let predicted = self.model.observe(&plan.load, ran.took);
         self.note_use(&plan.load, ran.from, predicted);
         outputs.tokens.clear();
@@ -212,6 +214,23 @@ impl Scheduler {
             self.accounts.run_step(0, false);
         }
         self.steps.end(plan, !self.seqs.is_empty());
+    }
+
+    /// Records the energy that a meter measured since the last call, in microjoules. The first call begins the metering. The next call that ends a step or a
+    /// sequence divides it among the sequences whose steps ran since the last such call, by the time of their parts of these
+    /// steps. Energy of the time between steps is idle. Before a sequence ends, read the meter: its later energy is idle.
+    pub fn read_meter(&mut self, energy: u64, now: Time) {
+        self.accounts.read_meter(energy, now);
+    }
+
+    /// Whether a sequence may end in the commit of these tokens.
+    pub fn may_end(&self, plan: &StepPlan, sampled: &[i32]) -> bool {
+        let mut at = 0;
+        plan.chunks.iter().filter(|chunk| chunk.samples).any(|chunk| {
+            let sampled = &sampled[at..at + 1 + chunk.drafted as usize];
+            at += sampled.len();
+            self.seqs.get(chunk.seq).is_some_and(|seq| seq.may_end(sampled))
+        })
     }
 
     /// A sequence's tokens so far, and its prompt length.

@@ -31,7 +31,7 @@ impl Scheduler {
         }
         let (swapped, host) = (self.waiting.kinds().swapped, self.kv.host());
         Stats {
-            counters: Counters { steps: self.steps.planned(), step_us: self.accounts.step_time().0 / 1000, ..*self.accounts.counters() },
+            counters: self.counters(),
             running,
             waiting: waiting - swapped,
             swapped,
@@ -48,6 +48,17 @@ impl Scheduler {
             predicted_wait: self.predicted_wait(),
             predicted_step: self.model.step(self.steps.load()) as u64,
             saturation: self.saturation(self.accounts.now()),
+        }
+    }
+
+    fn counters(&self) -> Counters {
+        let (step_ns, energy) = (self.accounts.step_time(), self.accounts.energy());
+        Counters {
+            steps: self.steps.planned(),
+            step_us: step_ns / 1000,
+            energy_uj: energy.map(|(total, _)| total),
+            idle_energy_uj: energy.map(|(_, idle)| idle),
+            ..*self.accounts.counters()
         }
     }
 

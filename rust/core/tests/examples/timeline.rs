@@ -89,6 +89,24 @@ fn a_step_s_time_is_divided_among_its_sequences_by_what_they_cost() {
 }
 
 #[test]
+fn the_meter_s_energy_is_divided_by_time_and_the_rest_is_idle() {
+    let mut lab = Lab::new(plenty(Policy::Fcfs));
+    lab.scheduler.read_meter(0, 0);
+    lab.add(ask(1, 10, 2));
+    lab.add(ask(2, 10, 2));
+    lab.now += 2000;
+    lab.step();
+    // 2000 us without a step, and two steps of 1000 us.
+    lab.scheduler.read_meter(4000, lab.now + 1000);
+    lab.step();
+    let energy = [1, 2].map(|tag| lab.ended[&tag].energy_uj.expect("metered"));
+    // Parts are rounded down.
+    assert_eq!(energy, [999, 1000]);
+    let counters = lab.scheduler.stats().counters;
+    assert_eq!((counters.energy_uj, counters.idle_energy_uj), (Some(4000), Some(2001)));
+}
+
+#[test]
 fn the_limit_that_binds_is_named() {
     // Tokens: the first step has none left. Half of the next step is for waiting requests.
     let mut lab = Lab::new(Config { max_tokens: 10, max_seqs: 10, ..plenty(Policy::Fcfs) });

@@ -175,6 +175,21 @@ def test_timings_come_at_the_end_if_asked_for(http, options, stream):
     assert not stream or (reported["choices"] == [] and "usage" not in reported)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_energy_comes_in_usage_if_asked_for(http, engine, stream):
+    requested = {"prompt": ["a", "b"], "max_tokens": 3, "n": 2, "energy": True, "stream": stream}
+    requested |= {"stream_options": {"include_usage": True}} if stream else {}
+
+    def energy():
+        response = http.post("/v1/completions", json=requested)
+        return (events(response)[-2] if stream else response.json())["usage"]["energy"]
+
+    assert energy() == {"joules": None, "method": None}  # no meter
+    engine.facts["energy_method"] = "powercap"
+    engine.energy_joules = 0.5
+    assert energy() == {"joules": 2.0, "method": "powercap"}
+
+
 def test_fields_of_every_kind_reach_the_engine(http, engine):
     fields = {
         "min_tokens": 2,
