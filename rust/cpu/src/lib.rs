@@ -11,6 +11,7 @@ mod blocks;
 pub mod cache;
 mod decoder;
 mod encoder;
+mod gemm;
 mod ggml;
 pub mod half;
 mod linear;

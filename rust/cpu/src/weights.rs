@@ -196,23 +196,32 @@ pub(crate) struct Part {
     pub(crate) rows: usize,
 }
 
-/// The panels, by storage format.
+/// The panels, by the arithmetic of their products.
 #[derive(Debug)]
 pub(crate) enum Store {
+    Float(FloatPanels),
+    Int8(QuantWeights),
+}
+
+/// Panels of weights that are multiplied in fp32, by storage format.
+#[derive(Debug)]
+pub(crate) enum FloatPanels {
     F32(Panels<f32>),
     F16(Panels<F16>),
     Bf16(Panels<Bf16>),
     Blocks(BlockPanels),
-    Int8(QuantWeights),
 }
 
 impl Part {
     fn pack(pool: &mut ThreadPool, isa: Isa, tensor: &Tensor<'_>, dtype: DType) -> Result<Self, PackError> {
         let width = isa.panel();
-        let store = match (dtype, tensor.numbers) {
-            (DType::F32, _) | (DType::Kept, Numbers::F32) => Store::F32(Panels::pack(pool, width, tensor)?),
-            (DType::Bf16, _) | (DType::Kept, Numbers::Bf16) => Store::Bf16(Panels::pack(pool, width, tensor)?),
-            (DType::Kept, Numbers::F16) => Store::F16(Panels::pack(pool, width, tensor)?),
+        let panels = match (dtype, tensor.numbers) {
+            (DType::Int8, _) => {
+                return Ok(Self { store: Store::Int8(QuantWeights::pack(pool, isa, tensor)?), rows: tensor.rows });
+            }
+            (DType::F32, _) | (DType::Kept, Numbers::F32) => FloatPanels::F32(Panels::pack(pool, width, tensor)?),
+            (DType::Bf16, _) | (DType::Kept, Numbers::Bf16) => FloatPanels::Bf16(Panels::pack(pool, width, tensor)?),
+            (DType::Kept, Numbers::F16) => FloatPanels::F16(Panels::pack(pool, width, tensor)?),
             (DType::F16, _) => {
                 let panels = Panels::<F16>::pack(pool, width, tensor)?;
                 if panels.numbers.iter().any(|x| x.to_f32().is_infinite()) {
@@ -221,15 +230,14 @@ impl Part {
                     let largest = numbers.iter().copied().find(|&x| F16::from_f32(x).to_f32().is_infinite());
                     return Err(PackError::Overflow(largest.unwrap_or(f32::INFINITY)));
                 }
-                Store::F16(panels)
+                FloatPanels::F16(panels)
             }
             (DType::Kept, Numbers::Ggml(number)) => {
                 let kind = tensor.numbers.blocks().ok_or(PackError::Blocks(number))?;
-                Store::Blocks(BlockPanels::pack(pool, isa, tensor, kind)?)
+                FloatPanels::Blocks(BlockPanels::pack(pool, isa, tensor, kind)?)
             }
-            (DType::Int8, _) => Store::Int8(QuantWeights::pack(pool, isa, tensor)?),
         };
-        Ok(Self { store, rows: tensor.rows })
+        Ok(Self { store: Store::Float(panels), rows: tensor.rows })
     }
 
     /// Number of panels.
@@ -239,10 +247,10 @@ impl Part {
 
     fn read_row(&self, row: usize, to: &mut [f32]) {
         match &self.store {
-            Store::F32(panels) => panels.read_column(row, to),
-            Store::F16(panels) => panels.read_column(row, to),
-            Store::Bf16(panels) => panels.read_column(row, to),
-            Store::Blocks(panels) => panels.read_column(row, to),
+            Store::Float(FloatPanels::F32(panels)) => panels.read_column(row, to),
+            Store::Float(FloatPanels::F16(panels)) => panels.read_column(row, to),
+            Store::Float(FloatPanels::Bf16(panels)) => panels.read_column(row, to),
+            Store::Float(FloatPanels::Blocks(panels)) => panels.read_column(row, to),
             Store::Int8(panels) => panels.read_row(row, to),
         }
     }

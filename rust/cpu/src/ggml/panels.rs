@@ -94,6 +94,11 @@ impl BlockPanels {
         self.kind.block()
     }
 
+    /// Number of inputs.
+    pub(crate) fn ins(&self) -> usize {
+        self.ins
+    }
+
     /// Reads the weights of a column, as an embedding.
     pub(crate) fn read_column(&self, column: usize, out: &mut [f32]) {
         let unit = Unit::new(self.kind, self.width);

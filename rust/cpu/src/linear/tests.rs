@@ -1,5 +1,5 @@
 use super::*;
-use crate::block_type::BlockType;
+use crate::block_type::{BLOCK, BlockType};
 use crate::ggml::tests::{dequantized, random_blocks};
 use crate::pool::ThreadPool;
 use crate::tensor::{Numbers, Source, Tensor};

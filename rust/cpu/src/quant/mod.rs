@@ -8,7 +8,6 @@ mod dot;
 mod rows;
 mod weights;
 
-pub(crate) use dot::tile;
 pub(crate) use rows::{QuantRows, SharedRows};
 use weights::Bits;
 pub(crate) use weights::QuantWeights;

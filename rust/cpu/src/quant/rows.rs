@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-use super::BLOCK;
+use super::{BLOCK, QuantWeights};
 use crate::aligned::AlignedVec;
+use crate::gemm::{Gemm, Tiles};
 use crate::pod::Pod;
 use crate::simd::{Int8, Isa, Kernel};
 use crate::unsafe_slice::UnsafeSlice;
@@ -59,12 +60,22 @@ impl QuantRows {
 }
 
 impl<'a> SharedRows<'a> {
-    /// Packs `numbers` as row `row` of the tile with the rows `tile`.
+    /// Returns the blocks of the tile with the rows `tile`, and their wide codes if the instruction set uses them.
     ///
     /// # Safety
     ///
-    /// No other thread packs or reads the tile's rows meanwhile.
-    pub(crate) unsafe fn pack(self, isa: Isa, tile: Range<usize>, row: usize, numbers: &[f32]) {
+    /// The rows are packed, and no thread packs rows of this tile while the slices live.
+    pub(super) unsafe fn tile(self, isa: Isa, tile: Range<usize>, blocks: usize) -> (&'a [Block], &'a [i16]) {
+        let (start, count) = (tile.start * blocks, tile.len() * blocks);
+        // SAFETY: the caller guarantees it.
+        unsafe { (self.blocks.read(start, count), if isa.run(Wide) { self.wide.read(start * BLOCK, count * BLOCK) } else { &[] }) }
+    }
+}
+
+impl Gemm for SharedRows<'_> {
+    type Weights = QuantWeights;
+
+    unsafe fn pack(self, isa: Isa, tile: Range<usize>, row: usize, numbers: &[f32]) {
         let blocks = numbers.len().div_ceil(BLOCK);
         let (start, count) = (tile.start * blocks, tile.len() * blocks);
         assert!(tile.contains(&row));
@@ -76,15 +87,24 @@ impl<'a> SharedRows<'a> {
         isa.run(Pack { numbers, to, wide, row: row - tile.start, rows: tile.len() });
     }
 
-    /// Returns the blocks of the tile with the rows `tile`, and their wide codes if the instruction set uses them.
-    ///
-    /// # Safety
-    ///
-    /// The rows are packed, and no thread packs rows of this tile while the slices live.
-    pub(super) unsafe fn tile(self, isa: Isa, tile: Range<usize>, blocks: usize) -> (&'a [Block], &'a [i16]) {
-        let (start, count) = (tile.start * blocks, tile.len() * blocks);
-        // SAFETY: the caller guarantees it.
-        unsafe { (self.blocks.read(start, count), if isa.run(Wide) { self.wide.read(start * BLOCK, count * BLOCK) } else { &[] }) }
+    unsafe fn multiply(
+        self,
+        isa: Isa,
+        weights: &QuantWeights,
+        panels: Range<usize>,
+        tiles: &Tiles,
+        sums: &mut [f32],
+        _: &mut AlignedVec<f32>,
+    ) {
+        let (width, rows) = (isa.panel(), tiles.rows());
+        for tile in tiles.each() {
+            for (i, panel) in panels.clone().enumerate() {
+                let at = (i * rows.len() + tile.start - rows.start) * width;
+                let sums = &mut sums[at..at + tile.len() * width];
+                // SAFETY: the caller guarantees it.
+                unsafe { super::dot::tile(isa, weights, panel, self, tile.clone(), sums) };
+            }
+        }
     }
 }
 

@@ -1,6 +1,8 @@
+use super::dot::tile;
 use super::*;
 use crate::aligned::AlignedVec;
 use crate::block_type::BlockType;
+use crate::gemm::Gemm;
 use crate::ggml::tests::random_blocks;
 use crate::pool::ThreadPool;
 use crate::simd::Isa;

@@ -1,0 +1,92 @@
+//! The seam between linear layers and the arithmetic of their products.
+//!
+//! A layer cuts its work into panels of weights and tiles of rows, and finishes the sums with an epilogue. A [`Gemm`] packs the rows and
+//! sums the products. Each kind of arithmetic has its own layouts of weights and of rows.
+
+mod floats;
+
+use std::ops::Range;
+
+use crate::aligned::AlignedVec;
+use crate::simd::Isa;
+
+pub(crate) use floats::{FloatRows, SharedFloats};
+
+/// Maximum panels that a thread multiplies at once.
+pub(crate) const STRIP: usize = 4;
+/// Maximum rows that use a panel's slice while it is in the cache.
+pub(crate) const GROUP: usize = 128;
+
+/// Rows that are packed for one kind of arithmetic. A row's results do not depend on the other rows, on their number, or on the tiles.
+pub(crate) trait Gemm: Copy {
+    /// The panels of weights that these rows are multiplied by.
+    type Weights;
+
+    /// Packs `numbers` as row `row` of the tile with the rows `tile`.
+    ///
+    /// # Safety
+    ///
+    /// No other thread packs or reads the tile's rows meanwhile.
+    unsafe fn pack(self, isa: Isa, tile: Range<usize>, row: usize, numbers: &[f32]);
+
+    /// Multiplies tiles by panels. Writes the result to `sums`, \[panels\]\[rows\]\[columns of a panel\].
+    ///
+    /// # Safety
+    ///
+    /// The rows are packed and have the weights' number of inputs. No thread packs rows of these tiles meanwhile.
+    unsafe fn multiply(
+        self,
+        isa: Isa,
+        weights: &Self::Weights,
+        panels: Range<usize>,
+        tiles: &Tiles,
+        sums: &mut [f32],
+        expanded: &mut AlignedVec<f32>,
+    );
+}
+
+/// Splits rows into as few tiles as possible, with sizes as equal as possible.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Tiling {
+    rows: usize,
+    tiles: usize,
+}
+
+impl Tiling {
+    /// Tiles of at most `most` rows.
+    pub(crate) fn new(rows: usize, most: usize) -> Self {
+        Self { rows, tiles: rows.div_ceil(most) }
+    }
+
+    pub(crate) fn tiles(self) -> usize {
+        self.tiles
+    }
+
+    /// The rows of a tile.
+    #[inline(always)]
+    pub(crate) fn range(self, tile: usize) -> Range<usize> {
+        let (each, more) = (self.rows / self.tiles, self.rows % self.tiles);
+        let start = tile * each + tile.min(more);
+        start..start + each + usize::from(tile < more)
+    }
+}
+
+/// Consecutive tiles, at least one.
+#[derive(Clone, Debug)]
+pub(crate) struct Tiles {
+    pub(crate) tiling: Tiling,
+    pub(crate) range: Range<usize>,
+}
+
+impl Tiles {
+    /// The rows of all tiles.
+    pub(crate) fn rows(&self) -> Range<usize> {
+        self.tiling.range(self.range.start).start..self.tiling.range(self.range.end - 1).end
+    }
+
+    /// The rows of each tile.
+    pub(crate) fn each(&self) -> impl Iterator<Item = Range<usize>> {
+        let tiling = self.tiling;
+        self.range.clone().map(move |tile| tiling.range(tile))
+    }
+}
