@@ -1,7 +1,7 @@
 //! Usage of requests, tenants and classes, and counters for operators.
 
 use crate::batch::StepPlan;
-use crate::compute::Compute;
+use crate::compute::{Compute, StepParts};
 use crate::config::Config;
 use crate::cost::StepModel;
 use crate::energy::Energy;
@@ -183,7 +183,7 @@ impl Accounts {
 
     /// Divides the time of a committed step among its sequences.
     pub(crate) fn divide_step(&mut self, plan: &StepPlan, took: Time, model: &StepModel, seqs: &mut SlotMap<SeqId, Sequence>) {
-        let parts = model.divide(&plan.load, plan.chunks.len(), took);
+        let parts = StepParts::new(model, plan, took);
         let energy = &mut self.energy;
         self.compute.divide(&plan.chunks, &parts, 1000 * took, |id, ns| {
             let Some(seq) = seqs.get_mut(id) else { return false };

@@ -3,9 +3,58 @@
 //! A step's time is divided in proportion to the predicted parts of its chunks (see [`StepParts`]). Times that belong to
 //! slots are kept here, side by side, so that a step touches no sequence for them.
 
-use crate::batch::Chunk;
-use crate::cost::StepParts;
-use crate::request::SeqId;
+use crate::batch::{Chunk, StepPlan};
+use crate::cost::StepModel;
+use crate::request::{SeqId, Time};
+
+/// The parts of a step's time that its chunks take: each an equal part of the fixed time, and the predicted time of its
+/// own tokens and context. By tokens alone while no time is predicted. In units of 2^-16 ns, because conversions from
+/// floating point would double the cost of a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepParts {
+    decode: u64,
+    context_token: u64,
+    drafted_token: u64,
+    prefill: u64,
+    prefill_token: u64,
+    prefill_pair: u64,
+}
+
+impl StepParts {
+    const UNIT: f64 = 65_536.0;
+
+    /// Divides a step that took `took` microseconds.
+    pub(crate) fn new(model: &StepModel, plan: &StepPlan, took: Time) -> Self {
+        let (predicted, whole) = (model.step(&plan.load), took as f64 * 1000.0 * Self::UNIT);
+        let [fixed, prefill_token, decode, context_token, prefill_pair] = model.coefficients().map(|part| part * whole / predicted);
+        let each = fixed / plan.chunks.len() as f64;
+        if predicted > 0.0 {
+            return Self {
+                decode: (each + decode) as u64,
+                context_token: context_token as u64,
+                drafted_token: (model.drafted_token() * whole / predicted) as u64,
+                prefill: each as u64,
+                prefill_token: prefill_token as u64,
+                prefill_pair: prefill_pair as u64,
+            };
+        }
+        let token = (whole / f64::from(plan.load.tokens())) as u64;
+        Self { decode: token, context_token: 0, drafted_token: token, prefill: 0, prefill_token: token, prefill_pair: 0 }
+    }
+
+    /// A chunk's part in nanoseconds.
+    #[inline]
+    pub(crate) fn of(&self, chunk: &Chunk) -> u64 {
+        let (start, len, drafted) = (u64::from(chunk.start), u64::from(chunk.len), u64::from(chunk.drafted));
+        let own = if chunk.len == chunk.drafted + 1 {
+            self.decode.wrapping_add(drafted.wrapping_mul(self.drafted_token))
+        } else {
+            let pairs = len.wrapping_mul(start + len / 2).wrapping_mul(self.prefill_pair);
+            self.prefill.wrapping_add(len.wrapping_mul(self.prefill_token)).wrapping_add(pairs)
+        };
+        own.wrapping_add((start + len).wrapping_mul(self.context_token)) >> 16
+    }
+}
 
 /// The time of a slot's sequence that its account does not have yet.
 #[derive(Clone, Copy, Debug, Default)]

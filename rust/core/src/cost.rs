@@ -1,6 +1,5 @@
 //! Predicts step times from the steps observed so far.
 
-use crate::batch::Chunk;
 use crate::request::Time;
 
 /// The work of a step, as input of the step-time model.
@@ -22,36 +21,6 @@ impl Load {
     /// Tokens that the step computes.
     pub fn tokens(&self) -> u32 {
         self.prefill_tokens + self.decode_seqs + self.drafted_tokens
-    }
-}
-
-/// The parts of a step's time that its chunks take: each an equal part of the fixed time, and the predicted time of its
-/// own tokens and context. By tokens alone while no time is predicted. In units of 2^-16 ns, because conversions from
-/// floating point would double the cost of a step.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct StepParts {
-    decode: u64,
-    context_token: u64,
-    drafted_token: u64,
-    prefill: u64,
-    prefill_token: u64,
-    prefill_pair: u64,
-}
-
-impl StepParts {
-    const UNIT: f64 = 65_536.0;
-
-    /// A chunk's part in nanoseconds.
-    #[inline]
-    pub(crate) fn of(&self, chunk: &Chunk) -> u64 {
-        let (start, len, drafted) = (u64::from(chunk.start), u64::from(chunk.len), u64::from(chunk.drafted));
-        let own = if chunk.len == chunk.drafted + 1 {
-            self.decode.wrapping_add(drafted.wrapping_mul(self.drafted_token))
-        } else {
-            let pairs = len.wrapping_mul(start + len / 2).wrapping_mul(self.prefill_pair);
-            self.prefill.wrapping_add(len.wrapping_mul(self.prefill_token)).wrapping_add(pairs)
-        };
-        own.wrapping_add((start + len).wrapping_mul(self.context_token)) >> 16
     }
 }
 
@@ -205,26 +174,6 @@ impl StepModel {
     /// Predicted microseconds for a step of `load`.
     pub fn step(&self, load: &Load) -> f64 {
         dot(&self.weights, &features(load))
-    }
-
-    /// Divides a step of `load` with `chunks` chunks, which took `took` microseconds.
-    pub(crate) fn divide(&self, load: &Load, chunks: usize, took: Time) -> StepParts {
-        let (predicted, whole) = (self.step(load), took as f64 * 1000.0 * StepParts::UNIT);
-        let [fixed, prefill_token, decode, context_token, prefill_pair, drafted_token] = if predicted > 0.0 {
-            std::array::from_fn(|i| self.weights[i] * SCALE[i] * whole / predicted)
-        } else {
-            let token = whole / f64::from(load.tokens());
-            [0.0, token, token, 0.0, 0.0, token]
-        };
-        let each = fixed / chunks as f64;
-        StepParts {
-            decode: (each + decode) as u64,
-            context_token: context_token as u64,
-            drafted_token: drafted_token as u64,
-            prefill: each as u64,
-            prefill_token: prefill_token as u64,
-            prefill_pair: prefill_pair as u64,
-        }
     }
 
     /// Predicted microseconds for a step of `load`, which has no prompt tokens, from the times of the latest such steps.
