@@ -101,6 +101,10 @@ def _sum_kernel(
             offsets = tl.arange(0, width)
             best = tl.max(tl.load(maxima_ptr + offsets, mask=offsets < parts, other=float("-inf")), 0)
         highest = tl.full((block,), float("-inf"), tl.float32)
+        # Together, the tokens that are less likely than this part of the best have less than half of what top-p leaves out. They are
+        # never selected, so the first digit need not tell them apart: most tokens of most rows, which are in few values.
+        likely, rest = (1 - top_p) / (2 * vocabulary), tl.zeros((), tl.int64)
+        counts = tl.zeros((_VALUES,), tl.int32)
         digit: tl.constexpr = level % 3
         shift: tl.constexpr = 21 if digit == 0 else (10 if digit == 1 else 0)
         bits: tl.constexpr = 10 if digit == 2 else 11
@@ -111,19 +115,28 @@ def _sum_kernel(
             order = ordered(x).to(tl.uint32, bitcast=True) ^ 0x80000000
             if digit > 0:
                 inside = inside & ((order >> shift >> bits) == known.to(tl.uint32))
-            sum_ptr = sums_ptr + level * _VALUES + ((order >> shift) & ((1 << bits) - 1)).to(tl.int32)
+            value = ((order >> shift) & ((1 << bits) - 1)).to(tl.int32)
+            sum_ptr = sums_ptr + level * _VALUES + value
             if level == 0:
                 highest = tl.maximum(highest, x)
             if level < 3:
-                if counted:
+                if counted and level == 0:
+                    counts += tl.histogram(value, _VALUES, mask=inside)
+                elif counted:
                     tl.atomic_add(sum_ptr, tl.full((block,), 1, tl.int64), mask=inside, sem="relaxed")
             else:
                 weight = tl.where(x > float("-inf"), tl.exp((x - best) / temperature), 0.0)
                 mass = (weight * _MASS).to(tl.int64)
                 inside = inside & (mass > 0) & (order >= floor.to(tl.uint32))
-                tl.atomic_add(sum_ptr, mass, mask=inside, sem="relaxed")
+                if level == 3:
+                    rest += tl.sum(tl.where(inside & (weight < likely), mass, 0), 0)
+                tl.atomic_add(sum_ptr, mass, mask=inside & (weight >= likely), sem="relaxed")
         if level == 0:
             tl.store(maxima_ptr + part, tl.max(highest, 0))
+            if counted:
+                tl.atomic_add(sums_ptr + tl.arange(0, _VALUES), counts.to(tl.int64), mask=counts > 0, sem="relaxed")
+        elif level == 3:
+            tl.atomic_add(sums_ptr + level * _VALUES, rest, sem="relaxed")
 
 
 @triton.jit

@@ -76,8 +76,12 @@ def test_all_of_sampling_and_a_copy_are_compiled_at_the_start(tmp_path, monkeypa
     sample, score = sampler.sample, sampler.score_rows
     monkeypatch.setattr(sampler, "sample", lambda *given: variants.append(given[-1]) or sample(*given))
     monkeypatch.setattr(sampler, "score_rows", lambda *given: scored.append(given[2].dtype) or score(*given))
+    run, tokens = runner.model.run, []
+    monkeypatch.setattr(runner.model, "run", lambda step, count, plan: tokens.append(count) or run(step, count, plan))
     warm_up.warm_up(runner)
-    assert variants == [cuda_graphs.PLAIN, cuda_graphs.PLAIN, (True, 4)]
+    # Products with quantised weights have kernels for up to 16, 32 and 64 rows, and for more.
+    assert tokens == [16, 1, 32, 64, 65, 2]
+    assert variants == [cuda_graphs.PLAIN] * 5 + [(True, 4)]
     # Of prompts, and of what was drawn.
     assert scored == [torch.int64, torch.int32]
     assert copied == [[[0, 0]]]

@@ -10,6 +10,8 @@ from chairlift.sampling import SamplingParams
 
 SPLIT_CONTEXT = 1024
 """Tokens of a context that attention on a GPU reads in several splits."""
+ROWS = (32, 64, 65)
+"""Tokens of steps for which products with quantised weights have other kernels than for up to 16."""
 ALL_FEATURES = SamplingParams(top_k=2, presence_penalty=0.5, logprobs=1)
 """Uses every sampling kernel."""
 
@@ -39,11 +41,13 @@ def warm_up(runner: ModelRunner) -> None:
     longest = min(runner.block_size, len(buffers.input_ids), runner.max_model_len)
     cases = [(longest, longest, SamplingParams()), (1, 1, SamplingParams(temperature=0.0))]
     if runner.compiles_kernels:
+        most = min(len(buffers.input_ids), runner.max_model_len)
+        cases += [(rows, rows, SamplingParams()) for rows in ROWS if rows <= most]
         # A short chunk, a context in several splits, every sampling feature, a block copy.
         cases.append((min(2, longest), min(SPLIT_CONTEXT, runner.max_model_len), ALL_FEATURES))
     for length, context, params in cases:
         buffers.positions[:length] = np.arange(context - length, context)
-        buffers.slot_mapping[:length] = np.arange(length)
+        buffers.slot_mapping[:length] = np.arange(length) % runner.block_size
         buffers.query_starts[1], buffers.context_lens[0] = length, context
         buffers.sample_at[0] = length - 1
         tokens = np.zeros(context, dtype=np.int32)
