@@ -36,6 +36,7 @@ LAYERS = {
         {"cache", "tensor"},
         {"ggml", "quant", "step"},
         {"weights"},
+        {"lora"},
         {"linear"},
         {"attention", "blocks"},
         {"pass"},

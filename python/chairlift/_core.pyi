@@ -13,6 +13,7 @@ __all__ = [
     "PREEMPTION_REASONS",
     "SERVING_RULES",
     "TIMELINE_STATES",
+    "Adapter",
     "Arbiter",
     "Decoder",
     "DecoderBlock",
@@ -392,13 +393,16 @@ class TensorFile:
     def __new__(cls, path: Path) -> TensorFile:
         """Opens the file. Raises OSError if that fails."""
 
+_Tensor = tuple[str, int, NDArray[np.uint8] | tuple[TensorFile, int], int]
+_Update = tuple[_Tensor, _Tensor, int, float]
+
 @final
 class Linear:
     """A linear layer's weights, packed for this processor."""
 
     def __new__(
         cls,
-        tensors: Sequence[tuple[str, int, NDArray[np.uint8] | tuple[TensorFile, int], int]],
+        tensors: Sequence[_Tensor],
         ins: int,
         dtype: str,
         *,
@@ -456,6 +460,22 @@ class DecoderBlock:
         """
 
 @final
+class Adapter:
+    """A LoRA adapter, packed for this processor."""
+
+    def __new__(
+        cls,
+        blocks: Sequence[tuple[Sequence[_Update | None], Sequence[_Update | None]]],
+        *,
+        isa: str = "auto",
+    ) -> Adapter:
+        """Packs the updates of each block's first and second linear layer, without the GIL.
+
+        A layer has an entry for each of its tensors: A [rank, inputs] and B [outputs, rank], which must have one dtype, the inputs, and
+        the factor of B A; or None. Raises ValueError if the tensors cannot be packed.
+        """
+
+@final
 class Decoder:
     """A decoder on the CPU with its own threads: embeddings, a list of blocks and a head."""
 
@@ -494,13 +514,24 @@ class Decoder:
         context_lens: NDArray[np.int32],
         batch_slots: NDArray[np.int32],
         block_tables: NDArray[np.int32],
+        adapters: NDArray[np.int32] | None = None,
     ) -> None:
         """Runs a step over the cache, without the GIL, and keeps the hidden states of its tokens.
 
         The arrays are those of `chairlift.runner.buffers.StepBuffers`. `block_tables` is read in place and must not change until the call
-        returns. Raises ValueError for a step that is not safe to run in parallel: two tokens with one KV slot, overlapping sequences, or
-        unknown tokens.
+        returns. `adapters` has the number of the adapter of each batch slot, 0 for none. Raises ValueError
+        for a step that is not safe to run in parallel (two tokens with one KV slot, overlapping sequences), or has unknown tokens or
+        adapters.
         """
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        """Takes ownership of an adapter and returns its number, the lowest free one from 1 on.
+
+        Raises ValueError for an adapter that another decoder owns, or that does not fit this one.
+        """
+
+    def remove_adapter(self, number: int) -> None:
+        """Frees the memory of an adapter, and its number."""
 
     def logits(self, at: NDArray[np.int32], out: NDArray[np.float32]) -> None:
         """Writes the last step's logits at token positions `at` to `out` [at, vocabulary], without the GIL."""

@@ -42,6 +42,7 @@ _COUNTS = (
     "num_kv_blocks",
     "kv_cache_memory_bytes",
     "threads",
+    "max_lora_rank",
 )
 _DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms")
 
@@ -68,6 +69,17 @@ def _weights(text: str) -> dict[str, int]:
             raise ValueError(f"expected weights like alice=2,bob=1, got {text!r:.100}")
         weights[name.strip()] = int(weight)
     return weights
+
+
+def _modules(text: str) -> dict[str, str]:
+    """Parses `sql=/adapters/sql,chat=/adapters/chat`."""
+    modules = {}
+    for item in text.split(","):
+        name, equals, path = item.partition("=")
+        if not equals or not name.strip() or not path.strip():
+            raise ValueError(f"expected adapters like sql=/adapters/sql, got {text!r:.100}")
+        modules[name.strip()] = path.strip()
+    return modules
 
 
 def _check_speculation(config: Mapping[str, str | int]) -> None:
@@ -174,6 +186,16 @@ class EngineConfig:
     enforce_eager: bool = _flag(
         False, "launch each step's kernels one by one, without CUDA graphs: slower, but quicker to start, and in less memory", group="model"
     )
+    enable_lora: bool = _flag(False, "allow LoRA adapters, which are computed by the CPU kernels; requests choose one each", group="model")
+    lora_modules: Mapping[str, str] | None = _flag(
+        None,
+        "adapters to load at start, in peft's format: each has a name and a directory",
+        _modules,
+        metavar="NAME=PATH",
+        group="model",
+        nargs="+",
+    )
+    max_lora_rank: int = _flag(16, "highest rank of an adapter", int, group="model")
     seed: int = _flag(0, "seed of dummy weights, and of requests that name none", int, group="model")
     max_model_len: int | None = _flag(
         None,
@@ -337,6 +359,8 @@ class EngineConfig:
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs ({self.max_num_seqs}): "
                 "every running sequence needs one token a step"
             )
+        if self.lora_modules and not self.enable_lora:
+            raise ValueError("--lora-modules needs --enable-lora")
         if self.static_batch_size is not None:
             if self.batching == "continuous":
                 raise ValueError("--static-batch-size needs --batching static or --batching dynamic")
@@ -515,6 +539,8 @@ def _check_type(item: Field[Any], value: object) -> None:
         return
     kind, words = _KINDS[annotation.partition(" ")[0].partition("[")[0]]
     right = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
+    if annotation.startswith("Mapping[str, str]"):
+        right = isinstance(value, Mapping) and all(isinstance(text, str) for text in (*value.keys(), *value.values()))
     if annotation.startswith("Mapping[str, int]"):
         words += " of whole numbers"
         right = isinstance(value, Mapping) and all(isinstance(key, str) and isinstance(number, int) for key, number in value.items())

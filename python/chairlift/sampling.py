@@ -105,7 +105,7 @@ class SamplingParams:
     form. `logprobs` requests the log-probability of each output token and of this many most likely alternatives, at temperature 1 and
     before all changes above. `prompt_logprobs` requests the same for the prompt, which is then computed whole, regardless of the cache.
     `include_stop_str_in_output` includes the stop string or token in the text, `skip_special_tokens=False` control tokens. `embed` asks for
-    the prompt's embedding instead of a text.
+    the prompt's embedding instead of a text. `lora` is the name of the LoRA adapter that computes the request.
     """
 
     max_tokens: int | None = 16
@@ -132,6 +132,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     embed: bool = False
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest with the field and its allowed values."""
@@ -190,6 +191,10 @@ class SamplingParams:
             integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.lora is not None:
+            text("lora", self.lora, 1, 256)
+            if self.embed:
+                raise InvalidRequest("embeddings are computed without adapters", param="lora")
         if self.embed:
             self._set("max_tokens", 1)  # the core gives room for a token, though there is none
             logged = (self.logprobs, self.prompt_logprobs, self.structured_output) != (None, None, None)

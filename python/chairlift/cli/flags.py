@@ -209,6 +209,18 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
+class _Merge(argparse.Action):
+    """Merges several values, which are dicts."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        merged = dict(getattr(namespace, self.dest, None) or {})
+        for value in values:
+            if twice := merged.keys() & value.keys():
+                raise argparse.ArgumentError(self, f"{min(twice)} is named twice")
+            merged |= value
+        setattr(namespace, self.dest, merged)
+
+
 def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     """The arguments of `add_argument` beside the name and help."""
     kind = str(field.type)
@@ -221,6 +233,8 @@ def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
+    if "nargs" in field.metadata:
+        return {"type": parse, "nargs": field.metadata["nargs"], "action": _Merge, "metavar": field.metadata["metavar"]}
     choices = field.metadata.get("choices")
     number = "N" if "int" in kind else "SECONDS" if "float" in kind else "TEXT"
     return {"type": parse, "metavar": "{" + ",".join(choices) + "}" if choices else field.metadata.get("metavar", number)}

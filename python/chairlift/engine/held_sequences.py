@@ -226,9 +226,11 @@ class HeldSequence:
         self._renew()
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """The parameters of a generation: with log-probabilities, for the score. Raises InvalidRequest for `n` and prompt_logprobs."""
+        """The parameters of a generation: with log-probabilities, for the score. Raises InvalidRequest for fields that it cannot have."""
         if params.num_sequences > 1 or params.prompt_logprobs is not None:
             raise InvalidRequest("a live sequence has one answer and no prompt_logprobs: fork it for several answers", param="n")
+        if params.lora is not None:
+            raise InvalidRequest("live sequences are computed without adapters", param="lora")
         return replace(params, logprobs=params.logprobs or 0)
 
     @contextlib.contextmanager

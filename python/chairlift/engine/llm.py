@@ -214,6 +214,18 @@ class LLM:
         """Answers one conversation, rendered with the model's chat template, in increments as `stream` does."""
         return self.stream(self._render(messages), params, scheduling=scheduling)
 
+    def load_lora_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Loads the LoRA adapter in the directory `path`, for requests with `SamplingParams(lora=name)`. Needs `enable_lora`.
+
+        Raises InvalidRequest if the name is in use, InvalidSetting for its rank, and UnsupportedModel for unusable files.
+        """
+        adapter = self.engine.read_adapter(os.fspath(path))
+        self._call(lambda engine: engine.load_adapter(name, adapter))
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Frees an adapter's memory. Raises InvalidRequest if it is not loaded, or while requests use it."""
+        self._call(lambda engine: engine.unload_adapter(name))
+
     def default_params(self, **settings: Any) -> SamplingParams:
         """Returns the checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
         return default_params(self.facts, settings)

@@ -19,6 +19,7 @@ from chairlift.checkpoint.generation_config import recommended_sampling
 from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
+from chairlift.engine.adapters import Adapters, PackedAdapter
 from chairlift.engine.energy import open_meter
 from chairlift.engine.facts import start_facts
 from chairlift.engine.frames import ResumedChoice, StepOutputs
@@ -87,7 +88,8 @@ class Engine:
         self._plans: deque[_core.StepPlan] = deque()  # not yet committed, oldest first
         self._in_flight: _InFlightStep | None = None  # launched, but not sampled
         self._split_step = SplitStep(runner, config.block_size)
-        self._sequences = Sequences(config, self._scheduler, runner, self._eos)
+        self._adapters = Adapters(config, runner)
+        self._sequences = Sequences(config, self._scheduler, runner, self._eos, self._adapters)
         self._slot_tags = np.zeros(runner.max_num_seqs, dtype=np.uint64)  # the last sequence of each batch slot
         self._failed_slots: set[int] = set()  # their sequences cannot be sampled and end with an error
         self.stage = "idle", time.monotonic()
@@ -163,6 +165,25 @@ class Engine:
     def drop_sequence(self, handle: int) -> None:
         """Drops a held sequence, if it is known. Its blocks are free in the next step."""
         self._sequences.drop_held(handle, _now())
+
+    def read_adapter(self, path: str) -> PackedAdapter:
+        """Reads a LoRA adapter for `load_adapter`. May be called on any thread, also during a step.
+
+        Raises InvalidRequest without `--enable-lora`, InvalidSetting for its rank, and UnsupportedModel for unusable files.
+        """
+        return self._adapters.read(path)
+
+    def load_adapter(self, name: str, adapter: PackedAdapter) -> None:
+        """Loads an adapter, which requests then name in `SamplingParams.lora`. Raises InvalidRequest if the name is in use."""
+        self._adapters.add(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Frees an adapter's memory. Raises InvalidRequest if it is not loaded, or while requests use it."""
+        if uses := self._sequences.uses(self._adapters.get(name)):
+            raise InvalidRequest(
+                f"{uses} sequences use the adapter {name!r:.100}: wait until they end", param="lora_name", code="adapter_busy"
+            )
+        self._adapters.remove(name)
 
     def set_priority(self, tag: int, priority: int) -> None:
         """Moves a sequence that has not ended to another class."""
@@ -383,7 +404,14 @@ class Engine:
         try:
             matcher = None if request.new_matcher is None else request.new_matcher()
             ends = self._sequences.end_tokens(request.params)
-            self.runner.add_request(slot, request.params, ids, prompt_len, request.seed, ends=ends, matcher=matcher, prompt=request.prompt)
+            adapter = 0 if request.adapter is None else request.adapter.number
+            self.runner.add_request(
+                *(slot, request.params, ids, prompt_len, request.seed),
+                ends=ends,
+                matcher=matcher,
+                prompt=request.prompt,
+                adapter=adapter,
+            )
         except Exception:
             log.exception("sequence %d cannot be sampled and ends with an error", tag)
             self._failed_slots.add(slot)

@@ -14,6 +14,7 @@ import numpy as np
 
 from chairlift import _core
 from chairlift.config import EngineConfig
+from chairlift.engine.adapters import Adapter, Adapters
 from chairlift.engine.frames import ResumedChoice
 from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar.grammars import Grammar
@@ -38,6 +39,7 @@ class SequenceState:
     """Progress of the prompt's log-probabilities, shared by the request's sequences; None if they are not requested."""
     new_matcher: Callable[[], Matcher] | None = None
     """Makes a grammar matcher at the start of the output; None without a grammar."""
+    adapter: Adapter | None = None
     slot: int | None = None
     """Its current or last batch slot."""
 
@@ -45,8 +47,8 @@ class SequenceState:
 class Sequences:
     """Adds requests to the scheduler and keeps the state of each of their sequences, by tag. Times are microseconds."""
 
-    def __init__(self, config: EngineConfig, scheduler: _core.Scheduler, runner: Runner, eos: Sequence[int]) -> None:
-        self._scheduler, self._eos = scheduler, eos
+    def __init__(self, config: EngineConfig, scheduler: _core.Scheduler, runner: Runner, eos: Sequence[int], adapters: Adapters) -> None:
+        self._scheduler, self._eos, self._adapters = scheduler, eos, adapters
         self._engine_seed = config.seed
         self._tenant_weights, self._tier_weights = config.tenant_weights or {}, {**TIER_WEIGHTS, **(config.tier_weights or {})}
         self._vocab_size, self._max_model_len = runner.model_config.vocab_size, runner.max_model_len
@@ -88,10 +90,11 @@ class Sequences:
         structure = params.structured_output
         new_matcher = None if compiled is None or structure is None else partial(compiled.matcher, structure.budget)
         submitted = min(now, submitted or sys.maxsize)
-        arrived, salt = submitted - sum(spent.values()), self._salt(params, scheduling)
+        adapter = None if params.lora is None else self._adapters.get(params.lora)
+        arrived, salt = submitted - sum(spent.values()), self._salt(params, scheduling, adapter)
 
         def live(index: int, seq: int) -> None:
-            self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, new_matcher)
+            self._states[tag + index] = SequenceState(seq, params, self._seed(tag + index, index, params), scores, new_matcher, adapter)
             self._scheduler.prepared(seq, list(spent.items()))
 
         if continues is not None:
@@ -193,15 +196,21 @@ class Sequences:
             draft=params.verifiable,
         )
 
-    def _salt(self, params: SamplingParams, scheduling: Scheduling) -> bytes:
+    def uses(self, adapter: Adapter) -> int:
+        """The number of sequences that have not ended and use an adapter."""
+        return sum(state.adapter == adapter for state in self._states.values())
+
+    def _salt(self, params: SamplingParams, scheduling: Scheduling, adapter: Adapter | None) -> bytes:
         """The salt of a request's prefix cache entries. Requests with equal salts share KV blocks.
 
-        A request with prompt log-probabilities gets a unique salt, because all its positions must be computed. Byte 255 is not valid
-        UTF-8, so no caller's salt can be equal.
+        A request with prompt log-probabilities gets a unique salt, because all its positions must be computed. Keys and values depend on
+        the adapter, so its salt begins with the hash of its content. Bytes 254 and 255 are not valid UTF-8, so no caller's salt can be
+        equal.
         """
-        if params.prompt_logprobs is None:
-            return shared_salt(scheduling.cache_salt)
-        return b"\xff" + next(self._unique_salts).to_bytes(8)
+        if params.prompt_logprobs is not None:
+            return b"\xff" + next(self._unique_salts).to_bytes(8)
+        salt = shared_salt(scheduling.cache_salt)
+        return salt if adapter is None else b"\xfe" + adapter.digest + salt
 
     def _seed(self, tag: int, index: int, params: SamplingParams) -> int:
         """The seed of a sequence's draws. Sequences without a seed draw independently."""

@@ -9,6 +9,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import ModelConfig
 from chairlift.runner.buffers import Pairs, StepBuffers
+from chairlift.runner.cpu_adapters import CpuAdapters
 from chairlift.runner.cpu_decoder import build_decoder
 from chairlift.runner.executor import ModelExecutor
 from chairlift.runner.memory.precision import Precision
@@ -20,11 +21,13 @@ class CpuExecutor(ModelExecutor):
 
     batch_invariant = True
 
+    adapters: CpuAdapters
     cache: _core.KvCache
     """Set by `allocate`."""
 
-    def __init__(self, config: ModelConfig, decoder: _core.Decoder, kv: str) -> None:
+    def __init__(self, config: ModelConfig, decoder: _core.Decoder, kv: str, isa: str) -> None:
         self.config, self.decoder, self.kv = config, decoder, kv
+        self.adapters = CpuAdapters(decoder, config, isa)
         self._logits = np.empty((1, config.vocab_size), dtype=np.float32)
 
     @classmethod
@@ -34,7 +37,7 @@ class CpuExecutor(ModelExecutor):
         longest = config.max_model_len or model.max_position_embeddings
         decoder = build_decoder(model, weights, dtype, config.threads or 1, config.cpu_isa, longest)
         weights.finish(model)
-        return cls(model, decoder, precision.kv)
+        return cls(model, decoder, precision.kv, config.cpu_isa)
 
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
         """Allocates the KV cache."""
@@ -71,6 +74,7 @@ class CpuExecutor(ModelExecutor):
             context_lens=buffers.context_lens[:num_seqs],
             batch_slots=buffers.batch_slots[:num_seqs],
             block_tables=buffers.block_tables,
+            adapters=self.adapters.by_slot(len(buffers.block_tables)),
         )
 
     def logits(self, at: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from chairlift.models.encoder import EncoderConfig, longest_text
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Layout, Pairs, Sampled, StepBuffers, StepSizes
 from chairlift.runner.build import choose_threads
+from chairlift.runner.interface import AdapterStore
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory
 from chairlift.runner.memory.precision import decide
@@ -35,6 +36,7 @@ class EncoderRunner:
     overlaps = False
     has_logprobs = False
     generates = False
+    adapters: AdapterStore | None = None
     host_blocks = 0
     swap_ns_per_block = 0
 

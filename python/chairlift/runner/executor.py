@@ -14,6 +14,7 @@ import numpy as np
 from chairlift.config import EngineConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, StepBuffers
+from chairlift.runner.interface import AdapterStore
 from chairlift.runner.memory.precision import Precision
 
 Logits = Any
@@ -31,6 +32,8 @@ class ModelExecutor(ABC):
     """
 
     batch_invariant: bool
+    adapters: AdapterStore | None = None
+    """The LoRA adapters, of a model in Rust."""
 
     @abstractmethod
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:

@@ -8,12 +8,29 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
+    from chairlift.checkpoint.adapter import AdapterFiles
     from chairlift.models.shape import ModelShape
     from chairlift.runner.buffers import Pairs, Sampled, StepBuffers, StepSizes
     from chairlift.runner.memory.decision import Decision
     from chairlift.runner.sampling.logprobs import PromptLogprobs
     from chairlift.runner.sampling.matcher import Matcher
     from chairlift.sampling import SamplingParams
+
+
+class AdapterStore(Protocol):
+    """The LoRA adapters of a loaded model."""
+
+    def pack(self, files: AdapterFiles) -> Any:
+        """Packs an adapter for `add`. Any thread may call it. Raises UnsupportedModel if it was made for another base."""
+
+    def add(self, packed: Any) -> int:
+        """Loads a packed adapter and returns its number, from 1 on."""
+
+    def remove(self, number: int) -> None:
+        """Frees the memory of an adapter that no sequence uses."""
+
+    def assign(self, slot: int, number: int) -> None:
+        """Sets the adapter of the sequence in a batch slot; 0 for none."""
 
 
 class Runner(Protocol):
@@ -40,6 +57,8 @@ class Runner(Protocol):
     has_logprobs: bool
     generates: bool
     """Whether it generates tokens."""
+    adapters: AdapterStore | None
+    """The LoRA adapters; None if sequences cannot have any."""
     pooling: str | None
     """How it combines the states of a text to its embedding: first, last or mean; None if it computes no embeddings."""
     decisions: tuple[Decision, ...]
@@ -58,10 +77,12 @@ class Runner(Protocol):
         ends: Sequence[int] = (),
         matcher: Matcher | None = None,
         prompt: PromptLogprobs | None = None,
+        adapter: int = 0,
     ) -> None:
         """Assigns a batch slot to a sequence: its sampling parameters, its tokens so far (prompt, then output) and its seed.
 
-        `ends` are the token ids at which it stops, `matcher` is its grammar, `prompt` tracks the log-probabilities of its prompt.
+        `ends` are the token ids at which it stops, `matcher` is its grammar, `prompt` tracks the log-probabilities of its prompt,
+        `adapter` is the number of its LoRA adapter, 0 without one.
         """
 
     def remove_request(self, slot: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from chairlift.config import EngineConfig
 from chairlift.models.config import load_shape
 from chairlift.runner.buffers import Layout, Pairs, Sampled, StepBuffers, StepSizes
+from chairlift.runner.interface import AdapterStore
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.sampling import SamplingParams
 
@@ -27,6 +28,7 @@ class NullRunner:
     overlaps = False
     has_logprobs = False
     generates = True
+    adapters: AdapterStore | None = None
     pooling: str | None = None
     decisions: tuple[Decision, ...] = (Decision("weights", "none", asked("--load-format")),)
     host_blocks = 0

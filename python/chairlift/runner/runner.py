@@ -70,7 +70,7 @@ class ModelRunner:
         self.block_size, self.num_kv_blocks, self.max_model_len = block_size, size.num_blocks, size.max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = size.max_num_seqs, size.max_num_batched_tokens
         self.buffers, self.sampler = buffers, Sampler(self.max_num_seqs, tokens)
-        self.pooling = pooling
+        self.pooling, self.adapters = pooling, model.adapters
         self._prompts: dict[int, PromptLogprobs] = {}
         self._embedded: set[int] = set()  # slots of requests for an embedding
 
@@ -85,8 +85,11 @@ class ModelRunner:
         ends: Sequence[int] = (),
         matcher: Matcher | None = None,
         prompt: PromptLogprobs | None = None,
+        adapter: int = 0,
     ) -> None:
         """Assigns a batch slot to a sequence (see `Runner.add_request`)."""
+        if self.adapters is not None:
+            self.adapters.assign(slot, adapter)
         self._prompts.pop(slot, None)
         if prompt is not None and not prompt.complete:
             self._prompts[slot] = prompt
@@ -98,6 +101,8 @@ class ModelRunner:
     def remove_request(self, slot: int) -> None:
         """Frees a batch slot."""
         self._prompts.pop(slot, None)
+        if self.adapters is not None:
+            self.adapters.assign(slot, 0)
         self.sampler.remove_request(slot)
 
     def forced_tokens(self) -> Sequence[tuple[int, Sequence[int]]]:

@@ -122,6 +122,14 @@ impl Block {
         }
     }
 
+    /// The block's first and second linear layer.
+    pub(crate) fn linears(&self) -> [&Linear; 2] {
+        match &self.kind {
+            BlockKind::Attention(attention) => [&attention.qkv_proj, &attention.o_proj],
+            BlockKind::Mlp(mlp) => [&mlp.gate_up_proj, &mlp.down_proj],
+        }
+    }
+
     /// Width of the MLP's inner layer. 0 for other blocks.
     pub(crate) fn inner(&self) -> usize {
         match &self.kind {

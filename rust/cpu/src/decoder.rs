@@ -6,6 +6,7 @@ use crate::attention::{Plan, Sequences};
 use crate::blocks::{Block, BlockKind, DecoderConfig, ShapeError, check};
 use crate::cache::{KvCache, KvShape};
 use crate::linear::{Epilogue, Linear, Rows};
+use crate::lora::{self, AdaptedRows, Adapter};
 use crate::norm::{RmsNorm, scale_to_one};
 use crate::pass::{Buffers, Pass, Spare};
 use crate::pool::ThreadPool;
@@ -25,10 +26,13 @@ pub struct Decoder {
     /// The embedding matrix. `None` if it is the head's matrix.
     embedding: Option<Matrix>,
     head: Linear,
+    /// Adapter i + 1. `None`: the number is free.
+    adapters: Vec<Option<Adapter>>,
     slots: SlotSet,
     /// Number of tokens in the last step.
     tokens: usize,
     buffers: Buffers,
+    lora: lora::Buffers,
     rows: Rows,
     scratch: Vec<Mutex<Spare>>,
 }
@@ -61,12 +65,29 @@ impl Decoder {
             norm,
             embedding,
             head,
+            adapters: Vec::new(),
             slots: SlotSet::default(),
             tokens: 0,
             buffers: Buffers::default(),
+            lora: lora::Buffers::default(),
             rows: Rows::default(),
             scratch,
         })
+    }
+
+    /// Adds an adapter and returns its number for [`Step::adapters`].
+    pub fn add_adapter(&mut self, adapter: Adapter) -> Result<usize, ShapeError> {
+        let matrices = self.blocks.iter().map(|block| block.linears().map(|linear| &linear.matrix));
+        check(adapter.fits(matrices), "the adapter's matrices")?;
+        let index = self.adapters.iter().position(Option::is_none).unwrap_or(self.adapters.len());
+        self.adapters.resize_with(self.adapters.len().max(index + 1), || None);
+        self.adapters[index] = Some(adapter);
+        Ok(index + 1)
+    }
+
+    /// Removes an adapter and frees its memory. Its number can then belong to another one. Panics if there is no such adapter.
+    pub fn remove_adapter(&mut self, number: usize) {
+        assert!(self.adapters[number - 1].take().is_some(), "the number of an adapter");
     }
 
     /// Runs a step and keeps the hidden states of its tokens.
@@ -76,7 +97,8 @@ impl Decoder {
     /// not have.
     pub fn forward(&mut self, step: &Step<'_>, cache: &mut KvCache) -> Result<(), StepError> {
         self.check(step, cache.shape())?;
-        let Self { isa, pool, config, blocks, embedding, head, rows, buffers, scratch, .. } = self;
+        let Self { isa, pool, config, blocks, embedding, head, adapters, rows, buffers, lora, scratch, .. } = self;
+        let numbers = step.adapters_by_token(|number| matches!(adapters.get(number - 1), Some(Some(_))))?;
         let (isa, tokens) = (*isa, step.input_ids.len());
         self.tokens = tokens;
         let inner = blocks.iter().map(Block::inner).max().unwrap_or(0);
@@ -86,7 +108,8 @@ impl Decoder {
         let sequences =
             Sequences { query_starts, context_lens, rows: step.rows, block_tables, max_blocks, block_size: cache.shape().block_size };
         let plan = Plan::new(sequences, config.num_heads, config.num_kv_heads, pool.size());
-        let pass = Pass::new(isa, config, step, &plan, cache.pages(), rows.packed(isa, tokens), inner, buffers);
+        let adapted = AdaptedRows::new(&numbers, adapters, pool.size(), widest(blocks), lora);
+        let pass = Pass::new(isa, config, step, &plan, cache.pages(), rows.packed(isa, tokens), adapted.as_ref(), inner, buffers);
         pool.run(|worker| {
             let mut spare = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);
             pass.run(worker, &mut spare, table, blocks);
@@ -141,4 +164,13 @@ impl Decoder {
             scale_to_one(row);
         }
     }
+}
+
+/// The largest numbers of inputs and of outputs of the blocks' linear layers, with whole panels for each tensor.
+fn widest(blocks: &[Block]) -> (usize, usize) {
+    let matrices = || blocks.iter().flat_map(Block::linears).map(|linear| &linear.matrix);
+    (
+        matrices().map(|matrix| matrix.ins).max().unwrap_or(0),
+        matrices().map(|matrix| matrix.panel_column(matrix.parts.len())).max().unwrap_or(0),
+    )
 }

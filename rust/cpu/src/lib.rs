@@ -15,6 +15,7 @@ mod gemm;
 mod ggml;
 pub mod half;
 mod linear;
+mod lora;
 mod norm;
 mod pass;
 mod pod;
@@ -32,6 +33,7 @@ pub use blocks::{Block, BlockKind, DecoderConfig, GatedMlp, SelfAttention, Shape
 pub use decoder::Decoder;
 pub use encoder::{Embeddings, Encoder, EncoderLayer, Norm, Pooling, TextError};
 pub use linear::{Activation, Linear};
+pub use lora::{Adapter, LowRank, Update};
 pub use pool::{ThreadPool, Worker};
 pub use rope::Rope;
 pub use simd::Isa;

@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use crate::aligned::AlignedVec;
 use crate::gemm::{FloatRows, GROUP, Gemm, STRIP, SharedFloats, Tiles, Tiling};
+use crate::lora::Deltas;
 use crate::pool::Worker;
 use crate::quant::{QuantRows, SharedRows};
 use crate::simd::Isa;
@@ -56,6 +57,7 @@ pub(crate) struct Packed<'a> {
     tiling: Tiling,
     floats: SharedFloats<'a>,
     quant: SharedRows<'a>,
+    deltas: Option<Deltas<'a>>,
 }
 
 /// Per-thread scratch memory.
@@ -75,11 +77,16 @@ impl Rows {
 
     /// Returns a view for a call with `rows` rows.
     pub(crate) fn packed(&mut self, isa: Isa, rows: usize) -> Packed<'_> {
-        Packed { tiling: Tiling::new(rows, isa.rows()), floats: self.floats.shared(), quant: self.quant.shared() }
+        Packed { tiling: Tiling::new(rows, isa.rows()), floats: self.floats.shared(), quant: self.quant.shared(), deltas: None }
     }
 }
 
-impl Packed<'_> {
+impl<'a> Packed<'a> {
+    /// The same rows. `multiply` adds the updates `deltas` to their products.
+    pub(crate) fn with(self, deltas: Option<Deltas<'a>>) -> Self {
+        Self { deltas, ..self }
+    }
+
     /// Packs rows for `layer`. `fill` gets the index of a row and writes it. This is one phase of the thread pool: every worker must call
     /// it.
     pub(crate) fn pack(
@@ -147,6 +154,12 @@ impl Packed<'_> {
                     // SAFETY: one index of the loop writes the columns of a panel in each row.
                     let out = unsafe { out.write(m * stride + first_row + column, count) };
                     let sums = &mut sums[at..at + width];
+                    if let Some(deltas) = self.deltas {
+                        deltas.add(m, part, column, sums);
+                        if let Epilogue::Gate(_) = epilogue {
+                            deltas.add(m, 1, column, &mut ups[at..at + width]);
+                        }
+                    }
                     if let Epilogue::Gate(activation) = epilogue {
                         let biases = [of(column, count), of(matrix.outs + column, count)];
                         isa.run(Gate { gates: sums, ups: &mut ups[at..at + width], biases, activation, out });

@@ -5,6 +5,7 @@ use crate::attention::{self, Attention, Plan};
 use crate::blocks::{Block, BlockKind, DecoderConfig, GatedMlp, SelfAttention};
 use crate::cache::Pages;
 use crate::linear::{Epilogue, Linear, Packed, Scratch};
+use crate::lora::{self, AdaptedRows, Deltas};
 use crate::norm::RmsNorm;
 use crate::pool::Worker;
 use crate::rope::{Rope, Rotate};
@@ -34,6 +35,7 @@ pub(crate) struct Buffers {
 #[derive(Debug, Default)]
 pub(crate) struct Spare {
     pub(crate) linear: Scratch,
+    lora: lora::Scratch,
     attention: attention::Scratch,
     row: Vec<f32>,
 }
@@ -49,6 +51,7 @@ pub(crate) struct Pass<'a> {
     pub(crate) plan: &'a Plan<'a>,
     pub(crate) pages: Pages<'a>,
     packed: Packed<'a>,
+    adapted: Option<&'a AdaptedRows<'a>>,
     /// Width of a token's cos/sin tables, for all rotary embeddings.
     cos_sin_width: usize,
     hidden: UnsafeSlice<'a, f32>,
@@ -69,6 +72,7 @@ impl<'a> Pass<'a> {
         plan: &'a Plan<'a>,
         pages: Pages<'a>,
         packed: Packed<'a>,
+        adapted: Option<&'a AdaptedRows<'a>>,
         inner: usize,
         buffers: &'a mut Buffers,
     ) -> Self {
@@ -85,6 +89,7 @@ impl<'a> Pass<'a> {
             plan,
             pages,
             packed,
+            adapted,
             cos_sin_width,
             hidden: room(&mut buffers.hidden, config.hidden_size),
             qkv: room(&mut buffers.qkv, config.qkv_width()),
@@ -96,16 +101,19 @@ impl<'a> Pass<'a> {
     }
 
     /// Runs all blocks. `table` is the embedding matrix.
-    pub(crate) fn run(&self, worker: &mut Worker<'_>, spare: &mut Spare, table: &Matrix, blocks: &[Block]) {
+    pub(crate) fn run(&self, worker: &mut Worker<'_>, spare: &mut Spare, table: &Matrix, blocks: &'a [Block]) {
         self.embed(worker, table);
         let mut layer = 0;
-        for block in blocks {
+        for (index, block) in blocks.iter().enumerate() {
+            let linears = block.linears();
+            let deltas = |which: usize| self.adapted?.layer(index, which, &linears[which].matrix);
+            let deltas = [deltas(0), deltas(1)];
             match &block.kind {
                 BlockKind::Attention(attention) => {
-                    self.attend(worker, spare, block, attention, layer);
+                    self.attend(worker, spare, block, attention, layer, deltas);
                     layer += 1;
                 }
-                BlockKind::Mlp(mlp) => self.gate(worker, spare, block, mlp),
+                BlockKind::Mlp(mlp) => self.gate(worker, spare, block, mlp, deltas),
             }
         }
     }
@@ -130,10 +138,18 @@ impl<'a> Pass<'a> {
     }
 
     /// Runs an attention block, whose keys and values are in the cache's `layer`.
-    fn attend(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, attention: &SelfAttention, layer: usize) {
+    fn attend(
+        &self,
+        worker: &mut Worker<'_>,
+        spare: &mut Spare,
+        block: &Block,
+        attention: &SelfAttention,
+        layer: usize,
+        deltas: [Option<Deltas<'a>>; 2],
+    ) {
         let (width, (queries, _)) = (self.config.qkv_width(), self.config.widths());
-        self.pack_normed(worker, spare, &block.norm, &attention.qkv_proj);
-        self.packed.multiply(worker, self.isa, &attention.qkv_proj, self.qkv, width, Epilogue::Store, &mut spare.linear);
+        self.pack_normed(worker, spare, &block.norm, &attention.qkv_proj, deltas[0]);
+        self.multiply(worker, spare, &attention.qkv_proj, deltas[0], self.qkv, width, Epilogue::Store);
         worker.parallel_for(self.step.input_ids.len(), |t| self.write_kv(t, attention, layer, &mut spare.row));
         let seen = Attention {
             plan: self.plan,
@@ -149,7 +165,7 @@ impl<'a> Pass<'a> {
         };
         // SAFETY: one index runs each task, and earlier phases wrote all keys and values (see `Pass`).
         worker.parallel_for(self.plan.len(), |task| unsafe { seen.attend(self.isa, task, &mut spare.attention) });
-        self.add(worker, spare, block, &attention.o_proj, self.attended, queries);
+        self.add(worker, spare, block, &attention.o_proj, deltas[1], self.attended, queries);
     }
 
     /// Applies the query and key norms and the rotary embedding to token `t`, and writes its keys and values to the cache.
@@ -177,35 +193,66 @@ impl<'a> Pass<'a> {
     }
 
     /// Runs a gated MLP.
-    fn gate(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, mlp: &GatedMlp) {
+    fn gate(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, mlp: &GatedMlp, deltas: [Option<Deltas<'a>>; 2]) {
         let inner = mlp.inner();
-        self.pack_normed(worker, spare, &block.norm, &mlp.gate_up_proj);
-        let epilogue = Epilogue::Gate(mlp.activation);
-        self.packed.multiply(worker, self.isa, &mlp.gate_up_proj, self.inner, inner, epilogue, &mut spare.linear);
-        self.add(worker, spare, block, &mlp.down_proj, self.inner, inner);
+        self.pack_normed(worker, spare, &block.norm, &mlp.gate_up_proj, deltas[0]);
+        self.multiply(worker, spare, &mlp.gate_up_proj, deltas[0], self.inner, inner, Epilogue::Gate(mlp.activation));
+        self.add(worker, spare, block, &mlp.down_proj, deltas[1], self.inner, inner);
+    }
+
+    /// Multiplies the packed rows by `linear`, with the updates of their adapters.
+    #[allow(clippy::too_many_arguments)]
+    fn multiply(
+        &self,
+        worker: &mut Worker<'_>,
+        spare: &mut Spare,
+        linear: &Linear,
+        deltas: Option<Deltas<'a>>,
+        out: UnsafeSlice<'_, f32>,
+        stride: usize,
+        epilogue: Epilogue,
+    ) {
+        if let Some(deltas) = deltas {
+            deltas.compute(worker, &mut spare.lora);
+        }
+        self.packed.with(deltas).multiply(worker, self.isa, linear, out, stride, epilogue, &mut spare.linear);
     }
 
     /// Normalises the residual stream and packs it for `linear`.
-    fn pack_normed(&self, worker: &mut Worker<'_>, spare: &mut Spare, weight: &[f32], linear: &Linear) {
+    fn pack_normed(&self, worker: &mut Worker<'_>, spare: &mut Spare, weight: &[f32], linear: &Linear, deltas: Option<Deltas<'a>>) {
         let &DecoderConfig { hidden_size, rms_norm_eps: eps, .. } = self.config;
         self.packed.pack(worker, self.isa, linear, &mut spare.linear, |t, out| {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
             let x = unsafe { self.hidden.read(t * hidden_size, hidden_size) };
             self.isa.run(RmsNorm { x, weight, eps, out });
+            keep(deltas, t, out);
         });
     }
 
     /// Multiplies `rows`, which are `width` wide, by `linear` and adds the block's output to the residual stream.
-    fn add(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, linear: &Linear, rows: UnsafeSlice<'_, f32>, width: usize) {
+    #[allow(clippy::too_many_arguments)]
+    fn add(
+        &self,
+        worker: &mut Worker<'_>,
+        spare: &mut Spare,
+        block: &Block,
+        linear: &Linear,
+        deltas: Option<Deltas<'a>>,
+        rows: UnsafeSlice<'_, f32>,
+        width: usize,
+    ) {
         let &DecoderConfig { hidden_size, rms_norm_eps: eps, .. } = self.config;
-        // SAFETY: an earlier phase wrote these rows (see `Pass`).
-        let copy = |t: usize, out: &mut [f32]| out.copy_from_slice(unsafe { rows.read(t * width, width) });
+        let copy = |t: usize, out: &mut [f32]| {
+            // SAFETY: an earlier phase wrote these rows (see `Pass`).
+            out.copy_from_slice(unsafe { rows.read(t * width, width) });
+            keep(deltas, t, out);
+        };
         self.packed.pack(worker, self.isa, linear, &mut spare.linear, copy);
         let Some(weight) = &block.post_norm else {
             let epilogue = Epilogue::Add(block.residual_scale);
-            return self.packed.multiply(worker, self.isa, linear, self.hidden, hidden_size, epilogue, &mut spare.linear);
+            return self.multiply(worker, spare, linear, deltas, self.hidden, hidden_size, epilogue);
         };
-        self.packed.multiply(worker, self.isa, linear, self.output, hidden_size, Epilogue::Store, &mut spare.linear);
+        self.multiply(worker, spare, linear, deltas, self.output, hidden_size, Epilogue::Store);
         spare.row.resize(hidden_size, 0.0);
         worker.parallel_for(self.step.input_ids.len(), |t| {
             // SAFETY: an earlier phase wrote the output, and only index t writes this row of the residual stream (see `Pass`).
@@ -213,5 +260,12 @@ impl<'a> Pass<'a> {
             self.isa.run(RmsNorm { x, weight, eps, out: &mut spare.row });
             state.iter_mut().zip(&spare.row).for_each(|(state, x)| *state += x * block.residual_scale);
         });
+    }
+}
+
+/// Keeps the input of a layer with updates.
+fn keep(deltas: Option<Deltas<'_>>, row: usize, x: &[f32]) {
+    if let Some(deltas) = deltas {
+        deltas.keep(row, x);
     }
 }

@@ -16,6 +16,8 @@ pub struct Step<'a> {
     pub block_tables: &'a [i32],
     /// Width of a row of `block_tables`.
     pub max_blocks: usize,
+    /// For each row of `block_tables`, the number of its adapter; 0 for none. Empty if no sequence has one.
+    pub adapters: &'a [i32],
 }
 
 /// The reason why a step cannot run.
@@ -86,6 +88,14 @@ pub enum StepError {
         /// Number of rows in the block table.
         rows: usize,
     },
+    /// A sequence's adapter is not loaded.
+    #[error("sequence {sequence} has adapter {number}, which is not loaded")]
+    Adapter {
+        /// The sequence's index.
+        sequence: usize,
+        /// The adapter's number.
+        number: i32,
+    },
     /// The dimensions of the cache do not match the model.
     #[error("the KV cache has {found} {what}, and the model has {expected}")]
     Cache {
@@ -145,6 +155,9 @@ impl Step<'_> {
             }
         }
         let rows = self.block_tables.len() / self.max_blocks.max(1);
+        if !self.adapters.is_empty() && self.adapters.len() != rows {
+            return Err(StepError::Length { what: "adapters", found: self.adapters.len(), expected: rows });
+        }
         for (sequence, &row) in self.rows.iter().enumerate() {
             if usize::try_from(row).is_ok_and(|row| row < rows) {
                 continue;
@@ -159,6 +172,24 @@ impl Step<'_> {
         }
         self.check_sequences(self.max_blocks * cache.block_size)?;
         slots.check(self.slots, cache.blocks * cache.block_size)
+    }
+
+    /// The adapter's number of each token; 0 for none. `loaded` says whether there is an adapter with this number. The step's other arrays
+    /// must have been checked.
+    pub(crate) fn adapters_by_token(&self, loaded: impl Fn(usize) -> bool) -> Result<Vec<usize>, StepError> {
+        let mut numbers = Vec::new();
+        if self.adapters.is_empty() {
+            return Ok(numbers);
+        }
+        for (sequence, &row) in self.rows.iter().enumerate() {
+            let number = self.adapters[row as usize];
+            let Some(known) = usize::try_from(number).ok().filter(|&number| number == 0 || loaded(number)) else {
+                return Err(StepError::Adapter { sequence, number });
+            };
+            let queries = self.query_starts[sequence + 1] - self.query_starts[sequence];
+            numbers.extend(std::iter::repeat_n(known, queries as usize));
+        }
+        Ok(numbers)
     }
 
     /// Checks that each token belongs to one sequence, and that no context is longer than `room`.
@@ -199,6 +230,7 @@ mod tests {
         rows: &[2, 0],
         block_tables: &[2, 39, 9, 9, 1, 0],
         max_blocks: 2,
+        adapters: &[],
     };
 
     fn check(step: Step<'_>) -> Result<(), StepError> {

@@ -145,7 +145,7 @@ pub(crate) struct Panels<E> {
 }
 
 impl<E: Element> Panels<E> {
-    fn pack(pool: &mut ThreadPool, width: usize, tensor: &Tensor<'_>) -> Result<Self, ReadError> {
+    pub(crate) fn pack(pool: &mut ThreadPool, width: usize, tensor: &Tensor<'_>) -> Result<Self, ReadError> {
         let ins = tensor.ins;
         let mut numbers = AlignedVec::zeros(tensor.rows.next_multiple_of(width) * ins);
         let shared = numbers.shared();
@@ -256,6 +256,18 @@ impl Part {
     }
 }
 
+/// Checks that a tensor's bytes match its shape.
+pub(crate) fn check_bytes(tensor: &Tensor<'_>) -> Result<(), PackError> {
+    let &Tensor { numbers, rows, ins, source, .. } = tensor;
+    let Some(row) = numbers.row_bytes(ins) else {
+        return Err(PackError::Blocks(if let Numbers::Ggml(number) = numbers { number } else { 0 }));
+    };
+    match source {
+        Source::Memory(bytes) if bytes.len() != rows * row => Err(PackError::Shape { rows, ins, expected: rows * row, found: bytes.len() }),
+        _ => Ok(()),
+    }
+}
+
 impl Matrix {
     /// Packs tensors with the same number of inputs. All threads of the pool read tensors that are in files.
     pub fn pack(pool: &mut ThreadPool, isa: Isa, tensors: &[Tensor<'_>], merge: Merge, dtype: DType) -> Result<Self, PackError> {
@@ -267,22 +279,19 @@ impl Matrix {
         }
         let mut parts = Vec::new();
         for tensor in tensors {
-            let &Tensor { numbers, rows, ins, source, interleaved } = tensor;
-            let Some(row) = numbers.row_bytes(ins) else {
-                return Err(PackError::Blocks(if let Numbers::Ggml(number) = numbers { number } else { 0 }));
-            };
-            if interleaved > 0 && !rows.is_multiple_of(interleaved) {
+            check_bytes(tensor)?;
+            if tensor.interleaved > 0 && !tensor.rows.is_multiple_of(tensor.interleaved) {
                 return Err(PackError::Mismatch);
             }
-            match source {
-                Source::Memory(bytes) if bytes.len() != rows * row => {
-                    return Err(PackError::Shape { rows, ins, expected: rows * row, found: bytes.len() });
-                }
-                _ => parts.push(Part::pack(pool, isa, tensor, dtype)?),
-            }
+            parts.push(Part::pack(pool, isa, tensor, dtype)?);
         }
         let outs = if merge == Merge::Gated { rows / 2 } else { rows };
         Ok(Self { parts, ins, outs, merge, isa })
+    }
+
+    /// First column of tensor `part` in rows that have whole panels for each tensor. The column after the last tensor is their width.
+    pub(crate) fn panel_column(&self, part: usize) -> usize {
+        self.parts[..part].iter().map(|part| part.panels(self.isa) * self.isa.panel()).sum()
     }
 
     /// Reads row `out` of the matrix, as an embedding. The matrix must not be gated.

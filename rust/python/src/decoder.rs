@@ -90,6 +90,39 @@ enum Bytes<'py> {
     File((Py<TensorFile>, u64)),
 }
 
+/// The update of a tensor: A and B as tensors, the inputs of A, and the scale.
+type UpdateArgs<'py> = (TensorArgs<'py>, TensorArgs<'py>, usize, f32);
+
+/// The updates of the tensors of one layer.
+type LayerUpdates<'py> = Vec<Option<UpdateArgs<'py>>>;
+
+/// A `LoRA` adapter, packed for this processor.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct Adapter(Mutex<Option<cpu::Adapter>>);
+
+#[pymethods]
+impl Adapter {
+    #[new]
+    #[pyo3(signature = (blocks, *, isa="auto"))]
+    fn new(py: Python<'_>, blocks: Vec<(LayerUpdates<'_>, LayerUpdates<'_>)>, isa: &str) -> PyResult<Self> {
+        let isa = isa_of(isa)?;
+        let layers = |(first, second)| Ok::<_, PyErr>([updates_of(first)?, updates_of(second)?]);
+        let blocks: Vec<_> = blocks.iter().map(|(first, second)| layers((first, second))).collect::<PyResult<_>>()?;
+        let packed = py.detach(|| {
+            let mut pool = started(1)?;
+            let mut pack = |updates: &[_]| cpu::LowRank::pack(&mut pool, isa, updates);
+            let blocks = blocks.iter().map(|[first, second]| Ok([pack(first)?, pack(second)?])).collect::<Result<_, cpu::PackError>>();
+            blocks.map(cpu::Adapter::new).map_err(|error| PyValueError::new_err(error.to_string()))
+        });
+        packed.map(|adapter| Self(Mutex::new(Some(adapter))))
+    }
+}
+
+fn updates_of<'a>(updates: &'a LayerUpdates<'_>) -> PyResult<Vec<Option<cpu::Update<'a>>>> {
+    let update = |(a, b, ins, scale): &'a UpdateArgs<'_>| Ok(cpu::Update { a: tensor_of(a, *ins)?, b: tensor_of(b, a.1)?, scale: *scale });
+    updates.iter().map(|args| args.as_ref().map(update).transpose()).collect()
+}
+
 fn tensor_of<'a>((kind, rows, bytes, interleaved): &'a TensorArgs<'_>, ins: usize) -> PyResult<Tensor<'a>> {
     let numbers = match kind.as_str() {
         "float32" => Numbers::F32,
@@ -232,7 +265,7 @@ impl Decoder {
     }
 
     /// Runs a step with the KV cache and keeps the hidden states of its tokens.
-    #[pyo3(signature = (cache, *, input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, block_tables))]
+    #[pyo3(signature = (cache, *, input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, block_tables, adapters=None))]
     #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
@@ -245,12 +278,14 @@ impl Decoder {
         context_lens: PyBuffer<i32>,
         batch_slots: PyBuffer<i32>,
         block_tables: &Bound<'_, PyArray2<i32>>,
+        adapters: Option<PyBuffer<i32>>,
     ) -> PyResult<()> {
         let max_blocks = block_tables.shape()[1];
         let all = [input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots].map(|array| array.to_vec(py));
         let [input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots] = all;
         let (input_ids, positions, slot_mapping) = (input_ids?, positions?, slot_mapping?);
         let (query_starts, context_lens, batch_slots) = (query_starts?, context_lens?, batch_slots?);
+        let adapters = adapters.map_or(Ok(Vec::new()), |array| array.to_vec(py))?;
         // This is the largest array and most of it is unread, so it is not copied.
         let tables = block_tables.try_readonly().map_err(|error| PyValueError::new_err(format!("block_tables cannot be read: {error}")))?;
         let tables = tables.as_slice().map_err(|_| PyValueError::new_err("block_tables need a C-contiguous int32 array"))?;
@@ -264,9 +299,21 @@ impl Decoder {
                 rows: &batch_slots,
                 block_tables: tables,
                 max_blocks,
+                adapters: &adapters,
             };
             lock(&self.0).forward(&step, &mut lock(&cache.0)).map_err(|error| PyValueError::new_err(error.to_string()))
         })
+    }
+
+    /// Adds an adapter and returns its number.
+    fn add_adapter(&self, adapter: &Adapter) -> PyResult<usize> {
+        let adapter = lock(&adapter.0).take().ok_or_else(|| PyValueError::new_err("this adapter belongs to a model already"))?;
+        lock(&self.0).add_adapter(adapter).map_err(|error| PyValueError::new_err(error.to_string()))
+    }
+
+    /// Removes an adapter.
+    fn remove_adapter(&self, number: usize) {
+        lock(&self.0).remove_adapter(number);
     }
 
     /// Writes the last step's logits for the tokens at indices `at` to `out` [at, vocabulary].

@@ -1,0 +1,134 @@
+"""Reads LoRA adapters in peft's format: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chairlift.checkpoint.safetensors_file import DTYPES, Array, SafetensorsFile, as_float32
+from chairlift.errors import UnsupportedModel
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers that an adapter can change."""
+REFUSED = {
+    "use_dora": "DoRA",
+    "lora_bias": "biases of B",
+    "modules_to_save": "whole modules (modules_to_save)",
+    "trainable_token_indices": "embeddings of single tokens",
+    "layer_replication": "repeated layers",
+    "rank_pattern": "ranks by module (rank_pattern)",
+    "alpha_pattern": "alphas by module (alpha_pattern)",
+    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
+}
+"""Fields of adapter_config.json that must be unset, and what they ask for."""
+BASE_CHANGES = ("pissa", "olora", "corda", "loftq")
+"""Values of init_lora_weights that change the base's weights too."""
+
+_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+
+
+class LowRank(NamedTuple):
+    """The update of one linear layer: A [rank, inputs] and B [outputs, rank], in the dtype `kind`, as bytes."""
+
+    kind: str
+    a: Array
+    b: Array
+    inputs: int
+    outputs: int
+
+
+class AdapterFiles:
+    """An adapter's matrices and the hash of its files."""
+
+    def __init__(self, directory: Path) -> None:
+        """Reads the files. Raises UnsupportedModel, with one line, if they are missing, corrupt, or ask for more than LoRA."""
+        self.directory = directory
+        config = self._read_config()
+        for field, what in REFUSED.items():
+            if config.get(field):
+                raise self._unsupported(f"it has {what}, which adapters cannot have here")
+        if config.get("peft_type") != "LORA":
+            raise self._unsupported(f"peft_type is {config.get('peft_type')!r:.50}, not 'LORA'")
+        if config.get("bias", "none") != "none":
+            raise self._unsupported("it changes biases, which adapters cannot do here: train it with bias='none'")
+        if str(config.get("init_lora_weights")).lower().startswith(BASE_CHANGES):
+            raise self._unsupported(
+                f"init_lora_weights {config['init_lora_weights']!r:.50} also changes the base: convert it to plain LoRA"
+            )
+        rank: Any = config.get("r")
+        alpha: Any = config.get("lora_alpha")
+        if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+            raise self._unsupported(f"r is {rank!r:.50} and lora_alpha {alpha!r:.50} in adapter_config.json")
+        self.rank: int = rank
+        self.scale: float = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        """Factor of B A."""
+        self.updates = self._read_updates()
+        """By layer and module."""
+
+    def _read_config(self) -> dict[str, Any]:
+        path = self.directory / "adapter_config.json"
+        try:
+            text = path.read_bytes()
+            config = json.loads(text)
+        except OSError as error:
+            raise self._unsupported(
+                f"adapter_config.json cannot be read ({error.strerror}): an adapter is a directory in peft's format"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise self._unsupported(f"adapter_config.json is not JSON ({error})") from None
+        if not isinstance(config, dict):
+            raise self._unsupported("adapter_config.json holds no object")
+        self._hash = hashlib.blake2b(text, digest_size=16)
+        return config
+
+    def _read_updates(self) -> dict[tuple[int, str], LowRank]:
+        path = self.directory / "adapter_model.safetensors"
+        if not path.exists():
+            raise self._unsupported("adapter_model.safetensors is missing: save the adapter with safe_serialization")
+        file = SafetensorsFile(path)
+        matrices: dict[tuple[int, str], dict[str, str]] = {}
+        for name in file.tensors:
+            match = _NAME.fullmatch(name)
+            if match is None or match[2] not in MODULES:
+                raise self._unsupported(f"it changes {name}: only {', '.join(MODULES)} can have updates")
+            matrices.setdefault((int(match[1]), match[2]), {})[match[3]] = name
+        if not matrices:
+            raise self._unsupported("adapter_model.safetensors has no matrices")
+        return {place: self._update(file, place, names) for place, names in sorted(matrices.items())}
+
+    def _update(self, file: SafetensorsFile, place: tuple[int, str], names: dict[str, str]) -> LowRank:
+        layer, module = place
+        if names.keys() != {"A", "B"}:
+            raise self._unsupported(f"layer {layer} has only one of the two matrices of {module}")
+        a, b = (file.tensors[names[which]] for which in "AB")
+        if len(a.shape) != 2 or len(b.shape) != 2 or (a.shape[0], b.shape[1]) != (self.rank, self.rank):
+            shapes = f"{list(a.shape)} and {list(b.shape)}"
+            raise self._unsupported(f"{module} of layer {layer} has matrices of {shapes}, which do not have the rank r = {self.rank}")
+        if unknown := {a.dtype, b.dtype} - DTYPES.keys():
+            raise self._unsupported(f"{module} of layer {layer} is in {min(unknown)}: expected {', '.join(DTYPES)}")
+        data = []
+        for which in "AB":
+            data.append(file.data(names[which]))
+            self._hash.update(names[which].encode() + b"\0")
+            self._hash.update(data[-1].data)
+        kind = DTYPES[a.dtype][0]
+        if a.dtype != b.dtype:
+            kind, data = "float32", [_as_float32(part, entry.dtype) for part, entry in zip(data, (a, b), strict=True)]
+        return LowRank(kind, data[0], data[1], a.shape[1], b.shape[0])
+
+    @property
+    def digest(self) -> bytes:
+        """The hash of the configuration and the matrices: 16 bytes."""
+        return self._hash.digest()
+
+    def _unsupported(self, reason: str) -> UnsupportedModel:
+        return UnsupportedModel(f"adapter {self.directory}: {reason}")
+
+
+def _as_float32(data: Array, dtype: str) -> Array:
+    number = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype]
+    return as_float32(data.view(number)).view("u1")

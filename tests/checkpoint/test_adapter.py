@@ -1,0 +1,113 @@
+"""Adapter files in peft's format: what is read, and what is refused with one line."""
+
+import json
+from pathlib import Path
+
+import adapters
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from chairlift.checkpoint.adapter import AdapterFiles
+from chairlift.errors import UnsupportedModel
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_matrices_of_two_dtypes_are_read_as_float32(model: Path, tmp_path: Path) -> None:
+    tensors = adapters.matrices(model)
+    name = "model.layers.1.mlp.up_proj"
+    tensors[f"{name}.lora_B"] = tensors[f"{name}.lora_B"].astype(np.float16)
+    files = AdapterFiles(adapters.write(tmp_path / "a", tensors))
+    assert (len(files.updates), files.rank, files.scale) == (14, 4, 2.0)
+    update = files.updates[1, "up_proj"]
+    assert (update.kind, update.inputs, update.outputs) == ("float32", 32, 48)
+    assert np.array_equal(update.a.view(np.float32).reshape(4, 32), tensors[f"{name}.lora_A"])
+    assert np.array_equal(update.b.view(np.float32).reshape(48, 4), tensors[f"{name}.lora_B"].astype(np.float32))
+
+
+def test_the_digest_is_that_of_the_content(model: Path, tmp_path: Path) -> None:
+    one = AdapterFiles(adapters.random(tmp_path / "one", model))
+    assert AdapterFiles(adapters.random(tmp_path / "same", model)).digest == one.digest
+    tensors = adapters.matrices(model)
+    tensors["model.layers.0.mlp.up_proj.lora_A"][0, 0] += 1
+    assert AdapterFiles(adapters.write(tmp_path / "one", tensors)).digest != one.digest
+    assert AdapterFiles(adapters.write(tmp_path / "one", adapters.matrices(model), alpha=9)).digest != one.digest
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "changes biases"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "also changes the base"),
+        ({"r": 8}, "do not have the rank r = 8"),
+        ({"r": "4"}, "r is '4'"),
+        ({"r": 0}, "r is 0"),
+        ({"lora_alpha": None}, "lora_alpha None"),
+        ({"lora_alpha": float("nan")}, "lora_alpha nan"),
+    ],
+)
+def test_configurations_that_ask_for_more_are_refused(model: Path, tmp_path: Path, config: dict[str, object], message: str) -> None:
+    path = adapters.random(tmp_path / "a", model)
+    settings = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(settings | config))
+    with pytest.raises(UnsupportedModel, match=message) as refused:
+        AdapterFiles(path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("model.embed_tokens.lora_embedding_A", (4, 9), "changes base_model.model.model.embed_tokens.lora_embedding_A"),
+        ("lm_head.lora_A", (4, 9), "only q_proj, k_proj"),
+        ("model.layers.0.self_attn.qkv_proj.lora_A", (4, 9), "only q_proj, k_proj"),
+        ("model.layers.7.mlp.up_proj.lora_A", (4, 32), "only one of the two matrices of up_proj"),
+        ("model.layers.0.mlp.up_proj.lora_A", (3, 32), r"matrices of \[3, 32\] and \[48, 4\]"),
+        ("model.layers.0.mlp.up_proj.lora_A", (4,), r"matrices of \[4\] and"),
+    ],
+)
+def test_matrices_that_do_not_fit_are_refused(model: Path, tmp_path: Path, name: str, shape: tuple[int, ...], message: str) -> None:
+    tensors = adapters.matrices(model) | {name: np.zeros(shape, dtype=np.float32)}
+    with pytest.raises(UnsupportedModel, match=message):
+        AdapterFiles(adapters.write(tmp_path / "a", tensors))
+
+
+def test_missing_and_corrupt_files_are_refused_with_one_line(model: Path, tmp_path: Path) -> None:
+    def refused(message: str) -> None:
+        with pytest.raises(UnsupportedModel, match=message) as error:
+            AdapterFiles(path)
+        assert "\n" not in str(error.value)
+
+    path = tmp_path / "none"
+    refused("adapter_config.json cannot be read")
+    path = adapters.random(tmp_path / "a", model)
+    weights, config = path / "adapter_model.safetensors", path / "adapter_config.json"
+    whole = weights.read_bytes()
+    for size in (0, 7, 100, len(whole) - 1):
+        weights.write_bytes(whole[:size])
+        refused("cannot be read as safetensors")
+    weights.write_bytes(bytes(range(256)) * 10)
+    refused("cannot be read as safetensors")
+    save_file({}, weights)
+    refused("has no matrices")
+    save_file(
+        {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": np.zeros((4, 32))}
+        | {"base_model.model.model.layers.0.mlp.up_proj.lora_B.weight": np.zeros((48, 4))},
+        weights,
+    )
+    refused("is in F64")
+    weights.unlink()
+    refused("adapter_model.safetensors is missing")
+    for text in (b"", b"[1]", b"\xff", b"{" * 10_000):
+        config.write_bytes(text)
+        refused("adapter_config.json")

@@ -1,0 +1,45 @@
+"""LoRA adapters with random matrices, in peft's format."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from chairlift.checkpoint.adapter import MODULES
+
+SHAPES = {
+    **{f"self_attn.{name}_proj": shape for name, shape in {"q": ("q", "x"), "k": ("kv", "x"), "v": ("kv", "x"), "o": ("x", "q")}.items()},
+    **{f"mlp.{name}_proj": shape for name, shape in {"gate": ("inner", "x"), "up": ("inner", "x"), "down": ("x", "inner")}.items()},
+}
+"""Outputs and inputs of each module, as names of sizes."""
+
+
+def matrices(model: Path, rank: int = 4, seed: int = 0, modules: tuple[str, ...] = MODULES) -> dict[str, np.ndarray]:
+    """A and B of each module of each layer, by their names in a checkpoint, for the model in the directory."""
+    config, rng = json.loads((model / "config.json").read_text()), np.random.default_rng(seed)
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    sizes = {"x": config["hidden_size"], "inner": config["intermediate_size"]}
+    sizes |= {"q": head * config["num_attention_heads"], "kv": head * config["num_key_value_heads"]}
+    found = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (outs, ins) in SHAPES.items():
+            if name.partition(".")[2] in modules:
+                place = f"model.layers.{layer}.{name}"
+                found[f"{place}.lora_A"] = rng.normal(0, 0.3, (rank, sizes[ins])).astype(np.float32)
+                found[f"{place}.lora_B"] = rng.normal(0, 0.3, (sizes[outs], rank)).astype(np.float32)
+    return found
+
+
+def write(directory: Path, tensors: dict[str, np.ndarray], rank: int = 4, alpha: float = 8, **config: object) -> Path:
+    """Writes an adapter, with fields of adapter_config.json in `config`. Returns the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({f"base_model.model.{name}.weight": tensor for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", "target_modules": list(MODULES)}
+    (directory / "adapter_config.json").write_text(json.dumps(settings | config))
+    return directory
+
+
+def random(directory: Path, model: Path, seed: int = 0, rank: int = 4) -> Path:
+    """Writes an adapter for all modules of the model. Returns the directory."""
+    return write(directory, matrices(model, rank, seed), rank)
