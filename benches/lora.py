@@ -83,7 +83,9 @@ def main() -> None:
         rounds = [{count: seconds(llm, prompts, count) for count in COUNTS} for _ in range(1 + args.rounds)][1:]
         decisions = {what: value for what, value, _ in llm.facts["decisions"]}
     lines = ["# LoRA adapters", "", machine()]
-    lines += [f"{args.model}, weights {decisions['weights']}, {args.threads} threads; {STREAMS} streams of {OUTPUT} tokens; adapters of rank"]
+    lines += [
+        f"{args.model}, weights {decisions['weights']}, {args.threads} threads; {STREAMS} streams of {OUTPUT} tokens; adapters of rank"
+    ]
     lines += [f"{args.rank} in {args.dtype} on all seven projections. Median of {args.rounds} rounds.", ""]
     lines += ["| adapters | tokens/s | time beside none |", "|---|---|---|"]
     for count in COUNTS:
