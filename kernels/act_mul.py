@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch.nn import functional
+
+from chairlift.kernels.cached_launch import jit
 
 BLOCK = 1024
 """Columns per program: 8 per lane of its 4 warps, which are 16 bytes in half precision."""
@@ -17,7 +18,7 @@ ROOT = 0.7978845608028654
 """The square root of 2 / pi."""
 
 
-@triton.jit
+@jit()
 def _act_mul_kernel(out_ptr, gate_up_ptr, columns, root: tl.constexpr, gelu: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * block + tl.arange(0, block)
@@ -36,7 +37,7 @@ def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, columns)
-    grid = (rows, triton.cdiv(columns, BLOCK))
+    grid = (rows, -(-columns // BLOCK))
     _act_mul_kernel[grid](out, gate_up, columns, root=ROOT, gelu=activation == "gelu_tanh", block=BLOCK, num_warps=4)
     return out
 

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from chairlift.kernels.cached_launch import jit
 from chairlift.kernels.weight_tile import BLOCK_N, as_bytes, block_k, load_weight
 
 
-@triton.jit
+@jit()
 def _dequantise_kernel(
     out_ptr,
     numbers_ptr,
@@ -43,7 +43,7 @@ def dequantise(
     """The weight [out, in] of a `Quantised` of `chairlift.layers.linear` in `dtype`."""
     outs, size = len(numbers), block_k(group)
     out = torch.empty(outs, ins, dtype=dtype, device=numbers.device)
-    grid = (triton.cdiv(outs, BLOCK_N), triton.cdiv(ins, size))
+    grid = (-(-outs // BLOCK_N), -(-ins // size))
     _dequantise_kernel[grid](
         out,
         as_bytes(numbers),

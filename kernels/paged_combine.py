@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from chairlift.kernels.cached_launch import jit
 from chairlift.kernels.launch_settings import device_limits
 from chairlift.kernels.paged_tile import LOG2E
 
@@ -18,7 +19,7 @@ BLOCK_N = 16
 """Partial results that a program loads at once."""
 
 
-@triton.jit
+@jit()
 def _paged_combine_kernel(
     out_ptr, partial_out_ptr, lse_ptr, sinks_ptr, work_ptr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr
 ):

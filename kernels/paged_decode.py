@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from chairlift.kernels.cached_launch import jit
 from chairlift.kernels.launch_settings import decode_settings, device_limits, head_shape
 from chairlift.kernels.paged_tile import (
     LOG2E,
@@ -31,7 +32,7 @@ PROGRAMS_PER_SM = 8
 """Programs in the grid per multiprocessor: a few more than run at once, so that an uneven last wave costs little."""
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@jit(do_not_specialize=["table_stride"])
 def _paged_decode_kernel(
     out_ptr,
     partial_out_ptr,

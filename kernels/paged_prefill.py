@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from chairlift.kernels.cached_launch import jit
 from chairlift.kernels.launch_settings import device_limits, head_shape, prefill_settings
 from chairlift.kernels.paged_tile import (
     LOG2E,
@@ -25,7 +26,7 @@ from chairlift.kernels.paged_tile import (
 )
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@jit(do_not_specialize=["table_stride"])
 def _paged_prefill_kernel(
     out_ptr,
     q_ptr,

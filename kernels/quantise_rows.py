@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from chairlift.kernels.cached_launch import jit
 
-@triton.jit
+
+@jit()
 def _quantise_rows_kernel(numbers_ptr, scale_ptr, x_ptr, columns, least: tl.constexpr, largest: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, block)
@@ -31,7 +32,7 @@ def quantise_rows(x: torch.Tensor, least: float) -> tuple[torch.Tensor, torch.Te
     rows, columns = x.shape
     numbers = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(columns)
+    block = 1 << (columns - 1).bit_length()
     # A warp has 32 lanes with at least 8 values each.
     warps = min(max(block // 256, 1), 16)
     largest = torch.finfo(torch.float8_e4m3fn).max

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from chairlift.kernels.cached_launch import jit
 from chairlift.kernels.weight_tile import BLOCK_N, as_bytes, block_k, load_weight
 
 MAX_ROWS = 64
@@ -16,7 +16,7 @@ MAX_ROWS = 64
 
 
 # Without this, Triton would compile a variant when a step first has one row, or a multiple of 16.
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _quantised_linear_kernel(
     out_ptr,
     x_ptr,
@@ -67,7 +67,7 @@ def quantised_linear(
     """Maps contiguous x [rows, in], of at most MAX_ROWS rows, to [rows, out]. The weight is a `Quantised` of `chairlift.layers.linear`."""
     rows, outs = len(x), len(numbers)
     out = x.new_empty(rows, outs)
-    _quantised_linear_kernel[(triton.cdiv(outs, BLOCK_N),)](
+    _quantised_linear_kernel[(-(-outs // BLOCK_N),)](
         out,
         x,
         as_bytes(numbers),
@@ -91,4 +91,4 @@ def quantised_linear(
 
 def block_m(rows: int) -> int:
     """BLOCK_M: all rows, and at least the 16 that `tl.dot` needs."""
-    return max(16, int(triton.next_power_of_2(rows)))
+    return max(16, 1 << (rows - 1).bit_length())

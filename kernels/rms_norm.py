@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from chairlift.kernels.cached_launch import jit
 
-@triton.jit
+
+@jit()
 def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, residual_ptr, inner_ptr, eps, columns, block: tl.constexpr):
     # One program normalises one whole row. Sums are in fp32 and in the same order for any number of rows.
     start = tl.program_id(0).to(tl.int64) * columns
@@ -50,7 +51,7 @@ def add_rms_norm(
 def _launch(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, inner: torch.Tensor | None, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     columns = x.shape[-1]
-    block = triton.next_power_of_2(columns)
+    block = 1 << (columns - 1).bit_length()
     # A warp has 32 lanes with at least 8 values each.
     warps = min(max(block // 256, 1), 16)
     _rms_norm_kernel[(x.numel() // columns,)](out, x, weight, residual, inner, eps, columns, block=block, num_warps=warps)

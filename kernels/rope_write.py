@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from chairlift.kernels.cached_launch import jit
 from chairlift.kernels.write_kv import store_heads
 from chairlift.kernels.write_kv_reference import write_kv_reference
 
@@ -33,7 +34,7 @@ def _store(
     store_heads(cache_ptr, high, scale_ptr, slot, head, half + pair, mask, heads, block_stride, head_stride, offset_stride, block_size)
 
 
-@triton.jit
+@jit()
 def _rope_write_kernel(
     qkv_ptr,
     cosines_ptr,
@@ -134,10 +135,10 @@ def rope_write(
     tokens, all_heads, dim = qkv.shape
     kv_heads = keys.shape[1]
     heads, half = all_heads - 2 * kv_heads, dim // 2
-    pair_block = triton.next_power_of_2(half)
+    pair_block = 1 << (half - 1).bit_length()
     # 512 pairs per program: 8 per lane of its 2 warps, which are twice 16 bytes in half precision.
-    head_block = min(max(512 // pair_block, 1), triton.next_power_of_2(heads))
-    grid = (tokens, triton.cdiv(heads, head_block) + 2 * triton.cdiv(kv_heads, head_block))
+    head_block = min(max(512 // pair_block, 1), 1 << (heads - 1).bit_length())
+    grid = (tokens, -(-heads // head_block) + 2 * -(-kv_heads // head_block))
     _rope_write_kernel[grid](
         qkv,
         cosines,
