@@ -86,6 +86,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.config = EngineConfig()
+        self.adapters: dict[str, str] = {}
         self.tokenizer = FakeTokenizer()
         self.facts = {
             "max_model_len": 2048,

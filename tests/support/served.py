@@ -44,6 +44,10 @@ class Served:
         reported: dict[str, Any] = self._admin.get("/state").json()
         return reported
 
+    def administer(self, path: str, body: dict[str, object]) -> httpx.Response:
+        """Posts to the operator's socket."""
+        return self._admin.post(path, json=body)
+
     @contextmanager
     def held(self) -> Iterator[Callable[[], None]]:
         """Keeps long requests from ending until the block ends, or until what it yields is called."""

@@ -26,6 +26,7 @@ from chairlift.engine.exit_watch import ExitWatch
 from chairlift.engine.facts import log_decisions, warn_of_short_context
 from chairlift.engine.frames import (
     Abort,
+    AdapterChanged,
     Add,
     Alive,
     BadFrame,
@@ -34,6 +35,7 @@ from chairlift.engine.frames import (
     Explained,
     Fatal,
     Frame,
+    LoadAdapter,
     Phase,
     Ready,
     Rejected,
@@ -41,6 +43,7 @@ from chairlift.engine.frames import (
     SnapshotRequest,
     StepOutputs,
     Stop,
+    UnloadAdapter,
 )
 from chairlift.engine.heartbeat import Heartbeat, is_stopped
 from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequence
@@ -79,6 +82,8 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig | None = None, **settings: Any) -> None:
         self.config = engine_config("AsyncEngine", settings, config)
         self.facts = {}
+        self.adapters: dict[str, str] = dict(self.config.lora_modules or {})
+        """The directories of the loaded LoRA adapters, by name."""
         self._stats: dict[str, Any] = {}
         self.on_end: Callable[[], None] | None = None
         """Called when an engine that was ready has died, before its requests fail."""
@@ -132,9 +137,13 @@ class AsyncEngine:
             self._reader, self._writer = await asyncio.open_connection(sock=sock)
             self._reading = asyncio.create_task(self._read())
             directory = await asyncio.to_thread(locate, self.config.model, self.config.revision, self.config.cache_dir)
-            self._write(Config(dataclasses.asdict(dataclasses.replace(self.config, model=str(directory), journal=self._next_journal()))))
+            modules = None if self.facts else self.config.lora_modules  # a restarted engine loads the present ones below
+            config = dataclasses.replace(self.config, model=str(directory), journal=self._next_journal(), lora_modules=modules)
+            self._write(Config(dataclasses.asdict(config)))
+            known = {} if modules is None else modules
             tokenizer = asyncio.to_thread(Tokenizer, directory, self.config.tokenizer, self.config.chat_template)
             self.tokenizer, _ = await asyncio.gather(tokenizer, self._is_ready)
+            await self._reload_adapters(self.adapters.keys() - known.keys())
         except BaseException:
             await self.close()
             raise
@@ -175,6 +184,40 @@ class AsyncEngine:
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenizes a prompt without blocking the event loop."""
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def load_lora_adapter(self, name: str, path: str) -> None:
+        """Loads the LoRA adapter in the directory `path`, for requests with `SamplingParams(lora=name)`. Needs `enable_lora`.
+
+        Raises InvalidRequest if the name is in use, InvalidSetting for its rank, and UnsupportedModel for unusable files.
+        """
+        path = os.path.abspath(path)
+        self._check_alive()
+        await self._change_adapter(lambda ask: LoadAdapter(ask, name, path))
+        self.adapters[name] = path
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Frees an adapter's memory. Raises InvalidRequest if it is not loaded, or while requests use it."""
+        self._check_alive()
+        await self._change_adapter(lambda ask: UnloadAdapter(ask, name))
+        self.adapters.pop(name, None)
+
+    async def _change_adapter(self, question: Callable[[int], Frame]) -> None:
+        reply: AdapterChanged = await self._question(question)
+        if reply.error is not None:
+            kind = getattr(errors, reply.error)
+            raise kind(reply.message, param="lora_name", code=reply.code) if kind is InvalidRequest else kind(reply.message)
+
+    async def _reload_adapters(self, names: Iterable[str]) -> None:
+        """Loads adapters into a restarted engine. It serves without those that cannot be read any more."""
+        for name in sorted(names):
+            path = self.adapters[name]
+            try:
+                await self._change_adapter(lambda ask, name=name, path=path: LoadAdapter(ask, name, path))  # type: ignore[misc]
+            except EngineDead:
+                raise
+            except ChairliftError as error:
+                del self.adapters[name]
+                log.error("adapter %s cannot be loaded again: %s", name, error)
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
         """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if the model cannot run the request."""
@@ -343,6 +386,9 @@ class AsyncEngine:
     async def _ask(self, question: Callable[[int], Frame]) -> Any:
         """Sends a question with a new number and waits for the reply."""
         self._check_alive()
+        return await self._question(question)
+
+    async def _question(self, question: Callable[[int], Frame]) -> Any:
         ask = next(self._questions)
         self._answers[ask] = asyncio.get_running_loop().create_future()
         try:
@@ -432,6 +478,8 @@ class AsyncEngine:
                             rejected.reject(frame)
                     case Explained():
                         self._answer(frame.ask, [Timeline.read(timeline) for timeline in frame.timelines])
+                    case AdapterChanged():
+                        self._answer(frame.ask, frame)
                     case Snapshot():
                         self._answer(frame.ask, frame.snapshot)
                     case Alive():

@@ -110,6 +110,23 @@ class DropSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """To the engine: load the LoRA adapter in the directory `path` under a name. `ask` identifies the reply."""
+
+    ask: int
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """To the engine: unload an adapter. `ask` identifies the reply."""
+
+    ask: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Explain:
     """To the engine: a request for the timelines of these sequences. `ask` identifies the reply."""
 
@@ -195,6 +212,16 @@ class Explained:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterChanged:
+    """From the engine: an adapter was loaded or unloaded, or `error` is the class in `chairlift.errors` that says why not."""
+
+    ask: int
+    error: str | None = None
+    message: str = ""
+    code: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Alive:
     """From the engine once a second, even during a step. If it is stuck, `stage` and `seconds` say where and for how long."""
 
@@ -218,8 +245,8 @@ class Fatal:
     message: str
 
 
-ToEngine = Config | Add | Abort | SetPriority | ForkSequence | DropSequence | Explain | SnapshotRequest | Stop
-FromEngine = Phase | Ready | StepOutputs | Rejected | Explained | Snapshot | Alive | Fatal
+ToEngine = Config | Add | Abort | SetPriority | ForkSequence | DropSequence | LoadAdapter | UnloadAdapter | Explain | SnapshotRequest | Stop
+FromEngine = Phase | Ready | StepOutputs | Rejected | AdapterChanged | Explained | Snapshot | Alive | Fatal
 Frame = ToEngine | FromEngine
 
 _KINDS: dict[str, type[Frame]] = {kind.__name__.lower(): kind for kind in get_args(Frame)}

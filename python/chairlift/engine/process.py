@@ -25,6 +25,7 @@ from chairlift.engine.compiling import Compiling
 from chairlift.engine.exit_watch import start_sentinels
 from chairlift.engine.frames import (
     Abort,
+    AdapterChanged,
     Add,
     BadFrame,
     Config,
@@ -34,6 +35,7 @@ from chairlift.engine.frames import (
     Fatal,
     ForkSequence,
     Frame,
+    LoadAdapter,
     Phase,
     Ready,
     Rejected,
@@ -43,6 +45,7 @@ from chairlift.engine.frames import (
     SnapshotRequest,
     StepOutputs,
     Stop,
+    UnloadAdapter,
     receive,
     send,
 )
@@ -52,6 +55,7 @@ from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
+    from chairlift.engine.adapters import PackedAdapter
     from chairlift.grammar.grammars import Grammar
 
 MIN_LOCATE_SECONDS = 0.005
@@ -88,6 +92,15 @@ class EngineLike(Protocol):
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
         """Ends a sequence that was aborted or, if `stopped`, that a stop string has ended."""
+
+    def read_adapter(self, path: str) -> PackedAdapter:
+        """Reads an adapter. Called on another thread. Raises a ChairliftError."""
+
+    def load_adapter(self, name: str, adapter: PackedAdapter) -> None:
+        """Loads an adapter. Raises InvalidRequest."""
+
+    def unload_adapter(self, name: str) -> None:
+        """Unloads an adapter. Raises InvalidRequest."""
 
     def set_priority(self, tag: int, priority: int) -> None:
         """Moves a sequence to another class."""
@@ -129,7 +142,16 @@ class _Compiled:
     ended: int
 
 
-Inbox = SimpleQueue[Frame | BadFrame | _Compiled]
+@dataclass(frozen=True, slots=True)
+class _AdapterRead:
+    """In the inbox: an adapter was read, or cannot be."""
+
+    ask: int
+    name: str
+    adapter: PackedAdapter | Exception
+
+
+Inbox = SimpleQueue[Frame | BadFrame | _Compiled | _AdapterRead]
 
 
 EngineMaker = Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]
@@ -277,6 +299,12 @@ def drain(parent: _Parent, engine: EngineLike, inbox: Inbox, compiling: Compilin
                 compiling.abort(tags)
                 for tag in tags:
                     engine.abort(tag, stopped=stopped)
+            case LoadAdapter():
+                threading.Thread(target=_read_adapter, args=(engine, frame, inbox), name="adapter", daemon=True).start()
+            case _AdapterRead(ask, name, adapter):
+                parent.send(_adapter_changed(ask, partial(_load_adapter, engine, name, adapter)))
+            case UnloadAdapter(ask, name):
+                parent.send(_adapter_changed(ask, partial(engine.unload_adapter, name)))
             case SetPriority(tag, priority):
                 engine.set_priority(tag, priority)
             case ForkSequence(handle, forks):
@@ -320,6 +348,33 @@ def _add(
         parent.send(
             Rejected(frame.tag, "RequestFailed", f"the engine could not take the request ({type(error).__name__}); the log has more")
         )
+
+
+def _read_adapter(engine: EngineLike, frame: LoadAdapter, inbox: Inbox) -> None:
+    adapter: PackedAdapter | Exception
+    try:
+        adapter = engine.read_adapter(frame.path)
+    except Exception as error:
+        adapter = error
+    inbox.put(_AdapterRead(frame.ask, frame.name, adapter))
+
+
+def _load_adapter(engine: EngineLike, name: str, adapter: PackedAdapter | Exception) -> None:
+    if isinstance(adapter, Exception):
+        raise adapter
+    engine.load_adapter(name, adapter)
+
+
+def _adapter_changed(ask: int, change: Callable[[], None]) -> AdapterChanged:
+    """Loads or unloads an adapter and returns the reply. No error ends the engine."""
+    try:
+        change()
+    except ChairliftError as error:
+        return AdapterChanged(ask, type(error).__name__, str(error), getattr(error, "code", None))
+    except Exception as error:
+        traceback.print_exc()
+        return AdapterChanged(ask, "RequestFailed", f"the adapter cannot be used ({type(error).__name__}); the log has more")
+    return AdapterChanged(ask)
 
 
 def _receive_frames(sock: socket.socket, inbox: Inbox) -> None:

@@ -18,6 +18,7 @@ from chairlift.server.errors import HANDLERS
 from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.responses import Json
 from chairlift.server.routes.ollama import manage
+from chairlift.server.routes.openai import adapters
 from chairlift.server.routes.ops.explain import explain
 from chairlift.server.routes.ops.status import health, metrics
 from chairlift.server.service import Service, service_of
@@ -36,6 +37,8 @@ class AdminApp:
                 Route("/v1/requests/{name:path}/explain", explain),
                 Route("/api/pull", manage.pull, methods=["POST"]),
                 Route("/api/delete", manage.delete, methods=["DELETE"]),
+                Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+                Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
                 Route("/state", _state),
                 Route("/drain", self._begin_drain, methods=["POST"]),
             ],

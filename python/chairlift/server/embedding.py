@@ -33,7 +33,7 @@ class EmbeddingBatch:
     ) -> EmbeddingBatch:
         """Tokenizes the inputs, texts or token ids. `truncate` shortens those that are too long, which otherwise raise InvalidRequest."""
         service = service_of(request)
-        service.check_model(body.model)
+        service.check_model(body.model, adapters=False)
         facts = service.engine.facts
         check_dimensions(dimensions, facts)
         if len(inputs) > MAX_INPUTS:

@@ -59,6 +59,9 @@ class Generation:
         self._scheduling = body.scheduling(request.state.tenant, tier, request.headers)
         self._asks_for_tier = body.service_tier is not None
         self._stream = bool(body.stream)
+        lora = self._service.adapter(body.model)
+        if lora is not None:
+            params = replace(params, lora=lora)
         self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens)) for prompt in prompts]
         self._n = params.n
         self._sequence = sequence
@@ -74,7 +77,7 @@ class Generation:
             "id": answer_id,
             "object": kind,
             "created": int(time.time()),
-            "model": self._service.model,
+            "model": lora or self._service.model,
             "determinism": str(self._service.engine.facts["determinism"]),
         }
         self.usage = Usage(prompt=sum(map(len, prompts)))

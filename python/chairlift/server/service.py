@@ -82,10 +82,15 @@ class Service:
             raise ApiError(400, message, code="unsupported")
         return self.storage
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 unless `name` is the served model; None selects it."""
-        if name not in (None, self.model):
-            message = f"the model {brief(name)} does not exist; this server has {self.model!r}"
+    def adapter(self, name: str | None) -> str | None:
+        """Returns `name` if a LoRA adapter has it, else None."""
+        return name if name in self.engine.adapters and name != self.model else None
+
+    def check_model(self, name: str | None, *, adapters: bool = True) -> None:
+        """Raises ApiError 404 unless `name` is the served model or, with `adapters`, one of its LoRA adapters; None selects the model."""
+        if name not in (None, self.model) and not (adapters and self.adapter(name)):
+            names = [self.model, *(sorted(self.engine.adapters) if adapters else ())]
+            message = f"the model {brief(name)} does not exist; this server has {', '.join(map(repr, names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_length(self, text: str) -> None:

@@ -120,7 +120,7 @@ async def open_sequence(request: Request) -> Response:
     """Computes a prompt and holds it."""
     service = service_of(request)
     body, ignored = SequenceOpenRequest.read(await read_json(request))
-    service.check_model(body.model)
+    service.check_model(body.model, adapters=False)
     prompt = await body.tokens(service)
     fields = body.model_dump(include=_OWN_FIELDS, exclude_none=True)
     generation = GenerationRequest(**fields, request_id=body.request_id)
@@ -211,7 +211,7 @@ async def generate(request: Request) -> Response:
     """Generates from a sequence, which keeps the tokens. The response is that of /v1/completions, streamed or whole."""
     service = service_of(request)
     body, ignored = SequenceGenerateRequest.read(await read_json(request))
-    service.check_model(body.model)
+    service.check_model(body.model, adapters=False)
     served = _served(request)
     params = body.params(service.default_sampling)
     served.sequence.params(params)

@@ -1,0 +1,49 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: vLLM's routes, on the operator's socket."""
+
+from __future__ import annotations
+
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chairlift.errors import InvalidRequest, InvalidSetting, UnsupportedModel
+from chairlift.server.errors import ApiError
+from chairlift.server.http.responses import Json
+from chairlift.server.service import service_of
+
+
+async def load(request: Request) -> Response:
+    """Loads an adapter from a directory of this machine."""
+    service = service_of(request)
+    name, path = await _strings(request, "lora_name", "lora_path")
+    if name == service.model or name in service.engine.adapters:
+        raise ApiError(400, f"{name!r:.100} is the name of a served model", param="lora_name")
+    try:
+        await service.engine.load_lora_adapter(name, path)
+    except (InvalidSetting, UnsupportedModel) as error:
+        raise ApiError(400, str(error), param="lora_path") from None
+    return Json({"status": "loaded", "lora_name": name})
+
+
+async def unload(request: Request) -> Response:
+    """Unloads an adapter; 409 while requests use it."""
+    service = service_of(request)
+    (name,) = await _strings(request, "lora_name")
+    if service.adapter(name) is None:
+        raise ApiError(404, f"no adapter is named {name!r:.100}", param="lora_name", code="model_not_found")
+    try:
+        await service.engine.unload_lora_adapter(name)
+    except InvalidRequest as error:
+        raise ApiError(409, str(error), param="lora_name", code=error.code) from None
+    return Json({"status": "unloaded", "lora_name": name})
+
+
+async def _strings(request: Request, *names: str) -> list[str]:
+    """Returns these fields of the body; raises ApiError 400."""
+    try:
+        body = from_json(await request.body())
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict) or not all(isinstance(body.get(name), str) and body[name] for name in names):
+        raise ApiError(400, f"the body must be a JSON object with {' and '.join(names)}", param=names[0])
+    return [body[name] for name in names]
