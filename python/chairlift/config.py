@@ -44,7 +44,7 @@ _COUNTS = (
     "threads",
     "max_lora_rank",
 )
-_DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms")
+_DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms", "gather_ms")
 
 
 def _size(text: str) -> int:
@@ -104,6 +104,14 @@ def _speculation(text: str) -> dict[str, str | int]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {text!r:.100}")
     return value
+
+
+def _duration_or_auto(text: str) -> float:
+    """Parses a number of milliseconds; `auto` is the longest."""
+    try:
+        return LONGEST_MS if text.strip().lower() == "auto" else float(text)
+    except ValueError:
+        raise ValueError(f"expected a number of milliseconds or auto, got {text!r}") from None
 
 
 def _origins(text: str) -> tuple[str, ...]:
@@ -287,6 +295,14 @@ class EngineConfig:
         metavar="MS",
         group="scheduler",
     )
+    gather_ms: float | None = _flag(
+        None,
+        "while nothing runs, requests with a 'ttft_deadline_ms' wait this long at most for others, so that steps carry more; 'auto' waits "
+        "for half of their deadlines (default: no wait)",
+        _duration_or_auto,
+        metavar="MS",
+        group="scheduler",
+    )
     journal: str | None = _flag(
         None, "record what the scheduler is given in this file, without any text, for 'chairlift replay'", metavar="FILE", group="scheduler"
     )
@@ -366,6 +382,8 @@ class EngineConfig:
                 raise ValueError("--static-batch-size needs --batching static or --batching dynamic")
             if self.static_batch_size > self.slots:
                 raise ValueError(f"--static-batch-size ({self.static_batch_size}) must be at most --max-num-seqs ({self.slots})")
+        if self.gather_ms is not None and self.batching != "continuous":
+            raise ValueError("--gather-ms needs --batching continuous: the other modes wait for a batch anyway")
         if self.batch_timeout_ms is not None and self.batching != "dynamic":
             raise ValueError("--batch-timeout-ms needs --batching dynamic")
         if self.energy_meter not in ("none", "nvml") and self.energy_meter.removeprefix("powercap:") in ("", self.energy_meter):

@@ -25,7 +25,7 @@ STATES = {
     "wait_slots": TimelineState("waits for a batch slot: max_num_seqs requests are running", "#cf3a3f", "a batch slot"),
     "wait_budget": TimelineState("waits for token budget: the step is full", "#e5751f", "token budget"),
     "wait_blocks": TimelineState("waits for free KV blocks", "#c99700", "KV blocks"),
-    "wait_batch": TimelineState("waits for its static batch to fill", "#9c7350", "its batch"),
+    "wait_batch": TimelineState("waits for its batch to fill", "#9c7350", "its batch"),
     "wait_policy": TimelineState("waits: the policy puts other requests first", "#c8428f", "requests that the policy puts first"),
     "wait_fairness": TimelineState("waits: its tenant has used its share", "#e08aa9", "its tenant's share"),
     "wait_fork": TimelineState("waits for the shared prompt of its fork group", "#5f93b3", "its shared prompt"),

@@ -233,6 +233,7 @@ def test_json_has_all_numbers(replay, file):
         ("max_num_queued_tokens=100", "max_queued_tokens", 100),
         ("queue_ageing_ms=1.5", "ageing", 1500),
         ("target_itl_ms=20", "target_itl", 20_000),
+        ("gather_ms=auto", "gather", 10_000_000_000_000),
         ("target_itl_ms=none", "target_itl", None),
         ("host_blocks=8", "host_blocks", 8),
         ("swap_ns_per_block=500", "swap_ns_per_block", 500),

@@ -14,7 +14,7 @@ from chairlift.errors import InvalidSetting
 
 NAMES = (*FLAGS, *HOST)
 
-_MAY_BE_NONE = {"static_batch_size", "batch_timeout_ms", "max_num_queued_reqs", "max_num_queued_tokens", "target_itl_ms"}
+_MAY_BE_NONE = {"static_batch_size", "batch_timeout_ms", "max_num_queued_reqs", "max_num_queued_tokens", "target_itl_ms", "gather_ms"}
 _CHECKED_TOGETHER = {"max_num_seqs", "max_num_batched_tokens", "batching", "static_batch_size", "batch_timeout_ms"}
 _FIELDS = {field.name: field for field in fields(EngineConfig)}
 

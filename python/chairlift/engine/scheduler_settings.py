@@ -55,6 +55,7 @@ _CONVERSIONS = (
     _Conversion("max_num_queued_tokens", "max_queued_tokens"),
     _Conversion("queue_ageing_ms", "ageing", _microseconds, _milliseconds),
     _Conversion("target_itl_ms", "target_itl", _microseconds, _milliseconds),
+    _Conversion("gather_ms", "gather", _microseconds, _milliseconds),
 )
 
 FLAGS = tuple(one.flag for one in _CONVERSIONS)

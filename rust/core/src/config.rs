@@ -87,6 +87,9 @@ pub struct Config {
     /// Target for the longest step in microseconds, applied by limiting prompt tokens. 0 means three times the duration
     /// of the decodes alone, while at most one prompt is in progress.
     pub target_itl: Time,
+    /// Microseconds that requests with a deadline for their first token wait for others at most, while nothing runs. Continuous
+    /// batching only.
+    pub gather: Time,
     /// Blocks of the host pool. 0 if preempted sequences are always recomputed.
     pub host_blocks: u32,
     /// Nanoseconds to copy one block in one direction.
@@ -110,6 +113,7 @@ impl Default for Config {
             max_queued_tokens: u64::MAX,
             ageing: 10_000_000,
             target_itl: 0,
+            gather: 0,
             host_blocks: 0,
             swap_ns_per_block: 0,
         }

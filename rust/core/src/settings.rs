@@ -152,7 +152,7 @@ macro_rules! optional {
 }
 
 /// Every setting, in the order in which settings are applied. A later setting may depend on earlier ones.
-pub const SETTINGS: [Setting; 18] = [
+pub const SETTINGS: [Setting; 19] = [
     number!(num_blocks, 2, U32, "Blocks in the KV cache, scratch block 0 included."),
     number!(block_size, 1, INT, "Tokens in a block."),
     number!(max_tokens, 1, INT, "Tokens in a step."),
@@ -219,6 +219,13 @@ pub const SETTINGS: [Setting; 18] = [
         0,
         u64::MAX,
         "Microseconds that a step with prompts should take at most; unset for three times what its decodes take alone, with one prompt."
+    ),
+    optional!(
+        gather,
+        0,
+        0,
+        u64::MAX,
+        "Microseconds that requests with a deadline for their first token wait for others at most, while nothing runs; unset for none."
     ),
     number!(host_blocks, 0, U32, "Blocks of the host pool."),
     number!(swap_ns_per_block, 0, U32, "Nanoseconds that the copy of a block to the host takes, one way."),

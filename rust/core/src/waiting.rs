@@ -268,11 +268,15 @@ impl Waiting {
     }
 
     /// Opens a batch under static and dynamic batching if no sequence runs. Under dynamic batching, the batch also
-    /// waits until it is full or its timeout has passed. `oldest` is the arrival time of the oldest waiting request.
-    pub(crate) fn open_batch(&mut self, batching: Batching, idle: bool, oldest: Option<Time>, now: Time) {
+    /// waits until it is full or its timeout has passed. `oldest` is the arrival time of the oldest waiting request. Under
+    /// continuous batching, requests wait until `gathers_until`.
+    pub(crate) fn open_batch(&mut self, batching: Batching, idle: bool, oldest: Option<Time>, gathers_until: Option<Time>, now: Time) {
         self.gate.opens_at = None;
         let (size, timeout) = match batching {
-            Batching::Continuous => return,
+            Batching::Continuous => {
+                self.gate.opens_at = gathers_until.filter(|&until| now < until);
+                return;
+            }
             Batching::Static { size } => (size, 0),
             Batching::Dynamic { size, timeout } => (size, timeout),
         };

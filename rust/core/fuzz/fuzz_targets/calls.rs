@@ -45,6 +45,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
         max_queued_tokens: *bytes.choose(&[u64::MAX, u64::MAX, u64::MAX, 60])?,
         ageing: bytes.int_in_range(0..=60)?,
         target_itl: *bytes.choose(&[0, 0, 1, 4])?,
+        gather: *bytes.choose(&[0, 0, 20])?,
         host_blocks: *bytes.choose(&[0, 3, 10, 40])?,
         swap_ns_per_block: *bytes.choose(&[0, 500, 1_000_000])?,
     };

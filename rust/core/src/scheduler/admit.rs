@@ -3,6 +3,7 @@
 use super::Scheduler;
 use crate::batch::{Admitted, StepPlan};
 use crate::config::{Batching, Reservation};
+use crate::cost::Load;
 use crate::kv::Grant;
 use crate::phase::{Need, Phase};
 use crate::policy::{Key, Policy};
@@ -184,8 +185,11 @@ impl Scheduler {
     /// Gives a waiting sequence a slot and blocks for all its tokens, cached blocks first, and plans its first chunk.
     /// Returns the missing resource as an error.
     pub(super) fn admit(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32) -> Result<(), Need> {
-        let continuous = self.config.batching == Batching::Continuous;
-        if !continuous && self.waiting.batch_remaining() == 0 && !self.seqs[id].has_started() {
+        let closed = match self.config.batching {
+            Batching::Continuous => self.waiting.batch_opens_at().is_some(),
+            Batching::Static { .. } | Batching::Dynamic { .. } => self.waiting.batch_remaining() == 0,
+        };
+        if closed && !self.seqs[id].has_started() {
             return Err(Need::Batch);
         }
         let held_back = self.held_back(id);
@@ -341,6 +345,34 @@ impl Scheduler {
     pub(super) fn open_batch(&mut self) {
         let oldest = if self.config.batching == Batching::Continuous { None } else { self.waiting.oldest() };
         let oldest = oldest.map(|id| self.seqs[id].times().arrived);
-        self.waiting.open_batch(self.config.batching, self.running.is_empty(), oldest, self.accounts.now());
+        let gathers_until = self.gathers_until();
+        self.waiting.open_batch(self.config.batching, self.running.is_empty(), oldest, gathers_until, self.accounts.now());
+    }
+
+    /// While nothing runs, the time until which the waiting requests wait for others, so that the next steps carry more.
+    ///
+    /// A request waits for at most half of the time to the deadline of its first token, and only as long as twice the
+    /// predicted time of all waiting prompts is left. A request without such a deadline does not wait, and the others
+    /// start with it. `None` if nobody waits for others, or a step is full.
+    fn gathers_until(&self) -> Option<Time> {
+        let gather = self.config.gather;
+        let waiting = self.waiting.len();
+        if gather == 0 || waiting == 0 || !self.running.is_empty() || !self.model.knows() || waiting >= self.config.max_seqs as usize {
+            return None;
+        }
+        let queued = || self.seqs.values().filter(|seq| !seq.is_running());
+        let tokens = queued().map(|seq| u64::from(seq.len())).sum::<u64>();
+        if tokens >= u64::from(self.config.max_tokens) {
+            return None;
+        }
+        let load = Load { prefill_tokens: tokens as u32, context_tokens: tokens, prefill_pairs: tokens * tokens / 2, ..Load::default() };
+        let takes = 2 * self.model.step(&load) as Time;
+        let latest = |seq: &Sequence| {
+            let arrived = seq.times().arrived;
+            let ttft = seq.spec().ttft_deadline.filter(|_| !seq.has_started()).unwrap_or(arrived);
+            let half = arrived + ttft.saturating_sub(arrived) / 2;
+            half.min(ttft.saturating_sub(takes)).min(arrived.saturating_add(gather.min(self.config.ageing)))
+        };
+        queued().map(latest).min()
     }
 }

@@ -113,8 +113,16 @@ fn the_scheduler_does_the_same_work_with_a_journal_as_without() {
 #[test]
 fn it_has_every_setting() {
     let batching = Batching::Dynamic { size: 3, timeout: 77 };
-    let config =
-        Config { batching, max_queued_reqs: 9, max_queued_tokens: 900, ageing: 5, target_itl: 6, prefix_caching: false, ..config() };
+    let config = Config {
+        batching,
+        max_queued_reqs: 9,
+        max_queued_tokens: 900,
+        ageing: 5,
+        target_itl: 6,
+        gather: 8,
+        prefix_caching: false,
+        ..config()
+    };
     let mut bytes = Vec::new();
     Recorder::on(Scheduler::new(config).unwrap()).take_journal(&mut bytes);
     assert_eq!(ParsedJournal::read(&bytes).unwrap().config, config);

@@ -8,6 +8,7 @@ mod deadline;
 mod fair;
 mod fcfs;
 mod forks;
+mod gather;
 mod hold;
 mod journal;
 mod lab;
