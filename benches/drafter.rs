@@ -1,7 +1,8 @@
 //! What drafting costs: microseconds of [`Drafter::propose`] for each sequence and step, without a model.
 //!
-//! `cargo bench -p chairlift-core --bench drafter` prints one line a case: the number of sequences, the microseconds
-//! where the text is new and those where it repeats itself, with a context of 2,000 tokens; the best of three runs.
+//! `cargo bench -p chairlift-core --bench drafter` prints one line a case: the number of sequences, and the microseconds
+//! with each [`Text`], with a context of 2,000 tokens; the best of three runs. `-- 256` runs one number of sequences, and
+//! `-- 256 chance` one text of it too: for callgrind, with `--toggle-collect='*Drafter::propose*'`.
 
 use chairlift_core::{Config, Drafter, Outputs, Recorder, Request, Scheduler};
 use std::collections::HashMap;
@@ -16,14 +17,34 @@ const DRAFT_TOKENS: usize = 8;
 /// Length of the part that repeats.
 const PERIOD: u32 = 100;
 
-/// The token of a sequence at a position: all differ, or they repeat.
-fn token(seq: u32, position: u32, repeats: bool) -> u32 {
-    let position = if repeats { position % PERIOD } else { position };
-    (seq * 7919 + position).wrapping_mul(0x9E37_79B1) >> 15
+/// Number of different tokens in a text of chance.
+const WORDS: u32 = 12;
+
+/// What the sequences consist of.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Text {
+    /// All tokens differ: nothing is found.
+    New,
+    /// It repeats itself: what is found is right.
+    Repeated,
+    /// Few tokens in an order of chance: what is found is wrong mostly.
+    Chance,
+}
+
+const TEXTS: [(&str, Text); 3] = [("new", Text::New), ("repeated", Text::Repeated), ("chance", Text::Chance)];
+
+/// The token of a sequence at a position.
+fn token(seq: u32, position: u32, text: Text) -> u32 {
+    let mixed = |at: u32| (seq * 7919 + at).wrapping_mul(0x9E37_79B1);
+    match text {
+        Text::New => mixed(position) >> 15,
+        Text::Repeated => mixed(position % PERIOD) >> 15,
+        Text::Chance => ((mixed(position) ^ mixed(position) >> 15).wrapping_mul(0x85EB_CA6B) >> 16) % WORDS,
+    }
 }
 
 /// Time of all proposals divided by the steps and sequences.
-fn run(seqs: u32, repeats: bool) -> Duration {
+fn run(seqs: u32, text: Text) -> Duration {
     let config = Config {
         num_blocks: seqs * (MAX_MODEL_LEN / BLOCK_SIZE) + 1,
         block_size: BLOCK_SIZE,
@@ -36,7 +57,7 @@ fn run(seqs: u32, repeats: bool) -> Duration {
     let mut drafter = Drafter::new(DRAFT_TOKENS, 0);
     let mut numbers = HashMap::new();
     for seq in 0..seqs {
-        let prompt = (0..CONTEXT).map(|position| token(seq, position, repeats)).collect();
+        let prompt = (0..CONTEXT).map(|position| token(seq, position, text)).collect();
         let request = Request { tag: seq.into(), prompt, max_new_tokens: MAX_MODEL_LEN - CONTEXT, ..Request::default() };
         let id = core.add(request, 0).expect("a request that fits");
         drafter.watch(id, &mut core);
@@ -54,7 +75,7 @@ fn run(seqs: u32, repeats: bool) -> Duration {
         }
         let tokens = plan.chunks.iter().filter(|chunk| chunk.samples).flat_map(|chunk| {
             let (seq, end) = (numbers[&chunk.seq], chunk.start + chunk.len);
-            (end - chunk.drafted..=end).map(move |position| token(seq, position, repeats) as i32)
+            (end - chunk.drafted..=end).map(move |position| token(seq, position, text) as i32)
         });
         let sampled: Vec<i32> = tokens.collect();
         now += 10_000 + 10 * u64::from(plan.load.tokens());
@@ -65,11 +86,14 @@ fn run(seqs: u32, repeats: bool) -> Duration {
 }
 
 fn main() {
-    for seqs in [1, 16, 64, 256] {
-        let [new, repeats] = [false, true].map(|repeats| {
-            let best = (0..3).map(|_| run(seqs, repeats)).min().expect("three runs");
-            best.as_secs_f64() * 1e6
+    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    let only = arguments.first().and_then(|seqs| seqs.parse().ok());
+    let texts = TEXTS.iter().filter(|(name, _)| arguments.get(1).is_none_or(|only| only == name));
+    for seqs in [1, 16, 64, 256].into_iter().filter(|seqs| only.is_none_or(|only: u32| only == *seqs)) {
+        let found = texts.clone().map(|&(_, text)| {
+            let best = (0..3).map(|_| run(seqs, text)).min().expect("three runs");
+            format!(" {:.3}", best.as_secs_f64() * 1e6)
         });
-        println!("{seqs} {new:.3} {repeats:.3}");
+        println!("{seqs}{}", found.collect::<String>());
     }
 }

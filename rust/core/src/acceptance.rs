@@ -15,6 +15,14 @@ pub(crate) enum Source {
 }
 
 impl Source {
+    /// Number of kinds with their own acceptance rates.
+    pub(crate) const KINDS: usize = 2 * Acceptance::CLASSES + 1;
+
+    /// The kind of draft, below [`KINDS`](Self::KINDS).
+    pub(crate) fn kind(self) -> usize {
+        self.class().map_or(Self::KINDS - 1, |(row, class)| row * Acceptance::CLASSES + class)
+    }
+
     /// The row of the source and the class of its match's length; `None` if its tokens are certain.
     fn class(self) -> Option<(usize, usize)> {
         match self {
@@ -59,13 +67,15 @@ impl Acceptance {
     }
 
     /// Probabilities that a draft is accepted up to and including each position.
-    pub(crate) fn survival(&self, source: Source) -> impl Iterator<Item = f64> {
-        let counts = source.class().map(|(row, class)| &self.counts[row][class]);
-        let rate = move |position: usize| counts.map_or(1.0, |counts| counts[position].0 / counts[position].1);
-        (0..MAX_DRAFT).scan(1.0, move |survival, position| {
-            *survival *= rate(position);
-            Some(*survival)
-        })
+    pub(crate) fn survival(&self, source: Source) -> [f64; MAX_DRAFT] {
+        let mut survival = [1.0; MAX_DRAFT];
+        let Some((row, class)) = source.class() else { return survival };
+        let mut until = 1.0;
+        for (survival, (accepted, all)) in survival.iter_mut().zip(&self.counts[row][class]) {
+            until *= accepted / all;
+            *survival = until;
+        }
+        survival
     }
 
     /// Records that the first `accepted` of `drafted` tokens were accepted.
@@ -97,18 +107,18 @@ mod tests {
     use super::*;
 
     fn survival(acceptance: &Acceptance, source: Source, position: usize) -> f64 {
-        acceptance.survival(source).nth(position).unwrap()
+        acceptance.survival(source)[position]
     }
 
     #[test]
     fn what_is_accepted_is_learned_by_source_and_length_and_fades() {
         let (mut acceptance, text) = (Acceptance::new(), Source::Text(3));
-        let before: Vec<_> = acceptance.survival(text).collect();
+        let before = acceptance.survival(text);
         (0..200).for_each(|_| acceptance.observe(text, 4, 0));
         assert!(survival(&acceptance, text, 0) < 0.05);
         let second = survival(&acceptance, text, 1) / survival(&acceptance, text, 0);
         assert!((second - before[0]).abs() < 1e-9, "nothing was seen of the second");
-        assert_eq!(acceptance.survival(Source::Corpus(3)).collect::<Vec<_>>(), before, "another source");
+        assert_eq!(acceptance.survival(Source::Corpus(3)).map(f64::to_bits), before.map(f64::to_bits), "another source");
         (0..20_000).for_each(|_| acceptance.idle(text));
         assert!((survival(&acceptance, text, 0) - before[0]).abs() < 0.01);
         (0..200).for_each(|_| acceptance.observe(text, 4, 4));
@@ -121,6 +131,6 @@ mod tests {
         let mut acceptance = Acceptance::new();
         acceptance.observe(Source::Grammar, 4, 0);
         acceptance.idle(Source::Grammar);
-        assert!(acceptance.survival(Source::Grammar).all(|survival| survival >= 1.0));
+        assert!(acceptance.survival(Source::Grammar).iter().all(|&survival| survival >= 1.0));
     }
 }

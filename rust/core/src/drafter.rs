@@ -5,17 +5,17 @@
 //! tokens to propose.
 
 use crate::acceptance::{Acceptance, MAX_DRAFT, Source};
+use crate::admission::{Admission, Drafts};
+use crate::back_off::BackOff;
 use crate::batch::StepPlan;
 use crate::corpus::{Corpus, Key};
-use crate::cost::{Load, StepModel};
+use crate::cost::Load;
 use crate::recorder::Recorder;
 use crate::request::{SeqId, Token};
 use crate::text_index::{Index, extend};
 use rustc_hash::FxHashMap;
 use slotmap::SecondaryMap;
 
-/// A drafted token must be worth this many times its cost, because rates and costs are estimates.
-const MARGIN: f64 = 1.15;
 /// Calls between two removals of indexes of ended sequences.
 const SWEEP: u32 = 1024;
 
@@ -39,6 +39,7 @@ struct Drafted {
     /// Tokens proposed for the current step.
     draft: Vec<Token>,
     source: Source,
+    back_off: BackOff,
     /// Whose finished texts it finds and joins.
     key: Key,
 }
@@ -52,7 +53,7 @@ impl Drafted {
             extend(&mut self.draft, tokens, found.end + 1, most);
         }
         let Some((corpus, found)) = corpus.and_then(|corpus| Some((corpus, corpus.find(&self.key, tokens)?))) else { return };
-        let expected = |source| acceptance.survival(source).take(most).sum::<f64>();
+        let expected = |source| acceptance.survival(source)[..most].iter().sum::<f64>();
         let source = Source::Corpus(found.len);
         if self.draft.is_empty() || expected(source) > expected(self.source) {
             self.draft.clear();
@@ -60,15 +61,6 @@ impl Drafted {
             corpus.extend(&mut self.draft, found, most);
         }
     }
-}
-
-/// A drafted token that may be proposed.
-struct Candidate {
-    /// Index of its sequence among those with a match.
-    index: usize,
-    position: usize,
-    /// Probability that this token and all before it are accepted.
-    survival: f64,
 }
 
 /// Drafts tokens for the sequences enabled by [`watch`](Self::watch).
@@ -102,7 +94,8 @@ impl Drafter {
         // The new sequence may get the place of a finished one.
         self.learn_finished(core);
         let Some(key) = core.owner(id) else { return };
-        self.seqs.insert(id, Drafted { index: Index::default(), draft: Vec::new(), source: Source::Grammar, key });
+        let (index, back_off) = (Index::default(), BackOff::default());
+        self.seqs.insert(id, Drafted { index, draft: Vec::new(), source: Source::Grammar, back_off, key });
         if self.corpus.is_some() {
             core.keep_finished();
         }
@@ -126,31 +119,19 @@ impl Drafter {
         if self.seqs.is_empty() || !core.model().knows() {
             return;
         }
-        let forced: FxHashMap<SeqId, Vec<Token>> = forced.into_iter().collect();
-        let (mut load, mut matched) = (Load::default(), Vec::new());
-        for (id, tokens, room) in core.decoding() {
+        let mut load = Load::default();
+        for (_, tokens, _) in core.decoding() {
             load.decode_seqs += 1;
             load.context_tokens += tokens.len() as u64;
-            let Some(drafted) = self.seqs.get_mut(id) else { continue };
-            drafted.index.catch_up(tokens);
-            drafted.draft.clear();
-            let most = self.max_tokens.min(room);
-            if let Some(forced) = forced.get(&id) {
-                drafted.source = Source::Grammar;
-                drafted.draft.extend(forced.iter().take(most));
-            } else {
-                drafted.look_up(tokens, most, self.corpus.as_ref(), &self.acceptance);
-            }
-            if !drafted.draft.is_empty() {
-                matched.push(id);
-            }
         }
-        let mut worth = Worth::new(&load, core.model());
-        let sorted = worth.sorted(self.candidates(&matched));
+        let admission = Admission::new(&load, core.model());
+        // In a full batch not even a certain token pays, so nothing is looked up.
+        if !admission.pays(1.0) {
+            return;
+        }
+        let matched = self.look_up(core, &forced.into_iter().collect(), load.decode_seqs as usize);
         let mut admitted = vec![0; matched.len()];
-        for candidate in sorted.iter().take_while(|candidate| worth.add(candidate.survival)) {
-            admitted[candidate.index] = candidate.position + 1;
-        }
+        admission.admit(&self.by_source(&matched), |index, tokens| admitted[index] = tokens);
         for (id, admitted) in matched.into_iter().zip(admitted) {
             let drafted = &mut self.seqs[id];
             drafted.draft.truncate(admitted);
@@ -162,13 +143,41 @@ impl Drafter {
         }
     }
 
-    /// All drafted tokens of these sequences.
-    fn candidates<'a>(&'a self, matched: &'a [SeqId]) -> impl Iterator<Item = Candidate> + 'a {
-        matched.iter().enumerate().flat_map(move |(index, &id)| {
-            let drafted = &self.seqs[id];
-            let survival = self.acceptance.survival(drafted.source).take(drafted.draft.len());
-            survival.enumerate().map(move |(position, survival)| Candidate { index, position, survival })
-        })
+    /// Drafts tokens for each of `decoding` sequences. Returns the sequences with a draft.
+    fn look_up(&mut self, core: &Recorder, forced: &FxHashMap<SeqId, Vec<Token>>, decoding: usize) -> Vec<SeqId> {
+        let mut matched = Vec::with_capacity(decoding);
+        for (id, tokens, room) in core.decoding() {
+            let Some(drafted) = self.seqs.get_mut(id) else { continue };
+            let most = self.max_tokens.min(room);
+            drafted.draft.clear();
+            if let Some(forced) = forced.get(&id) {
+                drafted.source = Source::Grammar;
+                drafted.draft.extend(forced.iter().take(most));
+            } else if let Some(most) = drafted.back_off.step(most) {
+                drafted.index.catch_up(tokens);
+                drafted.look_up(tokens, most, self.corpus.as_ref(), &self.acceptance);
+            }
+            if !drafted.draft.is_empty() {
+                matched.push(id);
+            }
+        }
+        matched
+    }
+
+    /// The drafts of these sequences, by what decides their acceptance rates.
+    fn by_source(&self, matched: &[SeqId]) -> Vec<Drafts> {
+        let mut groups: Vec<Drafts> = Vec::new();
+        let mut group_of = [usize::MAX; Source::KINDS];
+        for (index, &id) in matched.iter().enumerate() {
+            let Drafted { source, draft, .. } = &self.seqs[id];
+            let group = &mut group_of[source.kind()];
+            if *group == usize::MAX {
+                *group = groups.len();
+                groups.push(Drafts { survival: self.acceptance.survival(*source), drafts: Vec::with_capacity(matched.len()) });
+            }
+            groups[*group].drafts.push((index, draft.len()));
+        }
+        groups
     }
 
     /// Learns from a step's sampled tokens. Call it before the step's commit.
@@ -181,9 +190,12 @@ impl Drafter {
             if drafted == 0 {
                 continue;
             }
-            let Some(seq) = self.seqs.get(chunk.seq) else { continue };
+            let Some(seq) = self.seqs.get_mut(chunk.seq) else { continue };
             let accepted = seq.draft.iter().zip(sampled).take(drafted).take_while(|&(&token, &sampled)| token as i32 == sampled).count();
             self.acceptance.observe(seq.source, drafted, accepted);
+            if seq.source != Source::Grammar {
+                seq.back_off.observe(accepted);
+            }
             self.stats.drafts += 1;
             self.stats.draft_tokens += drafted as u64;
             self.stats.accepted_tokens += accepted as u64;
@@ -208,66 +220,5 @@ impl Drafter {
             self.until_sweep = SWEEP;
             self.seqs.retain(|id, _| core.tokens(id).is_some());
         }
-    }
-}
-
-/// Expected tokens and time of a step.
-struct Worth {
-    tokens: f64,
-    /// Microseconds of the step.
-    time: f64,
-    /// Microseconds of one more drafted token.
-    each: f64,
-}
-
-impl Worth {
-    fn new(load: &Load, model: &StepModel) -> Self {
-        Self { tokens: load.decode_seqs.into(), time: model.step(load), each: model.drafted_token() }
-    }
-
-    /// Whether a token that is accepted with probability `survival` raises the tokens per second.
-    fn pays(&self, survival: f64) -> bool {
-        survival * self.time > MARGIN * self.tokens * self.each
-    }
-
-    /// Adds a token with this probability if it pays.
-    fn add(&mut self, survival: f64) -> bool {
-        let pays = self.pays(survival);
-        if pays {
-            self.tokens += survival;
-            self.time += self.each;
-        }
-        pays
-    }
-
-    /// The candidates that may pay, most probable first. Each added token raises the threshold for the others.
-    fn sorted(&self, candidates: impl Iterator<Item = Candidate>) -> Vec<Candidate> {
-        let mut sorted: Vec<_> = candidates.filter(|candidate| self.pays(candidate.survival)).collect();
-        sorted.sort_by(|a, b| b.survival.total_cmp(&a.survival).then(a.position.cmp(&b.position)));
-        sorted
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn added(load: &Load, model: &StepModel, survivals: &[f64]) -> usize {
-        let mut worth = Worth::new(load, model);
-        survivals.iter().take_while(|survival| worth.add(**survival)).count()
-    }
-
-    #[test]
-    fn tokens_are_proposed_while_they_raise_the_rate() {
-        // One sequence: a step takes 10 ms, and each drafted token 1 ms.
-        let model = StepModel::new(9000.0, 1000.0, 1000.0, 0.0, 0.0);
-        let load = Load { decode_seqs: 1, ..Load::default() };
-        assert_eq!(added(&load, &model, &[0.9, 0.8, 0.7, 0.6]), 4);
-        assert_eq!(added(&load, &model, &[0.9, 0.4, 0.05]), 2);
-        assert_eq!(added(&load, &model, &[0.1]), 0);
-        // A full batch: a drafted token costs as much as another sequence, so only a nearly certain token pays.
-        let model = StepModel::new(1000.0, 1000.0, 1000.0, 0.0, 0.0);
-        let load = Load { decode_seqs: 64, ..Load::default() };
-        assert_eq!(added(&load, &model, &[0.95]), 0);
     }
 }

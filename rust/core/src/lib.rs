@@ -7,8 +7,10 @@
 
 mod acceptance;
 mod accounts;
+mod admission;
 mod arbiter;
 mod awaited;
+mod back_off;
 mod batch;
 mod block;
 mod compute;
@@ -53,6 +55,7 @@ mod waiting;
 mod work;
 
 pub use acceptance::MAX_DRAFT;
+pub use admission::{Admission, Drafts, Survival};
 pub use arbiter::{Arbiter, MAX_LEAD, MAX_WAIT};
 pub use batch::{Admitted, Chunk, Lens, NO_TOKEN, Output, Outputs, StepBuffers, StepPlan};
 pub use block::{BlockId, BlockPool, BlockTable, Chain};

@@ -29,10 +29,6 @@ pub(crate) struct Match {
 }
 
 impl Index {
-    fn bucket(&self, three: &[Token]) -> usize {
-        mixed(0, three) & (self.heads.len() - 1)
-    }
-
     /// Indexes all tokens but the last, whose successor is not known.
     pub(crate) fn catch_up(&mut self, tokens: &[Token]) {
         let known = tokens.len().saturating_sub(1);
@@ -41,14 +37,11 @@ impl Index {
             self.heads.resize(known.next_power_of_two().max(64) * 2, NONE);
             self.chain.clear();
         }
+        // No three tokens end at the first two positions.
+        self.chain.resize(self.chain.len().max(known.min(MIN_MATCH - 1)), NONE);
         for end in self.chain.len()..known {
-            if end + 1 < MIN_MATCH {
-                self.chain.push(NONE);
-                continue;
-            }
-            let bucket = self.bucket(&tokens[end + 1 - MIN_MATCH..=end]);
-            self.chain.push(self.heads[bucket]);
-            self.heads[bucket] = end as u32;
+            let bucket = bucket(self.heads.len(), &tokens[end + 1 - MIN_MATCH..=end]);
+            self.chain.push(std::mem::replace(&mut self.heads[bucket], end as u32));
         }
     }
 
@@ -56,13 +49,16 @@ impl Index {
     pub(crate) fn find(&self, tokens: &[Token]) -> Option<Match> {
         let last = tokens.len().checked_sub(1).filter(|last| *last >= MIN_MATCH)?;
         let mut best: Option<Match> = None;
-        let mut candidate = self.heads[self.bucket(&tokens[tokens.len() - MIN_MATCH..])];
+        let mut candidate = self.heads[bucket(self.heads.len(), &tokens[tokens.len() - MIN_MATCH..])];
         for _ in 0..MAX_CANDIDATES {
             if candidate == NONE {
                 break;
             }
             let end = candidate as usize;
-            let len = (0..=end.min(MAX_MATCH - 1)).take_while(|&back| tokens[end - back] == tokens[last - back]).count();
+            // One comparison of memory suffices where the text repeats itself.
+            let longest = end + 1 >= MAX_MATCH && tokens[end + 1 - MAX_MATCH..=end] == tokens[last + 1 - MAX_MATCH..];
+            let common = || (0..=end.min(MAX_MATCH - 1)).take_while(|&back| tokens[end - back] == tokens[last - back]).count();
+            let len = if longest { MAX_MATCH } else { common() };
             if len >= MIN_MATCH && best.is_none_or(|best| len > best.len) {
                 best = Some(Match { end, len });
                 if len == MAX_MATCH {
@@ -75,7 +71,14 @@ impl Index {
     }
 }
 
+/// The place of three tokens in a table of `places`, a power of two.
+#[inline]
+fn bucket(places: usize, three: &[Token]) -> usize {
+    mixed(0, three) & (places - 1)
+}
+
 /// A hash of tokens, to be cut to the size of a table.
+#[inline]
 pub(crate) fn mixed(seed: u64, tokens: &[Token]) -> usize {
     let hash = tokens.iter().fold(seed, |hash, &token| (hash.rotate_left(23) ^ u64::from(token)).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     (hash >> 32) as usize

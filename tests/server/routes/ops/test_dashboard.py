@@ -200,6 +200,10 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
         wait_until(lambda: page.evaluate("document.getElementById('tip').textContent.startsWith('block 4: held by slot 1\\ncmpl-abc')"))
         engine.counters = {**engine.counters, "waiting": 0, "waiting_by_state": {}}
         page.get_by_text("no request is waiting").wait_for()
+        assert not page.get_by_text("Drafted tokens").count()
+        engine.counters |= {"drafts": 100, "draft_tokens": 400, "accepted_draft_tokens": 150}
+        page.get_by_text("400, 150 accepted (38%)").wait_for()
+        page.get_by_text("2.50", exact=True).wait_for()
         assert all(url.startswith((base, "data:")) for url in requested)
         assert complaints == []
         context.close()
