@@ -3,6 +3,7 @@
 
 use crate::recent_steps::StepSeen;
 use crate::request::Time;
+use crate::tier::Tier;
 use crate::timeline::TimelineState;
 use std::sync::Arc;
 
@@ -17,6 +18,8 @@ pub struct SlotSeen {
     pub tenant: Arc<str>,
     /// The request's class.
     pub priority: i32,
+    /// The request's tier.
+    pub tier: Tier,
     /// `prefill`, `recompute`, `decode` or `stalled`.
     pub state: &'static str,
     /// Prompt tokens.
@@ -40,6 +43,8 @@ pub struct WaitSeen {
     pub tenant: Arc<str>,
     /// The request's class.
     pub priority: i32,
+    /// The request's tier.
+    pub tier: Tier,
     /// The current reason for waiting.
     pub state: TimelineState,
     /// Prompt tokens.

@@ -207,6 +207,7 @@ pub(crate) fn snapshot<'py>(py: Python<'py>, seen: &core::Snapshot) -> PyResult<
         one.set_item("tag", row.tag)?;
         one.set_item("tenant", &*row.tenant)?;
         one.set_item("priority", row.priority)?;
+        one.set_item("tier", row.tier.name())?;
         one.set_item("state", row.state)?;
         one.set_item("prompt_tokens", row.prompt_tokens)?;
         one.set_item("computed_tokens", row.computed_tokens)?;
@@ -222,6 +223,7 @@ pub(crate) fn snapshot<'py>(py: Python<'py>, seen: &core::Snapshot) -> PyResult<
         one.set_item("tag", wait.tag)?;
         one.set_item("tenant", &*wait.tenant)?;
         one.set_item("priority", wait.priority)?;
+        one.set_item("tier", wait.tier.name())?;
         one.set_item("state", wait.state.name())?;
         one.set_item("prompt_tokens", wait.prompt_tokens)?;
         one.set_item("output_tokens", wait.output_tokens)?;

@@ -12,9 +12,18 @@ from fake_async_engine import FakeEngine, serving, wait_until
 from chairlift.server.observability import poller
 
 CHROMIUM = Path("/usr/bin/chromium")
-ROW = {"slot": 1, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode", "prompt_tokens": 5, "computed_tokens": 7}
+ROW = {"slot": 1, "tag": 129, "tenant": "alice", "priority": 0, "tier": "flex", "state": "decode", "prompt_tokens": 5, "computed_tokens": 7}
 ROW |= {"output_tokens": 3, "blocks": 2, "age_us": 1_500_000}
-WAIT = {"tag": 257, "tenant": "bob", "priority": 0, "state": "wait_blocks", "prompt_tokens": 9, "output_tokens": 0, "waited_us": 250_000}
+WAIT = {
+    "tag": 257,
+    "tenant": "bob",
+    "priority": 0,
+    "tier": "default",
+    "state": "wait_blocks",
+    "prompt_tokens": 9,
+    "output_tokens": 0,
+    "waited_us": 250_000,
+}
 STEP = {"planned_us": 4_000_000, "slots": " dp-", "tokens": 7, "waiting": 1, "admitted": [(2, 129)], "preempted": []}
 CELLS = struct.pack("<8I", 0, 1, 2, 4, 4, 0, 0, 5)
 
