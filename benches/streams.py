@@ -174,9 +174,9 @@ def main() -> None:
 if __name__ == "__main__":
     if "--serve" in sys.argv:
         from chairlift.cli.main import main as serve
-        from chairlift.engine.client import AsyncEngine
+        from chairlift.engine.engine_process import EngineProcess
 
-        AsyncEngine.command = ("-m", "paced_engine")
+        EngineProcess.command = ("-m", "paced_engine")
         sys.exit(serve(["serve", *sys.argv[sys.argv.index("--serve") + 1 :]]))
     argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -10,7 +10,7 @@ import pytest
 from async_engine import collect, ids, into, run, until
 from fake_engine import ENDLESS, EOS, FAILING, FULL, LATE, PATIENT, REFUSED, text_of
 
-from chairlift.engine import client, frames
+from chairlift.engine import frames, questions
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.frames import Add
 from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
@@ -187,7 +187,7 @@ def test_an_engine_that_waits_for_its_time_answers_then():
 
 
 def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
-    monkeypatch.setattr(client, "REMEMBERED", 2)
+    monkeypatch.setattr(questions, "REMEMBERED", 2)
 
     async def one(engine, request_id, **params):
         return [output async for output in engine.generate([1000], SamplingParams(max_tokens=2, **params), request_id=request_id)]
@@ -375,7 +375,7 @@ def test_validate_fills_what_the_context_leaves():
 
 def test_a_request_that_is_submitted_again_keeps_its_time_of_arrival(monkeypatch):
     sent, encode = [], frames.encode
-    monkeypatch.setattr(frames, "encode", lambda frame: sent.append(frame) or encode(frame))
+    monkeypatch.setattr(frames, "encode", lambda frame, engine: sent.append(frame) or encode(frame, engine))
 
     async def test(engine):
         async for _ in engine.generate([1000], SamplingParams(max_tokens=1), spent={"receive": 0.25, "restart": 1.5}):

@@ -17,6 +17,7 @@ from fake_engine import CRASHING, DYING, ENDLESS, HANGING
 
 from chairlift.engine import client
 from chairlift.engine.client import AsyncEngine
+from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.exit_watch import PIDFD_THREAD
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, ModelNotFound
 from chairlift.sampling import SamplingParams
@@ -67,7 +68,7 @@ def test_a_killed_engine_is_told_by_its_signal():
 
 
 def test_close_in_the_middle_leaves_no_process_and_can_be_repeated(monkeypatch, capfd, caplog):
-    monkeypatch.setattr("chairlift.engine.client.STOP_SECONDS", 0.1)
+    monkeypatch.setattr("chairlift.engine.engine_process.STOP_SECONDS", 0.1)
 
     async def test(engine):
         process = engine.pid
@@ -249,7 +250,7 @@ def test_a_killed_engine_is_noticed_before_its_socket_closes(monkeypatch):
 
 
 def test_a_child_that_never_speaks_is_named(monkeypatch):
-    monkeypatch.setattr(AsyncEngine, "command", ("-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(EngineProcess, "command", ("-c", "raise SystemExit(3)"))
     with pytest.raises(EngineDead, match="exit status 3"):
         asyncio.run(AsyncEngine().start())
 

@@ -15,10 +15,11 @@ from chairlift.engine.frames import (
     Add,
     Alive,
     BadFrame,
-    Config,
     Explain,
     Explained,
+    Failed,
     Fatal,
+    Load,
     Phase,
     Ready,
     Rejected,
@@ -26,12 +27,17 @@ from chairlift.engine.frames import (
     SnapshotRequest,
     StepOutputs,
     Stop,
+    Unload,
+    Unloaded,
 )
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 FRAMES = [
-    Config({"model": "/models/m", "max_model_len": None, "enable_prefix_caching": True}),
+    Load({"model": "/models/m", "max_model_len": None, "enable_prefix_caching": True}, 3, -1, 50_000),
+    Unload(),
+    Unloaded(),
+    Failed("OutOfMemory", "too little"),
     Add(2**64 - 1, frames.pack_tokens([1, 2, 2**31 - 1]), {"seed": -(2**63), "top_p": 0.5, "stop": ["ü"]}),
     Add(1, b"", {}, {"tenant": "ä", "deadline_ms": 0.5, "priority": -(2**31)}),
     Abort([1, 2, 3]),
@@ -50,6 +56,7 @@ FRAMES = [
     Snapshot(3, {"kv_map": b"\3\0", "running": [{"tag": 1}]}),
     Fatal("ZeroDivisionError", "division by zero"),
 ]
+NUMBERED = [(number % 3, frame) for number, frame in enumerate(FRAMES)]
 
 
 def read_all(data: bytes):
@@ -78,14 +85,15 @@ def read_all(data: bytes):
 
 @pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
 def test_round_trip(frame):
-    encoded = frames.encode(frame)
-    assert struct.unpack(">I", encoded[:4])[0] == len(encoded) - 4
-    assert frames.decode(encoded[4:]) == frame
+    for engine in (0, 1, 2**32):
+        encoded = frames.encode(frame, engine)
+        assert struct.unpack(">I", encoded[:4])[0] == len(encoded) - 4
+        assert frames.decode(encoded[4:]) == (engine, frame)
 
 
 def test_child_reads_frames_whole_however_they_arrive():
     ours, theirs = socket.socketpair()
-    data = b"".join(map(frames.encode, FRAMES))
+    data = b"".join(frames.encode(frame, engine) for engine, frame in NUMBERED)
     with ours, theirs, theirs.makefile("rb") as file:
 
         def trickle():
@@ -95,20 +103,20 @@ def test_child_reads_frames_whole_however_they_arrive():
 
         thread = threading.Thread(target=trickle)
         thread.start()
-        assert [frames.receive(file) for _ in FRAMES] == FRAMES
+        assert [frames.receive(file) for _ in FRAMES] == NUMBERED
         assert frames.receive(file) is None
         thread.join()
 
 
 def test_parent_reads_frames_whole_however_they_arrive():
-    assert read_all(b"".join(map(frames.encode, FRAMES))) == FRAMES
+    assert read_all(b"".join(frames.encode(frame, engine) for engine, frame in NUMBERED)) == NUMBERED
 
 
 def test_send_writes_one_frame():
     ours, theirs = socket.socketpair()
     with ours, theirs, theirs.makefile("rb") as file:
-        frames.send(ours, FRAMES[1])
-        assert frames.receive(file) == FRAMES[1]
+        frames.send(ours, FRAMES[1], 5)
+        assert frames.receive(file) == (5, FRAMES[1])
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 20])
@@ -159,6 +167,6 @@ def test_a_request_crosses_as_it_is():
     )
     scheduling = Scheduling(priority=-1, tenant="a", deadline_ms=5, ttft_deadline_ms=0.5, cache_salt="s", predicted_tokens=9)
     frame = Add(1, b"", frames.pack_fields(params), frames.pack_fields(scheduling))
-    crossed = frames.decode(frames.encode(frame)[4:])
+    crossed = frames.decode(frames.encode(frame)[4:])[1]
     assert SamplingParams(**crossed.params) == params
     assert Scheduling(**crossed.scheduling) == scheduling

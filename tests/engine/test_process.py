@@ -13,15 +13,16 @@ import pytest
 from fake_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, LATE, PANICKING, PATIENT, REFUSED, FakeEngine, timeline
 
 from chairlift.config import EngineConfig
-from chairlift.engine import process
+from chairlift.engine import hosted_engine
 from chairlift.engine.frames import (
     Abort,
     Add,
     Alive,
-    Config,
     Explain,
     Explained,
+    Failed,
     Fatal,
+    Load,
     Phase,
     Ready,
     Rejected,
@@ -55,7 +56,8 @@ class Child:
         send(self.socket, frame)
 
     def receive(self):
-        frame = receive(self.file)
+        received = receive(self.file)
+        frame = received and received[1]
         # Whether the settings are there when the imports are done is a matter of time, and so is when the watchdog speaks.
         by_chance = isinstance(frame, Alive) or (isinstance(frame, Phase) and frame.name == "locate")
         return self.receive() if by_chance else frame
@@ -65,7 +67,7 @@ class Child:
 
     def start(self, **settings):
         """Sends settings and takes what comes up to the first, empty step."""
-        self.send(Config({"model": "/m", **settings}))
+        self.send(Load({"model": "/m", **settings}))
         frames = [self.receive() for _ in range(4)]
         assert [type(frame) for frame in frames] == [Phase, Phase, Ready, StepOutputs], frames
         return frames
@@ -134,8 +136,8 @@ def test_an_engine_that_waits_for_its_time_is_woken_then():
 
 def test_counters_are_sent_when_they_are_due_and_when_it_goes_idle(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
-    counters = process.Counters(FakeEngine(EngineConfig()))
+    monkeypatch.setattr(hosted_engine.time, "monotonic", lambda: now[0])
+    counters = hosted_engine.Counters(FakeEngine(EngineConfig()))
 
     def reported(after, *, idle=False):
         now[0] += after
@@ -230,24 +232,27 @@ def test_stop_ends_it_in_peace_and_closes_the_engine():
 
 @pytest.mark.parametrize(
     ("prompt", "words"),
-    [(CRASHING, Fatal("ZeroDivisionError", "a bug in the model")), (PANICKING, Fatal("BaseException", "as the core's panics are"))],
+    [(CRASHING, Failed("ZeroDivisionError", "a bug in the model")), (PANICKING, Failed("BaseException", "as the core's panics are"))],
 )
 def test_a_step_that_fails_is_named_and_ends_it(prompt, words):
     with child(stderr=subprocess.PIPE) as it:
         it.start()
         it.add(1, [prompt])
         assert it.receive() == words
-        assert it.process.wait(GUARD) == 1
-        assert b"Traceback" in it.process.stderr.read()
+        it.send(Stop())
+        assert it.process.wait(GUARD) == 0
+        assert b"Traceback" in (said := it.process.stderr.read())
+        assert said.endswith(b"closed\n")
         it.process.stderr.close()
 
 
 def test_a_start_that_fails_is_named_without_a_trace():
     with child(stderr=subprocess.PIPE) as it:
-        it.send(Config({"model": "/m", "seed": 13}))
+        it.send(Load({"model": "/m", "seed": 13}))
         assert isinstance(it.receive(), Phase)
-        assert it.receive() == Fatal("InvalidRequest", "an unlucky seed")
-        assert it.process.wait(GUARD) == 1
+        assert it.receive() == Failed("InvalidRequest", "an unlucky seed")
+        it.send(Stop())
+        assert it.process.wait(GUARD) == 0
         assert it.process.stderr.read() == b""
         it.process.stderr.close()
 
@@ -296,7 +301,7 @@ def test_it_dies_with_its_parent_even_where_the_socket_stays_open():
     theirs.close()
     ours.settimeout(GUARD)
     with ours, ours.makefile("rb") as file:
-        assert isinstance(receive(file), Phase)
+        assert isinstance(receive(file)[1], Phase)
         parent.kill()
         parent.wait()
         assert receive(file) is None  # the child's end, and with it the child, is gone; ours was open all the time

@@ -10,9 +10,8 @@ from queue import SimpleQueue
 import pytest
 
 from chairlift import LLM
-from chairlift.engine import process
-from chairlift.engine.compiling import Compiling
 from chairlift.engine.frames import Abort, Add, Explain, Rejected, pack_fields, pack_tokens
+from chairlift.engine.hosted_engine import HostedEngine
 from chairlift.errors import InvalidRequest
 from chairlift.grammar.grammars import Grammar, Matcher
 from chairlift.grammar.source import ReasoningFormat, after_reasoning
@@ -242,27 +241,18 @@ class _Engine:
     def abort(self, tag, *, stopped):
         self.aborted.append(tag)
 
-    def wakes_in(self):
-        return 0.0
-
-
-class _Parent:
-    def __init__(self):
-        self.sent = []
-
-    def send(self, frame):
-        self.sent.append(frame)
-
 
 @pytest.mark.slow
 def test_a_request_waits_for_its_grammar_beside_the_others():
-    engine, parent, inbox, compiling = _Engine(), _Parent(), SimpleQueue(), Compiling()
+    engine, inbox, replies = _Engine(), SimpleQueue(), []
+    hosted = HostedEngine(engine, replies.append, inbox.put)
     sent = time.monotonic_ns() // 1000
 
     def drain(*frames):
         for frame in frames:
             inbox.put(frame)
-        assert process.drain(parent, engine, inbox, compiling, idle=False)
+        while not inbox.empty():
+            hosted.handle(inbox.get())
 
     def request(tag, text=None):
         params = SamplingParams() if text is None else bounded("regex", text)
@@ -272,7 +262,7 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
     assert engine.added == [2]
     time.sleep(0.02)
     drain(Explain(7, [1, 2, 99]))
-    [timeline] = parent.sent.pop().timelines
+    [timeline] = replies.pop().timelines
     reported = Timeline.read(timeline)
     assert (reported.tag, reported.finish, reported.prompt_tokens, reported.states["receive"]) == (1, None, len(PROMPT), 0.25)
     assert reported.states["grammar"] >= 0.02
@@ -284,8 +274,9 @@ def test_a_request_waits_for_its_grammar_beside_the_others():
         engine.compiling[text].set_result(None)
     drain(request(6, "slow"))
     assert engine.added == [2, 1, 6] or engine.added == [2, 6, 1]
-    assert parent.sent == [Rejected(3, "InvalidRequest", "no good", "regex", None)]
-    assert [compiling.explain(tag) for tag in range(1, 7)] == [None] * 6
+    assert replies == [Rejected(3, "InvalidRequest", "no good", "regex", None)]
+    drain(Explain(8, range(1, 7)))
+    assert replies.pop().timelines == []
     # The time of the compilation is the grammar's, and what was before it is kept.
     spent = engine.spent[1]
     assert (spent["receive"], spent["grammar"] >= 20_000) == (250_000, True)

@@ -11,7 +11,7 @@ from fake_engine import ENDLESS, HANGING, FakeTokenizer
 
 from chairlift.engine import frames, heartbeat, watchdog
 from chairlift.engine.client import AsyncEngine
-from chairlift.engine.frames import Alive, Config
+from chairlift.engine.frames import Alive, Load
 from chairlift.engine.heartbeat import Heartbeat
 from chairlift.engine.watchdog import IDLE, STUCK_SECONDS, StallDetector, Watchdog
 from chairlift.errors import EngineDead
@@ -24,6 +24,7 @@ class Engine:
     """What the watchdog sees of an engine."""
 
     stage = ("plan", 0.0)
+    first_step = 0.1
     predicted_step_us = 0
 
     def stats(self):
@@ -62,7 +63,7 @@ def test_time_that_nobody_was_awake_for_does_not_count(wait):
 
 def test_a_stage_that_lasts_is_named_and_everything_is_dumped_once(wait, capfd):
     engine = Engine()
-    dog = Watchdog(engine, print, first_step=0.1)
+    dog = Watchdog(engine, print)
     engine.stage = ("commit", 1.0)
     assert check(dog, wait, 10) == Alive()
     assert check(dog, wait, 1) == Alive("commit", 10.0)
@@ -80,14 +81,14 @@ def test_a_stage_that_lasts_is_named_and_everything_is_dumped_once(wait, capfd):
 def test_an_idle_engine_is_never_stuck(wait):
     engine = Engine()
     engine.stage = (IDLE, 1.0)
-    assert check(Watchdog(engine, print, first_step=0.0), wait, 1000) == Alive()
+    assert check(Watchdog(engine, print), wait, 1000) == Alive()
 
 
 @pytest.mark.parametrize(("predicted_step_us", "first", "seconds"), [(3_000_000, 0.1, 60), (0, 2.0, 40), (100, 2.0, STUCK_SECONDS)])
 def test_a_step_that_should_be_long_may_be_longer(wait, predicted_step_us, first, seconds):
     engine = Engine()
-    engine.predicted_step_us = predicted_step_us
-    dog = Watchdog(engine, print, first)
+    engine.predicted_step_us, engine.first_step = predicted_step_us, first
+    dog = Watchdog(engine, print)
     dog.check()
     assert check(dog, wait, int(seconds) - 1) == Alive()
     assert check(dog, wait, 1) == Alive("plan", seconds)
@@ -214,10 +215,10 @@ def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before(mo
     fake_engine.fake(monkeypatch)
     encode, journals = frames.encode, []
 
-    def noted(frame):
-        if isinstance(frame, Config):
+    def noted(frame, engine):
+        if isinstance(frame, Load):
             journals.append(frame.settings["journal"])
-        return encode(frame)
+        return encode(frame, engine)
 
     monkeypatch.setattr(frames, "encode", noted)
 

@@ -76,15 +76,15 @@ def doom() -> None:
             time.sleep(STEP_SECONDS)
         return launch(self, buffer_index, sizes)
 
-    def sending(sock: Any, frame: Any) -> None:
+    def sending(sock: Any, frame: Any, engine: int) -> None:
         if isinstance(frame, frames.StepOutputs) and frame.tokens:
             if one.now("send"):
                 one.strike()
             if one.now("half"):
-                whole = frames.encode(frame)
+                whole = frames.encode(frame, engine)
                 sock.sendall(whole[: len(whole) // 2])
                 one.strike()
-        send(sock, frame)
+        send(sock, frame, engine)
 
     def fingerprint(*arguments: Any) -> str:
         return known(*arguments) + str((Path(os.environ[GATE]).parent / FOREIGN).exists())
@@ -98,12 +98,12 @@ def doom() -> None:
 def serve() -> int:
     """Runs the command line with the dying engine."""
     from chairlift.cli.main import main
-    from chairlift.engine.client import AsyncEngine
+    from chairlift.engine.engine_process import EngineProcess
     from chairlift.server import supervisor
 
     supervisor.STABLE_SECONDS = 0  # type: ignore[misc]
     heartbeat.SILENT_AFTER = 2.0  # type: ignore[misc]
-    AsyncEngine.command = ("-m", "dying_engine")
+    EngineProcess.command = ("-m", "dying_engine")
     return main()
 
 

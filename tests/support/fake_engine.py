@@ -86,10 +86,13 @@ class FakeReport:
 
 class FakeEngine:
     step_seconds = 0.0
+    overlaps = False
 
     def __init__(self, config, on_phase=lambda name, seconds: None):
         if config.seed == 13:
             raise InvalidRequest("an unlucky seed")
+        while config.seed == 14 and os.path.exists(os.environ["FAKE_ENGINE_GATE"]):
+            time.sleep(0.01)
         on_phase("weights", 0.25)
         self.facts = FACTS
         self.running = {}
@@ -200,11 +203,12 @@ class FakeTokenizer:
 def fake(monkeypatch):
     """Puts the fakes in the places of the model's directory, tokenizer and process."""
     from chairlift.engine import client, llm
+    from chairlift.engine.engine_process import EngineProcess
 
     for module in (client, llm):
         monkeypatch.setattr(module, "locate", lambda model, *_: Path("/models") / model)
         monkeypatch.setattr(module, "Tokenizer", FakeTokenizer)
-    monkeypatch.setattr(client.AsyncEngine, "command", ("-m", "fake_engine"))
+    monkeypatch.setattr(EngineProcess, "command", ("-m", "fake_engine"))
 
 
 def text_of(start, count):
@@ -225,9 +229,9 @@ async def _be_a_parent():
 
 def hurry(seconds, set=setattr):
     """Shortens the intervals of the watchdog and the heartbeat to `seconds`. Child processes do the same with FAKE_ENGINE_HURRY."""
-    from chairlift.engine import heartbeat, process, watchdog
+    from chairlift.engine import heartbeat, step_loop, watchdog
 
-    for module in (heartbeat, process, watchdog):
+    for module in (heartbeat, step_loop, watchdog):
         set(module, "CHECK_SECONDS", seconds / 5)
     set(watchdog, "STUCK_SECONDS", seconds)
     set(heartbeat, "SILENT_AFTER", seconds)

@@ -8,13 +8,9 @@ import dataclasses
 import itertools
 import logging
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, Self
 
 from chairlift import errors
 from chairlift.checkpoint.locate import locate
@@ -22,19 +18,18 @@ from chairlift.config import EngineConfig
 from chairlift.engine import frames
 from chairlift.engine.arguments import Prompt, document_settings, engine_config, text_or_ids
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
-from chairlift.engine.exit_watch import ExitWatch
-from chairlift.engine.facts import log_decisions, warn_of_short_context
+from chairlift.engine.engine_process import EngineProcess, reported
+from chairlift.engine.facts import log_start
 from chairlift.engine.frames import (
     Abort,
     AdapterChanged,
     Add,
-    Alive,
     BadFrame,
-    Config,
     Explain,
     Explained,
-    Fatal,
+    Failed,
     Frame,
+    Load,
     LoadAdapter,
     Phase,
     Ready,
@@ -42,11 +37,10 @@ from chairlift.engine.frames import (
     Snapshot,
     SnapshotRequest,
     StepOutputs,
-    Stop,
     UnloadAdapter,
 )
-from chairlift.engine.heartbeat import Heartbeat, is_stopped
 from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequence
+from chairlift.engine.questions import Questions, RememberedRequest, RememberedRequests
 from chairlift.engine.request import default_params, deliver, encode_bad_words, validate
 from chairlift.engine.stream import Stream
 from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, SequenceDropped
@@ -57,18 +51,14 @@ from chairlift.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
 
-STOP_SECONDS = 5.0
-"""Seconds that the engine gets to exit before it is killed."""
-REMEMBERED = 10_000
-"""Maximum number of request ids that `explain` knows. The engine remembers as many ended sequences."""
-
 
 @document_settings
 class AsyncEngine:
     """An engine in a child process, for one event loop.
 
     Its settings are those of `config`, or the defaults, changed by keyword arguments. Use it with `async with`, or call `start` and
-    `close`.
+    `close`. Engines with the same `process` run in it, and share its time by `weight`; those of a lower `priority` go first, and those
+    with an `itl_ms` are to have a step at least that often. An engine without `process` has one of its own.
     """
 
     tokenizer: Tokenizer
@@ -76,10 +66,16 @@ class AsyncEngine:
     facts: dict[str, Any]
     """The limits of the engine and the model. Empty until the first start is complete."""
 
-    command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
-    """Arguments of Python that run the child process."""
-
-    def __init__(self, config: EngineConfig | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        process: EngineProcess | None = None,
+        weight: int = 1,
+        priority: int = 0,
+        itl_ms: float | None = None,
+        **settings: Any,
+    ) -> None:
         self.config = engine_config("AsyncEngine", settings, config)
         self.facts = {}
         self.adapters: dict[str, str] = dict(self.config.lora_modules or {})
@@ -87,16 +83,16 @@ class AsyncEngine:
         self._stats: dict[str, Any] = {}
         self.on_end: Callable[[], None] | None = None
         """Called when an engine that was ready has died, before its requests fail."""
-        self._tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
-        self._remembered: dict[str, _Remembered] = {}
-        self._questions = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._process = process or EngineProcess(self.config.load_format)
+        self._owns_process = process is None
+        self._load = Load({}, weight, priority, None if itl_ms is None else round(itl_ms * 1000))
+        self._number: int | None = None  # in the process, while it is started
+        self._seeds = itertools.count(1, MAX_SEQUENCES)
+        self._remembered = RememberedRequests()
+        self._questions = Questions(self._write)
         self._streams: dict[int, Stream] = {}
         self._sequences = AsyncSequences(self, self._tell)
         self._phases: dict[str, float] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
         self._journals = itertools.count()
         self._death: EngineDead | None = EngineDead("the engine has not been started")
         self._started = False
@@ -104,13 +100,13 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's process exists, starting or ready."""
+        """Whether the engine exists, starting or ready."""
         return self._death is None
 
     @property
     def pid(self) -> int | None:
-        """The process id of the child; None without one."""
-        return None if self._process is None else self._process.pid
+        """The id of the engine's process; None without one."""
+        return self._process.pid
 
     @property
     def ready(self) -> bool:
@@ -118,28 +114,25 @@ class AsyncEngine:
         return self.alive and self._started
 
     async def start(self, since: float | None = None) -> None:
-        """Starts the process and returns when the model is ready. Logs each phase.
+        """Loads the model, in a new process unless it runs, and returns when it is ready. Logs each phase.
 
         The logged total counts from `since` (of `time.perf_counter`), or from the call. Raises ModelNotFound, UnsupportedModel,
         OutOfMemory or EngineDead.
         """
         began = time.perf_counter() if since is None else since
-        if self._process is not None:
+        if self._number is not None:
             raise RuntimeError("the engine has been started already; close it first")
-        self._stats, self._phases, self._remembered, self._started = {}, {}, {}, False
+        self._stats, self._phases, self._remembered, self._started = {}, {}, RememberedRequests(), False
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._heartbeat = Heartbeat(self._kill, lambda: self.pid is not None and is_stopped(self.pid))
-        self._exit_watch = ExitWatch(asyncio.get_running_loop(), self._process_exits)
         # The process starts first, because importing torch takes longest. The model is located meanwhile.
-        sock = self._spawn()
+        self._number = await self._process.attach(self)
+        self._death = None
         self._ended.clear()
         try:
-            self._reader, self._writer = await asyncio.open_connection(sock=sock)
-            self._reading = asyncio.create_task(self._read())
             directory = await asyncio.to_thread(locate, self.config.model, self.config.revision, self.config.cache_dir)
             modules = None if self.facts else self.config.lora_modules  # a restarted engine loads the present ones below
             config = dataclasses.replace(self.config, model=str(directory), journal=self._next_journal(), lora_modules=modules)
-            self._write(Config(dataclasses.asdict(config)))
+            self._write(dataclasses.replace(self._load, settings=dataclasses.asdict(config)))
             known = {} if modules is None else modules
             tokenizer = asyncio.to_thread(Tokenizer, directory, self.config.tokenizer, self.config.chat_template)
             self.tokenizer, _ = await asyncio.gather(tokenizer, self._is_ready)
@@ -149,30 +142,21 @@ class AsyncEngine:
             raise
         self.facts["model"] = self.config.model
         self._started = True
-        self._watching = asyncio.create_task(self._heartbeat.watch())
-        self._log_start(time.perf_counter() - began)
+        log_start(self.config, self.facts, self._phases, time.perf_counter() - began)
 
     async def close(self) -> None:
-        """Ends the engine. Open requests raise EngineClosed. May be called repeatedly."""
-        process, self._process = self._process, None
-        if process is None:
+        """Ends the engine and frees its memory. Open requests raise EngineClosed. May be called repeatedly."""
+        number, self._number = self._number, None
+        if number is None:
             return
+        running = self.alive
         self._fail(EngineClosed("the engine was closed"))
-        reading, self._reading = self._reading, None
-        try:
-            if self._stats:
-                self._write(Stop())
-            else:
-                process.kill()  # while it imports or loads, it does not read the socket
-            await asyncio.to_thread(process.wait, STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            log.warning("the engine did not stop within %.0f s: killing it", STOP_SECONDS)
-        finally:
-            process.kill()  # it ignores SIGTERM
-            process.wait()
-            if reading is not None:
-                reading.cancel()
-                self._writer.close()
+        if self._owns_process:
+            await self._process.close()
+            return
+        self._process.detach(number)
+        if running:
+            await self._process.unload(number)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -202,7 +186,7 @@ class AsyncEngine:
         self.adapters.pop(name, None)
 
     async def _change_adapter(self, question: Callable[[int], Frame]) -> None:
-        reply: AdapterChanged = await self._question(question)
+        reply: AdapterChanged = await self._questions.ask(question)
         if reply.error is not None:
             kind = getattr(errors, reply.error)
             raise kind(reply.message, param="lora_name", code=reply.code) if kind is InvalidRequest else kind(reply.message)
@@ -295,10 +279,10 @@ class AsyncEngine:
         if params.bad_words:
             params = await asyncio.to_thread(encode_bad_words, params, self.tokenizer)
         params = self.validate(prompt_token_ids, params)
-        tag = next(self._tags)
+        seed = next(self._seeds)
         if params.seed is None:
-            params = dataclasses.replace(params, seed=hash((self.config.seed, tag)))
-        return Stream(self.tokenizer, tag, prompt_token_ids, params, arrived, sequence)
+            params = dataclasses.replace(params, seed=hash((self.config.seed, seed)))
+        return Stream(self.tokenizer, next(self._process.tags), prompt_token_ids, params, arrived, sequence)
 
     async def run(
         self,
@@ -322,7 +306,7 @@ class AsyncEngine:
         submitted = time.monotonic_ns() // 1000
         resumed = stream.begin(submitted / 1e6)
         if request_id is not None:
-            self._remember(request_id, stream)
+            self._remembered.add(request_id, RememberedRequest(stream.tags, stream.timelines()))
         unfinished = stream.unfinished()
         self._streams.update(dict.fromkeys(unfinished, stream))
         try:
@@ -332,8 +316,7 @@ class AsyncEngine:
                 prompt = frames.pack_tokens(stream.prompt_token_ids)
                 # A new engine does not hold the sequence that it lost.
                 self._write(Add(stream.tags.start, prompt, *packed, submitted, before, resumed, None if resumed else continues))
-            with contextlib.suppress(ConnectionError):  # the stream fails with a better message
-                await self._writer.drain()
+            await self._process.drain()
             while not stream.over:
                 outputs = await stream.next()
                 if stream.some_over:
@@ -368,7 +351,7 @@ class AsyncEngine:
         """The scheduler's state (see `Scheduler.snapshot`), with `names`: (tag, request id) of its requests."""
         snapshot: dict[str, Any] = await self._ask(SnapshotRequest)
         present = {one["tag"] for one in [*snapshot["running"], *snapshot["waiting"]]}
-        return snapshot | {"names": [(tag, name) for name, one in self._remembered.items() for tag in one.tags if tag in present]}
+        return snapshot | {"names": [(tag, name) for tag, name in self._remembered.tags() if tag in present]}
 
     async def ended(self) -> None:
         """Waits until the engine has ended, by `close` or by itself."""
@@ -377,30 +360,15 @@ class AsyncEngine:
     @property
     def stuck(self) -> tuple[str, float] | None:
         """The stage in which the engine is stuck and the seconds since; None if it is not. See `Heartbeat.stuck`."""
-        return self._heartbeat.stuck if self.alive else None
+        return self._process.stuck if self.alive else None
 
     def stats(self) -> dict[str, Any]:
         """The engine's newest counters, at most a fraction of a second old while it works; empty before it is ready."""
         return self._stats
 
     async def _ask(self, question: Callable[[int], Frame]) -> Any:
-        """Sends a question with a new number and waits for the reply."""
         self._check_alive()
-        return await self._question(question)
-
-    async def _question(self, question: Callable[[int], Frame]) -> Any:
-        ask = next(self._questions)
-        self._answers[ask] = asyncio.get_running_loop().create_future()
-        try:
-            self._write(question(ask))
-            return await self._answers[ask]
-        finally:
-            del self._answers[ask]
-
-    def _answer(self, ask: int, answer: Any) -> None:
-        """Resolves the future of a question, unless its caller was cancelled."""
-        if (asking := self._answers.get(ask)) is not None and not asking.done():
-            asking.set_result(answer)
+        return await self._questions.ask(question)
 
     def _leave(self, tags: Iterable[int], *, stopped: bool = False) -> None:
         """Forgets sequences and aborts those that still run; `stopped` if a stop string was found."""
@@ -408,42 +376,11 @@ class AsyncEngine:
         if running and self.alive:
             self._write(Abort(running, stopped))
 
-    def _remember(self, request_id: str, stream: Stream) -> None:
-        self._remembered.pop(request_id, None)  # keeps the newest last
-        self._remembered[request_id] = _Remembered(stream.tags, stream.timelines())
-        if len(self._remembered) > REMEMBERED:
-            del self._remembered[next(iter(self._remembered))]
-
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDead(str(self._death))
         if not self._started:
             raise EngineDead("the engine is not ready yet")
-
-    def _spawn(self) -> socket.socket:
-        """Starts the child and returns the parent's end of their socket.
-
-        Must be called in the event loop's thread: the child is killed when the thread that started it ends.
-        """
-        parent_end, child_end = socket.socketpair()
-        # The child has this process's module path and does not import from its working directory.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        command = [sys.executable, "-P", *self.command, str(child_end.fileno()), self.config.load_format]
-        # Ctrl-C in a terminal also reaches the child, which has no handler until it has imported: it inherits the blocked signal.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with child_end:
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], env={**os.environ, "PYTHONPATH": path}
-                )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._death = None
-        return parent_end
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
 
     def _next_journal(self) -> str | None:
         """The journal's path. A restarted engine gets a new file."""
@@ -456,119 +393,70 @@ class AsyncEngine:
             self._write(frame)
 
     def _write(self, frame: Frame) -> None:
-        self._writer.write(frames.encode(frame))
+        assert self._number is not None  # it is started
+        self._process.write(self._number, frame)
 
-    async def _read(self) -> None:
-        """Handles the engine's frames until it ends."""
-        death: ChairliftError | None = None
-        try:
-            while (frame := await frames.read(self._reader)) is not None:
-                match frame:
-                    case StepOutputs():
-                        if frame.stats:
-                            self._stats = {**self._stats, **frame.stats}
-                        if not self._is_ready.done():  # the engine waits for work
-                            self._is_ready.set_result(None)
-                        for stream in deliver(frame, self._streams):
-                            stream.wake()
-                    case Rejected():
-                        if (rejected := self._streams.get(frame.tag)) is not None:
-                            for tag in rejected.tags:
-                                self._streams.pop(tag, None)
-                            rejected.reject(frame)
-                    case Explained():
-                        self._answer(frame.ask, [Timeline.read(timeline) for timeline in frame.timelines])
-                    case AdapterChanged():
-                        self._answer(frame.ask, frame)
-                    case Snapshot():
-                        self._answer(frame.ask, frame.snapshot)
-                    case Alive():
-                        self._heartbeat.on_message(frame)
-                    case Phase():
-                        log.info("phase %s %.2f s", frame.name, frame.seconds)
-                        self._phases[frame.name] = frame.seconds
-                    case Ready():
-                        self.facts = frame.facts
-                        self._exit_watch.watch(frame.sentinels)
-                    case Fatal():
-                        death = _death(frame)
-                    case _:
-                        raise BadFrame(f"unexpected frame from an engine: {frame!r:.100}")
-        except OSError:
-            pass  # a connection reset
-        except Exception as error:
-            log.exception("reading from the engine failed")
-            death = EngineDead(f"the connection to the engine's process broke: {type(error).__name__}: {error}")
-        process = self._process
-        if process is None:  # `close` was called
-            return
-        self._process_exits()
-        if death is None:
-            # The socket closes shortly before the process exits.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(process.wait, 1.0)
-            death = EngineDead(f"the engine's process ended unexpectedly ({_exit_words(process.returncode)})")
-        process.kill()
-        if self._started:  # otherwise `start` raises it
-            log.error("engine dead: %s", death)
-        self._fail(death)
+    def on_frame(self, frame: Frame) -> None:
+        """Handles a frame of the engine, for its process. Raises BadFrame."""
+        match frame:
+            case StepOutputs():
+                if frame.stats:
+                    self._stats = {**self._stats, **frame.stats}
+                if not self._is_ready.done():  # the engine waits for work
+                    self._is_ready.set_result(None)
+                for stream in deliver(frame, self._streams):
+                    stream.wake()
+            case Rejected():
+                if (rejected := self._streams.get(frame.tag)) is not None:
+                    for tag in rejected.tags:
+                        self._streams.pop(tag, None)
+                    rejected.reject(frame)
+            case Explained():
+                self._questions.answer(frame.ask, [Timeline.read(timeline) for timeline in frame.timelines])
+            case AdapterChanged():
+                self._questions.answer(frame.ask, frame)
+            case Snapshot():
+                self._questions.answer(frame.ask, frame.snapshot)
+            case Phase():
+                log.info("phase %s %.2f s", frame.name, frame.seconds)
+                self._phases[frame.name] = frame.seconds
+            case Ready():
+                self.facts = frame.facts
+            case Failed():
+                if self._number is not None:
+                    self._process.detach(self._number)
+                if self._owns_process:
+                    self._process.kill()
+                self.on_exit()
+                self.on_death(reported(frame))
+            case _:
+                raise BadFrame(f"unexpected frame from an engine: {frame!r:.100}")
 
-    def _process_exits(self) -> None:
-        """Rejects new requests. Open requests fail when the socket closes and the exit status is known."""
-        if self._process is not None and self._death is None:
+    def on_exit(self) -> None:
+        """Rejects new requests because the engine's process exits. Open requests fail when the reason is known."""
+        if self._death is None:
             self._death = EngineDead("the engine's process has ended")
             if self._started and self.on_end is not None:
                 self.on_end()
 
-    def _fail(self, death: ChairliftError) -> None:
+    def on_death(self, error: ChairliftError) -> None:
         """Marks the engine as dead and fails all open requests and questions."""
+        if self._started and not isinstance(error, EngineClosed):  # otherwise `start` raises it
+            log.error("engine dead: %s", error)
+        self._fail(error)
+
+    def _fail(self, death: ChairliftError) -> None:
         self._death = death if isinstance(death, EngineDead) else EngineDead(str(death))
         for stream in self._streams.values():
             stream.fail(type(self._death)(str(death)))
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(type(self._death)(str(death)))
+        self._questions.fail(self._death)
         self._streams.clear()
         self._ended.set()
-        self._exit_watch.close()
-        if self._watching is not None:
-            self._watching.cancel()
         if not self._is_ready.done():
             self._is_ready.set_exception(death)
             self._is_ready.exception()  # marks it as retrieved
-
-    def _log_start(self, total: float) -> None:
-        """Logs the decisions and the duration of each phase. "process" is the rest: starting the process and communication."""
-        parts = {name: round(seconds, 2) for name, seconds in self._phases.items()}
-        parts = {"process": round(total, 2) - sum(parts.values()), **parts}
-        log.info("phase process %.2f s", parts["process"])
-        log_decisions(self.facts["model"], self.facts["decisions"])
-        warn_of_short_context(self.config, self.facts)
-        log.info("ready in %.2f s: %s", total, " + ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items()))
-
-
-class _Remembered(NamedTuple):
-    """A request that `explain` knows."""
-
-    tags: range
-    ended: list[Timeline]
-    """The timelines of choices that ended in an earlier engine."""
 
 
 def _check_kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         raise InvalidRequest(f"{name} must be {kind.__name__}, got {value!r:.50}", param=name)
-
-
-def _death(frame: Fatal) -> ChairliftError:
-    """Converts the engine's last message to the exception that it reports, if it is a chairlift exception."""
-    kind = getattr(errors, frame.error, None)
-    if isinstance(kind, type) and issubclass(kind, ChairliftError):
-        return kind(frame.message)
-    return EngineDead(f"the engine's process ended: {frame.error}: {frame.message}")
-
-
-def _exit_words(code: int | None) -> str:
-    if code is None:
-        return "it does not answer"
-    return f"killed by signal {-code}" if code < 0 else f"exit status {code}"

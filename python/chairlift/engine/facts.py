@@ -47,6 +47,16 @@ def start_facts(config: EngineConfig, directory: Path, runner: Runner, eos: Sequ
     }
 
 
+def log_start(config: EngineConfig, facts: Mapping[str, Any], phases: Mapping[str, float], total: float) -> None:
+    """Logs the decisions and the duration of each phase. "process" is the rest: starting the process and communication."""
+    parts = {name: round(seconds, 2) for name, seconds in phases.items()}
+    parts = {"process": round(total, 2) - sum(parts.values()), **parts}
+    log.info("phase process %.2f s", parts["process"])
+    log_decisions(facts["model"], facts["decisions"])
+    warn_of_short_context(config, facts)
+    log.info("ready in %.2f s: %s", total, " + ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items()))
+
+
 def log_decisions(model: str, decisions: Sequence[Sequence[str]]) -> None:
     """Logs the model and each decision (what, value, reason) in columns."""
     rows = [("model", model, ""), *decisions]

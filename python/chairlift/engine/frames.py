@@ -1,6 +1,7 @@
 """The frames between client and engine process: a 4-byte big-endian length, then a msgpack map.
 
-Each frame is a dataclass, named by the map's key `t`. Frames contain only plain data, no pickle.
+Each frame is a dataclass, named by the map's key `t`. The key `e` is the number of the engine that a frame is to or from; 0 if it is
+absent. Frames contain only plain data, no pickle.
 """
 
 from __future__ import annotations
@@ -35,10 +36,22 @@ class BadFrame(ChairliftError):
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """To the engine, once: the fields of `EngineConfig`. The model is a local directory."""
+class Load:
+    """To the process: begin an engine of this number. `settings` are the fields of `EngineConfig`; the model is a local directory.
+
+    Engines share the process's time by `weight`, within a `priority`, of which lower ones go first. `itl` is the longest time in
+    microseconds that should pass between two of its steps.
+    """
 
     settings: dict[str, Any]
+    weight: int = 1
+    priority: int = 0
+    itl: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """To the engine: end, and free the memory. The reply is `Unloaded`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +156,7 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """To the engine: exit after the current step."""
+    """To the process: exit after the current step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +171,8 @@ class Phase:
 class Ready:
     """From the engine, once: it takes requests.
 
-    `facts` are its limits and the model's, `sentinels` the ids of threads that exit when its process dies, and not before.
+    `facts` are its limits and the model's, `sentinels` the ids of threads that exit when the process dies, and not before; the process's
+    first engine sends them.
     """
 
     facts: dict[str, Any]
@@ -223,7 +237,7 @@ class AdapterChanged:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """From the engine once a second, even during a step. If it is stuck, `stage` and `seconds` say where and for how long."""
+    """From the process once a second, even during a step. If it is stuck, `stage` and `seconds` say where and for how long."""
 
     stage: str | None = None
     seconds: float = 0.0
@@ -238,45 +252,63 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Fatal:
-    """From the engine, last: the reason for its exit. `error` is the name of an exception class."""
+class Unloaded:
+    """From the engine, last: it has ended, and its memory is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From the engine, last: it could not be loaded, or a step failed. Others in the process go on. `error` names an exception class."""
 
     error: str
     message: str
 
 
-ToEngine = Config | Add | Abort | SetPriority | ForkSequence | DropSequence | LoadAdapter | UnloadAdapter | Explain | SnapshotRequest | Stop
-FromEngine = Phase | Ready | StepOutputs | Rejected | AdapterChanged | Explained | Snapshot | Alive | Fatal
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """From the process, last: the reason for its exit. `error` is the name of an exception class."""
+
+    error: str
+    message: str
+
+
+ToEngine = (
+    Load | Unload | Add | Abort | SetPriority | ForkSequence | DropSequence | LoadAdapter | UnloadAdapter | Explain | SnapshotRequest | Stop
+)
+FromEngine = Phase | Ready | StepOutputs | Rejected | AdapterChanged | Explained | Snapshot | Alive | Unloaded | Failed | Fatal
 Frame = ToEngine | FromEngine
 
 _KINDS: dict[str, type[Frame]] = {kind.__name__.lower(): kind for kind in get_args(Frame)}
 _SHAPES = {kind: (name, tuple(item.name for item in fields(kind))) for name, kind in _KINDS.items()}
 
 
-def encode(frame: Frame) -> bytes:
-    """Encodes a frame, including its length. Raises BadFrame if it is too long."""
+def encode(frame: Frame, engine: int = 0) -> bytes:
+    """Encodes a frame to or from an engine, including its length. Raises BadFrame if it is too long."""
     name, items = _SHAPES[type(frame)]
-    payload = _pack({"t": name, **{item: getattr(frame, item) for item in items}})
+    content = {"t": name, **{item: getattr(frame, item) for item in items}}
+    if engine:
+        content["e"] = engine
+    payload = _pack(content)
     _check_length(len(payload))
     return _LENGTH.pack(len(payload)) + payload
 
 
-def decode(payload: bytes) -> Frame:
-    """Decodes a frame without its length. Raises BadFrame."""
+def decode(payload: bytes) -> tuple[int, Frame]:
+    """Decodes a frame without its length. Returns its engine's number too. Raises BadFrame."""
     try:
         content = _unpack(payload)
-        return _KINDS[content.pop("t")](**content)
+        return content.pop("e", 0), _KINDS[content.pop("t")](**content)
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
         raise BadFrame(f"a frame of {len(payload)} bytes is invalid: {type(error).__name__}: {error}") from error
 
 
-def send(sock: socket.socket, frame: Frame) -> None:
+def send(sock: socket.socket, frame: Frame, engine: int = 0) -> None:
     """Writes a frame. Blocks while the other end does not read."""
-    sock.sendall(encode(frame))
+    sock.sendall(encode(frame, engine))
 
 
-def receive(file: BinaryIO) -> Frame | None:
-    """Reads the next frame and blocks until it is complete; None if the other end has closed. Raises BadFrame."""
+def receive(file: BinaryIO) -> tuple[int, Frame] | None:
+    """Reads the next frame and its engine's number; blocks until it is complete. None if the other end has closed. Raises BadFrame."""
     header = file.read(_LENGTH.size)
     if not header:
         return None
@@ -287,8 +319,11 @@ def receive(file: BinaryIO) -> Frame | None:
     return decode(payload)
 
 
-async def read(reader: asyncio.StreamReader) -> Frame | None:
-    """Reads the next frame from an asyncio stream; None if the other end has closed or died, also within a frame. Raises BadFrame."""
+async def read(reader: asyncio.StreamReader) -> tuple[int, Frame] | None:
+    """Reads the next frame and its engine's number from an asyncio stream. Raises BadFrame.
+
+    None if the other end has closed or died, also within a frame.
+    """
     try:
         header = await reader.readexactly(_LENGTH.size)
         return decode(await reader.readexactly(_length(header)))

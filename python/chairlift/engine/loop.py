@@ -106,6 +106,11 @@ class Engine:
         """Whether any request or step is unfinished."""
         return bool(self._sequences or self._plans)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a device runs the steps asynchronously."""
+        return self.runner.overlaps
+
     def compile(self, params: SamplingParams) -> Future[Grammar] | None:
         """Starts compiling the request's grammar on another thread; None if it has none. Raises QueueFull."""
         return None if params.structured_output is None else self._grammars.compile(params.structured_output)
@@ -270,6 +275,8 @@ class Engine:
     def close(self) -> None:
         """Flushes the journal and ends other processes. Unfinished requests get no more output."""
         self._grammars.close()
+        if self._in_flight is not None:
+            self.runner.wait()
         self.runner.close()
         if self._meter is not None:
             self._meter.close()

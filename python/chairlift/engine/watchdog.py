@@ -21,10 +21,15 @@ IDLE = "idle"
 
 
 class Watched(Protocol):
-    """The part of an engine that the watchdog uses."""
+    """The part of a step loop that the watchdog uses."""
 
-    stage: tuple[str, float]
-    """The current stage and its start, on any clock."""
+    @property
+    def stage(self) -> tuple[str, float]:
+        """The current stage and its start, on any clock."""
+
+    @property
+    def first_step(self) -> float:
+        """The expected duration of the first step in seconds, before the engine can predict."""
 
     def stats(self) -> dict[str, Any]:
         """The newest counters, `predicted_step_us` among them."""
@@ -52,15 +57,13 @@ class StallDetector:
 class Watchdog(threading.Thread):
     """Checks `engine` until `send` raises OSError because the parent has exited.
 
-    `first_step` is the expected duration of the first step in seconds, before the engine can predict. If a stage lasts too long, the
-    scheduler's state and all threads' stacks are printed to stderr, once.
+    If a stage lasts too long, the scheduler's state and all threads' stacks are printed to stderr, once.
     """
 
-    def __init__(self, engine: Watched, send: Callable[[Alive], None], first_step: float) -> None:
+    def __init__(self, engine: Watched, send: Callable[[Alive], None]) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._engine = engine
         self._send = send
-        self._first_step = first_step
         self._stall = StallDetector()
         self._dumped = False
 
@@ -89,7 +92,7 @@ class Watchdog(threading.Thread):
         # Counters need the core's lock, so they are only read when the minimum has passed.
         if seconds < STUCK_SECONDS:
             return STUCK_SECONDS
-        return max(STUCK_SECONDS, STUCK_STEPS * (self._engine.stats().get("predicted_step_us", 0) / 1e6 or self._first_step))
+        return max(STUCK_SECONDS, STUCK_STEPS * (self._engine.stats().get("predicted_step_us", 0) / 1e6 or self._engine.first_step))
 
     def _dump(self, stage: str, seconds: float) -> None:
         state = json.dumps(self._engine.stats(), default=str)

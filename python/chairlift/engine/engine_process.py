@@ -1,0 +1,256 @@
+"""The child process that runs engines, for one event loop: its start, its socket, its heartbeat and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import ClassVar, Protocol, Self
+
+from chairlift import errors
+from chairlift.engine import frames
+from chairlift.engine.exit_watch import ExitWatch
+from chairlift.engine.frames import Alive, Failed, Fatal, Frame, Ready, Stop, Unload, Unloaded
+from chairlift.engine.heartbeat import Heartbeat, is_stopped
+from chairlift.errors import ChairliftError, EngineClosed, EngineDead
+from chairlift.sampling import MAX_SEQUENCES
+
+log = logging.getLogger("chairlift")
+
+STOP_SECONDS = 5.0
+"""Seconds that the process gets to exit before it is killed, and an engine to end before that is logged."""
+
+
+class Client(Protocol):
+    """The owner of an engine in the process."""
+
+    def on_frame(self, frame: Frame) -> None:
+        """Handles a frame of the engine."""
+
+    def on_exit(self) -> None:
+        """The process exits. `on_death` follows when the reason is known."""
+
+    def on_death(self, error: ChairliftError) -> None:
+        """The process has ended, and the engine with it."""
+
+
+class EngineProcess:
+    """A child process in which several `AsyncEngine` run, and take turns.
+
+    Use it with `async with`, or call `close`. It starts with its first engine, and again with the next one after its end.
+    """
+
+    command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
+    """Arguments of Python that run the child process."""
+
+    def __init__(self, load_format: str = "auto") -> None:
+        self.load_format = load_format
+        """With "none" the process does not import what loads models beforehand."""
+        self.tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
+        self._clients: dict[int, Client] = {}
+        self._unloading: dict[int, asyncio.Future[None]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exiting = False
+        self._answers = False  # whether the process reads its socket: not while it imports, nor while it loads its first engine
+        self._starting = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; None without a process."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def stuck(self) -> tuple[str, float] | None:
+        """See `Heartbeat.stuck`."""
+        return self._heartbeat.stuck
+
+    async def attach(self, client: Client) -> int:
+        """Starts the process unless it runs. Returns the number of a new engine, for `write`."""
+        async with self._starting:
+            if self._process is not None and not self._exiting:
+                return self._attach(client)
+            if self._reading is not None:
+                await asyncio.wait([self._reading])  # the engines before hear why the process has ended
+            await self.close()
+            sock = self._spawn()
+            self._numbers = itertools.count()
+            number = self._attach(client)
+            try:
+                self._reader, self._writer = await asyncio.open_connection(sock=sock)
+            except BaseException:
+                await self.close()
+                raise
+            self._reading = asyncio.create_task(self._read())
+            return number
+
+    def detach(self, number: int) -> None:
+        """Lets the client of an engine hear no more of it."""
+        self._clients.pop(number, None)
+
+    async def unload(self, number: int) -> None:
+        """Ends an engine and waits until its memory is free. One that still loads ends later."""
+        if self._process is None or self._exiting:
+            return
+        self._unloading[number] = asyncio.get_running_loop().create_future()
+        self.write(number, Unload())
+        try:
+            await asyncio.wait_for(self._unloading[number], STOP_SECONDS)
+        except TimeoutError:
+            log.warning("an engine did not end within %.0f s", STOP_SECONDS)
+        finally:
+            del self._unloading[number]
+
+    def write(self, number: int, frame: Frame) -> None:
+        """Sends a frame to an engine."""
+        self._writer.write(frames.encode(frame, number))
+
+    async def drain(self) -> None:
+        """Waits until the process has read most of what was sent."""
+        with contextlib.suppress(ConnectionError):  # the engines fail with a better message
+            await self._writer.drain()
+
+    def kill(self) -> None:
+        """Kills the process."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def close(self) -> None:
+        """Ends the process. Requests of its engines raise EngineClosed. May be called repeatedly."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._end(EngineClosed("the engine was closed"))
+        reading, self._reading = self._reading, None
+        try:
+            if self._answers:
+                self.write(0, Stop())
+            else:
+                process.kill()
+            await asyncio.to_thread(process.wait, STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("the engine did not stop within %.0f s: killing it", STOP_SECONDS)
+        finally:
+            process.kill()  # it ignores SIGTERM
+            process.wait()
+            if reading is not None:
+                reading.cancel()
+                self._writer.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def _attach(self, client: Client) -> int:
+        number = next(self._numbers)
+        self._clients[number] = client
+        return number
+
+    def _spawn(self) -> socket.socket:
+        """Starts the child and returns the parent's end of their socket.
+
+        Must be called in the event loop's thread: the child is killed when the thread that started it ends.
+        """
+        self._exiting = self._answers = False
+        loop = asyncio.get_running_loop()
+        self._heartbeat = Heartbeat(self.kill, lambda: self.pid is not None and is_stopped(self.pid))
+        self._exit_watch = ExitWatch(loop, self._process_exits)
+        parent_end, child_end = socket.socketpair()
+        # The child has this process's module path and does not import from its working directory.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        command = [sys.executable, "-P", *self.command, str(child_end.fileno()), self.load_format]
+        # Ctrl-C in a terminal also reaches the child, which has no handler until it has imported: it inherits the blocked signal.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with child_end:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], env={**os.environ, "PYTHONPATH": path}
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return parent_end
+
+    async def _read(self) -> None:
+        """Passes the process's frames to the engines' clients until it ends."""
+        death: ChairliftError | None = None
+        try:
+            while (received := await frames.read(self._reader)) is not None:
+                number, frame = received
+                match frame:
+                    case Alive():
+                        self._heartbeat.on_message(frame)
+                    case Fatal():
+                        death = reported(frame)
+                    case Unloaded():
+                        if (unloading := self._unloading.get(number)) is not None and not unloading.done():
+                            unloading.set_result(None)
+                    case _:
+                        if isinstance(frame, Ready):
+                            self._on_ready(frame)
+                        if (client := self._clients.get(number)) is not None:
+                            client.on_frame(frame)
+        except OSError:
+            pass  # a connection reset
+        except Exception as error:
+            log.exception("reading from the engine failed")
+            death = EngineDead(f"the connection to the engine's process broke: {type(error).__name__}: {error}")
+        process = self._process
+        if process is None:  # `close` was called
+            return
+        self._process_exits()
+        if death is None:
+            # The socket closes shortly before the process exits.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, 1.0)
+            death = EngineDead(f"the engine's process ended unexpectedly ({_exit_words(process.returncode)})")
+        process.kill()
+        self._end(death)
+
+    def _on_ready(self, frame: Ready) -> None:
+        self._answers = True
+        self._exit_watch.watch(frame.sentinels)
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._heartbeat.watch())
+
+    def _process_exits(self) -> None:
+        """Lets engines reject new requests. Open requests fail when the socket closes and the exit status is known."""
+        if self._process is not None and not self._exiting:
+            self._exiting = True
+            for client in list(self._clients.values()):
+                client.on_exit()
+
+    def _end(self, death: ChairliftError) -> None:
+        """Ends all engines."""
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            client.on_death(death)
+        for unloading in self._unloading.values():
+            if not unloading.done():
+                unloading.set_result(None)
+        self._exit_watch.close()
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+
+def reported(frame: Failed | Fatal) -> ChairliftError:
+    """The exception that an engine's or the process's last message reports, if it is a chairlift exception; else EngineDead."""
+    kind = getattr(errors, frame.error, None)
+    if isinstance(kind, type) and issubclass(kind, ChairliftError):
+        return kind(frame.message)
+    return EngineDead(f"the engine ended: {frame.error}: {frame.message}")
+
+
+def _exit_words(code: int | None) -> str:
+    if code is None:
+        return "it does not answer"
+    return f"killed by signal {-code}" if code < 0 else f"exit status {code}"

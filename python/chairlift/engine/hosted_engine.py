@@ -1,0 +1,287 @@
+"""One engine of a process: its part of the frames, its steps and its counters."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from chairlift.engine.compiling import Compiling
+from chairlift.engine.frames import (
+    Abort,
+    AdapterChanged,
+    Add,
+    BadFrame,
+    DropSequence,
+    Explain,
+    Explained,
+    ForkSequence,
+    Frame,
+    LoadAdapter,
+    Rejected,
+    ResumedChoice,
+    SetPriority,
+    Snapshot,
+    SnapshotRequest,
+    StepOutputs,
+    UnloadAdapter,
+)
+from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
+from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
+
+if TYPE_CHECKING:
+    from chairlift.engine.adapters import PackedAdapter
+    from chairlift.grammar.grammars import Grammar
+
+STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0
+"""Intervals at which counters, and those per tenant and class, are sent while the engine works."""
+COOLING_SECONDS = 1.0
+"""Interval at which they are sent by an idle engine until its saturation is 0."""
+
+
+class EngineLike(Protocol):
+    """The interface of an engine that a process runs; `chairlift.engine.loop.Engine` implements it."""
+
+    facts: dict[str, Any]
+    stage: tuple[str, float]
+    """The current stage and its start on the monotonic clock. The engine sets it in a step, the process at other times."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a device runs the steps asynchronously."""
+
+    def compile(self, params: SamplingParams) -> Future[Grammar] | None:
+        """Starts compiling a request's grammar. Raises QueueFull."""
+
+    def add(
+        self,
+        tag: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        scheduling: Scheduling,
+        submitted: int | None,
+        grammar: Future[Grammar] | None,
+        spent: Mapping[str, int],
+        resumed: Sequence[ResumedChoice],
+        continues: tuple[int, int] | None,
+    ) -> None:
+        """Queues a request. Raises InvalidRequest or QueueFull."""
+
+    def abort(self, tag: int, *, stopped: bool = False) -> bool:
+        """Ends a sequence that was aborted or, if `stopped`, that a stop string has ended."""
+
+    def read_adapter(self, path: str) -> PackedAdapter:
+        """Reads an adapter. Called on another thread. Raises a ChairliftError."""
+
+    def load_adapter(self, name: str, adapter: PackedAdapter) -> None:
+        """Loads an adapter. Raises InvalidRequest."""
+
+    def unload_adapter(self, name: str) -> None:
+        """Unloads an adapter. Raises InvalidRequest."""
+
+    def set_priority(self, tag: int, priority: int) -> None:
+        """Moves a sequence to another class."""
+
+    def fork_sequence(self, handle: int, forks: Sequence[int]) -> None:
+        """Opens held sequences with the KV of another."""
+
+    def drop_sequence(self, handle: int) -> None:
+        """Drops a held sequence."""
+
+    def step(self) -> StepOutputs | None:
+        """Runs one step; None if there is nothing to run."""
+
+    def wakes_in(self) -> float | None:
+        """Seconds until a step may have work without a new request; None for never."""
+
+    def explain(self, tag: int) -> dict[str, Any] | None:
+        """The timeline of a sequence; None if it is unknown."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """The scheduler's state, for dashboards."""
+
+    def stats(self) -> dict[str, Any]:
+        """The newest counters."""
+
+    def usage(self) -> dict[str, Any]:
+        """The newest counters of each tenant and class."""
+
+    def close(self) -> None:
+        """Flushes the journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A request's grammar was compiled, or failed to, at `ended` (microseconds of the monotonic clock)."""
+
+    tag: int
+    grammar: Future[Grammar]
+    ended: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRead:
+    """An adapter was read, or cannot be."""
+
+    ask: int
+    name: str
+    adapter: PackedAdapter | Exception
+
+
+class HostedEngine:
+    """An engine and the requests that wait for their grammars.
+
+    `send` sends a frame to the parent. `put` passes what another thread has done to `handle`.
+    """
+
+    def __init__(
+        self, engine: EngineLike, send: Callable[[Frame], None], put: Callable[[Compiled | AdapterRead], None], first_step: float = 0.0
+    ) -> None:
+        self.engine = engine
+        self.first_step = first_step
+        """The expected duration of the first step in seconds."""
+        self.busy = True
+        """Whether the next step may have work."""
+        self.wakes_at: float | None = None
+        """When an idle engine becomes busy by itself, on the monotonic clock; None for never."""
+        self._send = send
+        self._put = put
+        self._compiling = Compiling()
+        self._counters = Counters(engine)
+
+    def step(self) -> None:
+        """Runs a step and sends its outputs, for all requests in one frame. An idle engine sends an empty one with its counters.
+
+        Blocks while the parent does not read, instead of buffering outputs.
+        """
+        step = self.engine.step()
+        self.engine.stage = "send", time.monotonic()
+        self.busy = step is not None
+        news = self._counters.news(idle=step is None)
+        if step is not None:
+            self._send(replace(step, stats=news))
+            return
+        self._send(StepOutputs(stats=news))
+        wakes_in = self.engine.wakes_in()
+        if self._counters.cooling:  # so that decaying counters are sent
+            wakes_in = COOLING_SECONDS if wakes_in is None else min(wakes_in, COOLING_SECONDS)
+        self.wakes_at = None if wakes_in is None else time.monotonic() + wakes_in
+
+    def handle(self, frame: Frame | Compiled | AdapterRead) -> None:
+        """Handles a frame between two steps. Raises BadFrame."""
+        match frame:
+            case Add():
+                self._add(frame)
+            case Compiled(tag, grammar, ended):
+                if (request := self._compiling.end(tag, ended)) is not None:
+                    self._add(request, grammar)
+            case Abort(tags, stopped):
+                self._compiling.abort(tags)
+                for tag in tags:
+                    self.engine.abort(tag, stopped=stopped)
+            case LoadAdapter():
+                threading.Thread(target=_read_adapter, args=(self.engine, frame, self._put), name="adapter", daemon=True).start()
+            case AdapterRead(ask, name, adapter):
+                self._send(_adapter_changed(ask, partial(_load_adapter, self.engine, name, adapter)))
+            case UnloadAdapter(ask, name):
+                self._send(_adapter_changed(ask, partial(self.engine.unload_adapter, name)))
+            case SetPriority(tag, priority):
+                self.engine.set_priority(tag, priority)
+            case ForkSequence(handle, forks):
+                self.engine.fork_sequence(handle, forks)
+            case DropSequence(handle):
+                self.engine.drop_sequence(handle)
+            case Explain(ask, tags):
+                self._send(Explained(ask, [timeline for tag in tags if (timeline := self._explain(tag)) is not None]))
+            case SnapshotRequest(ask):
+                self._send(Snapshot(ask, self.engine.snapshot()))
+            case _:
+                raise BadFrame(f"unexpected frame for an engine: {frame!r:.100}")
+
+    def close(self) -> None:
+        """Ends the engine and lets go of it."""
+        try:
+            self.engine.close()
+        finally:
+            del self.engine, self._counters
+
+    def _explain(self, tag: int) -> dict[str, Any] | None:
+        return self.engine.explain(tag) or self._compiling.explain(tag)
+
+    def _add(self, frame: Add, grammar: Future[Grammar] | None = None) -> None:
+        """Adds a request to the engine. If its grammar is not compiled yet, it waits and is added later."""
+        try:
+            params, scheduling = SamplingParams(**frame.params), Scheduling(**frame.scheduling)
+            grammar = grammar or self.engine.compile(params)
+            if grammar is not None and not grammar.done():
+                self._compiling.begin(frame)
+                put, tag = self._put, frame.tag
+                grammar.add_done_callback(lambda grammar: put(Compiled(tag, grammar, time.monotonic_ns() // 1000)))
+                return
+            prompt, resumed = memoryview(frame.prompt).cast("i"), [ResumedChoice(*choice) for choice in frame.resumed]
+            continues = None if frame.continues is None else (frame.continues[0], frame.continues[1])
+            self.engine.add(frame.tag, prompt, params, scheduling, frame.submitted, grammar, frame.spent, resumed, continues)
+        except InvalidRequest as error:
+            self._send(Rejected(frame.tag, "InvalidRequest", str(error), error.param, error.code))
+        except QueueFull as error:
+            self._send(Rejected(frame.tag, "QueueFull", str(error), retry_after=error.retry_after))
+        except Exception as error:  # an unexpected error fails only this request
+            traceback.print_exc()
+            message = f"the engine could not take the request ({type(error).__name__}); the log has more"
+            self._send(Rejected(frame.tag, "RequestFailed", message))
+
+
+def _read_adapter(engine: EngineLike, frame: LoadAdapter, put: Callable[[AdapterRead], None]) -> None:
+    adapter: PackedAdapter | Exception
+    try:
+        adapter = engine.read_adapter(frame.path)
+    except Exception as error:
+        adapter = error
+    put(AdapterRead(frame.ask, frame.name, adapter))
+
+
+def _load_adapter(engine: EngineLike, name: str, adapter: PackedAdapter | Exception) -> None:
+    if isinstance(adapter, Exception):
+        raise adapter
+    engine.load_adapter(name, adapter)
+
+
+def _adapter_changed(ask: int, change: Callable[[], None]) -> AdapterChanged:
+    """Loads or unloads an adapter and returns the reply. No error ends the engine."""
+    try:
+        change()
+    except ChairliftError as error:
+        return AdapterChanged(ask, type(error).__name__, str(error), getattr(error, "code", None))
+    except Exception as error:
+        traceback.print_exc()
+        return AdapterChanged(ask, "RequestFailed", f"the adapter cannot be used ({type(error).__name__}); the log has more")
+    return AdapterChanged(ask)
+
+
+class Counters:
+    """Decides when to send the engine's counters: at intervals, and when it becomes idle."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._stats_due = self._usage_due = 0.0
+        self.cooling = False
+        """Whether an idle engine's saturation still decays."""
+
+    def news(self, *, idle: bool) -> dict[str, Any]:
+        """The counters to send now; empty if none are due."""
+        news: dict[str, Any] = {}
+        now = time.monotonic()
+        if idle or now >= self._stats_due:
+            self._stats_due = now + STATS_SECONDS
+            news |= self._engine.stats()
+            self.cooling = news.get("saturation", 0) > 0
+        if idle or now >= self._usage_due:
+            self._usage_due = now + USAGE_SECONDS
+            news |= self._engine.usage()
+        return news

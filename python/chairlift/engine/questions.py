@@ -1,0 +1,75 @@
+"""Questions to an engine that wait for their answers, and the requests that can be asked about."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from chairlift.engine.frames import Frame
+from chairlift.errors import EngineDead
+from chairlift.outputs import Timeline
+
+REMEMBERED = 10_000
+"""Maximum number of request ids that `explain` knows. The engine remembers as many ended sequences."""
+
+
+class Questions:
+    """The questions that were sent and not answered. `send` sends one."""
+
+    def __init__(self, send: Callable[[Frame], None]) -> None:
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+
+    async def ask(self, question: Callable[[int], Frame]) -> Any:
+        """Sends a question with a new number and waits for the answer. Raises EngineDead."""
+        number = next(self._numbers)
+        self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(question(number))
+            return await self._answers[number]
+        finally:
+            del self._answers[number]
+
+    def answer(self, number: int, answer: Any) -> None:
+        """Resolves a question, unless its caller was cancelled."""
+        if (asking := self._answers.get(number)) is not None and not asking.done():
+            asking.set_result(answer)
+
+    def fail(self, death: EngineDead) -> None:
+        """Ends all questions with an error."""
+        for asking in self._answers.values():
+            if not asking.done():
+                asking.set_exception(type(death)(str(death)))
+
+
+class RememberedRequest(NamedTuple):
+    """A request that `explain` knows."""
+
+    tags: range
+    ended: list[Timeline]
+    """The timelines of choices that ended in an earlier engine."""
+
+
+class RememberedRequests:
+    """The newest requests, by id."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, RememberedRequest] = {}
+
+    def add(self, request_id: str, request: RememberedRequest) -> None:
+        """Remembers a request, and forgets the oldest beyond the limit."""
+        self._requests.pop(request_id, None)  # keeps the newest last
+        self._requests[request_id] = request
+        if len(self._requests) > REMEMBERED:
+            del self._requests[next(iter(self._requests))]
+
+    def get(self, request_id: str) -> RememberedRequest | None:
+        """A request; None if it is unknown."""
+        return self._requests.get(request_id)
+
+    def tags(self) -> Iterator[tuple[int, str]]:
+        """The tags of all requests, each with its request's id."""
+        return ((tag, name) for name, request in self._requests.items() for tag in request.tags)

@@ -1,0 +1,266 @@
+"""The engines of a process, which take turns: one thread runs their steps, and the arbiter chooses whose step is next."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from chairlift import _core
+from chairlift.config import EngineConfig
+from chairlift.engine.exit_watch import start_sentinels
+from chairlift.engine.frames import Alive, BadFrame, Failed, Frame, Load, Phase, Ready, Stop, Unload, Unloaded
+from chairlift.engine.hosted_engine import AdapterRead, Compiled, EngineLike, HostedEngine
+from chairlift.engine.watchdog import CHECK_SECONDS, IDLE, Watchdog
+from chairlift.errors import ChairliftError
+
+EngineMaker = Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]
+Send = Callable[..., None]
+"""Sends a frame from an engine of this number: `send(frame, number, timeout=...)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """In the inbox: an engine was loaded."""
+
+    engine: EngineLike
+    first_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class _NotLoaded:
+    """In the inbox: an engine could not be loaded."""
+
+    error: BaseException
+
+
+Received = tuple[int, Frame | Compiled | AdapterRead | _Loaded | _NotLoaded] | BadFrame
+"""What the loop handles between two steps, with the number of its engine."""
+Inbox = SimpleQueue[Received]
+
+
+class StepLoop:
+    """Runs the engines of a process until the parent says stop.
+
+    While there are engines, others are loaded and unloaded on a second thread, one at a time.
+    """
+
+    def __init__(self, inbox: Inbox, send: Send, make: EngineMaker) -> None:
+        self._inbox = inbox
+        self._send = send
+        self._make = make
+        self._arbiter = _core.Arbiter()
+        self._engines: dict[int, HostedEngine] = {}
+        self._loading: dict[int, Load] = {}
+        self._current: EngineLike | None = None  # whose stage is the process's
+        self._first_step = 0.0
+        self._jobs = ThreadPoolExecutor(1, thread_name_prefix="load")
+        self._last_job: Future[None] | None = None
+        self._watchdog: Watchdog | None = None
+
+    def run(self, first: Received) -> None:
+        """Handles `first` and what the inbox has, and runs steps. Raises BadFrame, and what a device's step raises."""
+        try:
+            going = self._handle(first)
+            while going and self._take_frames():
+                self._step()
+        finally:
+            for hosted in self._engines.values():
+                hosted.close()
+
+    @property
+    def stage(self) -> tuple[str, float]:
+        """The current stage and its start, for the watchdog."""
+        current = self._current
+        return (IDLE, 0.0) if current is None else current.stage
+
+    @property
+    def first_step(self) -> float:
+        """The expected duration of the current engine's first step in seconds."""
+        return self._first_step
+
+    def stats(self) -> dict[str, Any]:
+        """The current engine's counters."""
+        current = self._current
+        return {} if current is None else current.stats()
+
+    def _set_stage(self, name: str) -> None:
+        if self._current is not None:
+            self._current.stage = name, time.monotonic()
+
+    def _take_frames(self) -> bool:
+        """Handles all frames in the inbox; False if the parent says stop.
+
+        If all engines are idle, first waits for a frame or for the next wake-up.
+        """
+        block = not any(hosted.busy for hosted in self._engines.values())
+        timeout = None
+        if block and (times := [hosted.wakes_at for hosted in self._engines.values() if hosted.wakes_at is not None]):
+            timeout = max(0.0, min(times) - time.monotonic())
+        self._set_stage(IDLE if block else "intake")
+        while True:
+            try:
+                received = self._inbox.get(block, timeout)
+            except Empty:
+                break
+            if block:
+                self._set_stage("intake")
+            block = False
+            if not self._handle(received):
+                return False
+        self._wake()
+        return True
+
+    def _handle(self, received: Received) -> bool:
+        """Handles a frame; False if the parent says stop. Raises BadFrame."""
+        if isinstance(received, BadFrame):
+            raise received
+        number, frame = received
+        match frame:
+            case Stop():
+                return False
+            case Load(settings):
+                self._loading[number] = frame
+                self._run_job(partial(self._load, number, settings))
+            case Unload():
+                if self._loading.pop(number, None) is None:  # otherwise it ends as soon as it is loaded
+                    self._retire(number)
+            case _Loaded():
+                self._add(number, frame)
+            case _NotLoaded(error):
+                if self._loading.pop(number, None) is None:
+                    self._send(Unloaded(), number)
+                else:
+                    self._send(_failed(error), number)
+            case _:
+                # A frame may be late for an engine that has ended.
+                if (hosted := self._engines.get(number)) is not None:
+                    hosted.handle(frame)
+                    self._ready(number, hosted)
+        return True
+
+    def _wake(self) -> None:
+        """Makes the idle engines busy whose time has come."""
+        for number, hosted in self._engines.items():
+            if not hosted.busy and hosted.wakes_at is not None and hosted.wakes_at <= time.monotonic():
+                self._ready(number, hosted)
+
+    def _ready(self, number: int, hosted: HostedEngine) -> None:
+        hosted.busy = True
+        self._arbiter.ready(number, _now())
+
+    def _step(self) -> None:
+        """Runs the next step, if an engine is busy. If it fails, only its engine ends."""
+        began = _now()
+        number = self._arbiter.choose(began)
+        if number is None:
+            return
+        hosted = self._engines[number]
+        self._current, self._first_step = hosted.engine, hosted.first_step
+        failure = None
+        try:
+            hosted.step()
+        except (BrokenPipeError, ConnectionResetError):
+            raise  # the parent has exited
+        except BaseException as error:  # a panic of the core is not an Exception
+            if hosted.engine.overlaps:
+                raise  # the device's context may be lost for all
+            failure = _failed(error)
+        if failure is not None:  # the error, which refers to the engine, is gone
+            self._send(failure, number)
+            self._retire(number, reply=False)
+            return
+        ended = _now()
+        self._arbiter.charge(number, ended - began, ended)
+        if not hosted.busy:
+            self._arbiter.idle(number)
+
+    def _run_job(self, job: Callable[[], None]) -> None:
+        """Runs a job on the second thread if there are engines that must go on, else here. Jobs run in order."""
+        if self._engines:
+            self._last_job = self._jobs.submit(job)
+            return
+        if self._last_job is not None:
+            wait([self._last_job])
+        job()
+
+    def _load(self, number: int, settings: dict[str, Any]) -> None:
+        phases: dict[str, float] = {}
+
+        def report(name: str, seconds: float) -> None:
+            phases[name] = seconds
+            self._send(Phase(name, seconds), number)
+
+        try:
+            # The warm-up is two steps. A first prompt may be longer, but within the watchdog's STUCK_STEPS.
+            engine = self._make(EngineConfig(**settings), report)
+            self._inbox.put((number, _Loaded(engine, phases.get("warm-up", 0.0) / 2)))
+        except BaseException as error:
+            self._inbox.put((number, _NotLoaded(error)))
+
+    def _add(self, number: int, loaded: _Loaded) -> None:
+        """Begins to run a loaded engine."""
+        send = partial(self._send, engine=number)
+        hosted = HostedEngine(loaded.engine, send, lambda done: self._inbox.put((number, done)), loaded.first_step)
+        self._engines[number] = hosted
+        load = self._loading.pop(number, None)
+        if load is None:
+            self._retire(number)
+            return
+        self._arbiter.add(number, weight=load.weight, priority=load.priority, itl=load.itl)
+        self._ready(number, hosted)
+        hosted.engine.stage = IDLE, time.monotonic()
+        self._send(Ready(hosted.engine.facts, [] if self._watchdog else start_sentinels()), number)
+        if self._watchdog is None:
+            self._watchdog = Watchdog(self, self._beat)
+            self._watchdog.start()
+
+    def _beat(self, alive: Alive) -> None:
+        self._send(alive, timeout=CHECK_SECONDS)
+
+    def _retire(self, number: int, *, reply: bool = True) -> None:
+        """Ends an engine and frees its memory; with `reply`, reports that."""
+        self._arbiter.remove(number)
+        hosted = self._engines.pop(number, None)
+        if hosted is not None and self._current is hosted.engine:
+            self._current = None
+        self._run_job(partial(self._release, number, hosted, reply))
+
+    def _release(self, number: int, hosted: HostedEngine | None, reply: bool) -> None:
+        try:
+            if hosted is not None:
+                hosted.close()
+        except Exception:
+            traceback.print_exc()
+        gc.collect()
+        _trim()
+        if reply:
+            self._send(Unloaded(), number)
+
+
+def _failed(error: BaseException) -> Failed:
+    """Describes an error to the parent. Prints its traceback unless it is expected."""
+    if not isinstance(error, ChairliftError):
+        traceback.print_exception(error)
+    return Failed(type(error).__name__, str(error) or repr(error))
+
+
+def _trim() -> None:
+    """Returns freed memory to the system, which glibc keeps otherwise."""
+    if sys.platform == "linux":
+        import ctypes
+
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other libraries have none
+        if trim is not None:
+            trim(0)
+
+
+def _now() -> int:
+    return time.monotonic_ns() // 1000
