@@ -318,24 +318,17 @@ unsafe fn reduce<S: Simd, E: Element, const R: usize, const V: usize, const P: u
     ins: usize,
 ) -> [[S::F; V]; R] {
     let mut sums = [[[s.splat(0.0); V]; R]; P];
-    let mut add = |p: usize, k: usize| {
-        for v in 0..V {
-            // SAFETY: the caller has checked all lengths.
-            let w = unsafe { E::load(s, a.add((k * V + v) * S::LANES)) };
-            for r in 0..R {
-                // SAFETY: as above.
-                sums[p][r][v] = s.fma(s.splat(unsafe { *x[r].add(k) }), w, sums[p][r][v]);
+    let whole = ins - ins % P;
+    // SAFETY: the caller has checked all lengths.
+    unsafe {
+        for k in (0..whole).step_by(P) {
+            for p in 0..P {
+                accumulate::<S, E, R, V>(s, x, a, k + p, &mut sums[p]);
             }
         }
-    };
-    let whole = ins - ins % P;
-    for k in (0..whole).step_by(P) {
-        for p in 0..P {
-            add(p, k + p);
+        for k in whole..ins {
+            accumulate::<S, E, R, V>(s, x, a, k, &mut sums[0]);
         }
-    }
-    for k in whole..ins {
-        add(0, k);
     }
     let mut total = sums[0];
     for p in 1..P {
@@ -346,6 +339,27 @@ unsafe fn reduce<S: Simd, E: Element, const R: usize, const V: usize, const P: u
         }
     }
     total
+}
+
+/// Adds the products of input `k` to the sums. Not a closure: a closure might not be inlined into the function with the target features.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)]
+unsafe fn accumulate<S: Simd, E: Element, const R: usize, const V: usize>(
+    s: S,
+    x: [*const f32; R],
+    a: *const E,
+    k: usize,
+    sums: &mut [[S::F; V]; R],
+) {
+    // SAFETY: the caller has checked all lengths.
+    unsafe {
+        for v in 0..V {
+            let w = E::load(s, a.add((k * V + v) * S::LANES));
+            for r in 0..R {
+                sums[r][v] = s.fma(s.splat(*x[r].add(k)), w, sums[r][v]);
+            }
+        }
+    }
 }
 
 /// Multiplies `R` rows `reduced` by a panel of B, which has `V` registers.
