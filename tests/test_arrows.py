@@ -35,8 +35,10 @@ MAY_IMPORT = {
 """Module or package → those it may import; "" is the package's own `__init__`."""
 
 IN_SERVER = {
-    "supervisor": {"admin", "app", "batch", "http", "keys", "lifecycle", "observability", "service", "storage", "tiers"},
-    "admin": {"errors", "http", "routes", "service"},
+    "supervisor": {
+        *("admin", "app", "batch", "http", "keys", "lifecycle", "load_policy", "model", "observability", "service", "storage", "tiers"),
+    },
+    "admin": {"errors", "http", "model", "routes", "service"},
     "app": {"errors", "http", "keys", "middleware", "observability", "routes", "service"},
     "middleware": {"errors", "http", "keys", "observability", "service"},
     "routes": {
@@ -48,6 +50,7 @@ IN_SERVER = {
         "http",
         "keys",
         "lifecycle",
+        "model",
         "observability",
         "registry",
         "schema",
@@ -57,15 +60,22 @@ IN_SERVER = {
     },
     "batch": {"admission", "errors", "http", "keys", "lifecycle", "observability", "service", "storage"},
     "embedding": {"errors", "generation", "schema", "service"},
-    "chat": {"errors", "generation", "http", "schema", "service", "usage"},
+    "chat": {"errors", "generation", "http", "model", "schema", "service", "usage"},
     "streaming": {"errors", "http"},
-    "generation": {"errors", "observability", "registry", "schema", "service", "submission", "usage"},
-    "submission": {"lifecycle", "observability", "service"},
+    "generation": {"errors", "model", "observability", "registry", "schema", "service", "submission", "usage"},
+    "submission": {"lifecycle", "model", "observability"},
     "http": {"errors", "observability", "service"},
     "schema": {"errors"},
-    "service": {"admission", "errors", "lifecycle", "observability", "registry", "sequences", "tiers"},
+    "service": {
+        *("admission", "errors", "lifecycle", "load_policy", "model", "model_loader", "observability", "registry", "sequences", "tiers"),
+    },
     "sequences": {"errors"},
-    "admission": {"errors", "keys", "lifecycle"},
+    "admission": {"errors", "keys"},
+    "model_loader": {"engine_keeper", "errors", "lifecycle", "load_policy", "model"},
+    "engine_keeper": {"model"},
+    "load_policy": set(),
+    "model": {"lifecycle", "observability"},
+    "model_specs": set(),
     "lifecycle": {"errors"},
     "storage": {"errors"},
     "errors": {"registry", "usage"},

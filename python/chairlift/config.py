@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -58,6 +59,26 @@ def _size(text: str) -> int:
         return int(float(number) * (1000 ** " kmgt".index(decimal) if decimal else 1024 ** " KMGT".index(binary or " ")))
     except (ValueError, OverflowError):
         raise ValueError(f"not a size: {text!r} (try 4096, 32k or 2G)") from None
+
+
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+
+
+def parse_duration(text: str) -> float:
+    """Parses `90`, `30s`, `5m`, `1.5h` or `300ms` as seconds; a negative one is infinite. Raises ValueError."""
+    match = re.fullmatch(r"\s*(-?[0-9.]+)(ms|s|m|h)?\s*", text)
+    try:
+        if match is None:
+            raise ValueError
+        seconds = float(match[1]) * _SECONDS[match[2] or "s"]
+    except ValueError:
+        raise ValueError(f"not a duration: {text!r:.100} (try 5m, 30s, 0, or -1 for ever)") from None
+    return math.inf if seconds < 0 else seconds
+
+
+def _name_list(text: str) -> tuple[str, ...]:
+    """Parses `chat,embed`."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _weights(text: str) -> dict[str, int]:
@@ -448,6 +469,30 @@ class ServerConfig:
     served_model_name: str | None = _flag(
         None, "name that clients use for the model (default: as given, of a path the last part)", group="server"
     )
+    models: str | None = _flag(
+        None,
+        "serve several models: TOML with a table [NAME] a model, of path, aliases, keep_alive, priority, preload, and flags of the engine",
+        metavar="FILE",
+        group="models",
+    )
+    max_loaded_models: int | None = _flag(None, "models that may be loaded at a time (default: any number)", _size, group="models")
+    models_memory: int | None = _flag(
+        None, "bytes that all loaded models may take, weights and KV caches; a larger one is loaded alone", _size, group="models"
+    )
+    keep_alive: float = _flag(
+        300.0,
+        "how long one of several models stays loaded after its last request, unless it is preloaded: 5m, 30s, 0, or -1 for ever",
+        parse_duration,
+        metavar="TIME",
+        group="models",
+    )
+    preload: tuple[str, ...] = _flag(
+        (),
+        "those of several models that are loaded at the start, and stay: NAME,NAME or 'all'",
+        _name_list,
+        metavar="NAMES",
+        group="models",
+    )
     uds: str | None = _flag(None, "listen on this Unix socket instead of a port", metavar="PATH", group="server")
     api_key: str | None = _flag(
         None,
@@ -476,7 +521,7 @@ class ServerConfig:
     )
     admin_socket: str | None = _flag(
         None,
-        "Unix socket, for this user alone, that needs no key: /metrics, /health, /v1/requests/ID/explain, GET /state, POST /drain",
+        "Unix socket, for this user alone, that needs no key: /metrics, /health, /v1/requests/ID/explain, GET /state, POST /drain, /models",
         metavar="PATH",
         group="server",
     )
@@ -531,6 +576,8 @@ class ServerConfig:
         # Rejected because an unset variable in a script would give a server that looks protected and is not.
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ValueError("--api-key must not be empty, nor begin or end with a space")
+        if self.max_loaded_models is not None and self.max_loaded_models < 1:
+            raise ValueError(f"--max-loaded-models must be at least 1, got {self.max_loaded_models}")
         if self.max_body_size < 1:
             raise ValueError(f"--max-body-size must be at least 1, got {self.max_body_size}")
         # The system would silently take the port modulo 65536.

@@ -20,7 +20,7 @@ STATES = {
     "tokenize": TimelineState("the request is parsed, templated and tokenized", "#737373", "tokenization"),
     "grammar": TimelineState("its grammar is compiled", "#969696", "its grammar to compile"),
     "lost_engine": TimelineState("was in an engine that ended before it had answered", "#67000d"),
-    "restart": TimelineState("waits for the engine to restart", "#3f007d", "the engine to restart"),
+    "restart": TimelineState("waits for the engine to start", "#3f007d", "the engine to start"),
     "wait_step": TimelineState("waits for the current step to finish", "#8d98a5", "the current step"),
     "wait_slots": TimelineState("waits for a batch slot: max_num_seqs requests are running", "#cf3a3f", "a batch slot"),
     "wait_budget": TimelineState("waits for token budget: the step is full", "#e5751f", "token budget"),

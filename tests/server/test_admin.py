@@ -7,7 +7,7 @@ from fake_async_engine import MODEL, FakeEngine
 from chairlift.checkpoint import locate
 from chairlift.server.admin import AdminApp, serve_admin
 from chairlift.server.http.sockets import open_path
-from chairlift.server.observability.metrics import Metrics
+from chairlift.server.model import ServedModel
 from chairlift.server.service import Service
 
 
@@ -15,8 +15,8 @@ def test_the_operator_needs_no_key(tmp_path, monkeypatch):
     monkeypatch.setattr(locate, "hub_dir", lambda directory: tmp_path / "hub")
     engine, drained = FakeEngine(), []
     engine.counters = {"running": 3}
-    service = Service(engine, MODEL, Metrics(MODEL, engine.stats, lambda: engine.facts))
-    service.lifecycle.ready()
+    service = Service([ServedModel(MODEL, engine)])
+    service.loader.serve_started(service.default)
     path = tmp_path / "admin"
 
     async def ask():

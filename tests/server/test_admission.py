@@ -9,7 +9,6 @@ from fake_async_engine import MODEL, FakeEngine, serving, wait_until
 from chairlift.server.admission import Admission
 from chairlift.server.errors import ApiError
 from chairlift.server.keys import Tenant
-from chairlift.server.lifecycle import Lifecycle
 
 COMPLETIONS = "/v1/completions"
 HELD = {"prompt": "held", "max_tokens": 2}
@@ -26,13 +25,6 @@ def engine():
 @pytest.fixture(autouse=True)
 def _headers_at_once(monkeypatch):
     monkeypatch.setattr("chairlift.server.streaming.FIRST_EVENT_TIMEOUT", 0.05)
-
-
-def lifecycle():
-    """That of a server which is ready."""
-    started = Lifecycle()
-    started.ready()
-    return started
 
 
 def counted(service):
@@ -144,7 +136,7 @@ def test_a_place_is_given_back_once_whatever_happens(engine, stream):
 
 
 def test_a_tenant_has_limits_of_its_own():
-    admission = Admission(3, dict, lifecycle())
+    admission = Admission(3, dict)
     alice, bob = Tenant("alice", max_queued=1, max_requests=2), Tenant("bob")
     first, second, third = (admission.ticket(alice) for _ in range(3))
     first.admit()
@@ -188,7 +180,7 @@ def refusal(place):
     ],
 )
 def test_when_to_come_back_is_what_the_engine_predicts(stats, seconds):
-    admission = Admission(4, lambda: stats, lifecycle())
+    admission = Admission(4, lambda: stats)
     for _ in range(4):
         admission.ticket(Tenant()).admit()
     with pytest.raises(ApiError) as caught:
@@ -197,10 +189,9 @@ def test_when_to_come_back_is_what_the_engine_predicts(stats, seconds):
 
 
 def test_when_a_tenant_may_come_back_is_how_long_its_requests_take(monkeypatch):
-    ready = lifecycle()
     clock = iter([0.0, 12.0, 20.0, 20.0]).__next__
     monkeypatch.setattr("chairlift.server.admission.time.monotonic", clock)
-    admission = Admission(None, dict, ready)
+    admission = Admission(None, dict)
     alice = Tenant("alice", max_requests=2)
     first, second, third, fourth = (admission.ticket(alice) for _ in range(4))
     first.admit()

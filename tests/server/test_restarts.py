@@ -14,7 +14,7 @@ from fake_server import metric, running, status
 from chairlift.server.admission import Admission
 from chairlift.server.errors import ApiError
 from chairlift.server.keys import Tenant
-from chairlift.server.lifecycle import FIRST_START_SECONDS, Lifecycle, ServerState
+from chairlift.server.lifecycle import FIRST_START_SECONDS, Lifecycle, ModelState
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def test_a_first_start_is_expected_to_take_a_usual_time_or_as_long_again(clock):
 def test_a_queue_that_is_full_during_a_restart_waits_for_the_engine_too(clock):
     stats = {}
     lifecycle = restarting(clock, took=8.0)
-    admission = Admission(1, lambda: stats, lifecycle)
+    admission = Admission(1, lambda: stats, lambda: lifecycle.seconds_until_ready)
     admission.ticket(Tenant()).admit()
     with pytest.raises(ApiError) as refused:
         admission.ticket(Tenant()).admit()
@@ -85,15 +85,15 @@ def test_a_queue_that_is_full_during_a_restart_waits_for_the_engine_too(clock):
 def test_an_end_counts_once_and_draining_is_final():
     lifecycle = Lifecycle()
     lifecycle.engine_ended()
-    assert (lifecycle.state, lifecycle.restarts) == (ServerState.STARTING, 0)
+    assert (lifecycle.state, lifecycle.restarts) == (ModelState.STARTING, 0)
     lifecycle.ready()
     lifecycle.engine_ended()
     lifecycle.engine_ended()
     lifecycle.start_failed()
-    assert (lifecycle.state, lifecycle.restarts) == (ServerState.FAILED, 1)
+    assert (lifecycle.state, lifecycle.restarts) == (ModelState.FAILED, 1)
     lifecycle.drain()
     lifecycle.ready()
-    assert lifecycle.state is ServerState.DRAINING
+    assert lifecycle.state is ModelState.DRAINING
 
 
 def test_nobody_is_held_for_ever(monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 from fake_async_engine import wait_until
 from fake_server import metric, own_process, running, status
 
+from chairlift.server.engine_keeper import MAX_RESTART_DELAY, restart_delay
 from chairlift.server.http.sockets import PortTaken, open_port
-from chairlift.server.supervisor import MAX_RESTART_DELAY, restart_delay
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def test_a_dead_engine_is_started_again(loads):
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         log = process.stderr.read()
-    assert log.count("the engine died: restarting it") == (2 if loads == "well" else 3)
+    assert log.count("died: restarting it") == (2 if loads == "well" else 3)
     assert log.count("restarting it now") == 1
     assert ("could not be started: ModelNotFound: there is no such model" in log) == (loads == "limping")
 

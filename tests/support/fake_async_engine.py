@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,9 @@ from chairlift.server.app import application, guarded
 from chairlift.server.batch.runner import BatchRunner
 from chairlift.server.http.protocol import HttpProtocol
 from chairlift.server.keys import read_keys
-from chairlift.server.observability.metrics import Metrics
+from chairlift.server.lifecycle import ModelState
+from chairlift.server.load_policy import LoadPolicy
+from chairlift.server.model import ServedModel
 from chairlift.server.service import Service
 from chairlift.server.storage.storage import Storage
 
@@ -328,9 +330,20 @@ class _PromptServer(uvicorn.Server):
 @contextmanager
 def serving(engine: FakeEngine, api_key: str | None = None, **settings: Any) -> Iterator[tuple[str, Service]]:
     """A server on a free loopback port, in a thread, with `settings` of ServerConfig: yields its address and its service."""
-    service = Service(engine, MODEL, Metrics(MODEL, engine.stats, lambda: engine.facts))
-    service.lifecycle.ready()
-    engine.on_end = service.lifecycle.engine_ended
+    model = ServedModel(MODEL, engine)
+    with serving_models([model], api_key, **settings) as (base, service):
+        yield base, service
+
+
+@contextmanager
+def serving_models(
+    models: Sequence[ServedModel], api_key: str | None = None, *, policy: LoadPolicy | None = None, **settings: Any
+) -> Iterator[tuple[str, Service]]:
+    """As `serving`, with several models. Those with the state `STARTING` are ready."""
+    service = Service(models, policy=policy)
+    for model in models:
+        if model.lifecycle.state is ModelState.STARTING:
+            service.loader.serve_started(model)
     config = ServerConfig(api_key=api_key, **settings)
     if config.data_dir is not None:
         service.storage = Storage(config.data_dir, config.max_data_size)

@@ -14,9 +14,10 @@ from fake_async_engine import MODEL, FakeEngine
 
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.errors import ModelNotFound
-from chairlift.server import supervisor
+from chairlift.server import engine_keeper, supervisor
 from chairlift.server.http.sockets import open_port
 from chairlift.server.keys import Keys
+from chairlift.server.model import ServedModel
 from chairlift.server.tiers import ServiceTiers
 
 
@@ -77,12 +78,12 @@ def _engine(loads: str):
 
 
 async def main(port: int, shutdown_timeout: float, loads: str) -> int:
-    supervisor.restart_delay = lambda failures: failures / 100
+    engine_keeper.restart_delay = lambda failures: failures / 100
     engine = _engine(loads)
     if isinstance(engine, FakeEngine):
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, engine, "released", True)
-    server = supervisor.Supervisor(engine, MODEL, ServerConfig(shutdown_timeout=shutdown_timeout), Keys(), ServiceTiers())
-    return await server.run(asyncio.create_task(engine.start()), open_port("127.0.0.1", port))
+    server = supervisor.Supervisor([ServedModel(MODEL, engine)], ServerConfig(shutdown_timeout=shutdown_timeout), Keys(), ServiceTiers())
+    return await server.run(open_port("127.0.0.1", port), asyncio.create_task(engine.start()))
 
 
 def download(port: int) -> int:

@@ -29,6 +29,12 @@ def hub_dir(directory: str | None = None) -> Path | None:
     return named and named / "hub"
 
 
+def weight_bytes(model: Path) -> int:
+    """Returns the size of the weights in a model's directory, or of a .gguf file; 0 if there are none here."""
+    files = [model] if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
 def _named(directory: str | None) -> Path | None:
     named = directory or os.environ.get("CHAIRLIFT_CACHE_DIR")
     return Path(named).expanduser().absolute() if named else None

@@ -69,6 +69,20 @@ class _Model(argparse.Action):
         namespace.model = value
 
 
+class Models(argparse.Action):
+    """Stores the models of `serve` as `model_args`, and a single one as the model too."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        """Called with all positional arguments, none of them if there are none."""
+        if not values:
+            return
+        if (model := getattr(namespace, "model", None)) is not None:
+            raise argparse.ArgumentError(self, f"the model is named twice: {model} and {values[0]}")
+        namespace.model_args = values
+        if len(values) == 1:
+            namespace.model = values[0]
+
+
 def add_burstiness(parser: argparse._ActionsContainer) -> None:
     """Adds `--burstiness`."""
     burstiness = values.number(0.01, 1e6, infinite=True)

@@ -66,7 +66,7 @@ async def _run(config: EngineConfig, server: ServerConfig, storage: Storage, sou
     from chairlift.server.app import application
     from chairlift.server.batch.input import import_input
     from chairlift.server.batch.runner import BatchRunner
-    from chairlift.server.observability.metrics import Metrics
+    from chairlift.server.model import ServedModel
     from chairlift.server.service import Service
 
     batch_id = await import_input(storage, source, config.model)
@@ -74,10 +74,9 @@ async def _run(config: EngineConfig, server: ServerConfig, storage: Storage, sou
     await engine.start(started)
     try:
         model = server.served_model_name or public_name(config.model)
-        metrics = Metrics(model, engine.stats, lambda: engine.facts)
-        service = Service(engine, model, metrics, server.tool_call_parser, server.reasoning_parser, storage=storage)
-        service.lifecycle.ready()
-        engine.on_end = service.lifecycle.engine_ended
+        served = ServedModel(model, engine, (), server.tool_call_parser, server.reasoning_parser)
+        service = Service([served], storage=storage)
+        service.loader.serve_started(served)
         running = asyncio.create_task(
             BatchRunner(application(service, server.max_body_size), service, storage, server.max_body_size).run_until_idle()
         )

@@ -15,10 +15,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from chairlift.cli import flags
-from chairlift.config import EngineConfig, ServerConfig
+from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from chairlift.errors import InvalidSetting
 
 if TYPE_CHECKING:
     from chairlift.server.keys import Keys
+    from chairlift.server.model_specs import ModelSpec
     from chairlift.server.tiers import ServiceTiers
 
 log = logging.getLogger("chairlift")
@@ -34,6 +36,9 @@ examples:
   chairlift serve --host 0.0.0.0 --api-key SECRET    on the network: set a key
   chairlift serve --api-key-file keys.toml --max-num-queued-reqs 100
                                                      per-tenant keys and limits, and a bounded queue
+  chairlift serve chat=./big small=./small.gguf --max-loaded-models 1
+                                                     two models under these names, one of them loaded at a time
+  chairlift serve --models models.toml               several models, each with settings of its own
   CHAIRLIFT_MAX_NUM_SEQS=16 chairlift serve          every flag has an environment variable; the flag wins
 
 then:
@@ -46,7 +51,15 @@ Sizes may be written 4096, 32k or 2G. Ctrl-C or SIGTERM lets running requests fi
 def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "serve", summary, _EXAMPLES, run)
-    flags.add_model(parser)
+    parser.add_argument(
+        "model_args",
+        nargs="*",
+        action=flags.Models,
+        default=argparse.SUPPRESS,
+        metavar="[NAME=]MODEL",
+        help=f"{flags.MODEL_SOURCES} (default: {DEFAULT_MODEL}); several are loaded when they are asked for [CHAIRLIFT_MODEL]",
+    )
+    flags.add_model(parser, "the same as a flag, for one model", positional=False)
     flags.add_fields(parser, EngineConfig)
     flags.add_fields(parser, ServerConfig)
 
@@ -63,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     weights = {tenant.name: tenant.weight for tenant in keys if tenant.weight is not None}
     tenant_weights = {**weights, **(args.engine.tenant_weights or {})} or None
     engine = replace(args.engine, tenant_weights=tenant_weights, tier_weights={**tiers.weights, **(args.engine.tier_weights or {})})
+    specs = _specs(args, engine)
     if server.ssl_certfile is not None:
         check_certificate(server.ssl_certfile, server.ssl_keyfile)
     with ExitStack() as sockets:
@@ -70,11 +84,31 @@ def run(args: argparse.Namespace) -> int:
         admin = None if server.admin_socket is None else sockets.enter_context(open_path(server.admin_socket, 0o600))
         if not keys and server.uds is None and not is_loopback(server.host):
             log.warning("no API key is set: any host that reaches %s can use this server; see --api-key-file, --api-key", server.host)
-        return asyncio.run(_serve(engine, server, keys, tiers, listener, admin, args.started))
+        return asyncio.run(_serve(specs, server, keys, tiers, listener, admin, args.started))
+
+
+def _specs(args: argparse.Namespace, engine: EngineConfig) -> list[ModelSpec]:
+    """Returns the models to serve. Raises InvalidSetting, also for settings of several models where there is one."""
+    from chairlift.server.model_specs import named_models, read_models, single_model
+
+    server, models, model = args.server, getattr(args, "model_args", []), getattr(args, "model", None)
+    if server.models is not None and (models or model):
+        raise InvalidSetting(f"--models {server.models}: a model is named on the command line too, {model or models[0]}")
+    if len(models) > 1 and model is not None:
+        raise InvalidSetting(f"the model is named twice: {models[0]} and {model}")
+    if server.models is not None:
+        specs = read_models(server.models, engine, server)
+    elif len(models) > 1:
+        specs = named_models(models, engine, server)
+    else:
+        return [single_model(engine.model, engine, server)]
+    if server.served_model_name is not None:
+        raise InvalidSetting("--served-model-name names one model: write NAME=MODEL, or name it in the file of --models")
+    return specs
 
 
 async def _serve(
-    config: EngineConfig,
+    specs: list[ModelSpec],
     server: ServerConfig,
     keys: Keys,
     tiers: ServiceTiers,
@@ -82,19 +116,18 @@ async def _serve(
     admin: socket.socket | None,
     started: float,
 ) -> int:
-    from chairlift.checkpoint.locate import public_name
     from chairlift.engine.client import AsyncEngine
 
-    engine = AsyncEngine(config)
-    starting = asyncio.create_task(engine.start(started))
+    engines = [AsyncEngine(spec.config) for spec in specs]
+    starting = asyncio.create_task(engines[0].start(started)) if len(specs) == 1 else None
     # The web framework is imported while the engine's process loads the model.
     module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
     from chairlift.server.admin import serve_admin  # the supervisor has imported it
 
     gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
-    supervisor = module.Supervisor(engine, server.served_model_name or public_name(config.model), server, keys, tiers)
+    supervisor = module.Supervisor(module.served_models(specs, engines, server), server, keys, tiers)
     async with nullcontext() if admin is None else serve_admin(admin, supervisor.admin()):
-        status: int = await supervisor.run(starting, listener)
+        status: int = await supervisor.run(listener, starting)
     # asyncio and Python wait for all threads at exit, and a thread may be downloading a model for an hour.
     exit_timer = threading.Timer(THREADS_TIMEOUT, os._exit, (status,))
     exit_timer.daemon = True

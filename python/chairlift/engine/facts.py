@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift import _core
+from chairlift.checkpoint.cache import weight_bytes
 from chairlift.config import EngineConfig
 from chairlift.engine.fingerprint import fingerprint
 
@@ -35,6 +36,7 @@ def start_facts(config: EngineConfig, directory: Path, runner: Runner, eos: Sequ
         "hidden_size": runner.model_config.hidden_size,
         "num_kv_blocks": runner.num_kv_blocks - 1,
         "block_size": config.block_size,
+        "num_bytes": weight_bytes(directory) + runner.kv_cache_bytes,
         "max_num_seqs": runner.max_num_seqs,
         "max_num_batched_tokens": runner.max_num_batched_tokens,
         "determinism": "batch-invariant" if runner.batch_invariant else "best-effort",

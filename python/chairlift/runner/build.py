@@ -19,7 +19,7 @@ from chairlift.runner.executor import ModelExecutor, time_swap
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory, usable_cores
 from chairlift.runner.memory.precision import Precision
-from chairlift.runner.memory.sizing import HostBudget, Size, StepSize, fit_host
+from chairlift.runner.memory.sizing import HostBudget, Size, StepSize, block_bytes, fit_host
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.rust_backend import RustBackend
 from chairlift.runner.warm_up import profile
@@ -101,6 +101,7 @@ def build_runner(
     runner = backend.make_runner(model, size)
     phase.end("kv cache")
     graphs = backend.warm_up(runner)
+    runner.kv_cache_bytes = size.num_blocks * block_bytes(backend.model, config.block_size, precision.kv)
     runner.host_blocks, runner.swap_ns_per_block = host_blocks, swap_ns_per_block
     runner.decisions = (backend.code, device, threads, *precision.decisions, *size.decisions, *graphs)
     phase.end("warm-up")

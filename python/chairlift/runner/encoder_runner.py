@@ -38,6 +38,7 @@ class EncoderRunner:
     generates = False
     adapters: AdapterStore | None = None
     host_blocks = 0
+    kv_cache_bytes = 0
     swap_ns_per_block = 0
 
     def __init__(self, config: EngineConfig, directory: Path, model: EncoderConfig, on_phase: Callable[[str, float], None]) -> None:

@@ -47,6 +47,8 @@ class Runner(Protocol):
     """KV blocks, including scratch block 0."""
     host_blocks: int
     """KV blocks in host memory, for swapped-out sequences."""
+    kv_cache_bytes: int
+    """Bytes of all KV blocks on the device."""
     swap_ns_per_block: int
     """Nanoseconds to copy one block to the host or back."""
     max_num_seqs: int

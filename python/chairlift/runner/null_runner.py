@@ -32,6 +32,7 @@ class NullRunner:
     pooling: str | None = None
     decisions: tuple[Decision, ...] = (Decision("weights", "none", asked("--load-format")),)
     host_blocks = 0
+    kv_cache_bytes = 0
     swap_ns_per_block = 0
 
     def __init__(self, config: EngineConfig, directory: Path, ends: frozenset[int]) -> None:

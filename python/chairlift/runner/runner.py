@@ -53,6 +53,7 @@ class ModelRunner:
     """Whether the first use of a sampling feature takes long."""
     decisions: tuple[Decision, ...] = ()
     host_blocks = 0
+    kv_cache_bytes = 0
     swap_ns_per_block = 0
 
     def __init__(

@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import uvicorn
+from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from chairlift.server.errors import HANDLERS
+from chairlift.server.errors import HANDLERS, ApiError
 from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.responses import Json
+from chairlift.server.model import ServedModel
 from chairlift.server.routes.ollama import manage
 from chairlift.server.routes.openai import adapters
 from chairlift.server.routes.ops.explain import explain
@@ -40,6 +43,9 @@ class AdminApp:
                 Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
                 Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
                 Route("/state", _state),
+                Route("/models", _models),
+                Route("/models/load", _load, methods=["POST"]),
+                Route("/models/unload", _unload, methods=["POST"]),
                 Route("/drain", self._begin_drain, methods=["POST"]),
             ],
             exception_handlers=HANDLERS,
@@ -57,11 +63,50 @@ class AdminApp:
 
 
 async def _state(request: Request) -> Response:
-    """Returns the engine's newest counters, the server's state, and its open and waiting requests."""
+    """Returns the newest counters of a model's engine (`?model=`, else the first), its state, and the open and waiting requests."""
     service = service_of(request)
     http = {"open": service.admission.open, "waiting": service.admission.waiting}
-    lifecycle = service.lifecycle
-    return Json({**service.engine.stats(), "http": http, "state": lifecycle.state.value, "restarts": lifecycle.restarts})
+    model = service.find(request.query_params.get("model"))
+    lifecycle = model.lifecycle
+    return Json({**model.engine.stats(), "http": http, "state": lifecycle.state.value, "restarts": lifecycle.restarts})
+
+
+async def _models(request: Request) -> Response:
+    """Lists the models with their states and the requests that need them."""
+    return Json({"models": [_described(service_of(request), model) for model in service_of(request).models]})
+
+
+async def _load(request: Request) -> Response:
+    """Begins to load a model."""
+    service = service_of(request)
+    model = service.find(await _named(request))
+    service.loader.load(model)
+    return Json(_described(service, model), 202)
+
+
+async def _unload(request: Request) -> Response:
+    """Unloads a model, when the requests that need it have ended."""
+    service = service_of(request)
+    model = service.find(await _named(request))
+    service.loader.unload(model)
+    return Json(_described(service, model), 202)
+
+
+def _described(service: Service, model: ServedModel) -> dict[str, Any]:
+    names = {"name": model.name, "aliases": list(model.aliases)}
+    return {**names, "status": model.status, "requests": service.loader.uses(model), "restarts": model.lifecycle.restarts}
+
+
+async def _named(request: Request) -> str:
+    """Returns the body's `model`; raises ApiError 400."""
+    try:
+        body = from_json(await request.body())
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    name = body.get("model") if isinstance(body, dict) else None
+    if not isinstance(name, str):
+        raise ApiError(400, "the body must be a JSON object with model", param="model")
+    return name
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,6 @@ from typing import Any
 
 from chairlift.server.errors import ApiError, unavailable
 from chairlift.server.keys import Tenant
-from chairlift.server.lifecycle import Lifecycle
 
 _SMOOTHING = 0.1
 """Weight of the newest request in the moving average of request durations."""
@@ -28,10 +27,15 @@ class Admission:
     All methods run in one event loop without awaiting, so a burst cannot exceed a limit.
     """
 
-    def __init__(self, max_queued: int | None, stats: Callable[[], Mapping[str, Any]], lifecycle: Lifecycle) -> None:
-        """At most `max_queued` requests may wait (None: no limit); `stats` returns the engine's newest counters."""
+    def __init__(
+        self, max_queued: int | None, stats: Callable[[], Mapping[str, Any]], seconds_until_ready: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """At most `max_queued` requests may wait (None: no limit).
+
+        `stats` returns the engine's newest counters, `seconds_until_ready` the expected time until it accepts requests.
+        """
         self._max_queued = max_queued
-        self._lifecycle = lifecycle
+        self._seconds_until_ready = seconds_until_ready
         self._stats = stats
         self._all = _Counts()
         self._tenants: dict[str, _Counts] = {}
@@ -68,7 +72,7 @@ class Admission:
         """Seconds that a request arriving now would wait: engine start-up, the engine's prediction, and requests accepted since it."""
         stats = self._stats()
         since = (self._all.waiting + 1) / (stats.get("waiting", 0) + 1)
-        return float(stats.get("predicted_wait_us", 0) / 1e6 * max(1.0, since)) + self._lifecycle.seconds_until_ready
+        return float(stats.get("predicted_wait_us", 0) / 1e6 * max(1.0, since)) + self._seconds_until_ready()
 
     def _count(self, tenant: Tenant, waiting: int, open: int = 0) -> None:
         own = self._tenants.setdefault(tenant.name, _Counts())
@@ -90,6 +94,11 @@ class Ticket:
         self._tenant = tenant
         self._waiting = 0
         self._admitted_at: float | None = None
+        self._releases: list[Callable[[], None]] = []
+
+    def on_release(self, call: Callable[[], None]) -> None:
+        """Adds something to call when the request is over."""
+        self._releases.append(call)
 
     def admit(self) -> None:
         """Admits the request; raises ApiError 429 at its tenant's limit, 503 if the queue is full."""
@@ -117,6 +126,8 @@ class Ticket:
             self._admission._count(self._tenant, -self._waiting, -1)
             self._admission._record_duration(time.monotonic() - self._admitted_at)
             self._waiting, self._admitted_at = 0, None
+        while self._releases:
+            self._releases.pop()()
 
 
 def _too_many(message: str, seconds: float) -> ApiError:

@@ -61,7 +61,7 @@ def application(service: Service, max_body_size: int) -> Starlette:
     )
     app.router.redirect_slashes = False  # a redirect would lose the body
     app.state.service = service
-    app.state.poller = SnapshotPoller(service)
+    app.state.pollers = {model.name: SnapshotPoller(model) for model in service.models}
     app.state.max_body_size = max_body_size
     return app
 

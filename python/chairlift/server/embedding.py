@@ -32,21 +32,20 @@ class EmbeddingBatch:
         cls, request: Request, body: GenerationRequest, inputs: list[str | list[int]], *, dimensions: int | None, truncate: bool = False
     ) -> EmbeddingBatch:
         """Tokenizes the inputs, texts or token ids. `truncate` shortens those that are too long, which otherwise raise InvalidRequest."""
-        service = service_of(request)
-        service.check_model(body.model, adapters=False)
-        facts = service.engine.facts
+        model = await service_of(request).use(request, body.model, adapters=False)
+        facts = model.engine.facts
         check_dimensions(dimensions, facts)
         if len(inputs) > MAX_INPUTS:
             raise InvalidRequest(f"{len(inputs)} inputs in one request, at most {MAX_INPUTS} are allowed", param="input")
         limit = facts["max_text_len"]
-        texts = await asyncio.to_thread(lambda: [service.engine.tokenizer.encode(one) if isinstance(one, str) else one for one in inputs])
+        texts = await asyncio.to_thread(lambda: [model.engine.tokenizer.encode(one) if isinstance(one, str) else one for one in inputs])
         for index, tokens in enumerate(texts):
             if len(tokens) <= limit:
                 continue
             if not truncate:
                 message = f"This model's maximum context length is {limit} tokens for an embedding. Input {index} has {len(tokens)}."
                 raise InvalidRequest(message, param="input", code="context_length_exceeded")
-            kept = service.engine.tokenizer.num_closing_tokens if isinstance(inputs[index], str) else 0
+            kept = model.engine.tokenizer.num_closing_tokens if isinstance(inputs[index], str) else 0
             texts[index] = tokens[: limit - kept] + tokens[len(tokens) - kept :]
         return cls(Generation(request, body, texts, EMBED, kind="list", prefix="embd-"), dimensions)
 

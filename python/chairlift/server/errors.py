@@ -75,7 +75,7 @@ class ApiError(Exception):
 
 
 _CODES = {"queue_full": "queue_full", "shutting_down": "draining"}
-_CODES |= dict.fromkeys(("not_ready", "engine_dead", "engine_stuck"), "not_ready")
+_CODES |= dict.fromkeys(("not_ready", "engine_dead", "engine_stuck", "model_load_failed"), "not_ready")
 _STATUSES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 429: "tenant_limit", 431: "too_large"}
 
 
@@ -173,7 +173,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
     if request.method == "POST" and response.rejection_reason is not None:
         service = request.app.state.service
         if not isinstance(error, QueueFull):  # the engine counts those that its own queue rejects
-            service.metrics.count_rejected(response.rejection_reason)
+            service.count_rejected(response.rejection_reason, request.scope.get("state", {}).get("model"))
         if "context" in request.scope.get("state", {}):
             refusal = Refusal(response.status, response.envelope["error"])
             service.registry.add_refusal(request.state.tenant, request.state.context.request_id, refusal)

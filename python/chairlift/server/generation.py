@@ -16,6 +16,7 @@ from chairlift.errors import DeadlineMissed, InvalidRequest, QueueFull, Sequence
 from chairlift.outputs import RequestOutput, Timeline, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.server.errors import api_error
+from chairlift.server.model import model_of
 from chairlift.server.observability.latencies import Latencies
 from chairlift.server.observability.usage_log import UsageLabels, UsageLog
 from chairlift.server.registry import Refusal, engine_ids
@@ -54,12 +55,12 @@ class Generation:
         `kind` is the `object` of the response and `prefix` begins its id. `default_max_tokens` applies where the request sets no limit.
         The only prompt continues `sequence`, if given.
         """
-        self._service = service_of(request)
+        self._service, self._model = service_of(request), model_of(request)
         tier = self._service.tiers.choose(body.service_tier, request.state.tenant)
         self._scheduling = body.scheduling(request.state.tenant, tier, request.headers)
         self._asks_for_tier = body.service_tier is not None
         self._stream = bool(body.stream)
-        lora = self._service.adapter(body.model)
+        lora = self._model.adapter(body.model)
         if lora is not None:
             params = replace(params, lora=lora)
         self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens)) for prompt in prompts]
@@ -77,16 +78,16 @@ class Generation:
             "id": answer_id,
             "object": kind,
             "created": int(time.time()),
-            "model": lora or self._service.model,
-            "determinism": str(self._service.engine.facts["determinism"]),
+            "model": lora or self._model.name,
+            "determinism": str(self._model.engine.facts["determinism"]),
         }
         self.usage = Usage(prompt=sum(map(len, prompts)))
         if body.energy:
-            self.usage.energy = {"joules": None, "method": self._service.engine.facts.get("energy_method")}
+            self.usage.energy = {"joules": None, "method": self._model.engine.facts.get("energy_method")}
         self._timing: Timing | None = None
 
     def _resolve_max_tokens(self, prompt: list[int], params: SamplingParams, default: int | None) -> SamplingParams:
-        resolved = self._service.engine.validate(prompt, params)
+        resolved = self._model.engine.validate(prompt, params)
         if params.max_tokens is None and default is not None and resolved.max_tokens is not None:
             return replace(resolved, max_tokens=min(max(default, params.min_tokens), resolved.max_tokens))
         return resolved
@@ -108,7 +109,8 @@ class Generation:
         scheduling = self._scheduling
         tokens = len(self._prompts[index][0])
         tier = scheduling.served_tier
-        return UsageLabels(self._engine_ids[index], self._request_id, scheduling.tenant, tier, scheduling.priority, tokens)
+        names = self._engine_ids[index], self._request_id, self._model.name, scheduling.tenant, tier
+        return UsageLabels(*names, scheduling.priority, tokens)
 
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields (choice index, increment); raises the engine's errors. Without `stream` a prompt yields only when it is complete."""
@@ -150,7 +152,7 @@ class Generation:
         first_choice = index * self._n
         progress = self._begin(index, params)
         submission = Submission(
-            self._service,
+            self._model,
             prompt,
             params,
             self._scheduling,
@@ -170,7 +172,7 @@ class Generation:
                             await self._count_energy(index, progress.timelines)
                         if progress.usage_log is not None and not progress.unfinished:
                             known = submission.timelines() if params.ranked else progress.timelines
-                            await progress.usage_log.write_ended(self._service.engine, self._usage_labels(index), known)
+                            await progress.usage_log.write_ended(self._model.engine, self._usage_labels(index), known)
                             progress.usage_log = None
                     yield first_choice + output.index, output
             if params.ranked:  # `best_of`: discarded answers count as usage too
@@ -192,7 +194,7 @@ class Generation:
             self._end(progress)
 
     def _begin(self, index: int, params: SamplingParams) -> _Progress:
-        metrics = self._service.metrics
+        metrics = self._model.metrics
         metrics.observe_params(params)
         latencies = metrics.latencies(self._scheduling)
         return _Progress(index, params.n, latencies, _TokenTimes(latencies, self._context.arrived), self._service.usage_log)
@@ -213,7 +215,7 @@ class Generation:
         progress.unfinished -= 1
         progress.timelines.append(output.timeline)
         self._timing = output.timing if self._timing is None else self._timing.merge(output.timing)
-        metrics = self._service.metrics
+        metrics = self._model.metrics
         metrics.observe_answer(output, progress.lengths[output.index], progress.latencies)
         if (tier := self._service.tiers.tiers.get(self._scheduling.served_tier)) is not None:
             metrics.observe_targets(self._scheduling.tier, tier, output.timing, progress.lengths[output.index])
@@ -229,7 +231,7 @@ class Generation:
             return
         timelines = [timeline for timeline in known if timeline is not None]
         if self._prompts[index][1].ranked or len(timelines) < len(known):
-            timelines = await self._service.engine.explain(self._engine_ids[index])
+            timelines = await self._model.engine.explain(self._engine_ids[index])
         joules = sum(timeline.energy_joules or 0.0 for timeline in timelines)
         energy["joules"] = round((energy["joules"] or 0.0) + joules, 6)
 
@@ -244,13 +246,13 @@ class Generation:
 
     def _end(self, progress: _Progress) -> None:
         """Counts the answers that did not end, and records the prompt in the usage log and the traces."""
-        engine = self._service.engine
+        engine = self._model.engine
         for _ in range(progress.unfinished):
-            self._service.metrics.count_finished(progress.reason, time.monotonic() - self._context.arrived, progress.latencies)
+            self._model.metrics.count_finished(progress.reason, time.monotonic() - self._context.arrived, progress.latencies)
         if progress.usage_log is not None:
             progress.usage_log.write_later(engine, self._usage_labels(progress.index))
         if self._service.traces is not None:
-            self._service.traces.trace_request(engine, self._engine_ids[progress.index], self._context)
+            self._service.traces.trace_request(engine, self._model.name, self._engine_ids[progress.index], self._context)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from chairlift.server.errors import ApiError
 
 if TYPE_CHECKING:
     from chairlift.engine.async_live_sequence import AsyncLiveSequence
+    from chairlift.server.model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,7 @@ class ServedSequence:
 
     id: str
     created: int
+    model: ServedModel
     sequence: AsyncLiveSequence
     fields: dict[str, Any]
     """The fields of the opening request that hold for all its generations."""
@@ -44,11 +47,16 @@ class Sequences:
     def __init__(self) -> None:
         self._served: dict[str, ServedSequence] = {}
 
-    def add(self, sequence: AsyncLiveSequence, fields: dict[str, Any]) -> ServedSequence:
-        """Gives a sequence an id that nobody can guess. The id is forgotten when the sequence is dropped."""
-        served = ServedSequence(f"seq-{secrets.token_hex(16)}", int(time.time()), sequence, fields)
+    def add(self, model: ServedModel, sequence: AsyncLiveSequence, fields: dict[str, Any], on_drop: Callable[[], None]) -> ServedSequence:
+        """Gives a sequence an id that nobody can guess. When it is dropped, the id is forgotten and `on_drop` is called."""
+        served = ServedSequence(f"seq-{secrets.token_hex(16)}", int(time.time()), model, sequence, fields)
         self._served[served.id] = served
-        sequence.on_drop = lambda: self._served.pop(served.id, None)
+
+        def forget() -> None:
+            self._served.pop(served.id, None)
+            on_drop()
+
+        sequence.on_drop = forget
         return served
 
     def get(self, tenant: str, id: str) -> ServedSequence:

@@ -1,78 +1,84 @@
-"""State that all routes share: the engine, its model's name, metrics, admission and recent requests."""
+"""State that all models share: who may use the server, recent requests, files, logs and traces."""
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from chairlift.errors import InvalidRequest
 from chairlift.server.admission import Admission
 from chairlift.server.errors import ApiError, brief
-from chairlift.server.lifecycle import Lifecycle
-from chairlift.server.observability.metrics import Metrics
+from chairlift.server.lifecycle import ModelState
+from chairlift.server.load_policy import LoadPolicy
+from chairlift.server.model import ServedModel
+from chairlift.server.model_loader import ModelLoader
+from chairlift.server.observability.metrics import render
 from chairlift.server.registry import RequestRegistry
-from chairlift.server.sequences import Sequences
+from chairlift.server.sequences import Sequences, ServedSequence
 from chairlift.server.tiers import ServiceTiers
 
 if TYPE_CHECKING:
-    from chairlift.engine.client import AsyncEngine
+    from chairlift.engine.async_live_sequence import AsyncLiveSequence
     from chairlift.outputs import Timeline
     from chairlift.server.observability.traces import Traces
     from chairlift.server.observability.usage_log import UsageLog
     from chairlift.server.storage.storage import Storage
 
 
-@dataclass(slots=True)
 class Service:
-    """One engine, served under one model name."""
+    """The models of one server, and what they share."""
 
-    engine: AsyncEngine
-    model: str
-    metrics: Metrics
-    tool_call_parser: str = "auto"
-    """Name of a tool-call parser, or `auto` to choose one by the chat template."""
-    reasoning_parser: str = "auto"
-    """Name of a reasoning format, `auto` to choose one by the chat template, or `none`."""
-    traces: Traces | None = None
-    """Exports OpenTelemetry traces, if configured."""
-    usage_log: UsageLog | None = None
-    """Records what each request used, if configured."""
-    storage: Storage | None = None
-    """Files and batches, with `--data-dir`."""
-    resume: str = "exact"
-    """Which engines may go on with the answers of one that ended: see `--resume`."""
-    tiers: ServiceTiers = field(default_factory=ServiceTiers)
-    """The service tiers and who may use them."""
-    probation: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the one request that runs although it may be the cause of the engine's deaths."""
-    lifecycle: Lifecycle = field(default_factory=Lifecycle)
-    """Whether requests are served, held or refused."""
-    created: int = field(default_factory=lambda: int(time.time()))
-    open: int = 0
-    """Requests being answered."""
-    admission: Admission = field(init=False)
-    """Counts waiting requests."""
-    registry: RequestRegistry = field(default_factory=RequestRegistry)
-    """Recent requests, for explanations."""
-    sequences: Sequences = field(default_factory=Sequences)
-    """Clients' live sequences."""
-
-    def __post_init__(self) -> None:
-        """Creates the admission from the engine's configuration."""
-        self.admission = Admission(self.engine.config.max_num_queued_reqs, self.engine.stats, self.lifecycle)
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        tiers: ServiceTiers | None = None,
+        *,
+        policy: LoadPolicy | None = None,
+        storage: Storage | None = None,
+        traces: Traces | None = None,
+        usage_log: UsageLog | None = None,
+    ) -> None:
+        """The first of `models` serves requests that name none. `policy` says how many of them may be loaded; any number by default."""
+        self.models = tuple(models)
+        self.tiers = ServiceTiers() if tiers is None else tiers
+        """The service tiers and who may use them."""
+        self.storage = storage
+        """Files and batches, with `--data-dir`."""
+        self.traces = traces
+        """Exports OpenTelemetry traces, if configured."""
+        self.usage_log = usage_log
+        """Records what each request used, if configured."""
+        self.loader = ModelLoader(self.models, policy)
+        self.open = 0
+        """Requests being answered."""
+        self.registry = RequestRegistry()
+        """Recent requests, for explanations."""
+        self.sequences = Sequences()
+        """Clients' live sequences."""
+        limits = [model.engine.config.max_num_queued_reqs for model in self.models]
+        queued = None if None in limits else sum(limit for limit in limits if limit is not None)
+        self.admission = Admission(queued, self._busiest_stats, lambda: min(model.lifecycle.seconds_until_ready for model in self.models))
+        """Counts waiting requests."""
+        self._by_name = {name: model for model in self.models for name in model.names}
 
     @property
-    def default_sampling(self) -> Mapping[str, Any]:
-        """Sampling parameters for requests that do not set them."""
-        settings: Mapping[str, Any] = self.engine.facts.get("default_sampling", {})
-        return settings
+    def default(self) -> ServedModel:
+        """The model of requests that name none."""
+        return self.models[0]
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server shuts down."""
+        return self.default.lifecycle.state is ModelState.DRAINING
+
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+        for model in self.models:
+            model.lifecycle.drain()
+        self.loader.drain(self.default.lifecycle.refusal(admitted=True))
 
     @property
     def data(self) -> Storage:
@@ -82,41 +88,72 @@ class Service:
             raise ApiError(400, message, code="unsupported")
         return self.storage
 
-    def adapter(self, name: str | None) -> str | None:
-        """Returns `name` if a LoRA adapter has it, else None."""
-        return name if name in self.engine.adapters and name != self.model else None
+    def find(self, name: str | None, *, adapters: bool = True) -> ServedModel:
+        """Returns the model of that name or, with `adapters`, of the LoRA adapter of that name; the first for None.
 
-    def check_model(self, name: str | None, *, adapters: bool = True) -> None:
-        """Raises ApiError 404 unless `name` is the served model or, with `adapters`, one of its LoRA adapters; None selects the model."""
-        if name not in (None, self.model) and not (adapters and self.adapter(name)):
-            names = [self.model, *(sorted(self.engine.adapters) if adapters else ())]
+        Raises ApiError 404 with the names that there are.
+        """
+        if name is None:
+            return self.default
+        if (model := self._by_name.get(name)) is not None:
+            return model
+        adapted = {one: model for model in reversed(self.models) for one in model.engine.adapters} if adapters else {}
+        if name not in adapted:
+            names = (*self._by_name, *sorted(adapted.keys() - self._by_name.keys()))
             message = f"the model {brief(name)} does not exist; this server has {', '.join(map(repr, names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return adapted[name]
 
-    def check_length(self, text: str) -> None:
-        """Raises InvalidRequest for a text that exceeds the context even if every token is the longest of the vocabulary."""
-        limit = self.engine.facts["max_model_len"]
-        if len(text) > limit and (min_tokens := math.ceil(len(text) / self.engine.tokenizer.longest_token)) > limit:
-            raise InvalidRequest(
-                f"This model's maximum context length is {limit} tokens. However, the prompt has {len(text)} characters, which are "
-                f"at least {min_tokens} tokens. Please shorten the prompt.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+    async def use(self, request: Request, name: str | None, keep_alive: float | None = None, *, adapters: bool = True) -> ServedModel:
+        """Chooses the model of a request and waits until it is loaded; it stays so until the request ends.
 
-    async def render(self, conversation: list[dict[str, Any]], **variables: Any) -> list[int]:
-        """Applies the chat template in a thread and returns the prompt's token ids; raises InvalidRequest."""
-        return await asyncio.to_thread(self.engine.tokenizer.chat, conversation, **variables)
+        `keep_alive` are the seconds for which the client wants it to stay loaded afterwards. A second call for the same model does nothing.
+        Raises ApiError 404 for an unknown name, and 503 if the model cannot be loaded.
+        """
+        model = self.find(name, adapters=adapters)
+        if getattr(request.state, "model", None) is not model:
+            ready, began = model.lifecycle.state is ModelState.READY, time.monotonic()
+            request.state.ticket.on_release(await self.loader.acquire(model, keep_alive))
+            request.state.model = model
+            if not ready:
+                request.state.context.waited_for_model = time.monotonic() - began
+        return model
 
-    async def explain(self, reader: str, name: str) -> tuple[str, list[Timeline]]:
-        """Returns the answer's id and the timelines of a request's sequences, none if the request is unknown.
+    def add_sequence(self, model: ServedModel, sequence: AsyncLiveSequence, fields: dict[str, Any]) -> ServedSequence:
+        """Adds a live sequence of a model that is in use. The model stays loaded until the sequence is dropped."""
+        return self.sequences.add(model, sequence, fields, self.loader.hold(model))
+
+    def let_unload(self, model: ServedModel) -> None:
+        """Unloads a model when it is idle because a client asks for it. A model that stays loaded for ever does so."""
+        if model.keep_alive is not None:
+            self.loader.unload(model)
+
+    def check_admission(self) -> None:
+        """Raises ApiError 503 if no model serves or holds new requests."""
+        if not any(model.lifecycle.accepts for model in self.models):
+            raise self.default.lifecycle.refusal()
+
+    def count_rejected(self, reason: str, model: ServedModel | None = None) -> None:
+        """Counts a rejected request, one whose model is not known yet for the first model."""
+        (model or self.default).metrics.count_rejected(reason)
+
+    def render_metrics(self, tenant: str = "") -> bytes:
+        """Returns the metrics of all models in Prometheus' text format; a `tenant` does not see other tenants' samples."""
+        return render([model.metrics for model in self.models], tenant)
+
+    async def explain(self, reader: str, name: str) -> tuple[str, list[Timeline], ServedModel]:
+        """Returns the answer's id, the timelines of a request's sequences, none if the request is unknown, and its model.
 
         `reader` is the tenant who asks, "" for the operator. Raises ApiError 503 while there is no engine.
         """
-        if not self.lifecycle.engine_available:
-            raise self.lifecycle.refusal()
         answer_id, ids = self.registry.resolve(reader, name)
-        return answer_id, [timeline for engine_id in ids for timeline in await self.engine.explain(engine_id)]
+        available = [model for model in self.models if model.lifecycle.engine_available]
+        if not available and not any(model.lifecycle.state is ModelState.UNLOADED for model in self.models):
+            raise self.default.lifecycle.refusal()
+        for model in available:
+            if timelines := [timeline for engine_id in ids for timeline in await model.engine.explain(engine_id)]:
+                return answer_id, timelines, model
+        return answer_id, [], self.default
 
     @contextmanager
     def track_open(self) -> Iterator[None]:
@@ -127,10 +164,9 @@ class Service:
         finally:
             self.open -= 1
 
-
-def tasks(facts: Mapping[str, Any]) -> list[str]:
-    """Returns what a model does, by its engine's facts: `generate`, `embed`, or both."""
-    return ["generate"] * facts["generates"] + ["embed"] * (facts["max_text_len"] is not None)
+    def _busiest_stats(self) -> Mapping[str, Any]:
+        """Returns the newest counters of the engine with the longest expected wait."""
+        return max((model.engine.stats() for model in self.models), key=lambda stats: stats.get("predicted_wait_us", 0))
 
 
 def service_of(request: Request) -> Service:

@@ -13,9 +13,9 @@ from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead
 from chairlift.outputs import RequestOutput, Timeline
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
-from chairlift.server.lifecycle import ServerState
+from chairlift.server.lifecycle import ModelState
+from chairlift.server.model import ServedModel
 from chairlift.server.observability.request_context import RequestContext
-from chairlift.server.service import Service
 
 if TYPE_CHECKING:
     from chairlift.engine.async_live_sequence import AsyncLiveSequence
@@ -41,7 +41,7 @@ class Submission:
 
     def __init__(
         self,
-        service: Service,
+        model: ServedModel,
         prompt: list[int],
         params: SamplingParams,
         scheduling: Scheduling,
@@ -55,7 +55,7 @@ class Submission:
 
         The prompt continues `sequence`, if given.
         """
-        self._service = service
+        self._model = model
         self._prompt = prompt
         self._params = params
         self._scheduling = scheduling
@@ -97,7 +97,7 @@ class Submission:
         while True:
             async with AsyncExitStack() as probation:
                 if self._losses == MAX_LOSSES:
-                    await probation.enter_async_context(self._service.probation)
+                    await probation.enter_async_context(self._model.probation)
                 await self._wait_for_engine()
                 if self._stream is not None and not self._goes_on(delivered):
                     self._stream = None
@@ -133,7 +133,7 @@ class Submission:
             yield output
 
     async def _run(self, on_start: Callable[[], None]) -> AsyncGenerator[RequestOutput]:
-        engine = self._service.engine
+        engine = self._model.engine
         if self._stream is None:
             self._stream = await engine.prepare(self._prompt, self._params, arrived=self._context.arrived, sequence=self._sequence)
         self._fingerprint = engine.facts.get("fingerprint")
@@ -144,7 +144,8 @@ class Submission:
         if not self._waited_for_engine and not self._losses:
             return self._context.elapsed()
         lost = {"lost_engine": self._in_lost_engines} if self._losses else {}
-        return self._spent_before_ready | lost | {"restart": time.monotonic() - self._ready_at - self._in_lost_engines}
+        waited = self._context.waited_for_model + time.monotonic() - self._ready_at - self._in_lost_engines
+        return self._spent_before_ready | lost | {"restart": waited}
 
     @property
     def num_received(self) -> int:
@@ -159,26 +160,26 @@ class Submission:
         """Whether the engine that is ready goes on with the answer so far; False to start over. Raises ApiError 503 if neither can be."""
         if not self.num_received:
             return True
-        fingerprint = self._service.engine.facts.get("fingerprint")
-        if self._resumable and (self._service.resume == "any" or fingerprint == self._fingerprint):
+        fingerprint = self._model.engine.facts.get("fingerprint")
+        if self._resumable and (self._model.resume == "any" or fingerprint == self._fingerprint):
             if fingerprint != self._fingerprint:
                 logger.warning("request %s goes on in an engine with other numerics: its answer may differ", self._request_id)
-            self._service.metrics.count_resumed()
+            self._model.metrics.count_resumed()
             return True
         if delivered:
             logger.error("request %s cannot go on: the new engine has other numerics (--resume any allows it)", self._request_id)
-            raise self._service.lifecycle.refusal(admitted=True)
+            raise self._model.lifecycle.refusal(admitted=True)
         return False
 
     @property
     def _resumable(self) -> bool:
         """Whether another engine may go on with an answer of the engine that has it."""
-        resume = self._service.resume
+        resume = self._model.resume
         return resume == "any" or (resume == "exact" and self._fingerprint is not None)
 
     async def _wait_for_engine(self) -> None:
         """Waits for an engine; raises DeadlineMissed, or ApiError 503 if none becomes ready in time."""
-        lifecycle = self._service.lifecycle
+        lifecycle = self._model.lifecycle
         if lifecycle.engine_available:
             return
         first = None if self.num_received else self._scheduling.ttft_deadline_ms
@@ -194,8 +195,8 @@ class Submission:
 
     def _check_loss(self, error: EngineDead, delivered: bool) -> None:
         """Raises ApiError 503 unless the next engine may get the request after its engine died."""
-        lifecycle = self._service.lifecycle
-        if lifecycle.state is ServerState.DRAINING or (delivered and not self._resumable):
+        lifecycle = self._model.lifecycle
+        if lifecycle.state is ModelState.DRAINING or (delivered and not self._resumable):
             raise lifecycle.refusal(admitted=True) from error
         if self._losses > MAX_LOSSES:
             logger.error(

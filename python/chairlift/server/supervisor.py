@@ -1,4 +1,4 @@
-"""The server's main task: listens while the model loads, serves, restarts a dead engine, drains and shuts down."""
+"""The server's main task: listens while the models load, serves, drains and shuts down."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import contextlib
 import logging
 import signal
 import socket
-import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
 
+from chairlift.checkpoint.cache import weight_bytes
 from chairlift.config import ServerConfig
 from chairlift.server.admin import AdminApp
 from chairlift.server.app import PROBES, application, guarded
 from chairlift.server.http.protocol import HttpProtocol, HttpServer
 from chairlift.server.http.sockets import address
 from chairlift.server.keys import Keys
-from chairlift.server.lifecycle import Lifecycle
+from chairlift.server.lifecycle import Lifecycle, ModelState
+from chairlift.server.load_policy import LoadPolicy
+from chairlift.server.model import ServedModel
 from chairlift.server.observability.logs import log_load, redact_query
-from chairlift.server.observability.metrics import Metrics
 from chairlift.server.observability.traces import Traces
 from chairlift.server.observability.usage_log import UsageLog
 from chairlift.server.service import Service
@@ -29,6 +31,7 @@ from chairlift.server.tiers import ServiceTiers
 
 if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine
+    from chairlift.server.model_specs import ModelSpec
     from chairlift.server.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -38,12 +41,6 @@ FLUSH_SECONDS = 2
 
 KEEP_ALIVE_SECONDS = 75
 """Seconds that an idle connection stays open: longer than the timeouts of clients and proxies, so that they close it first."""
-
-MAX_RESTART_DELAY = 60
-"""Maximum seconds between two attempts to restart the engine; the first restart is immediate."""
-
-STABLE_SECONDS = 60
-"""An engine that ran this long counts as stable: if it dies, the next restart is immediate again."""
 
 
 def _is_not_probe(record: logging.LogRecord) -> bool:
@@ -60,33 +57,15 @@ def _is_not_broken_pipe(record: logging.LogRecord) -> bool:
 class Supervisor:
     """Runs one server from start to shutdown."""
 
-    def __init__(self, engine: AsyncEngine, model: str, config: ServerConfig, keys: Keys, tiers: ServiceTiers) -> None:
+    def __init__(self, models: Sequence[ServedModel], config: ServerConfig, keys: Keys, tiers: ServiceTiers) -> None:
         self._config = config
-        self._engine = engine
-        self._lifecycle = Lifecycle()
-        engine.on_end = self._lifecycle.engine_ended
-        metrics = Metrics(
-            model,
-            engine.stats,
-            lambda: engine.facts,
-            restarts=lambda: self._lifecycle.restarts,
-            alias=config.metrics_alias == "vllm",
-        )
-        traces = None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint, model)
-        usage_log = None if config.usage_log is None else UsageLog(config.usage_log, model)
-        storage = None if config.data_dir is None else _open_storage(config.data_dir, config.max_data_size)
         self._service = Service(
-            engine,
-            model,
-            metrics,
-            config.tool_call_parser,
-            config.reasoning_parser,
-            traces,
-            usage_log,
-            storage,
-            config.resume,
+            models,
             tiers,
-            lifecycle=self._lifecycle,
+            policy=LoadPolicy(config.max_loaded_models, config.models_memory),
+            storage=None if config.data_dir is None else _open_storage(config.data_dir, config.max_data_size),
+            traces=None if config.otlp_traces_endpoint is None else Traces(config.otlp_traces_endpoint),
+            usage_log=None if config.usage_log is None else UsageLog(config.usage_log),
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the supervisor logs start and shutdown itself
         logging.getLogger("uvicorn.access").addFilter(_is_not_probe)
@@ -115,48 +94,52 @@ class Supervisor:
         """Returns the application for the admin socket."""
         return AdminApp(self._service, lambda: self._stop("request on the admin socket"))
 
-    async def run(self, starting: asyncio.Task[None], listener: socket.socket) -> int:
-        """Serves on `listener` until a signal; `starting` is the task that starts the engine. Returns the exit status.
+    async def run(self, listener: socket.socket, starting: asyncio.Task[None] | None = None) -> int:
+        """Serves on `listener` until a signal. Returns the exit status.
 
-        Raises the error of a failed first start. An engine that dies later is restarted, as often as needed.
+        `starting` is the task that starts the engine of the only model; this raises its error. Several models are loaded here, as far as
+        they are `STARTING`. An engine that dies later is restarted, as often as needed.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number.name)
         http = asyncio.create_task(self._http.serve(sockets=[listener]))
-        status_task = asyncio.create_task(log_load(self._engine.stats))
-        engine_task = starting
-        batch_task: asyncio.Task[None] | None = None
+        loads = [asyncio.create_task(log_load(model.engine.stats, self._label(model))) for model in self._service.models]
+        background = [] if starting is None else [starting]
         broken = False
         try:
-            await _wait_first(starting, self._stop_requested.wait())
-            if starting.done():
-                starting.result()
-                self._mark_ready()
+            if starting is not None:
+                await _wait_first(starting, self._stop_requested.wait())
+                if starting.done():
+                    starting.result()
+                    self._service.loader.started(self._service.default)
+            if not self._stop_requested.is_set():
                 logger.info("listening on %s", address(listener, tls=self._config.ssl_certfile is not None))
-                engine_task = asyncio.create_task(self._restart_loop())
-                batch_task = self._start_batches()
-                await _wait_first(http, engine_task, self._stop_requested.wait())
-                self._lifecycle.drain()
+                for model in self._service.models:
+                    if model.lifecycle.state is ModelState.STARTING:
+                        self._service.loader.load(model)
+                crashed = asyncio.create_task(self._service.loader.crashed())
+                background = [crashed, *self._start_batches()]
+                await _wait_first(http, crashed, self._stop_requested.wait())
+                self._service.drain()
                 if broken := not self._stop_requested.is_set():
-                    ended = engine_task if engine_task.done() else http
+                    ended = crashed if crashed.done() else http
                     logger.critical("shutting down: a task of the server ended", exc_info=ended.exception())
-                engine_task.cancel()
-                if batch_task is not None:
-                    batch_task.cancel()  # its requests go on at the next start
+                for task in background[1:]:
+                    task.cancel()  # the batches' requests go on at the next start
                 await self._drain()
         finally:
-            # The engine closes first: open requests end with an error message before their connections close.
-            tasks = [task for task in (engine_task, batch_task) if task is not None]
-            for task in tasks:
+            # The engines close first: open requests end with an error message before their connections close.
+            for task in background:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*background, return_exceptions=True)
             if self._service.storage is not None:
                 self._service.storage.close()
-            await self._engine.close()
+            await self._service.loader.close()
             self._http.should_exit = True
             self._http.force_exit = self._force_stop.is_set()
-            status_task.cancel()
+            for task in loads:
+                task.cancel()
             await asyncio.gather(http, return_exceptions=True)
             if self._service.traces is not None:
                 await self._service.traces.close()
@@ -164,13 +147,17 @@ class Supervisor:
                 await self._service.usage_log.close()
         return 1 if self._force_stop.is_set() or broken else 0
 
-    def _start_batches(self) -> asyncio.Task[None] | None:
+    def _label(self, model: ServedModel) -> str:
+        """Returns what begins the model's lines about its load: its name if there are several models."""
+        return f"{model.name}: " if len(self._service.models) > 1 else ""
+
+    def _start_batches(self) -> list[asyncio.Task[None]]:
         """Starts the batches' task, if there is a data directory."""
         if (storage := self._service.storage) is None:
-            return None
+            return []
         from chairlift.server.batch.runner import BatchRunner
 
-        return asyncio.create_task(BatchRunner(self._app, self._service, storage, self._config.max_body_size).run())
+        return [asyncio.create_task(BatchRunner(self._app, self._service, storage, self._config.max_body_size).run())]
 
     def _stop(self, reason: str) -> None:
         """Begins the shutdown; a second call ends it immediately."""
@@ -178,34 +165,6 @@ class Supervisor:
         if self._stop_requested.is_set():
             self._force_stop.set()
         self._stop_requested.set()
-
-    def _mark_ready(self) -> None:
-        """Marks the server as ready, unless the engine has already died again."""
-        if self._engine.ready:
-            self._lifecycle.ready()
-
-    async def _restart_loop(self) -> None:
-        """Restarts the engine whenever it dies, forever."""
-        failures = 0
-        while True:
-            since = time.monotonic()
-            await self._engine.ended()
-            if time.monotonic() - since > STABLE_SECONDS:
-                failures = 0
-            delay = restart_delay(failures)
-            failures += 1
-            logger.error("the engine died: restarting it %s", f"in {delay} s" if delay else "now")
-            self._lifecycle.start_scheduled(delay)
-            await self._engine.close()
-            await asyncio.sleep(delay)
-            try:
-                await self._engine.start()
-            except Exception as error:
-                self._lifecycle.start_failed()
-                logger.error("the engine could not be started: %s: %s", type(error).__name__, error)
-            else:
-                logger.info("the engine is ready again, %d requests waited for it", self._lifecycle.held_requests)
-                self._mark_ready()
 
     async def _drain(self) -> None:
         """Waits until all open requests have ended, the shutdown timeout expires, or a second signal arrives."""
@@ -223,15 +182,30 @@ class Supervisor:
             await asyncio.sleep(0.02)
 
 
+def served_models(specs: Sequence[ModelSpec], engines: Sequence[AsyncEngine], config: ServerConfig) -> list[ServedModel]:
+    """Returns the models of `specs`, each with its engine. Those that are not preloaded are loaded on demand."""
+    return [
+        ServedModel(
+            spec.name,
+            engine,
+            spec.aliases,
+            spec.tool_call_parser,
+            spec.reasoning_parser,
+            config.resume,
+            spec.keep_alive,
+            spec.priority,
+            weight_bytes(Path(spec.config.model).expanduser()),
+            config.metrics_alias == "vllm",
+            Lifecycle(ModelState.STARTING if spec.preload else ModelState.UNLOADED),
+        )
+        for spec, engine in zip(specs, engines, strict=True)
+    ]
+
+
 def _open_storage(directory: str, max_bytes: int) -> Storage:
     from chairlift.server.storage.storage import Storage  # imports sqlite3
 
     return Storage(directory, max_bytes)
-
-
-def restart_delay(failures: int) -> int:
-    """Seconds to wait before the next restart, after `failures` engines in a row that died early: 0, 1, 2, 4 and so on."""
-    return min(1 << (failures - 1), MAX_RESTART_DELAY) if failures else 0
 
 
 async def _wait_first(*awaitables: Awaitable[object]) -> None:

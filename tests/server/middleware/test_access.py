@@ -214,17 +214,17 @@ def test_probes_follow_the_engine(http, server, engine):
     engine.alive = True
     assert probes(http) == [200, 503, 503, 503]
     engine.ready = True
-    server[1].lifecycle.ready()
+    server[1].default.lifecycle.ready()
     assert probes(http) == [200, 200, 200, 200]
-    server[1].lifecycle.drain()
+    server[1].default.lifecycle.drain()
     assert probes(http) == [200, 503, 200, 200]
 
 
 @pytest.mark.parametrize(("event", "code"), [(None, "not_ready"), ("start_failed", "engine_dead"), ("drain", "shutting_down")])
 def test_requests_that_cannot_be_served_now_may_come_back(http, server, event, code):
-    server[1].lifecycle.__init__()
+    server[1].default.lifecycle.__init__()
     if event is not None:
-        getattr(server[1].lifecycle, event)()
+        getattr(server[1].default.lifecycle, event)()
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
         response = http.post(path, json={"prompt": "a", "messages": []})
         assert response.status_code == 503

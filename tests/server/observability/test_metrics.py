@@ -320,16 +320,16 @@ def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
 
         assert [ask(key="sk-2"), ask(key="sk-3"), ask(n=-1), ask("full"), ask("late"), ask("boom")] == [401, 401, 400, 503, 504, 500]
         assert http.post("/v1/completions", headers={f"x-{i}": "1" for i in range(200)}).status_code == 431
-        service.lifecycle.start_failed()
+        service.default.lifecycle.start_failed()
         assert ask() == 503
-        service.lifecycle.drain()
+        service.default.lifecycle.drain()
         assert ask() == 503
         assert http.get("/ready", headers={"authorization": "Bearer sk-1"}).status_code == 503
-        seen = by(service.metrics.render().decode(), "admission_rejections_total", "reason")
+        seen = by(service.default.metrics.render().decode(), "admission_rejections_total", "reason")
         # The full queue was the engine's: it counts that itself, as this one does not.
         assert seen == {"unauthorized": 2, "invalid": 1, "too_large": 1, "draining": 1, "not_ready": 1, "queue_full": 0, "tenant_limit": 0}
         with pytest.raises(KeyError):
-            service.metrics.count_rejected("a reason that somebody made up")
+            service.default.metrics.count_rejected("a reason that somebody made up")
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def sent(*timelines, about=None):
     """The spans of these timelines, as they arrive."""
 
     async def send(url):
-        sender = Traces(url, MODEL)
+        sender = Traces(url)
         for one in timelines:
-            sender.send(one, "cmpl-1", about)
+            sender.send(one, MODEL, "cmpl-1", about)
         await sender.close()
 
     with receiver() as (url, spans):
@@ -117,7 +117,7 @@ def test_a_request_that_never_ran_and_one_that_goes_on():
 def test_requests_are_traced_under_their_callers_trace_however_they_end(monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")  # milliseconds between two exports
     with receiver() as (url, spans), serving(FakeEngine()) as (base, service), httpx.Client(base_url=base) as http:
-        service.traces = Traces(url, MODEL)
+        service.traces = Traces(url)
 
         def traced():
             return [span for span in spans if span.name == "llm_request"]
@@ -146,8 +146,8 @@ def test_an_engine_that_has_ended_costs_the_trace_alone():
             raise EngineDead("it ended")
 
     async def trace_request(url):
-        follower = Traces(url, MODEL)
-        follower.trace_request(Ended(), "cmpl-1", None)
+        follower = Traces(url)
+        follower.trace_request(Ended(), MODEL, "cmpl-1", None)
         await follower.close()
 
     with receiver() as (url, spans):
@@ -159,8 +159,8 @@ def test_a_receiver_that_is_not_there_does_not_hold_up_the_servers_end(monkeypat
     monkeypatch.setattr(traces, "EXPORT_TIMEOUT", 0.2)
 
     async def end():
-        lost = Traces("http://127.0.0.1:1/v1/traces", MODEL)
-        lost.send(timeline(), "cmpl-1", None)
+        lost = Traces("http://127.0.0.1:1/v1/traces")
+        lost.send(timeline(), MODEL, "cmpl-1", None)
         await asyncio.wait_for(lost.close(), 20)
 
     asyncio.run(end())
@@ -169,11 +169,11 @@ def test_a_receiver_that_is_not_there_does_not_hold_up_the_servers_end(monkeypat
 
 def test_what_is_missing_or_wrong_is_said():
     with pytest.raises(InvalidSetting, match="expected a URL like"):
-        Traces("localhost:4317", MODEL)
+        Traces("localhost:4317")
     program = (
         "import sys; sys.modules['opentelemetry'] = None\n"
         "from chairlift.errors import InvalidSetting\nfrom chairlift.server.observability.traces import Traces\n"
-        "try: Traces('http://x', 'm')\nexcept InvalidSetting as error: print(error)"
+        "try: Traces('http://x')\nexcept InvalidSetting as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "--otlp-traces-endpoint needs OpenTelemetry: pip install 'chairlift[otel]'\n"

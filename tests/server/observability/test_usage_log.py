@@ -14,7 +14,7 @@ from chairlift.errors import InvalidSetting
 from chairlift.server.observability import usage_log
 from chairlift.server.observability.usage_log import UsageLabels, UsageLog
 
-LABELS = UsageLabels("cmpl-1", "mine", "alice", "flex", 3, 5)
+LABELS = UsageLabels("cmpl-1", "mine", MODEL, "alice", "flex", 3, 5)
 
 
 def records(directory):
@@ -25,7 +25,7 @@ def write(directory, *batches, engine=None):
     """Writes a record for each batch of timelines, and returns all that are in the directory."""
 
     async def run():
-        log = UsageLog(str(directory), MODEL)
+        log = UsageLog(str(directory))
         for timelines in batches:
             await log.write_ended(engine or FakeEngine(), LABELS, timelines)
         await log.close()
@@ -84,7 +84,7 @@ def test_the_directory_and_its_files_are_for_this_user_alone(tmp_path):
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidSetting, match=r"^--usage-log .*file/logs: Not a directory$"):
-        UsageLog(str(tmp_path / "file" / "logs"), MODEL)
+        UsageLog(str(tmp_path / "file" / "logs"))
 
 
 def test_an_incomplete_line_of_an_earlier_run_spoils_no_other(tmp_path):
@@ -100,7 +100,7 @@ def test_an_incomplete_line_of_an_earlier_run_spoils_no_other(tmp_path):
 
 
 async def _append(directory):
-    log = UsageLog(str(directory), MODEL)
+    log = UsageLog(str(directory))
     await log.write_ended(FakeEngine(), LABELS, [timeline()])
     await log.close()
     return 1
@@ -130,7 +130,7 @@ def test_a_full_disk_is_logged_and_the_next_record_is_whole_again(tmp_path, monk
 
 
 async def _two(directory):
-    log = UsageLog(str(directory), MODEL)
+    log = UsageLog(str(directory))
     for _ in range(2):
         await log.write_ended(FakeEngine(), LABELS, [timeline()])
     await log.close()
@@ -138,7 +138,7 @@ async def _two(directory):
 
 def test_a_request_that_the_client_leaves_has_a_record_and_a_refused_one_has_none(tmp_path):
     with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base) as http:
-        service.usage_log = UsageLog(str(tmp_path), MODEL)
+        service.usage_log = UsageLog(str(tmp_path))
         with http.stream("POST", "/v1/completions", json={"prompt": "slow", "max_tokens": 1000, "stream": True}) as reply:
             next(reply.iter_lines())
         wait_until(lambda: len(records(tmp_path)) == 1)
@@ -149,7 +149,7 @@ def test_a_request_that_the_client_leaves_has_a_record_and_a_refused_one_has_non
 
 def test_a_generation_has_a_record_although_its_sequence_was_dropped_meanwhile(tmp_path):
     with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base) as http:
-        service.usage_log = UsageLog(str(tmp_path), MODEL)
+        service.usage_log = UsageLog(str(tmp_path))
         url = f"/v1/sequences/{http.post('/v1/sequences', json={'prompt': 'slow'}).json()['id']}"
         assert len(records(tmp_path)) == 1  # the prompt was computed
         with http.stream("POST", f"{url}/generate", json={"max_tokens": 1000, "stream": True}) as reply:

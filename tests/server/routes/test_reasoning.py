@@ -66,9 +66,9 @@ def test_a_model_that_does_not_reason_has_no_such_fields(client, engine):
 
 
 def test_the_operator_may_choose_the_parser(client, server, monkeypatch):
-    monkeypatch.setattr(server[1], "reasoning_parser", "none")
+    monkeypatch.setattr(server[1].default, "reasoning_parser", "none")
     assert client.chat.completions.create(**request_body(THOUGHT)).choices[0].message.content == THOUGHT
-    monkeypatch.setattr(server[1], "reasoning_parser", "mistral")
+    monkeypatch.setattr(server[1].default, "reasoning_parser", "mistral")
     message = client.chat.completions.create(**request_body("[THINK]a[/THINK]b")).choices[0].message
     assert (message.reasoning, message.content) == ("a", "b")
 

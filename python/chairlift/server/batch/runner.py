@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from chairlift.server.admission import Admission
 from chairlift.server.batch.call import Reply, call
 from chairlift.server.batch.input import read_input, read_request
-from chairlift.server.lifecycle import ServerState
+from chairlift.server.lifecycle import ModelState
 from chairlift.server.service import Service
 from chairlift.server.storage.batches import Answer, Batch, BatchRequest, Status, output_line
 from chairlift.server.storage.storage import Storage
@@ -34,6 +34,9 @@ _RETRY_SECONDS = 5.0
 
 _EXPIRED = {"code": "batch_expired", "message": "This request could not be executed before the completion window expired."}
 _CANCELLED = {"code": "batch_cancelled", "message": "The batch was cancelled before this request was executed."}
+
+
+_SERVING = (ModelState.READY, ModelState.UNLOADED)
 
 
 @dataclass(slots=True)
@@ -59,7 +62,7 @@ class BatchRunner:
         self._service = service
         self._storage = storage
         self._max_body_size = max_body_size
-        self._admission = Admission(None, service.engine.stats, service.lifecycle)  # the queue's limits are for clients
+        self._admission = Admission(None, dict)  # the queue's limits are for clients
         self._open: dict[str, _Open] = {}
         self._answers: list[Answer] = []
         self._wake = storage.batches.changed
@@ -139,8 +142,8 @@ class BatchRunner:
     async def _start_requests(self) -> None:
         """Starts requests until enough run, in turn from the batch with the fewest running ones."""
         service = self._service
-        while service.lifecycle.state is ServerState.READY:
-            limit = service.engine.facts["max_num_seqs"]
+        while not service.draining and any(model.lifecycle.state in _SERVING for model in service.models):
+            limit = max(model.engine.facts.get("max_num_seqs", 1) for model in service.models)
             ready = [one for one in self._open.values() if one.pending or not one.exhausted]
             if not ready or sum(len(one.running) for one in self._open.values()) >= limit:
                 return
@@ -166,11 +169,13 @@ class BatchRunner:
             logger.exception("request %r of %s failed", request.custom_id, batch.id)
             reply = Reply(500, "", b'{"error":{"message":"internal error","type":"server_error","param":null,"code":"internal_error"}}')
         if reply.status == 503:
-            if self._service.lifecycle.state is ServerState.DRAINING:
+            if self._service.draining:
                 return
             current.attempts[request.line] = attempts = current.attempts.get(request.line, 0) + 1
             if attempts < MAX_ATTEMPTS:
-                await self._service.lifecycle.wait_for_engine()
+                model = self._service.find(body.get("model"))
+                if model.lifecycle.state is not ModelState.UNLOADED:
+                    await model.lifecycle.wait_for_engine()
                 current.pending.append(request)
                 return
         response = f'{{"status_code":{reply.status},"request_id":"{reply.request_id}","body":{reply.body.decode()}}}'

@@ -35,9 +35,10 @@ from chairlift.server.chat.tools.prompted import add_tool_prompt
 from chairlift.server.errors import brief
 from chairlift.server.generation import Generation
 from chairlift.server.http.responses import ignored_header
+from chairlift.server.model import ServedModel
 from chairlift.server.schema.json_schema import checked_schema
 from chairlift.server.schema.logprobs import check_prompt_logprobs
-from chairlift.server.service import Service, service_of
+from chairlift.server.service import service_of
 from chairlift.server.usage import Usage
 
 logger = logging.getLogger(__name__)
@@ -114,14 +115,13 @@ class ChatCompletion:
         `kind` is the `object` of the response, `prefix` begins its id, and `ignored` are the names of fields without effect. Raises
         InvalidRequest or ApiError.
         """
-        service = service_of(request)
-        service.check_model(body.model)
-        check_generates(service.engine.facts)
-        params, tool_spec = body.params(service.default_sampling), body.tool_spec()
+        model = await service_of(request).use(request, body.model)
+        check_generates(model.engine.facts)
+        params, tool_spec = body.params(model.default_sampling), body.tool_spec()
         try:
-            prompt = await _render_prompt(service, body, tool_spec)
+            prompt = await _render_prompt(model, body, tool_spec)
             parser_config = _ParserConfig(
-                service, tool_spec, prompt, hide=params.skip_special_tokens, show=body.include_reasoning is not False
+                model, tool_spec, prompt, hide=params.skip_special_tokens, show=body.include_reasoning is not False
             )
             if parser_config.control_marks:
                 params = replace(params, skip_special_tokens=False)
@@ -195,9 +195,9 @@ class _RenderedPrompt:
 class _ParserConfig:
     """How to parse the output of a completion: reasoning, tools, and the control tokens to hide."""
 
-    def __init__(self, service: Service, tool_spec: ToolSpec, prompt: _RenderedPrompt, *, hide: bool, show: bool) -> None:
+    def __init__(self, model: ServedModel, tool_spec: ToolSpec, prompt: _RenderedPrompt, *, hide: bool, show: bool) -> None:
         """`hide` removes control tokens that are not marks from the text, `show` includes the reasoning in the response."""
-        self.service = service
+        self.model = model
         self.tool_spec = tool_spec
         self.parser_type = prompt.parser_type
         self.reasoning = prompt.reasoning
@@ -209,7 +209,7 @@ class _ParserConfig:
             tool_marks = (*self.parser_type.marks, *self.parser_type.inner_marks) if self._parses_calls else ()
             form = self.reasoning and self.reasoning.format
             self.marks = (*tool_marks, *((form.start, form.end, *form.dropped) if form else ()))
-        control_texts = service.engine.tokenizer.control_texts if self.marks else ()
+        control_texts = model.engine.tokenizer.control_texts if self.marks else ()
         self.control_marks = [text for text in control_texts if any(text in mark for mark in self.marks)]
         """The marks, or parts of marks, that are control tokens: the engine must not remove them from the text."""
         hidden = [re.escape(text) for text in control_texts if text not in self.control_marks]
@@ -226,26 +226,26 @@ class _ParserConfig:
 
     def mark_ids(self) -> dict[str, int]:
         """Returns the marks, and parts of marks, that are single tokens, with their ids."""
-        tokenizer = self.service.engine.tokenizer
+        tokenizer = self.model.engine.tokenizer
         encoded = {mark: tokenizer.encode(mark, add_special_tokens=False) for mark in (*self.control_marks, *self.marks)}
         return {mark: ids[0] for mark, ids in encoded.items() if len(ids) == 1}
 
 
-async def prompt_of(service: Service, body: ChatRequest) -> list[int]:
+async def prompt_of(model: ServedModel, body: ChatRequest) -> list[int]:
     """Returns the token ids of a conversation's prompt; raises InvalidRequest."""
-    return (await _render_prompt(service, body, body.tool_spec())).tokens
+    return (await _render_prompt(model, body, body.tool_spec())).tokens
 
 
-async def _render_prompt(service: Service, body: ChatRequest, tool_spec: ToolSpec) -> _RenderedPrompt:
+async def _render_prompt(model: ServedModel, body: ChatRequest, tool_spec: ToolSpec) -> _RenderedPrompt:
     """Renders the prompt; raises InvalidRequest."""
-    conversation, variables, parser_type = await asyncio.to_thread(_template_inputs, service, body, tool_spec)
-    tokens = body.truncate(await service.render(conversation, **variables), service.engine.facts["max_model_len"])
-    return _RenderedPrompt(tokens, parser_type, _reasoning(service, tokens, conversation[-1] if body.continue_final_message else None))
+    conversation, variables, parser_type = await asyncio.to_thread(_template_inputs, model, body, tool_spec)
+    tokens = body.truncate(await model.render(conversation, **variables), model.engine.facts["max_model_len"])
+    return _RenderedPrompt(tokens, parser_type, _reasoning(model, tokens, conversation[-1] if body.continue_final_message else None))
 
 
-def _reasoning(service: Service, prompt: list[int], continued: dict[str, Any] | None) -> Reasoning | None:
+def _reasoning(model: ServedModel, prompt: list[int], continued: dict[str, Any] | None) -> Reasoning | None:
     """Returns how outputs to `prompt`, which continue the message `continued`, contain reasoning; None if they do not."""
-    tokenizer, name = service.engine.tokenizer, service.reasoning_parser
+    tokenizer, name = model.engine.tokenizer, model.reasoning_parser
     form = format_for_template(tokenizer.template.source) if name == "auto" else REASONING_FORMATS.get(name)
     if form is None:
         return None
@@ -269,7 +269,7 @@ def _structured_output(
         budget = None
     if reasoning is None or not may_reason or (structure is None and budget is None):
         return structure
-    engine = parser_config.service.engine
+    engine = parser_config.model.engine
     ends = [token for token in engine.tokenizer.eos_token_ids if token < engine.facts["vocab_size"]]
     form = reasoning.format
     bounded = after_reasoning(
@@ -316,7 +316,7 @@ def _tool_grammar(
             text, paths = checked_schema(schema, "tools", f"tools.{name}")
             schemas[name] = json.loads(text)
             relaxed += [f"tools.{name}{path}" for path in paths]
-    call_format = parser_config.parser_type.call_format(parser_config.service.engine.tokenizer.template.source)
+    call_format = parser_config.parser_type.call_format(parser_config.model.engine.tokenizer.template.source)
     if not free:
         instead = None if tool_spec.required else content
         return calls_grammar(call_format, schemas, mark_ids, several=tool_spec.parallel, instead=instead)
@@ -328,15 +328,15 @@ def _tool_grammar(
 
 
 def _template_inputs(
-    service: Service, body: ChatRequest, tool_spec: ToolSpec
+    model: ServedModel, body: ChatRequest, tool_spec: ToolSpec
 ) -> tuple[list[dict[str, Any]], dict[str, Any], type[ToolParser]]:
     """Returns the conversation and variables for the chat template, and the parser for the calls that the template elicits."""
     conversation, variables = body.conversation(), body.variables()
     tools = [{"type": "function", "function": tool.model_dump(exclude_unset=True, exclude={"strict"})} for tool in tool_spec.tools]
-    template = service.engine.tokenizer.template
+    template = model.engine.tokenizer.template
     if body.documents and not template.uses("documents"):
         raise InvalidRequest("this model's chat template has no place for documents: put them into a message", param="documents")
-    name = service.tool_call_parser
+    name = model.tool_call_parser
     parser_type = parser_for_template(template.source) if name == "auto" else TOOL_PARSERS[name]
     if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in conversation):
         return conversation, variables, parser_type
@@ -354,7 +354,7 @@ class _ChoiceParser:
         self._tool_spec = parser_config.tool_spec
         self._usage = usage
         reasoning = parser_config.reasoning
-        piece = parser_config.service.engine.tokenizer.piece
+        piece = parser_config.model.engine.tokenizer.piece
         self._reasoning = None if reasoning is None else ReasoningParser(reasoning)
         self._reasoning_tokens = None if reasoning is None else ReasoningTokens(reasoning, piece)
         self._calls = parser_config.call_parser()

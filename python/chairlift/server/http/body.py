@@ -21,7 +21,7 @@ async def read_json(request: Request, *, queued: bool = True) -> dict[str, Any]:
     If the request is `queued` for the engine, it is admitted before its body is parsed: raises ApiError 429 or 503, too.
     """
     if queued:
-        service_of(request).lifecycle.check_admission()
+        service_of(request).check_admission()
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type != "application/json":
         # Web pages may send text/plain to any site without a preflight request, but not JSON.

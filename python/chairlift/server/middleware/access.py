@@ -82,7 +82,7 @@ class AccessMiddleware:
             # The body stays unread, so the connection cannot be reused.
             refusal.headers["connection"] = "close"
             if refusal.rejection_reason is not None:
-                self._service.metrics.count_rejected(refusal.rejection_reason)
+                self._service.count_rejected(refusal.rejection_reason)
             await for_route(refusal, scope["path"]).response()(scope, receive, send_with_id)
             return
         ticket = self._service.admission.ticket(tenant)

@@ -78,12 +78,12 @@ def load_line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float)
     return text
 
 
-async def log_load(stats: Callable[[], Mapping[str, Any]]) -> None:
-    """Logs the line forever, with averages over the last interval."""
+async def log_load(stats: Callable[[], Mapping[str, Any]], label: str = "") -> None:
+    """Logs the line forever, after `label`, with averages over the last interval."""
     before, since = dict(stats()), time.monotonic()
     while True:
         await asyncio.sleep(INTERVAL)
         now, at = dict(stats()), time.monotonic()
         if line := load_line(before, now, at - since):
-            logger.info(line)
+            logger.info("%s%s", label, line)
         before, since = now, at

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from chairlift.outputs import RequestOutput, Timing
@@ -49,7 +48,7 @@ _VLLM = frozenset(
 
 
 class Metrics:
-    """All metrics of one server; times are in seconds.
+    """All metrics of one model; times are in seconds.
 
     `stats` and `facts` return the engine's newest counters and settings, `restarts` the number of engines that died. `alias` also exports
     the metrics that vLLM has under vLLM's names.
@@ -159,33 +158,46 @@ class Metrics:
 
     def render(self, tenant: str = "") -> bytes:
         """Returns the exposition format; a `tenant` does not see other tenants' samples."""
-        return generate_latest(_FilteredRegistry(self.registry, self._alias, tenant))
+        return render([self], tenant)
+
+    def families(self, tenant: str) -> Iterator[Metric]:
+        """Yields the metrics that `tenant` may see, without creation times, and those that vLLM has again under its names."""
+        for family in self.registry.collect():
+            family.samples = [sample for sample in family.samples if _is_shown(sample, tenant)]
+            yield family
+            stem = family.name.removeprefix("chairlift_")
+            if self._alias and stem in _VLLM:
+                yield _renamed(family, stem)
 
     def buckets(self) -> dict[str, dict[float, float]]:
         """Returns the cumulative bucket counts of the dashboard's latencies, by short name."""
         return {short: self._latencies.buckets(stem) for short, stem in _DASHBOARD_LATENCIES.items()}
 
 
-class _FilteredRegistry(CollectorRegistry):
-    """A registry without creation times and other tenants' samples, and optionally with copies under vLLM's names."""
+def render(models: Sequence[Metrics], tenant: str = "") -> bytes:
+    """Returns the metrics of all models in the exposition format; a `tenant` does not see other tenants' samples."""
+    families: dict[str, Metric] = {}
+    for metrics in models:
+        for family in metrics.families(tenant):
+            if (merged := families.setdefault(family.name, family)) is not family:
+                merged.samples += family.samples
+    return generate_latest(_Families(families.values()))
 
-    def __init__(self, registry: Collector, alias: bool, tenant: str) -> None:
+
+class _Families(CollectorRegistry):
+    """A registry of finished metrics."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
         super().__init__()
-        self._registry = registry
-        self._alias = alias
-        self._tenant = tenant
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            family.samples = [sample for sample in family.samples if self._is_shown(sample)]
-            yield family
-            stem = family.name.removeprefix("chairlift_")
-            if self._alias and stem in _VLLM:
-                yield _renamed(family, stem)
+        yield from self._families
 
-    def _is_shown(self, sample: Sample) -> bool:
-        other_tenant = self._tenant and sample.labels.get("tenant", self._tenant) != self._tenant
-        return not (other_tenant or sample.name.endswith("_created"))
+
+def _is_shown(sample: Sample, tenant: str) -> bool:
+    other_tenant = tenant and sample.labels.get("tenant", tenant) != tenant
+    return not (other_tenant or sample.name.endswith("_created"))
 
 
 def _renamed(family: Metric, stem: str) -> Metric:

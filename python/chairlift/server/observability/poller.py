@@ -17,7 +17,7 @@ from chairlift.server.observability import engine_stats
 from chairlift.server.observability.latencies import Buckets, percentiles
 
 if TYPE_CHECKING:
-    from chairlift.server.service import Service
+    from chairlift.server.model import ServedModel
 
 POLL_SECONDS, SAMPLE_SECONDS = 0.25, 1.0
 """Intervals of snapshots and of samples of the counters."""
@@ -36,8 +36,8 @@ _RATES = {"generation": "generated_tokens", "prompt": "prompt_tokens", "computed
 class SnapshotPoller:
     """The engine's newest snapshot, with the steps and samples before it."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
         self._last_request_time = 0.0
         self._task: asyncio.Task[None] | None = None
         self._polled = asyncio.Event()
@@ -57,18 +57,18 @@ class SnapshotPoller:
         if self._task is None or self._task.done():
             self._polled.clear()
             self._task = asyncio.create_task(self._poll())
-        if self._service.engine.ready:
+        if self._model.engine.ready:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._polled.wait(), FIRST_POLL_TIMEOUT)
-        engine, stats = self._service.engine, self._service.engine.stats()
+        engine, stats = self._model.engine, self._model.engine.stats()
         names = dict(self._snapshot.get("names", ()))
         return {
-            "model": self._service.model,
+            "model": self._model.name,
             "version": chairlift.__version__,
             "time": time.time(),
             "ready": engine.ready,
-            "state": self._service.lifecycle.state.value,
-            "restarts": self._service.lifecycle.restarts,
+            "state": self._model.lifecycle.state.value,
+            "restarts": self._model.lifecycle.restarts,
             "stuck": engine.stuck,
             "facts": {name: fact for name, fact in engine.facts.items() if isinstance(fact, int)},
             "load": engine_stats.load(stats),
@@ -88,10 +88,10 @@ class SnapshotPoller:
         self._previous = None
         due = 0.0
         while (now := time.monotonic()) - self._last_request_time < IDLE_SECONDS:
-            if self._service.engine.ready:
+            if self._model.engine.ready:
                 # If the engine dies, `ready` turns False.
                 with contextlib.suppress(ChairliftError):
-                    self._store(await self._service.engine.take_snapshot())
+                    self._store(await self._model.engine.take_snapshot())
             if now >= due:
                 due = now + SAMPLE_SECONDS
                 self._sample(now)
@@ -107,8 +107,8 @@ class SnapshotPoller:
         self._snapshot = snapshot
 
     def _sample(self, now: float) -> None:
-        stats = dict(self._service.engine.stats())
-        self._buckets.append((now, self._service.metrics.buckets()))
+        stats = dict(self._model.engine.stats())
+        self._buckets.append((now, self._model.metrics.buckets()))
         while len(self._buckets) > 1 and now - self._buckets[1][0] >= LATENCY_WINDOW:
             self._buckets.popleft()
         if self._previous is not None:

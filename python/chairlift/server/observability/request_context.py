@@ -23,6 +23,8 @@ class RequestContext:
     """When the first byte was read, in seconds of the monotonic clock."""
     received: float | None = None
     """When the body was complete."""
+    waited_for_model: float = 0.0
+    """Seconds that the request waited until its model was loaded."""
 
     def body_received(self) -> None:
         """Records that the body is complete."""
@@ -32,7 +34,8 @@ class RequestContext:
         """Returns the seconds in each state of the timeline so far."""
         now = time.monotonic()
         received = now if self.received is None else self.received
-        return {"receive": received - self.arrived, "tokenize": now - received}
+        restart = {"restart": self.waited_for_model} if self.waited_for_model else {}
+        return {"receive": received - self.arrived, **restart, "tokenize": now - received - self.waited_for_model}
 
 
 CURRENT_REQUEST: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)

@@ -28,7 +28,7 @@ EXPORT_TIMEOUT = 3.0
 class Traces:
     """Exports the traces of one server."""
 
-    def __init__(self, endpoint: str, model: str) -> None:
+    def __init__(self, endpoint: str) -> None:
         """`endpoint` is the URL for OTLP over HTTP, including `/v1/traces`. Raises InvalidSetting if OpenTelemetry is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -39,15 +39,14 @@ class Traces:
             raise InvalidSetting("--otlp-traces-endpoint needs OpenTelemetry: pip install 'chairlift[otel]'") from None
         if not endpoint.startswith(("http://", "https://")):
             raise InvalidSetting(f"--otlp-traces-endpoint {endpoint}: expected a URL like http://127.0.0.1:4318/v1/traces")
-        self._model = model
         self._provider = TracerProvider(resource=Resource.create({"service.name": "chairlift"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT)))
         self._tracer = self._provider.get_tracer("chairlift")
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def trace_request(self, engine: AsyncEngine, engine_id: str, request_context: RequestContext | None) -> None:
+    def trace_request(self, engine: AsyncEngine, model: str, engine_id: str, request_context: RequestContext | None) -> None:
         """Exports the sequences of a request that is over, once the engine has returned their timelines."""
-        task = asyncio.create_task(self._export(engine, engine_id, request_context))
+        task = asyncio.create_task(self._export(engine, model, engine_id, request_context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -56,16 +55,16 @@ class Traces:
         await asyncio.gather(*self._tasks)
         await asyncio.to_thread(self._provider.shutdown)
 
-    async def _export(self, engine: AsyncEngine, engine_id: str, request_context: RequestContext | None) -> None:
+    async def _export(self, engine: AsyncEngine, model: str, engine_id: str, request_context: RequestContext | None) -> None:
         try:
             timelines = await engine.explain(engine_id)
         except ChairliftError as error:
             logger.debug("no trace of %s: %s", engine_id, error)
             return
         for timeline in timelines:
-            self.send(timeline, engine_id, request_context)
+            self.send(timeline, model, engine_id, request_context)
 
-    def send(self, timeline: Timeline, engine_id: str, request_context: RequestContext | None) -> None:
+    def send(self, timeline: Timeline, model: str, engine_id: str, request_context: RequestContext | None) -> None:
         """Exports one sequence's span with its children."""
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -76,7 +75,7 @@ class Traces:
         def wall(seconds: float) -> int:
             return int(seconds * 1e9) + clock_offset
 
-        attributes = self._attributes(timeline, engine_id, request_context)
+        attributes = self._attributes(timeline, model, engine_id, request_context)
         span = self._tracer.start_span("llm_request", context, SpanKind.SERVER, attributes, start_time=wall(timeline.arrived))
         if timeline.first_token is not None:
             span.add_event("first_token", timestamp=wall(timeline.first_token))
@@ -89,7 +88,7 @@ class Traces:
                 child.end(wall(at))
         span.end(wall(timeline.arrived + sum(timeline.states.values()) if timeline.ended is None else timeline.ended))
 
-    def _attributes(self, timeline: Timeline, engine_id: str, request_context: RequestContext | None) -> dict[str, Any]:
+    def _attributes(self, timeline: Timeline, model: str, engine_id: str, request_context: RequestContext | None) -> dict[str, Any]:
         """Returns a span's attributes: OpenTelemetry's names for generative AI where they exist, then chairlift's."""
         times = {"time_to_first_token": timeline.first_token, "e2e": timeline.ended}
         latencies = {f"gen_ai.latency.{name}": at - timeline.arrived for name, at in times.items() if at is not None}
@@ -100,7 +99,7 @@ class Traces:
             *("preemptions", "swaps", "block_seconds", "compute_seconds"),
         )
         return {
-            "gen_ai.request.model": self._model,
+            "gen_ai.request.model": model,
             "gen_ai.response.id": engine_id,
             "gen_ai.response.finish_reasons": [timeline.finish or "unknown"],
             "gen_ai.usage.input_tokens": timeline.prompt_tokens,

@@ -37,6 +37,7 @@ class UsageLabels:
     id: str
     """The engine's id of the prompt: the id of the answer, with `-0`, `-1` and so on if the request has several prompts."""
     request_id: str
+    model: str
     tenant: str
     tier: str
     priority: int
@@ -50,10 +51,9 @@ class UsageLog:
     disk `SYNC_SECONDS` later. Several servers may share a directory.
     """
 
-    def __init__(self, directory: str, model: str) -> None:
+    def __init__(self, directory: str) -> None:
         """Creates the directory for this user alone; raises InvalidSetting if it cannot be written."""
         self._directory = Path(directory)
-        self._model = model
         self._day = ""
         self._file = -1
         self._torn = False
@@ -90,7 +90,7 @@ class UsageLog:
     def _append(self, labels: UsageLabels, timelines: Sequence[Timeline], preempted_by: Sequence[str]) -> None:
         """Appends a line. Logs an error if the disk refuses it: the answer is sent all the same."""
         now = time.time()
-        line = _encode(record(self._model, now, labels, timelines, preempted_by)).encode() + b"\n"
+        line = _encode(record(now, labels, timelines, preempted_by)).encode() + b"\n"
         try:
             if _day(now) != self._day:
                 self._open(_day(now))
@@ -131,7 +131,7 @@ class UsageLog:
         task.add_done_callback(self._tasks.discard)
 
 
-def record(model: str, now: float, labels: UsageLabels, timelines: Sequence[Timeline], preempted_by: Sequence[str]) -> dict[str, Any]:
+def record(now: float, labels: UsageLabels, timelines: Sequence[Timeline], preempted_by: Sequence[str]) -> dict[str, Any]:
     """Returns the record of one prompt: its answers' timelines summed, and `seconds` from its arrival to its last answer's end."""
     states: dict[str, float] = {}
     for timeline in timelines:
@@ -144,7 +144,7 @@ def record(model: str, now: float, labels: UsageLabels, timelines: Sequence[Time
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)),
         "id": labels.id,
         "request_id": labels.request_id,
-        "model": model,
+        "model": labels.model,
         "tenant": labels.tenant,
         "tier": labels.tier,
         "priority": labels.priority,

@@ -22,10 +22,11 @@ from chairlift.server.errors import brief
 from chairlift.server.generation import Generation
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.model import ServedModel, model_of
 from chairlift.server.routes.openai.completions import DEFAULT_MAX_TOKENS, Choices, events, whole
 from chairlift.server.schema.fields import IDS, REQUEST_ID, TEXT, CompletionRequest, Fields, GenerationRequest, is_ids
 from chairlift.server.sequences import ServedSequence
-from chairlift.server.service import Service, service_of
+from chairlift.server.service import service_of
 from chairlift.server.streaming import EventStream
 
 _OWN_FIELDS = {"priority", "service_tier", "cache_salt"}
@@ -61,19 +62,19 @@ class SequenceOpenRequest(Fields):
     cache_salt: str | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
 
-    async def tokens(self, service: Service) -> list[int]:
+    async def tokens(self, model: ServedModel) -> list[int]:
         """Returns the prompt's token ids; raises InvalidRequest."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send either a prompt or messages", param="prompt")
         if self.prompt is None:
             names = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-            return await prompt_of(service, ChatRequest.read(self.model_dump(include=names, exclude_none=True))[0])
+            return await prompt_of(model, ChatRequest.read(self.model_dump(include=names, exclude_none=True))[0])
         if is_ids(self.prompt):
             return list(self.prompt)
         if not isinstance(self.prompt, str):
             raise InvalidRequest(f"prompt must be a string or a list of token ids, got {brief(self.prompt)}", param="prompt")
-        service.check_length(self.prompt)
-        return await service.engine.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
+        model.check_length(self.prompt)
+        return await model.engine.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
 
 
 class SequenceForkRequest(Fields):
@@ -120,21 +121,21 @@ async def open_sequence(request: Request) -> Response:
     """Computes a prompt and holds it."""
     service = service_of(request)
     body, ignored = SequenceOpenRequest.read(await read_json(request))
-    service.check_model(body.model, adapters=False)
-    prompt = await body.tokens(service)
+    model = await service.use(request, body.model, adapters=False)
+    prompt = await body.tokens(model)
     fields = body.model_dump(include=_OWN_FIELDS, exclude_none=True)
     generation = GenerationRequest(**fields, request_id=body.request_id)
     tier = service.tiers.choose(generation.service_tier, request.state.tenant)
     scheduling = generation.scheduling(request.state.tenant, tier, request.headers)
     # Deadlines in the headers are those of this request.
     scheduling = replace(scheduling, deadline_ms=None, ttft_deadline_ms=None)
-    sequence = service.engine.hold(prompt, scheduling, body.lease_seconds or LEASE)
+    sequence = model.engine.hold(prompt, scheduling, body.lease_seconds or LEASE)
     try:
         await _compute(request, generation, sequence)
     except BaseException:
         sequence.drop()
         raise
-    return Json(service.sequences.add(sequence, fields).json(), headers=ignored_header(ignored))
+    return Json(service.add_sequence(model, sequence, fields).json(), headers=ignored_header(ignored))
 
 
 async def list_sequences(request: Request) -> Response:
@@ -145,7 +146,7 @@ async def list_sequences(request: Request) -> Response:
 async def get_sequence(request: Request) -> Response:
     """Returns a sequence with its text."""
     served = _served(request)
-    tokenizer = service_of(request).engine.tokenizer
+    tokenizer = served.model.engine.tokenizer
     text = await asyncio.to_thread(tokenizer.decode, served.sequence.token_ids)
     return Json(served.json() | {"text": text})
 
@@ -174,20 +175,19 @@ async def fork(request: Request) -> Response:
     sequence.check_room(count)
     if not sequence.busy:
         await _compute(request, GenerationRequest(**served.fields), sequence)
-    forks = [service.sequences.add(one, dict(served.fields)) for one in sequence.fork_now(count)]
+    forks = [service.add_sequence(served.model, one, dict(served.fields)) for one in sequence.fork_now(count)]
     return _list_of(forks, ignored_header(ignored))
 
 
 async def append(request: Request) -> Response:
     """Appends to a sequence."""
-    service = service_of(request)
     body, ignored = SequenceAppendRequest.read(await read_json(request))
     served = _served(request)
     param, content = ("tokens", body.tokens) if body.text is None else ("text", body.text)
     if content is None or (body.text is not None and body.tokens is not None):
         raise InvalidRequest("send either text or tokens", param="text")
     if isinstance(content, str):
-        service.check_length(content)
+        served.model.check_length(content)
     try:
         await served.sequence.append(content)
     except InvalidRequest as error:
@@ -200,7 +200,7 @@ async def append(request: Request) -> Response:
 
 async def rewind(request: Request) -> Response:
     """Removes the last tokens of a sequence."""
-    service_of(request).lifecycle.check_admission()
+    service_of(request).check_admission()
     body, ignored = SequenceRewindRequest.read(await read_json(request, queued=False))
     served = _served(request)
     served.sequence.rewind(body.count)
@@ -209,11 +209,11 @@ async def rewind(request: Request) -> Response:
 
 async def generate(request: Request) -> Response:
     """Generates from a sequence, which keeps the tokens. The response is that of /v1/completions, streamed or whole."""
-    service = service_of(request)
     body, ignored = SequenceGenerateRequest.read(await read_json(request))
-    service.check_model(body.model, adapters=False)
     served = _served(request)
-    params = body.params(service.default_sampling)
+    if body.model is not None and service_of(request).find(body.model, adapters=False) is not served.model:
+        raise InvalidRequest(f"the sequence belongs to the model {served.model.name}: leave out model", param="model")
+    params = body.params(served.model.default_sampling)
     served.sequence.params(params)
     headers = ignored_header([*ignored, *body.relaxed])
     body = body.model_copy(update=served.fields)
@@ -249,7 +249,7 @@ def _generating(
             sequence=sequence,
         )
         # The score needs log-probabilities, but the client sees only those that it asked for.
-        yield generation, Choices(service_of(request), generation, body, params, [prompt], [prompt])
+        yield generation, Choices(model_of(request), generation, body, params, [prompt], [prompt])
 
 
 async def _compute(request: Request, body: GenerationRequest, sequence: AsyncLiveSequence) -> None:
@@ -263,7 +263,10 @@ async def _compute(request: Request, body: GenerationRequest, sequence: AsyncLiv
 
 
 def _served(request: Request) -> ServedSequence:
-    return service_of(request).sequences.get(request.state.tenant, request.path_params["id"])
+    """Returns the request's sequence, whose model is loaded because of it."""
+    served = service_of(request).sequences.get(request.state.tenant, request.path_params["id"])
+    request.state.model = served.model
+    return served
 
 
 def _list_of(sequences: list[ServedSequence], headers: dict[str, str]) -> Response:

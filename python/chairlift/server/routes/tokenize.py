@@ -14,9 +14,10 @@ from chairlift.server.chat.completion import prompt_of
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.model import ServedModel
 from chairlift.server.schema.fields import Fields
 from chairlift.server.schema.logprobs import token_text
-from chairlift.server.service import Service, service_of
+from chairlift.server.service import service_of
 
 MAX_CHARACTERS = 1 << 20
 MAX_TOKENS = 1 << 18
@@ -48,50 +49,51 @@ class DetokenizeRequest(Fields):
 async def tokenize(request: Request) -> Response:
     """Returns the tokens of a text or a conversation, and their number."""
     service = service_of(request)
-    service.lifecycle.check_admission()
+    service.check_admission()
     body, ignored = TokenizeRequest.read(await read_json(request, queued=False))
-    service.check_model(body.model)
+    model = await service.use(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either a prompt or messages", param="prompt")
     if body.prompt is None:
-        tokens = await prompt_of(service, body.chat())
+        tokens = await prompt_of(model, body.chat())
     else:
-        tokens = await service.engine.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        tokens = await model.engine.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     # The response may be a megabyte: serialize it in a thread.
-    return await asyncio.to_thread(_tokens_response, service, tokens, bool(body.return_token_strs), ignored_header(ignored))
+    return await asyncio.to_thread(_tokens_response, model, tokens, bool(body.return_token_strs), ignored_header(ignored))
 
 
-def _tokens_response(service: Service, tokens: list[int], with_texts: bool, headers: dict[str, str]) -> Response:
-    tokenizer = service.engine.tokenizer
+def _tokens_response(model: ServedModel, tokens: list[int], with_texts: bool, headers: dict[str, str]) -> Response:
+    tokenizer = model.engine.tokenizer
     strings = [token_text(tokenizer, token) for token in tokens] if with_texts else None
-    limit = service.engine.facts["max_model_len"]
+    limit = model.engine.facts["max_model_len"]
     return Json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}, headers=headers)
 
 
 async def detokenize(request: Request) -> Response:
     """Returns the text of tokens, including control tokens."""
     service = service_of(request)
-    service.lifecycle.check_admission()
+    service.check_admission()
     body, ignored = DetokenizeRequest.read(await read_json(request, queued=False))
-    service.check_model(body.model)
-    vocabulary = service.engine.facts["vocab_size"]
+    model = await service.use(request, body.model)
+    vocabulary = model.engine.facts["vocab_size"]
     if any(not 0 <= token < vocabulary for token in body.tokens):
         raise InvalidRequest(f"tokens must be integers from 0 to {vocabulary - 1}", param="tokens")
-    text = await asyncio.to_thread(service.engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(model.engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return Json({"prompt": text}, headers=ignored_header(ignored))
 
 
 async def tokenizer_info(request: Request) -> Response:
     """Returns the control tokens and the chat template, for clients that render conversations themselves."""
     service = service_of(request)
-    service.lifecycle.check_admission()
-    tokenizer = service.engine.tokenizer
+    service.check_admission()
+    model = await service.use(request, request.query_params.get("model"))
+    tokenizer = model.engine.tokenizer
     return Json(
         {
             **tokenizer.special_tokens,
             "eos_token_ids": sorted(tokenizer.eos_token_ids),
-            "vocab_size": service.engine.facts["vocab_size"],
-            "model_max_length": service.engine.facts["max_model_len"],
+            "vocab_size": model.engine.facts["vocab_size"],
+            "model_max_length": model.engine.facts["max_model_len"],
             "chat_template": tokenizer.template_source,
         }
     )

@@ -274,6 +274,6 @@ def test_a_template_that_knows_no_tools_is_given_them_as_text(client, engine):
 
 
 def test_the_operator_may_say_how_the_model_writes_calls(client, server, monkeypatch):
-    monkeypatch.setattr(server[1], "tool_call_parser", "mistral")
+    monkeypatch.setattr(server[1].default, "tool_call_parser", "mistral")
     [choice] = client.chat.completions.create(**body(SAID["mistral"])).choices
     assert len(choice.message.tool_calls) == 2

@@ -239,6 +239,6 @@ def test_the_page_says_when_the_server_is_gone_and_when_it_is_back(browser, quic
         engine.stuck = ("run", 12.0)
         page.get_by_text("the engine has been stuck for 12.0 s at stage run").wait_for()
         engine.stuck, engine.ready = None, False
-        service.lifecycle.engine_ended()
+        service.default.lifecycle.engine_ended()
         page.get_by_text("the engine is restarting").wait_for()
         page.close()

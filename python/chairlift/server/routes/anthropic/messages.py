@@ -34,10 +34,9 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Returns the number of tokens of a conversation, including the chat template's."""
     service = service_of(request)
-    service.lifecycle.check_admission()
+    service.check_admission()
     body, ignored = CountRequest.read(await read_json(request, queued=False))
-    service.check_model(body.model)
-    tokens = await prompt_of(service, body.chat())
+    tokens = await prompt_of(await service.use(request, body.model), body.chat())
     return Json({"input_tokens": len(tokens)}, headers=ignored_header(ignored))
 
 

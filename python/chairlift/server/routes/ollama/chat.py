@@ -16,6 +16,7 @@ from chairlift.server.chat.tools.json_text import parsed_object
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, to_json_bytes
 from chairlift.server.routes.ollama.chat_request import FIELD_NAMES, GenerateRequest, OllamaChatRequest, OllamaRequest
+from chairlift.server.routes.ollama.fields import keep_alive_seconds
 from chairlift.server.schema.logprobs import chat_logprobs_json
 from chairlift.server.service import service_of
 from chairlift.server.streaming import JsonLines
@@ -34,15 +35,18 @@ async def generate(request: Request) -> Response:
 
 
 async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: list[str], *, as_message: bool) -> Response:
-    service = service_of(request)
-    if empty:  # clients load a model in this way; here it is loaded
-        service.check_model(body.model and body.model.removesuffix(":latest"))
-        head = {"model": service.model, "created_at": _now()}
-        return Json({**head, **_text("", "", as_message), "done": True, "done_reason": "load"})
+    keep_alive = keep_alive_seconds(body.keep_alive)
+    if empty and keep_alive == 0:  # clients unload a model in this way
+        model = service_of(request).find(body.served)
+        service_of(request).let_unload(model)
+        return Json({"model": model.name, "created_at": _now(), **_text("", "", as_message), "done": True, "done_reason": "unload"})
+    model = await service_of(request).use(request, body.served, keep_alive)
+    if empty:  # clients load a model in this way
+        return Json({"model": model.name, "created_at": _now(), **_text("", "", as_message), "done": True, "done_reason": "load"})
     converted, without_effect = body.chat()
     with renamed_fields(FIELD_NAMES):
         completion = await ChatCompletion.begin(request, converted, [*ignored, *without_effect], kind="chat", prefix="ollama-")
-    answer = _Answer(completion, converted.top_logprobs or 0, service.engine.tokenizer, as_message=as_message)
+    answer = _Answer(completion, converted.top_logprobs or 0, model.engine.tokenizer, as_message=as_message)
     if converted.stream:
         return JsonLines(answer.lines(), completion.headers)
     return Json(await answer.whole(), headers=completion.headers)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from chairlift.errors import InvalidRequest
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed_fields
 from chairlift.server.errors import brief
+from chairlift.server.routes.ollama.fields import KeepAlive, served_name
 from chairlift.server.schema.fields import Fields
 
 _OPTIONS = {
@@ -73,7 +74,7 @@ class OllamaMessage(BaseModel):
 class OllamaRequest(Fields, ABC):
     """Fields that both routes share. `stream` is true unless the request says false."""
 
-    without_effect = frozenset(("keep_alive",))
+    keep_alive: KeepAlive = None
     options: dict[str, Any] | None = None
     format: Any = None
     stream: bool | None = None
@@ -84,7 +85,7 @@ class OllamaRequest(Fields, ABC):
     def chat(self) -> tuple[ChatRequest, list[str]]:
         """Returns the chat request and the names of options without effect; raises InvalidRequest with this API's field names."""
         fields, ignored = self._options()
-        fields |= {"model": None if self.model is None else self.model.removesuffix(":latest"), "stream": self.stream is not False}
+        fields |= {"model": self.served, "stream": self.stream is not False}
         fields |= {"format": self.format, "logprobs": self.logprobs, "top_logprobs": self.top_logprobs, "messages": self._messages()}
         if isinstance(self.think, str):
             fields["reasoning_effort"] = self.think
@@ -106,6 +107,11 @@ class OllamaRequest(Fields, ABC):
             elif name not in _HARDWARE:
                 ignored.append(f"options.{name}")
         return fields, ignored
+
+    @property
+    def served(self) -> str | None:
+        """The name of the model on this server."""
+        return served_name(self.model)
 
     @abstractmethod
     def _messages(self) -> list[dict[str, Any]]:

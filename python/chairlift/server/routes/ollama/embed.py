@@ -12,13 +12,16 @@ from starlette.responses import Response
 from chairlift.server.embedding import EmbeddingBatch
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.routes.ollama.fields import KeepAlive, keep_alive_seconds, served_name
 from chairlift.server.schema.fields import Fields, GenerationRequest, texts_or_ids
+from chairlift.server.service import service_of
 
 
 class EmbedRequest(Fields):
     """POST /api/embed."""
 
-    without_effect = frozenset(("keep_alive", "options"))
+    without_effect = frozenset(("options",))
+    keep_alive: KeepAlive = None
     input: Any
     truncate: bool | None = None
     dimensions: int | None = None
@@ -27,7 +30,8 @@ class EmbedRequest(Fields):
 class OldEmbedRequest(Fields):
     """POST /api/embeddings."""
 
-    without_effect = frozenset(("keep_alive", "options"))
+    without_effect = frozenset(("options",))
+    keep_alive: KeepAlive = None
     prompt: str
 
 
@@ -36,6 +40,7 @@ async def embed(request: Request) -> Response:
     began = time.monotonic_ns()
     body, ignored = EmbedRequest.read(await read_json(request))
     inputs = texts_or_ids(body.input, "input")
+    await service_of(request).use(request, served_name(body.model), keep_alive_seconds(body.keep_alive))
     batch = await EmbeddingBatch.begin(request, _fields(body), inputs, dimensions=body.dimensions, truncate=body.truncate is not False)
     found = await batch.embeddings()
 
@@ -50,10 +55,11 @@ async def embed(request: Request) -> Response:
 async def embeddings(request: Request) -> Response:
     """Answers one request with one text, which is shortened if it is too long."""
     body, ignored = OldEmbedRequest.read(await read_json(request))
+    await service_of(request).use(request, served_name(body.model), keep_alive_seconds(body.keep_alive))
     batch = await EmbeddingBatch.begin(request, _fields(body), [body.prompt], dimensions=None, truncate=True)
     (embedding,) = await batch.embeddings()
     return Json({"embedding": embedding.tolist()}, headers=ignored_header(ignored))
 
 
 def _fields(body: Fields) -> GenerationRequest:
-    return GenerationRequest(model=body.model and body.model.removesuffix(":latest"))
+    return GenerationRequest(model=served_name(body.model))

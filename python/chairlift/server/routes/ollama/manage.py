@@ -26,7 +26,7 @@ async def refuse(request: Request) -> Response:
 async def pull(request: Request) -> Response:
     """Downloads a model into the cache, with a line of JSON at the beginning and the end, or one object without `stream`."""
     body = await _body(request)
-    config = service_of(request).engine.config
+    config = service_of(request).default.engine.config
     work = partial(pull_model, body["model"], config.cache_dir)
     if body.get("stream") is False:
         await _call(work)
@@ -37,8 +37,8 @@ async def pull(request: Request) -> Response:
 async def delete(request: Request) -> Response:
     """Deletes a downloaded model that this server does not serve."""
     model = (await _body(request))["model"]
-    config = service_of(request).engine.config
-    if model == config.model:
+    config = service_of(request).default.engine.config
+    if any(model == served.engine.config.model for served in service_of(request).models):
         raise ApiError(409, f"{model} is being served")
     await _call(partial(delete_model, model, config.cache_dir))
     return Response(status_code=200)

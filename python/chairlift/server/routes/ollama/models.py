@@ -1,7 +1,8 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: Ollama's view of the served model."""
+"""GET /api/tags, /api/ps and /api/version, POST /api/show: Ollama's view of the served models."""
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,8 +13,13 @@ import chairlift
 from chairlift.server.chat.reasoning import format_for_template
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.model import ServedModel
+from chairlift.server.routes.ollama.fields import served_name
 from chairlift.server.schema.fields import Fields
-from chairlift.server.service import Service, service_of, tasks
+from chairlift.server.service import service_of
+
+_FOR_EVER = 100 * 365 * 86400.0
+"""What Ollama's clients see as the time of a model that stays loaded, in seconds from now."""
 
 
 class ShowRequest(Fields):
@@ -23,32 +29,37 @@ class ShowRequest(Fields):
 
 
 async def tags(request: Request) -> Response:
-    """Lists the served model."""
-    return Json({"models": [_entry(service_of(request))]})
+    """Lists the served models under all of their names."""
+    return Json({"models": [_entry(model, name) for model in service_of(request).models for name in model.names]})
 
 
 async def ps(request: Request) -> Response:
-    """Lists the loaded model, none while the engine starts."""
-    service = service_of(request)
-    if not service.engine.ready:
-        return Json({"models": []})
-    return Json({"models": [_entry(service) | {"context_length": service.engine.facts["max_model_len"]}]})
+    """Lists the loaded models, each with when it is unloaded if no request comes; `size` is null where it is not known."""
+    loader = service_of(request).loader
+    loaded = [model for model in service_of(request).models if model.engine.ready]
+    listed = []
+    for model in loaded:
+        seconds = min(loader.seconds_until_unload(model), _FOR_EVER)
+        expires = _time(time.time() + seconds)
+        own = {"expires_at": expires, "requests": loader.uses(model), "load_seconds": round(model.lifecycle.start_seconds or 0.0, 3)}
+        listed.append(_entry(model, model.name) | {"context_length": model.engine.facts["max_model_len"], **own})
+    return Json({"models": listed})
 
 
 async def show(request: Request) -> Response:
-    """Describes the served model; raises ApiError 404 for another model."""
+    """Describes a model, which is loaded for that; raises ApiError 404 for an unknown one."""
     service = service_of(request)
-    service.lifecycle.check_admission()
+    service.check_admission()
     body, ignored = ShowRequest.read(await read_json(request, queued=False))
-    service.check_model(body.model and body.model.removesuffix(":latest"))
-    template = service.engine.tokenizer.template_source
+    model = await service.use(request, served_name(body.model))
+    template = model.engine.tokenizer.template_source
     names = {"generate": "completion", "embed": "embedding"}
-    capabilities = [names[task] for task in tasks(service.engine.facts)]
+    capabilities = [names[task] for task in model.tasks()]
     if template is not None:
         capabilities += ["tools"]
         capabilities += ["thinking"] if format_for_template(template) else []
-    info = {"general.name": service.model, "context_length": service.engine.facts["max_model_len"]}
-    entry = _entry(service)
+    info = {"general.name": model.name, "context_length": model.engine.facts["max_model_len"]}
+    entry = _entry(model, model.name)
     described = {"modified_at": entry["modified_at"], "template": template or "", "details": entry["details"]}
     return Json({**described, "model_info": info, "capabilities": capabilities}, headers=ignored_header(ignored))
 
@@ -58,6 +69,9 @@ async def version(request: Request) -> Response:
     return Json({"version": chairlift.__version__})
 
 
-def _entry(service: Service) -> dict[str, Any]:
-    modified = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
-    return {"name": service.model, "model": service.model, "modified_at": modified, "details": {}}
+def _entry(model: ServedModel, name: str) -> dict[str, Any]:
+    return {"name": name, "model": name, "modified_at": _time(model.created), "details": {}}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

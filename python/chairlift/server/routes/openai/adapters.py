@@ -13,13 +13,14 @@ from chairlift.server.service import service_of
 
 
 async def load(request: Request) -> Response:
-    """Loads an adapter from a directory of this machine."""
+    """Loads an adapter of a model (`?model=`, else the first) from a directory of this machine."""
     service = service_of(request)
     name, path = await _strings(request, "lora_name", "lora_path")
-    if name == service.model or name in service.engine.adapters:
+    model = service.find(request.query_params.get("model"))
+    if any(name in (*one.names, *one.engine.adapters) for one in service.models):
         raise ApiError(400, f"{name!r:.100} is the name of a served model", param="lora_name")
     try:
-        await service.engine.load_lora_adapter(name, path)
+        await model.engine.load_lora_adapter(name, path)
     except (InvalidSetting, UnsupportedModel) as error:
         raise ApiError(400, str(error), param="lora_path") from None
     return Json({"status": "loaded", "lora_name": name})
@@ -29,10 +30,11 @@ async def unload(request: Request) -> Response:
     """Unloads an adapter; 409 while requests use it."""
     service = service_of(request)
     (name,) = await _strings(request, "lora_name")
-    if service.adapter(name) is None:
+    model = next((one for one in service.models if one.adapter(name)), None)
+    if model is None:
         raise ApiError(404, f"no adapter is named {name!r:.100}", param="lora_name", code="model_not_found")
     try:
-        await service.engine.unload_lora_adapter(name)
+        await model.engine.unload_lora_adapter(name)
     except InvalidRequest as error:
         raise ApiError(409, str(error), param="lora_name", code=error.code) from None
     return Json({"status": "unloaded", "lora_name": name})

@@ -44,8 +44,8 @@ async def create_batch(request: Request) -> Response:
     service = service_of(request)
     storage = service.data
     body, ignored = BatchCreateRequest.read(await read_json(request, queued=False))
-    if body.endpoint == "/v1/embeddings":
-        check_embeds(service.engine.facts)
+    if body.endpoint == "/v1/embeddings" and len(service.models) == 1:
+        check_embeds((await service.use(request, None)).engine.facts)
     if body.endpoint not in ENDPOINTS:
         raise InvalidRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}, got {brief(body.endpoint)}", param="endpoint")
     if body.completion_window != "24h":

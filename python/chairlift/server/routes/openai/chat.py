@@ -16,8 +16,8 @@ from chairlift.server.chat.request import ChatRequest
 from chairlift.server.chat.tools.parser import ToolCallDelta
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json
+from chairlift.server.model import model_of
 from chairlift.server.schema.logprobs import chat_logprobs_json, prompt_logprobs_json
-from chairlift.server.service import service_of
 from chairlift.server.streaming import DONE, EventStream, EventTemplate, event
 
 
@@ -26,7 +26,7 @@ async def chat_completions(request: Request) -> Response:
     body, ignored = ChatRequest.read(await read_json(request))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     completion = await ChatCompletion.begin(request, body, ignored, kind=kind, prefix="chatcmpl-")
-    response = _ChatResponse(body, completion, service_of(request).engine.tokenizer)
+    response = _ChatResponse(body, completion, model_of(request).engine.tokenizer)
     if body.stream:
         return EventStream(response.events(), completion.headers)
     return Json(await response.whole(), headers=completion.headers)

@@ -15,9 +15,10 @@ from chairlift.sampling import SamplingParams
 from chairlift.server.generation import Generation
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.model import ServedModel
 from chairlift.server.schema.fields import CompletionRequest
 from chairlift.server.schema.logprobs import CompletionLogprobs, check_prompt_logprobs, prompt_logprobs_json, text_offsets
-from chairlift.server.service import Service, service_of
+from chairlift.server.service import service_of
 from chairlift.server.streaming import DONE, EventStream, event
 
 DEFAULT_MAX_TOKENS = 16
@@ -26,16 +27,15 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(request: Request) -> Response:
     """Answers one completion request, streamed or whole."""
-    service = service_of(request)
     body, ignored = CompletionRequest.read(await read_json(request))
-    service.check_model(body.model)
-    params = body.params(service.default_sampling)
+    model = await service_of(request).use(request, body.model)
+    params = body.params(model.default_sampling)
     raw_prompts = body.prompts()
-    limit = service.engine.facts["max_model_len"]
-    prompts = [body.truncate(await _tokens(service, prompt, body), limit) for prompt in raw_prompts]
+    limit = model.engine.facts["max_model_len"]
+    prompts = [body.truncate(await _tokens(model, prompt, body), limit) for prompt in raw_prompts]
     check_prompt_logprobs(prompts, params)
     generation = Generation(request, body, prompts, params, kind="text_completion", prefix="cmpl-", default_max_tokens=DEFAULT_MAX_TOKENS)
-    choices = Choices(service, generation, body, params, raw_prompts, prompts)
+    choices = Choices(model, generation, body, params, raw_prompts, prompts)
     headers = ignored_header([*ignored, *body.relaxed])
     if body.stream:
         return EventStream(events(generation, body, choices), headers)
@@ -43,12 +43,12 @@ async def completions(request: Request) -> Response:
     return await asyncio.to_thread(Json, answer, headers=headers) if params.prompt_logprobs is not None else Json(answer, headers=headers)
 
 
-async def _tokens(service: Service, prompt: str | list[int], body: CompletionRequest) -> list[int]:
+async def _tokens(model: ServedModel, prompt: str | list[int], body: CompletionRequest) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     if body.truncate_prompt_tokens is None:
-        service.check_length(prompt)
-    return await service.engine.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+        model.check_length(prompt)
+    return await model.engine.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
 
 
 class Choices:
@@ -56,14 +56,14 @@ class Choices:
 
     def __init__(
         self,
-        service: Service,
+        model: ServedModel,
         generation: Generation,
         body: CompletionRequest,
         params: SamplingParams,
         raw_prompts: list[str | list[int]],
         prompts: list[list[int]],
     ) -> None:
-        self._tokenizer = service.engine.tokenizer
+        self._tokenizer = model.engine.tokenizer
         self._logprobs_json = CompletionLogprobs(self._tokenizer, body.logprobs or 0, bool(body.return_tokens_as_token_ids))
         self._generation = generation
         self._body = body

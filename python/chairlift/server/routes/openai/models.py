@@ -9,36 +9,44 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.server.http.responses import Json
-from chairlift.server.service import Service, service_of, tasks
+from chairlift.server.model import ServedModel
+from chairlift.server.service import service_of
 
 
 async def models(request: Request) -> Response:
-    """Lists the served model and its LoRA adapters, in OpenAI's format with the fields that Anthropic's clients read."""
-    service = service_of(request)
-    entries = [_entry(service, name) for name in (None, *filter(service.adapter, sorted(service.engine.adapters)))]
+    """Lists the served models under all of their names, and their LoRA adapters.
+
+    The format is OpenAI's, with the fields that Anthropic's clients read.
+    """
+    entries = [
+        _entry(model, name)
+        for model in service_of(request).models
+        for name in (*model.names, *filter(model.adapter, sorted(model.engine.adapters)))
+    ]
     return Json({"object": "list", "data": entries, "first_id": entries[0]["id"], "last_id": entries[-1]["id"], "has_more": False})
 
 
 async def model(request: Request) -> Response:
     """Returns the model called `name`, which may contain slashes; raises ApiError 404 for another model."""
-    service = service_of(request)
-    service.check_model(request.path_params["name"])
-    return Json(_entry(service, service.adapter(request.path_params["name"])))
+    name = request.path_params["name"]
+    return Json(_entry(service_of(request).find(name), name))
 
 
-def _entry(service: Service, adapter: str | None) -> dict[str, Any]:
-    """The model, or its adapter of that name."""
-    facts = service.engine.facts if service.engine.ready else {}
+def _entry(model: ServedModel, name: str) -> dict[str, Any]:
+    """The model under one of its names, or its adapter of that name."""
+    adapter = model.adapter(name)
+    facts = model.engine.facts if model.engine.ready else {}
     return {
-        "id": adapter or service.model,
+        "id": name,
         "object": "model",
-        "created": service.created,
+        "created": model.created,
         "owned_by": "chairlift",
-        "root": service.engine.adapters[adapter] if adapter else service.model,
-        "parent": service.model if adapter else None,
+        "root": model.engine.adapters[adapter] if adapter else model.name,
+        "parent": model.name if adapter else None,
         "max_model_len": facts.get("max_model_len"),
-        **({"tasks": ["generate"] if adapter else tasks(facts)} if facts else {}),
+        "status": model.status,
+        **({"tasks": ["generate"] if adapter else model.tasks()} if facts else {}),
         "type": "model",
-        "display_name": adapter or service.model,
-        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
     }

@@ -36,7 +36,7 @@ from chairlift.server.service import service_of
 
 async def openapi(request: Request) -> Response:
     """Returns the document."""
-    return Json(document(service_of(request).model))
+    return Json(document(tuple(name for model in service_of(request).models for name in model.names)))
 
 
 _POST: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
@@ -94,8 +94,8 @@ _LIMITED = {429: "Tenant's limit reached", 500: "Request failed", 503: "Unavaila
 
 
 @cache
-def document(served: str) -> dict[str, Any]:
-    """Returns the OpenAPI document of a server with the model `served`."""
+def document(served: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the OpenAPI document of a server with models of the names `served`."""
     requests: list[type[BaseModel]] = [*(model for _, _, model, _, _ in _POST if model is not None), SequenceUpdateRequest]
     template = "#/components/schemas/{model}"
     _, schemas = models_json_schema([(model, "validation") for model in requests], ref_template=template)
@@ -148,11 +148,11 @@ def _upload() -> dict[str, Any]:
     return operation | {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
-def _get(path: str, summary: str, answer: str, served: str) -> dict[str, Any]:
+def _get(path: str, summary: str, answer: str, served: tuple[str, ...]) -> dict[str, Any]:
     """Describes an operation without a body. Without `answer` it returns bytes."""
     content = {"application/json": {"schema": _ref(answer)}} if answer else {"application/octet-stream": {"schema": {"type": "string"}}}
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    parameters = [_ID if name == "id" else {**_ID, "name": name, "schema": {"enum": [served]}} for name in names]
+    parameters = [_ID if name == "id" else {**_ID, "name": name, "schema": {"enum": list(served)}} for name in names]
     failures = {400: _MALFORMED[400], **_REJECTED, 503: _LIMITED[503], **({409: "In use, or ended"} if "{id}" in path else {})}
     operation = _operation(summary, content, failures, "OllamaError" if path.startswith("/api/") else "Error")
     if path in ("/health", "/ping"):
@@ -267,7 +267,9 @@ _RESPONSES: dict[str, Any] = {
     "TokenCount": _object({"input_tokens": _INTEGER}),
     "Tokens": _object({"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _list(_INTEGER), "token_strs": _or_null("array")}),
     "Text": _object({"prompt": _STRING}),
-    "Model": _object({"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "max_model_len": _or_null("integer")}),
+    "Model": _object(
+        {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "max_model_len": _or_null("integer"), "status": _STRING}
+    ),
     "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
     "File": _object(
         {"id": _STRING, "object": {"const": "file"}, "bytes": _INTEGER, "created_at": _INTEGER, "filename": _STRING, "purpose": _STRING},

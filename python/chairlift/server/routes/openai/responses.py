@@ -15,9 +15,9 @@ from chairlift.server.chat.completion import ChatCompletion, Delta
 from chairlift.server.chat.request import renamed_fields
 from chairlift.server.http.body import read_json
 from chairlift.server.http.responses import Json
+from chairlift.server.model import model_of
 from chairlift.server.routes.openai.response_request import FIELD_NAMES, ResponsesRequest
 from chairlift.server.schema.logprobs import chat_logprobs_json
-from chairlift.server.service import service_of
 from chairlift.server.streaming import EventStream, client_error, typed_event
 
 
@@ -27,7 +27,7 @@ async def responses(request: Request) -> Response:
     chat = body.chat()
     with renamed_fields(FIELD_NAMES):
         completion = await ChatCompletion.begin(request, chat, ignored, kind="response", prefix="resp_")
-    builder = _ResponseBuilder(body, completion, service_of(request).engine.tokenizer)
+    builder = _ResponseBuilder(body, completion, model_of(request).engine.tokenizer)
     if body.stream:
         return EventStream(builder.events(), completion.headers)
     return Json(await builder.whole(), headers=completion.headers)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from chairlift.server.errors import ApiError
 from chairlift.server.http.responses import Json
 from chairlift.server.observability.poller import SnapshotPoller
+from chairlift.server.service import service_of
 from chairlift.timeline import STATES
 
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -32,14 +33,16 @@ async def dashboard(request: Request) -> Response:
 
 
 async def data(request: Request) -> Response:
-    """Returns the engine's state, steps after the one numbered `step` and samples after the time `sample`."""
-    poller: SnapshotPoller = request.app.state.poller
+    """Returns the state of a model's engine (`model`, else the first), steps after number `step` and samples after the time `sample`."""
+    service = service_of(request)
+    poller: SnapshotPoller = request.app.state.pollers[service.find(request.query_params.get("model")).name]
     try:
         step, sample = int(request.query_params.get("step", 0)), float(request.query_params.get("sample", 0))
     except ValueError:
         raise ApiError(400, "step must be a whole number, and sample a time in seconds") from None
     state = await poller.state(step, sample, request.state.tenant)
-    return Json(state, headers={"cache-control": "no-store"})
+    models = [{"name": model.name, "status": model.status, "requests": service.loader.uses(model)} for model in service.models]
+    return Json({**state, "models": models}, headers={"cache-control": "no-store"})
 
 
 @cache

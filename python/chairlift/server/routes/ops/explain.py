@@ -30,12 +30,12 @@ async def explain(request: Request) -> Response:
         return Json({**explanation, "preparing": {"state": "tokenize", "states": states}, "sequences": []})
     if (refusal := service.registry.refusal(tenant, name)) is not None:
         return Json(refusal.explanation(name))
-    answer_id, all_timelines = await service.explain(tenant, name)
+    answer_id, all_timelines, model = await service.explain(tenant, name)
     timelines = [_visible_to(tenant, timeline) for timeline in all_timelines if tenant in ("", timeline.tenant)]
     if not timelines:
         message = f"no request {brief(name)} is known: give the id of an answer, or its X-Request-Id, of the last {MAX_REQUESTS} requests"
         raise ApiError(404, message, code="request_not_found")
-    others = await service.engine.explain_sequences(sorted({tag for timeline in timelines for tag in timeline.preempted_by}))
+    others = await model.engine.explain_sequences(sorted({tag for timeline in timelines for tag in timeline.preempted_by}))
     tenants = {other.tag: _tenant_name(tenant, other.tenant) for other in others}
     sequences = [asdict(timeline) | {"summary": summary_line(timeline, tenants)} for timeline in timelines]
     return Json({"id": answer_id, "object": "request.explanation", "summary": summary_text(timelines, tenants), "sequences": sequences})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 import chairlift
 from chairlift.server.errors import unavailable
 from chairlift.server.http.responses import Json
-from chairlift.server.lifecycle import ServerState
+from chairlift.server.lifecycle import ModelState
+from chairlift.server.model import ServedModel
 from chairlift.server.service import service_of
 
 _LINKS = {"models": "v1/models", "openapi": "openapi.json", "live": "live", "ready": "ready", "health": "health"}
@@ -18,7 +21,7 @@ _LINKS |= {"metrics": "metrics", "dashboard": "dashboard"}
 async def index(request: Request) -> Response:
     """Returns the server's name, version, model and links to its routes."""
     links = {name: f"/{path}" for name, path in _LINKS.items()}
-    return Json({"name": "chairlift", "version": chairlift.__version__, "model": service_of(request).model, "links": links})
+    return Json({"name": "chairlift", "version": chairlift.__version__, "model": service_of(request).default.name, "links": links})
 
 
 async def version(request: Request) -> Response:
@@ -28,7 +31,7 @@ async def version(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Returns all metrics in Prometheus' text format."""
-    return Response(service_of(request).metrics.render(request.state.tenant), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(service_of(request).render_metrics(request.state.tenant), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def live(request: Request) -> Response:
@@ -37,30 +40,45 @@ async def live(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Returns 200 if a request sent now would be served, else 503 with the reason."""
+    """Returns 200 if a request sent now would be served, else 503 with the reason. Of several models one that serves is enough."""
     service = service_of(request)
-    if service.lifecycle.state is not ServerState.READY:
-        raise service.lifecycle.refusal()
-    if stuck := service.engine.stuck:
-        raise unavailable(_describe_stall(*stuck), "engine_stuck", 5)
+    states = [model.lifecycle.state for model in service.models]
+    if ModelState.STARTING in states:
+        raise service.models[states.index(ModelState.STARTING)].lifecycle.refusal()
+    serving = [model for model in service.models if model.lifecycle.state in (ModelState.READY, ModelState.UNLOADED)]
+    if not serving:
+        raise service.default.lifecycle.refusal()
+    stuck = [model.engine.stuck for model in serving if model.lifecycle.state is ModelState.READY]
+    if len(stuck) == len(serving) and (stall := stuck[0]) and all(stuck):
+        raise unavailable(_describe_stall(*stall), "engine_stuck", 5)
     return Json({"status": "ready"})
 
 
 async def health(request: Request) -> Response:
-    """Returns 200 while the engine is loaded and makes progress, even if new requests are rejected; else 503 with the reason."""
-    engine = service_of(request).engine
-    if not engine.alive:
-        return _unhealthy("the engine has stopped; the server's log has the reason")
-    if not engine.ready:
-        return _unhealthy("the model is still loading")
-    if stuck := engine.stuck:
-        stage, seconds = stuck
-        return _unhealthy(_describe_stall(stage, seconds), stage=stage, seconds=round(seconds, 1))
+    """Returns 200 while an engine is loaded and makes progress, even if new requests are rejected; else 503 with the reason.
+
+    Of several models one that is healthy, or none that should be loaded, is enough: a restart of the server would end that one too.
+    """
+    problems = [_problem(model) for model in service_of(request).models if model.lifecycle.state not in _WITHOUT_ENGINE]
+    if problems and all(problems):
+        return Json({"status": "unhealthy", **(problems[0] or {})}, 503)
     return Json({"status": "healthy"})
 
 
-def _unhealthy(reason: str, **fields: str | float) -> Response:
-    return Json({"status": "unhealthy", "reason": reason, **fields}, 503)
+_WITHOUT_ENGINE = (ModelState.UNLOADED, ModelState.LOADING, ModelState.LOAD_FAILED)
+
+
+def _problem(model: ServedModel) -> dict[str, Any] | None:
+    """Returns why a model's engine makes no progress; None if it does."""
+    engine = model.engine
+    if not engine.alive:
+        return {"reason": "the engine has stopped; the server's log has the reason"}
+    if not engine.ready:
+        return {"reason": "the model is still loading"}
+    if stuck := engine.stuck:
+        stage, seconds = stuck
+        return {"reason": _describe_stall(stage, seconds), "stage": stage, "seconds": round(seconds, 1)}
+    return None
 
 
 def _describe_stall(stage: str, seconds: float) -> str:

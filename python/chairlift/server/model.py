@@ -1,0 +1,109 @@
+"""One served model: its engine, its names, its settings and its state."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from chairlift.errors import InvalidRequest
+from chairlift.server.lifecycle import Lifecycle, ModelState
+from chairlift.server.observability.metrics import Metrics
+
+if TYPE_CHECKING:
+    from chairlift.engine.client import AsyncEngine
+
+_STATUS = {
+    **dict.fromkeys((ModelState.READY, ModelState.DRAINING), "loaded"),
+    **dict.fromkeys((ModelState.STARTING, ModelState.LOADING, ModelState.RESTARTING), "loading"),
+    **dict.fromkeys((ModelState.FAILED, ModelState.LOAD_FAILED), "failed"),
+    ModelState.UNLOADED: "not loaded",
+}
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """One model and the engine that runs it."""
+
+    name: str
+    engine: AsyncEngine
+    aliases: tuple[str, ...] = ()
+    """More names that clients may use."""
+    tool_call_parser: str = "auto"
+    """Name of a tool-call parser, or `auto` to choose one by the chat template."""
+    reasoning_parser: str = "auto"
+    """Name of a reasoning format, `auto` to choose one by the chat template, or `none`."""
+    resume: str = "exact"
+    """Which engines may go on with the answers of one that ended: see `--resume`."""
+    keep_alive: float | None = None
+    """Seconds that the model stays loaded after its last use; None: for ever, whatever clients ask for."""
+    priority: int = 0
+    """The model with the lowest number is loaded first and unloaded last."""
+    num_bytes: int = 0
+    """Bytes of weights and KV cache, as far as that is known before the model is loaded."""
+    metrics_alias: bool = False
+    """Whether metrics are also shown under vLLM's names."""
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    """Whether requests are served, held or refused."""
+    probation: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one request that runs although it may be the cause of the engine's deaths."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Connects the engine with the state and the metrics."""
+        engine, lifecycle = self.engine, self.lifecycle
+        engine.on_end = lifecycle.engine_ended
+        facts, restarts = lambda: engine.facts, lambda: lifecycle.restarts
+        self.metrics = Metrics(self.name, engine.stats, facts, restarts=restarts, alias=self.metrics_alias)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that clients may use."""
+        return (self.name, *self.aliases)
+
+    @property
+    def status(self) -> str:
+        """The state in the words of /v1/models: loaded, loading, not loaded or failed."""
+        return _STATUS[self.lifecycle.state]
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any]:
+        """Sampling parameters for requests that do not set them."""
+        settings: Mapping[str, Any] = self.engine.facts.get("default_sampling", {})
+        return settings
+
+    def adapter(self, name: str | None) -> str | None:
+        """Returns `name` if a LoRA adapter of this model has it, else None."""
+        return name if name in self.engine.adapters and name not in self.names else None
+
+    def tasks(self) -> list[str]:
+        """What the loaded model does: `generate`, `embed`, or both."""
+        facts = self.engine.facts
+        return ["generate"] * facts["generates"] + ["embed"] * (facts["max_text_len"] is not None)
+
+    def check_length(self, text: str) -> None:
+        """Raises InvalidRequest for a text that exceeds the context even if every token is the longest of the vocabulary."""
+        limit = self.engine.facts["max_model_len"]
+        if len(text) > limit and (min_tokens := math.ceil(len(text) / self.engine.tokenizer.longest_token)) > limit:
+            raise InvalidRequest(
+                f"This model's maximum context length is {limit} tokens. However, the prompt has {len(text)} characters, which are "
+                f"at least {min_tokens} tokens. Please shorten the prompt.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    async def render(self, conversation: list[dict[str, Any]], **variables: Any) -> list[int]:
+        """Applies the chat template in a thread and returns the prompt's token ids; raises InvalidRequest."""
+        return await asyncio.to_thread(self.engine.tokenizer.chat, conversation, **variables)
+
+
+def model_of(request: Request) -> ServedModel:
+    """Returns the model that `Service.use` chose for the request."""
+    model: ServedModel = request.state.model
+    return model

@@ -1,0 +1,202 @@
+"""Which models a server has, from the command line or the file of `--models`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from chairlift.checkpoint.locate import public_name
+from chairlift.config import EngineConfig, ServerConfig, parse_duration, parse_value
+from chairlift.errors import InvalidSetting, did_you_mean
+
+_ENGINE_FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig) if "help" in field.metadata}
+_PARSERS = {field.name: field for field in dataclasses.fields(ServerConfig) if field.name in ("tool_call_parser", "reasoning_parser")}
+_OWN = ("path", "aliases", "keep_alive", "priority", "preload")
+_LARGEST_PRIORITY = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One model of a server with several."""
+
+    name: str
+    config: EngineConfig
+    aliases: tuple[str, ...] = ()
+    keep_alive: float | None = None
+    """Seconds that it stays loaded after its last use; None: for ever."""
+    priority: int = 0
+    """The model with the lowest number is loaded first and unloaded last."""
+    preload: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+
+
+def single_model(text: str, config: EngineConfig, server: ServerConfig) -> ModelSpec:
+    """Returns the only model of a server, `MODEL` or `NAME=MODEL`. It is loaded at the start and stays."""
+    for flag, value in (
+        ("--preload", server.preload),
+        ("--max-loaded-models", server.max_loaded_models),
+        ("--models-memory", server.models_memory),
+    ):
+        if value:
+            raise InvalidSetting(f"{flag} is for several models: name them on the command line, or in the file of --models")
+    name, path = _split(text)
+    return _spec(server.served_model_name or name, path, config, server, preload=True)
+
+
+def named_models(texts: Sequence[str], config: EngineConfig, server: ServerConfig) -> list[ModelSpec]:
+    """Returns the models of the command line, `MODEL` or `NAME=MODEL`; a model that is there twice has several names.
+
+    Raises InvalidSetting if two models have the same name.
+    """
+    names: dict[str, list[str]] = {}
+    for text in texts:
+        name, path = _split(text)
+        names.setdefault(path, []).append(name)
+    specs = [_spec(names[0], path, config, server, aliases=tuple(names[1:])) for path, names in names.items()]
+    return _checked(specs, server)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Splits `NAME=MODEL`; a `MODEL` alone has its public name."""
+    name, equals, path = text.partition("=")
+    if not equals or "/" in name or Path(text).exists():
+        return public_name(text), text
+    if not name.strip() or not path:
+        raise InvalidSetting(f"expected NAME=MODEL, got {text!r:.100}")
+    return name, path
+
+
+def read_models(file: str, config: EngineConfig, server: ServerConfig) -> list[ModelSpec]:
+    """Reads the file of `--models`. Settings that a model does not have are those of `config` and `server`.
+
+    Raises InvalidSetting with the line of what is wrong.
+    """
+    flag = f"--models {file}"
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except OSError as error:
+        raise InvalidSetting(f"{flag}: it cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidSetting(f"{flag}: it is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidSetting(f"{flag}: it is not TOML: {error}") from None
+    if not tables:
+        raise InvalidSetting(f'{flag}: it has no models; write [NAME] and below it path = "..."')
+    specs = []
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise InvalidSetting(f"{flag}{_line(text, '', name)}: {name:.100} is outside a table: expected one table a model, [NAME]")
+        if not name.strip():
+            raise InvalidSetting(f"{flag}{_line(text, name)}: the name of a model must not be empty")
+        settings: dict[str, Any] = {}
+        for key, value in table.items():
+            try:
+                setting = key.replace("-", "_")
+                settings[setting] = _setting(setting, value)
+            except ValueError as error:
+                raise InvalidSetting(f"{flag}{_line(text, name, key)}: [{name:.100}] {key:.100}: {error}") from None
+        try:
+            if "path" not in settings:
+                raise ValueError('it needs path = "..."')
+            specs.append(_table_spec(name, settings, config, server))
+        except ValueError as error:
+            raise InvalidSetting(f"{flag}{_line(text, name)}: [{name:.100}]: {error}") from None
+    return _checked(specs, server, flag)
+
+
+def _table_spec(name: str, settings: dict[str, Any], config: EngineConfig, server: ServerConfig) -> ModelSpec:
+    engine = {key: value for key, value in settings.items() if key in _ENGINE_FIELDS}
+    own = {key: value for key, value in settings.items() if key not in engine and key != "path"}
+    return _spec(name, settings["path"], replace(config, **engine), server, **own)
+
+
+def _spec(name: str, path: str, config: EngineConfig, server: ServerConfig, **own: Any) -> ModelSpec:
+    preload = own.pop("preload", name in server.preload or "all" in server.preload)
+    keep_alive = own.pop("keep_alive", math.inf if preload else server.keep_alive)
+    parsers = {"tool_call_parser": server.tool_call_parser, "reasoning_parser": server.reasoning_parser}
+    for_ever = None if math.isinf(keep_alive) else keep_alive
+    return ModelSpec(name, replace(config, model=path), keep_alive=for_ever, preload=preload, **{**parsers, **own})
+
+
+def _setting(key: str, value: Any) -> Any:
+    """Returns the value of one model's setting; raises ValueError."""
+    match key:
+        case "path":
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"expected a directory, a .gguf file or a hub name, got {value!r:.100}")
+            return value
+        case "aliases":
+            if not isinstance(value, list) or not all(isinstance(name, str) and name.strip() for name in value):
+                raise ValueError(f'expected a list of names, like ["gpt-4o"], got {value!r:.100}')
+            return tuple(value)
+        case "keep_alive":
+            if isinstance(value, bool) or not isinstance(value, int | float | str):
+                raise ValueError(f'expected a duration, like "5m", got {value!r:.100}')
+            return parse_duration(str(value))
+        case "priority":
+            if type(value) is not int or abs(value) > _LARGEST_PRIORITY:
+                raise ValueError(f"expected a whole number from -{_LARGEST_PRIORITY} to {_LARGEST_PRIORITY}, got {value!r:.100}")
+            return value
+        case "preload":
+            if not isinstance(value, bool):
+                raise ValueError(f"expected true or false, got {value!r:.100}")
+            return value
+    field = _ENGINE_FIELDS.get(key) or _PARSERS.get(key)
+    if field is None:
+        known = (*_OWN, *_PARSERS, *_ENGINE_FIELDS)
+        raise ValueError(f"no such setting{did_you_mean(key, known)}")
+    return parse_value(field.metadata, field.type, _flag_text(value))
+
+
+def _flag_text(value: Any) -> str:
+    """Returns a TOML value as it would be written for a flag."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={weight}" for name, weight in value.items())
+    return str(value)
+
+
+def _checked(specs: list[ModelSpec], server: ServerConfig, flag: str = "") -> list[ModelSpec]:
+    """Raises InvalidSetting if names, or the models to preload, do not fit together."""
+    where = f"{flag}: " if flag else ""
+    all_names = [name for spec in specs for name in (spec.name, *spec.aliases)]
+    if twice := next((name for index, name in enumerate(all_names) if name in all_names[:index]), None):
+        raise InvalidSetting(f"{where}two models have the name {twice!r:.100}: write NAME=MODEL")
+    if unknown := [name for name in server.preload if name != "all" and name not in {spec.name for spec in specs}]:
+        names = [spec.name for spec in specs]
+        raise InvalidSetting(f"--preload: there is no model {unknown[0]!r:.100}{did_you_mean(unknown[0], names)}")
+    preloaded = sum(spec.preload for spec in specs)
+    if server.max_loaded_models is not None and preloaded > server.max_loaded_models:
+        raise InvalidSetting(f"{where}{preloaded} models are preloaded, more than --max-loaded-models {server.max_loaded_models}")
+    if len(specs) > 1 and (shared := _shared_journal(specs)):
+        raise InvalidSetting(f"{where}two models have the journal {shared}: give each its own in the file of --models")
+    return specs
+
+
+def _shared_journal(specs: Iterable[ModelSpec]) -> str | None:
+    journals = [spec.config.journal for spec in specs if spec.config.journal is not None]
+    return next((path for index, path in enumerate(journals) if path in journals[:index]), None)
+
+
+def _line(text: str, table: str, key: str | None = None) -> str:
+    """Returns `, line N` of a key in a table, or of a table; nothing if it is written in another form."""
+    current = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        name, _, rest = (part.strip(" \t\"'") for part in line.partition("="))
+        if header := re.match(r"\s*\[([^]]*)\]", line):
+            current = header[1].strip(" \t\"'")
+            found = key is None and current == table
+        else:
+            found = bool(rest) and (current, name) == (table, key)
+        if found:
+            return f", line {number}"
+    return ""

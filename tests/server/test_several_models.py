@@ -1,0 +1,195 @@
+"""A server with several models, over fake engines: routing, loading on demand, and what one model's failure does to the others."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from fake_async_engine import FakeEngine, serving_models, wait_until
+
+from chairlift.errors import EngineDead, ModelNotFound
+from chairlift.server.lifecycle import Lifecycle, ModelState
+from chairlift.server.load_policy import LoadPolicy
+from chairlift.server.model import ServedModel
+
+
+class LoadableEngine(FakeEngine):
+    """An engine that can be started again and again. It does so at once, unless it `fails` or is `gated`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.ready = False
+        self.fails = self.gated = False
+        self.starts = 0
+
+    async def start(self) -> None:
+        self.starts += 1
+        while self.gated:
+            await asyncio.sleep(0.01)
+        if self.fails:
+            raise ModelNotFound("there is no such model")
+        self.alive = self.ready = True
+        self.end_with = EngineDead
+        self.end.clear()
+
+
+@pytest.fixture
+def several(request):
+    """Address, service and engines of a server with the models `chat` (also `gpt-4o`), `small` and `third`."""
+    limits = getattr(request, "param", {})
+    engines = {name: LoadableEngine() for name in ("chat", "small", "third")}
+    models = [
+        ServedModel(name, engine, ("gpt-4o",) if name == "chat" else (), keep_alive=300.0, lifecycle=Lifecycle(ModelState.UNLOADED))
+        for name, engine in engines.items()
+    ]
+    with serving_models(models, policy=LoadPolicy(**limits)) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
+        yield http, service, engines
+
+
+def ask(http, model=None, prompt="a", **fields):
+    return http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3, **({"model": model} if model else {}), **fields})
+
+
+def statuses(http):
+    return {one["id"]: one["status"] for one in http.get("/v1/models").json()["data"]}
+
+
+def test_a_request_goes_to_the_model_that_it_names(several):
+    http, _, engines = several
+    assert [ask(http, name).json()["model"] for name in ("small", "gpt-4o", None)] == ["small", "chat", "chat"]
+    assert {name: engine.started for name, engine in engines.items()} == {"chat": 2, "small": 1, "third": 0}
+    messages = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    for path, body in (
+        ("/v1/chat/completions", messages),
+        ("/v1/messages", messages),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
+        ("/api/chat", {"messages": messages["messages"], "stream": False, "options": {"num_predict": 2}}),
+        ("/api/generate", {"prompt": "hi", "stream": False, "options": {"num_predict": 2}}),
+    ):
+        assert http.post(path, json={**body, "model": "third"}).json()["model"] == "third", path
+    assert engines["third"].started == 5
+    assert http.post("/tokenize", json={"prompt": "ab", "model": "small"}).json()["tokens"] == [97, 98]
+    assert http.get("/tokenizer_info?model=small").status_code == 200
+
+
+def test_an_unknown_name_lists_what_there_is(several):
+    http, _, _ = several
+    for refused in (ask(http, "gpt-5"), http.get("/v1/models/gpt-5"), http.get("/tokenizer_info?model=gpt-5")):
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (404, "model_not_found")
+        assert "this server has 'chat', 'gpt-4o', 'small', 'third'" in error["message"]
+    assert "this server has" in http.post("/api/chat", json={"model": "gpt-5"}).json()["error"]
+
+
+def test_models_are_listed_with_their_state(several):
+    http, _, engines = several
+    assert statuses(http) == {"chat": "not loaded", "gpt-4o": "not loaded", "small": "not loaded", "third": "not loaded"}
+    assert http.get("/ready").status_code == http.get("/health").status_code == 200
+    engines["third"].fails = engines["small"].gated = True
+    assert ask(http, "chat").status_code == 200
+    assert ask(http, "third").status_code == 503
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(ask, http, "small")
+        wait_until(lambda: statuses(http)["small"] == "loading")
+        assert statuses(http) == {"chat": "loaded", "gpt-4o": "loaded", "small": "loading", "third": "failed"}
+        assert http.get("/v1/models/gpt-4o").json()["root"] == "chat"
+        assert [one["name"] for one in http.get("/api/ps").json()["models"]] == ["chat"]
+        assert [one["name"] for one in http.get("/api/tags").json()["models"]] == ["chat", "gpt-4o", "small", "third"]
+        engines["small"].gated = False
+        assert waiting.result().status_code == 200
+
+
+def test_a_model_that_cannot_be_loaded_disturbs_no_other(several):
+    http, _, engines = several
+    engines["small"].fails = True
+    refused = ask(http, "small")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_load_failed")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert ask(http, "small").status_code == 503
+    assert engines["small"].starts == 1  # it is not tried again at once
+    assert ask(http, "chat").status_code == 200
+    assert http.get("/health").status_code == 200
+
+
+def test_a_dead_engine_is_restarted_alone(several):
+    http, service, engines = several
+    assert ask(http, "small").status_code == 200
+    assert ask(http, "chat", "once0").status_code == 200
+    assert (engines["chat"].starts, engines["small"].starts) == (2, 1)
+    assert [model.lifecycle.restarts for model in service.models] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("several", [{"max_loaded": 1}], indirect=True)
+def test_a_model_in_use_is_not_unloaded(several):
+    http, _, engines = several
+    with ThreadPoolExecutor(3) as threads:
+        running = threads.submit(ask, http, "chat", "held")
+        wait_until(lambda: engines["chat"].started == 1)
+        waiting = threads.submit(ask, http, "small")
+        wait_until(lambda: http.get("/dashboard/data").json()["models"][1]["requests"] == 1)
+        assert ask(http, "chat").status_code == 200  # a loaded model serves on
+        assert engines["small"].starts == 0
+        engines["chat"].released = True
+        assert running.result().status_code == waiting.result().status_code == 200
+    assert not engines["chat"].alive
+    assert statuses(http)["chat"] == "not loaded"
+
+
+@pytest.mark.parametrize("several", [{"max_loaded": 1}], indirect=True)
+def test_a_live_sequence_keeps_its_model(several):
+    http, _, engines = several
+    sequence = http.post("/v1/sequences", json={"prompt": "ab", "model": "chat"}).json()["id"]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(ask, http, "small")
+        wait_until(lambda: http.get("/dashboard/data").json()["models"][1]["requests"] == 1)
+        answer = http.post(f"/v1/sequences/{sequence}/generate", json={"max_tokens": 2})
+        assert answer.json()["model"] == "chat"
+        other = http.post(f"/v1/sequences/{sequence}/generate", json={"max_tokens": 2, "model": "small"})
+        assert "belongs to the model chat" in other.json()["error"]["message"]
+        assert engines["small"].starts == 0
+        assert http.delete(f"/v1/sequences/{sequence}").status_code == 200
+        assert waiting.result().status_code == 200
+
+
+def test_a_client_that_leaves_waits_no_longer(several):
+    http, service, engines = several
+    engines["small"].gated = True
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json={"prompt": "a", "model": "small"}, timeout=0.2)
+    wait_until(lambda: service.loader.uses(service.find("small")) == 0)
+    engines["small"].gated = False
+    assert ask(http, "small").status_code == 200
+    wait_until(lambda: service.loader.uses(service.find("small")) == 0)
+
+
+def test_ollamas_clients_load_and_unload(several):
+    http, service, engines = several
+    loaded = http.post("/api/generate", json={"model": "small:latest"}).json()
+    assert (loaded["model"], loaded["done_reason"], engines["small"].starts) == ("small", "load", 1)
+    assert http.post("/api/generate", json={"model": "small", "keep_alive": 0}).json()["done_reason"] == "unload"
+    wait_until(lambda: not engines["small"].alive)
+    body = {"model": "small", "prompt": "a", "stream": False, "keep_alive": 0}
+    assert http.post("/api/generate", json=body).status_code == 200
+    wait_until(lambda: not engines["small"].alive)
+    assert http.post("/api/generate", json={**body, "keep_alive": -1}).status_code == 200
+    assert service.loader.seconds_until_unload(service.find("small")) == float("inf")
+    refused = http.post("/api/generate", json={**body, "keep_alive": "soon"})
+    assert (refused.status_code, "keep_alive must be" in refused.json()["error"]) == (400, True)
+
+
+def test_metrics_have_the_name_of_the_model(several):
+    http, _, _ = several
+    ask(http, "small")
+    ask(http, "chat")
+    text = http.get("/metrics").text
+    lines = [line for line in text.splitlines() if line.startswith("chairlift_request_success_total")]
+    counts = {name: sum(float(line.split()[-1]) for line in lines if f'model_name="{name}"' in line) for name in ("chat", "small", "third")}
+    assert counts == {"chat": 1, "small": 1, "third": 0}
+    assert text.count("# HELP chairlift_request_success_total") == 1
+
+
+def test_a_request_is_explained_by_its_model(several):
+    http, _, _ = several
+    ask(http, "chat")
+    answer = ask(http, "small").json()
+    assert http.get(f"/v1/requests/{answer['id']}/explain").json()["id"] == answer["id"]
