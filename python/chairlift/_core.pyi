@@ -223,6 +223,22 @@ class Scheduler:
         """Opens a held sequence with the same blocks. Returns None if the sequence was dropped."""
     def drop_held(self, held: int, now: int) -> bool:
         """Drops a held sequence. Its blocks are free for the next step. Returns False if it was dropped before."""
+    def cached_blocks(self, tokens: NDArray[np.int32]) -> int:
+        """Number of full blocks at the start of `tokens` (int32) that a request without a salt would find in the cache."""
+    def restore(self, tokens: NDArray[np.int32], now: int) -> tuple[int, list[int]]:
+        """Names free blocks for the full blocks of `tokens` (int32) that are not cached, as many as are free.
+
+        Returns the number of leading blocks that were cached, and the blocks that follow them. Their KV must be written before the next
+        step.
+        """
+    def stored_blocks(self, after: int) -> list[tuple[int, int, int, bytes]]:
+        """The cached blocks with complete KV and without a salt, whose content is newer than number `after`.
+
+        Each is the block, the number of its content, that of the content before it (0: none), and its tokens (int32). Older content comes
+        first.
+        """
+    def unused_blocks(self) -> int:
+        """Number of free blocks that are not cached. Once there are none, new blocks evict cached ones."""
     def set_priority(self, seq: int, priority: int, now: int) -> bool:
         """Moves a request to another class. Returns False if it has ended, or if one of the classes is the background."""
     def fork(self, seq: int, tag: int, now: int) -> int:
@@ -596,3 +612,9 @@ class KvCache:
 
     def swap(self, outs: Sequence[tuple[int, int]], ins: Sequence[tuple[int, int]]) -> None:
         """Copies blocks to the host pool (block, host block), then from it (host block, block)."""
+
+    def read(self, block: int) -> bytes:
+        """The bytes of a block."""
+
+    def write(self, block: int, bytes: bytes | memoryview) -> None:
+        """Overwrites a block with bytes of `read`."""

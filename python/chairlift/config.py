@@ -357,6 +357,16 @@ class EngineConfig:
         group="cache",
     )
     enable_prefix_caching: bool = _flag(True, "share the KV blocks of equal prompt beginnings", group="cache")
+    prefix_cache_dir: str | None = _flag(
+        None,
+        "keep the KV blocks of prompt beginnings in this directory, so that a restarted engine need not compute them again; only those of "
+        "requests without a cache salt",
+        metavar="DIR",
+        group="cache",
+    )
+    prefix_cache_disk: int = _flag(
+        20 << 30, "most bytes in that directory; the least recently used blocks are deleted", _size, group="cache"
+    )
     swap_space: int = _flag(
         0, "host memory that preempted requests may be moved to, in bytes; without it they are computed again", _size, group="cache"
     )

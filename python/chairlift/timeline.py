@@ -20,6 +20,7 @@ STATES = {
     "tokenize": TimelineState("the request is parsed, templated and tokenized", "#737373", "tokenization"),
     "grammar": TimelineState("its grammar is compiled", "#969696", "its grammar to compile"),
     "lost_engine": TimelineState("was in an engine that ended before it had answered", "#67000d"),
+    "read_cache": TimelineState("the KV of its prefix is read from disk", "#525252", "its prefix to be read from disk"),
     "restart": TimelineState("waits for the engine to start", "#3f007d", "the engine to start"),
     "wait_step": TimelineState("waits for the current step to finish", "#8d98a5", "the current step"),
     "wait_slots": TimelineState("waits for a batch slot: max_num_seqs requests are running", "#cf3a3f", "a batch slot"),

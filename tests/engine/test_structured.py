@@ -232,7 +232,10 @@ class _Engine:
             return None
         return self.compiling.setdefault(params.structured_output.text, Future())
 
-    def add(self, tag, prompt, params, scheduling, submitted, grammar, spent, resumed, continues):
+    def read_prefix(self, *_):
+        return None
+
+    def add(self, tag, prompt, params, scheduling, submitted, grammar, spent, resumed, continues, stored):
         if grammar is not None:
             grammar.result(0)
         self.added.append(tag)

@@ -108,7 +108,13 @@ class FakeEngine:
     def compile(self, params):
         return None
 
-    def add(self, tag, prompt, params, scheduling, submitted=None, grammar=None, spent=None, resumed=(), continues=None):
+    def read_prefix(self, prompt, params, scheduling):
+        return None
+
+    def save_prefixes(self, seconds):
+        pass
+
+    def add(self, tag, prompt, params, scheduling, submitted=None, grammar=None, spent=None, resumed=(), continues=None, stored=None):
         if prompt[0] == REFUSED:
             raise InvalidRequest("it can never fit: needs 12 blocks of 10", param="prompt", code="never_fits")
         if prompt[0] == BROKEN:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from chairlift.engine.compiling import Compiling
 from chairlift.engine.frames import (
     Abort,
     AdapterChanged,
@@ -31,12 +30,14 @@ from chairlift.engine.frames import (
     StepOutputs,
     UnloadAdapter,
 )
+from chairlift.engine.preparing import Preparing
 from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from chairlift.engine.adapters import PackedAdapter
+    from chairlift.engine.disk_cache import StoredPrefix
     from chairlift.grammar.grammars import Grammar
 
 STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0
@@ -59,6 +60,9 @@ class EngineLike(Protocol):
     def compile(self, params: SamplingParams) -> Future[Grammar] | None:
         """Starts compiling a request's grammar. Raises QueueFull."""
 
+    def read_prefix(self, prompt: Sequence[int], params: SamplingParams, scheduling: Scheduling) -> Future[StoredPrefix] | None:
+        """Starts reading the KV of a prompt's beginning from disk; None if there is none to read."""
+
     def add(
         self,
         tag: int,
@@ -70,6 +74,7 @@ class EngineLike(Protocol):
         spent: Mapping[str, int],
         resumed: Sequence[ResumedChoice],
         continues: tuple[int, int] | None,
+        stored: Future[StoredPrefix] | None,
     ) -> None:
         """Queues a request. Raises InvalidRequest or QueueFull."""
 
@@ -112,16 +117,20 @@ class EngineLike(Protocol):
     def usage(self) -> dict[str, Any]:
         """The newest counters of each tenant and class."""
 
+    def save_prefixes(self, seconds: float) -> None:
+        """Writes the KV of prompt beginnings to disk, at a clean stop."""
+
     def close(self) -> None:
         """Flushes the journal."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
-    """A request's grammar was compiled, or failed to, at `ended` (microseconds of the monotonic clock)."""
+class Prepared:
+    """One of the things that a request waits for was done, or failed, at `ended` (microseconds of the monotonic clock)."""
 
     tag: int
-    grammar: Future[Grammar]
+    grammar: Future[Grammar] | None
+    stored: Future[StoredPrefix] | None
     ended: int
 
 
@@ -135,13 +144,13 @@ class AdapterRead:
 
 
 class HostedEngine:
-    """An engine and the requests that wait for their grammars.
+    """An engine and the requests that wait for their grammars or for KV on disk.
 
     `send` sends a frame to the parent. `put` passes what another thread has done to `handle`.
     """
 
     def __init__(
-        self, engine: EngineLike, send: Callable[[Frame], None], put: Callable[[Compiled | AdapterRead], None], first_step: float = 0.0
+        self, engine: EngineLike, send: Callable[[Frame], None], put: Callable[[Prepared | AdapterRead], None], first_step: float = 0.0
     ) -> None:
         self.engine = engine
         self.first_step = first_step
@@ -152,7 +161,7 @@ class HostedEngine:
         """When an idle engine becomes busy by itself, on the monotonic clock; None for never."""
         self._send = send
         self._put = put
-        self._compiling = Compiling()
+        self._preparing = Preparing()
         self._counters = Counters(engine)
 
     def step(self) -> None:
@@ -173,16 +182,16 @@ class HostedEngine:
             wakes_in = COOLING_SECONDS if wakes_in is None else min(wakes_in, COOLING_SECONDS)
         self.wakes_at = None if wakes_in is None else time.monotonic() + wakes_in
 
-    def handle(self, frame: Frame | Compiled | AdapterRead) -> None:
+    def handle(self, frame: Frame | Prepared | AdapterRead) -> None:
         """Handles a frame between two steps. Raises BadFrame."""
         match frame:
             case Add():
                 self._add(frame)
-            case Compiled(tag, grammar, ended):
-                if (request := self._compiling.end(tag, ended)) is not None:
-                    self._add(request, grammar)
+            case Prepared(tag, grammar, stored, ended):
+                if (request := self._preparing.end(tag, ended)) is not None:
+                    self._add(request, grammar, stored)
             case Abort(tags, stopped):
-                self._compiling.abort(tags)
+                self._preparing.abort(tags)
                 for tag in tags:
                     self.engine.abort(tag, stopped=stopped)
             case LoadAdapter():
@@ -204,6 +213,10 @@ class HostedEngine:
             case _:
                 raise BadFrame(f"unexpected frame for an engine: {frame!r:.100}")
 
+    def save(self, seconds: float) -> None:
+        """Writes the KV of prompt beginnings to disk, if there is a directory for it, for at most so long."""
+        self.engine.save_prefixes(seconds)
+
     def close(self) -> None:
         """Ends the engine and lets go of it."""
         try:
@@ -212,21 +225,31 @@ class HostedEngine:
             del self.engine, self._counters
 
     def _explain(self, tag: int) -> dict[str, Any] | None:
-        return self.engine.explain(tag) or self._compiling.explain(tag)
+        return self.engine.explain(tag) or self._preparing.explain(tag)
 
-    def _add(self, frame: Add, grammar: Future[Grammar] | None = None) -> None:
-        """Adds a request to the engine. If its grammar is not compiled yet, it waits and is added later."""
+    def _wait_for(
+        self, what: Future[Any], state: str, frame: Add, grammar: Future[Grammar] | None, stored: Future[StoredPrefix] | None
+    ) -> None:
+        """Keeps a request in a state of its timeline until `what` is done."""
+        self._preparing.begin(frame, state)
+        put, tag = self._put, frame.tag
+        what.add_done_callback(lambda _: put(Prepared(tag, grammar, stored, time.monotonic_ns() // 1000)))
+
+    def _add(self, frame: Add, grammar: Future[Grammar] | None = None, stored: Future[StoredPrefix] | None = None) -> None:
+        """Adds a request to the engine. If its grammar is not compiled or its KV not read yet, it waits and is added later."""
         try:
             params, scheduling = SamplingParams(**frame.params), Scheduling(**frame.scheduling)
+            prompt, resumed = memoryview(frame.prompt).cast("i"), [ResumedChoice(*choice) for choice in frame.resumed]
             grammar = grammar or self.engine.compile(params)
             if grammar is not None and not grammar.done():
-                self._compiling.begin(frame)
-                put, tag = self._put, frame.tag
-                grammar.add_done_callback(lambda grammar: put(Compiled(tag, grammar, time.monotonic_ns() // 1000)))
+                self._wait_for(grammar, "grammar", frame, grammar, None)
                 return
-            prompt, resumed = memoryview(frame.prompt).cast("i"), [ResumedChoice(*choice) for choice in frame.resumed]
+            stored = stored or self.engine.read_prefix(prompt, params, scheduling)
+            if stored is not None and not stored.done():
+                self._wait_for(stored, "read_cache", frame, grammar, stored)
+                return
             continues = None if frame.continues is None else (frame.continues[0], frame.continues[1])
-            self.engine.add(frame.tag, prompt, params, scheduling, frame.submitted, grammar, frame.spent, resumed, continues)
+            self.engine.add(frame.tag, prompt, params, scheduling, frame.submitted, grammar, frame.spent, resumed, continues, stored)
         except InvalidRequest as error:
             self._send(Rejected(frame.tag, "InvalidRequest", str(error), error.param, error.code))
         except QueueFull as error:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("chairlift")
 
+SAVE_SECONDS = 3.0
+"""Most seconds that `close` spends on writing KV to `--prefix-cache-dir`."""
 LONG_WORK = 1.0
 """Seconds of work after which the progress bar appears."""
 
@@ -87,6 +89,7 @@ class LLM:
             engine, self._engine = self._engine, None
             self._requests.clear()
         if engine is not None:
+            engine.save_prefixes(SAVE_SECONDS)
             engine.close()
 
     def __enter__(self) -> Self:

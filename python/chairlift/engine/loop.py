@@ -20,13 +20,15 @@ from chairlift.checkpoint.locate import locate
 from chairlift.config import EngineConfig
 from chairlift.engine import scheduler_settings
 from chairlift.engine.adapters import Adapters, PackedAdapter
+from chairlift.engine.disk_cache import DiskCache, StoredPrefix
 from chairlift.engine.energy import open_meter
 from chairlift.engine.facts import start_facts
 from chairlift.engine.frames import ResumedChoice, StepOutputs
 from chairlift.engine.journal import Journal
+from chairlift.engine.prefix_store import PrefixStore
 from chairlift.engine.sequences import Sequences
 from chairlift.engine.split_step import SplitStep
-from chairlift.errors import InvalidRequest, OutOfMemory
+from chairlift.errors import InvalidRequest, InvalidSetting, OutOfMemory
 from chairlift.grammar.grammars import Grammar, Grammars
 from chairlift.grammar.trial import Vocabulary
 from chairlift.runner.buffers import StepSizes
@@ -100,6 +102,7 @@ class Engine:
         self._energy_read, self._meter_due = 0, 0
         self._read_meter(_now())
         self.facts = start_facts(config, directory, runner, self._eos, sampling)
+        self._disk_cache = _open_disk_cache(config, self._scheduler, runner, self.facts["fingerprint"])
 
     @property
     def has_work(self) -> bool:
@@ -115,6 +118,14 @@ class Engine:
         """Starts compiling the request's grammar on another thread; None if it has none. Raises QueueFull."""
         return None if params.structured_output is None else self._grammars.compile(params.structured_output)
 
+    def read_prefix(
+        self, prompt: Sequence[int] | np.ndarray, params: SamplingParams, scheduling: Scheduling
+    ) -> Future[StoredPrefix] | None:
+        """Starts reading the KV of the prompt's beginning from disk; None if there is none to read."""
+        if self._disk_cache is None or scheduling.cache_salt or params.lora is not None or params.prompt_logprobs is not None:
+            return None
+        return self._disk_cache.read(np.ascontiguousarray(prompt, dtype=np.int32))
+
     def add(
         self,
         tag: int,
@@ -126,6 +137,7 @@ class Engine:
         spent: Mapping[str, int] | None = None,
         resumed: Sequence[ResumedChoice] = (),
         continues: tuple[int, int] | None = None,
+        stored: Future[StoredPrefix] | None = None,
     ) -> None:
         """Queues a request. Its sequences get `tag` and the numbers after it, which must be unused.
 
@@ -133,8 +145,8 @@ class Engine:
         microseconds of its earlier timeline states: its timeline and its deadlines start that much earlier. `grammar` is the result of
         `compile`; the call waits for it. `resumed` has the unfinished choices of a request that another engine lost: each goes on after
         its last token. `continues` is the handle of a held sequence of the same tenant and salt, and how many leading tokens of the prompt
-        are its tokens; the request must have one answer, and leaves its KV to the sequence. An unknown handle opens one. Raises
-        InvalidRequest if the request can never run and QueueFull if it cannot wait.
+        are its tokens; the request must have one answer, and leaves its KV to the sequence. An unknown handle opens one. `stored` is the
+        result of `read_prefix`; the call waits for it. Raises InvalidRequest if the request can never run and QueueFull if it cannot wait.
         """
         if not self.runner.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise InvalidRequest("without a model (--load-format none) there are no log-probabilities: leave them out", param="logprobs")
@@ -150,6 +162,8 @@ class Engine:
             resumed=resumed,
             continues=continues,
         )
+        if self._disk_cache is not None and (stored := stored or self.read_prefix(prompt, params, scheduling or Scheduling())) is not None:
+            self._disk_cache.put(stored.result(), _now())
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
         """Ends a sequence without further output and frees its memory; False if it has ended already.
@@ -225,6 +239,8 @@ class Engine:
             raise
         # Commit.
         outputs = self._commit(sampled)
+        if self._disk_cache is not None:
+            self._disk_cache.write_some()
         if self._in_flight is not None:
             self.stage = "run", time.monotonic()
             try:
@@ -262,7 +278,11 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """The scheduler's counters and gauges."""
-        return self._scheduler.stats() | {"steps_short_of_memory": self._split_step.steps}
+        return self._scheduler.stats() | {
+            "steps_short_of_memory": self._split_step.steps,
+            "disk_blocks_read": self._disk_cache.blocks_read if self._disk_cache else 0,
+            "disk_blocks_written": self._disk_cache.blocks_written if self._disk_cache else 0,
+        }
 
     def usage(self) -> dict[str, Any]:
         """The usage of each of the `tenants` and `classes`."""
@@ -277,12 +297,19 @@ class Engine:
         self._grammars.close()
         if self._in_flight is not None:
             self.runner.wait()
+        if self._disk_cache is not None:
+            self._disk_cache.close()
         self.runner.close()
         if self._meter is not None:
             self._meter.close()
         if self._journal is not None:
             self._write_journal()
             self._journal.close()
+
+    def save_prefixes(self, seconds: float) -> None:
+        """Before a clean stop, writes the KV of prompt beginnings to disk for at most so long, if there is a directory for it."""
+        if self._disk_cache is not None:
+            self._disk_cache.save(seconds)
 
     def _expire(self, now: int) -> list[dict[str, Any]]:
         """Ends the requests that missed their deadlines and returns their timelines."""
@@ -428,6 +455,15 @@ class Engine:
         """Appends the scheduler's new records to the journal."""
         if self._journal is not None:
             self._journal.append(self._scheduler.journal(), flush=not self._sequences)
+
+
+def _open_disk_cache(config: EngineConfig, scheduler: _core.Scheduler, runner: Runner, fingerprint: str | None) -> DiskCache | None:
+    if config.prefix_cache_dir is None:
+        return None
+    if runner.kv_blocks is None or fingerprint is None or not config.enable_prefix_caching:
+        raise InvalidSetting("--prefix-cache-dir needs a prefix cache and a model that the CPU kernels compute: leave it out")
+    store = PrefixStore(config.prefix_cache_dir, config.prefix_cache_disk, fingerprint)
+    return DiskCache(scheduler, runner.kv_blocks, runner.num_kv_blocks, config.block_size, store)
 
 
 def _build_runner(config: EngineConfig, directory: Path, eos: frozenset[int], on_phase: Callable[[str, float], None]) -> Runner:

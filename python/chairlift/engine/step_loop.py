@@ -17,10 +17,12 @@ from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.engine.exit_watch import start_sentinels
 from chairlift.engine.frames import Alive, BadFrame, Failed, Frame, Load, Phase, Ready, Stop, Unload, Unloaded
-from chairlift.engine.hosted_engine import AdapterRead, Compiled, EngineLike, HostedEngine
+from chairlift.engine.hosted_engine import AdapterRead, EngineLike, HostedEngine, Prepared
 from chairlift.engine.watchdog import CHECK_SECONDS, IDLE, Watchdog
 from chairlift.errors import ChairliftError
 
+SAVE_SECONDS = 3.0
+"""Most seconds that a clean stop spends on writing KV to disk. The parent kills the process after five."""
 EngineMaker = Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]
 Send = Callable[..., None]
 """Sends a frame from an engine of this number: `send(frame, number, timeout=...)`."""
@@ -41,7 +43,7 @@ class _NotLoaded:
     error: BaseException
 
 
-Received = tuple[int, Frame | Compiled | AdapterRead | _Loaded | _NotLoaded] | BadFrame
+Received = tuple[int, Frame | Prepared | AdapterRead | _Loaded | _NotLoaded] | BadFrame
 """What the loop handles between two steps, with the number of its engine."""
 Inbox = SimpleQueue[Received]
 
@@ -71,6 +73,8 @@ class StepLoop:
             going = self._handle(first)
             while going and self._take_frames():
                 self._step()
+            for hosted in self._engines.values():
+                hosted.save(SAVE_SECONDS / len(self._engines))
         finally:
             for hosted in self._engines.values():
                 hosted.close()
@@ -236,6 +240,8 @@ class StepLoop:
     def _release(self, number: int, hosted: HostedEngine | None, reply: bool) -> None:
         try:
             if hosted is not None:
+                if reply:  # otherwise it has failed
+                    hosted.save(SAVE_SECONDS)
                 hosted.close()
         except Exception:
             traceback.print_exc()

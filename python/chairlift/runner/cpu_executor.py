@@ -63,6 +63,11 @@ class CpuExecutor(ModelExecutor):
         """Copies blocks to the host, then back."""
         self.cache.swap(list(outs), list(ins))
 
+    @property
+    def kv_blocks(self) -> _core.KvCache:
+        """The KV cache."""
+        return self.cache
+
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
         """Runs the step in the buffers."""
         self.decoder.forward(

@@ -16,7 +16,7 @@ from chairlift.models.encoder import EncoderConfig, longest_text
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Layout, Pairs, Sampled, StepBuffers, StepSizes
 from chairlift.runner.build import choose_threads
-from chairlift.runner.interface import AdapterStore
+from chairlift.runner.interface import AdapterStore, BlockStorage
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory
 from chairlift.runner.memory.precision import decide
@@ -37,6 +37,7 @@ class EncoderRunner:
     has_logprobs = False
     generates = False
     adapters: AdapterStore | None = None
+    kv_blocks: BlockStorage | None = None
     host_blocks = 0
     kv_cache_bytes = 0
     swap_ns_per_block = 0

@@ -14,7 +14,7 @@ import numpy as np
 from chairlift.config import EngineConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, StepBuffers
-from chairlift.runner.interface import AdapterStore
+from chairlift.runner.interface import AdapterStore, BlockStorage
 from chairlift.runner.memory.precision import Precision
 
 Logits = Any
@@ -67,6 +67,11 @@ class ModelExecutor(ABC):
         Only models in Rust have them.
         """
         raise NotImplementedError
+
+    @property
+    def kv_blocks(self) -> BlockStorage | None:
+        """The KV cache, if its blocks can be read and written: that of models in Rust. For after `allocate`."""
+        return None
 
     def synchronize(self) -> None:  # noqa: B027 (most models have nothing to wait for)
         """Waits until all queued work is done, on an asynchronous device."""

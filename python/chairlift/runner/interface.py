@@ -33,6 +33,16 @@ class AdapterStore(Protocol):
         """Sets the adapter of the sequence in a batch slot; 0 for none."""
 
 
+class BlockStorage(Protocol):
+    """A KV cache whose blocks can be read and written, between steps."""
+
+    def read(self, block: int, /) -> bytes:
+        """The KV of a block in all layers."""
+
+    def write(self, block: int, kv: bytes | memoryview, /) -> None:
+        """Overwrites a block with KV that `read` gave."""
+
+
 class Runner(Protocol):
     """Runs the steps that the scheduler plans: `launch`, then `sample`, then `collect`.
 
@@ -67,6 +77,10 @@ class Runner(Protocol):
     """The decisions made at start-up and their reasons."""
     buffers: list[StepBuffers]
     """One per step that may be in flight; the scheduler fills them in turn."""
+
+    @property
+    def kv_blocks(self) -> BlockStorage | None:
+        """The KV cache; None if its blocks cannot be read."""
 
     def add_request(
         self,

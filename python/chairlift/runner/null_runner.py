@@ -9,7 +9,7 @@ import numpy as np
 from chairlift.config import EngineConfig
 from chairlift.models.config import load_shape
 from chairlift.runner.buffers import Layout, Pairs, Sampled, StepBuffers, StepSizes
-from chairlift.runner.interface import AdapterStore
+from chairlift.runner.interface import AdapterStore, BlockStorage
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.sampling import SamplingParams
 
@@ -31,6 +31,7 @@ class NullRunner:
     adapters: AdapterStore | None = None
     pooling: str | None = None
     decisions: tuple[Decision, ...] = (Decision("weights", "none", asked("--load-format")),)
+    kv_blocks: BlockStorage | None = None
     host_blocks = 0
     kv_cache_bytes = 0
     swap_ns_per_block = 0

@@ -12,6 +12,7 @@ from chairlift._core import NO_TOKEN
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, PendingResult, Sampled, StepBuffers, StepSizes
 from chairlift.runner.executor import Logits, ModelExecutor
+from chairlift.runner.interface import BlockStorage
 from chairlift.runner.memory.decision import Decision
 from chairlift.runner.memory.sizing import Size
 from chairlift.runner.sampling.logprobs import CHUNK_LOGITS, PromptLogprobs, packed
@@ -74,6 +75,11 @@ class ModelRunner:
         self.pooling, self.adapters = pooling, model.adapters
         self._prompts: dict[int, PromptLogprobs] = {}
         self._embedded: set[int] = set()  # slots of requests for an embedding
+
+    @property
+    def kv_blocks(self) -> BlockStorage | None:
+        """The KV cache, if its blocks can be read and written."""
+        return self.model.kv_blocks
 
     def add_request(
         self,

@@ -196,11 +196,19 @@ impl Accounts {
     }
 
     /// Records the energy that a meter measured since the last call, in microjoules.
-    pub(crate) fn read_meter(&mut self, energy: u64, now: Time) {
-        match &mut self.energy {
-            Some(meter) => meter.read(energy, now),
-            None => self.energy = Some(Energy::begin(now, self.compute.total())),
+    pub(crate) fn read_meter(&mut self, energy: u64, now: Time, seqs: &mut SlotMap<SeqId, Sequence>) {
+        if let Some(meter) = &mut self.energy {
+            meter.read(energy, now);
+            return;
         }
+        // The steps before the first reading took none of the energy that follows.
+        for (id, ns) in self.compute.take_all() {
+            if let Some(seq) = seqs.get_mut(id) {
+                seq.account.add_unmetered(ns);
+            }
+        }
+        seqs.values_mut().for_each(|seq| seq.account.begin_meter());
+        self.energy = Some(Energy::begin(now, self.compute.total()));
     }
 
     /// Divides the energy that the meter measured, if any, among the sequences whose steps ran since it was last divided.

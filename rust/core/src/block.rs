@@ -2,7 +2,7 @@
 
 use crate::hash::{BlockHash, BlockHasher};
 use crate::request::Token;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
 
 /// Index of a physical block. Block 0 is scratch and is never allocated.
@@ -116,6 +116,19 @@ struct Block {
     prev: u32,
     next: u32,
     name: Option<Name>,
+}
+
+/// A cached block, for storage outside.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredBlock {
+    /// The physical block.
+    pub id: BlockId,
+    /// Identifies its content together with all content before it. Later contents have larger numbers.
+    pub content: u64,
+    /// The content before it. 0 for the first block of a prefix.
+    pub parent: u64,
+    /// The tokens of the block.
+    pub tokens: Vec<Token>,
 }
 
 /// All blocks of the cache.
@@ -331,6 +344,29 @@ impl BlockPool {
                 self.take_name(id);
             }
         }
+    }
+
+    /// The named blocks without a salt that are complete before `step`, whose whole prefix is, and whose content is newer
+    /// than `after`. Older content comes first, and so a block comes after the block before it.
+    pub fn stored(&self, step: u64, after: u64) -> Vec<StoredBlock> {
+        let complete = |name: &&Name| name.step < step && name.salt.as_ref().is_none_or(|salt| salt.is_empty());
+        let named = self.blocks.iter().zip(0..).filter_map(|(block, id)| Some((block.name.as_ref().filter(complete)?, BlockId(id))));
+        let mut named: Vec<_> = named.collect();
+        // A block is named after the block before it.
+        named.sort_unstable_by_key(|(name, _)| name.content);
+        let mut whole = FxHashSet::default();
+        named.retain(|(name, _)| (name.parent == ROOT || whole.contains(&name.parent)) && whole.insert(name.content));
+        let newer = named.into_iter().filter(|(name, _)| name.content > after);
+        let stored = newer.map(|(&Name { content, parent, .. }, id)| {
+            let tokens = self.tokens[id.0 as usize * self.block_size..][..self.block_size].to_vec();
+            StoredBlock { id, content, parent, tokens }
+        });
+        stored.collect()
+    }
+
+    /// Number of free blocks without a name. Once there are none, new blocks evict cached ones.
+    pub fn unnamed(&self) -> usize {
+        self.unnamed.len()
     }
 
     /// Releases every block of `table`, last first. The end of a sequence is the least likely part to be shared, so it

@@ -44,8 +44,8 @@ pub(crate) enum Kind {
     ForkAt = 10,
     /// Time, request, priority.
     Rerank = 11,
-    /// Reserved: request, blocks that arrived.
-    Arrived = 12,
+    /// Time, names of the full blocks of a prefix whose KV was read from storage.
+    Restore = 12,
     /// Reserved: tenant, service given to it elsewhere.
     Credit = 13,
     /// Reserved: new number of blocks in the pool.
@@ -73,7 +73,7 @@ impl Kind {
         Self::Append,
         Self::ForkAt,
         Self::Rerank,
-        Self::Arrived,
+        Self::Restore,
         Self::Credit,
         Self::PoolSize,
         Self::Resumed,
@@ -89,7 +89,6 @@ impl Kind {
     /// Description of a record that this version cannot replay. `None` for other kinds.
     pub(crate) fn reserved(self) -> Option<&'static str> {
         match self {
-            Self::Arrived => Some("arrived blocks"),
             Self::Credit => Some("credit from elsewhere"),
             Self::PoolSize => Some("pool size"),
             _ => None,

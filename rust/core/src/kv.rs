@@ -1,6 +1,6 @@
 //! The KV cache: device and host blocks, their names and their holders.
 
-use crate::block::{BlockId, BlockPool, BlockTable, BlockUse, Chain, Estimate};
+use crate::block::{BlockId, BlockPool, BlockTable, BlockUse, Chain, Estimate, StoredBlock};
 use crate::hash::{BlockHash, BlockHasher};
 use crate::host::HostPool;
 use crate::request::Token;
@@ -166,6 +166,64 @@ impl Kv {
         let mut found = std::mem::take(&mut self.spare);
         blocks.chain = self.pool.find_on(blocks.chain.clone(), &blocks.names, tokens, &mut found);
         self.recycle(found);
+    }
+
+    /// Number of full blocks at the start of `tokens`, without a salt, that are cached.
+    pub(crate) fn cached(&mut self, tokens: &[Token]) -> usize {
+        let mut found = std::mem::take(&mut self.spare);
+        self.find_unsalted(tokens, &mut found);
+        let len = found.len();
+        self.recycle(found);
+        len
+    }
+
+    /// Names free blocks for the full blocks of `tokens`, without a salt, that are not cached: as many as are free. The
+    /// least recently used cached blocks lose their names. Calls `named` for each name. Returns the number of blocks that
+    /// were cached, and the new blocks that follow them. The caller writes their KV before the next step.
+    pub(crate) fn restore(&mut self, tokens: &[Token], mut named: impl FnMut(BlockHash)) -> (usize, Vec<BlockId>) {
+        let mut found = Vec::new();
+        let (names, mut chain) = self.find_unsalted(tokens, &mut found);
+        let mut table = BlockTable::default();
+        for &id in &found {
+            self.pool.share(&mut table, id);
+        }
+        let len = names.len().min(found.len() + self.pool.free());
+        let grown = self.pool.grow(&mut table, len);
+        assert!(grown, "counted before");
+        let size = self.block_size as usize;
+        for (name, block) in names.iter().zip(tokens.chunks_exact(size)).take(len).skip(found.len()) {
+            self.pool.seal(&table, &mut chain, *name, block, 0);
+            named(*name);
+        }
+        let restored = table.ids()[found.len()..].to_vec();
+        self.pool.release(&mut table);
+        (found.len(), restored)
+    }
+
+    /// Names of the full blocks of `tokens` without a salt. None if sequences share no blocks.
+    pub(crate) fn unsalted_names(&mut self, tokens: &[Token]) -> Vec<BlockHash> {
+        let mut names = Vec::new();
+        if self.sharing {
+            self.pool.name_blocks(&[], tokens, &mut names);
+        }
+        names
+    }
+
+    /// Finds the cached blocks of `tokens` without a salt. Returns the names of all full blocks and the end of the chain.
+    fn find_unsalted(&mut self, tokens: &[Token], found: &mut Vec<BlockId>) -> (Vec<BlockHash>, Chain) {
+        let names = self.unsalted_names(tokens);
+        let chain = self.pool.find(&[].into(), &names, tokens, found);
+        (names, chain)
+    }
+
+    /// The cached blocks that are complete before `step`: see [`BlockPool::stored`].
+    pub(crate) fn stored(&self, step: u64, after: u64) -> Vec<StoredBlock> {
+        self.pool.stored(step, after)
+    }
+
+    /// Number of free blocks that are not cached.
+    pub(crate) fn unused(&self) -> usize {
+        self.pool.unnamed()
     }
 
     /// Estimates how many blocks of a waiting sequence are cached beyond its first `from`: see [`BlockPool::estimate`].

@@ -32,6 +32,8 @@ pub enum Call {
     ForkHeld(u64),
     /// A held sequence, given by its number, was dropped.
     DropHeld(u64),
+    /// The KV of blocks with these names was read from storage.
+    Restore(Vec<u64>),
     /// A request was moved to another class.
     SetPriority {
         /// The request's arrival number.
@@ -198,6 +200,10 @@ impl ParsedJournal {
             }
             Kind::Drop => Call::DropHeld(reader.number().filter(held)?),
             Kind::Rerank => Call::SetPriority { arrival_number: reader.number().filter(known)?, priority: reader.signed()? },
+            Kind::Restore => {
+                let count = reader.number()?;
+                Call::Restore((0..count).map(|_| reader.word()).collect::<Option<_>>()?)
+            }
             Kind::Expire => Call::Expire,
             Kind::Draft => {
                 let (arrival_number, tokens) = (reader.number().filter(known)?, reader.small()?);
@@ -283,11 +289,16 @@ impl ParsedJournal {
         let size = self.config.block_size;
         let own = self.names.get(&(arrival_number, position / size));
         let name = own.or_else(|| self.names.get(&(*self.parents.get(&arrival_number)?, position / size)));
-        let of = match name {
-            Some(&name) => fold(name ^ u64::from(position % size), SEED),
-            None => fold(fold(arrival_number ^ SEED, SEED) ^ u64::from(position), SEED),
-        };
-        (of >> 34) as Token + 1
+        match name {
+            Some(&name) => token_of(fold(name ^ u64::from(position % size), SEED)),
+            None => token_of(fold(fold(arrival_number ^ SEED, SEED) ^ u64::from(position), SEED)),
+        }
+    }
+
+    /// The generated tokens of full blocks with these names.
+    pub(crate) fn tokens_of(&self, names: &[u64]) -> Vec<Token> {
+        let size = u64::from(self.config.block_size);
+        names.iter().flat_map(|name| (0..size).map(move |at| token_of(fold(name ^ at, SEED)))).collect()
     }
 
     /// The request of an arrival, with generated tokens.
@@ -300,6 +311,10 @@ impl ParsedJournal {
     pub(crate) fn draft(&self, arrival_number: ArrivalNumber, position: u32, tokens: u32, accepted: u32) -> Vec<Token> {
         (0..tokens).map(|at| if at < accepted { self.token(arrival_number, position + at) } else { REJECTED }).collect()
     }
+}
+
+fn token_of(hash: u64) -> Token {
+    (hash >> 34) as Token + 1
 }
 
 #[cfg(test)]
@@ -320,7 +335,7 @@ mod tests {
 
     /// Writes a random record whose numbers may be invalid.
     fn put_record(journal: &mut Writer, now: Time, dice: &mut Dice, known: &mut u64, held: &mut u64) {
-        match dice.roll(14) {
+        match dice.roll(15) {
             0..3 => {
                 let prompt = 1 + dice.roll(30);
                 *known += 1;
@@ -368,6 +383,13 @@ mod tests {
                     journal.note(Kind::Append).number(dice.roll(*held)).number(dice.roll(30));
                 }
             },
+            13 => {
+                let count = dice.roll(9);
+                journal.call(Kind::Restore, now).number(count);
+                for _ in 0..count {
+                    journal.name(BlockHasher::new(0).root(&[dice.roll(3) as u8]));
+                }
+            }
             _ if *known > 0 => {
                 journal.note(Kind::Draft).number(dice.roll(*known)).number(dice.roll(6));
             }
@@ -403,7 +425,7 @@ mod tests {
 
     #[test]
     fn a_reserved_record_is_refused_by_name() {
-        for (kind, name) in [(Kind::Arrived, "arrived blocks"), (Kind::Credit, "credit from elsewhere"), (Kind::PoolSize, "pool size")] {
+        for (kind, name) in [(Kind::Credit, "credit from elsewhere"), (Kind::PoolSize, "pool size")] {
             let (mut journal, mut bytes) = (Writer::new(&Config::default()), Vec::new());
             journal.call(Kind::Expire, 5);
             journal.note(kind).number(1).number(2);

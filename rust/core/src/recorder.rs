@@ -1,6 +1,7 @@
 //! Records the calls of a scheduler.
 
 use crate::batch::{Chunk, Outputs, StepPlan};
+use crate::block::BlockId;
 use crate::error::Rejected;
 use crate::journal::{Kind, REASONS, Writer, zigzag};
 use crate::request::{ArrivalNumber, FinishReason, HeldId, Request, SeqId, Time, Token, served_tier};
@@ -128,6 +129,23 @@ impl Recorder {
         if let (Some(journal), Some(number)) = (&mut self.journal, self.scheduler.held_number(id)) {
             journal.call(kind, now).number(number);
         }
+    }
+
+    /// See [`Scheduler::cached_blocks`]. Not recorded, because no decision depends on it.
+    pub fn cached_blocks(&mut self, tokens: &[Token]) -> usize {
+        self.scheduler.cached_blocks(tokens)
+    }
+
+    /// See [`Scheduler::restore`].
+    pub fn restore(&mut self, tokens: &[Token], now: Time) -> (usize, Vec<BlockId>) {
+        if let Some(journal) = &mut self.journal {
+            let names = self.scheduler.restored_names(tokens);
+            journal.call(Kind::Restore, now).number(names.len() as u64);
+            for name in names {
+                journal.name(name);
+            }
+        }
+        self.scheduler.restore(tokens, now)
     }
 
     /// See [`Scheduler::set_priority`].

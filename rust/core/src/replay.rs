@@ -186,6 +186,9 @@ impl Replay {
             Call::DropHeld(number) => {
                 self.scheduler.drop_held(self.live.held[*number as usize], now);
             }
+            Call::Restore(names) => {
+                self.scheduler.restore(&journal.tokens_of(names), now);
+            }
             Call::SetPriority { arrival_number, priority } => {
                 self.scheduler.set_priority(self.live.ids[*arrival_number as usize], *priority, now);
             }

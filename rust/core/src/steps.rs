@@ -37,6 +37,11 @@ pub(crate) struct Ran {
 }
 
 impl Steps {
+    /// Whether copies to host memory are outstanding. Their blocks are free and must keep their content until the next step.
+    pub(crate) fn owes_copies(&self) -> bool {
+        !self.swaps_due.is_empty()
+    }
+
     /// Begins a plan.
     pub(crate) fn begin(&mut self) {
         self.plans += 1;

@@ -51,6 +51,8 @@ pub enum TimelineState {
     Tokenize,
     /// The server compiled the grammar for structured output.
     Grammar,
+    /// The KV of its prefix was read from disk.
+    ReadCache,
     /// Waited for an engine to start.
     Restart,
     /// Was in an engine that ended before it had answered.
@@ -58,7 +60,7 @@ pub enum TimelineState {
 }
 
 /// Number of states.
-pub(crate) const STATES: usize = 21;
+pub(crate) const STATES: usize = 22;
 /// Number of states that can block a whole group of waiting sequences. They come first.
 const LIMITS: usize = 4;
 
@@ -84,6 +86,7 @@ impl TimelineState {
         (Self::Receive, "receive"),
         (Self::Tokenize, "tokenize"),
         (Self::Grammar, "grammar"),
+        (Self::ReadCache, "read_cache"),
         (Self::Restart, "restart"),
         (Self::LostEngine, "lost_engine"),
     ];
@@ -407,6 +410,11 @@ impl Account {
     pub(crate) fn add_unmetered(&mut self, ns: u64) {
         self.compute_ns += ns;
         self.unmetered_ns += ns;
+    }
+
+    /// Begins to meter: the time until now takes no energy.
+    pub(crate) fn begin_meter(&mut self) {
+        self.unmetered_ns = 0;
     }
 
     /// Adds the energy of the time since the last call, and returns it.

@@ -12,6 +12,7 @@ fn op() -> impl Strategy<Value = Op> {
         let prompt: Vec<_> = (0..len as u32).map(|i| (i * i + stem * (i / 5)) % VOCABULARY).chain(tail).collect();
         (!prompt.is_empty()).then_some(prompt)
     });
+    let stored = (0..2u32, 0..30u32).prop_map(|(stem, len)| Op::Restore((0..len).map(|i| (i * i + stem * (i / 5)) % VOCABULARY).collect()));
     let priority = prop_oneof![4 => -1..2i32, 1 => Just(BACKGROUND)];
     let tier = prop::sample::select(vec![Tier::Priority, Tier::Default, Tier::Default, Tier::Flex]);
     let (patience, predicted) = (prop::option::weighted(0.3, 0..60u64), prop::option::weighted(0.5, 1..12u32));
@@ -28,6 +29,7 @@ fn op() -> impl Strategy<Value = Op> {
         4 => (0..30usize, 0..3usize, prop::collection::vec(0..VOCABULARY, 0..8), 1..8u32, any::<bool>())
             .prop_map(|(which, less, more, new, stop)| Op::Continue { which, less, more, new, stop }),
         1 => (0..30usize, -1..2i32).prop_map(|(which, priority)| Op::SetPriority(which, priority)),
+        1 => stored,
         1 => (0..40u64).prop_map(Op::Wait),
         1 => (0..30usize).prop_map(Op::Abort),
         2 => (0..30usize, 0..4usize, 0..3usize).prop_map(|(which, right, wrong)| Op::Draft { which, right, wrong }),

@@ -110,6 +110,20 @@ impl KvCache {
         }
     }
 
+    /// Returns the bytes of a block, \[layers\]\[heads\] pages. Panics if the block does not exist.
+    pub fn read(&self, block: u32) -> Vec<u8> {
+        (0..self.shape.layers).flat_map(|layer| &self.device[self.part(layer, block)]).copied().collect()
+    }
+
+    /// Overwrites a block with bytes of [`read`](Self::read). Panics if the block does not exist, or if it has another size.
+    pub fn write(&mut self, block: u32, bytes: &[u8]) {
+        assert_eq!(bytes.len(), Self::bytes_per_block(self.shape, self.dtype), "bytes of a block");
+        for (layer, bytes) in bytes.chunks_exact(bytes.len() / self.shape.layers).enumerate() {
+            let part = self.part(layer, block);
+            self.device[part].copy_from_slice(bytes);
+        }
+    }
+
     /// Returns a view that several threads can write to.
     pub(crate) fn pages(&mut self) -> Pages<'_> {
         Pages { cells: UnsafeSlice::new(&mut self.device), shape: self.shape, dtype: self.dtype, page: Page::new(self.shape, self.dtype) }

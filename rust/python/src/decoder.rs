@@ -12,6 +12,7 @@ use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 /// The instruction sets that the kernels can use on this machine, the fastest first.
 #[pyfunction]
@@ -370,6 +371,19 @@ impl KvCache {
     /// Copies blocks to the host pool (block, host block), then blocks from it (host block, block).
     fn swap(&self, py: Python<'_>, outs: Vec<(u32, u32)>, ins: Vec<(u32, u32)>) {
         py.detach(|| lock(&self.0).swap(&outs, &ins));
+    }
+
+    /// Returns the bytes of a block.
+    fn read<'py>(&self, py: Python<'py>, block: u32) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &lock(&self.0).read(block))
+    }
+
+    /// Overwrites a block with bytes of `read`.
+    #[allow(clippy::needless_pass_by_value)] // a type that Python passes
+    fn write(&self, py: Python<'_>, block: u32, bytes: PyBuffer<u8>) -> PyResult<()> {
+        let bytes = bytes.to_vec(py)?;
+        lock(&self.0).write(block, &bytes);
+        Ok(())
     }
 }
 

@@ -57,6 +57,9 @@ struct Inner {
     sampled: Vec<i32>,
 }
 
+/// A cached block, its content, the content before it, and its tokens.
+type StoredBlock = (u32, u64, u64, Py<PyBytes>);
+
 /// Plans the tokens of each step and the KV blocks that hold them.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct Scheduler(Mutex<Inner>);
@@ -111,10 +114,9 @@ impl Scheduler {
         continues: Option<(u64, u32)>,
         draft: bool,
     ) -> PyResult<u64> {
-        let prompt = prompt.to_vec(py)?.into_iter().map(u32::try_from).collect::<Result<_, _>>();
         let request = core::Request {
             tag,
-            prompt: prompt.map_err(|_| PyValueError::new_err("prompt has a negative token"))?,
+            prompt: unsigned(py, &prompt)?,
             max_new_tokens,
             stop,
             salt: salt.into(),
@@ -163,6 +165,32 @@ impl Scheduler {
 
     fn drop_held(&self, held: u64, now: core::Time) -> PyResult<bool> {
         Ok(self.lock()?.core.drop_held(core::HeldId::from_bits(held), now))
+    }
+
+    #[allow(clippy::needless_pass_by_value)] // a type that Python passes
+    fn cached_blocks(&self, py: Python<'_>, tokens: PyBuffer<i32>) -> PyResult<usize> {
+        let tokens = unsigned(py, &tokens)?;
+        Ok(self.lock()?.core.cached_blocks(&tokens))
+    }
+
+    #[allow(clippy::needless_pass_by_value)] // a type that Python passes
+    fn restore(&self, py: Python<'_>, tokens: PyBuffer<i32>, now: core::Time) -> PyResult<(usize, Vec<u32>)> {
+        let tokens = unsigned(py, &tokens)?;
+        let (cached, restored) = self.lock()?.core.restore(&tokens, now);
+        Ok((cached, restored.into_iter().map(|block| block.0).collect()))
+    }
+
+    fn stored_blocks(&self, py: Python<'_>, after: u64) -> PyResult<Vec<StoredBlock>> {
+        let stored = self.lock()?.core.stored_blocks(after);
+        let found = stored.iter().map(|block| {
+            let tokens = packed(py, &block.tokens, |token| token.to_le_bytes())?;
+            Ok((block.id.0, block.content, block.parent, tokens))
+        });
+        found.collect()
+    }
+
+    fn unused_blocks(&self) -> PyResult<usize> {
+        Ok(self.lock()?.core.unused_blocks())
     }
 
     fn set_priority(&self, seq: u64, priority: i32, now: core::Time) -> PyResult<bool> {
@@ -328,6 +356,12 @@ impl Scheduler {
         self.lock()?.core.check();
         Ok(())
     }
+}
+
+/// The tokens of an int32 buffer.
+fn unsigned(py: Python<'_>, tokens: &PyBuffer<i32>) -> PyResult<Vec<u32>> {
+    let tokens = tokens.to_vec(py)?.into_iter().map(u32::try_from).collect::<Result<_, _>>();
+    tokens.map_err(|_| PyValueError::new_err("a token is negative"))
 }
 
 /// One fixed-size little-endian field of each item, as `bytes`.

@@ -37,6 +37,8 @@ REJECTIONS = ("queue_full", "tenant_limit", "draining", "not_ready", "invalid", 
 _COUNTERS = (
     ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache."),
+    ("prefix_cache_disk_reads", "disk_blocks_read", "KV blocks read from --prefix-cache-dir."),
+    ("prefix_cache_disk_writes", "disk_blocks_written", "KV blocks written to --prefix-cache-dir."),
     ("num_preemptions", "preemptions", "Preemptions of running requests."),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were started, including cached ones."),
     ("generation_tokens", "generated_tokens", "Tokens generated."),

@@ -53,7 +53,7 @@ fn config(bytes: &mut Unstructured) -> Result<(Config, bool)> {
 }
 
 fn op(bytes: &mut Unstructured) -> Result<Op> {
-    Ok(match bytes.int_in_range(0..=24)? {
+    Ok(match bytes.int_in_range(0..=25)? {
         0..=3 => Op::Add {
             prompt: prompt(bytes)?,
             new: bytes.int_in_range(1..=12)?,
@@ -85,6 +85,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
             stop: bytes.arbitrary()?,
         },
         15 => Op::SetPriority(bytes.int_in_range(0..=30)?, bytes.int_in_range(-1..=1)?),
+        16 => Op::Restore(prompt(bytes)?),
         _ => Op::Step { lag: *bytes.choose(&[0, 0, 1, 2])?, poison: None, lost: None },
     })
 }

@@ -16,6 +16,7 @@ mod prefill;
 mod reorder;
 mod snapshot;
 mod stats;
+mod stored;
 
 use crate::accounts::Accounts;
 use crate::batch::{Outputs, StepPlan};
@@ -220,7 +221,7 @@ impl Scheduler {
     /// sequence divides it among the sequences whose steps ran since the last such call, by the time of their parts of these
     /// steps. Energy of the time between steps is idle. Before a sequence ends, read the meter: its later energy is idle.
     pub fn read_meter(&mut self, energy: u64, now: Time) {
-        self.accounts.read_meter(energy, now);
+        self.accounts.read_meter(energy, now, &mut self.seqs);
     }
 
     /// Whether a sequence may end in the commit of these tokens.

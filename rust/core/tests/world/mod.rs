@@ -51,6 +51,8 @@ pub(crate) enum Op {
         new: u32,
         stop: bool,
     },
+    /// Restores the KV of a prefix from storage.
+    Restore(Vec<Token>),
     SetPriority(usize, i32),
     /// Advances the clock.
     Wait(u64),
@@ -277,6 +279,7 @@ impl World {
                 }
             }
             Op::Continue { which, less, more, new, stop } => self.continue_held(which, less, &more, new, stop),
+            Op::Restore(tokens) => self.restore(&tokens),
             Op::SetPriority(which, priority) => {
                 if let Some(tag) = self.pick(which) {
                     let live = self.live.get_mut(&tag).expect("picked");
@@ -308,6 +311,46 @@ impl World {
             }
         }
         self.scheduler.check();
+        self.check_stored();
+    }
+
+    /// Writes the cells of restored blocks. All stored blocks have the right cells, and no other block is lost.
+    fn restore(&mut self, tokens: &[Token]) {
+        let size = self.scheduler.config().block_size as usize;
+        let (free, known) = (self.scheduler.stats().free_blocks, self.scheduler.cached_blocks(tokens));
+        let (found, restored) = self.scheduler.restore(tokens, self.now);
+        assert_eq!(found, known);
+        assert_eq!(self.scheduler.stats().free_blocks, free, "restored blocks are free");
+        let whole = if self.scheduler.config().prefix_caching { tokens.len() / size } else { 0 };
+        assert!(found + restored.len() == whole || restored.len() <= free);
+        assert_eq!(self.scheduler.cached_blocks(tokens), found + restored.len());
+        let mut before = origin(0);
+        for (at, block) in tokens.chunks_exact(size).take(found + restored.len()).enumerate() {
+            for (offset, token) in block.iter().enumerate() {
+                before = cell(before, *token);
+                if let Some(id) = at.checked_sub(found).map(|new| restored[new]) {
+                    self.cache[id.0 as usize * size + offset] = before;
+                }
+            }
+        }
+    }
+
+    /// Every stored block has the cells of its tokens after those of the block before it.
+    fn check_stored(&self) {
+        if self.live.values().any(|live| live.exposed) || !self.in_flight.is_empty() {
+            return;
+        }
+        let size = self.scheduler.config().block_size as usize;
+        let mut places = HashMap::from([(0, None)]);
+        for block in self.scheduler.stored_blocks(0) {
+            let cells = |id: u32| &self.cache[id as usize * size..(id as usize + 1) * size];
+            let mut before = places[&block.parent].map_or(origin(0), |parent| cells(parent)[size - 1]);
+            places.insert(block.content, Some(block.id.0));
+            for (token, &found) in block.tokens.iter().zip(cells(block.id.0)) {
+                before = cell(before, *token);
+                assert_eq!(found, before, "block {block:?}");
+            }
+        }
     }
 
     fn pick_held(&self, which: usize) -> Option<usize> {

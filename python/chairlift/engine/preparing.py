@@ -1,4 +1,4 @@
-"""Requests that wait for their grammars before they are scheduled."""
+"""Requests that wait for their grammars, or for KV that is read from disk, before they are scheduled."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from chairlift.engine.frames import Add
 from chairlift.scheduling import Scheduling
 
 
-class Compiling:
-    """Requests by tag and the start of their compilation. Times are microseconds of the monotonic clock."""
+class Preparing:
+    """Requests by tag, with the state of their timeline and its start. Times are microseconds of the monotonic clock."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, tuple[Add, int]] = {}
+        self._requests: dict[int, tuple[Add, str, int]] = {}
 
-    def begin(self, request: Add) -> None:
-        """Adds a request whose grammar is being compiled."""
-        self._requests[request.tag] = request, _now()
+    def begin(self, request: Add, state: str) -> None:
+        """Adds a request that waits in `state` of its timeline."""
+        self._requests[request.tag] = request, state, _now()
 
     def end(self, tag: int, ended: int) -> Add | None:
-        """Removes a request whose grammar was compiled at `ended` and returns it for submission; None if it was aborted."""
-        request, began = self._requests.pop(tag, (None, 0))
-        return request and replace(request, submitted=ended, spent=_spent(request, began, ended))
+        """Removes a request whose wait ended at `ended` and returns it for submission; None if it was aborted."""
+        if (waiting := self._requests.pop(tag, None)) is None:
+            return None
+        return replace(waiting[0], submitted=ended, spent=_spent(*waiting, ended))
 
     def abort(self, tags: Iterable[int]) -> None:
         """Forgets requests. Unknown tags are ignored."""
@@ -32,11 +33,11 @@ class Compiling:
             self._requests.pop(tag, None)
 
     def explain(self, tag: int) -> dict[str, Any] | None:
-        """The timeline of a request that waits for its grammar, as the core reports it; None for any other tag."""
+        """The timeline of a request that waits, as the core reports it; None for any other tag."""
         if tag not in self._requests:
             return None
-        (request, began), now = self._requests[tag], _now()
-        spent = _spent(request, began, now)
+        waiting, now = self._requests[tag], _now()
+        request, spent = waiting[0], _spent(*waiting, now)
         counts = (
             *("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "draft_tokens", "accepted_draft_tokens"),
             *("preemptions", "swaps", "block_us", "compute_ns"),
@@ -58,10 +59,13 @@ class Compiling:
         }
 
 
-def _spent(request: Add, began: int, until: int) -> dict[str, int]:
-    """The microseconds of a request's states until its grammar was compiled. Before `began` it waited for the engine's current step."""
+def _spent(request: Add, state: str, began: int, until: int) -> dict[str, int]:
+    """The microseconds of a request's states until `until`. Before `began` it waited for the engine's current step."""
     submitted = began if request.submitted is None else request.submitted
-    return {**request.spent, "wait_step": began - submitted, "grammar": until - began}
+    spent = dict(request.spent)
+    for name, time_ in (("wait_step", began - submitted), (state, until - began)):
+        spent[name] = spent.get(name, 0) + time_
+    return spent
 
 
 def _now() -> int:

@@ -1,0 +1,144 @@
+"""The prefix cache on disk: reads blocks for new requests, and writes blocks that were computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from chairlift import _core
+from chairlift.engine.prefix_store import ROOT, PrefixStore
+from chairlift.runner.interface import BlockStorage
+
+WRITE_SECONDS, WRITE_BYTES = 1.0, 64 << 20
+"""A working engine writes at most this many bytes in this time, so that the disk stays free for others."""
+UNUSED_SHARE = 0.1
+"""A working engine writes once fewer than this share of the blocks are unused, because the next ones will evict cached blocks."""
+MAX_NAMES = 10_000
+"""Names that are kept of contents that were evicted, which later contents may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """Blocks that were read for a prompt."""
+
+    tokens: np.ndarray
+    """Tokens of the prompt's blocks up to the last that was read."""
+    first: int
+    """Number of blocks before those that were read, which were in memory."""
+    kv: list[memoryview]
+    """KV of the blocks that were read."""
+
+
+class _NewBlock(NamedTuple):
+    """A block that is not on disk."""
+
+    number: int
+    name: bytes
+    parent: bytes
+    tokens: bytes
+
+
+class DiskCache:
+    """Keeps the blocks of a scheduler in a store. For the engine's thread; files are read and written in others."""
+
+    def __init__(self, scheduler: _core.Scheduler, blocks: BlockStorage, num_blocks: int, block_size: int, store: PrefixStore) -> None:
+        self._scheduler, self._blocks, self._store = scheduler, blocks, store
+        self._num_blocks, self._block_size = num_blocks, block_size
+        self._names = {0: ROOT}  # the names of contents, oldest first after the root
+        self._newest = 0  # the newest content that is on disk, or was left out
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="prefix-cache")
+        self._writes: list[Future[bool]] = []
+        self._write_due = 0.0
+        self.blocks_read = self.blocks_written = 0
+
+    def read(self, prompt: np.ndarray) -> Future[StoredPrefix] | None:
+        """Starts reading the blocks of a prompt, int32, that are not in memory; None if there are none on disk."""
+        if not len(prompt) or prompt.min() < 0:
+            return None  # it is refused later
+        whole = (len(prompt) - 1) // self._block_size
+        first = self._scheduler.cached_blocks(prompt[: whole * self._block_size])
+        # The name of a later block needs those of all before it, so most prompts are sorted out by their first block.
+        if first == whole or not self._store.has(self._store.name(ROOT, self._tokens(prompt, 0))):
+            return None
+        return self._threads.submit(self._read, prompt[: whole * self._block_size], first)
+
+    def put(self, found: StoredPrefix, now: int) -> None:
+        """Gives blocks that were read to the scheduler, between two steps."""
+        if not found.kv or self._scheduler.cached_blocks(found.tokens) < found.first:
+            return  # the blocks before them were evicted meanwhile
+        cached, restored = self._scheduler.restore(found.tokens, now)
+        for at, block in enumerate(restored, cached):
+            self._blocks.write(block, found.kv[at - found.first])
+        self.blocks_read += len(restored)
+
+    def write_some(self) -> None:
+        """Begins to write some blocks, at most once a second, if new blocks will soon evict cached ones."""
+        now = time.monotonic()
+        if now < self._write_due or not all(write.done() for write in self._writes):
+            return
+        self._write_due = now + WRITE_SECONDS
+        self._count_writes()
+        if self._scheduler.unused_blocks() < UNUSED_SHARE * self._num_blocks:
+            budget = WRITE_BYTES
+            for block in self._new_blocks():
+                kv = self._blocks.read(block.number)
+                self._writes.append(self._threads.submit(self._store.write, block.name, block.parent, block.tokens, kv))
+                if (budget := budget - len(kv)) <= 0:
+                    break
+
+    def save(self, seconds: float) -> None:
+        """Writes the blocks that are not on disk, for at most so long, and marks the others as used."""
+        until = time.monotonic() + seconds
+        wait(self._writes, seconds)
+        self._count_writes()
+        self._newest = 0
+        for block in self._new_blocks():
+            kv = self._blocks.read(block.number)
+            if time.monotonic() > until or not self._store.write(block.name, block.parent, block.tokens, kv):
+                break
+            self.blocks_written += 1
+
+    def close(self) -> None:
+        """Ends the threads. Reads and writes that have not begun are dropped."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, prompt: np.ndarray, first: int) -> StoredPrefix:
+        parent, kv = ROOT, []
+        for at in range(len(prompt) // self._block_size):
+            tokens = self._tokens(prompt, at)
+            name = self._store.name(parent, tokens)
+            if at < first:
+                self._store.touch(name)
+            else:
+                if (found := self._store.read(name, parent, tokens)) is None:
+                    break
+                kv.append(found)
+            parent = name
+        return StoredPrefix(prompt[: (first + len(kv)) * self._block_size], first, kv)
+
+    def _new_blocks(self) -> Iterator[_NewBlock]:
+        """The blocks that were computed since the last one that this yielded, and that are not on disk."""
+        for number, content, before, tokens in self._scheduler.stored_blocks(self._newest):
+            self._newest = content
+            if (parent := self._names.get(before)) is None:
+                continue  # the name was forgotten
+            self._names[content] = name = self._store.name(parent, tokens)
+            if self._store.has(name):
+                self._store.touch(name)
+            else:
+                yield _NewBlock(number, name, parent, tokens)
+        while len(self._names) > self._num_blocks + MAX_NAMES:
+            self._names.pop(next(islice(self._names, 1, None)))
+
+    def _count_writes(self) -> None:
+        self.blocks_written += sum(write.result() for write in self._writes if write.done() and not write.cancelled())
+        self._writes.clear()
+
+    def _tokens(self, prompt: np.ndarray, at: int) -> bytes:
+        return prompt[at * self._block_size : (at + 1) * self._block_size].tobytes()

@@ -1,0 +1,44 @@
+//! Prefixes whose KV is stored outside, for example on disk.
+//!
+//! Only prefixes without a salt are stored, because a salt is a secret of its requests.
+
+use super::Scheduler;
+use crate::block::{BlockId, StoredBlock};
+use crate::hash::BlockHash;
+use crate::request::{Time, Token};
+
+impl Scheduler {
+    /// Number of full blocks at the start of `tokens` that a request without a salt would find in the cache.
+    pub fn cached_blocks(&mut self, tokens: &[Token]) -> usize {
+        self.kv.cached(tokens)
+    }
+
+    /// Names free blocks for the full blocks of `tokens` that are not cached, as many as are free, so that requests
+    /// without a salt find them. Sequences keep all their blocks, and no block is taken that one holds; the least recently
+    /// used cached blocks are evicted. While copies to host memory are outstanding, it takes none. Returns the number of leading blocks that were cached, and the blocks that follow
+    /// them. The caller must write their KV before the next step.
+    pub fn restore(&mut self, tokens: &[Token], now: Time) -> (usize, Vec<BlockId>) {
+        self.accounts.tick(now);
+        if self.steps.owes_copies() {
+            return (self.kv.cached(tokens), Vec::new());
+        }
+        let waiting = &mut self.waiting;
+        self.kv.restore(tokens, |name| waiting.block_ready(name))
+    }
+
+    /// The names of the full blocks of `tokens`, as [`restore`](Self::restore) gives them.
+    pub(crate) fn restored_names(&mut self, tokens: &[Token]) -> Vec<BlockHash> {
+        self.kv.unsalted_names(tokens)
+    }
+
+    /// The cached blocks whose KV is computed, that no salt protects, and whose content is newer than `after`. Older content
+    /// comes first. O(blocks log blocks).
+    pub fn stored_blocks(&self, after: u64) -> Vec<StoredBlock> {
+        self.kv.stored(self.steps.committed(), after)
+    }
+
+    /// Number of free blocks that are not cached. Once there are none, new blocks evict cached ones.
+    pub fn unused_blocks(&self) -> usize {
+        self.kv.unused()
+    }
+}

@@ -1,0 +1,254 @@
+"""The prefix cache on disk: a restarted engine answers with it, bit for bit, and files that differ are never used."""
+
+import asyncio
+import logging
+import os
+import stat
+import threading
+
+import async_engine
+import pytest
+
+from chairlift import LLM, SamplingParams, Scheduling
+from chairlift.engine import disk_cache
+from chairlift.engine.prefix_store import ROOT, PrefixStore
+from chairlift.errors import InvalidSetting
+
+PROMPT = "The chairlift carries skiers up the hill while the sun shines. " * 2
+PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
+PRINT = "ab" * 16
+
+
+@pytest.fixture
+def start(byte_model, tmp_path):
+    """Makes an LLM with a prefix cache on disk."""
+
+    def start(**settings):
+        return LLM(byte_model, **{"load_format": "dummy", "block_size": 8, "prefix_cache_dir": str(tmp_path / "kv"), **settings})
+
+    return start
+
+
+def answer(llm, prompt=PROMPT, **fields):
+    """The tokens, their log-probabilities, and the number of cached prompt tokens."""
+    [output] = llm.generate([prompt], PARAMS, **fields)
+    return output.token_ids, [token.logprob for token in output.logprobs], output.cached_tokens
+
+
+def counts(llm):
+    stats = llm.engine.stats()
+    return stats["disk_blocks_read"], stats["disk_blocks_written"]
+
+
+def files(tmp_path):
+    return sorted((tmp_path / "kv").glob("*/*"))
+
+
+def whole(llm):
+    return (len(llm.tokenizer.encode(PROMPT)) - 1) // 8
+
+
+def test_a_restarted_engine_finds_the_prefix_and_gives_the_same_bits(start, tmp_path):
+    with start() as llm:
+        first = answer(llm)
+        assert counts(llm) == (0, 0)
+    assert first[2] == 0
+    with start() as llm:
+        again = answer(llm)
+        assert again[:2] == first[:2]
+        assert again[2] == 8 * whole(llm) == 8 * counts(llm)[0]
+        longer = answer(llm, PROMPT + "More.")
+    assert len(files(tmp_path)) > whole(llm)  # blocks of answers are kept too
+    with start(prefix_cache_dir=None) as llm:
+        assert answer(llm, PROMPT + "More.")[:2] == longer[:2]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files(tmp_path)} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "kv", files(tmp_path)[0].parent)} == {0o700}
+
+
+def test_salted_prompts_are_neither_written_nor_read(start, tmp_path):
+    with start() as llm:
+        answer(llm, scheduling=Scheduling(cache_salt="secret"))
+    assert files(tmp_path) == []
+    with start() as llm:
+        answer(llm)
+    with start() as llm:
+        assert answer(llm, scheduling=Scheduling(cache_salt="secret"))[2] == 0
+        assert answer(llm)[2] > 0
+        assert llm.engine.read_prefix(llm.tokenizer.encode(PROMPT), PARAMS, Scheduling()) is None  # all of it is in memory
+
+
+def test_adapters_and_scored_prompts_read_nothing(start):
+    with start() as llm:
+        answer(llm)
+    with start() as llm:
+        ids = llm.tokenizer.encode(PROMPT)
+        for params in (SamplingParams(lora="french"), SamplingParams(prompt_logprobs=1)):
+            assert llm.engine.read_prefix(ids, params, Scheduling()) is None
+        assert llm.engine.read_prefix(ids, PARAMS, Scheduling()).result().kv
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone", "unreadable"])
+def test_a_damaged_file_is_a_miss(start, tmp_path, damage):
+    with start() as llm:
+        first = answer(llm)
+    for path in files(tmp_path):
+        content = path.read_bytes()
+        if damage == "gone":
+            path.unlink()
+        elif damage == "unreadable":
+            path.unlink()
+            path.mkdir()
+        elif damage == "flipped":
+            path.write_bytes(content[:-99] + bytes([content[-99] ^ 1]) + content[-98:])
+        else:
+            path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
+    with start() as llm:
+        again = answer(llm)
+        assert again == first
+        assert counts(llm)[0] == 0
+
+
+def test_other_numbers_do_not_share_files(start, tmp_path):
+    with start(kv_cache_dtype="float16") as llm:
+        answer(llm)
+    with start() as llm:
+        assert answer(llm)[2] == 0
+
+
+def test_blocks_are_written_before_new_ones_evict_them(start, monkeypatch, tmp_path):
+    monkeypatch.setattr(disk_cache, "WRITE_SECONDS", 0)
+    with start(num_kv_blocks=60, max_model_len=200) as llm:
+        first = answer(llm)
+        for index in range(12):
+            answer(llm, f"{index} {PROMPT}")
+        written = counts(llm)[1]
+        assert written > whole(llm)
+        again = answer(llm)
+        assert again[:2] == first[:2]
+        assert again[2] > 0
+        assert counts(llm)[0] > 0
+
+
+def test_a_journal_with_restored_blocks_replays(start, tmp_path):
+    with start() as llm:
+        answer(llm)
+    with start(journal=str(tmp_path / "j")) as llm:
+        assert answer(llm)[2] > 0
+        answer(llm, PROMPT + "Another.")
+    from chairlift import _core
+
+    replayed = _core.replay((tmp_path / "j").read_bytes())
+    assert replayed["differs_at"] is None
+
+
+@pytest.mark.parametrize("flags", [{"load_format": "none"}, {"enable_prefix_caching": False}, {"runner": "torch"}])
+def test_engines_without_such_blocks_refuse_the_flag(start, flags):
+    with pytest.raises(InvalidSetting, match="--prefix-cache-dir"):
+        start(**flags)
+
+
+def test_a_directory_that_others_can_write_is_refused(tmp_path):
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o777)
+    with pytest.raises(InvalidSetting, match="writable by nobody else"):
+        PrefixStore(str(tmp_path / "kv"), 1 << 20, PRINT)
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidSetting, match=r"Not a directory|File exists"):
+        PrefixStore(str(tmp_path / "file"), 1 << 20, PRINT)
+    os.umask(before := os.umask(0o002))
+    try:
+        os.umask(0o002)
+        PrefixStore(str(tmp_path / "a" / "b"), 1 << 20, PRINT)  # it makes its own directory private
+    finally:
+        os.umask(before)
+
+
+def chain(store, count, kv):
+    """Writes blocks that follow each other; returns their names."""
+    names = [ROOT]
+    for index in range(count):
+        tokens = bytes([index] * 8)
+        names.append(store.name(names[-1], tokens))
+        assert store.write(names[-1], names[-2], tokens, kv)
+    return names[1:]
+
+
+def test_the_limit_holds_for_two_writers_and_the_starts_of_prefixes_stay_longest(tmp_path):
+    limit = 100_000
+    stores = [PrefixStore(str(tmp_path / "kv"), limit, print_) for print_ in (PRINT, "cd" * 16)]
+    for round_ in range(30):
+        for store in stores:
+            chain(store, 4, bytes([round_]) * 1000)
+    names = chain(stores[0], 60, b"x" * 1000)
+    chain(stores[1], 60, b"y" * 1000)
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= limit * (1 + 2 / 20)
+    kept = [stores[0].has(name) for name in names]
+    assert 10 < sum(kept) < 60
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_several_threads_write_the_same_block(tmp_path):
+    store = PrefixStore(str(tmp_path / "kv"), 1 << 20, PRINT)
+    failed = []
+
+    def write():
+        for index in range(100):
+            tokens = index.to_bytes(8)
+            if not store.write(store.name(ROOT, tokens), ROOT, tokens, b"k" * 1000):
+                failed.append(index)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not failed
+    assert len(files(tmp_path)) == 100
+    tokens = (5).to_bytes(8)
+    assert bytes(store.read(store.name(ROOT, tokens), ROOT, tokens)) == b"k" * 1000
+    assert store.read(store.name(ROOT, tokens), ROOT, bytes(8)) is None
+
+
+def test_a_full_disk_is_logged_once_and_disturbs_nothing(start, monkeypatch, tmp_path, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with start() as llm, caplog.at_level(logging.WARNING):
+        answer(llm)
+        monkeypatch.setattr("chairlift.engine.prefix_store.open", full, raising=False)
+    assert [record.message.count("No space left") for record in caplog.records] == [1]
+    monkeypatch.undo()
+    assert files(tmp_path) == []
+
+
+def test_the_engine_s_process_reads_beside_its_streams(byte_model, tmp_path):
+    settings = {"load_format": "dummy", "block_size": 8, "prefix_cache_dir": str(tmp_path / "kv")}
+    found = []
+
+    async def ask(engine):
+        outputs = await async_engine.collect(engine, PROMPT, **vars_of(PARAMS))
+        found.append((async_engine.ids(outputs), outputs[-1].timeline))
+
+    async_engine.run(ask, model=str(byte_model), **settings)
+    async_engine.run(ask, model=str(byte_model), **settings)
+    (first, cold), (again, warm) = found
+    assert again == first
+    assert cold.cached_tokens == 0 < warm.cached_tokens
+    assert warm.states["read_cache"] > 0
+
+
+def test_a_request_that_is_aborted_while_its_kv_is_read_is_forgotten(byte_model, tmp_path):
+    settings = {"load_format": "dummy", "block_size": 8, "prefix_cache_dir": str(tmp_path / "kv")}
+
+    async def test(engine):
+        stream = engine.generate(PROMPT, PARAMS)
+        task = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert len(async_engine.ids(await async_engine.collect(engine, PROMPT, **vars_of(PARAMS)))) == PARAMS.max_tokens
+
+    for _ in range(2):
+        async_engine.run(test, model=str(byte_model), **settings)
+
+
+def vars_of(params):
+    return {"max_tokens": params.max_tokens, "temperature": 0, "ignore_eos": True}
