@@ -12,6 +12,7 @@ path = "org/chat"
 aliases = ["gpt-4o", "default"]
 keep_alive = "1h"
 priority = -1
+weight = 3
 max-model-len = "4k"
 tool_call_parser = "mistral"
 
@@ -31,6 +32,7 @@ def read(tmp_path, text, **server):
 def test_a_file_has_a_table_for_each_model(tmp_path):
     chat, small = read(tmp_path, GOOD)
     assert (chat.name, chat.aliases, chat.keep_alive, chat.priority, chat.preload) == ("chat", ("gpt-4o", "default"), 3600, -1, False)
+    assert (chat.weight, small.weight) == (3, 1)
     assert (chat.config.model, chat.config.max_model_len, chat.config.max_num_seqs) == ("org/chat", 4000, 3)
     assert (chat.tool_call_parser, small.tool_call_parser) == ("mistral", "auto")
     assert (small.name, small.keep_alive, small.preload, small.config.enable_prefix_caching) == ("org/small", None, True, False)
@@ -39,13 +41,14 @@ def test_a_file_has_a_table_for_each_model(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("max-model-len", "max-model-lem", "line 7: [chat] max-model-lem: no such setting: did you mean max_model_len?"),
-        ('"4k"', '"much"', "line 7: [chat] max-model-len: not a size: 'much'"),
+        ("max-model-len", "max-model-lem", "line 8: [chat] max-model-lem: no such setting: did you mean max_model_len?"),
+        ('"4k"', '"much"', "line 8: [chat] max-model-len: not a size: 'much'"),
         ('"1h"', '"soon"', "line 5: [chat] keep_alive: not a duration: 'soon'"),
         ('["gpt-4o", "default"]', '"gpt-4o"', "line 4: [chat] aliases: expected a list of names"),
         ("-1", "1.5", "line 6: [chat] priority: expected a whole number"),
-        ('"mistral"', '"misty"', "line 8: [chat] tool_call_parser: expected one of"),
-        ("true", '"yes"', "line 12: [org/small] preload: expected true or false, got 'yes'"),
+        ("= 3", "= 0", "line 7: [chat] weight: expected a whole number from 1 to 1000, got 0"),
+        ('"mistral"', '"misty"', "line 9: [chat] tool_call_parser: expected one of"),
+        ("true", '"yes"', "line 13: [org/small] preload: expected true or false, got 'yes'"),
         ('path = "org/chat"', "", 'line 2: [chat]: it needs path = "..."'),
         ('"default"', '"org/small"', "two models have the name 'org/small'"),
         ("[chat]\n", "[chat\n", "it is not TOML: Expected ']'"),

@@ -117,8 +117,12 @@ async def _serve(
     started: float,
 ) -> int:
     from chairlift.engine.client import AsyncEngine
+    from chairlift.engine.engine_process import EngineProcess
 
-    engines = [AsyncEngine(spec.config) for spec in specs]
+    # It imports what loads models unless none of them is loaded.
+    load_format = next((spec.config.load_format for spec in specs if spec.config.load_format != "none"), "none")
+    process = EngineProcess(load_format) if len(specs) > 1 else None
+    engines = [AsyncEngine(spec.config, process=process, weight=spec.weight) for spec in specs]
     starting = asyncio.create_task(engines[0].start(started)) if len(specs) == 1 else None
     # The web framework is imported while the engine's process loads the model.
     module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
@@ -126,7 +130,7 @@ async def _serve(
 
     gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
     supervisor = module.Supervisor(module.served_models(specs, engines, server), server, keys, tiers)
-    async with nullcontext() if admin is None else serve_admin(admin, supervisor.admin()):
+    async with process or nullcontext(), nullcontext() if admin is None else serve_admin(admin, supervisor.admin()):
         status: int = await supervisor.run(listener, starting)
     # asyncio and Python wait for all threads at exit, and a thread may be downloading a model for an hour.
     exit_timer = threading.Timer(THREADS_TIMEOUT, os._exit, (status,))

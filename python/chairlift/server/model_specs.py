@@ -17,8 +17,8 @@ from chairlift.errors import InvalidSetting, did_you_mean
 
 _ENGINE_FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig) if "help" in field.metadata}
 _PARSERS = {field.name: field for field in dataclasses.fields(ServerConfig) if field.name in ("tool_call_parser", "reasoning_parser")}
-_OWN = ("path", "aliases", "keep_alive", "priority", "preload")
-_LARGEST_PRIORITY = 1000
+_OWN = ("path", "aliases", "keep_alive", "priority", "weight", "preload")
+_LARGEST_PRIORITY = _LARGEST_WEIGHT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class ModelSpec:
     """Seconds that it stays loaded after its last use; None: for ever."""
     priority: int = 0
     """The model with the lowest number is loaded first and unloaded last."""
+    weight: int = 1
+    """Its share of the engine process's time while several models have requests."""
     preload: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -144,6 +146,10 @@ def _setting(key: str, value: Any) -> Any:
         case "priority":
             if type(value) is not int or abs(value) > _LARGEST_PRIORITY:
                 raise ValueError(f"expected a whole number from -{_LARGEST_PRIORITY} to {_LARGEST_PRIORITY}, got {value!r:.100}")
+            return value
+        case "weight":
+            if type(value) is not int or not 1 <= value <= _LARGEST_WEIGHT:
+                raise ValueError(f"expected a whole number from 1 to {_LARGEST_WEIGHT}, got {value!r:.100}")
             return value
         case "preload":
             if not isinstance(value, bool):
