@@ -30,9 +30,9 @@ LAYERS = {
         {"run"},
     ],
     "cpu": [
-        {"half", "pod", "pool"},
+        {"block_type", "half", "pod", "pool"},
         {"simd", "unsafe_slice"},
-        {"aligned", "block_type", "norm", "rope", "sample"},
+        {"aligned", "norm", "rope", "sample"},
         {"cache", "tensor"},
         {"ggml", "step"},
         {"gemm"},

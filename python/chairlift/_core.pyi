@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ __all__ = [
     "choose",
     "decode_work",
     "instruction_sets",
+    "matrix_tiles",
     "max_splits",
     "prefill_work",
     "replay",
@@ -397,7 +398,13 @@ def prefill_work(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32
     """
 
 def instruction_sets() -> list[str]:
-    """Returns the instruction sets that the CPU kernels can use on this machine, the fastest first: of avx512, avx2, neon and portable."""
+    """Returns the instruction sets that the CPU kernels can use on this machine: of avx512, avx2, neon, portable and amx.
+
+    The first is the fastest that was measured. amx is AVX-512 with matrix tiles. Its speed was not measured, so it is the last.
+    """
+
+def matrix_tiles() -> Literal["absent", "refused", "usable"]:
+    """Returns whether this process can use the processor's matrix tiles (AMX). The operating system can refuse them to it."""
 
 def block_types() -> list[int]:
     """Returns ggml's numbers of the block types that `Linear` stores unchanged."""

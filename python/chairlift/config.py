@@ -194,7 +194,7 @@ class EngineConfig:
     cpu_isa: str = _flag(
         "auto",
         "instruction set of the CPU kernels; results of two instruction sets can differ in the last bits",
-        choices=("auto", "avx512", "avx2", "neon", "portable"),
+        choices=("auto", "amx", "avx512", "avx2", "neon", "portable"),
         group="model",
     )
     dtype: str = _flag(

@@ -13,7 +13,7 @@ from chairlift.outputs import TokenLogprobs
 from chairlift.runner.build import build_runner
 from chairlift.runner.executor import time_swap
 from chairlift.runner.runner import ModelRunner
-from chairlift.runner.rust_backend import RustBackend
+from chairlift.runner.rust_backend import RustBackend, choose_isa
 from chairlift.runner.sampling.logprobs import PromptLogprobs
 from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
@@ -141,6 +141,38 @@ def test_an_instruction_set_that_the_processor_lacks_is_refused(tmp_path, monkey
     monkeypatch.setattr(_core, "instruction_sets", lambda: ["avx2", "portable"])
     with pytest.raises(InvalidSetting, match=r"^--cpu-isa avx512: this processor has avx2, portable$"):
         build_runner(EngineConfig(device="cpu", cpu_isa="avx512"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sets", "tiles", "name", "value", "reason"),
+    [
+        (["avx2", "portable"], "absent", "auto", "avx2", "the processor's fastest"),
+        (
+            ["avx512", "amx"],
+            "usable",
+            "auto",
+            "avx512",
+            "matrix tiles are present: --cpu-isa amx uses them",
+        ),
+        (["avx512", "amx"], "usable", "amx", "amx", "--cpu-isa says so"),
+        (["avx512"], "refused", "auto", "avx512", "the operating system refuses AMX to this process"),
+    ],
+)
+def test_matrix_tiles_are_used_only_when_asked_for(monkeypatch, sets, tiles, name, value, reason):
+    monkeypatch.setattr(_core, "instruction_sets", lambda: sets)
+    monkeypatch.setattr(_core, "matrix_tiles", lambda: tiles)
+    decision = choose_isa(name)
+    assert (decision.what, decision.value) == ("instruction set", value)
+    assert reason in decision.reason
+
+
+def test_tiles_that_the_operating_system_refuses_are_not_used(monkeypatch):
+    monkeypatch.setattr(_core, "instruction_sets", lambda: ["avx512", "portable"])
+    monkeypatch.setattr(_core, "matrix_tiles", lambda: "refused")
+    with pytest.raises(
+        InvalidSetting, match=r"^--cpu-isa amx: this processor has avx512, portable; the operating system refuses AMX to this"
+    ):
+        choose_isa("amx")
 
 
 @pytest.mark.slow

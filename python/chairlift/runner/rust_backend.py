@@ -28,8 +28,7 @@ class RustBackend:
     def __init__(self, config: EngineConfig, directory: Path, whole: ModelShape, sharing: int) -> None:
         """Raises InvalidSetting for an instruction set that the processor lacks."""
         assert isinstance(whole, ModelConfig)
-        if config.cpu_isa not in ("auto", *_core.instruction_sets()):
-            raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: this processor has {', '.join(_core.instruction_sets())}")
+        self._isa = choose_isa(config.cpu_isa)
         self._config, self.model = config, whole
         self._weights = open_weights(config, directory, 1 - whole.norm_offset, whole.scheme)
         self._pooling = decoder_pooling(directory)
@@ -56,4 +55,19 @@ class RustBackend:
     def warm_up(self, runner: ModelRunner) -> tuple[Decision, ...]:
         """Runs the first steps."""
         warm_up(runner)
-        return ()
+        return (self._isa,)
+
+
+def choose_isa(name: str) -> Decision:
+    """Chooses the instruction set of the CPU kernels. Raises InvalidSetting for one that this process cannot use.
+
+    Matrix tiles are not chosen by themselves, because they did not run on a processor yet.
+    """
+    usable, tiles = _core.instruction_sets(), _core.matrix_tiles()
+    refused = "; the operating system refuses AMX to this process" if tiles == "refused" else ""
+    if name not in ("auto", *usable):
+        raise InvalidSetting(f"--cpu-isa {name}: this processor has {', '.join(usable)}{refused}")
+    if name != "auto":
+        return Decision("instruction set", name, asked("--cpu-isa"))
+    unused = "; matrix tiles are present: --cpu-isa amx uses them, their speed was not measured by us yet" if "amx" in usable else refused
+    return Decision("instruction set", usable[0], f"the processor's fastest{unused}")

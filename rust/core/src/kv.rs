@@ -178,9 +178,9 @@ impl Kv {
     }
 
     /// Names free blocks for the full blocks of `tokens`, without a salt, that are not cached: as many as are free. The
-    /// least recently used cached blocks lose their names. Calls `named` for each name. Returns the number of blocks that
+    /// least recently used cached blocks lose their names. Calls `on_name` for each name. Returns the number of blocks that
     /// were cached, and the new blocks that follow them. The caller writes their KV before the next step.
-    pub(crate) fn restore(&mut self, tokens: &[Token], mut named: impl FnMut(BlockHash)) -> (usize, Vec<BlockId>) {
+    pub(crate) fn restore(&mut self, tokens: &[Token], mut on_name: impl FnMut(BlockHash)) -> (usize, Vec<BlockId>) {
         let mut found = Vec::new();
         let (names, mut chain) = self.find_unsalted(tokens, &mut found);
         let mut table = BlockTable::default();
@@ -193,7 +193,7 @@ impl Kv {
         let size = self.block_size as usize;
         for (name, block) in names.iter().zip(tokens.chunks_exact(size)).take(len).skip(found.len()) {
             self.pool.seal(&table, &mut chain, *name, block, 0);
-            named(*name);
+            on_name(*name);
         }
         let restored = table.ids()[found.len()..].to_vec();
         self.pool.release(&mut table);

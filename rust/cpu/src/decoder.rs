@@ -109,7 +109,7 @@ impl Decoder {
             Sequences { query_starts, context_lens, rows: step.rows, block_tables, max_blocks, block_size: cache.shape().block_size };
         let plan = Plan::new(sequences, config.num_heads, config.num_kv_heads, pool.size());
         let adapted = AdaptedRows::new(&numbers, adapters, pool.size(), widest(blocks), lora);
-        let pass = Pass::new(isa, config, step, &plan, cache.pages(), rows.packed(isa, tokens), adapted.as_ref(), inner, buffers);
+        let pass = Pass::new(isa, config, step, &plan, cache.pages(), rows.packed(tokens), adapted.as_ref(), inner, buffers);
         pool.run(|worker| {
             let mut spare = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);
             pass.run(worker, &mut spare, table, blocks);
@@ -141,7 +141,7 @@ impl Decoder {
         let vocabulary = head.matrix.outs;
         assert!(out.len() >= at.len() * vocabulary && at.iter().all(|&t| (t as usize) < self.tokens), "places of the last step");
         rows.reserve(isa, at.len(), hidden);
-        let (states, packed, out) = (&self.buffers.hidden, rows.packed(isa, at.len()), UnsafeSlice::new(out));
+        let (states, packed, out) = (&self.buffers.hidden, rows.packed(at.len()), UnsafeSlice::new(out));
         let epilogue = config.final_softcap.map_or(Epilogue::Store, Epilogue::Softcap);
         pool.run(|worker| {
             let linear = &mut scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner).linear;

@@ -163,7 +163,7 @@ impl Encoder {
             eps: *norm_eps,
             ids,
             starts: &starts,
-            packed: rows.packed(isa, tokens),
+            packed: rows.packed(tokens),
             hidden: buffers.hidden.shared(),
             qkv: buffers.qkv.shared(),
             attended: buffers.attended.shared(),

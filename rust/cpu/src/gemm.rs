@@ -3,14 +3,10 @@
 //! A layer cuts its work into panels of weights and tiles of rows, and finishes the sums with an epilogue. A [`Gemm`] packs the rows and
 //! sums the products. Each kind of arithmetic has its own layouts of weights and of rows.
 
-mod floats;
-
 use std::ops::Range;
 
 use crate::aligned::AlignedVec;
 use crate::simd::Isa;
-
-pub(crate) use floats::{FloatRows, SharedFloats};
 
 /// Maximum panels that a thread multiplies at once.
 pub(crate) const STRIP: usize = 4;
@@ -41,8 +37,19 @@ pub(crate) trait Gemm: Copy {
         panels: Range<usize>,
         tiles: &Tiles,
         sums: &mut [f32],
-        expanded: &mut AlignedVec<f32>,
+        scratch: &mut Scratch,
     );
+}
+
+/// Per-thread scratch memory.
+#[derive(Debug, Default)]
+pub(crate) struct Scratch {
+    /// Weights that became fp32.
+    pub(crate) expanded: AlignedVec<f32>,
+    /// Pairs of bfloat16 weights, their scales and shifts, and products of tiles.
+    pub(crate) pairs: AlignedVec<u32>,
+    pub(crate) scales: AlignedVec<f32>,
+    pub(crate) products: AlignedVec<f32>,
 }
 
 /// Splits rows into as few tiles as possible, with sizes as equal as possible.

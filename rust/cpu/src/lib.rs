@@ -36,7 +36,7 @@ pub use linear::{Activation, Linear};
 pub use lora::{Adapter, LowRank, Update};
 pub use pool::{ThreadPool, Worker};
 pub use rope::Rope;
-pub use simd::Isa;
+pub use simd::{Isa, TileSupport};
 pub use step::{Step, StepError};
 pub use tensor::{Numbers, ReadError, Source, Tensor};
 pub use weights::{DType, Matrix, Merge, PackError};

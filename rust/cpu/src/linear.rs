@@ -3,13 +3,15 @@
 //! A layer's work is cut into panels of weights and tiles of rows. The products are summed by the [`Gemm`] of the weights' format.
 
 mod epilogue;
+mod floats;
+mod pieces;
 #[cfg(test)]
 mod tests;
 
 use std::ops::Range;
 
 use crate::aligned::AlignedVec;
-use crate::gemm::{FloatRows, GROUP, Gemm, STRIP, SharedFloats, Tiles, Tiling};
+use crate::gemm::{self, GROUP, Gemm, STRIP, Tiles, Tiling};
 use crate::lora::Deltas;
 use crate::pool::Worker;
 use crate::quant::{QuantRows, SharedRows};
@@ -17,6 +19,8 @@ use crate::simd::Isa;
 use crate::unsafe_slice::UnsafeSlice;
 use crate::weights::{Matrix, Merge, Part, Store};
 use epilogue::{Finish, Gate, add_bias};
+use floats::{FloatRows, SharedFloats};
+use pieces::{PieceRows, SharedPieces};
 
 pub use epilogue::Activation;
 pub(crate) use epilogue::{Epilogue, softcap};
@@ -48,14 +52,16 @@ impl Linear {
 #[derive(Debug, Default)]
 pub(crate) struct Rows {
     floats: FloatRows,
+    pieces: PieceRows,
     quant: QuantRows,
 }
 
 /// The packed rows of one call.
 #[derive(Clone, Copy)]
 pub(crate) struct Packed<'a> {
-    tiling: Tiling,
+    rows: usize,
     floats: SharedFloats<'a>,
+    pieces: SharedPieces<'a>,
     quant: SharedRows<'a>,
     deltas: Option<Deltas<'a>>,
 }
@@ -64,7 +70,7 @@ pub(crate) struct Packed<'a> {
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     row: Vec<f32>,
-    expanded: AlignedVec<f32>,
+    gemm: gemm::Scratch,
     sums: AlignedVec<f32>,
 }
 
@@ -72,12 +78,13 @@ impl Rows {
     /// Allocates room for `rows` rows of `ins` inputs.
     pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
         self.floats.reserve(rows, ins);
+        self.pieces.reserve(isa, rows, ins);
         self.quant.reserve(isa, rows, ins);
     }
 
     /// Returns a view for a call with `rows` rows.
-    pub(crate) fn packed(&mut self, isa: Isa, rows: usize) -> Packed<'_> {
-        Packed { tiling: Tiling::new(rows, isa.rows()), floats: self.floats.shared(), quant: self.quant.shared(), deltas: None }
+    pub(crate) fn packed(&mut self, rows: usize) -> Packed<'_> {
+        Packed { rows, floats: self.floats.shared(), pieces: self.pieces.shared(), quant: self.quant.shared(), deltas: None }
     }
 }
 
@@ -100,15 +107,25 @@ impl<'a> Packed<'a> {
         let ins = layer.matrix.ins;
         scratch.row.resize(ins, 0.0);
         let row = &mut scratch.row;
-        worker.parallel_for(self.tiling.tiles(), |tile| {
-            let tile = self.tiling.range(tile);
+        let tiling = Tiling::new(self.rows, layer.matrix.tile_rows());
+        let parts = &layer.matrix.parts;
+        let tiles = parts.iter().any(|part| matches!(part.store, Store::Tiles(_)));
+        let floats = parts.iter().any(|part| matches!(part.store, Store::Float(_)));
+        let int8 = parts.iter().any(|part| matches!(part.store, Store::Int8(_)));
+        worker.parallel_for(tiling.tiles(), |tile| {
+            let tile = tiling.range(tile);
             for m in tile.clone() {
                 fill(m, row);
                 // SAFETY: one index of the loop writes each tile.
                 unsafe {
-                    match layer.matrix.parts[0].store {
-                        Store::Float(_) => self.floats.pack(isa, tile.clone(), m, row),
-                        Store::Int8(_) => self.quant.pack(isa, tile.clone(), m, row),
+                    if floats {
+                        self.floats.pack(isa, tile.clone(), m, row);
+                    }
+                    if tiles {
+                        self.pieces.pack(isa, tile.clone(), m, row);
+                    }
+                    if int8 {
+                        self.quant.pack(isa, tile.clone(), m, row);
                     }
                 }
             }
@@ -130,21 +147,22 @@ impl<'a> Packed<'a> {
     ) {
         let Linear { matrix, bias } = layer;
         let width = isa.panel();
-        let group = (GROUP / isa.rows()).max(1);
-        let groups = self.tiling.tiles().div_ceil(group);
+        let (tile_rows, tiling) = (matrix.tile_rows(), Tiling::new(self.rows, matrix.tile_rows()));
+        let group = (GROUP / tile_rows).max(1);
+        let groups = tiling.tiles().div_ceil(group);
         let strips = Strips::new(matrix, isa, groups, worker.size());
         worker.parallel_for(strips.count * groups, |piece| {
             let first = piece / strips.count * group;
-            let tiles = Tiles { tiling: self.tiling, range: first..(first + group).min(self.tiling.tiles()) };
+            let tiles = Tiles { tiling, range: first..(first + group).min(tiling.tiles()) };
             let rows = tiles.rows();
-            scratch.sums.reserve(STRIP * (GROUP + isa.rows()) * width);
+            scratch.sums.reserve(STRIP * (GROUP + tile_rows) * width);
             let (part, first_row, panels) = strips.find(piece % strips.count);
             let size = panels.len() * rows.len() * width;
             let of = |row: usize, count: usize| bias.as_ref().map(|bias| &bias[row..row + count]);
             let (sums, ups) = scratch.sums.split_at_mut(size);
-            self.sum(isa, &matrix.parts[part], panels.clone(), &tiles, sums, &mut scratch.expanded);
+            self.sum(isa, &matrix.parts[part], panels.clone(), &tiles, sums, &mut scratch.gemm);
             if let Epilogue::Gate(_) = epilogue {
-                self.sum(isa, &matrix.parts[1], panels.clone(), &tiles, ups, &mut scratch.expanded);
+                self.sum(isa, &matrix.parts[1], panels.clone(), &tiles, ups, &mut scratch.gemm);
             }
             for (i, panel) in panels.enumerate() {
                 let column = panel * width;
@@ -173,12 +191,13 @@ impl<'a> Packed<'a> {
     }
 
     /// Sums some panels of a tensor for some tiles. Writes the result to `sums`, \[panels\]\[rows\]\[columns of a panel\].
-    fn sum(self, isa: Isa, part: &Part, panels: Range<usize>, tiles: &Tiles, sums: &mut [f32], expanded: &mut AlignedVec<f32>) {
+    fn sum(self, isa: Isa, part: &Part, panels: Range<usize>, tiles: &Tiles, sums: &mut [f32], scratch: &mut gemm::Scratch) {
         // SAFETY: an earlier phase packed these rows, and no thread writes them now.
         unsafe {
             match &part.store {
-                Store::Float(weights) => self.floats.multiply(isa, weights, panels, tiles, sums, expanded),
-                Store::Int8(weights) => self.quant.multiply(isa, weights, panels, tiles, sums, expanded),
+                Store::Float(weights) => self.floats.multiply(isa, weights, panels, tiles, sums, scratch),
+                Store::Tiles(weights) => self.pieces.multiply(isa, weights, panels, tiles, sums, scratch),
+                Store::Int8(weights) => self.quant.multiply(isa, weights, panels, tiles, sums, scratch),
             }
         }
     }

@@ -19,3 +19,5 @@ unsafe impl Pod for u16 {}
 unsafe impl Pod for i16 {}
 // SAFETY: as above.
 unsafe impl Pod for i32 {}
+// SAFETY: as above.
+unsafe impl Pod for u32 {}

@@ -1,12 +1,13 @@
 //! A linear layer's weights, packed in panels. A panel has the columns that a tile computes together side by side.
 
 use crate::aligned::AlignedVec;
+use crate::block_type::BLOCK;
 use crate::ggml::BlockPanels;
 use crate::half;
 use crate::pod::Pod;
 use crate::pool::ThreadPool;
 use crate::quant::QuantWeights;
-use crate::simd::{Isa, Simd};
+use crate::simd::{Isa, Simd, TILE};
 use crate::tensor::{Numbers, ReadError, RowReader, Source, Tensor};
 
 /// Storage format of a matrix's weights. Weights in formats other than `Int8` are multiplied in fp32.
@@ -199,17 +200,42 @@ pub(crate) struct Part {
 /// The panels, by the arithmetic of their products.
 #[derive(Debug)]
 pub(crate) enum Store {
+    /// Products in fp32, in vector registers.
     Float(FloatPanels),
+    /// Exact products by matrix tiles.
+    Tiles(FloatPanels),
+    /// Products of integers.
     Int8(QuantWeights),
 }
 
-/// Panels of weights that are multiplied in fp32, by storage format.
+/// Panels of weights that are multiplied by fp32 rows, by storage format.
 #[derive(Debug)]
 pub(crate) enum FloatPanels {
     F32(Panels<f32>),
     F16(Panels<F16>),
     Bf16(Panels<Bf16>),
     Blocks(BlockPanels),
+}
+
+impl FloatPanels {
+    /// Number of inputs.
+    pub(crate) fn ins(&self) -> usize {
+        match self {
+            Self::F32(panels) => panels.ins,
+            Self::F16(panels) => panels.ins,
+            Self::Bf16(panels) => panels.ins,
+            Self::Blocks(panels) => panels.ins(),
+        }
+    }
+
+    fn read_column(&self, column: usize, out: &mut [f32]) {
+        match self {
+            Self::F32(panels) => panels.read_column(column, out),
+            Self::F16(panels) => panels.read_column(column, out),
+            Self::Bf16(panels) => panels.read_column(column, out),
+            Self::Blocks(panels) => panels.read_column(column, out),
+        }
+    }
 }
 
 impl Part {
@@ -237,7 +263,9 @@ impl Part {
                 FloatPanels::Blocks(BlockPanels::pack(pool, isa, tensor, kind)?)
             }
         };
-        Ok(Self { store: Store::Float(panels), rows: tensor.rows })
+        let exact = matches!(panels, FloatPanels::Bf16(_) | FloatPanels::Blocks(_)) && tensor.ins.is_multiple_of(BLOCK);
+        let store = if isa.has_tiles() && exact { Store::Tiles(panels) } else { Store::Float(panels) };
+        Ok(Self { store, rows: tensor.rows })
     }
 
     /// Number of panels.
@@ -247,10 +275,7 @@ impl Part {
 
     fn read_row(&self, row: usize, to: &mut [f32]) {
         match &self.store {
-            Store::Float(FloatPanels::F32(panels)) => panels.read_column(row, to),
-            Store::Float(FloatPanels::F16(panels)) => panels.read_column(row, to),
-            Store::Float(FloatPanels::Bf16(panels)) => panels.read_column(row, to),
-            Store::Float(FloatPanels::Blocks(panels)) => panels.read_column(row, to),
+            Store::Float(panels) | Store::Tiles(panels) => panels.read_column(row, to),
             Store::Int8(panels) => panels.read_row(row, to),
         }
     }
@@ -304,6 +329,11 @@ impl Matrix {
             row -= part.rows;
         }
         panic!("there is no row {out}");
+    }
+
+    /// Maximum rows of a tile of activations for this matrix.
+    pub(crate) fn tile_rows(&self) -> usize {
+        if self.parts.iter().all(|part| matches!(part.store, Store::Tiles(_))) { TILE } else { self.isa.rows() }
     }
 
     /// Whether the matrix has this shape and is packed for `isa`.

@@ -7,17 +7,27 @@ use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use chairlift_cpu as cpu;
-use cpu::{DType, Isa, Merge, Numbers, Source, Tensor, ThreadPool};
+use cpu::{DType, Isa, Merge, Numbers, Source, Tensor, ThreadPool, TileSupport};
 use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// The instruction sets that the kernels can use on this machine, the fastest first.
+/// The instruction sets that the kernels can use on this machine. The first is the fastest that was measured.
 #[pyfunction]
 pub(crate) fn instruction_sets() -> Vec<&'static str> {
     Isa::available().into_iter().map(Isa::name).collect()
+}
+
+/// Whether this process can use the processor's matrix tiles (AMX): 'absent', 'refused' by the operating system, or 'usable'.
+#[pyfunction]
+pub(crate) fn matrix_tiles() -> &'static str {
+    match TileSupport::detect() {
+        TileSupport::Absent => "absent",
+        TileSupport::Refused => "refused",
+        TileSupport::Usable => "usable",
+    }
 }
 
 /// ggml's numbers of the block types that the kernels use without conversion.

@@ -70,7 +70,7 @@ impl Kernel for Token<'_> {
 }
 
 fn read(cache: &mut KvCache, layer: usize, slot: usize) -> [Vec<f32>; 2] {
-    Isa::Portable.run(Token { pages: cache.pages(), layer, slot })
+    Isa::PORTABLE.run(Token { pages: cache.pages(), layer, slot })
 }
 
 #[test]

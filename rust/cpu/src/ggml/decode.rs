@@ -28,16 +28,16 @@ const fn exponent(at: i32) -> i32 {
 }
 
 /// The ways to convert codes to values, as const parameters of the kernels: by a table of 16 values, or by subtracting an offset.
-const TABLE: u8 = 0;
-const FOUR: u8 = 1;
-const FIVE: u8 = 2;
-const SIX: u8 = 3;
-const EIGHT: u8 = 4;
+pub(super) const TABLE: u8 = 0;
+pub(super) const FOUR: u8 = 1;
+pub(super) const FIVE: u8 = 2;
+pub(super) const SIX: u8 = 3;
+pub(super) const EIGHT: u8 = 4;
 
 /// Whether [`multiply`] should compute a tile with this number of rows. Portable code always expands first: its many unrolled variants
 /// would be half of the crate's compile time.
 pub(crate) fn fused_rows(isa: Isa, rows: usize) -> bool {
-    isa != Isa::Portable && rows <= FUSED_ROWS
+    !isa.is_portable() && rows <= FUSED_ROWS
 }
 
 /// Multiplies a tile of `rows` rows `a` \[ins\]\[rows\] by a panel. Writes the result to `sums` \[rows\]\[columns\].
@@ -50,17 +50,15 @@ pub(crate) fn multiply(isa: Isa, panels: &BlockPanels, panel: usize, rows: usize
 
 /// Writes a panel's weights for `inputs` to `to` \[inputs\]\[columns\]. `inputs` must start and end at unit boundaries.
 pub(crate) fn expand(isa: Isa, panels: &BlockPanels, panel: usize, inputs: Range<usize>, to: &mut [f32]) {
-    let (each, mut from) = (panels.unit_inputs(), Units::new(panels, panel));
-    assert!(inputs.start.is_multiple_of(each) && inputs.end.is_multiple_of(each) && panels.width == isa.panel());
-    from.bytes = &from.bytes[inputs.start / each * from.unit.bytes..inputs.end / each * from.unit.bytes];
+    let from = Units::of(isa, panels, panel, &inputs);
     assert_eq!(to.len(), inputs.len() * panels.width);
     isa.run(Expand { from, to });
 }
 
 /// The units of one panel.
-struct Units<'a> {
+pub(super) struct Units<'a> {
     bytes: &'a [u8],
-    kind: BlockType,
+    pub(super) kind: BlockType,
     unit: Unit,
 }
 
@@ -69,8 +67,16 @@ impl<'a> Units<'a> {
         Self { bytes: panels.panel(panel), kind: panels.kind, unit: Unit::new(panels.kind, panels.width) }
     }
 
+    /// The units of `inputs`, which must start and end at unit boundaries.
+    pub(super) fn of(isa: Isa, panels: &'a BlockPanels, panel: usize, inputs: &Range<usize>) -> Self {
+        let (each, mut units) = (panels.unit_inputs(), Self::new(panels, panel));
+        assert!(inputs.start.is_multiple_of(each) && inputs.end.is_multiple_of(each) && panels.width == isa.panel());
+        units.bytes = &units.bytes[inputs.start / each * units.unit.bytes..inputs.end / each * units.unit.bytes];
+        units
+    }
+
     /// The decoding constant of the kernel.
-    fn decoding<S: Int8>(&self) -> u8 {
+    pub(super) fn decoding<S: Int8>(&self) -> u8 {
         match self.kind.code_bits() {
             CodeBits::Four if S::LOOKUP || self.kind.table().is_some() => TABLE,
             CodeBits::Four => FOUR,
@@ -86,17 +92,20 @@ impl<'a> Units<'a> {
     ///
     /// `V` registers are as wide as the panel, and `D` is the result of [`Units::decoding`].
     #[inline(always)]
-    unsafe fn each<S: Int8, const D: u8, const V: usize>(&self, s: S, sink: &mut impl Sink<S, V>) {
+    pub(super) unsafe fn each<S: Int8, const D: u8, const V: usize, K: Sink<S, V>>(&self, s: S, sink: &mut K) {
         let (width, blocks) = (V * S::LANES, self.kind.block() / BLOCK);
         // Not a constant: the compiler would unroll the loops over blocks and run out of registers.
         let (size, block_bytes) = (self.unit.bytes, self.unit.block);
         let per_block = if D == SIX { 2 * width } else { width };
-        let constants = Constants::new(s, self.kind);
+        let constants = Constants::new(s, self.kind, if K::CODES { self.kind.centre() } else { 0.0 });
         let mut scales = Scales { factors: [0.0; GROUPS * WIDTH], shifts: [0.0; GROUPS * WIDTH] };
         for (u, unit) in self.bytes.chunks_exact(size).enumerate() {
             // SAFETY: a unit has all parts of its layout, and a panel is at most as wide as the arrays.
             unsafe {
                 scales.fill::<S, V>(s, self.kind, self.unit, unit, blocks * per_block / width);
+                if K::CODES {
+                    sink.take_scales(s, &mut scales, blocks * per_block);
+                }
                 let mut p = unit.as_ptr().add(self.unit.codes);
                 for b in 0..blocks {
                     for line in (0..block_bytes).step_by(64) {
@@ -114,16 +123,20 @@ impl<'a> Units<'a> {
 }
 
 /// Receives weights as they are decoded. This is a trait because closures that are not inlined lack the kernel's target features.
-trait Sink<S: Int8, const V: usize> {
+pub(super) trait Sink<S: Int8, const V: usize> {
+    /// Whether the weights are centred codes, without scales and shifts.
+    const CODES: bool = false;
+    /// Takes a unit's scales and shifts, `count` each, out of `scales`.
+    unsafe fn take_scales(&mut self, _: S, _: &mut Scales, _count: usize) {}
     /// Receives the weights of input `k` in all columns of the panel.
     unsafe fn take(&mut self, s: S, k: usize, weights: [S::F; V]);
 }
 
 /// Scales and shifts of a unit in fp32, \[groups\]\[columns\].
 #[repr(align(64))]
-struct Scales {
-    factors: [f32; GROUPS * WIDTH],
-    shifts: [f32; GROUPS * WIDTH],
+pub(super) struct Scales {
+    pub(super) factors: [f32; GROUPS * WIDTH],
+    pub(super) shifts: [f32; GROUPS * WIDTH],
 }
 
 impl Scales {
@@ -186,9 +199,10 @@ struct Constants<S: Int8> {
 
 impl<S: Int8> Constants<S> {
     #[inline(always)]
-    fn new(s: S, kind: BlockType) -> Self {
-        let values = kind.table().unwrap_or_else(|| std::array::from_fn(|code| code as f32 - kind.offset()));
-        let offsets = [8, 12, 16].map(|at| f32::from_bits(exponent(at) as u32) + kind.offset());
+    fn new(s: S, kind: BlockType, centre: f32) -> Self {
+        let offset = kind.offset() + centre;
+        let values = kind.table().unwrap_or_else(|| std::array::from_fn(|code| code as f32 - offset));
+        let offsets = [8, 12, 16].map(|at| f32::from_bits(exponent(at) as u32) + offset);
         Self { table: s.table(&values), offsets: [s.splat(offsets[0]), s.splat(offsets[1]), s.splat(offsets[2])] }
     }
 }
@@ -330,7 +344,7 @@ impl Expand<'_> {
             return;
         }
         // SAFETY: the function `expand` has checked that there is room for the weights of all units.
-        unsafe { self.from.each::<S, D, V>(s, &mut Store(self.to.as_mut_ptr())) }
+        unsafe { self.from.each::<S, D, V, _>(s, &mut Store(self.to.as_mut_ptr())) }
     }
 }
 
@@ -394,7 +408,7 @@ impl Multiply<'_> {
         let mut sums = Sums::<S, R, V> { a: self.a.as_ptr(), sums: [[s.splat(0.0); V]; R] };
         // SAFETY: the function `multiply` has checked the number of inputs and of sums.
         unsafe {
-            self.from.each::<S, D, V>(s, &mut sums);
+            self.from.each::<S, D, V, _>(s, &mut sums);
             let to = self.sums.as_mut_ptr();
             for r in 0..R {
                 for v in 0..V {

@@ -5,9 +5,11 @@
 //! in about the same number of bytes. The kernels in `decode` compute fp32 weights in registers: `weight = value(code) * scale + shift`.
 //! The weights equal those that the `gguf` package dequantises.
 
+mod codes;
 mod decode;
 mod panels;
 
+pub(crate) use codes::expand_codes;
 pub(crate) use decode::{expand, fused_rows, multiply};
 pub(crate) use panels::BlockPanels;
 

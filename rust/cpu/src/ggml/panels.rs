@@ -99,6 +99,11 @@ impl BlockPanels {
         self.ins
     }
 
+    /// Number of inputs that share a scale.
+    pub(crate) fn group(&self) -> usize {
+        if self.kind.code_bits() == CodeBits::Six { BLOCK / 2 } else { BLOCK }
+    }
+
     /// Reads the weights of a column, as an embedding.
     pub(crate) fn read_column(&self, column: usize, out: &mut [f32]) {
         let unit = Unit::new(self.kind, self.width);

@@ -154,7 +154,7 @@ fn products_are_those_of_expanded_weights_to_the_bit() {
                 for (r, column) in (0..rows).flat_map(|r| (0..width).map(move |column| (r, column))) {
                     let add = |sum: f32, k: usize| {
                         let (x, w) = (a[k * rows + r], expanded[k * width + column]);
-                        if isa == Isa::Portable { x * w + sum } else { x.mul_add(w, sum) }
+                        if isa.is_portable() { x * w + sum } else { x.mul_add(w, sum) }
                     };
                     let expected = (0..ins).fold(0.0, add);
                     assert_eq!(sums[r * width + column].to_bits(), expected.to_bits(), "{isa:?} {kind:?} {rows} rows");

@@ -34,7 +34,7 @@ fn multiply(isa: Isa, threads: usize, layer: &Linear, x: &[f32], start: f32, epi
     let mut rows = Rows::default();
     rows.reserve(isa, count, ins);
     let mut out = vec![start; count * outs];
-    let (packed, shared) = (rows.packed(isa, count), UnsafeSlice::new(&mut out));
+    let (packed, shared) = (rows.packed(count), UnsafeSlice::new(&mut out));
     ThreadPool::new(threads).expect("threads").run(|worker| {
         let mut scratch = Scratch::default();
         packed.pack(worker, isa, layer, &mut scratch, |m, to| to.copy_from_slice(&x[m * ins..(m + 1) * ins]));
@@ -71,7 +71,7 @@ fn products_are_right_and_rows_do_not_depend_on_each_other() {
     for (outs, ins) in [(5, 3), (70, 64), (33, 1184)] {
         let (weights, bias) = (numbers(1, outs * ins), numbers(2, outs));
         let bytes = bytes_of(&weights);
-        for isa in Isa::available() {
+        for isa in Isa::tested() {
             for dtype in [DType::F32, DType::F16, DType::Bf16, DType::Kept] {
                 let matrix = pack(isa, &[tensor(Numbers::F32, outs, ins, &bytes)], Merge::Stacked, dtype);
                 // Half precision has 11 bits, for weights of up to 8.
@@ -89,7 +89,7 @@ fn products_of_blocks_are_right_and_rows_do_not_depend_on_each_other() {
         let bias = numbers(2, outs);
         let bytes = random_blocks(kind, outs, ins, 1);
         let weights = dequantized(kind, &bytes, ins);
-        for isa in Isa::available() {
+        for isa in Isa::tested() {
             let matrix = pack(isa, &[tensor(Numbers::Ggml(kind.number()), outs, ins, &bytes)], Merge::Stacked, DType::Kept);
             check(isa, &Linear::new(matrix, Some(&bias)), &weights, &bias, 1e-6, &format!("{kind:?}"));
         }
@@ -103,7 +103,7 @@ fn blocks_kept_as_they_are_give_what_their_numbers_give_to_the_last_bit() {
         let blocks = random_blocks(kind, outs, ins, 1);
         let floats = bytes_of(&dequantized(kind, &blocks, ins));
         let x = numbers(3, 40 * ins);
-        for isa in Isa::available() {
+        for isa in Isa::available().into_iter().filter(|isa| !isa.has_tiles()) {
             for count in [1, 4, 5, 40] {
                 let sources = [tensor(Numbers::Ggml(kind.number()), outs, ins, &blocks), tensor(Numbers::F32, outs, ins, &floats)];
                 let [kept, plain] = sources.map(|source| {
@@ -125,7 +125,7 @@ fn tensors_of_one_matrix_may_differ_in_type() {
     let plain = bytes_of(&floats.concat());
     let bias = numbers(2, 120);
     let x = numbers(3, 20 * ins);
-    for isa in Isa::available() {
+    for isa in Isa::available().into_iter().filter(|isa| !isa.has_tiles()) {
         let mixed: Vec<_> = kinds.iter().zip(&blocks).map(|(kind, bytes)| tensor(Numbers::Ggml(kind.number()), 40, ins, bytes)).collect();
         let (mixed, whole) = (pack(isa, &mixed, Merge::Stacked, DType::Kept), tensor(Numbers::F32, 120, ins, &plain));
         let mut row = vec![0.0; ins];
@@ -139,6 +139,83 @@ fn tensors_of_one_matrix_may_differ_in_type() {
     }
 }
 
+/// A matrix of every format that tiles multiply, and of one that they do not.
+fn mixed(isa: Isa, ins: usize) -> (Linear, Vec<f32>, Vec<f32>) {
+    let (mut sources, mut weights) = (Vec::new(), Vec::new());
+    for kind in BlockType::ALL {
+        let bytes = random_blocks(kind, 40, ins, 9);
+        weights.extend(dequantized(kind, &bytes, ins));
+        sources.push((Numbers::Ggml(kind.number()), bytes));
+    }
+    let plain = numbers(5, 40 * ins);
+    for kind in [Numbers::F32, Numbers::Bf16] {
+        weights.extend(&plain);
+        let bytes = bytes_of(&plain);
+        let halves = bytes.chunks_exact(4).flat_map(|x| [x[2], x[3]]).collect();
+        sources.push((kind, if kind == Numbers::F32 { bytes } else { halves }));
+    }
+    let tensors: Vec<_> = sources.iter().map(|(kind, bytes)| tensor(*kind, 40, ins, bytes)).collect();
+    let bias = numbers(2, 40 * tensors.len());
+    let matrix = pack(isa, &tensors, Merge::Stacked, DType::Kept);
+    (Linear::new(matrix, Some(&bias)), weights, bias)
+}
+
+#[test]
+fn one_matrix_may_have_parts_for_tiles_and_parts_for_vectors() {
+    for isa in [Isa::best().with_oracle(), Isa::PORTABLE.with_oracle()] {
+        let (layer, weights, bias) = mixed(isa, 256);
+        let (x, outs) = (numbers(3, 2 * 256), layer.matrix.outs);
+        for (m, row) in multiply(isa, 2, &layer, &x, 0.0, Epilogue::Store).chunks_exact(outs).enumerate() {
+            for (n, &found) in row.iter().enumerate() {
+                let products = (0..256).map(|k| f64::from(x[m * 256 + k]) * f64::from(weights[n * 256 + k]));
+                let (expected, size) = products.fold((f64::from(bias[n]), 2.0), |(sum, size), x| (sum + x, size + x.abs()));
+                assert!((f64::from(found) - expected).abs() < 1e-6 * size, "{isa:?} {m} {n}: {found} {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tiles_compute_what_their_oracle_computes_and_each_row_alone_what_it_gives_among_others() {
+    let ins = 512;
+    let x: Vec<f32> = numbers(3, 130 * ins).iter().zip(numbers(4, 130 * ins)).map(|(x, y)| x * y * 1.000_001 + x).collect();
+    let oracle = Isa::best().with_oracle();
+    let with_tiles = Isa::available().into_iter().filter(|isa| isa.has_tiles()).chain([oracle]);
+    let mut last: Option<Vec<f32>> = None;
+    for isa in with_tiles {
+        let (layer, ..) = mixed(isa, ins);
+        let outs = layer.matrix.outs;
+        let all = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Store);
+        for m in 0..130 {
+            let alone = multiply(isa, 1, &layer, &x[m * ins..(m + 1) * ins], 0.0, Epilogue::Store);
+            assert!(alone == all[m * outs..(m + 1) * outs], "{isa:?} row {m}");
+        }
+        for count in 1..130 {
+            assert!(multiply(isa, 1, &layer, &x[..count * ins], 0.0, Epilogue::Store) == all[..count * outs], "{isa:?} {count} rows");
+        }
+        assert!(last.is_none_or(|last| last == all), "{isa:?} and its oracle");
+        last = Some(all);
+    }
+}
+
+#[test]
+fn tiles_are_more_accurate_than_chains_of_multiply_adds() {
+    let (outs, ins) = (64, 1536);
+    let bytes = random_blocks(BlockType::Q4_1, outs, ins, 3);
+    let weights = dequantized(BlockType::Q4_1, &bytes, ins);
+    // Numbers of different sizes, with all 24 bits.
+    let x: Vec<f32> = numbers(3, 8 * ins).iter().map(|x| (x * 1.3).powi(3)).collect();
+    let exact = |m: usize, n: usize| (0..ins).map(|k| f64::from(x[m * ins + k]) * f64::from(weights[n * ins + k])).sum::<f64>();
+    let error = |isa: Isa| {
+        let matrix = pack(isa, &[tensor(Numbers::Ggml(3), outs, ins, &bytes)], Merge::Stacked, DType::Kept);
+        let found = multiply(isa, 1, &Linear::new(matrix, None), &x, 0.0, Epilogue::Store);
+        let squares = found.iter().enumerate().map(|(i, &y)| (f64::from(y) - exact(i / outs, i % outs)).powi(2));
+        (squares.sum::<f64>() / (0..8 * outs).map(|i| exact(i / outs, i % outs).powi(2)).sum::<f64>()).sqrt()
+    };
+    let (tiles, vectors) = (error(Isa::best().with_oracle()), error(Isa::best()));
+    assert!(tiles < 0.6 * vectors && vectors < 1e-5, "{tiles:e} {vectors:e}");
+}
+
 #[test]
 fn a_gate_and_what_it_gates_may_differ_in_type() {
     let (ins, outs) = (256, 70);
@@ -147,7 +224,7 @@ fn a_gate_and_what_it_gates_may_differ_in_type() {
     let floats: Vec<Vec<f32>> = kinds.iter().zip(&blocks).map(|(&kind, bytes)| dequantized(kind, bytes, ins)).collect();
     let bias = numbers(2, 2 * outs);
     let x = numbers(3, 130 * ins);
-    for isa in Isa::available() {
+    for isa in Isa::tested() {
         let tensors: Vec<_> =
             kinds.iter().zip(&blocks).map(|(kind, bytes)| tensor(Numbers::Ggml(kind.number()), outs, ins, bytes)).collect();
         let layer = Linear::new(pack(isa, &tensors, Merge::Gated, DType::Kept), Some(&bias));

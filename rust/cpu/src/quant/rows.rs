@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{BLOCK, QuantWeights};
 use crate::aligned::AlignedVec;
-use crate::gemm::{Gemm, Tiles};
+use crate::gemm::{Gemm, Scratch, Tiles};
 use crate::pod::Pod;
 use crate::simd::{Int8, Isa, Kernel};
 use crate::unsafe_slice::UnsafeSlice;
@@ -87,15 +87,7 @@ impl Gemm for SharedRows<'_> {
         isa.run(Pack { numbers, to, wide, row: row - tile.start, rows: tile.len() });
     }
 
-    unsafe fn multiply(
-        self,
-        isa: Isa,
-        weights: &QuantWeights,
-        panels: Range<usize>,
-        tiles: &Tiles,
-        sums: &mut [f32],
-        _: &mut AlignedVec<f32>,
-    ) {
+    unsafe fn multiply(self, isa: Isa, weights: &QuantWeights, panels: Range<usize>, tiles: &Tiles, sums: &mut [f32], _: &mut Scratch) {
         let (width, rows) = (isa.panel(), tiles.rows());
         for tile in tiles.each() {
             for (i, panel) in panels.clone().enumerate() {

@@ -1,9 +1,14 @@
 //! Registers of fp32 lanes: a trait, an implementation per instruction set, and the selection at run time.
 
 mod int8;
+#[cfg(test)]
+mod oracle;
 mod portable;
+mod tiles;
 
 pub(crate) use int8::Int8;
+pub use tiles::TileSupport;
+pub(crate) use tiles::{PIECES, TILE, TileProducts};
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -42,6 +47,20 @@ pub(crate) trait Simd: Copy {
     unsafe fn load_bf16(self, p: *const u16) -> Self::F;
     /// Loads 8-bit integers.
     unsafe fn load_i8(self, p: *const i8) -> Self::F;
+    /// Stores the upper halves of the numbers, which are bfloat16 numbers: those of `low` and `high` in turn.
+    #[inline(always)]
+    unsafe fn store_bf16_pairs(self, p: *mut u32, low: Self::F, high: Self::F) {
+        let mut halves = [[0.0_f32; 16]; 2];
+        // SAFETY: a register has at most 16 lanes, and the caller guarantees that `p` is valid.
+        unsafe {
+            self.store(halves[0].as_mut_ptr(), low);
+            self.store(halves[1].as_mut_ptr(), high);
+            let [low, high] = halves;
+            for (lane, (low, high)) in low.into_iter().zip(high).enumerate().take(Self::LANES) {
+                p.add(lane).write(low.to_bits() >> 16 | high.to_bits() & 0xffff_0000);
+            }
+        }
+    }
     /// `a * b + c`, rounded once if [`Simd::FUSED`].
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
@@ -127,28 +146,50 @@ pub(crate) trait Kernel {
     fn run<S: Int8>(self, s: S) -> Self::Output;
 }
 
-/// An instruction set that kernels are compiled for. Only [`Isa::available`] creates values other than `Portable`.
+/// An instruction set that kernels are compiled for: vectors, and the unit that multiplies matrices. [`Isa::available`] returns those that
+/// the processor has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Isa {
+pub struct Isa {
+    vectors: Vectors,
+    matrices: Matrices,
+}
+
+/// Registers of fp32 lanes and integers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Vectors {
     /// Available on every processor.
     Portable,
     /// AVX2 with FMA and F16C: 8 lanes, 16 registers.
     #[cfg(target_arch = "x86_64")]
-    #[non_exhaustive]
     Avx2,
     /// AVX-512 with VNNI: 16 lanes, 32 registers.
     #[cfg(target_arch = "x86_64")]
-    #[non_exhaustive]
     Avx512,
     /// ARMv8: 4 lanes, 32 registers.
     #[cfg(target_arch = "aarch64")]
-    #[non_exhaustive]
     Neon,
 }
 
+/// The unit that multiplies matrices of bfloat16 weights, and of integer codes with scales.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Matrices {
+    /// None: vectors multiply them.
+    Vectors,
+    /// AMX with bfloat16.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
+    /// Portable code that computes what AMX computes.
+    #[cfg(test)]
+    Oracle,
+}
+
 impl Isa {
-    /// All instruction sets that this processor has, the fastest first.
+    /// Portable code.
+    #[cfg(test)]
+    pub(crate) const PORTABLE: Self = Self { vectors: Vectors::Portable, matrices: Matrices::Vectors };
+
+    /// All instruction sets that this processor has. The first is the fastest that was measured. The last is AMX, whose speed was not
+    /// measured.
     pub fn available() -> Vec<Self> {
         let mut found = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -161,16 +202,35 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vnni")
             {
-                found.push(Self::Avx512);
+                found.push(Vectors::Avx512);
             }
             if avx2 {
-                found.push(Self::Avx2);
+                found.push(Vectors::Avx2);
             }
         }
         #[cfg(target_arch = "aarch64")]
-        found.push(Self::Neon);
-        found.push(Self::Portable);
+        found.push(Vectors::Neon);
+        found.push(Vectors::Portable);
+        let mut found: Vec<_> = found.into_iter().map(|vectors| Self { vectors, matrices: Matrices::Vectors }).collect();
+        #[cfg(target_arch = "x86_64")]
+        if found[0].vectors == Vectors::Avx512 && TileSupport::detect() == TileSupport::Usable {
+            found.push(Self { vectors: Vectors::Avx512, matrices: Matrices::Amx });
+        }
         found
+    }
+
+    /// All instruction sets that this processor has, and the oracle of AMX with the fastest vectors.
+    #[cfg(test)]
+    pub(crate) fn tested() -> Vec<Self> {
+        let mut all = Self::available();
+        all.push(Self::best().with_oracle());
+        all
+    }
+
+    /// The same vectors, and the oracle of AMX.
+    #[cfg(test)]
+    pub(crate) fn with_oracle(self) -> Self {
+        Self { matrices: Matrices::Oracle, ..self }
     }
 
     /// The fastest instruction set that this processor has.
@@ -180,15 +240,29 @@ impl Isa {
 
     /// A readable name.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Portable => "portable",
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => "avx2",
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => "avx512",
-            #[cfg(target_arch = "aarch64")]
-            Self::Neon => "neon",
+        #[cfg(target_arch = "x86_64")]
+        if self.matrices == Matrices::Amx {
+            return "amx";
         }
+        match self.vectors {
+            Vectors::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Vectors::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Vectors::Avx512 => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Vectors::Neon => "neon",
+        }
+    }
+
+    /// Whether the vectors are portable code.
+    pub(crate) fn is_portable(self) -> bool {
+        self.vectors == Vectors::Portable
+    }
+
+    /// Whether tiles multiply weights of bfloat16 and of integer codes.
+    pub(crate) fn has_tiles(self) -> bool {
+        self.matrices != Matrices::Vectors
     }
 
     /// Number of columns in a panel of weights.
@@ -220,17 +294,17 @@ impl Isa {
     /// Runs the version of a kernel that is compiled for this instruction set.
     #[inline]
     pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Output {
-        match self {
-            Self::Portable => kernel.run(portable::Portable),
-            // SAFETY: only `available` creates values other than `Portable`, and it has checked the processor.
+        match self.vectors {
+            Vectors::Portable => kernel.run(portable::Portable),
+            // SAFETY: only `available` creates values with other vectors, and it has checked the processor.
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => unsafe { avx2::run(kernel) },
+            Vectors::Avx2 => unsafe { avx2::run(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => unsafe { avx512::run(kernel) },
+            Vectors::Avx512 => unsafe { avx512::run(kernel) },
             // SAFETY: as above. Every 64-bit ARM processor has NEON.
             #[cfg(target_arch = "aarch64")]
-            Self::Neon => unsafe { neon::run(kernel) },
+            Vectors::Neon => unsafe { neon::run(kernel) },
         }
     }
 }

@@ -138,7 +138,7 @@ fn arithmetic_is_that_of_scalars() {
                     assert!(same(got, want(a, b, c)), "{} {name}({a}, {b}, {c}): {got}", isa.name());
                 }
             };
-            let fma = |a: f32, b: f32, c: f32| if isa == Isa::Portable { a * b + c } else { a.mul_add(b, c) };
+            let fma = |a: f32, b: f32, c: f32| if isa.is_portable() { a * b + c } else { a.mul_add(b, c) };
             check("fma", apply::<Fma>(isa, &a, &b, &numbers), &fma);
         }
         for i in 0..n {
@@ -321,4 +321,28 @@ fn tanh_is_near_over_its_whole_range() {
         let nan = [f32::NAN; WIDEST];
         assert!(apply::<Tanh>(isa, &nan, &nan, &nan).iter().all(|x| x.is_nan()));
     }
+}
+
+#[test]
+fn the_oracle_of_tiles_sums_even_and_odd_inputs_apart_and_flushes_denormal_numbers() {
+    let bf16 = |x: f32| (x.to_bits() >> 16) as u16;
+    let pair = |even: f32, odd: f32| [u32::from(bf16(even)) | u32::from(bf16(odd)) << 16; TILE];
+    let sum = |start: f32, row: &[f32], weights: &[[u32; TILE]]| {
+        let mut sums = [start; TILE];
+        oracle::add(&mut sums, &row.iter().map(|&x| bf16(x)).collect::<Vec<_>>(), weights.as_flattened());
+        assert!(sums.iter().all(|x| x.to_bits() == sums[0].to_bits()));
+        sums[0]
+    };
+    let (large, ones) = ((1_u32 << 24) as f32, [pair(1.0, 1.0); 2]);
+    assert_eq!(sum(3.0, &[1.0, 2.0, 4.0, 8.0], &ones), 18.0);
+    // One chain would lose both ones. Here they meet in the odd chain and survive.
+    assert_eq!(sum(0.0, &[large, 1.0, 0.0, 1.0], &ones), large + 2.0);
+    // The accumulator is added last.
+    assert_eq!(sum(large, &[1.0, 1.0, 0.0, 0.0], &ones), large + 2.0);
+    // 1 + 2^-14 and its square's last bit: the products are not rounded.
+    assert_eq!(sum(0.0, &[1.0, 0.0, -1.0, 0.0], &[pair(1.007_812_5, 0.0), pair(1.0, 0.0)]), 0.007_812_5);
+    let smallest = f32::MIN_POSITIVE;
+    assert_eq!(sum(0.0, &[smallest / 2.0, 0.0, 0.0, 0.0], &ones), 0.0, "an input");
+    assert_eq!(sum(0.0, &[smallest, 0.0, 0.0, 0.0], &[pair(0.5, 0.0), pair(0.0, 0.0)]).to_bits(), 0, "a product");
+    assert_eq!(sum(-smallest, &[1.5 * smallest, 0.0, 0.0, 0.0], &ones).to_bits(), 0, "a sum");
 }

@@ -6,9 +6,9 @@
 
 use std::ops::Range;
 
-use super::{Gemm, STRIP, Tiles};
 use crate::aligned::AlignedVec;
 use crate::block_type::BLOCK;
+use crate::gemm::{Gemm, STRIP, Scratch, Tiles};
 use crate::ggml;
 use crate::simd::{Isa, Kernel, Simd};
 use crate::unsafe_slice::UnsafeSlice;
@@ -61,8 +61,9 @@ impl Gemm for SharedFloats<'_> {
         panels: Range<usize>,
         tiles: &Tiles,
         sums: &mut [f32],
-        expanded: &mut AlignedVec<f32>,
+        scratch: &mut Scratch,
     ) {
+        let expanded = &mut scratch.expanded;
         // SAFETY: the caller guarantees it.
         unsafe {
             match weights {

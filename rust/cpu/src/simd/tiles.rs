@@ -1,0 +1,180 @@
+//! Matrix tiles: products of bfloat16 tiles, by the processor's AMX unit or by its portable oracle.
+
+use super::{Isa, Matrices};
+use crate::block_type::BLOCK;
+
+/// Maximum rows of a tile, and columns of a tile of sums.
+pub(crate) const TILE: usize = 16;
+/// Number of bfloat16 numbers that an fp32 number is split into.
+pub(crate) const PIECES: usize = 3;
+
+/// Multiplies a tile of rows by a panel's weights, a group of inputs at a time: 32, or 16 where weights have a scale for each 16.
+pub(crate) struct TileProducts<'a> {
+    /// Number of rows, at most [`TILE`].
+    pub(crate) height: usize,
+    /// Inputs of a group: 16 or 32.
+    pub(crate) group: usize,
+    /// The rows' pieces in bfloat16, \[blocks\]\[pieces\]\[rows\]\[32 inputs\].
+    pub(crate) rows: &'a [u16],
+    /// Pairs of weights in bfloat16, \[groups\]\[tiles\]\[pairs of inputs\]\[16 columns\].
+    pub(crate) weights: &'a [u32],
+    /// The results: the sum of each group's products, \[groups\]\[tiles\]\[rows\]\[16 columns\].
+    pub(crate) out: &'a mut [f32],
+}
+
+impl TileProducts<'_> {
+    /// Computes the products with the tiles of `isa`. Each result adds the products of the pieces, the last piece first.
+    pub(crate) fn run(self, isa: Isa) {
+        let blocks = self.rows.len() / (PIECES * self.height * BLOCK);
+        let groups = blocks * BLOCK / self.group;
+        assert!((1..=TILE).contains(&self.height) && (self.group == BLOCK || self.group == BLOCK / 2));
+        assert_eq!(self.rows.len(), blocks * PIECES * self.height * BLOCK);
+        let tiles = self.weights.len() / (groups * self.group / 2 * TILE).max(1);
+        assert_eq!(self.weights.len(), groups * tiles * self.group / 2 * TILE);
+        assert_eq!(self.out.len(), groups * tiles * self.height * TILE);
+        match isa.matrices {
+            Matrices::Vectors => unreachable!("this instruction set has no tiles"),
+            #[cfg(target_arch = "x86_64")]
+            Matrices::Amx => {
+                assert_eq!(tiles, 2, "panels are as wide as two tiles");
+                // SAFETY: only `Isa::available` creates this value, and it has checked the processor. The lengths are asserted above.
+                unsafe { amx::run(self, blocks) }
+            }
+            #[cfg(test)]
+            Matrices::Oracle => isa.run(super::oracle::Oracle { products: self, tiles }),
+        }
+    }
+}
+
+/// Whether this process can use the tiles, and if not, why not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TileSupport {
+    /// The processor or the instruction set of its vectors has none.
+    Absent,
+    /// The operating system refuses them to this process.
+    Refused,
+    /// They can be used.
+    Usable,
+}
+
+impl TileSupport {
+    /// Looks for AMX and asks the operating system for permission, once for the process.
+    pub fn detect() -> Self {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        {
+            static FOUND: std::sync::OnceLock<TileSupport> = std::sync::OnceLock::new();
+            *FOUND.get_or_init(amx::detect)
+        }
+        #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+        Self::Absent
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod amx {
+    use std::arch::asm;
+
+    use super::{PIECES, TILE, TileProducts, TileSupport};
+    use crate::block_type::BLOCK;
+
+    /// Bytes of a row of a tile.
+    const LINE: usize = 64;
+
+    /// The operand of `ldtilecfg`: bytes in a row, and rows, of each tile register.
+    #[repr(C, align(64))]
+    struct Config {
+        palette: u8,
+        start_row: u8,
+        reserved: [u8; 14],
+        row_bytes: [u16; 16],
+        rows: [u8; 16],
+    }
+
+    /// Bits 22 (bfloat16) and 24 (tiles) of EDX in CPUID's leaf 7, and Linux's `arch_prctl` call for the tiles' state.
+    #[cfg(target_os = "linux")]
+    pub(super) fn detect() -> TileSupport {
+        const NEEDED: u32 = 1 << 22 | 1 << 24;
+        const ARCH_PRCTL: usize = 158;
+        const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
+        const TILE_DATA: usize = 18;
+        let leaf = std::arch::x86_64::__cpuid_count(7, 0);
+        if leaf.edx & NEEDED != NEEDED {
+            return TileSupport::Absent;
+        }
+        let result: isize;
+        // SAFETY: the call changes only which instructions the process may use, and the system writes rax, rcx and r11.
+        unsafe {
+            asm!("syscall", inlateout("rax") ARCH_PRCTL => result, in("rdi") ARCH_REQ_XCOMP_PERM, in("rsi") TILE_DATA,
+                lateout("rcx") _, lateout("r11") _, options(nostack));
+        }
+        if result == 0 { TileSupport::Usable } else { TileSupport::Refused }
+    }
+
+    /// Computes the products of rows and a panel of two tiles.
+    ///
+    /// # Safety
+    ///
+    /// The process may use the tiles, and all lengths are checked.
+    pub(super) unsafe fn run(products: TileProducts<'_>, blocks: usize) {
+        let TileProducts { height, group, rows, weights, out } = products;
+        let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        for register in 0..7 {
+            // Registers 0 and 1 have sums, 2 and 3 weights, and 4 to 6 the pieces of rows.
+            config.row_bytes[register] = if register < 4 { LINE as u16 } else { 2 * group as u16 };
+            config.rows[register] = if matches!(register, 2 | 3) { group as u8 / 2 } else { height as u8 };
+        }
+        // Groups of a block. Each turn computes the same group of all blocks.
+        let turns = BLOCK / group;
+        let (weight_tile, sum_tile) = (group / 2 * LINE, height * LINE);
+        for turn in 0..turns {
+            // SAFETY: the caller guarantees it. The tile registers are configured, used and released within the assembly, which has no
+            // other effect than to write `out`.
+            unsafe {
+                asm!(
+                    "ldtilecfg [{config}]",
+                    "2:",
+                    "tilezero tmm0",
+                    "tilezero tmm1",
+                    "tileloadd tmm2, [{weights} + {line}]",
+                    "add {weights}, {weight_tile}",
+                    "tileloadd tmm3, [{weights} + {line}]",
+                    "add {weights}, {weight_rest}",
+                    "tileloadd tmm4, [{rows} + {line}]",
+                    "add {rows}, {piece}",
+                    "tdpbf16ps tmm0, tmm4, tmm2",
+                    "tdpbf16ps tmm1, tmm4, tmm3",
+                    "tileloadd tmm5, [{rows} + {line}]",
+                    "add {rows}, {piece}",
+                    "tdpbf16ps tmm0, tmm5, tmm2",
+                    "tdpbf16ps tmm1, tmm5, tmm3",
+                    "tileloadd tmm6, [{rows} + {line}]",
+                    "add {rows}, {piece}",
+                    "tdpbf16ps tmm0, tmm6, tmm2",
+                    "tdpbf16ps tmm1, tmm6, tmm3",
+                    "tilestored [{out} + {line}], tmm0",
+                    "add {out}, {sum_tile}",
+                    "tilestored [{out} + {line}], tmm1",
+                    "add {out}, {sum_rest}",
+                    "dec {count}",
+                    "jnz 2b",
+                    "tilerelease",
+                    config = in(reg) &raw const config,
+                    line = in(reg) LINE,
+                    rows = inout(reg) rows.as_ptr().cast::<u8>().add(turn * 2 * group) => _,
+                    piece = in(reg) height * LINE,
+                    weights = inout(reg) weights.as_ptr().cast::<u8>().add(turn * 2 * weight_tile) => _,
+                    weight_tile = in(reg) weight_tile,
+                    weight_rest = in(reg) (2 * turns - 1) * weight_tile,
+                    out = inout(reg) out.as_mut_ptr().cast::<u8>().add(turn * 2 * sum_tile) => _,
+                    sum_tile = in(reg) sum_tile,
+                    sum_rest = in(reg) (2 * turns - 1) * sum_tile,
+                    count = inout(reg) blocks => _,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack),
+                );
+            }
+        }
+        const { assert!(PIECES == 3 && TILE * size_of::<f32>() == LINE) }
+    }
+}
