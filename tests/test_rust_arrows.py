@@ -30,8 +30,9 @@ LAYERS = {
         {"run"},
     ],
     "cpu": [
-        {"block_type", "half", "pod", "pool"},
-        {"simd", "unsafe_slice"},
+        {"half", "pod", "pool"},
+        {"block_type", "unsafe_slice"},
+        {"simd"},
         {"aligned", "norm", "rope", "sample"},
         {"cache", "tensor"},
         {"ggml", "step"},
