@@ -7,11 +7,11 @@ use crate::cost::{Load, StepModel};
 const MARGIN: f64 = 1.15;
 
 /// Probabilities that a draft is accepted up to and including each position. They never rise.
-pub type Survival = [f64; MAX_DRAFT];
+pub(crate) type Survival = [f64; MAX_DRAFT];
 
 /// Expected tokens and time of a step, to which drafted tokens are added while they raise the tokens per second.
 #[derive(Debug)]
-pub struct Admission {
+pub(crate) struct Admission {
     tokens: f64,
     /// Microseconds of the step.
     time: f64,
@@ -21,27 +21,27 @@ pub struct Admission {
 
 /// Drafts of a step whose tokens are equally likely to be accepted.
 #[derive(Debug)]
-pub struct Drafts {
+pub(crate) struct Drafts {
     /// Probabilities of their tokens.
-    pub survival: Survival,
+    pub(crate) survival: Survival,
     /// Index and number of tokens of each draft.
-    pub drafts: Vec<(usize, usize)>,
+    pub(crate) drafts: Vec<(usize, usize)>,
 }
 
 impl Admission {
     /// Takes a step's decoding sequences, before tokens are drafted.
-    pub fn new(load: &Load, model: &StepModel) -> Self {
+    pub(crate) fn new(load: &Load, model: &StepModel) -> Self {
         Self { tokens: load.decode_seqs.into(), time: model.step(load), each: model.drafted_token() }
     }
 
     /// Whether a token that is accepted with probability `survival` raises the tokens per second.
-    pub fn pays(&self, survival: f64) -> bool {
+    pub(crate) fn pays(&self, survival: f64) -> bool {
         survival * self.time > MARGIN * self.tokens * self.each
     }
 
     /// Calls `admit` with a draft's index and number of tokens for each token that pays, most probable first. Each added
     /// token raises the threshold for the others.
-    pub fn admit(mut self, groups: &[Drafts], mut admit: impl FnMut(usize, usize)) {
+    pub(crate) fn admit(mut self, groups: &[Drafts], mut admit: impl FnMut(usize, usize)) {
         let tokens = |(group, drafts): (usize, &Drafts)| {
             let longest = drafts.drafts.iter().map(|&(_, len)| len).max().unwrap_or(0);
             (0..longest).map(move |position| (group, position))

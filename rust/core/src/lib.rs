@@ -55,7 +55,6 @@ mod waiting;
 mod work;
 
 pub use acceptance::MAX_DRAFT;
-pub use admission::{Admission, Drafts, Survival};
 pub use arbiter::{Arbiter, MAX_LEAD, MAX_WAIT};
 pub use batch::{Admitted, Chunk, Lens, NO_TOKEN, Output, Outputs, StepBuffers, StepPlan};
 pub use block::{BlockId, BlockPool, BlockTable, Chain, StoredBlock};
