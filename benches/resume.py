@@ -28,8 +28,8 @@ import httpx
 SERVE = """
 import sys
 from chairlift.cli.main import main
-from chairlift.server import supervisor
-supervisor.STABLE_SECONDS = 0
+from chairlift.server import engine_keeper
+engine_keeper.STABLE_SECONDS = 0
 sys.exit(main())
 """
 """`chairlift` that restarts its engine without the pause that grows with each death."""

@@ -71,7 +71,7 @@ def test_every_setting_has_a_flag_and_tells_its_variable(capsys):
             "unrecognized arguments: --max-num-seq: did you mean --max-num-seqs? ('chairlift serve --help'",
         ),
         (["serve", "--prot=4"], {}, "unrecognized arguments: --prot=4: did you mean --port? ("),
-        (["serve", "a", "b"], {}, "unrecognized arguments: b ("),
+        (["plan", "a", "b"], {}, "unrecognized arguments: b ("),
         (["bench", "serve", "--request-rates", "4"], {}, "--request-rates 4: did you mean --request-rate? ('chairlift bench serve --help'"),
         (["serve"], {"CHAIRLIFT_MAX_NUM_SEQ": "4"}, "unknown variable CHAIRLIFT_MAX_NUM_SEQ: did you mean CHAIRLIFT_MAX_NUM_SEQS? ("),
         (["top"], {"CHAIRLIFT_CLIENT_API_KEYS": "a"}, "did you mean CHAIRLIFT_CLIENT_API_KEY? ("),

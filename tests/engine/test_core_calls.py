@@ -98,7 +98,7 @@ class FakeCore:
 
 
 class FakeRunner:
-    num_kv_blocks, max_model_len, host_blocks, swap_ns_per_block = 101, 50, 7, 900
+    num_kv_blocks, kv_cache_bytes, max_model_len, host_blocks, swap_ns_per_block = 101, 1 << 20, 50, 7, 900
     max_num_seqs, max_num_batched_tokens = 30, 120
     batch_invariant = False
     has_logprobs = True

@@ -99,9 +99,9 @@ def serve() -> int:
     """Runs the command line with the dying engine."""
     from chairlift.cli.main import main
     from chairlift.engine.engine_process import EngineProcess
-    from chairlift.server import supervisor
+    from chairlift.server import engine_keeper
 
-    supervisor.STABLE_SECONDS = 0  # type: ignore[misc]
+    engine_keeper.STABLE_SECONDS = 0  # type: ignore[misc]
     heartbeat.SILENT_AFTER = 2.0  # type: ignore[misc]
     EngineProcess.command = ("-m", "dying_engine")
     return main()
