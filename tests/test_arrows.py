@@ -75,14 +75,15 @@ IN_SERVER = {
     "engine_keeper": {"model"},
     "load_policy": set(),
     "model": {"lifecycle", "observability"},
-    "model_specs": set(),
+    "model_specs": {"toml_file"},
     "lifecycle": {"errors"},
     "storage": {"errors"},
     "errors": {"registry", "usage"},
     "registry": {"observability"},
     "observability": {"keys", "tiers"},
-    "tiers": {"keys"},
-    "keys": set(),
+    "tiers": {"keys", "toml_file"},
+    "keys": {"toml_file"},
+    "toml_file": set(),
     "usage": set(),
 }
 """Module or package of `server` → those it may import. A request's path goes down this list."""

@@ -204,8 +204,8 @@ def accounts(report: dict[str, Any]) -> list[dict[str, Any]]:
     names = ["tag", "finish", "arrived", "started", "first_token", "ended", "prompt_tokens", "cached_tokens", "output_tokens"]
     names += ["computed_tokens", "recomputed_tokens", "preemptions", "swaps", "block_us"]
     found = []
-    for line in np.frombuffer(report["ended"], np.int64).reshape(-1, 15 + len(report["states"])).tolist():
-        states = {name: time for name, time in zip(report["states"], line[15:], strict=True) if time}
+    for line in np.frombuffer(report["ended"], np.int64).reshape(-1, 17 + len(report["states"])).tolist():
+        states = {name: time for name, time in zip(report["states"], line[17:], strict=True) if time}
         finish = ("stop", "length", "error", "deadline", "abort")[line[1] - 1]
         found.append(dict(zip(names, line, strict=False)) | {"finish": finish, "states": states})
     return found
@@ -243,7 +243,7 @@ def test_what_was_recorded_decides_the_same_again_and_can_be_lived_otherwise() -
     assert _core.replay(journal[:-3])["truncated"]
     with pytest.raises(ValueError, match="no journal"):
         _core.replay(b"something else")
-    with pytest.raises(ValueError, match="a journal of version 1, and only version 2 can be read here"):
+    with pytest.raises(ValueError, match="a journal of version 1, and only version 3 can be read here"):
         _core.replay(b"chairlift-journal-1\n" + journal[20:])
 
 

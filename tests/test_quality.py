@@ -69,6 +69,7 @@ def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
         ({"dtype": "float16"}, 2e-4, 0.997),
         ({"dtype": "bfloat16"}, 5e-3, 0.98),
         ({"quantization": "int8"}, 1e-2, 0.95),
+        ({"cpu_math": "fast"}, 1e-2, 0.95),
         ({"in_torch": "int8"}, 1e-2, 0.95),
         ({"in_torch": "fp8"}, 2e-2, 0.86),
         ({"kv_cache_dtype": "float16"}, 1e-4, 0.997),

@@ -12,7 +12,7 @@ LAYERS = {
         {"tier"},
         {"request", "error", "host", "work"},
         {"policy"},
-        {"energy", "turn"},
+        {"elsewhere", "energy", "turn"},
         {"acceptance", "arbiter", "back_off", "hash", "cost", "recent_steps", "router", "saturation", "share", "text_index", "timeline"},
         {"admission", "block", "config", "corpus", "group", "phase", "place", "queue", "snapshot", "stats"},
         {"batch", "kv", "settings"},
@@ -25,8 +25,9 @@ LAYERS = {
     ],
     "sim": [
         {"histogram", "job", "service", "step_time", "utilization"},
-        {"machine", "report", "what_if"},
-        {"recorded", "replica"},
+        {"live", "machine", "report", "what_if"},
+        {"drafts", "recorded"},
+        {"replica"},
         {"run"},
     ],
     "cpu": [

@@ -48,6 +48,7 @@ __all__ = [
     "simulate",
     "step_times",
     "what_if",
+    "workload",
 ]
 
 __version__: str
@@ -240,6 +241,17 @@ class Scheduler:
         """
     def unused_blocks(self) -> int:
         """Number of free blocks that are not cached. Once there are none, new blocks evict cached ones."""
+    def charge_elsewhere(self, tenant: str, us: int) -> None:
+        """Charges a tenant for its service at another engine or model, in microseconds of engine time at weight 1.
+
+        Between two of its requests that leave the queue, at most ten seconds are charged. No effect for a tenant without requests so far,
+        before the first step, and under policies other than `fair` and `vtc`.
+        """
+    def take_service(self) -> dict[str, int]:
+        """The service of each tenant since the last call, divided by its weight, in microseconds of engine time.
+
+        Tenants without are left out. Empty under policies other than `fair` and `vtc`.
+        """
     def set_priority(self, seq: int, priority: int, now: int) -> bool:
         """Moves a request to another class. Returns False if it has ended, or if one of the classes is the background."""
     def fork(self, seq: int, tag: int, now: int) -> int:
@@ -312,8 +324,11 @@ def what_if(journal: bytes, changes: dict[str, Any]) -> dict[str, Any]:
     """Simulates the recorded requests in virtual time, under the recorded settings with `changes`.
 
     `changes` are arguments of `Scheduler` except block_size and journal. Steps take the times of the journal's steps. Times count from the
-    first call. Returns config and report, as in `simulate`. Raises ValueError.
+    first call. Recorded drafts are proposed again. Returns config and report, as in `simulate`. Raises ValueError.
     """
+
+def workload(journal: bytes) -> dict[str, Any]:
+    """Returns the recorded requests as the arguments requests, names, name_block, tenants and drafts of `simulate`. Raises ValueError."""
 
 def simulate(
     requests: NDArray[np.int64],
@@ -323,6 +338,8 @@ def simulate(
     settings: dict[str, Any],
     step_time: tuple[Sequence[tuple[float, float]], float, float, float],
     *,
+    drafts: NDArray[np.int64] | None = None,
+    draft_tokens: int = 0,
     replicas: int = 1,
     routing: str = "round-robin",
 ) -> list[dict[str, Any]]:
@@ -333,15 +350,18 @@ def simulate(
     tokens (-1: none); and how many of `names` belong to the request. Each name stands for `name_block` tokens of its prompt: prompts with
     equal names have equal tokens up to there. `settings` are the arguments of `Scheduler` except journal. `step_time` is a curve through
     points (tokens, microseconds) and the additional microseconds per decoding sequence, per token of context and per pair of a prompt's
-    tokens. `routing` is round-robin, least-loaded, prefix-aware or predicted.
+    tokens. `drafts` are recorded drafts, int64 [M, 5]: index of the request, tokens of prompt and output before the draft, tokens, accepted
+    tokens, and source as in a journal. They are proposed again, `draft_tokens` for a sequence and step at most. `routing` is round-robin,
+    least-loaded, prefix-aware or predicted.
 
-    A report has ended (int64 [N, 35]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended; tokens
-    of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, and the
-    time in each of `states`), refused (tags), steps, chunks (of sequences in steps), ended_at, stats, gaps and step_times (int64 [n, 2]:
-    microseconds and count), timeline (int64 [n, 7]: time, sequences in the step and its tokens, running, waiting, blocks held, saturation
-    in thousandths), tenant (int64 [N]: the index of each request's tenant in `tenants`), service (by tenant, the service in each window of
-    `service_window` microseconds: 1 per prompt token computed, 2 per output token; empty in a replay), and sums (microseconds with a step;
-    the same times its sequences; the same times the blocks held; the most sequences in a step; the most blocks held). Raises ValueError.
+    A report has ended (int64 [N, 37]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended; tokens
+    of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, drafted
+    tokens and accepted ones, and the time in each of `states`), refused (tags), steps, chunks (of sequences in steps), ended_at, stats,
+    gaps and step_times (int64 [n, 2]: microseconds and count), timeline (int64 [n, 7]: time, sequences in the step and its tokens, running,
+    waiting, blocks held, saturation in thousandths), tenant (int64 [N]: the index of each request's tenant in `tenants`), service (by
+    tenant, the service in each window of `service_window` microseconds: 1 per prompt token computed, 2 per output token; empty in a
+    replay), and sums (microseconds with a step; the same times its sequences; the same times the blocks held; the most sequences in a step;
+    the most blocks held). Raises ValueError.
     """
 
 def step_times(journal: bytes) -> bytes:

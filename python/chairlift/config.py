@@ -197,6 +197,13 @@ class EngineConfig:
         choices=("auto", "amx", "avx512", "avx2", "neon", "portable"),
         group="model",
     )
+    cpu_math: str = _flag(
+        "exact",
+        "'fast', on a CPU: weights and activations of 8 bits as with --quantization int8, or activations of 16 bits in matrix tiles "
+        "(--cpu-isa amx), and KV of 16 bits; other answers. Flags that set a dtype prevail",
+        choices=("exact", "fast"),
+        group="model",
+    )
     dtype: str = _flag(
         "auto",
         "how weights are kept, as in the checkpoint by default, a GGUF file's blocks included; a CPU computes in float32 all the same",
@@ -458,6 +465,11 @@ class EngineConfig:
         return int(self.speculative_config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS))
 
     @property
+    def kernels_isa(self) -> str:
+        """The CPU kernels' name of the instruction set: that of `cpu_isa`, and of `cpu_math` where tiles multiply."""
+        return "amx-bf16" if self.cpu_isa == "amx" and self.cpu_math == "fast" else self.cpu_isa
+
+    @property
     def slots(self) -> int:
         """Maximum number of sequences per step, if memory is not short."""
         usual = max(CUDA_SLOTS if self.device == "cuda" else DEFAULT_SLOTS, self.static_batch_size or 0)
@@ -531,8 +543,16 @@ class ServerConfig:
     )
     admin_socket: str | None = _flag(
         None,
-        "Unix socket, for this user alone, that needs no key: /metrics, /health, /v1/requests/ID/explain, GET /state, POST /drain, /models",
+        "Unix socket, for this user alone, that needs no key: /metrics, /health, /v1/requests/ID/explain, GET /state, POST /drain, "
+        "/models, POST /models/restart",
         metavar="PATH",
+        group="server",
+    )
+    replicas: int = _flag(
+        1,
+        "engines of this machine that serve each model, each in a process of its own; requests of one that dies go on in another",
+        _size,
+        metavar="N",
         group="server",
     )
     resume: str = _flag(
@@ -588,6 +608,8 @@ class ServerConfig:
             raise ValueError("--api-key must not be empty, nor begin or end with a space")
         if self.max_loaded_models is not None and self.max_loaded_models < 1:
             raise ValueError(f"--max-loaded-models must be at least 1, got {self.max_loaded_models}")
+        if self.replicas < 1:
+            raise ValueError(f"--replicas must be at least 1, got {self.replicas}")
         if self.max_body_size < 1:
             raise ValueError(f"--max-body-size must be at least 1, got {self.max_body_size}")
         # The system would silently take the port modulo 65536.

@@ -96,6 +96,10 @@ class EngineClosed(EngineDead):
     """The engine was shut down before the request was complete."""
 
 
+class RequestMoved(EngineDead):
+    """An engine that will be restarted has given up the request: another engine goes on with it."""
+
+
 def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.75) -> str:
     """`: did you mean NAME?` with the most similar of the `known` names; empty if none has this `similarity`, 0 to 1.
 

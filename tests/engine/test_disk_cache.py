@@ -5,12 +5,19 @@ import logging
 import os
 import stat
 import threading
+import time
+from concurrent.futures import Future
+from queue import SimpleQueue
 
 import async_engine
 import pytest
+from fake_engine import FakeEngine
 
 from chairlift import LLM, SamplingParams, Scheduling
+from chairlift.config import EngineConfig
 from chairlift.engine import disk_cache
+from chairlift.engine.frames import Add, pack_fields, pack_tokens
+from chairlift.engine.hosted_engine import HostedEngine
 from chairlift.engine.prefix_store import ROOT, PrefixStore
 from chairlift.errors import InvalidSetting
 
@@ -219,7 +226,7 @@ def test_a_full_disk_is_logged_once_and_disturbs_nothing(start, monkeypatch, tmp
     assert files(tmp_path) == []
 
 
-def test_the_engine_s_process_reads_beside_its_streams(byte_model, tmp_path):
+def test_the_engine_s_process_finds_what_an_earlier_one_wrote(byte_model, tmp_path):
     settings = {"load_format": "dummy", "block_size": 8, "prefix_cache_dir": str(tmp_path / "kv")}
     found = []
 
@@ -232,7 +239,22 @@ def test_the_engine_s_process_reads_beside_its_streams(byte_model, tmp_path):
     (first, cold), (again, warm) = found
     assert again == first
     assert cold.cached_tokens == 0 < warm.cached_tokens
-    assert warm.states["read_cache"] > 0
+
+
+def test_a_request_waits_for_its_kv_beside_the_others(monkeypatch):
+    engine, inbox, added = FakeEngine(EngineConfig(), lambda *_: None), SimpleQueue(), []
+    hosted = HostedEngine(engine, lambda _: None, inbox.put)
+    reads = {1: Future(), 2: None}
+    monkeypatch.setattr(engine, "read_prefix", lambda prompt, *_: reads[prompt[0]], raising=False)
+    monkeypatch.setattr(engine, "add", lambda tag, prompt, *rest: added.append((tag, *rest)))
+    for tag in (1, 2):
+        hosted.handle(Add(tag, pack_tokens([tag]), pack_fields(PARAMS), submitted=time.monotonic_ns() // 1000))
+    assert [tag for tag, *_ in added] == [2]
+    reads[1].set_result(None)
+    hosted.handle(inbox.get_nowait())
+    tag, _, _, _, _, spent, _, _, stored = added[1]
+    assert (tag, stored) == (1, reads[1])
+    assert spent["read_cache"] >= 0
 
 
 def test_a_request_that_is_aborted_while_its_kv_is_read_is_forgotten(byte_model, tmp_path):

@@ -7,6 +7,8 @@ import re
 import signal
 from contextlib import asynccontextmanager
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import fake_engine
 import numpy as np
@@ -16,8 +18,10 @@ from async_engine import GUARD, collect, ids, until
 from fake_engine import CRASHING, ENDLESS
 
 from chairlift import LLM
+from chairlift.engine import step_loop
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_process import EngineProcess
+from chairlift.engine.frames import Load, Stop
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
 from chairlift.sampling import EMBED, SamplingParams
 
@@ -261,3 +265,31 @@ def test_the_memory_of_an_engine_that_ends_is_free(byte_model, tmp_path):
             assert len(ids(await collect(small, [1, 2, 3], max_tokens=5, ignore_eos=True))) == 5
 
     asyncio.run(main())
+
+
+def test_weight_priority_and_itl_target_reach_the_arbiter(monkeypatch):
+    sent, added, idle = [], [], SimpleQueue()
+    monkeypatch.setattr(EngineProcess, "write", lambda self, number, frame: sent.append(frame))
+
+    class Arbiter:
+        def add(self, model, **shares):
+            added.append((model, shares))
+            idle.put((0, Stop()))
+
+        def ready(self, model, now):
+            pass
+
+    async def main():
+        fake_engine.fake(monkeypatch)
+        async with asyncio.timeout(GUARD), EngineProcess() as process:
+            engine = AsyncEngine(process=process, weight=3, priority=-1, target_itl_ms=12.5)
+            starting = asyncio.create_task(engine.start())
+            await until(lambda: sent)
+            starting.cancel()
+
+    asyncio.run(main())
+    monkeypatch.setattr(step_loop, "_core", SimpleNamespace(Arbiter=Arbiter))
+    monkeypatch.setattr(step_loop, "start_sentinels", list)
+    [load] = [frame for frame in sent if isinstance(frame, Load)]
+    step_loop.StepLoop(idle, lambda frame, engine=0, timeout=-1: None, fake_engine.FakeEngine).run((0, load))
+    assert added == [(0, {"weight": 3, "priority": -1, "itl": 12_500})]

@@ -23,7 +23,7 @@ def test_the_operator_needs_no_key(tmp_path, monkeypatch):
         transport = httpx.AsyncHTTPTransport(uds=str(path))
         with open_path(str(path), 0o600) as listener:
             async with (
-                serve_admin(listener, AdminApp(service, lambda: drained.append(True))),
+                serve_admin(listener, AdminApp(service, lambda: drained.append(True), 30)),
                 httpx.AsyncClient(transport=transport, base_url="http://admin") as client,
             ):
                 assert (await client.get("/health")).json() == {"status": "healthy"}

@@ -22,7 +22,7 @@ class LoadableEngine(FakeEngine):
         self.fails = self.gated = False
         self.starts = 0
 
-    async def start(self) -> None:
+    async def start(self, since: float | None = None) -> None:
         self.starts += 1
         while self.gated:
             await asyncio.sleep(0.01)

@@ -16,6 +16,7 @@ from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.frames import Frame
 from chairlift.engine.held_sequences import COMPUTE, HeldSequence
+from chairlift.engine.replica import Replica
 from chairlift.engine.request import validate
 from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
@@ -99,6 +100,8 @@ class FakeEngine:
             "max_text_len": None,
         }
         self.alive = self.ready = True
+        self.replicas = [Replica(0, self)]
+        self.open_sequences = 0
         self.on_end: Callable[[], None] | None = None
         self.end_with = EngineDead
         self.stuck: tuple[str, float] | None = None
@@ -154,9 +157,10 @@ class FakeEngine:
         self.stop()
 
     def stop(self) -> None:
-        self.alive = self.ready = False
+        was_alive, self.alive, self.ready = self.alive, False, False
         self.end.set()
         if self.on_end is not None and self.end_with is EngineDead:
+            self.replicas[0].restarts += was_alive
             self.on_end()
 
     def hold(self, prompt: list[int], scheduling: Scheduling, lease: float) -> AsyncLiveSequence:

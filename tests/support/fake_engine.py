@@ -100,6 +100,7 @@ class FakeEngine:
         self.steps = 0
         self.scheduling = []
         self.ready_at = 0.0
+        self.served, self.charged = {}, []
 
     @property
     def has_work(self):
@@ -110,6 +111,13 @@ class FakeEngine:
 
     def read_prefix(self, prompt, params, scheduling):
         return None
+
+    def take_service(self):
+        self.served, served = {}, self.served
+        return served
+
+    def charge_elsewhere(self, service):
+        self.charged.append(dict(service))
 
     def save_prefixes(self, seconds):
         pass

@@ -32,7 +32,7 @@ class Startable(FakeEngine):
         self.may_start = False
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, setattr, self, "may_start", True)
 
-    async def start(self) -> None:
+    async def start(self, since: float | None = None) -> None:
         self.starts += 1
         while self.loads == "never":
             await asyncio.sleep(1)
@@ -68,13 +68,14 @@ def _engine(loads: str):
     """
     if loads not in ("process", "killed"):
         return Startable(loads)
-    from chairlift.engine.client import AsyncEngine
+    from chairlift.engine.engine_process import EngineProcess
+    from chairlift.engine.replicated_engine import ReplicatedEngine
 
     _fakes().hurry(1.0)
     from chairlift.engine import heartbeat
 
     heartbeat.KILL_AFTER = 1.0 if loads == "killed" else 1000.0
-    return AsyncEngine()
+    return ReplicatedEngine(EngineConfig(), [EngineProcess(exclusive=True)])
 
 
 async def main(port: int, shutdown_timeout: float, loads: str) -> int:

@@ -72,9 +72,18 @@ class Served:
         return {"server": _resident(self.process.pid), "engine": _resident(self.engine())}
 
     def engine(self) -> int:
-        """The process id of the engine."""
-        [child] = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(child)
+        """The process id of the only engine."""
+        [child] = self.engines()
+        return child
+
+    def engines(self) -> list[int]:
+        """The process ids of the engines, oldest first."""
+        return [int(child) for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What the operator's socket tells of the first model's engines."""
+        reported: list[dict[str, Any]] = self._admin.get("/models").json()["models"][0]["replicas"]
+        return reported
 
     def log(self) -> str:
         """What the server and the engine have logged."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.cli import flags
 from chairlift.config import EngineConfig, ServerConfig
-from chairlift.engine.client import AsyncEngine
+from chairlift.engine.local_processes import local_processes
+from chairlift.engine.replicated_engine import ReplicatedEngine
 from chairlift.errors import ChairliftError, InvalidRequest, InvalidSetting
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ async def _run(config: EngineConfig, server: ServerConfig, storage: Storage, sou
     from chairlift.server.service import Service
 
     batch_id = await import_input(storage, source, config.model)
-    engine = AsyncEngine(config)
+    engine = ReplicatedEngine(config, local_processes(config, 1, exclusive=True))
     await engine.start(started)
     try:
         model = server.served_model_name or public_name(config.model)
@@ -80,7 +81,7 @@ async def _run(config: EngineConfig, server: ServerConfig, storage: Storage, sou
         running = asyncio.create_task(
             BatchRunner(application(service, server.max_body_size), service, storage, server.max_body_size).run_until_idle()
         )
-        ended = asyncio.create_task(engine.ended())
+        ended = asyncio.create_task(engine.replicas[0].engine.ended())
         await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
         if not running.done():

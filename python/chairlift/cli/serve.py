@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -116,13 +116,16 @@ async def _serve(
     admin: socket.socket | None,
     started: float,
 ) -> int:
-    from chairlift.engine.client import AsyncEngine
-    from chairlift.engine.engine_process import EngineProcess
+    from chairlift.engine.local_processes import local_processes, share_cores
+    from chairlift.engine.replicated_engine import ReplicatedEngine
 
-    # It imports what loads models unless none of them is loaded.
-    load_format = next((spec.config.load_format for spec in specs if spec.config.load_format != "none"), "none")
-    process = EngineProcess(load_format) if len(specs) > 1 else None
-    engines = [AsyncEngine(spec.config, process=process, weight=spec.weight) for spec in specs]
+    # The processes import what loads models unless none of them is loaded.
+    loading = next((spec.config for spec in specs if spec.config.load_format != "none"), specs[0].config)
+    processes = local_processes(loading, server.replicas, exclusive=len(specs) == 1)
+    engines = [
+        ReplicatedEngine(share_cores(spec.config, server.replicas), processes, weight=spec.weight, equal_numerics=server.resume == "exact")
+        for spec in specs
+    ]
     starting = asyncio.create_task(engines[0].start(started)) if len(specs) == 1 else None
     # The web framework is imported while the engine's process loads the model.
     module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
@@ -130,7 +133,11 @@ async def _serve(
 
     gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
     supervisor = module.Supervisor(module.served_models(specs, engines, server), server, keys, tiers)
-    async with process or nullcontext(), nullcontext() if admin is None else serve_admin(admin, supervisor.admin()):
+    async with AsyncExitStack() as stack:
+        for process in processes:
+            await stack.enter_async_context(process)
+        if admin is not None:
+            await stack.enter_async_context(serve_admin(admin, supervisor.admin()))
         status: int = await supervisor.run(listener, starting)
     # asyncio and Python wait for all threads at exit, and a thread may be downloading a model for an hour.
     exit_timer = threading.Timer(THREADS_TIMEOUT, os._exit, (status,))

@@ -7,16 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chairlift.bench.traces import read
 from chairlift.cli import flags, values
 from chairlift.config import EngineConfig
 from chairlift.sim import table
 from chairlift.sim.devices import Profile, device
 from chairlift.sim.report import SIMULATED, page
 from chairlift.sim.result import Result
-from chairlift.sim.run import SETTINGS, basis, machine, ready
+from chairlift.sim.run import SETTINGS, basis, machine, ready, requests_of
 from chairlift.sim.run import run as simulated
-from chairlift.sim.workload import Workload
 
 ROUTINGS = ("round-robin", "least-loaded", "prefix-aware", "predicted")
 
@@ -26,13 +24,15 @@ examples:
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --rate-scale 4 --policy shortest
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device A100 --batching static --static-batch-size 32
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --replicas 8 --num-requests 1000000
+  chairlift simulate --trace day.journal --rate-scale 4 --speculative-config '{"method": "auto"}'
   chairlift calibrate -o here.json && chairlift simulate --trace conv.csv --modelled-device here.json
 
 The scheduler is the one that serves. Only time is simulated: a step takes as long as a roofline of the device's bandwidth and
 peak says, or as 'chairlift calibrate' measured. The roofline assumes that kernels reach 80 % of a GPU's bandwidth and 60 % of
 its peak, and that each step has 0.5 ms of overhead. Use it to compare settings and devices: its absolute error is unknown. The
 same command gives the same numbers. Traces are read as by 'chairlift bench': Azure, BurstGPT, Mooncake, ShareGPT, or a CSV of
-arrival_s,prompt_tokens,output_tokens.
+arrival_s,prompt_tokens,output_tokens. A journal of 'chairlift serve --journal' is a trace too. With --speculative-config, the
+drafts that it recorded are proposed again.
 
 Devices: H200, H100, A100, A10G, L4, RTX4090, cpu (two cores of a Xeon), or a file that 'chairlift calibrate' wrote.
 Models: Llama-3.1-8B, Llama-3.1-70B, Llama-3.2-1B, Llama-3.2-3B, Mistral-7B, Qwen2.5-7B, Qwen3-8B, Qwen3-32B, SmolLM2-135M,
@@ -44,7 +44,8 @@ well-known model of the same name. A file of 'chairlift calibrate' names its mod
 def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "simulate", summary, EXAMPLES, run)
-    parser.add_argument("--trace", required=True, metavar="FILE", help="requests with their arrival times, prompt and output lengths")
+    trace = "requests with their arrival times, prompt and output lengths; or a journal"
+    parser.add_argument("--trace", required=True, metavar="FILE", help=trace)
     flags.add_model(parser, flags.SIMULATED_MODEL)
     parser.add_argument(
         "--modelled-device", default="cpu", metavar="NAME", help="device to simulate, or a file of 'chairlift calibrate' (default: cpu)"
@@ -61,16 +62,17 @@ def add_parser(commands: Any, summary: str) -> None:
     )
     flags.add_json(parser)
     flags.add_report(parser)
-    flags.add_fields(parser, EngineConfig, SETTINGS)
+    flags.add_fields(parser, EngineConfig, [*SETTINGS, "speculative_config"])
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulates a trace and reports latencies and throughput."""
     engine = args.engine
-    workload = ready(Workload.of(read(args.trace), engine.tenant_weights), args.rate_scale, args.num_requests)
+    workload = ready(requests_of(args.trace, engine), args.rate_scale, args.num_requests)
     on = device(args.modelled_device)
     settings, step_time = machine(args.model, on, engine)
-    result = simulated(workload, settings, step_time, replicas=args.replicas, routing=args.routing)
+    drafts = engine.num_speculative_tokens
+    result = simulated(workload, settings, step_time, replicas=args.replicas, routing=args.routing, draft_tokens=drafts)
     note = basis(args.model, on, engine)
     if args.json:
         print(json.dumps(result.document() | _cost(result) | {"step_time": step_time.document(), "basis": note}, indent=1))

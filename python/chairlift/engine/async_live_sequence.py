@@ -18,6 +18,7 @@ from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from chairlift.engine.client import AsyncEngine
+    from chairlift.engine.replicated_engine import ReplicatedEngine
 
 EXPIRY_SECONDS = 1.0
 """Interval at which sequences whose leases have ended are dropped."""
@@ -29,7 +30,7 @@ class AsyncSequences:
     `send` sends a frame to the engine, if it is ready.
     """
 
-    def __init__(self, engine: AsyncEngine, send: Callable[[Frame], None]) -> None:
+    def __init__(self, engine: AsyncEngine | ReplicatedEngine, send: Callable[[Frame], None]) -> None:
         self._engine = engine
         self._send = send
         self._held = HeldSequences(lambda: engine.facts)
@@ -70,7 +71,7 @@ class AsyncLiveSequence(HeldSequence):
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: AsyncEngine | ReplicatedEngine,
         call: Call,
         held: HeldSequences,
         token_ids: list[int],

@@ -43,7 +43,7 @@ from chairlift.engine.held_sequences import COMPUTE, LEASE, HeldSequence
 from chairlift.engine.questions import Questions, RememberedRequest, RememberedRequests
 from chairlift.engine.request import default_params, deliver, encode_bad_words, validate
 from chairlift.engine.stream import Stream
-from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, SequenceDropped
+from chairlift.errors import ChairliftError, DeadlineMissed, EngineClosed, EngineDead, InvalidRequest, RequestMoved, SequenceDropped
 from chairlift.outputs import RequestOutput, Timeline
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
 from chairlift.scheduling import Scheduling
@@ -58,7 +58,7 @@ class AsyncEngine:
 
     Its settings are those of `config`, or the defaults, changed by keyword arguments. Use it with `async with`, or call `start` and
     `close`. Engines with the same `process` run in it, and share its time by `weight`; those of a lower `priority` go first, and those
-    with an `itl_ms` are to have a step at least that often. An engine without `process` has one of its own.
+    with a `target_itl_ms` are to have a step at least that often. An engine without `process` has one of its own.
     """
 
     tokenizer: Tokenizer
@@ -73,30 +73,44 @@ class AsyncEngine:
         process: EngineProcess | None = None,
         weight: int = 1,
         priority: int = 0,
-        itl_ms: float | None = None,
         **settings: Any,
     ) -> None:
         self.config = engine_config("AsyncEngine", settings, config)
         self.facts = {}
-        self.adapters: dict[str, str] = dict(self.config.lora_modules or {})
+        self._modules = dict(self.config.lora_modules or {})
+        self.adapters: dict[str, str] = dict(self._modules)
         """The directories of the loaded LoRA adapters, by name."""
         self._stats: dict[str, Any] = {}
         self.on_end: Callable[[], None] | None = None
         """Called when an engine that was ready has died, before its requests fail."""
-        self._process = process or EngineProcess(self.config.load_format)
-        self._owns_process = process is None
+        self._process = process or EngineProcess(self.config.load_format, exclusive=True)
+        itl_ms = self.config.target_itl_ms
         self._load = Load({}, weight, priority, None if itl_ms is None else round(itl_ms * 1000))
         self._number: int | None = None  # in the process, while it is started
-        self._seeds = itertools.count(1, MAX_SEQUENCES)
+        self._tags, self._seeds = self._process.tags, itertools.count(1, MAX_SEQUENCES)
         self._remembered = RememberedRequests()
         self._questions = Questions(self._write)
         self._streams: dict[int, Stream] = {}
-        self._sequences = AsyncSequences(self, self._tell)
+        self._sequences = AsyncSequences(self, self.tell)
         self._phases: dict[str, float] = {}
         self._journals = itertools.count()
         self._death: EngineDead | None = EngineDead("the engine has not been started")
         self._started = False
         self._ended = asyncio.Event()
+
+    def number_like(self, other: AsyncEngine) -> None:
+        """Numbers requests and their seeds from the same counters as another engine, so that either may run the other's requests."""
+        self._tags, self._seeds = other._tags, other._seeds
+
+    @property
+    def process(self) -> EngineProcess:
+        """The process that runs the engine."""
+        return self._process
+
+    @property
+    def open_sequences(self) -> int:
+        """Sequences that were sent to the engine and have not ended."""
+        return len(self._streams)
 
     @property
     def alive(self) -> bool:
@@ -130,7 +144,8 @@ class AsyncEngine:
         self._ended.clear()
         try:
             directory = await asyncio.to_thread(locate, self.config.model, self.config.revision, self.config.cache_dir)
-            modules = None if self.facts else self.config.lora_modules  # a restarted engine loads the present ones below
+            # A restarted engine loads the present adapters below.
+            modules = None if self.facts else {name: path for name, path in self._modules.items() if name in self.adapters}
             config = dataclasses.replace(self.config, model=str(directory), journal=self._next_journal(), lora_modules=modules)
             self._write(dataclasses.replace(self._load, settings=dataclasses.asdict(config)))
             known = {} if modules is None else modules
@@ -151,7 +166,7 @@ class AsyncEngine:
             return
         running = self.alive
         self._fail(EngineClosed("the engine was closed"))
-        if self._owns_process:
+        if self._process.exclusive:
             await self._process.close()
             return
         self._process.detach(number)
@@ -258,6 +273,12 @@ class AsyncEngine:
             self._leave(stream.tags)
             stream.fail(SequenceDropped("the sequence was dropped while it was generated"))
 
+    def move_requests(self) -> None:
+        """Ends all open requests with RequestMoved, so that another engine goes on with them."""
+        for stream in set(self._streams.values()):
+            self._leave(stream.tags)
+            stream.fail(RequestMoved("the engine will be restarted"))
+
     async def prepare(
         self,
         prompt: Prompt,
@@ -282,7 +303,7 @@ class AsyncEngine:
         seed = next(self._seeds)
         if params.seed is None:
             params = dataclasses.replace(params, seed=hash((self.config.seed, seed)))
-        return Stream(self.tokenizer, next(self._process.tags), prompt_token_ids, params, arrived, sequence)
+        return Stream(self.tokenizer, next(self._tags), prompt_token_ids, params, arrived, sequence)
 
     async def run(
         self,
@@ -387,7 +408,7 @@ class AsyncEngine:
         number = next(self._journals)
         return f"{self.config.journal}.{number}" if self.config.journal and number else self.config.journal
 
-    def _tell(self, frame: Frame) -> None:
+    def tell(self, frame: Frame) -> None:
         """Sends a frame that the next engine does not need, if this one is ready."""
         if self.ready:
             self._write(frame)
@@ -425,7 +446,7 @@ class AsyncEngine:
             case Failed():
                 if self._number is not None:
                     self._process.detach(self._number)
-                if self._owns_process:
+                if self._process.exclusive:
                     self._process.kill()
                 self.on_exit()
                 self.on_death(reported(frame))

@@ -11,12 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Mapping
 from typing import ClassVar, Protocol, Self
 
 from chairlift import errors
 from chairlift.engine import frames
 from chairlift.engine.exit_watch import ExitWatch
-from chairlift.engine.frames import Alive, Failed, Fatal, Frame, Ready, Stop, Unload, Unloaded
+from chairlift.engine.frames import Alive, Failed, Fatal, Frame, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
 from chairlift.engine.heartbeat import Heartbeat, is_stopped
 from chairlift.errors import ChairliftError, EngineClosed, EngineDead
 from chairlift.sampling import MAX_SEQUENCES
@@ -49,12 +51,17 @@ class EngineProcess:
     command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
     """Arguments of Python that run the child process."""
 
-    def __init__(self, load_format: str = "auto") -> None:
+    def __init__(self, load_format: str = "auto", *, exclusive: bool = False, environment: Mapping[str, str] | None = None) -> None:
+        """`environment` has variables for the process, beside those of this one."""
         self.load_format = load_format
         """With "none" the process does not import what loads models beforehand."""
+        self.exclusive = exclusive
+        """Whether the process runs one engine and ends with it."""
+        self._environment = environment or {}
         self.tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
         self._clients: dict[int, Client] = {}
         self._unloading: dict[int, asyncio.Future[None]] = {}
+        self._sharing: deque[asyncio.Future[dict[str, int]]] = deque()  # waiting for `ServiceShared`
         self._process: subprocess.Popen[bytes] | None = None
         self._exiting = False
         self._answers = False  # whether the process reads its socket: not while it imports, nor while it loads its first engine
@@ -107,6 +114,19 @@ class EngineProcess:
             log.warning("an engine did not end within %.0f s", STOP_SECONDS)
         finally:
             del self._unloading[number]
+
+    async def share_service(self, elsewhere: Mapping[str, int]) -> dict[str, int]:
+        """Charges tenants for their service in other processes. Returns their service in this one since the last call.
+
+        Service is in microseconds of engine time divided by the tenant's weight. The first call returns nothing, and so does a process
+        without engines. Raises what `Client.on_death` is told if the process ends.
+        """
+        if not self._answers or self._exiting or self._process is None:
+            return {}
+        shared: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+        self._sharing.append(shared)
+        self.write(0, ShareService(dict(elsewhere)))
+        return await shared
 
     def write(self, number: int, frame: Frame) -> None:
         """Sends a frame to an engine."""
@@ -173,7 +193,10 @@ class EngineProcess:
         try:
             with child_end:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], env={**os.environ, "PYTHONPATH": path}
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[child_end.fileno()],
+                    env={**os.environ, "PYTHONPATH": path, **self._environment},
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -190,6 +213,10 @@ class EngineProcess:
                         self._heartbeat.on_message(frame)
                     case Fatal():
                         death = reported(frame)
+                    case ServiceShared(service):
+                        shared = self._sharing.popleft()
+                        if not shared.done():
+                            shared.set_result(service)
                     case Unloaded():
                         if (unloading := self._unloading.get(number)) is not None and not unloading.done():
                             unloading.set_result(None)
@@ -236,6 +263,9 @@ class EngineProcess:
         for unloading in self._unloading.values():
             if not unloading.done():
                 unloading.set_result(None)
+        while self._sharing:
+            if not (shared := self._sharing.popleft()).done():
+                shared.set_exception(death)
         self._exit_watch.close()
         if self._watching is not None:
             self._watching.cancel()

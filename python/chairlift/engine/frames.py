@@ -155,6 +155,16 @@ class SnapshotRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareService:
+    """To the process: charge tenants for their service in other processes, in microseconds as `Scheduler.take_service` gives it.
+
+    The reply is `ServiceShared`.
+    """
+
+    elsewhere: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """To the process: exit after the current step."""
 
@@ -252,6 +262,13 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceShared:
+    """From the process: the service of each tenant at all its engines since the last `ShareService`; nothing after the first."""
+
+    service: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Unloaded:
     """From the engine, last: it has ended, and its memory is free."""
 
@@ -273,9 +290,23 @@ class Fatal:
 
 
 ToEngine = (
-    Load | Unload | Add | Abort | SetPriority | ForkSequence | DropSequence | LoadAdapter | UnloadAdapter | Explain | SnapshotRequest | Stop
+    Load
+    | Unload
+    | Add
+    | Abort
+    | SetPriority
+    | ForkSequence
+    | DropSequence
+    | LoadAdapter
+    | UnloadAdapter
+    | Explain
+    | SnapshotRequest
+    | ShareService
+    | Stop
 )
-FromEngine = Phase | Ready | StepOutputs | Rejected | AdapterChanged | Explained | Snapshot | Alive | Unloaded | Failed | Fatal
+FromEngine = (
+    Phase | Ready | StepOutputs | Rejected | AdapterChanged | Explained | Snapshot | Alive | ServiceShared | Unloaded | Failed | Fatal
+)
 Frame = ToEngine | FromEngine
 
 _KINDS: dict[str, type[Frame]] = {kind.__name__.lower(): kind for kind in get_args(Frame)}

@@ -90,6 +90,12 @@ class EngineLike(Protocol):
     def unload_adapter(self, name: str) -> None:
         """Unloads an adapter. Raises InvalidRequest."""
 
+    def take_service(self) -> dict[str, int]:
+        """The service of each tenant since the last call, in microseconds of engine time divided by the tenant's weight."""
+
+    def charge_elsewhere(self, service: Mapping[str, int]) -> None:
+        """Charges tenants for their service at other engines."""
+
     def set_priority(self, tag: int, priority: int) -> None:
         """Moves a sequence to another class."""
 

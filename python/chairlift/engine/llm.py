@@ -332,7 +332,8 @@ class LLM:
             if (scheduling.tenant, scheduling.cache_salt) != (own.tenant, own.cache_salt):
                 raise InvalidRequest("this live sequence belongs to another tenant or cache_salt", param="scheduling", code="not_owner")
             continues = request.sequence.continued_by(request.tags.start)
-        self.engine.add(request.tags.start, request.prompt_token_ids, request.params, scheduling, continues=continues)
+        stored = self.engine.read_prefix(request.prompt_token_ids, request.params, scheduling)
+        self.engine.add(request.tags.start, request.prompt_token_ids, request.params, scheduling, continues=continues, stored=stored)
 
     def _step(self, news: deque[_Request]) -> int:
         """Runs a step, unless `news` has a request already from another thread's step. Returns the number of new tokens."""

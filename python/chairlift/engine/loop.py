@@ -162,7 +162,7 @@ class Engine:
             resumed=resumed,
             continues=continues,
         )
-        if self._disk_cache is not None and (stored := stored or self.read_prefix(prompt, params, scheduling or Scheduling())) is not None:
+        if self._disk_cache is not None and stored is not None:
             self._disk_cache.put(stored.result(), _now())
 
     def abort(self, tag: int, *, stopped: bool = False) -> bool:
@@ -203,6 +203,15 @@ class Engine:
                 f"{uses} sequences use the adapter {name!r:.100}: wait until they end", param="lora_name", code="adapter_busy"
             )
         self._adapters.remove(name)
+
+    def take_service(self) -> dict[str, int]:
+        """See `Scheduler.take_service`."""
+        return self._scheduler.take_service()
+
+    def charge_elsewhere(self, service: Mapping[str, int]) -> None:
+        """Charges tenants for their service at other engines: see `Scheduler.charge_elsewhere`."""
+        for tenant, us in service.items():
+            self._scheduler.charge_elsewhere(tenant, us)
 
     def set_priority(self, tag: int, priority: int) -> None:
         """Moves a sequence that has not ended to another class."""

@@ -16,8 +16,9 @@ from typing import Any
 from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.engine.exit_watch import start_sentinels
-from chairlift.engine.frames import Alive, BadFrame, Failed, Frame, Load, Phase, Ready, Stop, Unload, Unloaded
+from chairlift.engine.frames import Alive, BadFrame, Failed, Frame, Load, Phase, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
 from chairlift.engine.hosted_engine import AdapterRead, EngineLike, HostedEngine, Prepared
+from chairlift.engine.tenant_service import TenantService
 from chairlift.engine.watchdog import CHECK_SECONDS, IDLE, Watchdog
 from chairlift.errors import ChairliftError
 
@@ -59,6 +60,7 @@ class StepLoop:
         self._send = send
         self._make = make
         self._arbiter = _core.Arbiter()
+        self._tenants = TenantService()
         self._engines: dict[int, HostedEngine] = {}
         self._loading: dict[int, Load] = {}
         self._current: EngineLike | None = None  # whose stage is the process's
@@ -130,6 +132,9 @@ class StepLoop:
         match frame:
             case Stop():
                 return False
+            case ShareService(elsewhere):
+                service = self._tenants.exchange(self._live_engines(), elsewhere)
+                self._send(ServiceShared(service), number)
             case Load(settings):
                 self._loading[number] = frame
                 self._run_job(partial(self._load, number, settings))
@@ -185,6 +190,11 @@ class StepLoop:
         self._arbiter.charge(number, ended - began, ended)
         if not hosted.busy:
             self._arbiter.idle(number)
+        if len(self._engines) > 1:
+            self._tenants.share(self._live_engines(), ended)
+
+    def _live_engines(self) -> list[EngineLike]:
+        return [hosted.engine for hosted in self._engines.values()]
 
     def _run_job(self, job: Callable[[], None]) -> None:
         """Runs a job on the second thread if there are engines that must go on, else here. Jobs run in order."""

@@ -140,6 +140,8 @@ def choose_backend(config: EngineConfig, model: ModelShape) -> BackendMaker:
         raise InvalidSetting(f"--enable-lora: only the CPU kernels have adapters, which compute {', '.join(FAMILIES)} in one process")
     if config.cpu_isa != "auto":
         raise InvalidSetting(f"--cpu-isa {config.cpu_isa}: torch computes this model here, not the CPU kernels")
+    if config.cpu_math != "exact":
+        raise InvalidSetting(f"--cpu-math {config.cpu_math}: torch computes this model here, not the CPU kernels")
     if config.runner == "rust":
         raise InvalidSetting(f"--runner rust computes {', '.join(FAMILIES)} in one process on a CPU: use --device cpu, or --runner torch")
     try:

@@ -30,9 +30,9 @@ from chairlift.server.service import Service, service_of
 class AdminApp:
     """The ASGI application of the admin socket. Its requests belong to no tenant and see all tenants' requests."""
 
-    def __init__(self, service: Service, drain: Callable[[], None]) -> None:
-        """`drain` begins the server's shutdown, as SIGTERM does."""
-        self._drain = drain
+    def __init__(self, service: Service, drain: Callable[[], None], drain_seconds: float) -> None:
+        """`drain` begins the server's shutdown, as SIGTERM does. An engine's requests get `drain_seconds` to end before it is restarted."""
+        self._drain, self._drain_seconds = drain, drain_seconds
         self._app = Starlette(
             routes=[
                 Route("/metrics", metrics),
@@ -46,6 +46,7 @@ class AdminApp:
                 Route("/models", _models),
                 Route("/models/load", _load, methods=["POST"]),
                 Route("/models/unload", _unload, methods=["POST"]),
+                Route("/models/restart", self._restart, methods=["POST"]),
                 Route("/drain", self._begin_drain, methods=["POST"]),
             ],
             exception_handlers=HANDLERS,
@@ -56,6 +57,13 @@ class AdminApp:
         """Serves one request."""
         scope["state"] = {"tenant": ""}
         await self._app(scope, receive, send)
+
+    async def _restart(self, request: Request) -> Response:
+        """Begins to restart a model's engines one after the other."""
+        service = service_of(request)
+        model = service.find(await _named(request))
+        service.loader.restart(model, self._drain_seconds)
+        return Json(_described(service, model), 202)
 
     async def _begin_drain(self, request: Request) -> Response:
         self._drain()
@@ -93,8 +101,18 @@ async def _unload(request: Request) -> Response:
 
 
 def _described(service: Service, model: ServedModel) -> dict[str, Any]:
-    names = {"name": model.name, "aliases": list(model.aliases)}
-    return {**names, "status": model.status, "requests": service.loader.uses(model), "restarts": model.lifecycle.restarts}
+    replicas = [
+        {"number": one.number, "state": one.state, "restarts": one.restarts, "sequences": one.engine.open_sequences}
+        for one in model.engine.replicas
+    ]
+    return {
+        "name": model.name,
+        "aliases": list(model.aliases),
+        "status": model.status,
+        "requests": service.loader.uses(model),
+        "restarts": model.lifecycle.restarts,
+        "replicas": replicas,
+    }
 
 
 async def _named(request: Request) -> str:

@@ -14,7 +14,6 @@ from chairlift.server.errors import HANDLERS
 from chairlift.server.http.sockets import is_loopback
 from chairlift.server.keys import Keys
 from chairlift.server.middleware.access import PROBE_PATHS, AccessMiddleware, AccessPolicy
-from chairlift.server.observability.poller import SnapshotPoller
 from chairlift.server.routes import sequences
 from chairlift.server.routes.anthropic.messages import count_tokens, messages
 from chairlift.server.routes.ollama import chat as ollama
@@ -61,7 +60,7 @@ def application(service: Service, max_body_size: int) -> Starlette:
     )
     app.router.redirect_slashes = False  # a redirect would lose the body
     app.state.service = service
-    app.state.pollers = {model.name: SnapshotPoller(model) for model in service.models}
+    app.state.pollers = {}
     app.state.max_body_size = max_body_size
     return app
 

@@ -1,57 +1,86 @@
-"""Keeps the engine of one model running: restarts it when it dies."""
+"""Keeps the engines of one model running: restarts each when it dies, or when the operator asks for it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from chairlift.server.model import ServedModel
+
+if TYPE_CHECKING:
+    from chairlift.engine.replica import Replica
 
 logger = logging.getLogger(__name__)
 
 MAX_RESTART_DELAY = 60
-"""Maximum seconds between two attempts to restart the engine; the first restart is immediate."""
+"""Maximum seconds between two attempts to restart an engine; the first restart is immediate."""
 
 STABLE_SECONDS = 60
 """An engine that ran this long counts as stable: if it dies, the next restart is immediate again."""
 
 
 class EngineKeeper:
-    """The owner of one model's engine while the model is loaded."""
+    """The owner of one model's engines while the model is loaded."""
 
     def __init__(self, model: ServedModel, on_crash: Callable[[BaseException], None]) -> None:
-        """`on_crash` is called with an error of the keeper itself, which can restart the engine no more."""
+        """`on_crash` is called with an error of the keeper itself, which can restart engines no more."""
         self._model = model
         self._on_crash = on_crash
-        self._restarting: asyncio.Task[None] | None = None
+        self._keeping: dict[Replica, asyncio.Task[None]] = {}
+        self._first_starts = asyncio.Lock()
+        self._rolling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts the engine and watches it; raises what `AsyncEngine.start` raises."""
+        """Starts the first engine and watches all; raises what `AsyncEngine.start` raises."""
         await self._model.engine.start()
         self.watch()
 
     def watch(self) -> None:
-        """Watches an engine that has been started: it is restarted whenever it dies."""
+        """Watches the engines, of which the first has been started, and starts the others.
+
+        These load one at a time, so that each sees the memory that those before it have left.
+        """
         self._mark_ready()
-        self._restarting = asyncio.create_task(self._restart_loop())
-        self._restarting.add_done_callback(self._ended)
+        for replica in self._model.engine.replicas:
+            self._keep(replica)
 
     def unwatch(self) -> None:
-        """Restarts the engine no more."""
-        if self._restarting is not None:
-            self._restarting.cancel()
+        """Restarts engines no more."""
+        for task in self._tasks():
+            task.cancel()
 
     async def stop(self) -> None:
-        """Closes the engine. May be called repeatedly."""
+        """Closes the engines. May be called repeatedly."""
         self.unwatch()
-        if self._restarting is not None:
-            await asyncio.gather(self._restarting, return_exceptions=True)
+        await asyncio.gather(*self._tasks(), return_exceptions=True)
+        self._keeping.clear()
         await self._model.engine.close()
 
+    def restart(self, seconds: float) -> None:
+        """Begins to restart the engines one after the other, unless that is going on. Stops at one that does not become ready.
+
+        The requests of each engine get so many seconds to end. The rest go on in another engine. Where that cannot be, all may end.
+        """
+        if self._keeping and (self._rolling is None or self._rolling.done()):
+            self._rolling = self._start_task(self._restart_all(seconds))
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [*self._keeping.values(), *([] if self._rolling is None else [self._rolling])]
+
+    def _keep(self, replica: Replica) -> None:
+        self._keeping[replica] = self._start_task(self._restart_loop(replica))
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
+
     def _mark_ready(self) -> None:
-        """Marks the model as ready, unless the engine has already died again."""
+        """Marks the model as ready, unless its engines have already died again."""
         if self._model.engine.ready:
             self._model.lifecycle.ready()
 
@@ -59,10 +88,13 @@ class EngineKeeper:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_crash(error)
 
-    async def _restart_loop(self) -> None:
-        """Restarts the engine whenever it dies, forever."""
-        engine, lifecycle = self._model.engine, self._model.lifecycle
+    async def _restart_loop(self, replica: Replica) -> None:
+        """Restarts an engine whenever it dies, forever. One that has not been started is started first."""
+        engine, lifecycle = replica.engine, self._model.lifecycle
         failures = 0
+        if not engine.ready:
+            async with self._first_starts:
+                failures += not await self._start(replica)
         while True:
             since = time.monotonic()
             await engine.ended()
@@ -70,18 +102,51 @@ class EngineKeeper:
                 failures = 0
             delay = restart_delay(failures)
             failures += 1
-            logger.error("the engine of %s died: restarting it %s", self._model.name, f"in {delay} s" if delay else "now")
+            logger.error("%s died: restarting it %s", self._name(replica), f"in {delay} s" if delay else "now")
             lifecycle.start_scheduled(delay)
             await engine.close()
             await asyncio.sleep(delay)
-            try:
-                await engine.start()
-            except Exception as error:
+            await self._start(replica)
+
+    async def _start(self, replica: Replica) -> bool:
+        """Starts an engine. Logs whether that succeeded, and returns it."""
+        lifecycle = self._model.lifecycle
+        try:
+            await replica.start()
+        except Exception as error:
+            if not self._model.engine.ready:
                 lifecycle.start_failed()
-                logger.error("the engine of %s could not be started: %s: %s", self._model.name, type(error).__name__, error)
-            else:
-                logger.info("the engine of %s is ready again, %d requests waited for it", self._model.name, lifecycle.held_requests)
-                self._mark_ready()
+            logger.error("%s could not be started: %s: %s", self._name(replica), type(error).__name__, error)
+            return False
+        logger.info("%s is ready, %d requests waited for it", self._name(replica), lifecycle.held_requests)
+        self._mark_ready()
+        return True
+
+    async def _restart_all(self, seconds: float) -> None:
+        for replica in list(self._model.engine.replicas):
+            if not replica.engine.ready:
+                continue  # it is being restarted
+            resumable = self._model.resumes(replica.engine.facts.get("fingerprint"))
+            if not await self._restart(replica, seconds if resumable else math.inf):
+                logger.error("the other engines of %s are not restarted", self._model.name)
+                return
+
+    async def _restart(self, replica: Replica, seconds: float) -> bool:
+        """Restarts a running engine; returns whether it is ready again."""
+        logger.info("restarting %s, which runs %d sequences", self._name(replica), replica.engine.open_sequences)
+        self._keeping[replica].cancel()
+        replica.draining = True
+        self._model.lifecycle.engine_ended(serving=self._model.engine.ready)
+        await replica.drain(seconds)
+        replica.restarts += 1
+        await replica.engine.close()
+        started = await self._start(replica)
+        self._keep(replica)
+        return started
+
+    def _name(self, replica: Replica) -> str:
+        of = f"engine {replica.number}" if len(self._model.engine.replicas) > 1 else "the engine"
+        return f"{of} of {self._model.name}"
 
 
 def restart_delay(failures: int) -> int:

@@ -8,11 +8,11 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from chairlift.config import LARGEST_WEIGHT
 from chairlift.errors import InvalidSetting
+from chairlift.server.toml_file import read_text
 
 TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """Allowed names of tenants."""
@@ -102,15 +102,11 @@ def _file_keys(file: str) -> list[tuple[str, str, Tenant]]:
     """Reads (location, key, tenant) entries from a key file."""
     flag = f"--api-key-file {file}"
     try:
-        tables = tomllib.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidSetting(f"{flag}: it cannot be read: {error.strerror}") from None
+        tables = tomllib.loads(read_text(flag, file))
     except tomllib.TOMLDecodeError as error:
         # The parser's message may quote a key; only its position is safe to show.
         place = re.search(r" \(at [^()]*\)$", str(error))
         raise InvalidSetting(f'{flag}: it is not TOML{place[0] if place else ""}; write [NAME] and below it key = "..."') from None
-    except UnicodeDecodeError:
-        raise InvalidSetting(f"{flag}: it is not UTF-8 text") from None
     if not tables:
         raise InvalidSetting(f'{flag}: it has no keys; write [NAME] and below it key = "..."')
     return [(where, key, tenant) for name, table in tables.items() for where, key, tenant in _tenant_keys(flag, name, table)]

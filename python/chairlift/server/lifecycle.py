@@ -73,16 +73,19 @@ class Lifecycle:
         self._set_state(ModelState.LOAD_FAILED)
 
     def ready(self) -> None:
-        """Called when the engine accepts requests."""
+        """Called when an engine accepts requests; without effect if another one of the model does so already."""
+        if self.state is ModelState.READY:
+            return
         self.start_seconds = time.monotonic() - self._start_began
         self._set_state(ModelState.READY)
 
-    def engine_ended(self) -> None:
-        """Called when the engine died; repeated calls for one death are ignored."""
+    def engine_ended(self, *, serving: bool = False) -> None:
+        """Called when an engine died; `serving` if another one of the model is ready. Repeated calls for one death are ignored."""
         if self.state is ModelState.READY:
             self.restarts += 1
-            self.start_scheduled()
-            self._set_state(ModelState.RESTARTING)
+            if not serving:
+                self.start_scheduled()
+                self._set_state(ModelState.RESTARTING)
 
     def start_failed(self) -> None:
         """Called when a restart failed."""

@@ -16,7 +16,7 @@ from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.observability.metrics import Metrics
 
 if TYPE_CHECKING:
-    from chairlift.engine.client import AsyncEngine
+    from chairlift.engine.replicated_engine import ReplicatedEngine
 
 _STATUS = {
     **dict.fromkeys((ModelState.READY, ModelState.DRAINING), "loaded"),
@@ -28,10 +28,10 @@ _STATUS = {
 
 @dataclass(slots=True)
 class ServedModel:
-    """One model and the engine that runs it."""
+    """One model and the engines that run it."""
 
     name: str
-    engine: AsyncEngine
+    engine: ReplicatedEngine
     aliases: tuple[str, ...] = ()
     """More names that clients may use."""
     tool_call_parser: str = "auto"
@@ -58,9 +58,8 @@ class ServedModel:
     def __post_init__(self) -> None:
         """Connects the engine with the state and the metrics."""
         engine, lifecycle = self.engine, self.lifecycle
-        engine.on_end = lifecycle.engine_ended
-        facts, restarts = lambda: engine.facts, lambda: lifecycle.restarts
-        self.metrics = Metrics(self.name, engine.stats, facts, restarts=restarts, alias=self.metrics_alias)
+        engine.on_end = lambda: lifecycle.engine_ended(serving=engine.ready)
+        self.metrics = Metrics(self.name, lambda: engine.replicas, alias=self.metrics_alias)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,6 +80,10 @@ class ServedModel:
     def adapter(self, name: str | None) -> str | None:
         """Returns `name` if a LoRA adapter of this model has it, else None."""
         return name if name in self.engine.adapters and name not in self.names else None
+
+    def resumes(self, fingerprint: object) -> bool:
+        """Whether another engine may go on with an answer of an engine with this fingerprint."""
+        return self.resume == "any" or (self.resume == "exact" and fingerprint is not None)
 
     def tasks(self) -> list[str]:
         """What the loaded model does: `generate`, `embed`, or both."""

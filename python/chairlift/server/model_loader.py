@@ -55,6 +55,10 @@ class ModelLoader:
         self._policy.stop(model.name)
         self._advance()
 
+    def restart(self, model: ServedModel, seconds: float) -> None:
+        """Begins to restart the engines of a loaded model one after the other: see `EngineKeeper.restart`."""
+        self._keepers[model.name].restart(seconds)
+
     def uses(self, model: ServedModel) -> int:
         """Requests and live sequences that need the model."""
         return self._policy.uses(model.name)

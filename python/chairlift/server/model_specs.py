@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 from chairlift.checkpoint.locate import public_name
 from chairlift.config import EngineConfig, ServerConfig, parse_duration, parse_value
 from chairlift.errors import InvalidSetting, did_you_mean
+from chairlift.server.toml_file import line_of, read_toml
 
 _ENGINE_FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig) if "help" in field.metadata}
 _PARSERS = {field.name: field for field in dataclasses.fields(ServerConfig) if field.name in ("tool_call_parser", "reasoning_parser")}
@@ -81,36 +80,28 @@ def read_models(file: str, config: EngineConfig, server: ServerConfig) -> list[M
     Raises InvalidSetting with the line of what is wrong.
     """
     flag = f"--models {file}"
-    try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
-    except OSError as error:
-        raise InvalidSetting(f"{flag}: it cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InvalidSetting(f"{flag}: it is not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidSetting(f"{flag}: it is not TOML: {error}") from None
+    tables, text = read_toml(flag, file)
     if not tables:
         raise InvalidSetting(f'{flag}: it has no models; write [NAME] and below it path = "..."')
     specs = []
     for name, table in tables.items():
         if not isinstance(table, Mapping):
-            raise InvalidSetting(f"{flag}{_line(text, '', name)}: {name:.100} is outside a table: expected one table a model, [NAME]")
+            raise InvalidSetting(f"{flag}{line_of(text, name)}: {name:.100} is outside a table: expected one table a model, [NAME]")
         if not name.strip():
-            raise InvalidSetting(f"{flag}{_line(text, name)}: the name of a model must not be empty")
+            raise InvalidSetting(f"{flag}{line_of(text, name)}: the name of a model must not be empty")
         settings: dict[str, Any] = {}
         for key, value in table.items():
             try:
                 setting = key.replace("-", "_")
                 settings[setting] = _setting(setting, value)
             except ValueError as error:
-                raise InvalidSetting(f"{flag}{_line(text, name, key)}: [{name:.100}] {key:.100}: {error}") from None
+                raise InvalidSetting(f"{flag}{line_of(text, name, key)}: [{name:.100}] {key:.100}: {error}") from None
         try:
             if "path" not in settings:
                 raise ValueError('it needs path = "..."')
             specs.append(_table_spec(name, settings, config, server))
         except ValueError as error:
-            raise InvalidSetting(f"{flag}{_line(text, name)}: [{name:.100}]: {error}") from None
+            raise InvalidSetting(f"{flag}{line_of(text, name)}: [{name:.100}]: {error}") from None
     return _checked(specs, server, flag)
 
 
@@ -191,18 +182,3 @@ def _checked(specs: list[ModelSpec], server: ServerConfig, flag: str = "") -> li
 def _shared_journal(specs: Iterable[ModelSpec]) -> str | None:
     journals = [spec.config.journal for spec in specs if spec.config.journal is not None]
     return next((path for index, path in enumerate(journals) if path in journals[:index]), None)
-
-
-def _line(text: str, table: str, key: str | None = None) -> str:
-    """Returns `, line N` of a key in a table, or of a table; nothing if it is written in another form."""
-    current = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        name, _, rest = (part.strip(" \t\"'") for part in line.partition("="))
-        if header := re.match(r"\s*\[([^]]*)\]", line):
-            current = header[1].strip(" \t\"'")
-            found = key is None and current == table
-        else:
-            found = bool(rest) and (current, name) == (table, key)
-        if found:
-            return f", line {number}"
-    return ""

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING
 
-from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead
+from chairlift.errors import DeadlineMissed, EngineClosed, EngineDead, RequestMoved
 from chairlift.outputs import RequestOutput, Timeline
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -125,7 +125,8 @@ class Submission:
                     raise
                 except EngineDead as error:
                     self._in_lost_engines += time.monotonic() - began
-                    self._losses = 1 if self.num_received - had >= PROGRESS else self._losses + 1
+                    if not isinstance(error, RequestMoved):
+                        self._losses = 1 if self.num_received - had >= PROGRESS else self._losses + 1
                     self._check_loss(error, delivered)
         for index, output in enumerate(pending):
             if index % _OUTPUTS_PER_YIELD == _OUTPUTS_PER_YIELD - 1:
@@ -141,9 +142,9 @@ class Submission:
 
     def _spent(self) -> dict[str, float]:
         """Returns the seconds that the request has spent in each state of its timeline before submission."""
-        if not self._waited_for_engine and not self._losses:
+        if not self._waited_for_engine and not self._in_lost_engines:
             return self._context.elapsed()
-        lost = {"lost_engine": self._in_lost_engines} if self._losses else {}
+        lost = {"lost_engine": self._in_lost_engines} if self._in_lost_engines else {}
         waited = self._context.waited_for_model + time.monotonic() - self._ready_at - self._in_lost_engines
         return self._spent_before_ready | lost | {"restart": waited}
 
@@ -161,7 +162,7 @@ class Submission:
         if not self.num_received:
             return True
         fingerprint = self._model.engine.facts.get("fingerprint")
-        if self._resumable and (self._model.resume == "any" or fingerprint == self._fingerprint):
+        if self._model.resumes(self._fingerprint) and (self._model.resume == "any" or fingerprint == self._fingerprint):
             if fingerprint != self._fingerprint:
                 logger.warning("request %s goes on in an engine with other numerics: its answer may differ", self._request_id)
             self._model.metrics.count_resumed()
@@ -170,12 +171,6 @@ class Submission:
             logger.error("request %s cannot go on: the new engine has other numerics (--resume any allows it)", self._request_id)
             raise self._model.lifecycle.refusal(admitted=True)
         return False
-
-    @property
-    def _resumable(self) -> bool:
-        """Whether another engine may go on with an answer of the engine that has it."""
-        resume = self._model.resume
-        return resume == "any" or (resume == "exact" and self._fingerprint is not None)
 
     async def _wait_for_engine(self) -> None:
         """Waits for an engine; raises DeadlineMissed, or ApiError 503 if none becomes ready in time."""
@@ -196,7 +191,7 @@ class Submission:
     def _check_loss(self, error: EngineDead, delivered: bool) -> None:
         """Raises ApiError 503 unless the next engine may get the request after its engine died."""
         lifecycle = self._model.lifecycle
-        if lifecycle.state is ModelState.DRAINING or (delivered and not self._resumable):
+        if lifecycle.state is ModelState.DRAINING or (delivered and not self._model.resumes(self._fingerprint)):
             raise lifecycle.refusal(admitted=True) from error
         if self._losses > MAX_LOSSES:
             logger.error(
@@ -205,4 +200,4 @@ class Submission:
                 self._losses,
             )
             raise lifecycle.suspicion(self._losses) from error
-        logger.info("request %s lost its engine after %d tokens and waits for the next one", self._request_id, self.num_received)
+        logger.info("request %s lost its engine after %d tokens and goes to the next one", self._request_id, self.num_received)

@@ -30,7 +30,7 @@ from chairlift.server.service import Service
 from chairlift.server.tiers import ServiceTiers
 
 if TYPE_CHECKING:
-    from chairlift.engine.client import AsyncEngine
+    from chairlift.engine.replicated_engine import ReplicatedEngine
     from chairlift.server.model_specs import ModelSpec
     from chairlift.server.storage.storage import Storage
 
@@ -92,7 +92,7 @@ class Supervisor:
 
     def admin(self) -> AdminApp:
         """Returns the application for the admin socket."""
-        return AdminApp(self._service, lambda: self._stop("request on the admin socket"))
+        return AdminApp(self._service, lambda: self._stop("request on the admin socket"), self._config.shutdown_timeout)
 
     async def run(self, listener: socket.socket, starting: asyncio.Task[None] | None = None) -> int:
         """Serves on `listener` until a signal. Returns the exit status.
@@ -182,7 +182,7 @@ class Supervisor:
             await asyncio.sleep(0.02)
 
 
-def served_models(specs: Sequence[ModelSpec], engines: Sequence[AsyncEngine], config: ServerConfig) -> list[ServedModel]:
+def served_models(specs: Sequence[ModelSpec], engines: Sequence[ReplicatedEngine], config: ServerConfig) -> list[ServedModel]:
     """Returns the models of `specs`, each with its engine. Those that are not preloaded are loaded on demand."""
     return [
         ServedModel(

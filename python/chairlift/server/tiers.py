@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from chairlift.config import LARGEST_TIER_WEIGHT, LONGEST_MS
 from chairlift.errors import InvalidSetting
 from chairlift.scheduling import TIER_WEIGHTS, TIERS
 from chairlift.server.keys import TENANT
+from chairlift.server.toml_file import line_of, read_toml
 
 _SETTINGS = ("tenants", "weight", "ttft_ms", "itl_ms")
 
@@ -57,22 +55,14 @@ def read_tiers(file: str | None) -> ServiceTiers:
     if file is None:
         return ServiceTiers()
     flag = f"--tiers {file}"
-    try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
-    except OSError as error:
-        raise InvalidSetting(f"{flag}: it cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InvalidSetting(f"{flag}: it is not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidSetting(f"{flag}: it is not TOML: {error}") from None
+    tables, text = read_toml(flag, file)
     tiers = dict(ServiceTiers().tiers)
     for name, table in tables.items():
         if name not in TIERS or not isinstance(table, Mapping):
-            raise InvalidSetting(f"{flag}{_line(text, name)}: expected the tables [{'], ['.join(TIERS)}], got {name!r:.100}")
+            raise InvalidSetting(f"{flag}{line_of(text, name)}: expected the tables [{'], ['.join(TIERS)}], got {name!r:.100}")
         for key, value in table.items():
             if wrong := _fault(name, key, value):
-                raise InvalidSetting(f"{flag}{_line(text, name, key)}: [{name}] {key:.100} {wrong}")
+                raise InvalidSetting(f"{flag}{line_of(text, name, key)}: [{name}] {key:.100} {wrong}")
         tenants = frozenset(table["tenants"]) if "tenants" in table else None
         tiers[name] = Tier(table.get("weight", TIER_WEIGHTS[name]), tenants, table.get("ttft_ms"), table.get("itl_ms"))
     return ServiceTiers(tiers)
@@ -93,18 +83,3 @@ def _fault(tier: str, key: str, value: Any) -> str | None:
     elif type(value) not in (int, float) or not 0 < value <= LONGEST_MS:
         return f"must be a number of milliseconds above 0 and at most {LONGEST_MS:g}, got {value!r:.100}"
     return None
-
-
-def _line(text: str, table: str, key: str | None = None) -> str:
-    """Returns `, line N` of a key in a table, or of a table; nothing if it is written in another form."""
-    current = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        name, _, rest = (part.strip(" \t\"'") for part in line.partition("="))
-        if header := re.match(r"\s*\[([^]]*)\]", line):
-            current = header[1].strip(" \t\"'")
-            found = key is None and current == table
-        else:
-            found = bool(rest) and (current, name) == (("", table) if key is None else (table, key))
-        if found:
-            return f", line {number}"
-    return ""

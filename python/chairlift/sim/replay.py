@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 from chairlift import _core
 from chairlift.errors import InvalidSetting
 from chairlift.sim.result import Result
+from chairlift.sim.workload import COLUMNS, DRAFT_COLUMNS, Workload
 
 Returned = TypeVar("Returned")
+
+_MAGIC = b"chairlift-journal-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,12 @@ class Replay:
     differs_at: int | None
     truncated: bool
     step_model: Sequence[float]
+
+
+def is_journal(path: str | Path) -> bool:
+    """Whether a file begins like a journal."""
+    with Path(path).open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 class Recording:
@@ -57,6 +66,21 @@ class Recording:
         start = time.perf_counter()
         report = self._call("these settings are impossible", _core.what_if, dict(settings))
         return Result([report["report"]], report["config"], time.perf_counter() - start)
+
+    def workload(self) -> Workload:
+        """The recorded requests, with the lengths of their outputs and their drafts, for a simulation of another load or machine.
+
+        Aborted requests end with the tokens that they had. Prompts share what earlier prompts have, not earlier outputs.
+        """
+        found = self._call(self._cannot_replay(), _core.workload)
+        arrays = {name: np.frombuffer(found[name], np.int64) for name in ("requests", "names", "drafts")}
+        return Workload(
+            arrays["requests"].reshape(-1, len(COLUMNS)),
+            tuple(found["tenants"]),
+            arrays["names"],
+            found["name_block"],
+            arrays["drafts"].reshape(-1, len(DRAFT_COLUMNS)),
+        )
 
     def steps(self) -> tuple[Mapping[str, Any], NDArray[np.int64]]:
         """The scheduler's settings, and its steps as int64 [N, 6]: the four fields of `Load`, microseconds to the end and to the next plan.

@@ -24,6 +24,8 @@ _NUMBERS = (
     "swaps",
     "block_us",
     "longest_gap",
+    "draft_tokens",
+    "accepted_draft_tokens",
 )
 """The columns of a request in the reports of `_core.simulate`. The time in each state follows them."""
 
@@ -40,10 +42,10 @@ class Result:
     `requests` is a structured array in the order in which requests ended, with times in microseconds: `result.requests["ended"]`. Its
     columns are tag (the request's index in the workload), finish (`STOP`, `LENGTH`, `ERROR`, `DEADLINE`, `ABORT`), arrived, started and
     first_token (-1: never), ended, prompt_tokens, cached_tokens, output_tokens, computed_tokens, recomputed_tokens, preemptions, swaps,
-    block_us, longest_gap, and the time in each state of docs/scheduling.md. `timeline` is a structured array of samples for plots: time,
-    batch (sequences in the step), tokens, running, waiting, blocks in use, and saturation in thousandths. Figures cover all steps. With
-    several replicas, `replicas` has a result for each, `requests` covers all, and `timeline` is that of the first. `recorded` is set for
-    a recorded run, whose refused requests are unknown.
+    block_us, longest_gap, draft_tokens, accepted_draft_tokens, and the time in each state of docs/scheduling.md. `timeline` is a structured
+    array of samples for plots: time, batch (sequences in the step), tokens, running, waiting, blocks in use, and saturation in thousandths.
+    Figures cover all steps. With several replicas, `replicas` has a result for each, `requests` covers all, and `timeline` is that of the
+    first. `recorded` is set for a recorded run, whose refused requests are unknown.
     """
 
     def __init__(self, reports: Sequence[Mapping[str, Any]], config: Mapping[str, Any], wall: float, *, recorded: bool = False) -> None:
@@ -183,6 +185,8 @@ class Result:
             "preemptions_recompute": self.stats["preemptions_recompute"],
             "preemptions_swap": self.stats["preemptions_swap"],
             "recomputed_tokens": self.stats["recomputed_tokens"],
+            "draft_tokens": int(one["draft_tokens"].sum()),
+            "accepted_draft_tokens": int(one["accepted_draft_tokens"].sum()),
             "steps": self.steps,
             "step_p50_s": self.step_time(50),
             "step_p99_s": self.step_time(99),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from chairlift import _core
 from chairlift.bench.traces import TraceRequest, read
@@ -15,6 +18,7 @@ from chairlift.engine import scheduler_settings
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import ModelShape
 from chairlift.sim.devices import Device, Profile, device, kv_bytes
+from chairlift.sim.replay import Recording, is_journal
 from chairlift.sim.result import Result
 from chairlift.sim.shapes import shape
 from chairlift.sim.steps import StepTime
@@ -53,7 +57,7 @@ def simulate(
     """Simulates the engine on a trace and returns latencies and throughput.
 
     Args:
-        trace: a file in any format that `chairlift bench` reads, or its requests.
+        trace: a file in any format that `chairlift bench` reads, a journal, or requests.
         model: a well-known name (see `sim.shapes`), a directory, or a GGUF file.
         device: a well-known device (see `sim.devices`), or a file of `chairlift calibrate`, which determines model and data types.
         rate_scale: multiplies the request rate.
@@ -66,9 +70,20 @@ def simulate(
     The same arguments give the same result, bit for bit. Raises InvalidTrace, InvalidSetting, ModelNotFound, or ValueError for a setting.
     """
     config = EngineConfig(**settings)
-    workload = trace if isinstance(trace, Workload) else Workload.of(_lines(trace), config.tenant_weights)
+    workload = trace if isinstance(trace, Workload) else requests_of(trace, config)
     workload = ready(workload, rate_scale, requests)
-    return run(workload, *machine(model, device, config, step_time), replicas=replicas, routing=routing)
+    settings, steps = machine(model, device, config, step_time)
+    return run(workload, settings, steps, replicas=replicas, routing=routing, draft_tokens=config.num_speculative_tokens)
+
+
+def requests_of(trace: str | Path | Sequence[TraceRequest], config: EngineConfig) -> Workload:
+    """The requests of a trace or of a journal. Raises InvalidTrace, or InvalidSetting for a damaged journal."""
+    if not isinstance(trace, (str, Path)):
+        return Workload.of(trace, config.tenant_weights)
+    if not Path(trace).is_file() or not is_journal(trace):
+        return Workload.of(read(trace), config.tenant_weights)
+    workload, weights = Recording(trace).workload(), config.tenant_weights or {}
+    return replace(workload, tenants=tuple((name, weights.get(name, weight)) for name, weight in workload.tenants))
 
 
 def ready(workload: Workload, rate_scale: float, requests: int | None) -> Workload:
@@ -82,15 +97,37 @@ def ready(workload: Workload, rate_scale: float, requests: int | None) -> Worklo
     return workload.faster(rate_scale)
 
 
-def run(workload: Workload, settings: dict[str, Any], step_time: StepTime, *, replicas: int = 1, routing: str = "round-robin") -> Result:
-    """Simulates a workload with the settings of `_core.Scheduler`. Raises InvalidSetting if they are impossible."""
+def run(
+    workload: Workload,
+    settings: dict[str, Any],
+    step_time: StepTime,
+    *,
+    replicas: int = 1,
+    routing: str = "round-robin",
+    draft_tokens: int = 0,
+) -> Result:
+    """Simulates a workload with the settings of `_core.Scheduler`. Raises InvalidSetting if they are impossible.
+
+    `draft_tokens` is the maximum number of tokens that a sequence's recorded drafts propose in a step.
+    """
     if replicas < 1:
         raise InvalidSetting(f"--replicas must be at least 1, got {replicas}")
     start = time.perf_counter()
     steps = (step_time.curve, step_time.decode_seq, step_time.context_token, step_time.prefill_pair)
     columns, names, tenants = workload.requests, workload.names, list(workload.tenants)
     try:
-        reports = _core.simulate(columns, names, workload.name_block, tenants, settings, steps, replicas=replicas, routing=routing)
+        reports = _core.simulate(
+            columns,
+            names,
+            workload.name_block,
+            tenants,
+            settings,
+            steps,
+            drafts=np.ascontiguousarray(workload.drafts),
+            draft_tokens=draft_tokens,
+            replicas=replicas,
+            routing=routing,
+        )
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
     return Result(reports, settings, time.perf_counter() - start)
@@ -190,7 +227,3 @@ def _on_device(model: ModelShape, on: Device, config: EngineConfig, step_time: S
         swap_ns_per_block=round(block / on.link * 1e9),
     )
     return settings, step_time or on.step_time(model, dtype=dtype, kv=kv)
-
-
-def _lines(trace: str | Path | Sequence[TraceRequest]) -> Sequence[TraceRequest]:
-    return read(trace) if isinstance(trace, (str, Path)) else trace

@@ -41,6 +41,8 @@ _ROWS = (
     ("preemptions by recompute", "preemptions_recompute", "rare"),
     ("preemptions by swap", "preemptions_swap", "rare"),
     ("recomputed tokens", "recomputed_tokens", "rare"),
+    ("draft tokens", "draft_tokens", "rare"),
+    ("       accepted", "accepted_draft_tokens", "rare"),
     ("steps", "steps", "count"),
 )
 """Label, figure and format. A "rare" figure is shown if it is not 0 for all."""

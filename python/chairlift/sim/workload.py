@@ -14,6 +14,10 @@ from chairlift.errors import InvalidTrace
 COLUMNS = ("arrival_us", "prompt", "output", "most", "tenant", "priority", "deadline_us", "ttft_deadline_us", "predicted", "names")
 """The columns of a request, as `_core.simulate` takes them."""
 
+DRAFT_COLUMNS = ("request", "position", "tokens", "accepted", "source")
+"""The columns of a draft: the index of its request, the tokens of prompt and output before it, its tokens, how many of them were accepted,
+and where it came from as in a journal."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
@@ -21,13 +25,15 @@ class Workload:
 
     A request generates `output` tokens and may generate `most`. `tenant` is an index into `tenants`, pairs of name and weight. `names` has
     the names of all prompt blocks of `name_block` tokens, one request after the other; the column `names` has their number. Equal names
-    mean equal tokens up to the end of the block.
+    mean equal tokens up to the end of the block. `drafts` has recorded drafts, int64 [M, len(DRAFT_COLUMNS)], ordered by request and
+    position.
     """
 
     requests: NDArray[np.int64]
     tenants: Sequence[tuple[str, int]] = (("", 1),)
     names: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     name_block: int = HASH_BLOCK
+    drafts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(DRAFT_COLUMNS)), np.int64))
 
     @classmethod
     def of(cls, lines: Sequence[TraceRequest], weights: Mapping[str, int] | None = None) -> Workload:
@@ -82,7 +88,8 @@ class Workload:
     def first(self, count: int) -> Workload:
         """The first `count` requests."""
         requests = self.requests[:count].copy()
-        return replace(self, requests=requests, names=self.names[: int(requests[:, COLUMNS.index("names")].sum())])
+        names = self.names[: int(requests[:, COLUMNS.index("names")].sum())]
+        return replace(self, requests=requests, names=names, drafts=self.drafts[self.drafts[:, 0] < count])
 
     def repeated(self, count: int) -> Workload:
         """The requests repeated up to `count`. Each repetition has its own block names."""
@@ -93,4 +100,6 @@ class Workload:
         requests[:, 0] += np.repeat(np.arange(times) * span, len(self))
         known, indices = np.unique(self.names, return_inverse=True)
         names = np.tile(indices, times) + np.repeat(np.arange(times) * len(known), len(indices))
-        return replace(self, requests=requests, names=names).first(count)
+        drafts = np.tile(self.drafts, (times, 1))
+        drafts[:, 0] += np.repeat(np.arange(times) * len(self), len(self.drafts))
+        return replace(self, requests=requests, names=names, drafts=drafts).first(count)

@@ -5,7 +5,7 @@ pub const MAX_DRAFT: usize = 16;
 
 /// Where a draft comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Source {
+pub enum DraftSource {
     /// A match of this many tokens in the sequence itself.
     Text(usize),
     /// A match of this many tokens in a finished text.
@@ -14,13 +14,32 @@ pub(crate) enum Source {
     Grammar,
 }
 
-impl Source {
+impl DraftSource {
     /// Number of kinds with their own acceptance rates.
     pub(crate) const KINDS: usize = 2 * Acceptance::CLASSES + 1;
 
     /// The kind of draft, below [`KINDS`](Self::KINDS).
     pub(crate) fn kind(self) -> usize {
         self.class().map_or(Self::KINDS - 1, |(row, class)| row * Acceptance::CLASSES + class)
+    }
+
+    /// The source as a number, for journals: 0 for the grammar, 2 n for n tokens of the text, and 2 n + 1 for n of a
+    /// finished text.
+    pub fn code(self) -> u32 {
+        match self {
+            Self::Grammar => 0,
+            Self::Text(len) => 2 * len as u32,
+            Self::Corpus(len) => 2 * len as u32 + 1,
+        }
+    }
+
+    /// The source with this [`code`](Self::code).
+    pub fn of(code: u32) -> Self {
+        match (code, code / 2) {
+            (0, _) => Self::Grammar,
+            (_, len) if code.is_multiple_of(2) => Self::Text(len as usize),
+            (_, len) => Self::Corpus(len as usize),
+        }
     }
 
     /// The row of the source and the class of its match's length; `None` if its tokens are certain.
@@ -31,6 +50,19 @@ impl Source {
             Self::Grammar => None,
         }
     }
+}
+
+/// A draft that a step verified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VerifiedDraft {
+    /// Where the draft came from.
+    pub source: DraftSource,
+    /// Number of the sequence's tokens before the draft.
+    pub position: u32,
+    /// Number of drafted tokens.
+    pub tokens: u32,
+    /// Number of accepted tokens.
+    pub accepted: u32,
 }
 
 /// Acceptance rates of drafted tokens, by source, match length and position.
@@ -67,7 +99,7 @@ impl Acceptance {
     }
 
     /// Probabilities that a draft is accepted up to and including each position.
-    pub(crate) fn survival(&self, source: Source) -> [f64; MAX_DRAFT] {
+    pub(crate) fn survival(&self, source: DraftSource) -> [f64; MAX_DRAFT] {
         let mut survival = [1.0; MAX_DRAFT];
         let Some((row, class)) = source.class() else { return survival };
         let mut until = 1.0;
@@ -79,7 +111,7 @@ impl Acceptance {
     }
 
     /// Records that the first `accepted` of `drafted` tokens were accepted.
-    pub(crate) fn observe(&mut self, source: Source, drafted: usize, accepted: usize) {
+    pub(crate) fn observe(&mut self, source: DraftSource, drafted: usize, accepted: usize) {
         let Some((row, class)) = source.class() else { return };
         for (position, count) in self.counts[row][class].iter_mut().enumerate().take(drafted.min(accepted + 1)) {
             Self::fade(count, Self::PRIOR[class], Self::DECAY);
@@ -89,7 +121,7 @@ impl Acceptance {
     }
 
     /// Records that the first token of a match was not worth proposing.
-    pub(crate) fn idle(&mut self, source: Source) {
+    pub(crate) fn idle(&mut self, source: DraftSource) {
         if let Some((row, class)) = source.class() {
             Self::fade(&mut self.counts[row][class][0], Self::PRIOR[class], Self::IDLE_DECAY);
         }
@@ -106,31 +138,31 @@ impl Acceptance {
 mod tests {
     use super::*;
 
-    fn survival(acceptance: &Acceptance, source: Source, position: usize) -> f64 {
+    fn survival(acceptance: &Acceptance, source: DraftSource, position: usize) -> f64 {
         acceptance.survival(source)[position]
     }
 
     #[test]
     fn what_is_accepted_is_learned_by_source_and_length_and_fades() {
-        let (mut acceptance, text) = (Acceptance::new(), Source::Text(3));
+        let (mut acceptance, text) = (Acceptance::new(), DraftSource::Text(3));
         let before = acceptance.survival(text);
         (0..200).for_each(|_| acceptance.observe(text, 4, 0));
         assert!(survival(&acceptance, text, 0) < 0.05);
         let second = survival(&acceptance, text, 1) / survival(&acceptance, text, 0);
         assert!((second - before[0]).abs() < 1e-9, "nothing was seen of the second");
-        assert_eq!(acceptance.survival(Source::Corpus(3)).map(f64::to_bits), before.map(f64::to_bits), "another source");
+        assert_eq!(acceptance.survival(DraftSource::Corpus(3)).map(f64::to_bits), before.map(f64::to_bits), "another source");
         (0..20_000).for_each(|_| acceptance.idle(text));
         assert!((survival(&acceptance, text, 0) - before[0]).abs() < 0.01);
         (0..200).for_each(|_| acceptance.observe(text, 4, 4));
         assert!(survival(&acceptance, text, 3) > 0.6);
-        assert!(survival(&acceptance, Source::Text(30), 3) < 0.7, "another length");
+        assert!(survival(&acceptance, DraftSource::Text(30), 3) < 0.7, "another length");
     }
 
     #[test]
     fn forced_tokens_are_certain() {
         let mut acceptance = Acceptance::new();
-        acceptance.observe(Source::Grammar, 4, 0);
-        acceptance.idle(Source::Grammar);
-        assert!(acceptance.survival(Source::Grammar).iter().all(|&survival| survival >= 1.0));
+        acceptance.observe(DraftSource::Grammar, 4, 0);
+        acceptance.idle(DraftSource::Grammar);
+        assert!(acceptance.survival(DraftSource::Grammar).iter().all(|&survival| survival >= 1.0));
     }
 }

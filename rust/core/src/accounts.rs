@@ -4,6 +4,7 @@ use crate::batch::StepPlan;
 use crate::compute::{Compute, StepParts};
 use crate::config::Config;
 use crate::cost::StepModel;
+use crate::elsewhere::{CostMeter, ServiceCost, Totals};
 use crate::energy::Energy;
 use crate::group::{Groups, Member, Usage};
 use crate::phase::{Need, Phase};
@@ -12,6 +13,7 @@ use crate::recent_steps::RecentSteps;
 use crate::request::{FinishReason, SeqId, Time};
 use crate::saturation::Saturation;
 use crate::sequence::Sequence;
+use crate::share::{OUTPUT_TOKEN, PROMPT_TOKEN};
 use crate::stats::Counters;
 use crate::timeline::{Clocks, PreemptionReason, Timeline, TimelineState};
 use slotmap::SlotMap;
@@ -37,6 +39,9 @@ pub(crate) struct Accounts {
     ended: VecDeque<Timeline>,
     saturation: Saturation,
     recent: RecentSteps,
+    /// Prompt tokens that were not cached when their request was first admitted.
+    prompt_tokens_served: u64,
+    cost_meter: CostMeter,
 }
 
 impl Accounts {
@@ -55,6 +60,8 @@ impl Accounts {
             ended: VecDeque::new(),
             saturation: Saturation::default(),
             recent: RecentSteps::default(),
+            prompt_tokens_served: 0,
+            cost_meter: CostMeter::default(),
         }
     }
 
@@ -264,6 +271,11 @@ impl Accounts {
         self.tenants.name(tenant)
     }
 
+    /// The number of a tenant that has had a request.
+    pub(crate) fn known_tenant(&self, name: &str) -> Option<u32> {
+        self.tenants.number(name)
+    }
+
     pub(crate) fn tenants(&self) -> impl Iterator<Item = (&Arc<str>, &Usage)> {
         self.tenants.iter()
     }
@@ -276,12 +288,14 @@ impl Accounts {
         &self.counters
     }
 
-    /// Counts a request's first admission. `found` is the number of cached tokens if the cache was searched.
-    pub(crate) fn count_admission(&mut self, prompt_tokens: u32, found: Option<u32>) {
+    /// Counts a request's first admission, with `computed` tokens of its prompt, which were looked for in the cache if
+    /// `looked_for`.
+    pub(crate) fn count_admission(&mut self, prompt_tokens: u32, computed: u32, looked_for: bool) {
         self.counters.prompt_tokens += u64::from(prompt_tokens);
-        if let Some(found) = found {
+        self.prompt_tokens_served += u64::from(prompt_tokens - computed);
+        if looked_for {
             self.counters.prefix_queries += u64::from(prompt_tokens);
-            self.counters.prefix_hits += u64::from(found);
+            self.counters.prefix_hits += u64::from(computed);
         }
     }
 
@@ -300,6 +314,27 @@ impl Accounts {
     #[inline]
     pub(crate) fn count_generated(&mut self, tokens: u64) {
         self.counters.generated_tokens += tokens;
+    }
+
+    fn service_totals(&self) -> Totals {
+        let service = PROMPT_TOKEN * self.prompt_tokens_served + OUTPUT_TOKEN * self.counters.generated_tokens;
+        Totals { ns: self.compute.total(), service }
+    }
+
+    /// Measures the engine time per unit of service, after each step.
+    #[inline]
+    pub(crate) fn observe_service_cost(&mut self) {
+        self.cost_meter.observe(self.service_totals());
+    }
+
+    /// The engine time per unit of service in recent steps.
+    pub(crate) fn service_cost(&self) -> Option<ServiceCost> {
+        self.cost_meter.cost(self.service_totals())
+    }
+
+    /// The engine time per unit of service since the last call.
+    pub(crate) fn take_service_cost(&mut self) -> Option<ServiceCost> {
+        self.cost_meter.take(self.service_totals())
     }
 
     /// Counts a preemption and the blocks copied to host memory for it.

@@ -1,6 +1,6 @@
 //! Decides how many drafted tokens a step verifies.
 
-use crate::acceptance::MAX_DRAFT;
+use crate::acceptance::{Acceptance, DraftSource, MAX_DRAFT};
 use crate::cost::{Load, StepModel};
 
 /// A drafted token must be worth this many times its cost, because rates and costs are estimates.
@@ -59,6 +59,55 @@ impl Admission {
                 admit(index, at.1 + 1);
             }
         }
+    }
+}
+
+/// Decides how many tokens of each draft a step verifies, by learned acceptance rates.
+#[derive(Debug)]
+pub struct DraftAdmission {
+    acceptance: Acceptance,
+}
+
+impl Default for DraftAdmission {
+    fn default() -> Self {
+        Self { acceptance: Acceptance::new() }
+    }
+}
+
+impl DraftAdmission {
+    pub(crate) fn acceptance(&self) -> &Acceptance {
+        &self.acceptance
+    }
+
+    /// The number of tokens to verify of each of `drafts`, which are given by source and number of tokens. `load` has the
+    /// step's decoding sequences, before tokens are drafted.
+    pub fn admit(&mut self, load: &Load, model: &StepModel, drafts: &[(DraftSource, usize)]) -> Vec<usize> {
+        let mut admitted = vec![0; drafts.len()];
+        Admission::new(load, model).admit(&self.by_source(drafts), |index, tokens| admitted[index] = tokens);
+        for (&(source, _), _) in drafts.iter().zip(&admitted).filter(|(_, admitted)| **admitted == 0) {
+            self.acceptance.idle(source);
+        }
+        admitted
+    }
+
+    /// Learns that the first `accepted` of `drafted` tokens were accepted.
+    pub fn observe(&mut self, source: DraftSource, drafted: usize, accepted: usize) {
+        self.acceptance.observe(source, drafted, accepted);
+    }
+
+    /// The drafts by what decides their acceptance rates.
+    fn by_source(&self, drafts: &[(DraftSource, usize)]) -> Vec<Drafts> {
+        let mut groups: Vec<Drafts> = Vec::new();
+        let mut group_of = [usize::MAX; DraftSource::KINDS];
+        for (index, &(source, len)) in drafts.iter().enumerate() {
+            let group = &mut group_of[source.kind()];
+            if *group == usize::MAX {
+                *group = groups.len();
+                groups.push(Drafts { survival: self.acceptance.survival(source), drafts: Vec::with_capacity(drafts.len()) });
+            }
+            groups[*group].drafts.push((index, len));
+        }
+        groups
     }
 }
 

@@ -4,8 +4,8 @@
 //! the index. Learned acceptance rates and the step-time model decide, for all sequences of a step together, how many
 //! tokens to propose.
 
-use crate::acceptance::{Acceptance, MAX_DRAFT, Source};
-use crate::admission::{Admission, Drafts};
+use crate::acceptance::{Acceptance, DraftSource, MAX_DRAFT};
+use crate::admission::{Admission, DraftAdmission};
 use crate::back_off::BackOff;
 use crate::batch::StepPlan;
 use crate::corpus::{Corpus, Key};
@@ -38,7 +38,7 @@ struct Drafted {
     index: Index,
     /// Tokens proposed for the current step.
     draft: Vec<Token>,
-    source: Source,
+    source: DraftSource,
     back_off: BackOff,
     /// Whose finished texts it finds and joins.
     key: Key,
@@ -49,12 +49,12 @@ impl Drafted {
     /// expected to be accepted.
     fn look_up(&mut self, tokens: &[Token], most: usize, corpus: Option<&Corpus>, acceptance: &Acceptance) {
         if let Some(found) = self.index.find(tokens) {
-            self.source = Source::Text(found.len);
+            self.source = DraftSource::Text(found.len);
             extend(&mut self.draft, tokens, found.end + 1, most);
         }
         let Some((corpus, found)) = corpus.and_then(|corpus| Some((corpus, corpus.find(&self.key, tokens)?))) else { return };
         let expected = |source| acceptance.survival(source)[..most].iter().sum::<f64>();
-        let source = Source::Corpus(found.len);
+        let source = DraftSource::Corpus(found.len);
         if self.draft.is_empty() || expected(source) > expected(self.source) {
             self.draft.clear();
             self.source = source;
@@ -68,7 +68,7 @@ impl Drafted {
 pub struct Drafter {
     max_tokens: usize,
     seqs: SecondaryMap<SeqId, Drafted>,
-    acceptance: Acceptance,
+    admission: DraftAdmission,
     corpus: Option<Corpus>,
     stats: DraftStats,
     until_sweep: u32,
@@ -82,7 +82,7 @@ impl Drafter {
         Self {
             max_tokens,
             seqs: SecondaryMap::new(),
-            acceptance: Acceptance::new(),
+            admission: DraftAdmission::default(),
             corpus: Corpus::new(corpus_tokens),
             stats: DraftStats { accepted_by_position: vec![0; max_tokens], ..DraftStats::default() },
             until_sweep: SWEEP,
@@ -95,7 +95,7 @@ impl Drafter {
         self.learn_finished(core);
         let Some(key) = core.owner(id) else { return };
         let (index, back_off) = (Index::default(), BackOff::default());
-        self.seqs.insert(id, Drafted { index, draft: Vec::new(), source: Source::Grammar, back_off, key });
+        self.seqs.insert(id, Drafted { index, draft: Vec::new(), source: DraftSource::Grammar, back_off, key });
         if self.corpus.is_some() {
             core.keep_finished();
         }
@@ -124,21 +124,18 @@ impl Drafter {
             load.decode_seqs += 1;
             load.context_tokens += tokens.len() as u64;
         }
-        let admission = Admission::new(&load, core.model());
         // In a full batch not even a certain token pays, so nothing is looked up.
-        if !admission.pays(1.0) {
+        if !Admission::new(&load, core.model()).pays(1.0) {
             return;
         }
         let matched = self.look_up(core, &forced.into_iter().collect(), load.decode_seqs as usize);
-        let mut admitted = vec![0; matched.len()];
-        admission.admit(&self.by_source(&matched), |index, tokens| admitted[index] = tokens);
+        let drafts: Vec<_> = matched.iter().map(|&id| (self.seqs[id].source, self.seqs[id].draft.len())).collect();
+        let admitted = self.admission.admit(&load, core.model(), &drafts);
         for (id, admitted) in matched.into_iter().zip(admitted) {
             let drafted = &mut self.seqs[id];
             drafted.draft.truncate(admitted);
             if admitted > 0 {
-                core.draft(id, &drafted.draft);
-            } else {
-                self.acceptance.idle(drafted.source);
+                core.draft(id, &drafted.draft, drafted.source);
             }
         }
     }
@@ -151,33 +148,17 @@ impl Drafter {
             let most = self.max_tokens.min(room);
             drafted.draft.clear();
             if let Some(forced) = forced.get(&id) {
-                drafted.source = Source::Grammar;
+                drafted.source = DraftSource::Grammar;
                 drafted.draft.extend(forced.iter().take(most));
             } else if let Some(most) = drafted.back_off.step(most) {
                 drafted.index.catch_up(tokens);
-                drafted.look_up(tokens, most, self.corpus.as_ref(), &self.acceptance);
+                drafted.look_up(tokens, most, self.corpus.as_ref(), self.admission.acceptance());
             }
             if !drafted.draft.is_empty() {
                 matched.push(id);
             }
         }
         matched
-    }
-
-    /// The drafts of these sequences, by what decides their acceptance rates.
-    fn by_source(&self, matched: &[SeqId]) -> Vec<Drafts> {
-        let mut groups: Vec<Drafts> = Vec::new();
-        let mut group_of = [usize::MAX; Source::KINDS];
-        for (index, &id) in matched.iter().enumerate() {
-            let Drafted { source, draft, .. } = &self.seqs[id];
-            let group = &mut group_of[source.kind()];
-            if *group == usize::MAX {
-                *group = groups.len();
-                groups.push(Drafts { survival: self.acceptance.survival(*source), drafts: Vec::with_capacity(matched.len()) });
-            }
-            groups[*group].drafts.push((index, draft.len()));
-        }
-        groups
     }
 
     /// Learns from a step's sampled tokens. Call it before the step's commit.
@@ -192,8 +173,8 @@ impl Drafter {
             }
             let Some(seq) = self.seqs.get_mut(chunk.seq) else { continue };
             let accepted = seq.draft.iter().zip(sampled).take(drafted).take_while(|&(&token, &sampled)| token as i32 == sampled).count();
-            self.acceptance.observe(seq.source, drafted, accepted);
-            if seq.source != Source::Grammar {
+            self.admission.observe(seq.source, drafted, accepted);
+            if seq.source != DraftSource::Grammar {
                 seq.back_off.observe(accepted);
             }
             self.stats.drafts += 1;

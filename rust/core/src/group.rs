@@ -2,6 +2,7 @@
 
 use crate::request::Time;
 use crate::timeline::Timeline;
+use std::borrow::Borrow;
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 
@@ -121,6 +122,14 @@ impl<K: Clone + Eq + Hash> Groups<K> {
                 self.idle.retain(|&n| list[n as usize].live == 0 && !std::mem::replace(&mut listed[n as usize], true));
             }
         }
+    }
+
+    /// The number of a known name.
+    pub(crate) fn number<Q: Eq + Hash + ?Sized>(&self, name: &Q) -> Option<u32>
+    where
+        K: Borrow<Q>,
+    {
+        self.numbers.get(name).copied()
     }
 
     pub(crate) fn usage(&mut self, number: u32) -> &mut Usage {

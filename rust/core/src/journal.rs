@@ -15,7 +15,7 @@ use crate::settings::{SETTINGS, SettingError, Value};
 use thiserror::Error;
 
 const MAGIC: &[u8] = b"chairlift-journal-";
-const VERSION: &[u8] = b"2\n";
+const VERSION: &[u8] = b"3\n";
 pub(crate) const SEED: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// The kind of a record: its first byte.
@@ -36,7 +36,7 @@ pub(crate) enum Kind {
     Commit = 6,
     /// Request, number of a block filled with generated tokens, name.
     Name = 7,
-    /// Request, drafted tokens.
+    /// Request, drafted tokens, code of their source.
     Draft = 8,
     /// Held sequence, number of its tokens that the request of the next record continues.
     Append = 9,
@@ -46,8 +46,8 @@ pub(crate) enum Kind {
     Rerank = 11,
     /// Time, names of the full blocks of a prefix whose KV was read from storage.
     Restore = 12,
-    /// Reserved: tenant, service given to it elsewhere.
-    Credit = 13,
+    /// Tenant, microseconds of its service at other engines.
+    Elsewhere = 13,
     /// Reserved: new number of blocks in the pool.
     PoolSize = 14,
     /// The next added request is resumed: tokens of its answer so far. The names of its blocks include these tokens.
@@ -74,7 +74,7 @@ impl Kind {
         Self::ForkAt,
         Self::Rerank,
         Self::Restore,
-        Self::Credit,
+        Self::Elsewhere,
         Self::PoolSize,
         Self::Resumed,
         Self::Open,
@@ -89,7 +89,6 @@ impl Kind {
     /// Description of a record that this version cannot replay. `None` for other kinds.
     pub(crate) fn reserved(self) -> Option<&'static str> {
         match self {
-            Self::Credit => Some("credit from elsewhere"),
             Self::PoolSize => Some("pool size"),
             _ => None,
         }
@@ -106,7 +105,7 @@ pub enum JournalError {
     #[error("this is no journal")]
     NotAJournal,
     /// Another version of Chairlift wrote the journal.
-    #[error("this is a journal of version {found}, and only version 2 can be read here: replay it with the chairlift that recorded it")]
+    #[error("this is a journal of version {found}, and only version 3 can be read here: replay it with the chairlift that recorded it")]
     Version {
         /// The version in the first line.
         found: String,

@@ -2,6 +2,7 @@
 //!
 //! A journal has no tokens. The parser generates tokens that are equal exactly where the names of full blocks are equal.
 
+use crate::acceptance::DraftSource;
 use crate::config::Config;
 use crate::journal::{Frame, Frames, JournalError, Kind, REASONS, Reader, SEED, fold};
 use crate::request::{ArrivalNumber, FinishReason, Request, Resumed, Time, Token};
@@ -48,6 +49,13 @@ pub enum Call {
         /// The reason that the caller gave.
         reason: FinishReason,
     },
+    /// A tenant was charged for service elsewhere.
+    ChargeElsewhere {
+        /// The tenant.
+        tenant: Arc<str>,
+        /// Microseconds of engine time.
+        us: Time,
+    },
     /// Deadlines were checked.
     Expire,
     /// Tokens were drafted for a sequence.
@@ -58,6 +66,8 @@ pub enum Call {
         tokens: u32,
         /// Number of accepted tokens.
         accepted: u32,
+        /// Where they came from.
+        source: DraftSource,
     },
     /// A step was planned. Contains the hash of all decisions so far.
     Plan(u64),
@@ -168,7 +178,7 @@ impl ParsedJournal {
             progress.continues = Some((number, reader.small()?));
             return Some(());
         }
-        if kind != Kind::Draft {
+        if !matches!(kind, Kind::Draft | Kind::Elsewhere) {
             progress.now = progress.now.wrapping_add(reader.number()?);
         }
         let (arrivals, opened) = (progress.arrivals, progress.opened);
@@ -204,11 +214,12 @@ impl ParsedJournal {
                 let count = reader.number()?;
                 Call::Restore((0..count).map(|_| reader.word()).collect::<Option<_>>()?)
             }
+            Kind::Elsewhere => Call::ChargeElsewhere { tenant: reader.text()?.into(), us: reader.number()? },
             Kind::Expire => Call::Expire,
             Kind::Draft => {
-                let (arrival_number, tokens) = (reader.number().filter(known)?, reader.small()?);
+                let (arrival_number, tokens, source) = (reader.number().filter(known)?, reader.small()?, DraftSource::of(reader.small()?));
                 progress.drafts.insert(arrival_number, self.calls.len());
-                Call::Draft { arrival_number, tokens, accepted: 0 }
+                Call::Draft { arrival_number, tokens, accepted: 0, source }
             }
             Kind::Plan => Call::Plan(reader.word()?),
             Kind::Commit => Call::Commit(self.read_commit(reader, progress)?),
@@ -284,6 +295,12 @@ impl ParsedJournal {
         self.calls.iter().map(|(time, _)| *time).min().unwrap_or(0)
     }
 
+    /// Names of the full blocks of an arrival's prompt.
+    pub fn block_names(&self, arrival: &Arrival) -> Vec<u64> {
+        let blocks = 0..arrival.prompt_tokens / self.config.block_size;
+        blocks.map_while(|block| self.names.get(&(arrival.arrival_number, block)).copied()).collect()
+    }
+
     /// The generated token at a position of a sequence. Tokens are equal exactly where full blocks of equal name are.
     pub fn token(&self, arrival_number: ArrivalNumber, position: u32) -> Token {
         let size = self.config.block_size;
@@ -335,7 +352,7 @@ mod tests {
 
     /// Writes a random record whose numbers may be invalid.
     fn put_record(journal: &mut Writer, now: Time, dice: &mut Dice, known: &mut u64, held: &mut u64) {
-        match dice.roll(15) {
+        match dice.roll(16) {
             0..3 => {
                 let prompt = 1 + dice.roll(30);
                 *known += 1;
@@ -390,8 +407,12 @@ mod tests {
                     journal.name(BlockHasher::new(0).root(&[dice.roll(3) as u8]));
                 }
             }
+            14 => {
+                let most = 1 << dice.roll(63);
+                journal.note(Kind::Elsewhere).text(["", "a", "b"][dice.roll(3) as usize]).number(dice.roll(most));
+            }
             _ if *known > 0 => {
-                journal.note(Kind::Draft).number(dice.roll(*known)).number(dice.roll(6));
+                journal.note(Kind::Draft).number(dice.roll(*known)).number(dice.roll(6)).number(dice.roll(9));
             }
             _ => {}
         }
@@ -425,14 +446,12 @@ mod tests {
 
     #[test]
     fn a_reserved_record_is_refused_by_name() {
-        for (kind, name) in [(Kind::Credit, "credit from elsewhere"), (Kind::PoolSize, "pool size")] {
-            let (mut journal, mut bytes) = (Writer::new(&Config::default()), Vec::new());
-            journal.call(Kind::Expire, 5);
-            journal.note(kind).number(1).number(2);
-            journal.take(&mut bytes);
-            let error = ParsedJournal::read(&bytes).unwrap_err();
-            assert!(matches!(error, JournalError::Reserved { kind, .. } if kind == name), "{error}");
-            assert!(error.to_string().contains("cannot replay: "), "{error}");
-        }
+        let (mut journal, mut bytes) = (Writer::new(&Config::default()), Vec::new());
+        journal.call(Kind::Expire, 5);
+        journal.note(Kind::PoolSize).number(1).number(2);
+        journal.take(&mut bytes);
+        let error = ParsedJournal::read(&bytes).unwrap_err();
+        assert!(matches!(error, JournalError::Reserved { kind: "pool size", .. }), "{error}");
+        assert!(error.to_string().contains("cannot replay: "), "{error}");
     }
 }

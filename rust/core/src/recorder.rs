@@ -1,5 +1,6 @@
 //! Records the calls of a scheduler.
 
+use crate::acceptance::DraftSource;
 use crate::batch::{Chunk, Outputs, StepPlan};
 use crate::block::BlockId;
 use crate::error::Rejected;
@@ -157,6 +158,19 @@ impl Recorder {
         self.scheduler.set_priority(id, priority, now)
     }
 
+    /// See [`Scheduler::charge_elsewhere`].
+    pub fn charge_elsewhere(&mut self, tenant: &str, us: Time) {
+        if let Some(journal) = self.journal.as_mut().filter(|_| self.scheduler.config().policy.has_tenants()) {
+            journal.note(Kind::Elsewhere).text(tenant).number(us);
+        }
+        self.scheduler.charge_elsewhere(tenant, us);
+    }
+
+    /// See [`Scheduler::take_service`]. Not recorded, because no decision depends on it.
+    pub fn take_service(&mut self) -> Vec<(Arc<str>, Time)> {
+        self.scheduler.take_service()
+    }
+
     /// See [`Scheduler::abort`].
     pub fn abort(&mut self, id: SeqId, now: Time) -> bool {
         self.end(id, FinishReason::Abort, now)
@@ -189,12 +203,12 @@ impl Recorder {
         self.scheduler.expire(now, ended);
     }
 
-    /// See [`Scheduler::draft`].
-    pub fn draft(&mut self, id: SeqId, tokens: &[Token]) -> bool {
+    /// See [`Scheduler::draft`]. The source is recorded for simulations.
+    pub fn draft(&mut self, id: SeqId, tokens: &[Token], source: DraftSource) -> bool {
         let taken = self.scheduler.draft(id, tokens);
         if let Some(journal) = self.journal.as_mut().filter(|_| taken) {
             let seq = self.scheduler.sequence(id).expect("it took the draft");
-            journal.note(Kind::Draft).number(seq.spec().arrival_number).number(seq.draft().len() as u64);
+            journal.note(Kind::Draft).number(seq.spec().arrival_number).number(seq.draft().len() as u64).number(source.code().into());
         }
         taken
     }

@@ -1,5 +1,6 @@
 //! Replays a journal and checks that every decision is the same.
 
+use crate::acceptance::VerifiedDraft;
 use crate::batch::{Output, Outputs, StepPlan};
 use crate::cost::Load;
 use crate::error::ConfigError;
@@ -24,6 +25,8 @@ pub struct Replayed {
     pub ended: Vec<Timeline>,
     /// The work and the duration of each step.
     pub timings: Vec<Timing>,
+    /// The drafts that steps verified, with the arrival numbers of their requests.
+    pub drafts: Vec<(ArrivalNumber, VerifiedDraft)>,
     /// The scheduler after the last call.
     pub scheduler: Scheduler,
 }
@@ -94,8 +97,8 @@ impl ParsedJournal {
                 ended: &replay.ended[ended..],
             });
         }
-        let Replay { scheduler, hash, differs_at, ended, timings, .. } = replay;
-        Ok(Replayed { steps: scheduler.stats().counters.steps, hash, differs_at, ended, timings, scheduler })
+        let Replay { scheduler, hash, differs_at, ended, timings, drafts, .. } = replay;
+        Ok(Replayed { steps: scheduler.stats().counters.steps, hash, differs_at, ended, timings, drafts, scheduler })
     }
 
     /// Generates tokens for a step's samples, with the recorded stops, errors and accepted drafts.
@@ -134,6 +137,9 @@ struct Replay {
     ended: Vec<Timeline>,
     timings: Vec<Timing>,
     committed: usize,
+    /// Drafts of the next step.
+    proposed: FxHashMap<SeqId, (ArrivalNumber, VerifiedDraft)>,
+    drafts: Vec<(ArrivalNumber, VerifiedDraft)>,
     /// Whether there was work since the last plan.
     busy: bool,
 }
@@ -151,6 +157,8 @@ impl Replay {
             ended: Vec::new(),
             timings: Vec::new(),
             committed: 0,
+            proposed: FxHashMap::default(),
+            drafts: Vec::new(),
             busy: false,
         }
     }
@@ -192,12 +200,15 @@ impl Replay {
             Call::SetPriority { arrival_number, priority } => {
                 self.scheduler.set_priority(self.live.ids[*arrival_number as usize], *priority, now);
             }
+            Call::ChargeElsewhere { tenant, us } => self.scheduler.charge_elsewhere(tenant, *us),
             Call::Expire => self.scheduler.expire(now, &mut self.ended),
             Call::Plan(recorded) => self.plan(now, *recorded),
-            Call::Draft { arrival_number, tokens, accepted } => {
+            Call::Draft { arrival_number, tokens, accepted, source } => {
                 let id = self.live.ids[*arrival_number as usize];
                 let len = self.scheduler.tokens(id).map_or(0, |(tokens, _)| tokens.len() as u32);
                 self.scheduler.draft(id, &journal.draft(*arrival_number, len, *tokens, *accepted));
+                let draft = VerifiedDraft { source: *source, position: len, tokens: *tokens, accepted: *accepted };
+                self.proposed.insert(id, (*arrival_number, draft));
             }
             // Only a journal that already differs can lack a plan here.
             Call::Commit(recorded) => return self.commit(journal, now, recorded),
@@ -213,6 +224,12 @@ impl Replay {
             last.cycle = Some(now.saturating_sub(last.planned));
         }
         self.busy = plan.is_some() || !self.in_flight.is_empty();
+        for chunk in plan.iter().flat_map(|plan| &plan.chunks).filter(|chunk| chunk.drafted > 0) {
+            // A step may have room for a part of a draft only.
+            let verified = self.proposed.get(&chunk.seq);
+            self.drafts.extend(verified.map(|&(arrival, draft)| (arrival, VerifiedDraft { tokens: chunk.drafted, ..draft })));
+        }
+        self.proposed.clear();
         self.timings.extend(plan.iter().map(|plan| Timing { load: plan.load, planned: now, took: None, cycle: None }));
         self.in_flight.extend(plan);
         if self.hash != recorded {

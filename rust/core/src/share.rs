@@ -4,6 +4,7 @@
 //! service divided by its weight. The waiting tenant with the lowest counter goes first. When a tenant's queue was
 //! empty, its counter is lifted to the others' level, so that idle tenants collect no credit.
 
+use crate::elsewhere::{MAX_CHARGED_ELSEWHERE, ServiceCost};
 use crate::request::Time;
 use std::collections::BTreeSet;
 use std::ops::Bound::{Excluded, Unbounded};
@@ -20,6 +21,12 @@ struct Share {
     waiting: u32,
     /// The counter as listed in the backlog. The counter itself may have grown since.
     listed: u64,
+    /// The part of the counter that is not service here: lifts and service elsewhere.
+    foreign: u64,
+    /// Service here that was already told to other engines.
+    told: u64,
+    /// Microseconds of service elsewhere that were charged since the last request left the queue.
+    charged_elsewhere: Time,
 }
 
 /// Budget of preemption for fairness, as a divisor of the elapsed time.
@@ -83,7 +90,9 @@ impl Shares {
             let others = self.least().or(self.last).map_or(0, |other| self.tenants[other as usize].counter);
             let share = &mut self.tenants[tenant as usize];
             // The returning tenant goes before tenants with the same counter.
-            share.counter = share.counter.max(others.saturating_sub(1));
+            let lift = others.saturating_sub(1).saturating_sub(share.counter);
+            share.counter += lift;
+            share.foreign += lift;
         }
         self.wait(tenant);
     }
@@ -102,6 +111,7 @@ impl Shares {
     pub(crate) fn leave(&mut self, tenant: u32) {
         let share = &mut self.tenants[tenant as usize];
         share.waiting -= 1;
+        share.charged_elsewhere = 0;
         if share.waiting == 0 {
             self.backlog.remove(&(share.listed, tenant));
             self.last = Some(tenant);
@@ -111,6 +121,29 @@ impl Shares {
     /// Charges service to `tenant`.
     pub(crate) fn charge(&mut self, tenant: u32, service: u64, weight: u32) {
         self.tenants[tenant as usize].counter += service * UNIT / u64::from(weight.max(1));
+    }
+
+    /// Charges `us` microseconds of service elsewhere, up to [`MAX_CHARGED_ELSEWHERE`] since the tenant's last request left
+    /// the queue. `cost` is that of service here.
+    pub(crate) fn charge_elsewhere(&mut self, tenant: u32, us: Time, cost: ServiceCost) {
+        let share = &mut self.tenants[tenant as usize];
+        let us = us.min(MAX_CHARGED_ELSEWHERE - share.charged_elsewhere);
+        share.charged_elsewhere += us;
+        let charged = (u128::from(us) * 1000 * u128::from(cost.service) * u128::from(UNIT) / u128::from(cost.ns)) as u64;
+        share.counter += charged;
+        share.foreign += charged;
+    }
+
+    /// The microseconds of service of each tenant since the last call, unless they are 0. `cost` is that of this service.
+    pub(crate) fn take_service(&mut self, cost: ServiceCost) -> Vec<(u32, Time)> {
+        let tenants = self.tenants.iter_mut().zip(0..).filter_map(|(share, tenant)| {
+            let service = share.counter - share.foreign;
+            let units = u128::from(service - share.told);
+            let us = (units * u128::from(cost.ns) / (1000 * u128::from(cost.service) * u128::from(UNIT))) as Time;
+            share.told = service;
+            (us > 0).then_some((tenant, us))
+        });
+        tenants.collect()
     }
 
     pub(crate) fn counter(&self, tenant: u32) -> u64 {

@@ -2,6 +2,7 @@
 
 use crate::awaited::Awaited;
 use crate::config::{Batching, Config};
+use crate::elsewhere::ServiceCost;
 use crate::hash::BlockHash;
 use crate::phase::Phase;
 use crate::policy::Key;
@@ -215,6 +216,16 @@ impl Waiting {
     #[inline]
     pub(crate) fn charge(&mut self, tenant: u32, service: u64, weight: u32) {
         self.queue.shares_mut().charge(tenant, service, weight);
+    }
+
+    /// Charges a tenant for service elsewhere.
+    pub(crate) fn charge_elsewhere(&mut self, tenant: u32, us: Time, cost: ServiceCost) {
+        self.queue.shares_mut().charge_elsewhere(tenant, us, cost);
+    }
+
+    /// Service of each tenant since the last call.
+    pub(crate) fn take_service(&mut self, cost: ServiceCost) -> Vec<(u32, Time)> {
+        self.queue.shares_mut().take_service(cost)
     }
 
     /// Service of a tenant divided by its weight.

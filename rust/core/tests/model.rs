@@ -30,6 +30,7 @@ fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(which, less, more, new, stop)| Op::Continue { which, less, more, new, stop }),
         1 => (0..30usize, -1..2i32).prop_map(|(which, priority)| Op::SetPriority(which, priority)),
         1 => stored,
+        1 => (0..4u8, prop_oneof![0..50u64, Just(u64::MAX)]).prop_map(|(tenant, us)| Op::ShareService { tenant, us }),
         1 => (0..40u64).prop_map(Op::Wait),
         1 => (0..30usize).prop_map(Op::Abort),
         2 => (0..30usize, 0..4usize, 0..3usize).prop_map(|(which, right, wrong)| Op::Draft { which, right, wrong }),

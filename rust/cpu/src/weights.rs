@@ -82,7 +82,7 @@ pub(crate) struct F16(u16);
 /// bfloat16: the upper half of an fp32.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
-pub(crate) struct Bf16(u16);
+pub(crate) struct Bf16(pub(crate) u16);
 
 // SAFETY: a transparent wrapper of u16.
 unsafe impl Pod for F16 {}

@@ -151,7 +151,9 @@ fn tensor_of<'a>((kind, rows, bytes, interleaved): &'a TensorArgs<'_>, ins: usiz
 }
 
 fn isa_of(name: &str) -> PyResult<Isa> {
-    let isa = if name == "auto" { Some(Isa::best()) } else { Isa::available().into_iter().find(|isa| isa.name() == name) };
+    let mut all = Isa::available();
+    all.extend(all.clone().into_iter().filter_map(Isa::fast));
+    let isa = if name == "auto" { Some(Isa::best()) } else { all.into_iter().find(|isa| isa.name() == name) };
     isa.ok_or_else(|| PyValueError::new_err(format!("the kernels cannot use {name} on this processor")))
 }
 

@@ -29,7 +29,7 @@ mod _core {
     #[pymodule_export]
     use crate::errors::{EmptyPrompt, HeldBusy, NeverFits, NoNewTokens, NotHeld, QueueFull, Rejected, TooLong};
     #[pymodule_export]
-    use crate::replay::{replay, step_times, what_if};
+    use crate::replay::{replay, step_times, what_if, workload};
     #[pymodule_export]
     use crate::sample::{choose, score};
     #[pymodule_export]

@@ -34,14 +34,40 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, 
     }
     let config = settings::changed(parsed.config, changes)?;
     let machine = sim::Machine {
-        step: sim::StepTime::linear(replayed.scheduler.model().coefficients()),
+        step: sim::StepTime::learned(replayed.scheduler.model()),
         swap_ns_per_block: config.swap_ns_per_block,
+        draft_tokens: core::MAX_DRAFT,
     };
-    let report = py.detach(|| sim::simulate(config, sim::jobs(&parsed, &replayed.ended), &machine));
+    let report = py.detach(|| sim::simulate(config, sim::jobs(&parsed, &replayed), &machine));
     let report = report.map_err(|error| PyValueError::new_err(error.to_string()))?;
     let dict = PyDict::new(py);
     dict.set_item("config", settings::dict(py, &config)?)?;
     dict.set_item("report", report_dict(py, &report)?)?;
+    Ok(dict)
+}
+
+/// The requests of a journal with their recorded lengths and drafts, as the arrays that `simulate` takes.
+#[pyfunction]
+pub(crate) fn workload<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'py, PyDict>> {
+    let (parsed, replayed) = replayed(py, journal)?;
+    let workload = sim::recorded_workload(&parsed, &replayed);
+    let numbers = |number: Option<core::Time>| number.map_or(-1, |number| number as i64);
+    let requests = workload.specs.iter().map(|spec| {
+        let [prompt, output, most, tenant, names] = [spec.prompt, spec.output, spec.most, spec.tenant, spec.names].map(i64::from);
+        let (deadline, ttft_deadline) = (numbers(spec.deadline), numbers(spec.ttft_deadline));
+        let predicted = spec.predicted.map_or(-1, i64::from);
+        [spec.time as i64, prompt, output, most, tenant, spec.priority.into(), deadline, ttft_deadline, predicted, names]
+    });
+    let dict = PyDict::new(py);
+    dict.set_item("requests", packed(py, requests))?;
+    dict.set_item("names", packed(py, workload.names.iter().map(|&name| [name as i64])))?;
+    dict.set_item("name_block", workload.name_block)?;
+    dict.set_item("tenants", workload.tenants.iter().map(|(name, weight)| (name.to_string(), *weight)).collect::<Vec<_>>())?;
+    let drafts = workload.drafts.iter().map(|&(request, draft)| {
+        let [position, tokens, accepted] = [draft.position, draft.tokens, draft.accepted].map(i64::from);
+        [request as i64, position, tokens, accepted, draft.source.code().into()]
+    });
+    dict.set_item("drafts", packed(py, drafts))?;
     Ok(dict)
 }
 

@@ -9,6 +9,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
+use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A planned step. `Scheduler.commit` consumes it.
@@ -195,6 +196,16 @@ impl Scheduler {
 
     fn set_priority(&self, seq: u64, priority: i32, now: core::Time) -> PyResult<bool> {
         Ok(self.lock()?.core.set_priority(core::SeqId::from_bits(seq), priority, now))
+    }
+
+    fn charge_elsewhere(&self, tenant: &str, us: core::Time) -> PyResult<()> {
+        self.lock()?.core.charge_elsewhere(tenant, us);
+        Ok(())
+    }
+
+    fn take_service(&self) -> PyResult<HashMap<String, core::Time>> {
+        let taken = self.lock()?.core.take_service();
+        Ok(taken.into_iter().map(|(tenant, us)| (tenant.to_string(), us)).collect())
     }
 
     #[allow(clippy::needless_pass_by_value)] // types that Python passes

@@ -20,7 +20,7 @@ type StepTime = (Vec<(f64, f64)>, f64, f64, f64);
 
 /// Runs requests through `replicas` schedulers in virtual time.
 #[pyfunction]
-#[pyo3(signature = (requests, names, name_block, tenants, settings, step_time, *, replicas = 1, routing = "round-robin"))]
+#[pyo3(signature = (requests, names, name_block, tenants, settings, step_time, *, drafts = None, draft_tokens = 0, replicas = 1, routing = "round-robin"))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // types that Python passes
 #[allow(clippy::redundant_closure_for_method_calls)] // the method alone has too narrow a lifetime
 pub(crate) fn simulate<'py>(
@@ -31,6 +31,8 @@ pub(crate) fn simulate<'py>(
     tenants: Vec<(String, u32)>,
     settings: &Bound<'py, PyDict>,
     step_time: StepTime,
+    drafts: Option<PyBuffer<i64>>,
+    draft_tokens: usize,
     replicas: usize,
     routing: &str,
 ) -> PyResult<Bound<'py, PyList>> {
@@ -40,6 +42,7 @@ pub(crate) fn simulate<'py>(
         tenants: tenants.into_iter().map(|(name, weight)| (name.into(), weight)).collect(),
         names: names.to_vec(py)?.into_iter().map(|name| name as u64).collect(),
         name_block,
+        drafts: drafts.map_or(Ok(Vec::new()), |drafts| recorded_drafts(&drafts.to_vec(py)?))?,
     };
     let wanted: usize = workload.specs.iter().map(|spec| spec.names as usize).sum();
     if wanted > workload.names.len() || workload.specs.iter().any(|spec| spec.tenant as usize >= workload.tenants.len()) {
@@ -49,7 +52,7 @@ pub(crate) fn simulate<'py>(
     let (curve, decode_seq, context_token, prefill_pair) = step_time;
     let step = sim::StepTime::new(curve, decode_seq, context_token, prefill_pair);
     let step = step.ok_or_else(|| PyValueError::new_err("the step's curve needs two points or more, with rising tokens"))?;
-    let machine = sim::Machine { step, swap_ns_per_block: config.swap_ns_per_block };
+    let machine = sim::Machine { step, swap_ns_per_block: config.swap_ns_per_block, draft_tokens };
     let routings = core::Routing::NAMES;
     let routing = routings.iter().find(|(name, _)| *name == routing).map(|&(_, routing)| routing);
     let routing = routing
@@ -91,6 +94,18 @@ fn spec(line: &[i64]) -> Option<sim::RequestSpec> {
     })
 }
 
+/// Drafts given by request, position, tokens, accepted tokens and code of the source.
+fn recorded_drafts(numbers: &[i64]) -> PyResult<Vec<(usize, core::VerifiedDraft)>> {
+    let draft = |line: &[i64]| {
+        let [position, tokens, accepted, source] = [1, 2, 3, 4].map(|at| u32::try_from(line[at]).ok());
+        let source = core::DraftSource::of(source?);
+        Some((line[0].try_into().ok()?, core::VerifiedDraft { source, position: position?, tokens: tokens?, accepted: accepted? }))
+    };
+    let drafts = numbers.chunks_exact(5).map(draft).collect::<Option<Vec<_>>>();
+    let drafts = drafts.filter(|drafts| drafts.is_sorted_by_key(|(request, draft)| (*request, draft.position)));
+    drafts.ok_or_else(|| PyValueError::new_err("the drafts are not ordered by request and position, or a number is negative or too large"))
+}
+
 pub(crate) fn or_none(time: Option<core::Time>) -> i64 {
     time.map_or(-1, |time| time as i64)
 }
@@ -103,7 +118,7 @@ pub(crate) fn packed<const N: usize>(py: Python<'_>, lines: impl Iterator<Item =
 /// The results of a simulation as flat arrays.
 pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResult<Bound<'py, PyDict>> {
     let ended = report.ended.iter().zip(&report.longest_gaps).map(|(timeline, &longest)| {
-        let numbers: [i64; 15] = [
+        let numbers: [i64; 17] = [
             timeline.tag as i64,
             reports::finish_code(timeline.finish),
             timeline.arrived as i64,
@@ -119,10 +134,12 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
             timeline.swaps.into(),
             timeline.block_us as i64,
             longest as i64,
+            timeline.draft_tokens.into(),
+            timeline.accepted_draft_tokens.into(),
         ];
-        let mut line = [0; 15 + core::TimelineState::NAMES.len()];
-        line[..15].copy_from_slice(&numbers);
-        line[15..].iter_mut().zip(&timeline.states).for_each(|(cell, &time)| *cell = time as i64);
+        let mut line = [0; 17 + core::TimelineState::NAMES.len()];
+        line[..17].copy_from_slice(&numbers);
+        line[17..].iter_mut().zip(&timeline.states).for_each(|(cell, &time)| *cell = time as i64);
         line
     });
     let dict = PyDict::new(py);

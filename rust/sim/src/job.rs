@@ -1,6 +1,6 @@
 //! The input of a simulation.
 
-use chairlift_core::{Request, STOP, Time, Token};
+use chairlift_core::{Request, STOP, Time, Token, VerifiedDraft};
 use std::sync::Arc;
 
 /// A simulated request.
@@ -14,6 +14,8 @@ pub struct Job {
     pub len: u32,
     /// Known output tokens, so that later prompts can contain them.
     pub output: Vec<Token>,
+    /// Drafts that were verified when the request was recorded, by position. They are proposed again.
+    pub drafts: Vec<VerifiedDraft>,
     /// Names of the prompt's blocks, for routers. Each name covers the prompt up to the block's end.
     pub names: Vec<u64>,
     /// Tokens per named block.
@@ -60,6 +62,8 @@ pub struct Workload {
     pub names: Vec<u64>,
     /// Tokens per name.
     pub name_block: u32,
+    /// Recorded drafts with the index of their request, ordered by request and position.
+    pub drafts: Vec<(usize, VerifiedDraft)>,
 }
 
 impl Workload {
@@ -95,7 +99,17 @@ impl Workload {
             predicted_tokens: spec.predicted,
             ..Request::default()
         };
-        Job { time: spec.time, request, len: spec.output, names: names.to_vec(), name_block: self.name_block, ..Job::default() }
+        let first = self.drafts.partition_point(|(request, _)| (*request as u64) < tag);
+        let own = self.drafts[first..].iter().take_while(|(request, _)| *request as u64 == tag);
+        Job {
+            time: spec.time,
+            request,
+            len: spec.output,
+            drafts: own.map(|&(_, draft)| draft).collect(),
+            names: names.to_vec(),
+            name_block: self.name_block,
+            ..Job::default()
+        }
     }
 }
 
@@ -117,6 +131,7 @@ mod tests {
             tenants: vec![("".into(), 1)],
             names: vec![1, 2, 3, 1, 2, 9, 1, 2],
             name_block: 4,
+            drafts: Vec::new(),
         };
         let prompts: Vec<Vec<Token>> = workload.jobs().map(|job| job.request.prompt).collect();
         let common = |a: usize, b: usize| prompts[a].iter().zip(&prompts[b]).take_while(|(a, b)| a == b).count();

@@ -1,8 +1,10 @@
 //! Simulation of the scheduler in virtual time. The scheduler is the same code that serves. Step durations come from a
 //! [`StepTime`], and no model runs.
 
+mod drafts;
 mod histogram;
 mod job;
+mod live;
 mod machine;
 mod recorded;
 mod replica;
@@ -22,4 +24,4 @@ pub use run::{simulate, simulate_fleet};
 pub use service::Service;
 pub use step_time::StepTime;
 pub use utilization::{Sample, Sums, Utilization};
-pub use what_if::jobs;
+pub use what_if::{jobs, recorded_workload};

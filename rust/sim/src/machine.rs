@@ -2,11 +2,13 @@
 
 use crate::step_time::StepTime;
 
-/// Durations on the simulated device.
+/// Durations on the simulated device, and what its engine drafts.
 #[derive(Clone, Debug)]
 pub struct Machine {
     /// Duration of a step.
     pub step: StepTime,
     /// Nanoseconds to copy a block to the host pool or back.
     pub swap_ns_per_block: u32,
+    /// Maximum number of tokens of recorded drafts that a sequence proposes in a step; 0 for none.
+    pub draft_tokens: usize,
 }

@@ -1,29 +1,14 @@
 //! A simulated engine: a scheduler with a virtual clock.
 
-use crate::job::{Job, token};
+use crate::drafts::Drafts;
+use crate::job::Job;
+use crate::live::Live;
 use crate::machine::Machine;
 use crate::report::Report;
 use crate::utilization::Sample;
-use chairlift_core::{Config, ConfigError, EngineView, Outputs, STOP, Scheduler, SeqId, StepPlan, Time, Timeline, Token};
+use chairlift_core::{Config, ConfigError, EngineView, Outputs, Scheduler, StepPlan, Time, Timeline};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
-
-/// A job that has not ended.
-struct Live {
-    id: SeqId,
-    len: u32,
-    most: u32,
-    output: Vec<Token>,
-    tag: u64,
-    made: u32,
-    tenant: Arc<str>,
-    prompt: u32,
-    /// Whether the job has a slot, or had one before a preemption.
-    started: bool,
-    /// The time of the job's last token. The next field is the longest gap between two tokens.
-    last: Time,
-    longest: Time,
-}
 
 pub(crate) struct Replica<'a> {
     scheduler: Scheduler,
@@ -36,9 +21,9 @@ pub(crate) struct Replica<'a> {
     slots: Vec<usize>,
     /// Jobs that their callers cancel, by cancellation time.
     cancellations: BTreeSet<(Time, u64)>,
+    drafts: Drafts,
     report: Report,
     /// Lists used while a step runs, kept to reuse their memory.
-    sampling: Vec<usize>,
     sampled: Vec<i32>,
     outputs: Outputs,
 }
@@ -54,8 +39,8 @@ impl<'a> Replica<'a> {
             by_tag: HashMap::new(),
             slots: vec![0; config.max_seqs as usize],
             cancellations: BTreeSet::new(),
+            drafts: Drafts::new(machine.draft_tokens),
             report: Report::default(),
-            sampling: Vec::new(),
             sampled: Vec::new(),
             outputs: Outputs::default(),
         })
@@ -65,6 +50,7 @@ impl<'a> Replica<'a> {
     pub(crate) fn advance(&mut self, until: Time) {
         while self.now < until && !self.scheduler.is_idle() {
             self.go();
+            self.drafts.propose(&mut self.scheduler, &self.live);
             if let Some(plan) = self.scheduler.plan(self.now) {
                 self.run(plan);
                 continue;
@@ -81,7 +67,7 @@ impl<'a> Replica<'a> {
         if self.scheduler.is_idle() {
             self.now = self.now.max(job.time);
         }
-        let Job { time, request, len, output, fork_of, cancelled_at, .. } = job;
+        let Job { time, request, len, output, drafts, fork_of, cancelled_at, .. } = job;
         let (tag, most) = (request.tag, request.max_new_tokens);
         let (tenant, prompt) = (Arc::clone(&request.tenant), request.prompt.len() as u32);
         let id = match fork_of {
@@ -92,8 +78,10 @@ impl<'a> Replica<'a> {
             self.report.refused.push(tag);
             return;
         };
-        let live = Some(Live { id, len, most, output, tag, made: 0, tenant, prompt, started: false, last: 0, longest: 0 });
+        let live = Live { id, len, most, output, drafts, tag, made: 0, tenant, prompt, started: false, last: 0, longest: 0 };
         let at = self.vacant.pop().unwrap_or(self.live.len());
+        self.drafts.add(at, &live);
+        let live = Some(live);
         if at == self.live.len() {
             self.live.push(live);
         } else {
@@ -143,19 +131,21 @@ impl<'a> Replica<'a> {
         self.report.steps += 1;
         self.report.chunks += plan.chunks.len() as u64;
         self.report.step_times.add(took);
-        self.sampling.clear();
-        self.sampling.extend(plan.chunks.iter().filter(|chunk| chunk.samples).map(|chunk| self.slots[chunk.slot as usize]));
         self.sampled.clear();
-        for &at in &self.sampling {
-            let live = self.live[at].as_mut().expect("nobody goes while a step runs");
-            self.sampled.push(live.next());
-            if live.made > 1 {
-                let gap = self.now - live.last;
-                live.longest = live.longest.max(gap);
-                self.report.gaps.add(gap);
+        for chunk in plan.chunks.iter().filter(|chunk| chunk.samples) {
+            let live = self.live[self.slots[chunk.slot as usize]].as_mut().expect("nobody goes while a step runs");
+            self.sampled.extend((0..=chunk.drafted).map(|ahead| live.token(ahead) as i32));
+            let new = (1 + self.drafts.accepted(chunk)).min(live.len.saturating_sub(live.made)).max(1);
+            for _ in 0..new {
+                live.made += 1;
+                if live.made > 1 {
+                    let gap = self.now - live.last;
+                    live.longest = live.longest.max(gap);
+                    self.report.gaps.add(gap);
+                }
+                live.last = self.now;
+                self.report.service.output(&live.tenant, self.now);
             }
-            live.last = self.now;
-            self.report.service.output(&live.tenant, self.now);
         }
         self.scheduler.commit(plan, &self.sampled, self.now, &mut self.outputs);
         for timeline in std::mem::take(&mut self.outputs.ended) {
@@ -171,6 +161,9 @@ impl<'a> Replica<'a> {
             self.vacant.push(at);
             self.live[at].take()
         });
+        if let Some(live) = &live {
+            self.drafts.remove(live.id);
+        }
         self.report.longest_gaps.push(live.map_or(0, |live| live.longest));
         self.report.ended_at = self.report.ended_at.max(timeline.ended);
         self.report.ended.push(timeline);
@@ -192,17 +185,5 @@ impl EngineView for Replica<'_> {
 
     fn prefill_time(&self, from: u32, tokens: u32) -> Time {
         self.scheduler.model().prefill(from.into(), tokens.into()) as Time
-    }
-}
-
-impl Live {
-    /// The next token: a generated one, or a stop token if the output ends before its limit.
-    fn next(&mut self) -> i32 {
-        self.made += 1;
-        if self.made >= self.len && self.len < self.most {
-            return STOP as i32;
-        }
-        let known = self.output.get(self.made as usize - 1).copied();
-        known.unwrap_or_else(|| token(self.tag, u64::from(u32::MAX) + u64::from(self.made))) as i32
     }
 }

@@ -1,23 +1,28 @@
 //! Jobs from a recorded journal, for simulation under other settings.
 
-use crate::job::Job;
-use chairlift_core::{Call, FinishReason, ParsedJournal, Request, Resumed, Time, Timeline};
+use crate::job::{Job, RequestSpec, Workload};
+use chairlift_core::{Call, FinishReason, ParsedJournal, Replayed, Request, Resumed, Time, Timeline, VerifiedDraft};
 use std::collections::HashMap;
+use std::sync::Arc;
 
-/// The requests of a journal with their recorded outputs, taken from the timelines of its
+/// The requests of a journal with their recorded outputs, taken from its
 /// [replay](ParsedJournal::replay). A request that its caller cancelled is cancelled after the same time. A request
 /// that missed its deadline gets the output length that its caller predicted, or else its maximum.
-pub fn jobs(journal: &ParsedJournal, ended: &[Timeline]) -> Vec<Job> {
-    let by_tag: HashMap<u64, &Timeline> = ended.iter().map(|timeline| (timeline.tag, timeline)).collect();
+pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
+    let by_tag: HashMap<u64, &Timeline> = replayed.ended.iter().map(|timeline| (timeline.tag, timeline)).collect();
+    let mut drafts: HashMap<u64, Vec<VerifiedDraft>> = HashMap::new();
+    for &(arrival_number, draft) in &replayed.drafts {
+        drafts.entry(arrival_number).or_default().push(draft);
+    }
     let mut jobs: Vec<Job> = Vec::new();
     let begins = journal.begins();
     for (time, call) in &journal.calls {
-        let (request, fork_of) = match call {
-            Call::Add(arrival) => (journal.request(arrival), None),
+        let (request, names, fork_of) = match call {
+            Call::Add(arrival) => (journal.request(arrival), journal.block_names(arrival), None),
             Call::Fork { parent, tag } => {
                 // Requests and forks are numbered in order of arrival.
-                let parent = &jobs[*parent as usize].request;
-                (Request { tag: *tag, ..parent.clone() }, Some(parent.tag))
+                let Job { request, names, .. } = &jobs[*parent as usize];
+                (Request { tag: *tag, ..request.clone() }, names.clone(), Some(request.tag))
             }
             _ => continue,
         };
@@ -50,13 +55,46 @@ pub fn jobs(journal: &ParsedJournal, ended: &[Timeline]) -> Vec<Job> {
             time: time - begins,
             len,
             output: (0..len).map(|i| journal.token(arrival_number, prompt + i)).collect(),
+            drafts: drafts.remove(&arrival_number).unwrap_or_default(),
             cancelled_at: timeline.filter(|_| left).map(|timeline| timeline.ended - begins),
+            names,
+            name_block: journal.config.block_size,
             request,
             fork_of,
-            ..Job::default()
         });
     }
     // The scheduler may receive a request after one that arrived later.
     jobs.sort_by_key(|job| job.time);
     jobs
+}
+
+/// The requests of a journal by their lengths, for another load or machine. In contrast to [`jobs`], an aborted request
+/// ends with the tokens that it had, and prompts share only what earlier prompts have, not earlier outputs.
+pub fn recorded_workload(journal: &ParsedJournal, replayed: &Replayed) -> Workload {
+    let made: HashMap<u64, u32> = replayed.ended.iter().map(|timeline| (timeline.tag, timeline.output_tokens)).collect();
+    let mut workload = Workload { name_block: journal.config.block_size, ..Workload::default() };
+    let mut tenants = HashMap::new();
+    for (job, at) in jobs(journal, replayed).into_iter().zip(0..) {
+        let Request { tag, prompt, max_new_tokens, tenant, weight, priority, deadline, ttft_deadline, predicted_tokens, .. } = job.request;
+        let output = if job.cancelled_at.is_some() { made[&tag].max(1) } else { job.len };
+        let number = *tenants.entry(Arc::clone(&tenant)).or_insert_with(|| {
+            workload.tenants.push((tenant, weight));
+            workload.tenants.len() as u32 - 1
+        });
+        workload.specs.push(RequestSpec {
+            time: job.time,
+            prompt: prompt.len() as u32,
+            output,
+            most: max_new_tokens.max(output),
+            tenant: number,
+            priority,
+            deadline: deadline.map(|due| due.saturating_sub(job.time)),
+            ttft_deadline: ttft_deadline.map(|due| due.saturating_sub(job.time)),
+            predicted: predicted_tokens,
+            names: job.names.len() as u32,
+        });
+        workload.names.extend(job.names);
+        workload.drafts.extend(job.drafts.into_iter().map(|draft| (at, draft)));
+    }
+    workload
 }

@@ -9,7 +9,7 @@ const MS: Time = 1000;
 const SECOND: Time = 1_000_000;
 
 fn machine() -> Machine {
-    Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000 }
+    Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000, draft_tokens: 0 }
 }
 
 fn config() -> Config {
@@ -465,7 +465,7 @@ fn saturation_is_what_is_asked_over_what_can_be_served_on_a_ramp_of_load() {
 
 /// Machines with different costs per prompt token: low, high, and zero up to a point on a roofline.
 fn machines() -> [(&'static str, Machine); 3] {
-    let of = |step| Machine { step, swap_ns_per_block: 0 };
+    let of = |step| Machine { step, swap_ns_per_block: 0, draft_tokens: 0 };
     let roofline = StepTime::new(vec![(0.0, 28_000.0), (140.0, 28_000.0), (1140.0, 228_000.0)], 0.0, 1.0, 0.1);
     [
         ("cheap", machine()),

@@ -23,7 +23,7 @@ fn run(reservation: Reservation, watermark: u32, jobs: Vec<Job>) -> Report {
     // 32 requests of 450 tokens need 900 blocks.
     let config =
         Config { num_blocks: 721, max_tokens: 256, max_seqs: 32, max_model_len: 8192, watermark, reservation, ..Config::default() };
-    let machine = Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000 };
+    let machine = Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000, draft_tokens: 0 };
     let report = simulate(config, jobs, &machine).expect("a sound config");
     assert_eq!(report.completed(), 600);
     report
@@ -84,7 +84,7 @@ fn a_reservation_holds_under_every_policy() {
             policy,
             ..Config::default()
         };
-        let machine = Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000 };
+        let machine = Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000, draft_tokens: 0 };
         let counters = simulate(config, jobs, &machine).expect("a sound config").stats.expect("it ran").counters;
         assert_eq!((counters.preemptions_recompute, counters.preemptions_swap), (0, 0), "{policy:?}");
     }

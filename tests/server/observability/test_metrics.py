@@ -6,9 +6,10 @@ from collections import Counter
 
 import httpx
 import pytest
-from fake_async_engine import serving
+from fake_async_engine import FakeEngine, serving
 from prometheus_client.parser import text_string_to_metric_families
 
+from chairlift.engine.replica import Replica
 from chairlift.outputs import Timing
 from chairlift.scheduling import Scheduling
 from chairlift.server.observability import engine_metrics
@@ -19,6 +20,13 @@ from chairlift.server.observability.metrics import Metrics
 from chairlift.server.tiers import Tier
 
 LABELS = {"model_name": "org/fake-model", "engine": "0"}
+
+
+def replica(stats, facts=None, number=0):
+    """An engine that reports these counters and facts."""
+    engine = FakeEngine()
+    engine.counters, engine.facts = stats, facts or {}
+    return Replica(number, engine)
 
 
 def scrape(http):
@@ -158,7 +166,7 @@ def test_use_is_counted_by_tenant_and_class(http, engine):
 
 def test_few_tenants_have_labels_and_no_counter_goes_down():
     stats = {}
-    metrics = Metrics("m", lambda: stats)
+    metrics = Metrics("m", lambda: [replica(stats)])
 
     def reported(**computed):
         stats["tenants"] = {name: use(tokens) for name, tokens in computed.items()}
@@ -184,7 +192,7 @@ def test_few_tenants_have_labels_and_no_counter_goes_down():
 def test_names_that_were_made_up_are_forgotten(monkeypatch):
     monkeypatch.setattr(engine_metrics, "MAX_LABELS", 5)
     stats = {}
-    metrics = engine_metrics.EngineMetrics({}, lambda: stats, dict, Counter(), lambda: 0)
+    metrics = engine_metrics.AllEngineMetrics({}, lambda: [replica(stats)], Counter())
 
     def reported(**tenants):
         stats["tenants"] = tenants
@@ -207,7 +215,7 @@ def test_first_tokens_are_timed_by_class_and_by_tier(http):
 
 
 def test_the_answers_of_a_tier_are_counted_by_whether_they_met_its_targets():
-    metrics = Metrics("m", dict)
+    metrics = Metrics("m", list)
     tier = Tier(1, None, ttft_ms=500, itl_ms=100)
     metrics.observe_targets("flex", tier, Timing(queued=0, started=0, first_token=0.5, total=1.0), 5)
     metrics.observe_targets("flex", tier, Timing(queued=0, started=0, first_token=0.6, total=1.0), 5)
@@ -234,7 +242,7 @@ def test_latencies_are_told_by_class_and_by_tenant(http):
 
 
 def test_latencies_have_labels_for_so_many_tenants_and_no_more():
-    metrics = Metrics("m", dict)
+    metrics = Metrics("m", list)
     for number in range(MOST_TIMED + 5):
         metrics.latencies(Scheduling(tenant=f"tenant{number}")).first_token.observe(0.02)
     metrics.latencies(Scheduling(tenant="tenant0")).first_token.observe(1000)
@@ -295,7 +303,7 @@ def test_what_answers_took_and_asked_is_shown(http):
 
 def test_counters_go_on_where_an_engine_is_started_again():
     stats = {"generated_tokens": 100, "rejected_queue_full": 2}
-    metrics = Metrics("m", lambda: stats)
+    metrics = Metrics("m", lambda: [replica(stats)])
 
     def total():
         text = metrics.render().decode()
@@ -341,7 +349,7 @@ def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
     ],
 )
 def test_saturation_is_the_engines(stats, full):
-    assert by(Metrics("m", lambda: stats).render().decode(), "saturation", "engine") == {"0": full}
+    assert by(Metrics("m", lambda: [replica(stats)]).render().decode(), "saturation", "engine") == {"0": full}
 
 
 def test_the_caches_size_is_told(http, engine):
@@ -352,7 +360,7 @@ def test_the_caches_size_is_told(http, engine):
 
 
 def test_vllms_names_have_the_same_values():
-    metrics = Metrics("m", lambda: {"running": 3, "generated_tokens": 40}, lambda: {"block_size": 16}, alias=True)
+    metrics = Metrics("m", lambda: [replica({"running": 3, "generated_tokens": 40}, {"block_size": 16})], alias=True)
     metrics.latencies(Scheduling()).first_token.observe(0.3)
     metrics.count_rejected("draining")
     samples = [sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples]
@@ -366,7 +374,7 @@ def test_vllms_names_have_the_same_values():
     assert theirs["vllm:generation_tokens_total", *common] == 40
     assert theirs["vllm:time_to_first_token_seconds_bucket", common[0], ("le", "0.5"), common[1]] == 1
     assert theirs["vllm:admission_rejections_total", common[1], ("reason", "draining")] == 1
-    assert b"vllm:" not in Metrics("m", dict).render()
+    assert b"vllm:" not in Metrics("m", list).render()
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")

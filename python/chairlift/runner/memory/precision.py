@@ -72,7 +72,9 @@ def decide(
     size = sum(blocks) if weights == "blocks" else weight_bytes(model, weights)
     quantization, why_quantized = _quantization(config, model, weights, size, available)
     decisions = {"int8": Decision("weights", "int8", why_quantized), "none": Decision("weights", weights, f"{why}; {why_quantized}")}
-    if config.kv_cache_dtype == "auto":
+    if config.kv_cache_dtype == "auto" and config.cpu_math == "fast":
+        kv, why_kv = "float16", asked("--cpu-math")
+    elif config.kv_cache_dtype == "auto":
         kv, why_kv = "float32", "exact; float16 takes half as much memory, int8 a bit more than a quarter (--kv-cache-dtype)"
     else:
         kv, why_kv = config.kv_cache_dtype, asked("--kv-cache-dtype")
@@ -123,6 +125,8 @@ def _quantization(config: EngineConfig, model: ModelShape, weights: str, size: i
     """The CPU kernels' quantization and the reason."""
     if config.quantization != "auto":
         return config.quantization, asked("--quantization")
+    if config.cpu_math == "fast" and config.cpu_isa != "amx" and config.dtype == "auto":
+        return "int8", asked("--cpu-math")
     if size + ROOM <= available:
         return "none", f"{gib(size)} of the {gib(available)} of free memory"
     smallest = min(size, weight_bytes(model, "int8"))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from chairlift.server.observability import engine_stats
 from chairlift.timeline import PREEMPTION_REASONS, WAITING
+
+if TYPE_CHECKING:
+    from chairlift.engine.replica import Replica
 
 _REASONS = tuple(state.removeprefix("wait_") for state in WAITING)
 """Label values for what a waiting request waits for."""
@@ -144,26 +148,43 @@ def _classes(usage: _Usage) -> dict[Any, str]:
     return {priority: priority_class(priority) for priority in usage}
 
 
-class EngineMetrics(Collector):
-    """Converts the engine's newest counters to samples at each scrape.
+class AllEngineMetrics(Collector):
+    """The metrics of all engines of a model.
 
-    A restarted engine counts from 0: its counters are added to those of its predecessors. `rejected` counts, by reason, the requests that
-    never reached the engine; `restarts` returns the number of engines that died.
+    `rejected` counts, by reason, the requests that never reached an engine; the first engine's metrics have them. The counters of an engine
+    that is gone stay.
     """
 
-    def __init__(
-        self,
-        labels: Mapping[str, str],
-        stats: Callable[[], Mapping[str, Any]],
-        facts: Callable[[], Mapping[str, Any]],
-        rejected: Mapping[str, int],
-        restarts: Callable[[], int],
-    ) -> None:
+    def __init__(self, labels: Mapping[str, str], replicas: Callable[[], Iterable[Replica]], rejected: Mapping[str, int]) -> None:
         self._labels = labels
-        self._stats = stats
-        self._facts = facts
+        self._replicas = replicas
+        self._engines = {0: EngineMetrics(labels, rejected)}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields one family for each metric, with the samples of all engines."""
+        present = {replica.number: replica for replica in self._replicas()}
+        for number in present.keys() - self._engines.keys():
+            self._engines[number] = EngineMetrics({**self._labels, "engine": str(number)}, dict.fromkeys(REJECTIONS, 0))
+        families: dict[str, Metric] = {}
+        for number, engine in sorted(self._engines.items()):
+            for family in engine.families(present.get(number)):
+                if (merged := families.setdefault(family.name, family)) is not family:
+                    merged.samples += family.samples
+        yield from families.values()
+
+
+class EngineMetrics:
+    """Converts one engine's newest counters to samples at each scrape.
+
+    A restarted engine counts from 0: its counters are added to those of its predecessors. `rejected` counts, by reason, the requests that
+    never reached the engine.
+    """
+
+    def __init__(self, labels: Mapping[str, str], rejected: Mapping[str, int]) -> None:
+        self._labels = labels
         self._rejected = rejected
-        self._restarts = restarts
+        self._stats: Mapping[str, Any] = {}
+        self._restarts = 0
         self._newest: dict[str, float] = {}
         self._before: dict[str, float] = defaultdict(float)
         self._usage_by_label = {
@@ -171,9 +192,12 @@ class EngineMetrics(Collector):
             "classes": _UsageByLabel("class", "priority", _classes),
         }
 
-    def collect(self) -> Iterator[_Family]:
-        """Yields one family for each metric; all are zero until the engine has reported."""
-        stats, common = self._stats(), self._labels
+    def families(self, replica: Replica | None) -> Iterator[_Family]:
+        """Yields one family for each metric; all are zero until the engine has reported. None stands for an engine that is gone."""
+        if replica is not None:
+            self._restarts = replica.restarts
+        stats, common = {} if replica is None else replica.engine.stats(), self._labels
+        self._stats = stats
         for name, value, help in (
             ("num_requests_running", stats.get("running", 0), "Requests in a batch slot."),
             ("num_requests_waiting", stats.get("waiting", 0), "Requests in the queue."),
@@ -205,7 +229,7 @@ class EngineMetrics(Collector):
         accepted = enumerate(stats.get("accepted_draft_tokens_by_position", ()))
         by_position = {str(position): self._total(f"{name} {position}", count) for position, count in accepted}
         yield _counter(name, help, common, by_position, "position")
-        restarts = {None: float(self._restarts())}
+        restarts = {None: float(self._restarts)}
         yield _counter("engine_restarts", "Times that the engine died and was restarted.", common, restarts)
         kinds = {kind: self._count(f"preemptions_{kind}") for kind in ("recompute", "swap")}
         yield _counter("num_preemptions_by_kind", "Preemptions, by recompute or swap.", common, kinds, "kind")
@@ -216,13 +240,13 @@ class EngineMetrics(Collector):
         yield _counter("admission_rejections", "Requests rejected by the server or by the engine's queue.", common, rejected, "reason")
         for key, usage_by_label in self._usage_by_label.items():
             yield from usage_by_label.families(common, stats.get(key, {}))
-        if facts := self._facts():
+        if replica is not None and (facts := replica.engine.facts):
             config = {label: str(facts.get(fact, "")) for label, fact in _CONFIG.items()}
             yield _gauge("cache_config_info", "Size of the KV cache and limits, as labels; always 1.", {**common, **config}, {None: 1})
 
     def _count(self, key: str) -> float:
         """Returns one of the engine's counters, summed over all engines."""
-        return self._total(key, self._stats().get(key, 0))
+        return self._total(key, self._stats.get(key, 0))
 
     def _total(self, key: str, now: float) -> float:
         """Returns a counter that stands at `now` in this engine, summed over all engines."""

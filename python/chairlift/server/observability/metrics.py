@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.samples import Sample
@@ -11,10 +11,11 @@ from prometheus_client.samples import Sample
 from chairlift.outputs import RequestOutput, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
-from chairlift.server.observability.engine_metrics import REJECTIONS, EngineMetrics
+from chairlift.server.observability.engine_metrics import REJECTIONS, AllEngineMetrics
 from chairlift.server.observability.latencies import LATENCY, AllLatencies, Latencies
 
 if TYPE_CHECKING:
+    from chairlift.engine.replica import Replica
     from chairlift.server.tiers import Tier
 
 _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
@@ -50,24 +51,22 @@ _VLLM = frozenset(
 class Metrics:
     """All metrics of one model; times are in seconds.
 
-    `stats` and `facts` return the engine's newest counters and settings, `restarts` the number of engines that died. `alias` also exports
-    the metrics that vLLM has under vLLM's names.
+    `replicas` returns the engines, whose metrics have the engine's number as their label `engine`. `alias` also exports the metrics that
+    vLLM has under vLLM's names.
     """
 
     def __init__(
         self,
         model: str,
-        stats: Callable[[], Mapping[str, Any]],
-        facts: Callable[[], Mapping[str, Any]] = dict,
+        replicas: Callable[[], Iterable[Replica]],
         *,
-        restarts: Callable[[], int] = lambda: 0,
         alias: bool = False,
     ) -> None:
         labels = {"model_name": model, "engine": "0"}
         self.registry = CollectorRegistry()
         self._alias, self._labels = alias, labels
         self._rejected = dict.fromkeys(REJECTIONS, 0)
-        self.registry.register(EngineMetrics(labels, stats, facts, self._rejected, restarts))
+        self.registry.register(AllEngineMetrics(labels, replicas, self._rejected))
 
         self._latencies = AllLatencies(labels)
         self.registry.register(self._latencies)

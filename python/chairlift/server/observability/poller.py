@@ -17,6 +17,7 @@ from chairlift.server.observability import engine_stats
 from chairlift.server.observability.latencies import Buckets, percentiles
 
 if TYPE_CHECKING:
+    from chairlift.engine.replica import Replica
     from chairlift.server.model import ServedModel
 
 POLL_SECONDS, SAMPLE_SECONDS = 0.25, 1.0
@@ -34,10 +35,11 @@ _RATES = {"generation": "generated_tokens", "prompt": "prompt_tokens", "computed
 
 
 class SnapshotPoller:
-    """The engine's newest snapshot, with the steps and samples before it."""
+    """An engine's newest snapshot, with the steps and samples before it. Latencies are those of the whole model."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, replica: Replica) -> None:
         self._model = model
+        self.replica = replica
         self._last_request_time = 0.0
         self._task: asyncio.Task[None] | None = None
         self._polled = asyncio.Event()
@@ -57,10 +59,10 @@ class SnapshotPoller:
         if self._task is None or self._task.done():
             self._polled.clear()
             self._task = asyncio.create_task(self._poll())
-        if self._model.engine.ready:
+        if self.replica.engine.ready:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._polled.wait(), FIRST_POLL_TIMEOUT)
-        engine, stats = self._model.engine, self._model.engine.stats()
+        engine, stats = self.replica.engine, self.replica.engine.stats()
         names = dict(self._snapshot.get("names", ()))
         return {
             "model": self._model.name,
@@ -69,6 +71,8 @@ class SnapshotPoller:
             "ready": engine.ready,
             "state": self._model.lifecycle.state.value,
             "restarts": self._model.lifecycle.restarts,
+            "replica": self.replica.number,
+            "replicas": [{"number": one.number, "state": one.state} for one in self._model.engine.replicas],
             "stuck": engine.stuck,
             "facts": {name: fact for name, fact in engine.facts.items() if isinstance(fact, int)},
             "load": engine_stats.load(stats),
@@ -88,10 +92,10 @@ class SnapshotPoller:
         self._previous = None
         due = 0.0
         while (now := time.monotonic()) - self._last_request_time < IDLE_SECONDS:
-            if self._model.engine.ready:
+            if self.replica.engine.ready:
                 # If the engine dies, `ready` turns False.
                 with contextlib.suppress(ChairliftError):
-                    self._store(await self._model.engine.take_snapshot())
+                    self._store(await self.replica.engine.take_snapshot())
             if now >= due:
                 due = now + SAMPLE_SECONDS
                 self._sample(now)
@@ -107,7 +111,7 @@ class SnapshotPoller:
         self._snapshot = snapshot
 
     def _sample(self, now: float) -> None:
-        stats = dict(self._model.engine.stats())
+        stats = dict(self.replica.engine.stats())
         self._buckets.append((now, self._model.metrics.buckets()))
         while len(self._buckets) > 1 and now - self._buckets[1][0] >= LATENCY_WINDOW:
             self._buckets.popleft()

@@ -17,7 +17,7 @@ from chairlift.server.observability.request_context import RequestContext
 from chairlift.timeline import STATES
 
 if TYPE_CHECKING:
-    from chairlift.engine.client import AsyncEngine
+    from chairlift.engine.replicated_engine import ReplicatedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("chairlift")
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def trace_request(self, engine: AsyncEngine, model: str, engine_id: str, request_context: RequestContext | None) -> None:
+    def trace_request(self, engine: ReplicatedEngine, model: str, engine_id: str, request_context: RequestContext | None) -> None:
         """Exports the sequences of a request that is over, once the engine has returned their timelines."""
         task = asyncio.create_task(self._export(engine, model, engine_id, request_context))
         self._tasks.add(task)
@@ -55,7 +55,7 @@ class Traces:
         await asyncio.gather(*self._tasks)
         await asyncio.to_thread(self._provider.shutdown)
 
-    async def _export(self, engine: AsyncEngine, model: str, engine_id: str, request_context: RequestContext | None) -> None:
+    async def _export(self, engine: ReplicatedEngine, model: str, engine_id: str, request_context: RequestContext | None) -> None:
         try:
             timelines = await engine.explain(engine_id)
         except ChairliftError as error:

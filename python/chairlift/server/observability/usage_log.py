@@ -17,7 +17,7 @@ from chairlift.errors import ChairliftError, InvalidSetting
 from chairlift.outputs import Timeline
 
 if TYPE_CHECKING:
-    from chairlift.engine.client import AsyncEngine
+    from chairlift.engine.replicated_engine import ReplicatedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class UsageLog:
         except OSError as error:
             raise InvalidSetting(f"--usage-log {directory}: {error.strerror}") from None
 
-    async def write_ended(self, engine: AsyncEngine, labels: UsageLabels, timelines: Sequence[Timeline | None] = ()) -> None:
+    async def write_ended(self, engine: ReplicatedEngine, labels: UsageLabels, timelines: Sequence[Timeline | None] = ()) -> None:
         """Appends the record of an ended prompt. The engine is asked for `timelines` of its answers that are not given.
 
         A prompt that was lost with its engine has no timelines and gets no record.
@@ -83,7 +83,7 @@ class UsageLog:
         if known:
             self._append(labels, known, tenants)
 
-    def write_later(self, engine: AsyncEngine, labels: UsageLabels) -> None:
+    def write_later(self, engine: ReplicatedEngine, labels: UsageLabels) -> None:
         """Starts a task that does `write_ended`; `close` waits for it."""
         self._start(self.write_ended(engine, labels))
 

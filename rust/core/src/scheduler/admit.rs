@@ -287,7 +287,7 @@ impl Scheduler {
         if is_first {
             self.waiting.start_batch_member();
             let looked_for = self.config.prefix_caching && seq.parent().is_none() && seq.spec().continues.is_none();
-            self.accounts.count_admission(prompt_len, looked_for.then_some(computed));
+            self.accounts.count_admission(prompt_len, computed, looked_for);
             if self.config.policy.has_tenants() && !seq.is_background() {
                 self.waiting.charge(member.tenant, PROMPT_TOKEN * u64::from(prompt_len - computed), weight);
             }

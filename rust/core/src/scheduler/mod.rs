@@ -6,6 +6,7 @@ mod add;
 mod admit;
 mod check;
 mod decode;
+mod elsewhere;
 mod estimate;
 mod explain;
 mod fill;
@@ -211,6 +212,7 @@ impl Scheduler {
         }
         let none = outputs.ended.iter().filter(|ended| ended.finish == Some(FinishReason::Error) || ended.output_tokens == 0).count();
         self.accounts.count_generated((outputs.tokens.len() - none) as u64);
+        self.accounts.observe_service_cost();
         if !self.steps.in_flight() {
             self.accounts.run_step(0, false);
         }

@@ -1,7 +1,8 @@
 //! A journal replays bit for bit, and reading an invalid journal names the error.
 
 use chairlift_core::{
-    Batching, Call, Config, FinishReason, JournalError, Outputs, ParsedJournal, Policy, Recorder, Request, Scheduler, SeqId, Token,
+    Batching, Call, Config, DraftSource, FinishReason, JournalError, Outputs, ParsedJournal, Policy, Recorder, Request, Scheduler, SeqId,
+    Token, VerifiedDraft,
 };
 
 fn config() -> Config {
@@ -127,7 +128,7 @@ fn it_has_every_setting() {
     Recorder::on(Scheduler::new(config).unwrap()).take_journal(&mut bytes);
     assert_eq!(ParsedJournal::read(&bytes).unwrap().config, config);
     let text = String::from_utf8_lossy(&bytes);
-    assert!(text.starts_with("chairlift-journal-2\n") && text.contains("max_model_len") && text.contains("dynamic"), "{text}");
+    assert!(text.starts_with("chairlift-journal-3\n") && text.contains("max_model_len") && text.contains("dynamic"), "{text}");
 }
 
 #[test]
@@ -136,15 +137,15 @@ fn drafts_are_replayed_by_how_many_were_accepted() {
     let id = day.add(request(1, 10, 40));
     day.step(&[50]);
     // Of three drafted tokens two are accepted, then none, then all. The last accepted one is a stop token.
-    assert!(day.core.draft(id, &[51, 52, 99]));
+    assert!(day.core.draft(id, &[51, 52, 99], DraftSource::Text(7)));
     day.step(&[51, 52, 53, 54]);
     assert_eq!(day.core.tokens(id).unwrap().0[10..], [50, 51, 52, 53]);
-    assert!(day.core.draft(id, &[98]));
+    assert!(day.core.draft(id, &[98], DraftSource::Corpus(3)));
     day.step(&[54, 55]);
     // A request that finds the same blocks, filled by accepted tokens.
     let tokens = day.core.tokens(id).unwrap().0.to_vec();
     day.add(Request { prompt: tokens.clone(), ..request(2, 1, 1) });
-    assert!(day.core.draft(id, &[60, 0, 61]));
+    assert!(day.core.draft(id, &[60, 0, 61], DraftSource::Grammar));
     day.step(&[60, 0, 61, 62, 7]);
     day.finish();
     let timeline = day.core.explain(1).unwrap();
@@ -159,6 +160,10 @@ fn drafts_are_replayed_by_how_many_were_accepted() {
     assert_eq!(drafts.collect::<Vec<_>>(), [(3, 2), (1, 0), (3, 1)]);
     let replayed = journal.replay().unwrap();
     assert_eq!(replayed.differs_at, None);
+    let verified = |source, position, tokens, accepted| (0, VerifiedDraft { source, position, tokens, accepted });
+    let expected =
+        [verified(DraftSource::Text(7), 11, 3, 2), verified(DraftSource::Corpus(3), 14, 1, 0), verified(DraftSource::Grammar, 15, 3, 1)];
+    assert_eq!(replayed.drafts, expected);
     let ended: Vec<_> =
         replayed.ended.iter().map(|timeline| (timeline.tag, timeline.finish, timeline.output_tokens, timeline.cached_tokens)).collect();
     assert!(ended.contains(&(1, Some(FinishReason::Stop), 7, 0)) && ended.contains(&(2, Some(FinishReason::Length), 1, 12)), "{ended:?}");
@@ -199,9 +204,9 @@ fn other_versions_and_other_files_are_refused_in_words() {
     let error = |bytes: &[u8]| ParsedJournal::read(bytes).unwrap_err().to_string();
     assert_eq!(error(b"something else"), "this is no journal");
     assert_eq!(error(b""), "this is no journal");
-    let old = "this is a journal of version 1, and only version 2 can be read here: replay it with the chairlift that recorded it";
+    let old = "this is a journal of version 1, and only version 3 can be read here: replay it with the chairlift that recorded it";
     assert_eq!(error(b"chairlift-journal-1\n\x65\x10\x80\x02"), old);
-    assert_eq!(error(b"chairlift-journal-2\n\x65"), "the journal is cut off within its settings: nothing can be replayed");
+    assert_eq!(error(b"chairlift-journal-3\n\x65"), "the journal is cut off within its settings: nothing can be replayed");
 }
 
 #[test]

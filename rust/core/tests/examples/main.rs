@@ -5,6 +5,7 @@ mod audit;
 mod background;
 mod batching;
 mod deadline;
+mod elsewhere;
 mod fair;
 mod fcfs;
 mod forks;

@@ -3,8 +3,8 @@
 //! The property test and the fuzz target share it. They differ in the source of the calls.
 
 use chairlift_core::{
-    BACKGROUND, Config, Continues, Drafter, FinishReason, HeldId, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected, Request,
-    Reservation, Resumed, Scheduler, SeqId, StepBuffers, StepPlan, Tier, Timeline, Token,
+    BACKGROUND, Config, Continues, DraftSource, Drafter, FinishReason, HeldId, Lens, Outputs, ParsedJournal, Policy, Recorder, Rejected,
+    Request, Reservation, Resumed, Scheduler, SeqId, StepBuffers, StepPlan, Tier, Timeline, Token,
 };
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -54,6 +54,11 @@ pub(crate) enum Op {
     /// Restores the KV of a prefix from storage.
     Restore(Vec<Token>),
     SetPriority(usize, i32),
+    /// A tenant had service elsewhere, and others are told of the service here.
+    ShareService {
+        tenant: u8,
+        us: u64,
+    },
     /// Advances the clock.
     Wait(u64),
     Draft {
@@ -288,6 +293,12 @@ impl World {
                     live.priority = if moves { priority } else { BACKGROUND };
                 }
             }
+            Op::ShareService { tenant, us } => {
+                self.scheduler.charge_elsewhere(&tenant_name(tenant), us);
+                let told = self.scheduler.take_service();
+                assert!(told.is_empty() || matches!(self.scheduler.config().policy, Policy::Fair | Policy::Vtc));
+                assert_eq!(self.scheduler.take_service(), [], "told twice");
+            }
             Op::Wait(time) => self.now += time,
             Op::Abort(which) => {
                 let Some(tag) = self.pick(which) else { return };
@@ -386,7 +397,7 @@ impl World {
             let next = oracle(live.salt, &context);
             context.push(if i < right { next } else { (next + 1) % VOCABULARY });
         }
-        self.scheduler.draft(live.seq, &context[live.context.len()..]);
+        self.scheduler.draft(live.seq, &context[live.context.len()..], DraftSource::Text(3));
     }
 
     /// Runs a step and fails the requests whose part of it was lost.
@@ -746,7 +757,7 @@ impl World {
 }
 
 fn tenant_name(tenant: u8) -> std::sync::Arc<str> {
-    ["", "a", "b"][usize::from(tenant)].into()
+    ["", "a", "b", "stranger"][usize::from(tenant)].into()
 }
 
 fn salt_bytes(salt: u8) -> std::sync::Arc<[u8]> {

@@ -1,6 +1,6 @@
-//! Exact products of fp32 rows and weights in bfloat16, or in integer codes with scales, by matrix tiles.
+//! Products of fp32 rows and weights in bfloat16, or in integer codes with scales, by matrix tiles.
 //!
-//! An fp32 number is the sum of three bfloat16 numbers, its pieces. bfloat16 also holds every code of ggml's blocks. The tiles multiply the
+//! An fp32 number is the sum of three bfloat16 numbers, its pieces; fast products round it to one. bfloat16 also holds every code of ggml's blocks. The tiles multiply the
 //! pieces by the codes of inputs that share a scale, and vectors multiply the sums by the scales. A sum of 32 inputs rounds a few times,
 //! where a chain of fused multiply-adds rounds 32 times, so the results are closer to the exact ones.
 
@@ -10,9 +10,9 @@ use crate::aligned::AlignedVec;
 use crate::block_type::BLOCK;
 use crate::gemm::{Gemm, Scratch, Tiles};
 use crate::ggml;
-use crate::simd::{Isa, Kernel, PIECES, Simd, TILE, TileProducts};
+use crate::simd::{Isa, Kernel, Math, Simd, TILE, TileProducts};
 use crate::unsafe_slice::UnsafeSlice;
-use crate::weights::{Bf16, FloatPanels};
+use crate::weights::{Bf16, Element, FloatPanels};
 
 /// Inputs whose weights are expanded at once: a block of ggml's K types.
 const DEPTH: usize = 256;
@@ -37,7 +37,7 @@ impl PieceRows {
     pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
         if isa.has_tiles() {
             let blocks = rows * ins.div_ceil(BLOCK);
-            self.pieces.reserve(blocks * PIECES * BLOCK);
+            self.pieces.reserve(blocks * isa.math().pieces() * BLOCK);
             self.sums.reserve(blocks);
         }
     }
@@ -50,7 +50,7 @@ impl PieceRows {
 
 /// Splits a number into bfloat16 numbers that add up to it, the largest first. The upper half of what remains is cut off each time, so that
 /// nothing rounds to infinity. Infinite numbers become NaN.
-fn pieces(x: f32) -> [u16; PIECES] {
+fn pieces(x: f32) -> [u16; 3] {
     let mut rest = x;
     std::array::from_fn(|_| {
         let bits = rest.to_bits() & 0xffff_0000;
@@ -62,22 +62,33 @@ fn pieces(x: f32) -> [u16; PIECES] {
 impl Gemm for SharedPieces<'_> {
     type Weights = FloatPanels;
 
-    unsafe fn pack(self, _: Isa, tile: Range<usize>, row: usize, numbers: &[f32]) {
-        let (blocks, height) = (numbers.len() / BLOCK, tile.len());
+    unsafe fn pack(self, isa: Isa, tile: Range<usize>, row: usize, numbers: &[f32]) {
+        let (blocks, height, count) = (numbers.len() / BLOCK, tile.len(), isa.math().pieces());
         assert!(numbers.len().is_multiple_of(BLOCK) && tile.contains(&row));
         let row = row - tile.start;
         // SAFETY: the caller guarantees it.
-        let (to, sums) = unsafe {
-            let size = PIECES * BLOCK;
+        let (pieces_to, sums) = unsafe {
+            let size = count * BLOCK;
             (self.pieces.write(tile.start * blocks * size, height * blocks * size), self.sums.write(tile.start * blocks, height * blocks))
         };
         for (b, block) in numbers.as_chunks::<BLOCK>().0.iter().enumerate() {
-            let split = block.map(pieces);
-            for piece in 0..PIECES {
-                let at = ((b * PIECES + piece) * height + row) * BLOCK;
-                to[at..at + BLOCK].iter_mut().zip(&split).for_each(|(to, pieces)| *to = pieces[PIECES - 1 - piece]);
-            }
-            sums[b * height + row] = block.iter().map(|&x| f64::from(x)).sum::<f64>() as f32;
+            let to = |piece: usize| ((b * count + piece) * height + row) * BLOCK;
+            let rounded = match isa.math() {
+                Math::Exact => {
+                    let split = block.map(pieces);
+                    for piece in 0..count {
+                        pieces_to[to(piece)..][..BLOCK].iter_mut().zip(&split).for_each(|(to, pieces)| *to = pieces[count - 1 - piece]);
+                    }
+                    *block
+                }
+                Math::Fast => {
+                    let rounded = block.map(Bf16::from_f32);
+                    pieces_to[to(0)..][..BLOCK].iter_mut().zip(&rounded).for_each(|(to, x)| *to = x.0);
+                    rounded.map(Bf16::to_f32)
+                }
+            };
+            // Shifts multiply the numbers that the codes multiply.
+            sums[b * height + row] = rounded.iter().map(|&x| f64::from(x)).sum::<f64>() as f32;
         }
     }
 
@@ -106,7 +117,7 @@ impl Gemm for SharedPieces<'_> {
                     let (height, first) = (tile.len(), tile.start * ins / BLOCK + inputs.start / BLOCK * tile.len());
                     // SAFETY: the caller guarantees it.
                     let (rows_of_tile, row_sums) = unsafe {
-                        let size = PIECES * BLOCK;
+                        let size = isa.math().pieces() * BLOCK;
                         (self.pieces.read(first * size, blocks * height * size), self.sums.read(first, blocks * height))
                     };
                     let products = &mut scratch.products[..groups * height * width];

@@ -3,7 +3,7 @@ use crate::block_type::{BLOCK, BlockType};
 use crate::ggml::tests::{dequantized, random_blocks};
 use crate::pool::ThreadPool;
 use crate::tensor::{Numbers, Source, Tensor};
-use crate::weights::{DType, PackError};
+use crate::weights::{Bf16, DType, Element, PackError};
 
 /// Numbers between -1 and 1 that are exact in bfloat16.
 fn numbers(seed: u32, count: usize) -> Vec<f32> {
@@ -179,22 +179,44 @@ fn one_matrix_may_have_parts_for_tiles_and_parts_for_vectors() {
 fn tiles_compute_what_their_oracle_computes_and_each_row_alone_what_it_gives_among_others() {
     let ins = 512;
     let x: Vec<f32> = numbers(3, 130 * ins).iter().zip(numbers(4, 130 * ins)).map(|(x, y)| x * y * 1.000_001 + x).collect();
+    let exact: Vec<_> = Isa::available().into_iter().filter(|isa| isa.has_tiles()).chain([Isa::best().with_oracle()]).collect();
+    let fast: Vec<_> = exact.iter().filter_map(|isa| isa.fast()).collect();
+    let results = [exact, fast].map(|same| {
+        let mut last: Option<Vec<f32>> = None;
+        for isa in same {
+            let (layer, ..) = mixed(isa, ins);
+            let outs = layer.matrix.outs;
+            let all = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Store);
+            for m in 0..130 {
+                let alone = multiply(isa, 1, &layer, &x[m * ins..(m + 1) * ins], 0.0, Epilogue::Store);
+                assert!(alone == all[m * outs..(m + 1) * outs], "{isa:?} row {m}");
+            }
+            for count in 1..130 {
+                assert!(multiply(isa, 1, &layer, &x[..count * ins], 0.0, Epilogue::Store) == all[..count * outs], "{isa:?} {count} rows");
+            }
+            assert!(last.is_none_or(|last| last == all), "{isa:?} and its oracle");
+            last = Some(all);
+        }
+        last.expect("the oracle's")
+    });
+    assert!(results[0] != results[1], "fast products round rows");
+}
+
+#[test]
+fn fast_products_are_exact_products_of_rows_in_bfloat16() {
+    let ins = 256;
+    let x: Vec<f32> = numbers(3, 5 * ins).iter().zip(numbers(4, 5 * ins)).map(|(x, y)| x * y * 1.000_001 + x).collect();
+    let rounded: Vec<f32> = x.iter().map(|&x| Bf16::from_f32(x).to_f32()).collect();
     let oracle = Isa::best().with_oracle();
-    let with_tiles = Isa::available().into_iter().filter(|isa| isa.has_tiles()).chain([oracle]);
-    let mut last: Option<Vec<f32>> = None;
-    for isa in with_tiles {
-        let (layer, ..) = mixed(isa, ins);
-        let outs = layer.matrix.outs;
-        let all = multiply(isa, 2, &layer, &x, 0.0, Epilogue::Store);
-        for m in 0..130 {
-            let alone = multiply(isa, 1, &layer, &x[m * ins..(m + 1) * ins], 0.0, Epilogue::Store);
-            assert!(alone == all[m * outs..(m + 1) * outs], "{isa:?} row {m}");
-        }
-        for count in 1..130 {
-            assert!(multiply(isa, 1, &layer, &x[..count * ins], 0.0, Epilogue::Store) == all[..count * outs], "{isa:?} {count} rows");
-        }
-        assert!(last.is_none_or(|last| last == all), "{isa:?} and its oracle");
-        last = Some(all);
+    let fast = oracle.fast().expect("it has tiles");
+    let (of_rounded, of_all) = (mixed(oracle, ins).0, mixed(fast, ins).0);
+    let (outs, plain) = (of_all.matrix.outs, 40 * BlockType::ALL.len());
+    let expected = multiply(oracle, 1, &of_rounded, &rounded, 0.0, Epilogue::Store);
+    let found = multiply(fast, 1, &of_all, &x, 0.0, Epilogue::Store);
+    for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        // Vectors multiply the weights in fp32.
+        let in_tiles = !(plain..plain + 40).contains(&(at % outs));
+        assert!(!in_tiles || (found - expected).abs() <= 1e-5 * expected.abs().max(1.0), "{at}: {found} {expected}");
     }
 }
 

@@ -8,7 +8,7 @@ mod tiles;
 
 pub(crate) use int8::Int8;
 pub use tiles::TileSupport;
-pub(crate) use tiles::{PIECES, TILE, TileProducts};
+pub(crate) use tiles::{Math, TILE, TileProducts};
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -177,10 +177,10 @@ enum Matrices {
     Vectors,
     /// AMX with bfloat16.
     #[cfg(target_arch = "x86_64")]
-    Amx,
+    Amx(Math),
     /// Portable code that computes what AMX computes.
     #[cfg(test)]
-    Oracle,
+    Oracle(Math),
 }
 
 impl Isa {
@@ -214,23 +214,24 @@ impl Isa {
         let mut found: Vec<_> = found.into_iter().map(|vectors| Self { vectors, matrices: Matrices::Vectors }).collect();
         #[cfg(target_arch = "x86_64")]
         if found[0].vectors == Vectors::Avx512 && TileSupport::detect() == TileSupport::Usable {
-            found.push(Self { vectors: Vectors::Avx512, matrices: Matrices::Amx });
+            found.push(Self { vectors: Vectors::Avx512, matrices: Matrices::Amx(Math::Exact) });
         }
         found
     }
 
-    /// All instruction sets that this processor has, and the oracle of AMX with the fastest vectors.
+    /// All instruction sets that this processor has, and the oracle of AMX with the fastest vectors, each also with fast products.
     #[cfg(test)]
     pub(crate) fn tested() -> Vec<Self> {
         let mut all = Self::available();
         all.push(Self::best().with_oracle());
+        all.extend(all.clone().into_iter().filter_map(Self::fast));
         all
     }
 
     /// The same vectors, and the oracle of AMX.
     #[cfg(test)]
     pub(crate) fn with_oracle(self) -> Self {
-        Self { matrices: Matrices::Oracle, ..self }
+        Self { matrices: Matrices::Oracle(Math::Exact), ..self }
     }
 
     /// The fastest instruction set that this processor has.
@@ -241,8 +242,8 @@ impl Isa {
     /// A readable name.
     pub fn name(self) -> &'static str {
         #[cfg(target_arch = "x86_64")]
-        if self.matrices == Matrices::Amx {
-            return "amx";
+        if let Matrices::Amx(math) = self.matrices {
+            return if math == Math::Exact { "amx" } else { "amx-bf16" };
         }
         match self.vectors {
             Vectors::Portable => "portable",
@@ -258,6 +259,29 @@ impl Isa {
     /// Whether the vectors are portable code.
     pub(crate) fn is_portable(self) -> bool {
         self.vectors == Vectors::Portable
+    }
+
+    /// The same with rows in bfloat16, where tiles multiply them. None for other instruction sets.
+    pub fn fast(self) -> Option<Self> {
+        let matrices = match self.matrices {
+            Matrices::Vectors => return None,
+            #[cfg(target_arch = "x86_64")]
+            Matrices::Amx(_) => Matrices::Amx(Math::Fast),
+            #[cfg(test)]
+            Matrices::Oracle(_) => Matrices::Oracle(Math::Fast),
+        };
+        Some(Self { matrices, ..self })
+    }
+
+    /// How exactly tiles multiply. Exact for instruction sets without them.
+    pub(crate) fn math(self) -> Math {
+        match self.matrices {
+            Matrices::Vectors => Math::Exact,
+            #[cfg(target_arch = "x86_64")]
+            Matrices::Amx(math) => math,
+            #[cfg(test)]
+            Matrices::Oracle(math) => math,
+        }
     }
 
     /// Whether tiles multiply weights of bfloat16 and of integer codes.

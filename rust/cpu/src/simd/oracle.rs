@@ -1,6 +1,6 @@
 //! What AMX computes, in portable code, for tests on any machine.
 
-use super::{Kernel, PIECES, Simd, TILE, TileProducts};
+use super::{Kernel, Simd, TILE, TileProducts};
 use crate::block_type::BLOCK;
 
 /// Computes products of tiles as `tdpbf16ps` does, to the bit.
@@ -12,6 +12,8 @@ pub(super) struct Oracle<'a> {
     pub(super) products: TileProducts<'a>,
     /// Tiles of a panel.
     pub(super) tiles: usize,
+    /// Pieces of a row.
+    pub(super) pieces: usize,
 }
 
 impl Kernel for Oracle<'_> {
@@ -19,14 +21,14 @@ impl Kernel for Oracle<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        let (TileProducts { height, group, rows, weights, out }, tiles) = (self.products, self.tiles);
+        let (TileProducts { height, group, rows, weights, out }, tiles, pieces) = (self.products, self.tiles, self.pieces);
         for (at, sums) in out.as_chunks_mut::<TILE>().0.iter_mut().enumerate() {
             let (row, tile, g) = (at % height, at / height % tiles, at / height / tiles);
             let (block, first) = (g * group / BLOCK, g * group % BLOCK);
             let weights = &weights[(g * tiles + tile) * group / 2 * TILE..][..group / 2 * TILE];
             *sums = [0.0; TILE];
-            for piece in 0..PIECES {
-                let row = &rows[((block * PIECES + piece) * height + row) * BLOCK + first..][..group];
+            for piece in 0..pieces {
+                let row = &rows[((block * pieces + piece) * height + row) * BLOCK + first..][..group];
                 add(sums, row, weights);
             }
         }

@@ -5,8 +5,25 @@ use crate::block_type::BLOCK;
 
 /// Maximum rows of a tile, and columns of a tile of sums.
 pub(crate) const TILE: usize = 16;
-/// Number of bfloat16 numbers that an fp32 number is split into.
-pub(crate) const PIECES: usize = 3;
+
+/// How exactly the tiles multiply fp32 rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Math {
+    /// An fp32 number is split into three bfloat16 numbers whose sum it is.
+    Exact,
+    /// An fp32 number is rounded to bfloat16.
+    Fast,
+}
+
+impl Math {
+    /// Number of bfloat16 numbers for an fp32 number.
+    pub(crate) fn pieces(self) -> usize {
+        match self {
+            Self::Exact => 3,
+            Self::Fast => 1,
+        }
+    }
+}
 
 /// Multiplies a tile of rows by a panel's weights, a group of inputs at a time: 32, or 16 where weights have a scale for each 16.
 pub(crate) struct TileProducts<'a> {
@@ -25,23 +42,24 @@ pub(crate) struct TileProducts<'a> {
 impl TileProducts<'_> {
     /// Computes the products with the tiles of `isa`. Each result adds the products of the pieces, the last piece first.
     pub(crate) fn run(self, isa: Isa) {
-        let blocks = self.rows.len() / (PIECES * self.height * BLOCK);
+        let pieces = isa.math().pieces();
+        let blocks = self.rows.len() / (pieces * self.height * BLOCK);
         let groups = blocks * BLOCK / self.group;
         assert!((1..=TILE).contains(&self.height) && (self.group == BLOCK || self.group == BLOCK / 2));
-        assert_eq!(self.rows.len(), blocks * PIECES * self.height * BLOCK);
+        assert_eq!(self.rows.len(), blocks * pieces * self.height * BLOCK);
         let tiles = self.weights.len() / (groups * self.group / 2 * TILE).max(1);
         assert_eq!(self.weights.len(), groups * tiles * self.group / 2 * TILE);
         assert_eq!(self.out.len(), groups * tiles * self.height * TILE);
         match isa.matrices {
             Matrices::Vectors => unreachable!("this instruction set has no tiles"),
             #[cfg(target_arch = "x86_64")]
-            Matrices::Amx => {
+            Matrices::Amx(_) => {
                 assert_eq!(tiles, 2, "panels are as wide as two tiles");
                 // SAFETY: only `Isa::available` creates this value, and it has checked the processor. The lengths are asserted above.
-                unsafe { amx::run(self, blocks) }
+                unsafe { amx::run(self, blocks, pieces) }
             }
             #[cfg(test)]
-            Matrices::Oracle => isa.run(super::oracle::Oracle { products: self, tiles }),
+            Matrices::Oracle(_) => isa.run(super::oracle::Oracle { products: self, tiles, pieces }),
         }
     }
 }
@@ -74,7 +92,7 @@ impl TileSupport {
 mod amx {
     use std::arch::asm;
 
-    use super::{PIECES, TILE, TileProducts, TileSupport};
+    use super::{TILE, TileProducts, TileSupport};
     use crate::block_type::BLOCK;
 
     /// Bytes of a row of a tile.
@@ -115,17 +133,18 @@ mod amx {
     /// # Safety
     ///
     /// The process may use the tiles, and all lengths are checked.
-    pub(super) unsafe fn run(products: TileProducts<'_>, blocks: usize) {
+    pub(super) unsafe fn run(products: TileProducts<'_>, blocks: usize, pieces: usize) {
         let TileProducts { height, group, rows, weights, out } = products;
         let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
-        for register in 0..7 {
-            // Registers 0 and 1 have sums, 2 and 3 weights, and 4 to 6 the pieces of rows.
+        for register in 0..5 {
+            // Registers 0 and 1 have sums, 2 and 3 weights, and 4 a piece of the rows.
             config.row_bytes[register] = if register < 4 { LINE as u16 } else { 2 * group as u16 };
             config.rows[register] = if matches!(register, 2 | 3) { group as u8 / 2 } else { height as u8 };
         }
         // Groups of a block. Each turn computes the same group of all blocks.
         let turns = BLOCK / group;
-        let (weight_tile, sum_tile) = (group / 2 * LINE, height * LINE);
+        // A tile of sums is as large as a piece of a block of rows.
+        let (weight_tile, row_tile) = (group / 2 * LINE, height * LINE);
         for turn in 0..turns {
             // SAFETY: the caller guarantees it. The tile registers are configured, used and released within the assembly, which has no
             // other effect than to write `out`.
@@ -139,20 +158,16 @@ mod amx {
                     "add {weights}, {weight_tile}",
                     "tileloadd tmm3, [{weights} + {line}]",
                     "add {weights}, {weight_rest}",
+                    "mov {left}, {pieces}",
+                    "3:",
                     "tileloadd tmm4, [{rows} + {line}]",
-                    "add {rows}, {piece}",
+                    "add {rows}, {row_tile}",
                     "tdpbf16ps tmm0, tmm4, tmm2",
                     "tdpbf16ps tmm1, tmm4, tmm3",
-                    "tileloadd tmm5, [{rows} + {line}]",
-                    "add {rows}, {piece}",
-                    "tdpbf16ps tmm0, tmm5, tmm2",
-                    "tdpbf16ps tmm1, tmm5, tmm3",
-                    "tileloadd tmm6, [{rows} + {line}]",
-                    "add {rows}, {piece}",
-                    "tdpbf16ps tmm0, tmm6, tmm2",
-                    "tdpbf16ps tmm1, tmm6, tmm3",
+                    "dec {left}",
+                    "jnz 3b",
                     "tilestored [{out} + {line}], tmm0",
-                    "add {out}, {sum_tile}",
+                    "add {out}, {row_tile}",
                     "tilestored [{out} + {line}], tmm1",
                     "add {out}, {sum_rest}",
                     "dec {count}",
@@ -161,20 +176,21 @@ mod amx {
                     config = in(reg) &raw const config,
                     line = in(reg) LINE,
                     rows = inout(reg) rows.as_ptr().cast::<u8>().add(turn * 2 * group) => _,
-                    piece = in(reg) height * LINE,
+                    row_tile = in(reg) row_tile,
+                    pieces = in(reg) pieces,
+                    left = out(reg) _,
                     weights = inout(reg) weights.as_ptr().cast::<u8>().add(turn * 2 * weight_tile) => _,
                     weight_tile = in(reg) weight_tile,
                     weight_rest = in(reg) (2 * turns - 1) * weight_tile,
-                    out = inout(reg) out.as_mut_ptr().cast::<u8>().add(turn * 2 * sum_tile) => _,
-                    sum_tile = in(reg) sum_tile,
-                    sum_rest = in(reg) (2 * turns - 1) * sum_tile,
+                    out = inout(reg) out.as_mut_ptr().cast::<u8>().add(turn * 2 * row_tile) => _,
+                    sum_rest = in(reg) (2 * turns - 1) * row_tile,
                     count = inout(reg) blocks => _,
                     out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    out("tmm4") _,
                     options(nostack),
                 );
             }
         }
-        const { assert!(PIECES == 3 && TILE * size_of::<f32>() == LINE) }
+        const { assert!(TILE * size_of::<f32>() == LINE && BLOCK * size_of::<u16>() == LINE) }
     }
 }

@@ -13,8 +13,9 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.server.errors import ApiError
+from chairlift.server.errors import ApiError, brief
 from chairlift.server.http.responses import Json
+from chairlift.server.model import ServedModel
 from chairlift.server.observability.poller import SnapshotPoller
 from chairlift.server.service import service_of
 from chairlift.timeline import STATES
@@ -33,9 +34,9 @@ async def dashboard(request: Request) -> Response:
 
 
 async def data(request: Request) -> Response:
-    """Returns the state of a model's engine (`model`, else the first), steps after number `step` and samples after the time `sample`."""
+    """Returns an engine's state (of `model` and `replica`, else the first), steps after number `step` and samples after time `sample`."""
     service = service_of(request)
-    poller: SnapshotPoller = request.app.state.pollers[service.find(request.query_params.get("model")).name]
+    poller = _poller(request, service.find(request.query_params.get("model")))
     try:
         step, sample = int(request.query_params.get("step", 0)), float(request.query_params.get("sample", 0))
     except ValueError:
@@ -43,6 +44,20 @@ async def data(request: Request) -> Response:
     state = await poller.state(step, sample, request.state.tenant)
     models = [{"name": model.name, "status": model.status, "requests": service.loader.uses(model)} for model in service.models]
     return Json({**state, "models": models}, headers={"cache-control": "no-store"})
+
+
+def _poller(request: Request, model: ServedModel) -> SnapshotPoller:
+    """Returns the poller of the engine that the request asks for. Raises ApiError 404."""
+    wanted, replicas = request.query_params.get("replica"), model.engine.replicas
+    replica = next((one for one in replicas if wanted in (None, str(one.number))), None)
+    if replica is None:
+        numbers = ", ".join(str(one.number) for one in replicas)
+        raise ApiError(404, f"there is no engine {brief(wanted)}; {model.name} has {numbers or 'none'}", param="replica")
+    pollers: dict[tuple[str, int], SnapshotPoller] = request.app.state.pollers
+    key = model.name, replica.number
+    if key not in pollers or pollers[key].replica is not replica:
+        pollers[key] = SnapshotPoller(model, replica)
+    return pollers[key]
 
 
 @cache

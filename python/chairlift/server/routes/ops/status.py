@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -62,7 +63,14 @@ async def health(request: Request) -> Response:
     problems = [_problem(model) for model in service_of(request).models if model.lifecycle.state not in _WITHOUT_ENGINE]
     if problems and all(problems):
         return Json({"status": "unhealthy", **(problems[0] or {})}, 503)
-    return Json({"status": "healthy"})
+    return Json({"status": "healthy", **_replicas(service_of(request).models)})
+
+
+def _replicas(models: Iterable[ServedModel]) -> dict[str, Any]:
+    """Returns how many engines the models have and how many are ready, if a model has several."""
+    counts = [(len(replicas), sum(one.state == "ready" for one in replicas)) for replicas in (model.engine.replicas for model in models)]
+    several = any(total > 1 for total, _ in counts)
+    return {"replicas": {"total": sum(total for total, _ in counts), "ready": sum(ready for _, ready in counts)}} if several else {}
 
 
 _WITHOUT_ENGINE = (ModelState.UNLOADED, ModelState.LOADING, ModelState.LOAD_FAILED)

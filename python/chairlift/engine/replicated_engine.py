@@ -1,0 +1,253 @@
+"""The engines that serve one model together: chooses one of them for each request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
+from chairlift.engine.client import AsyncEngine
+from chairlift.engine.frames import DropSequence, ForkSequence, Frame
+from chairlift.engine.held_sequences import COMPUTE, HeldSequence
+from chairlift.engine.merged_reports import merged_facts, merged_stats
+from chairlift.engine.questions import REMEMBERED
+from chairlift.engine.replica import Replica
+from chairlift.engine.request import default_params, validate
+from chairlift.errors import ChairliftError, EngineDead
+from chairlift.outputs import RequestOutput, Timeline
+from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
+
+if TYPE_CHECKING:
+    from chairlift.config import EngineConfig
+    from chairlift.engine.engine_process import EngineProcess
+    from chairlift.engine.stream import Stream
+    from chairlift.tokenizer import Tokenizer
+
+ANSWER_SECONDS = 2.0
+"""Seconds that each engine has to answer a question to all of them. One that hangs must not hang the others' answers."""
+
+
+class ReplicatedEngine:
+    """One model in one or several engines, each in a process of its own, for one event loop.
+
+    It is used like an `AsyncEngine`. A request whose engine dies raises EngineDead, and can be run again at once while another engine is
+    ready. A live sequence stays in its engine as long as that is ready.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        processes: Sequence[EngineProcess],
+        *,
+        weight: int = 1,
+        equal_numerics: bool = True,
+    ) -> None:
+        """Makes an engine in each of `processes`.
+
+        With `equal_numerics` an engine is refused if its fingerprint is not that of the engines that are ready.
+        """
+        self.config = config
+        self.adapters: dict[str, str] = dict(config.lora_modules or {})
+        """The directories of the loaded LoRA adapters, by name."""
+        self.on_end: Callable[[], None] | None = None
+        """Called when an engine that was ready has died, before its requests fail."""
+        self._weight, self._equal_numerics = weight, equal_numerics
+        self._replicas: list[Replica] = []
+        self._next = 0
+        self._facts: dict[str, Any] = {}
+        self._sequences = AsyncSequences(self, self._tell)
+        self._homes: dict[int, Replica] = {}  # of live sequences, by handle
+        self._ran_in: dict[str, Replica] = {}  # by request id, the newest last
+        for process in processes:
+            self.add(process)
+
+    def add(self, process: EngineProcess) -> Replica:
+        """Adds an engine in a process. It is not started yet."""
+        numbers = {replica.number for replica in self._replicas}
+        number = next(number for number in range(len(numbers) + 1) if number not in numbers)
+        journal = f"{self.config.journal}.replica{number}" if self.config.journal and number else self.config.journal
+        engine = AsyncEngine(replace(self.config, journal=journal), process=process, weight=self._weight)
+        if self._replicas:
+            engine.number_like(self._replicas[0].engine)
+        engine.adapters = self.adapters
+        replica = Replica(number, engine, self._started)
+        engine.on_end = lambda: self._ended(replica)
+        self._replicas.append(replica)
+        return replica
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """All engines, also those that are not ready."""
+        return self._replicas
+
+    @property
+    def alive(self) -> bool:
+        """Whether an engine exists, starting or ready."""
+        return any(replica.engine.alive for replica in self._replicas)
+
+    @property
+    def ready(self) -> bool:
+        """Whether an engine takes requests."""
+        return any(replica.ready for replica in self._replicas)
+
+    @property
+    def stuck(self) -> tuple[str, float] | None:
+        """The stage in which an engine is stuck and the seconds since, if all that are ready are stuck; else None."""
+        stages = [replica.engine.stuck for replica in self._replicas if replica.engine.ready]
+        return stages[0] if stages and all(stages) else None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The limits of the engines and the model. Empty until the first start is complete."""
+        return self._facts
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; there is none before the first start is complete."""
+        return self._known().engine.tokenizer
+
+    def stats(self) -> dict[str, Any]:
+        """The newest counters of all engines, summed; shares and predictions as `merged_stats` has them."""
+        return merged_stats([replica.engine.stats() for replica in self._replicas])
+
+    async def start(self, since: float | None = None) -> None:
+        """Starts the first engine: see `AsyncEngine.start`."""
+        await self._replicas[0].start(since)
+
+    async def close(self) -> None:
+        """Ends all engines. Open requests raise EngineClosed. May be called repeatedly."""
+        await asyncio.gather(*(replica.engine.close() for replica in self._replicas))
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenizes a prompt without blocking the event loop."""
+        return await self._known().engine.encode(text, add_special_tokens=add_special_tokens)
+
+    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
+        """Returns the parameters with `max_tokens` filled in. Raises InvalidRequest if an engine cannot run the request."""
+        return validate(prompt_token_ids, params, self._facts)
+
+    def default_params(self, **settings: Any) -> SamplingParams:
+        """The checkpoint's recommended sampling parameters, overridden by `settings`."""
+        return default_params(self._facts, settings)
+
+    async def load_lora_adapter(self, name: str, path: str) -> None:
+        """Loads a LoRA adapter into all engines: see `AsyncEngine.load_lora_adapter`. If one refuses it, none has it."""
+        loaded: list[AsyncEngine] = []
+        try:
+            for engine in self._ready_engines():
+                await engine.load_lora_adapter(name, path)
+                loaded.append(engine)
+        except ChairliftError:
+            for engine in loaded:
+                await engine.unload_lora_adapter(name)
+            raise
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Frees an adapter's memory in all engines. Raises InvalidRequest if it is not loaded, or while requests use it."""
+        for engine in self._ready_engines():
+            await engine.unload_lora_adapter(name)
+
+    def hold(self, prompt_token_ids: list[int], scheduling: Scheduling, lease: float) -> AsyncLiveSequence:
+        """Returns a prompt as a live sequence, which is not computed yet. Raises InvalidRequest and TooManySequences."""
+        self.validate(prompt_token_ids, COMPUTE)
+        return self._sequences.open(prompt_token_ids, scheduling, lease)
+
+    def abort_dropped(self, tag: int) -> None:
+        """Ends the request that continues a live sequence, because that was dropped."""
+        for replica in self._replicas:
+            replica.engine.abort_dropped(tag)
+
+    async def prepare(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        arrived: float | None = None,
+        sequence: HeldSequence | None = None,
+    ) -> Stream:
+        """Makes a request of a prompt, for `run`: see `AsyncEngine.prepare`."""
+        return await self._ready_engines()[0].prepare(prompt, params, arrived=arrived, sequence=sequence)
+
+    def run(
+        self,
+        stream: Stream,
+        scheduling: Scheduling | None = None,
+        *,
+        request_id: str | None = None,
+        on_start: Callable[[], None] | None = None,
+        spent: Mapping[str, float] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Runs a request of `prepare` in one of the engines: see `AsyncEngine.run`. Raises EngineDead if none is ready."""
+        replica = self._choose(stream)
+        if request_id is not None:
+            self._ran_in.pop(request_id, None)  # keeps the newest last
+            self._ran_in[request_id] = replica
+            if len(self._ran_in) > REMEMBERED:
+                del self._ran_in[next(iter(self._ran_in))]
+        return replica.engine.run(stream, scheduling, request_id=request_id, on_start=on_start, spent=spent)
+
+    async def explain(self, request_id: str) -> list[Timeline]:
+        """The timelines of a request's sequences, also while it runs; empty if the request, or the engine that had it, is gone."""
+        replica = self._ran_in.get(request_id)
+        return [] if replica is None or not replica.engine.ready else await replica.engine.explain(request_id)
+
+    async def explain_sequences(self, tags: Sequence[int]) -> list[Timeline]:
+        """The timelines of these tags; unknown tags, and those of an engine that does not answer, are left out."""
+        if not tags:
+            return []
+        questions = [asyncio.create_task(engine.explain_sequences(tags)) for engine in self._ready_engines()]
+        answered, late = await asyncio.wait(questions, timeout=ANSWER_SECONDS)
+        for question in late:
+            question.cancel()
+        return [timeline for question in answered if question.exception() is None for timeline in question.result()]
+
+    def _choose(self, stream: Stream) -> Replica:
+        """Chooses the engine with the fewest sequences. A live sequence goes to the engine that has its KV."""
+        handle = None if stream.sequence is None else stream.sequence.handle
+        if handle is not None and (home := self._homes.get(handle)) is not None and home.ready:
+            return home
+        ready = [replica for replica in self._replicas if replica.ready]
+        if not ready:
+            raise EngineDead("no engine of the model is ready")
+        moving = [replica for replica in ready if not replica.engine.stuck] or ready
+        chosen = min(moving, key=lambda replica: replica.engine.open_sequences)
+        if handle is not None:
+            self._homes[handle] = chosen
+        return chosen
+
+    def _tell(self, frame: Frame) -> None:
+        """Sends a frame about live sequences to all engines. Those that do not have the sequence ignore it."""
+        if isinstance(frame, ForkSequence) and (home := self._homes.get(frame.handle)) is not None:
+            self._homes.update(dict.fromkeys(frame.forks, home))
+        elif isinstance(frame, DropSequence):
+            self._homes.pop(frame.handle, None)
+        for replica in self._replicas:
+            replica.engine.tell(frame)
+
+    def _started(self, replica: Replica) -> None:
+        """Takes an engine that has been started. Raises EngineDead for one with other numerics, if that matters."""
+        fingerprint = replica.engine.facts.get("fingerprint")
+        others = [other for other in self._replicas if other is not replica and other.engine.ready]
+        for other in others if self._equal_numerics else ():
+            if other.engine.facts.get("fingerprint") != fingerprint:
+                raise EngineDead(
+                    f"replica {replica.number} has other numerics than replica {other.number}: other weights, dtypes, instructions or "
+                    "another version (--resume any accepts it)"
+                )
+        self._facts = merged_facts([one.engine.facts for one in (*others, replica)])
+
+    def _ended(self, replica: Replica) -> None:
+        replica.restarts += 1
+        if self.on_end is not None:
+            self.on_end()
+
+    def _known(self) -> Replica:
+        """A replica that has been ready."""
+        return next((replica for replica in self._replicas if replica.engine.facts), self._replicas[0])
+
+    def _ready_engines(self) -> list[AsyncEngine]:
+        """The engines that can be asked, or the first, whose error says why not."""
+        return [replica.engine for replica in self._replicas if replica.engine.ready] or [self._replicas[0].engine]
