@@ -151,7 +151,6 @@ impl Drafter {
                 drafted.source = DraftSource::Grammar;
                 drafted.draft.extend(forced.iter().take(most));
             } else if let Some(most) = drafted.back_off.step(most) {
-                drafted.index.catch_up(tokens);
                 drafted.look_up(tokens, most, self.corpus.as_ref(), self.admission.acceptance());
             }
             if !drafted.draft.is_empty() {

@@ -17,6 +17,8 @@ pub(crate) struct Index {
     heads: Vec<u32>,
     /// By position: the previous position with the same hash.
     chain: Vec<u32>,
+    /// The last match of full length, and the number of tokens at that time.
+    followed: Option<(Match, usize)>,
 }
 
 /// An earlier occurrence of a sequence's last tokens.
@@ -29,8 +31,32 @@ pub(crate) struct Match {
 }
 
 impl Index {
+    /// The longest match of the last tokens. The latest one if several are equally long.
+    ///
+    /// While the text goes on as it did after a match of full length, that match is followed. Its tokens are not indexed
+    /// again, because their earlier occurrence is.
+    pub(crate) fn find(&mut self, tokens: &[Token]) -> Option<Match> {
+        let found = self.follow(tokens).or_else(|| {
+            self.catch_up(tokens);
+            self.search(tokens)
+        });
+        self.followed = found.filter(|found| found.len == MAX_MATCH).map(|found| (found, tokens.len()));
+        found
+    }
+
+    /// The last match, if all tokens since then are equal to those after it.
+    fn follow(&mut self, tokens: &[Token]) -> Option<Match> {
+        let (Match { end, len }, since) = self.followed?;
+        let end_now = end + tokens.len() - since;
+        let goes_on = tokens[end + 1..=end_now] == tokens[since..];
+        goes_on.then(|| {
+            self.chain.resize(tokens.len() - 1, NONE);
+            Match { end: end_now, len }
+        })
+    }
+
     /// Indexes all tokens but the last, whose successor is not known.
-    pub(crate) fn catch_up(&mut self, tokens: &[Token]) {
+    fn catch_up(&mut self, tokens: &[Token]) {
         let known = tokens.len().saturating_sub(1);
         if known > self.heads.len() {
             self.heads.clear();
@@ -45,8 +71,8 @@ impl Index {
         }
     }
 
-    /// The longest match of the last tokens. The latest one if several are equally long.
-    pub(crate) fn find(&self, tokens: &[Token]) -> Option<Match> {
+    /// The longest match of the last tokens among those that are indexed.
+    fn search(&self, tokens: &[Token]) -> Option<Match> {
         let last = tokens.len().checked_sub(1).filter(|last| *last >= MIN_MATCH)?;
         let mut best: Option<Match> = None;
         let mut candidate = self.heads[bucket(self.heads.len(), &tokens[tokens.len() - MIN_MATCH..])];
@@ -102,7 +128,7 @@ mod tests {
         for len in 1..=tokens.len() {
             index.catch_up(&tokens[..len]);
         }
-        index.find(tokens)
+        index.search(tokens)
     }
 
     #[test]
@@ -128,8 +154,28 @@ mod tests {
         for len in (3..700).step_by(37) {
             let mut index = Index::default();
             index.catch_up(&tokens[..len]);
-            assert_eq!(index.find(&tokens[..len]), found(&tokens[..len]), "{len}");
+            assert_eq!(index.search(&tokens[..len]), found(&tokens[..len]), "{len}");
         }
+    }
+
+    #[test]
+    fn a_match_is_followed_for_as_long_as_the_text_goes_on_as_after_it() {
+        // Three equal parts with different ends.
+        let part: Vec<Token> = (100..150).collect();
+        let tokens = [&part[..], &[1, 2], &part, &[3, 4, 5], &part, &[3, 4, 9]].concat();
+        let mut index = Index::default();
+        let mut end = |len: usize| index.find(&tokens[..len]).map(|found| found.end);
+        assert_eq!(end(52 + 40), Some(39));
+        assert_eq!(end(52 + 47), Some(46));
+        // The text goes on in another way: there is no match yet.
+        assert_eq!(end(52 + 51), None);
+        // Both earlier parts end in these 32 tokens. Only the first one is indexed.
+        assert_eq!(end(105 + 45), Some(44));
+        assert_eq!(end(105 + 50), Some(49));
+        // It leaves the first part as the second one did.
+        assert_eq!(end(105 + 51), Some(52 + 50));
+        assert_eq!(end(105 + 52), Some(52 + 51));
+        assert_eq!(end(105 + 53), None);
     }
 
     #[test]
