@@ -42,7 +42,8 @@ pub enum KvDType {
     F32,
     /// IEEE half precision.
     F16,
-    /// Integers from -127 to 127. Each head of a token has one fp32 scale for its keys and one for its values.
+    /// Integers from -127 to 127. Each head of a token has one fp32 scale for its keys and one for its values. Heads are rotated before
+    /// they are stored, so that an outlier does not decide the scale of the other dimensions (`hadamard.rs`).
     Int8,
 }
 

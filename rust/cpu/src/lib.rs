@@ -13,6 +13,7 @@ mod decoder;
 mod encoder;
 mod gemm;
 mod ggml;
+mod hadamard;
 pub mod half;
 mod linear;
 mod lora;

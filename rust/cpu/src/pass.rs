@@ -3,7 +3,8 @@
 use crate::aligned::AlignedVec;
 use crate::attention::{self, Attention, Plan};
 use crate::blocks::{Block, BlockKind, DecoderConfig, GatedMlp, SelfAttention};
-use crate::cache::Pages;
+use crate::cache::{KvDType, Pages};
+use crate::hadamard::Hadamard;
 use crate::linear::{Epilogue, Linear, Packed, Scratch};
 use crate::lora::{self, AdaptedRows, Deltas};
 use crate::norm::RmsNorm;
@@ -165,7 +166,18 @@ impl<'a> Pass<'a> {
         };
         // SAFETY: one index runs each task, and earlier phases wrote all keys and values (see `Pass`).
         worker.parallel_for(self.plan.len(), |task| unsafe { seen.attend(self.isa, task, &mut spare.attention) });
-        self.add(worker, spare, block, &attention.o_proj, deltas[1], self.attended, queries);
+        self.add(worker, spare, block, &attention.o_proj, deltas[1], |t, out| {
+            // SAFETY: an earlier phase wrote this row (see `Pass`).
+            out.copy_from_slice(unsafe { self.attended.read(t * queries, queries) });
+            self.rotate_for_int8(out);
+        });
+    }
+
+    /// Rotates heads if the cache has 8 bits for each number.
+    fn rotate_for_int8(&self, heads: &mut [f32]) {
+        if self.pages.dtype == KvDType::Int8 {
+            self.isa.run(Hadamard { heads, head_dim: self.config.head_dim });
+        }
     }
 
     /// Applies the query and key norms and the rotary embedding to token `t`, and writes its keys and values to the cache.
@@ -174,7 +186,7 @@ impl<'a> Pass<'a> {
         let (width, (queries, kv)) = (self.config.qkv_width(), self.config.widths());
         // SAFETY: only index t writes this row in this phase (see `Pass`).
         let row = unsafe { self.qkv.write(t * width, width) };
-        let (heads, values) = row.split_at_mut(queries + kv);
+        let heads = &mut row[..queries + kv];
         if let Some(weights) = &attention.qk_norm {
             spare.resize(head_dim, 0.0);
             for (i, x) in heads.chunks_exact_mut(head_dim).enumerate() {
@@ -188,6 +200,8 @@ impl<'a> Pass<'a> {
             let cos_sin = unsafe { self.cos_sin.read(t * self.cos_sin_width + start, ropes[index].width()) };
             self.isa.run(Rotate { heads, head_dim, cos_sin });
         }
+        self.rotate_for_int8(row);
+        let (heads, values) = row.split_at(queries + kv);
         // SAFETY: the slots of a step are distinct (see `Pass`).
         unsafe { self.pages.write(layer, self.step.slots[t] as usize, &heads[queries..], values) };
     }
@@ -197,7 +211,10 @@ impl<'a> Pass<'a> {
         let inner = mlp.inner();
         self.pack_normed(worker, spare, &block.norm, &mlp.gate_up_proj, deltas[0]);
         self.multiply(worker, spare, &mlp.gate_up_proj, deltas[0], self.inner, inner, Epilogue::Gate(mlp.activation));
-        self.add(worker, spare, block, &mlp.down_proj, deltas[1], self.inner, inner);
+        self.add(worker, spare, block, &mlp.down_proj, deltas[1], |t, out| {
+            // SAFETY: an earlier phase wrote this row (see `Pass`).
+            out.copy_from_slice(unsafe { self.inner.read(t * inner, inner) });
+        });
     }
 
     /// Multiplies the packed rows by `linear`, with the updates of their adapters.
@@ -229,8 +246,7 @@ impl<'a> Pass<'a> {
         });
     }
 
-    /// Multiplies `rows`, which are `width` wide, by `linear` and adds the block's output to the residual stream.
-    #[allow(clippy::too_many_arguments)]
+    /// Multiplies the rows that `read` gives by `linear` and adds the block's output to the residual stream.
     fn add(
         &self,
         worker: &mut Worker<'_>,
@@ -238,16 +254,13 @@ impl<'a> Pass<'a> {
         block: &Block,
         linear: &Linear,
         deltas: Option<Deltas<'a>>,
-        rows: UnsafeSlice<'_, f32>,
-        width: usize,
+        read: impl Fn(usize, &mut [f32]),
     ) {
         let &DecoderConfig { hidden_size, rms_norm_eps: eps, .. } = self.config;
-        let copy = |t: usize, out: &mut [f32]| {
-            // SAFETY: an earlier phase wrote these rows (see `Pass`).
-            out.copy_from_slice(unsafe { rows.read(t * width, width) });
+        self.packed.pack(worker, self.isa, linear, &mut spare.linear, |t, out| {
+            read(t, out);
             keep(deltas, t, out);
-        };
-        self.packed.pack(worker, self.isa, linear, &mut spare.linear, copy);
+        });
         let Some(weight) = &block.post_norm else {
             let epilogue = Epilogue::Add(block.residual_scale);
             return self.multiply(worker, spare, linear, deltas, self.hidden, hidden_size, epilogue);
