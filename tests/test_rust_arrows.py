@@ -34,7 +34,7 @@ LAYERS = {
         {"half", "pod", "pool"},
         {"block_type", "unsafe_slice"},
         {"simd"},
-        {"aligned", "norm", "rope", "sample"},
+        {"aligned", "hadamard", "norm", "rope", "sample"},
         {"cache", "tensor"},
         {"ggml", "step"},
         {"gemm"},
