@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chairlift import _core
-from chairlift.checkpoint.gguf import BLOCK_SIZES, GGUFTensors, convert
+from chairlift.checkpoint.gguf import BLOCK_TYPES, GGUFTensors, convert
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.errors import ChairliftError, UnsupportedModel
 from chairlift.tokenizer import Tokenizer
@@ -254,8 +254,8 @@ def test_flipped_bytes_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_the_table_of_types_is_that_of_the_gguf_package_and_of_the_kernels() -> None:
-    assert {kind: BLOCKS[kind] for kind in BLOCK_SIZES} == BLOCK_SIZES
-    assert {0, 1, 30, *_core.block_types()} == BLOCK_SIZES.keys()
+    assert {kind: (gguf.GGMLQuantizationType(kind).name, *BLOCKS[kind]) for kind in BLOCK_TYPES} == BLOCK_TYPES
+    assert {0, 1, 30, *_core.block_types()} == BLOCK_TYPES.keys()
 
 
 def test_other_types_need_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

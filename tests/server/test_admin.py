@@ -4,7 +4,6 @@ import json
 import httpx
 from fake_async_engine import MODEL, FakeEngine
 
-from chairlift.checkpoint import locate
 from chairlift.server.admin import AdminApp, serve_admin
 from chairlift.server.http.sockets import open_path
 from chairlift.server.model import ServedModel
@@ -12,7 +11,7 @@ from chairlift.server.service import Service
 
 
 def test_the_operator_needs_no_key(tmp_path, monkeypatch):
-    monkeypatch.setattr(locate, "hub_dir", lambda directory: tmp_path / "hub")
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
     engine, drained = FakeEngine(), []
     engine.counters = {"running": 3}
     service = Service([ServedModel(MODEL, engine)])

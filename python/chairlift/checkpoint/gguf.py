@@ -54,23 +54,26 @@ _GEMMA_LAYER = {
 _IGNORED = ("rope_freqs.weight", ".attn_rot_embd.weight")
 """Tensors that are not weights: frequencies that follow from the configuration."""
 _CACHED_BYTES = 1 << 16
-BLOCK_SIZES = {
-    0: (1, 4),
-    1: (1, 2),
-    2: (32, 18),
-    3: (32, 20),
-    6: (32, 22),
-    7: (32, 24),
-    8: (32, 34),
-    12: (256, 144),
-    13: (256, 176),
-    14: (256, 210),
-    20: (32, 18),
-    23: (256, 136),
-    30: (1, 2),
-    39: (32, 17),
+BLOCK_TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18),
+    23: ("IQ4_XS", 256, 136),
+    30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
 }
-"""Elements and bytes of a block of ggml's types, for those that the CPU kernels use. The gguf package, slow to import, knows the others."""
+"""Name of ggml's types, and elements and bytes of a block, for those that the CPU kernels use.
+
+The gguf package, slow to import, knows the others.
+"""
 
 _FLOATS = {0: np.float32, 1: np.float16, 30: np.uint16}
 
@@ -133,7 +136,8 @@ class GGUFTensors:
 
     def type_name(self, name: str) -> str:
         """Returns ggml's name of the tensor's type."""
-        return str(_constants().GGMLQuantizationType(self.entries[name].kind).name)
+        kind = self.entries[name].kind
+        return BLOCK_TYPES[kind][0] if kind in BLOCK_TYPES else str(_constants().GGMLQuantizationType(kind).name)
 
 
 def _opened(path: Path, *, vocabulary: bool = True) -> GGUFFile:
@@ -144,8 +148,8 @@ def _opened(path: Path, *, vocabulary: bool = True) -> GGUFFile:
 
 
 def _block_size(kind: int) -> tuple[int, int] | None:
-    if kind in BLOCK_SIZES:
-        return BLOCK_SIZES[kind]
+    if kind in BLOCK_TYPES:
+        return BLOCK_TYPES[kind][1:]
     sizes: tuple[int, int] | None = {int(known): sizes for known, sizes in _constants().GGML_QUANT_SIZES.items()}.get(kind)
     return sizes
 

@@ -6,12 +6,12 @@ import contextlib
 import glob
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from chairlift.checkpoint.cache import FULL, LINK, cache_dir, hub_dir, writing_to
+from chairlift.checkpoint.downloads import check_remote, is_hub_name
 from chairlift.checkpoint.pull import MEMBER, SAMPLING, pull_default
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
@@ -21,13 +21,12 @@ __all__ = ["cache_dir", "locate", "public_name"]
 _LAYOUT = 2
 """Part of the name of a converted model. It is incremented when the output of `convert` changes."""
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _HUB_TIMEOUT = 10
 
 
-def locate(model: str, revision: str | None = None, directory: str | None = None, progress: bool = True) -> Path:
-    """Returns the local directory of a model. Downloads or converts the model first if necessary.
+def locate(model: str, revision: str | None = None, directory: str | None = None, progress: bool = True, *, download: bool = True) -> Path:
+    """Returns the local directory of a model. Downloads it (with `download`) or converts it first if necessary.
 
     `model` is DEFAULT_MODEL, a directory with a config.json (or with only one .gguf file), a .gguf file, or a name `organisation/model` on
     the Hugging Face hub, with `revision` as branch, tag or commit. Models are stored in `directory`, or as `cache_dir` says; hub models by
@@ -37,15 +36,15 @@ def locate(model: str, revision: str | None = None, directory: str | None = None
     cache = cache_dir(directory)
     path = Path(os.path.expanduser(model))
     if model == DEFAULT_MODEL and not path.is_dir():
-        return _converted(lambda: pull_default(cache, progress), cache, f"default-{Path(MEMBER).stem}-{_LAYOUT}", progress, SAMPLING)
+        return _converted(lambda: _default(cache, progress, download), cache, f"default-{Path(MEMBER).stem}-{_LAYOUT}", progress, SAMPLING)
     if path.is_dir():
         return _directory(path, cache, progress)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelNotFound(f"{path} is a file but not a .gguf one; name a .gguf file, or the directory that holds config.json")
         return _gguf(path, cache, progress)
-    if _is_hub_name(model):
-        return _directory(_from_hub(model, revision, hub_dir(directory)), cache, progress)
+    if is_hub_name(model):
+        return _directory(_from_hub(model, revision, hub_dir(directory), download), cache, progress)
     raise ModelNotFound(
         f"there is no model {model!r} here; name a directory with config.json and *.safetensors, a .gguf file, "
         f"a model of the Hugging Face hub (organisation/model), or {DEFAULT_MODEL}"
@@ -54,33 +53,8 @@ def locate(model: str, revision: str | None = None, directory: str | None = None
 
 def pull_model(model: str, directory: str | None = None) -> Path:
     """Downloads DEFAULT_MODEL or a model of the hub, as `locate` does; raises ModelNotFound for any other name."""
-    _check_remote(model)
+    check_remote(model)
     return locate(model, directory=directory, progress=False)
-
-
-def delete_model(model: str, directory: str | None = None) -> None:
-    """Deletes a downloaded model of the hub; raises ModelNotFound if it is not there."""
-    _check_remote(model)
-    cache = hub_dir(directory)
-    if cache is None:
-        try:
-            from huggingface_hub import constants
-        except ImportError:
-            raise ModelNotFound(f"deleting {model} needs the package huggingface_hub, or a directory set by --cache-dir") from None
-        cache = Path(constants.HF_HUB_CACHE)
-    path = cache / f"models--{model.replace('/', '--')}"
-    if model == DEFAULT_MODEL or not path.is_dir():
-        raise ModelNotFound(f"there is no downloaded model of the hub called {model!r}")
-    shutil.rmtree(path)
-
-
-def _is_hub_name(model: str) -> bool:
-    return _HUB_NAME.fullmatch(model) is not None and not model.startswith(".")
-
-
-def _check_remote(model: str) -> None:
-    if model != DEFAULT_MODEL and not _is_hub_name(model):
-        raise ModelNotFound(f"{model!r} is neither {DEFAULT_MODEL} nor a model of the Hugging Face hub (organisation/model)")
 
 
 def public_name(model: str) -> str:
@@ -91,6 +65,13 @@ def public_name(model: str) -> str:
     if path.parent.name == "snapshots" and (hub := path.parent.parent.name).startswith("models--"):
         return hub.removeprefix("models--").replace("--", "/")  # a directory of the Hugging Face hub's cache
     return path.name.removesuffix(".gguf") or model
+
+
+def _default(cache: Path, progress: bool, download: bool) -> Path:
+    """Returns the default model's file."""
+    if not download and not (cache / Path(MEMBER).name).is_file():
+        raise ModelNotFound(f"{DEFAULT_MODEL} is not in {cache}: 'chairlift pull' downloads it")
+    return pull_default(cache, progress)
 
 
 def _directory(path: Path, cache: Path, progress: bool) -> Path:
@@ -166,7 +147,7 @@ def _announced(text: str, progress: bool) -> Iterator[None]:
         yield
 
 
-def _from_hub(name: str, revision: str | None, directory: Path | None) -> Path:
+def _from_hub(name: str, revision: str | None, directory: Path | None, download: bool) -> Path:
     """Returns the hub's snapshot of a model in `directory` or the hub's own cache. Respects $HF_HUB_OFFLINE and $HF_TOKEN."""
     ways_out = "name a local directory or .gguf file instead, or fetch it where the hub can be reached and copy it here"
     try:
@@ -174,8 +155,16 @@ def _from_hub(name: str, revision: str | None, directory: Path | None) -> Path:
     except ImportError:
         raise ModelNotFound(f"fetching {name} needs the package huggingface_hub; {ways_out}") from None
     try:
+        patterns = list(_HUB_FILES)
         return Path(
-            snapshot_download(name, revision=revision, cache_dir=directory, allow_patterns=list(_HUB_FILES), etag_timeout=_HUB_TIMEOUT)
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=directory,
+                allow_patterns=patterns,
+                etag_timeout=_HUB_TIMEOUT,
+                local_files_only=not download,
+            )
         )
     except errors.GatedRepoError:
         raise ModelNotFound(f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN, or {ways_out}") from None
@@ -184,6 +173,8 @@ def _from_hub(name: str, revision: str | None, directory: Path | None) -> Path:
     except errors.RepositoryNotFoundError:
         raise ModelNotFound(f"the Hugging Face hub has no model {name} (or it is private: set HF_TOKEN); {ways_out}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        if not download:
+            raise ModelNotFound(f"{name} is not downloaded: 'chairlift pull {name}' downloads it") from None
         raise ModelNotFound(f"{name} is not in the local cache and the Hugging Face hub cannot be reached; {ways_out}") from None
     except Exception as error:  # the exceptions of the hub's HTTP stack differ between versions
         if isinstance(error, OSError) and error.errno in FULL:

@@ -21,6 +21,11 @@ COMMANDS = {
     "chat": "chat with a model in the terminal",
     "run-batch": "answer a file of requests, without a server",
     "pull": "download a model",
+    "list": "list the downloaded models",
+    "show": "describe a model, from its files",
+    "rm": "delete a downloaded model",
+    "ps": "list the models of a running server",
+    "stop": "unload a model of a running server",
     "top": "show a running server in the terminal",
     "explain": "show where a request's time went",
     "doctor": "describe this machine, what runs on it and why other things do not",
@@ -45,6 +50,9 @@ examples:
   chairlift generate "Once upon a"     complete a text
   chairlift run-batch -i IN -o OUT     answer a file of requests
   chairlift pull                       download the default model
+  chairlift list                       list the downloaded models
+  chairlift show MODEL                 describe a model: size, types of weights, context, what computes it
+  chairlift ps                         list the models of a running server
   chairlift top                        watch a running server
   chairlift explain ID                 show where a request's time went
   chairlift doctor                     describe this machine, for an issue report

@@ -53,6 +53,12 @@ def get_json(url: str, path: str, api_key: str | None) -> Any:
         return json.load(response)
 
 
+def post_json(url: str, path: str, api_key: str | None, body: Mapping[str, Any]) -> Any:
+    """The JSON body of POST `path` at the server `url`. Raises ChairliftError, with the server's message for an error status."""
+    with _errors(url, api_key), _open(url, path, api_key, body) as response:
+        return json.load(response)
+
+
 def stream_chat(url: str, api_key: str | None, body: Mapping[str, Any]) -> Iterator[str]:
     """Posts a chat completion and yields the text of its events. Raises ChairliftError."""
     with _errors(url, api_key), _open(url, "/v1/chat/completions", api_key, {**body, "stream": True}, STREAM_TIMEOUT) as response:
@@ -88,7 +94,8 @@ def _errors(url: str, api_key: str | None) -> Iterator[None]:
             problem = "requires an API key" if api_key is None else "rejects this API key"
             raise ChairliftError(f"the server {problem}: set it with --api-key or {CLIENT_KEY}") from None
         try:
-            message = json.load(error)["error"]["message"]
+            body = json.load(error)["error"]
+            message = body if isinstance(body, str) else body["message"]  # Ollama's routes have a text
         except (ValueError, KeyError, TypeError):
             message = f"the server returned status {error.code}"
         raise ChairliftError(message) from None

@@ -11,7 +11,8 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from chairlift.checkpoint.locate import delete_model, pull_model
+from chairlift.checkpoint.downloads import delete_model
+from chairlift.checkpoint.locate import pull_model
 from chairlift.errors import ChairliftError
 from chairlift.server.errors import ApiError
 from chairlift.server.http.responses import Json, to_json_bytes

@@ -42,7 +42,8 @@ async def ps(request: Request) -> Response:
         seconds = min(loader.seconds_until_unload(model), _FOR_EVER)
         expires = _time(time.time() + seconds)
         own = {"expires_at": expires, "requests": loader.uses(model), "load_seconds": round(model.lifecycle.start_seconds or 0.0, 3)}
-        listed.append(_entry(model, model.name) | {"context_length": model.engine.facts["max_model_len"], **own})
+        facts = {"context_length": model.engine.facts["max_model_len"], "size": model.engine.facts.get("num_bytes")}
+        listed.append(_entry(model, model.name) | facts | own)
     return Json({"models": listed})
 
 

@@ -1,0 +1,42 @@
+"""`chairlift rm`: deletes a downloaded model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from chairlift.cli import flags
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
+
+_EXAMPLES = """\
+examples:
+  chairlift rm org/name          delete a downloaded model, after a question
+  chairlift rm org/name --yes    without the question
+
+'chairlift list' shows the downloaded models. Directories and .gguf files of your own are never deleted.
+"""
+
+
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(commands, "rm", summary, _EXAMPLES, run)
+    parser.add_argument("name", metavar="MODEL", help="name of the model, as 'chairlift list' shows it")
+    flags.add_fields(parser, EngineConfig, ("cache_dir",))
+    parser.add_argument("--yes", action="store_true", help="ask nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Deletes the model. The exit status is 1 if the answer is no."""
+    from chairlift.checkpoint.downloads import delete_model, find_download
+
+    found = find_download(args.name, args.engine.cache_dir)
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise InvalidSetting(f"nobody can be asked here: add --yes to delete {found.path}")
+        if input(f"Delete {found.path} ({found.num_bytes / 1e6:,.0f} MB)? [y/N] ").strip().lower() not in ("y", "yes"):
+            return 1
+    delete_model(args.name, args.engine.cache_dir)
+    print(f"deleted {found.path}")
+    return 0

@@ -1,0 +1,67 @@
+"""Describes a model from its files, without reading its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from chairlift.checkpoint.cache import LINK, weight_bytes
+from chairlift.checkpoint.gguf import GGUFTensors
+from chairlift.checkpoint.safetensors_file import SafetensorsFile
+from chairlift.models.config import ModelConfig, load_shape
+from chairlift.models.encoder import EncoderConfig
+from chairlift.models.shape import ModelShape
+
+KV_BYTES = 4
+"""Bytes of a number of the KV cache, in float32."""
+
+
+def describe(directory: Path) -> dict[str, str]:
+    """Returns the facts that help to choose a model: what it is, what it takes, and what computes it.
+
+    Raises ModelNotFound or UnsupportedModel if Chairlift cannot run it.
+    """
+    encoder = EncoderConfig.find(directory)
+    shape = encoder or load_shape(directory)
+    tensors = _tensors(directory)
+    parts = f"{shape.num_layers} layers, {shape.num_heads} heads, hidden size {shape.hidden_size:,}, vocabulary {shape.vocab_size:,}"
+    shares = {name: 100 * size / max(1, tensors.total()) for name, size in tensors.most_common()}
+    types = ", ".join(f"{name} {share:.0f} %" for name, share in shares.items() if share >= 0.5)
+    facts = {
+        "path": str(directory),
+        "architecture": f"{shape.architecture}: {parts}",
+        "parameters": f"{shape.num_weights / 1e6:,.0f} million",
+        "weights": f"{weight_bytes(directory) / 1e6:,.0f} MB" + (f" ({types})" if types else ""),
+        "context": f"{shape.max_position_embeddings:,} tokens",
+    }
+    if encoder is None:
+        facts["KV cache"] = f"{_kv_bytes(shape) / 1e3:,.0f} kB a token in float32"
+    facts["answers"] = "embeddings" if encoder else "text, and embeddings by pooling"
+    facts["computed by"] = _code(shape)
+    return facts
+
+
+def _tensors(directory: Path) -> Counter[str]:
+    """The bytes of tensors by type."""
+    found: Counter[str] = Counter()
+    if (directory / LINK).exists():
+        tensors = GGUFTensors((directory / LINK).resolve())
+        for name, entry in tensors.entries.items():
+            found[tensors.type_name(name)] += entry.size
+    else:
+        for path in directory.glob("*.safetensors"):
+            for stored in SafetensorsFile(path).tensors.values():
+                found[stored.dtype] += stored.size
+    return found
+
+
+def _kv_bytes(shape: ModelShape) -> int:
+    return sum(KV_BYTES * spec.kv_heads * (spec.head_dim + spec.value_dim) for spec in shape.kv_specs or ())
+
+
+def _code(shape: ModelShape) -> str:
+    if isinstance(shape, EncoderConfig):
+        return "the CPU kernels"
+    if isinstance(shape, ModelConfig):
+        return "the CPU kernels" + ("" if shape.only_in_rust else "; torch with Triton kernels on a GPU")
+    return f"transformers' code in torch ({shape.not_ours})"

@@ -1,0 +1,155 @@
+"""`chairlift list`, `show`, `rm`, `ps` and `stop`."""
+
+import io
+import json
+import os
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+from gguf_files import gguf_of, tiny_model
+from local_server import local_server
+
+from chairlift.cli import main
+from chairlift.config import DEFAULT_MODEL
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with the default model's file and one model of the hub."""
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "cache"))
+    blobs = tmp_path / "cache" / "hub" / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "1").write_bytes(bytes(3_000_000))
+    snapshot = blobs.parent / "snapshots" / "2"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to(blobs / "1")
+    (tmp_path / "cache" / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(bytes(1000))
+    for path in (blobs / "1", tmp_path / "cache" / "SmolLM2-135M-Instruct.Q4_1.gguf"):
+        os.utime(path, (1e9, 1e9))
+    return tmp_path / "cache"
+
+
+def test_list_shows_what_a_model_takes(cache, capsys):
+    assert main.main(["list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["org/name", "3", "MB", "2001-09-09", str(cache / "hub" / "models--org--name")],
+        [DEFAULT_MODEL, "0", "MB", "2001-09-09", str(cache / "SmolLM2-135M-Instruct.Q4_1.gguf")],
+    ]
+    assert main.main(["list", "--json"]) == 0
+    assert [one["num_bytes"] for one in json.loads(capsys.readouterr().out)] == [3_000_000, 1000]
+    assert main.main(["list", "--cache-dir", str(cache / "empty")]) == 0
+    assert "chairlift pull" in capsys.readouterr().out
+
+
+def test_rm_deletes_only_downloaded_models(cache, capsys, monkeypatch):
+    for name in ("org/other", "../hub", str(cache), "hub"):
+        assert main.main(["rm", name, "--yes"]) == 1
+    assert main.main(["rm", "org/name"]) == 2  # nobody can be asked
+    assert "--yes" in capsys.readouterr().err
+    terminal = io.StringIO("n\ny\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert main.main(["rm", "org/name"]) == 1
+    assert (cache / "hub" / "models--org--name").exists()
+    assert main.main(["rm", "org/name"]) == 0
+    assert not (cache / "hub" / "models--org--name").exists()
+    assert main.main(["rm", DEFAULT_MODEL, "--yes"]) == 0
+    assert not list(cache.glob("*.gguf"))
+
+
+def test_show_describes_a_file_without_its_weights(tmp_path, cache, capsys):
+    gguf_of(tiny_model("qwen2"), tmp_path / "tiny.gguf")
+    assert main.main(["show", str(tmp_path / "tiny.gguf"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["architecture"].startswith("Qwen2ForCausalLM: ")
+    assert "F32 100 %" in facts["weights"]
+    assert facts["chat template"].startswith("no")
+    assert "CPU kernels" in facts["computed by"]
+    assert main.main(["show", str(tmp_path / "tiny.gguf")]) == 0
+    assert {line.split("  ")[0] for line in capsys.readouterr().out.splitlines()} == set(facts)
+
+
+def test_show_downloads_nothing(cache, capsys):
+    for name in ("org/absent", DEFAULT_MODEL):
+        if name == DEFAULT_MODEL:
+            main.main(["rm", DEFAULT_MODEL, "--yes"])
+        assert main.main(["show", name]) == 1
+        assert "chairlift pull" in capsys.readouterr().err
+
+
+@contextmanager
+def server(status_after_stop="not loaded", requests=0):
+    """A server of two models, of which `chat` is loaded. Yields its address and the bodies that came."""
+    bodies = []
+    expires = (datetime.now(UTC) + timedelta(seconds=90.5)).isoformat()
+    loaded = {"name": "chat", "expires_at": expires, "requests": requests, "context_length": 4096, "size": 98_000_000}
+    models = [{"id": name, "root": root, "status": status} for name, root, status in MODELS]
+    answers = {
+        "/api/ps": {"models": [loaded]},
+        "/v1/models": {"data": models},
+        "/v1/models/chat": {"status": status_after_stop},
+    }
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(200, answers[self.path])
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            bodies.append((self.path, body))
+            if body["model"] in ("chat", "gpt"):
+                self.answer(200, {"model": "chat"})
+            else:
+                self.answer(404, {"error": "this server has 'chat', 'gpt', 'small'"})
+
+        def answer(self, status, body):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with local_server(Answer) as url:
+        yield url, bodies
+
+
+MODELS = [("chat", "chat", "loaded"), ("gpt", "chat", "loaded"), ("small", "small", "not loaded"), ("adapter", "chat", "loaded")]
+"""Names, models and states: a name that is an alias or an adapter is no line of its own."""
+
+
+def test_ps_lists_the_models_of_a_server(capsys):
+    with server() as (url, _):
+        assert main.main(["ps", "--url", url]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert main.main(["ps", "--url", url, "--json"]) == 0
+    assert lines[0].split("  ")[0] == "chat"
+    assert "98 MB, 4,096 tokens of context, 0 requests, unloaded after" in lines[0]
+    assert lines[1:] == ["small  not loaded"]
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["chat", "small"]
+
+
+@pytest.mark.parametrize(
+    ("status", "requests", "code", "words"),
+    [
+        ("not loaded", 0, 0, "chat is not loaded"),
+        ("loaded", 2, 0, "unloaded when its 2 requests have ended"),
+        ("loaded", 0, 1, "the server preloads it"),
+    ],
+)
+def test_stop_says_what_becomes_of_the_model(capsys, status, requests, code, words):
+    with server(status, requests) as (url, bodies):
+        assert main.main(["stop", "gpt", "--url", url]) == code
+    assert bodies == [("/api/generate", {"model": "gpt", "prompt": "", "keep_alive": 0})]
+    captured = capsys.readouterr()
+    assert words in captured.out + captured.err
+
+
+def test_stop_names_the_models_that_there_are(capsys):
+    with server() as (url, _):
+        assert main.main(["stop", "nothing", "--url", url]) == 1
+    assert "'small'" in capsys.readouterr().err
