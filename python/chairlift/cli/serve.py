@@ -118,6 +118,7 @@ async def _serve(
 ) -> int:
     from chairlift.engine.local_processes import local_processes, share_cores
     from chairlift.engine.replicated_engine import ReplicatedEngine
+    from chairlift.engine.service_exchange import exchanging
 
     # The processes import what loads models unless none of them is loaded.
     loading = next((spec.config for spec in specs if spec.config.load_format != "none"), specs[0].config)
@@ -136,6 +137,7 @@ async def _serve(
     async with AsyncExitStack() as stack:
         for process in processes:
             await stack.enter_async_context(process)
+        await stack.enter_async_context(exchanging(processes))
         if admin is not None:
             await stack.enter_async_context(serve_admin(admin, supervisor.admin()))
         status: int = await supervisor.run(listener, starting)
