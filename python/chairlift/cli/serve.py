@@ -133,7 +133,7 @@ async def _serve(
     from chairlift.server.admin import serve_admin  # the supervisor has imported it
 
     gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
-    supervisor = module.Supervisor(module.served_models(specs, engines, server), server, keys, tiers)
+    supervisor = module.Supervisor(module.served_models(specs, engines, server), server, keys, tiers, processes)
     async with AsyncExitStack() as stack:
         for process in processes:
             await stack.enter_async_context(process)

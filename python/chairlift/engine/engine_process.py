@@ -64,7 +64,7 @@ class EngineProcess:
         self._sharing: deque[asyncio.Future[dict[str, int]]] = deque()  # waiting for `ServiceShared`
         self._process: subprocess.Popen[bytes] | None = None
         self._exiting = False
-        self._answers = False  # whether the process reads its socket: not while it imports, nor while it loads its first engine
+        self._running: set[int] = set()  # the engines that are ready; without one the process may load another and not read its socket
         self._starting = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -121,7 +121,7 @@ class EngineProcess:
         Service is in microseconds of engine time divided by the tenant's weight. The first call returns nothing, and so does a process
         without engines. Raises what `Client.on_death` is told if the process ends.
         """
-        if not self._answers or self._exiting or self._process is None:
+        if not self._running or self._exiting or self._process is None:
             return {}
         shared: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         self._sharing.append(shared)
@@ -143,14 +143,14 @@ class EngineProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """Ends the process. Requests of its engines raise EngineClosed. May be called repeatedly."""
+        """Ends the process, at once if no engine is ready. Requests of its engines raise EngineClosed. May be called repeatedly."""
         process, self._process = self._process, None
         if process is None:
             return
         self._end(EngineClosed("the engine was closed"))
         reading, self._reading = self._reading, None
         try:
-            if self._answers:
+            if self._running:
                 self.write(0, Stop())
             else:
                 process.kill()
@@ -180,7 +180,8 @@ class EngineProcess:
 
         Must be called in the event loop's thread: the child is killed when the thread that started it ends.
         """
-        self._exiting = self._answers = False
+        self._exiting = False
+        self._running.clear()
         loop = asyncio.get_running_loop()
         self._heartbeat = Heartbeat(self.kill, lambda: self.pid is not None and is_stopped(self.pid))
         self._exit_watch = ExitWatch(loop, self._process_exits)
@@ -218,11 +219,14 @@ class EngineProcess:
                         if not shared.done():
                             shared.set_result(service)
                     case Unloaded():
+                        self._running.discard(number)
                         if (unloading := self._unloading.get(number)) is not None and not unloading.done():
                             unloading.set_result(None)
                     case _:
                         if isinstance(frame, Ready):
-                            self._on_ready(frame)
+                            self._on_ready(number, frame)
+                        elif isinstance(frame, Failed):
+                            self._running.discard(number)
                         if (client := self._clients.get(number)) is not None:
                             client.on_frame(frame)
         except OSError:
@@ -242,8 +246,8 @@ class EngineProcess:
         process.kill()
         self._end(death)
 
-    def _on_ready(self, frame: Ready) -> None:
-        self._answers = True
+    def _on_ready(self, number: int, frame: Ready) -> None:
+        self._running.add(number)
         self._exit_watch.watch(frame.sentinels)
         if self._watching is None:
             self._watching = asyncio.create_task(self._heartbeat.watch())

@@ -167,6 +167,8 @@ class ModelLoader:
         try:
             await self._keepers[model.name].start()
         except Exception as error:
+            if self._closed:
+                return  # the server has ended the engine
             logger.error("%s could not be loaded: %s: %s", model.name, type(error).__name__, error)
             now = time.monotonic()
             model.lifecycle.load_failed()

@@ -30,6 +30,7 @@ from chairlift.server.service import Service
 from chairlift.server.tiers import ServiceTiers
 
 if TYPE_CHECKING:
+    from chairlift.engine.engine_process import EngineProcess
     from chairlift.engine.replicated_engine import ReplicatedEngine
     from chairlift.server.model_specs import ModelSpec
     from chairlift.server.storage.storage import Storage
@@ -57,8 +58,11 @@ def _is_not_broken_pipe(record: logging.LogRecord) -> bool:
 class Supervisor:
     """Runs one server from start to shutdown."""
 
-    def __init__(self, models: Sequence[ServedModel], config: ServerConfig, keys: Keys, tiers: ServiceTiers) -> None:
-        self._config = config
+    def __init__(
+        self, models: Sequence[ServedModel], config: ServerConfig, keys: Keys, tiers: ServiceTiers, processes: Sequence[EngineProcess] = ()
+    ) -> None:
+        """`processes` are those of the models' engines, which end with the server."""
+        self._config, self._processes = config, processes
         self._service = Service(
             models,
             tiers,
@@ -135,6 +139,8 @@ class Supervisor:
             await asyncio.gather(*background, return_exceptions=True)
             if self._service.storage is not None:
                 self._service.storage.close()
+            # An engine that still loads would end only after that, its process ends at once.
+            await asyncio.gather(*(process.close() for process in self._processes))
             await self._service.loader.close()
             self._http.should_exit = True
             self._http.force_exit = self._force_stop.is_set()
