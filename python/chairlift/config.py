@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Real
 from typing import Any
 
@@ -239,6 +239,8 @@ class EngineConfig:
         _size,
         group="model",
     )
+    shared_max_model_len: bool = False
+    """Whether `max_model_len` is for all models of a server. It is no flag: a server sets it."""
     max_num_seqs: int | None = _flag(
         None,
         f"sequences in one step (default: {DEFAULT_SLOTS}, on a CUDA device {CUDA_SLOTS}; fewer where memory is short)",
@@ -468,6 +470,14 @@ class EngineConfig:
     def kernels_isa(self) -> str:
         """The CPU kernels' name of the instruction set: that of `cpu_isa`, and of `cpu_math` where tiles multiply."""
         return "amx-bf16" if self.cpu_isa == "amx" and self.cpu_math == "fast" else self.cpu_isa
+
+    def for_positions(self, positions: int) -> EngineConfig:
+        """Returns the settings of a model that was made for so many positions.
+
+        A `max_model_len` for all models of a server is left out where this model was made for fewer.
+        """
+        too_long = self.shared_max_model_len and self.max_model_len is not None and self.max_model_len > positions
+        return replace(self, max_model_len=None) if too_long else self
 
     @property
     def slots(self) -> int:

@@ -43,3 +43,11 @@ def test_the_rust_kernels_are_refused_where_they_cannot_run(directory, settings)
 def test_the_start_table_says_that_the_flag_chose_the_code(directory, runner, code):
     made = build_runner(EngineConfig(device="cpu", runner=runner, num_kv_blocks=10), directory)
     assert tuple(made.decisions[0]) == ("code", code, "--runner says so")
+
+
+def test_a_context_length_for_all_models_is_not_used_by_one_that_was_made_for_less(directory):
+    positions = load_shape(directory).max_position_embeddings
+    settings = {"device": "cpu", "num_kv_blocks": 1000, "max_model_len": positions + 1}
+    with pytest.raises(InvalidSetting, match=f"made for {positions} positions"):
+        build_runner(EngineConfig(**settings), directory)
+    assert build_runner(EngineConfig(**settings, shared_max_model_len=True), directory).max_model_len == positions

@@ -38,6 +38,19 @@ def test_a_file_has_a_table_for_each_model(tmp_path):
     assert (small.name, small.keep_alive, small.preload, small.config.enable_prefix_caching) == ("org/small", None, True, False)
 
 
+def test_a_context_length_on_the_command_line_is_for_all_models(tmp_path):
+    common = EngineConfig(max_model_len=8192)
+    specs = named_models(["a=./a", "b=./b"], common, ServerConfig())
+    assert [spec.config.for_positions(512).max_model_len for spec in specs] == [None, None]
+    assert [spec.config.for_positions(8192).max_model_len for spec in specs] == [8192, 8192]
+    file = tmp_path / "models.toml"
+    file.write_text(GOOD)
+    chat, small = read_models(str(file), common, ServerConfig())
+    # What a table or the only model of a server sets is not changed, and refused when the model is loaded.
+    assert (chat.config.for_positions(512).max_model_len, small.config.for_positions(512).max_model_len) == (4000, None)
+    assert single_model("./a", common, ServerConfig()).config.for_positions(512).max_model_len == 8192
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -5,6 +5,7 @@ import os
 import signal
 
 import fake_engine
+import httpx
 import pytest
 from async_engine import GUARD, until
 
@@ -31,7 +32,7 @@ def make(monkeypatch, tmp_path):
     monkeypatch.setattr("chairlift.engine.engine_process.STOP_SECONDS", 3600.0)
     fake_engine.fake(monkeypatch)
 
-    def server(first):
+    def server(first, **settings):
         process = EngineProcess()
         seeds = {"quick": 0, "slow": GATED}
         states = {name: ModelState.STARTING if name == first else ModelState.UNLOADED for name in seeds}
@@ -39,7 +40,7 @@ def make(monkeypatch, tmp_path):
             ServedModel(name, ReplicatedEngine(EngineConfig(seed=seed), [process]), keep_alive=300.0, lifecycle=Lifecycle(states[name]))
             for name, seed in seeds.items()
         ]
-        return Supervisor(models, ServerConfig(), Keys(), ServiceTiers(), [process]), models, process
+        return Supervisor(models, ServerConfig(**settings), Keys(), ServiceTiers(), [process]), models, process
 
     yield server
     gate.unlink()
@@ -49,21 +50,19 @@ async def reaches(model, state):
     await until(lambda: model.lifecycle.state is state)
 
 
-@pytest.mark.parametrize("before", ["nothing", "a model that is loaded", "a model that was unloaded"])
-def test_a_signal_while_a_model_loads_ends_the_server_at_once(make, before, caplog):
+@pytest.mark.parametrize(("first", "limit"), [("slow", None), ("quick", None), ("quick", 1)], ids=["alone", "beside one", "in its place"])
+def test_a_signal_while_a_model_loads_ends_the_server_at_once(make, first, limit, caplog):
     async def main():
-        server, (quick, slow), process = make("slow" if before == "nothing" else "quick")
-        loader = server._service.loader
+        server, (quick, slow), process = make(first, max_loaded_models=limit)
         with open_port("127.0.0.1", 0) as listener:
             running = asyncio.create_task(server.run(listener))
             async with asyncio.timeout(GUARD):
-                if before != "nothing":
+                if first == "quick":
                     await reaches(quick, ModelState.READY)
-                    if "unloaded" in before:
-                        loader.unload(quick)
-                        await until(lambda: not process._running)
-                    loader.load(slow)
-                await reaches(slow, ModelState.LOADING if before != "nothing" else ModelState.STARTING)
+                    transport = httpx.ASGITransport(server.admin())
+                    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as admin:
+                        assert (await admin.post("/models/load", json={"model": "slow"})).status_code == 202
+                    await reaches(slow, ModelState.LOADING)
                 await until(lambda: slow.engine.alive)
                 os.kill(os.getpid(), signal.SIGINT)
                 assert await running == 0

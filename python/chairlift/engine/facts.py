@@ -26,7 +26,12 @@ def start_facts(config: EngineConfig, directory: Path, runner: Runner, eos: Sequ
 
     `sampling` is the checkpoint's recommended sampling.
     """
-    decisions = (*runner.decisions, *_speculation_decision(config, runner), _sampling_decision(config, sampling))
+    decisions = (
+        *runner.decisions,
+        *_context_decision(config, runner),
+        *_speculation_decision(config, runner),
+        _sampling_decision(config, sampling),
+    )
     return {
         "model": config.model,
         # An encoder's sequences have one token more than their texts, which is not computed.
@@ -79,6 +84,13 @@ def warn_of_short_context(config: EngineConfig, facts: Mapping[str, Any]) -> Non
     else:
         remedy = "free some memory, or choose a smaller model"
     log.warning("the KV cache holds only %d tokens, which limits prompt and output together: %s", context, remedy)
+
+
+def _context_decision(config: EngineConfig, runner: Runner) -> list[tuple[str, str, str]]:
+    limit = runner.model_config.max_position_embeddings
+    if config.for_positions(limit) is config:
+        return []
+    return [("--max-model-len", "not used", f"{config.max_model_len} is for all models, and this one was made for {limit} tokens")]
 
 
 def _speculation_decision(config: EngineConfig, runner: Runner) -> list[tuple[str, str, str]]:

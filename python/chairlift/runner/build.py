@@ -79,6 +79,7 @@ def build_runner(
     processes = config.tensor_parallel_size
     device = _choose_device(config.device, processes)
     whole = load_shape(directory, in_torch=processes > 1 or device.value != "cpu" or config.runner == "torch")
+    config = config.for_positions(whole.max_position_embeddings)
     sharing = processes if device.value == "cpu" else 1  # processes that share this machine's cores and memory
     threads = choose_threads(config.threads, sharing)
     config = replace(config, device=device.value, threads=int(threads.value), swap_space=config.swap_space // processes)

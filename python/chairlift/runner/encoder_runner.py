@@ -47,6 +47,7 @@ class EncoderRunner:
         began = time.perf_counter()
         self.model_config: ModelShape = model
         self.pooling: str | None = model.pooling
+        config = config.for_positions(model.max_position_embeddings)
         self.longest = _longest(config, directory, model)
         threads = choose_threads(config.threads, 1)
         precision = decide(config, model, available_memory())

@@ -39,6 +39,7 @@ class NullRunner:
     def __init__(self, config: EngineConfig, directory: Path, ends: frozenset[int]) -> None:
         """Reads the model's config; `ends` are tokens that are never returned. Raises ModelNotFound or UnsupportedModel."""
         self.model_config = load_shape(directory)
+        config = config.for_positions(self.model_config.max_position_embeddings)
         self.max_model_len = config.max_model_len or self.model_config.max_position_embeddings
         if config.num_kv_blocks is not None:
             self.max_model_len = min(self.max_model_len, config.num_kv_blocks * config.block_size)

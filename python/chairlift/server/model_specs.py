@@ -60,6 +60,7 @@ def named_models(texts: Sequence[str], config: EngineConfig, server: ServerConfi
     for text in texts:
         name, path = _split(text)
         names.setdefault(path, []).append(name)
+    config = replace(config, shared_max_model_len=True)
     specs = [_spec(names[0], path, config, server, aliases=tuple(names[1:])) for path, names in names.items()]
     return _checked(specs, server)
 
@@ -108,7 +109,8 @@ def read_models(file: str, config: EngineConfig, server: ServerConfig) -> list[M
 def _table_spec(name: str, settings: dict[str, Any], config: EngineConfig, server: ServerConfig) -> ModelSpec:
     engine = {key: value for key, value in settings.items() if key in _ENGINE_FIELDS}
     own = {key: value for key, value in settings.items() if key not in engine and key != "path"}
-    return _spec(name, settings["path"], replace(config, **engine), server, **own)
+    config = replace(config, **engine, shared_max_model_len="max_model_len" not in engine)
+    return _spec(name, settings["path"], config, server, **own)
 
 
 def _spec(name: str, path: str, config: EngineConfig, server: ServerConfig, **own: Any) -> ModelSpec:
