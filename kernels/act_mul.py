@@ -1,25 +1,41 @@
-"""The activation of a gated MLP on the GPU: activation(gate) * up."""
+"""The activation of a gated MLP on the GPU: activation(gate) * up, optionally rounded to 8 bits."""
 
 # Triton has no types: mypy checks only the launchers.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,arg-type"
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import triton.language as tl
 from torch.nn import functional
 
 from chairlift.kernels.cached_launch import jit
+from chairlift.kernels.quantise_rows import LARGEST, rounded_rows, store_rounded
 
 BLOCK = 1024
 """Columns per program: 8 per lane of its 4 warps, which are 16 bytes in half precision."""
+
+MAX_WARPS = 16
+"""Warps of a program that has a whole row."""
 
 ROOT = 0.7978845608028654
 """The square root of 2 / pi."""
 
 
 @jit()
-def _act_mul_kernel(out_ptr, gate_up_ptr, columns, root: tl.constexpr, gelu: tl.constexpr, block: tl.constexpr):
+def _act_mul_kernel(
+    out_ptr,
+    scale_ptr,
+    gate_up_ptr,
+    columns,
+    root: tl.constexpr,
+    gelu: tl.constexpr,
+    least: tl.constexpr,
+    largest: tl.constexpr,
+    block: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * block + tl.arange(0, block)
     mask = offsets < columns
@@ -27,19 +43,35 @@ def _act_mul_kernel(out_ptr, gate_up_ptr, columns, root: tl.constexpr, gelu: tl.
     up = tl.load(gate_up_ptr + row * 2 * columns + columns + offsets, mask=mask, other=0.0).to(tl.float32)
     # 1 + tanh(u) is twice the sigmoid of 2u, which does not overflow.
     weight = tl.sigmoid(2 * root * (gate + 0.044715 * gate * gate * gate)) if gelu else tl.sigmoid(gate)
-    tl.store(out_ptr + row * columns + offsets, (gate * weight * up).to(out_ptr.dtype.element_ty), mask=mask)
+    # Rounded to the dtype of the gates first, so that 8 bits equal those of two separate operations.
+    product = (gate * weight * up).to(gate_up_ptr.dtype.element_ty)
+    if scale_ptr is not None:
+        store_rounded(out_ptr, scale_ptr, row, columns, offsets, product.to(tl.float32), least, largest)
+    else:
+        tl.store(out_ptr + row * columns + offsets, product, mask=mask)
 
 
-def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+@overload
+def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor: ...
+@overload
+def act_mul(gate_up: torch.Tensor, activation: str, *, least: float) -> tuple[torch.Tensor, torch.Tensor]: ...
+def act_mul(gate_up: torch.Tensor, activation: str, *, least: float | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Maps contiguous gate_up [rows, 2 * columns] to activation(gate) * up [rows, columns].
 
-    The activation is silu or gelu_tanh (GELU's tanh approximation).
+    The activation is silu or gelu_tanh (GELU's tanh approximation). With `least`, returns what `quantise_rows` makes of the result.
     """
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, columns)
-    grid = (rows, -(-columns // BLOCK))
-    _act_mul_kernel[grid](out, gate_up, columns, root=ROOT, gelu=activation == "gelu_tanh", block=BLOCK, num_warps=4)
-    return out
+    if least is None:
+        out, scale, block, warps = gate_up.new_empty(rows, columns), None, BLOCK, 4
+    else:
+        # The scale needs the whole row.
+        (out, scale), block = rounded_rows(gate_up, rows, columns), 1 << (columns - 1).bit_length()
+        warps = min(max(block // 256, 1), MAX_WARPS)
+    grid, gelu = (rows, -(-columns // block)), activation == "gelu_tanh"
+    _act_mul_kernel[grid](
+        out, scale, gate_up, columns, root=ROOT, gelu=gelu, least=least, largest=LARGEST, block=block, num_warps=warps
+    )
+    return out if scale is None else (out, scale)
 
 
 def act_mul_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -2,7 +2,9 @@ import pytest
 import torch
 from interpreted import DTYPES, assert_close
 
+from chairlift.kernels.quantise_rows import quantise_rows
 from chairlift.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from chairlift.layers.linear import MIN_ABSMAX
 
 pytestmark = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -38,3 +40,23 @@ def test_a_row_has_the_same_bits_alone(dtype):
     whole = add_rms_norm(x, residual.clone(), x[0], 1e-5, inner=x[1])
     assert torch.equal(whole[2:3], add_rms_norm(x[2:3], residual[2:3].clone(), x[0], 1e-5, inner=x[1]))
     assert torch.equal(rms_norm(x, x[0], 1e-5)[2:3], rms_norm(x[2:3], x[0], 1e-5))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (4, 577)])
+def test_rounded_rows_are_those_of_two_kernels(shape, dtype):
+    generator = torch.Generator().manual_seed(3)
+    x, residual = (torch.randn(2, *shape, generator=generator) * 3).to(dtype).unbind(0)
+    weight, inner = torch.randn(2, shape[-1], generator=generator).unbind(0)
+    # A row of zeros has a scale too.
+    x[0], residual[0] = 0, 0
+    for settings in ({}, {"inner": inner}):
+        mine, theirs = residual.clone(), residual.clone()
+        found = add_rms_norm(x, mine, weight, 1e-5, **settings, least=MIN_ABSMAX)
+        assert_same(found, quantise_rows(add_rms_norm(x, theirs, weight, 1e-5, **settings), MIN_ABSMAX))
+        assert torch.equal(mine, theirs)
+    assert_same(rms_norm(x, weight, 1e-5, least=MIN_ABSMAX), quantise_rows(rms_norm(x, weight, 1e-5), MIN_ABSMAX))
+
+
+def assert_same(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(found[1], expected[1])

@@ -7,6 +7,8 @@ from fake_driver import record_launches  # noqa: E402
 from offline import compiled  # noqa: E402, F401 (skips where kernels cannot be compiled)
 
 from chairlift.kernels import act_mul, quantised_linear, rms_norm  # noqa: E402
+from chairlift.kernels.quantise_rows import LARGEST  # noqa: E402
+from chairlift.layers.linear import MIN_ABSMAX  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -18,13 +20,15 @@ def test_a_remembered_launch_is_that_of_triton(monkeypatch):
     monkeypatch.setattr(triton.JITFunction, "run", lambda *given, **named: dispatched.append(given[0]) or dispatch(*given, **named))
     row = torch.empty(3 * 512 + 1, dtype=torch.bfloat16)
     x, odd, weight = row[:-1].view(3, 512), row[1:].view(3, 512), torch.empty(512, dtype=torch.bfloat16)
-    arguments = [(x, x, weight, None, None, 1e-6, 512), (x, odd, weight, None, None, 1e-6, 512), (x, x, weight, x, None, 1e-6, 512)]
-    arguments += [(x, x, weight.float(), None, None, 1e-6, 512), (x, x, weight, None, None, 1e-6, 511)]
+    rounded, scale = torch.empty(3, 512, dtype=torch.float8_e4m3fn), torch.empty(3, 1)
+    whole, odd_x = (x, None, x, weight, None, None, 1e-6, 512), (x, None, odd, weight, None, None, 1e-6, 512)
+    arguments = [whole, odd_x, (x, None, x, weight, x, None, 1e-6, 512), (x, None, x, weight.float(), None, None, 1e-6, 512)]
+    arguments += [(x, None, x, weight, None, None, 1e-6, 511), (rounded, scale, x, weight, None, None, 1e-6, 512)]
     launches = record_launches(monkeypatch)
     for given in arguments:
         dispatched.clear()
         for kernel in (theirs, rms_norm._rms_norm_kernel, rms_norm._rms_norm_kernel):
-            kernel[(3,)](*given, block=512, num_warps=2)
+            kernel[(3,)](*given, least=MIN_ABSMAX, largest=LARGEST, block=512, num_warps=2)
         # Triton has dispatched the second only once.
         assert dispatched == [theirs, rms_norm._rms_norm_kernel]
         first, *others = launches[-3:]

@@ -29,36 +29,63 @@ def assert_wide(made: Compiled) -> None:
     assert set(made.loads) == set(made.stores) == {16}
 
 
+WHOLE = {"least": None, "largest": quantise_rows.LARGEST}
+ROUNDING = WHOLE | {"least": 1e-12}
+"""Constants of kernels that can round what they write, and do not or do."""
+
+
+def assert_rounds(made: Compiled) -> None:
+    """No lane loads less than 16 bytes at once, and it stores at least 8 values of 8 bits."""
+    assert made.spilled == 0
+    assert set(made.loads) == {16}
+    assert made.stores[8] + made.stores[16] > 0
+
+
 @pytest.mark.parametrize(
     ("columns", "warps", "weight", "residual", "inner"),
     [(4096, 16, "bf16", False, False), (4096, 16, "bf16", True, False), (576, 4, "bf16", True, False), (3584, 16, "fp32", True, True)],
     ids=["alone", "with a sum", "smollm2", "gemma-2"],
 )
-def test_rms_norm(columns, warps, weight, residual, inner):
+@pytest.mark.parametrize("rounds", [False, True])
+def test_rms_norm(columns, warps, weight, residual, inner, rounds):
     made = compiled(
         rms_norm._rms_norm_kernel,
         {
-            "out_ptr": "*bf16:16",
+            "out_ptr": "*fp8e4nv:16" if rounds else "*bf16:16",
+            "scale_ptr": "*fp32:16" if rounds else None,
             "x_ptr": "*bf16:16",
             "weight_ptr": f"*{weight}:16",
             "residual_ptr": "*bf16:16" if residual else None,
             "inner_ptr": f"*{weight}:16" if inner else None,
             "eps": "fp32",
             "columns": "i32:16",
+            **(ROUNDING if rounds else WHOLE),
             "block": next_power_of_2(columns),
         },
         num_warps=warps,
     )
-    assert_wide(made)
+    if rounds:
+        assert_rounds(made)
+    else:
+        assert_wide(made)
     assert made.registers <= 64
 
 
 @pytest.mark.parametrize("gelu", [False, True])
 def test_act_mul(gelu):
-    pointers = {"out_ptr": "*bf16:16", "gate_up_ptr": "*bf16:16", "columns": "i32:16"}
-    made = compiled(act_mul._act_mul_kernel, pointers | {"root": act_mul.ROOT, "gelu": gelu, "block": act_mul.BLOCK})
+    pointers = {"out_ptr": "*bf16:16", "scale_ptr": None, "gate_up_ptr": "*bf16:16", "columns": "i32:16"}
+    made = compiled(act_mul._act_mul_kernel, pointers | {"root": act_mul.ROOT, "gelu": gelu, **WHOLE, "block": act_mul.BLOCK})
     assert_wide(made)
     assert made.registers <= 40
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("columns", [1536, 14336, 28672])
+def test_act_mul_of_rows_that_are_rounded(columns, capability):
+    arguments = {"out_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "gate_up_ptr": "*bf16:16", "columns": "i32:16"}
+    arguments |= {"root": act_mul.ROOT, "gelu": True, **ROUNDING, "block": next_power_of_2(columns)}
+    warps = min(next_power_of_2(columns) // 256, act_mul.MAX_WARPS)
+    assert_rounds(compiled(act_mul._act_mul_kernel, arguments, capability=capability, num_warps=warps))
 
 
 STRIDES = dict.fromkeys((f"{part}_{stride}" for part in ("keys", "values") for stride in ("block", "head", "offset")), "i32:16")
@@ -125,11 +152,7 @@ def test_resolve():
 def test_quantise_rows():
     columns = 4096
     arguments = {"numbers_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "x_ptr": "*bf16:16", "columns": "i32:16"}
-    arguments |= {"least": 1e-12, "largest": 448.0, "block": columns}
-    made = compiled(quantise_rows._quantise_rows_kernel, arguments, num_warps=16)
-    assert made.spilled == 0
-    assert set(made.loads) == {16}
-    assert made.stores[8] > 0
+    assert_rounds(compiled(quantise_rows._quantise_rows_kernel, arguments | ROUNDING | {"block": columns}, num_warps=16))
 
 
 WEIGHTS = {"int8": ("*i8:16", "*fp32:16", 0), "fp8": ("*u8:16", "*fp32:16", 128), "int4": ("*u8:16", "*fp16:16", 128)}

@@ -37,6 +37,18 @@ Weight = torch.Tensor | Quantised
 """The weight [out, in] of a linear layer."""
 
 
+class Rounded(NamedTuple):
+    """Rows of activations in fp8: e4m3 numbers [rows, columns] times a scale of each row, fp32 [rows, 1]. `dtype` was theirs before."""
+
+    numbers: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+
+
+Activations = torch.Tensor | Rounded
+"""The input [rows, in] of a linear layer."""
+
+
 def quantise(x: torch.Tensor, quantization: str) -> Quantised:
     """Rounds the matrix x to a quantization of QUANTIZATIONS. Each row is scaled so that its largest magnitude is the dtype's."""
     dtype, largest = QUANTIZATIONS[quantization]
@@ -56,6 +68,17 @@ def dequantise(weight: Quantised, dtype: torch.dtype) -> torch.Tensor:
     if zero is not None:
         numbers = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1).float() - per_column(zero)
     return (numbers.float() * per_column(scale)).to(dtype)
+
+
+def round_rows(x: torch.Tensor) -> Rounded:
+    """Rounds each row of activations to fp8 with its own scale, in one launch on a GPU."""
+    if x.is_cuda:
+        # triton is only installed for GPUs.
+        from chairlift.kernels.quantise_rows import quantise_rows
+
+        return Rounded(*quantise_rows(x.contiguous(), MIN_ABSMAX), x.dtype)
+    numbers, scale, *_ = quantise(x, "fp8")
+    return Rounded(numbers, scale, x.dtype)
 
 
 def stack(parts: Sequence[Weight]) -> Weight:
@@ -85,32 +108,24 @@ class Linear:
     """
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, rounds_activations: bool = False) -> None:
-        self.weight, self.bias, self._rounds_activations = weight, bias, rounds_activations
+        self.weight, self.bias, self.rounds_activations = weight, bias, rounds_activations and isinstance(weight, Quantised)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps [rows, in] to [rows, out]."""
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """Maps [rows, in] to [rows, out]. Takes rounded activations only if it `rounds_activations`."""
         weight = self.weight
+        if self.rounds_activations:
+            assert isinstance(weight, Quantised)
+            rounded, scale, dtype = x if isinstance(x, Rounded) else round_rows(x)
+            product = torch._scaled_mm(rounded, weight.numbers.t(), scale_a=scale, scale_b=weight.scale.t(), out_dtype=dtype)
+            return product if self.bias is None else product.add_(self.bias)
+        assert isinstance(x, torch.Tensor)
         if isinstance(weight, torch.Tensor):
             return functional.linear(x, weight, self.bias)
-        if self._rounds_activations:
-            rounded, scale, *_ = _rounded(x)
-            product = torch._scaled_mm(rounded, weight.numbers.t(), scale_a=scale, scale_b=weight.scale.t(), out_dtype=x.dtype)
-            return product if self.bias is None else product.add_(self.bias)
         if not x.is_cuda:
             return functional.linear(x, dequantise(weight, x.dtype), self.bias)
-        # triton is only installed for GPUs.
-        from chairlift.kernels import dequantise as dequantising
+        from chairlift.kernels import dequantise as dequantising  # as above
         from chairlift.kernels import quantised_linear as multiplying
 
         if len(x) <= multiplying.MAX_ROWS:
             return multiplying.quantised_linear(x, *weight, self.bias)
         return functional.linear(x, dequantising.dequantise(*weight, x.shape[1], x.dtype), self.bias)
-
-
-def _rounded(x: torch.Tensor) -> Quantised:
-    """The activations in fp8, in one launch on a GPU."""
-    if x.is_cuda:
-        from chairlift.kernels.quantise_rows import quantise_rows  # as above
-
-        return Quantised(*quantise_rows(x.contiguous(), MIN_ABSMAX))
-    return quantise(x, "fp8")

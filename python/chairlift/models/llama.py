@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.activation import act_mul
 from chairlift.layers.attention import AttentionPlan, Scales, paged_attention
-from chairlift.layers.linear import Linear, Weight, quantise, stack
+from chairlift.layers.linear import Activations, Linear, Weight, quantise, stack
 from chairlift.layers.norm import add_rms_norm, rms_norm
 from chairlift.layers.rope import rope_write, rotations
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
@@ -71,6 +72,8 @@ class Llama:
         before = [f"model.layers.{index}.input_layernorm.weight" for index in range(config.num_layers)]
         self.norm, *after = (_norm(config, weights, name) for name in (*before, "model.norm.weight"))
         self.layers = [_Layer(config, index, weights, norm, group, quantization) for index, norm in enumerate(after)]
+        for layer, following in pairwise(self.layers):
+            layer.next_rounds = following.qkv.rounds_activations
         self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
         ropes = {config.rope, config.local_rope}
         device = self.embedding.device
@@ -82,9 +85,11 @@ class Llama:
         if self.scale != 1:
             residual.mul_(self.scale)
         rotation = {rope: rotations(batch.positions, frequencies) for rope, frequencies in self.frequencies.items()}
-        x = rms_norm(residual, self.norm, self.eps)
+        x: Activations = rms_norm(residual, self.norm, self.eps, rounds=self.layers[0].qkv.rounds_activations)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x = layer.forward(x, residual, rotation[layer.rope], layer_cache, batch.attention)
+        # No `next_rounds` is set in the last layer.
+        assert isinstance(x, torch.Tensor)
         return x
 
     def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -140,25 +145,30 @@ class _Layer:
         self.mlp_norm = norm("post_feedforward_layernorm") if config.post_norms else None
         self.norm = norm("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm")
         self.next_norm = next_norm
+        self.next_rounds = False
+        """Whether the next layer's first product rounds its input."""
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Activations,
         residual: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
         cache: LayerCache,
         plan: AttentionPlan,
-    ) -> torch.Tensor:
+    ) -> Activations:
         """Adds this layer's output for the normalised input x to `residual` [T, hidden]; returns the next layer's normalised input."""
         keys, values = cache
-        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        qkv = self.qkv(x).view(len(residual), -1, self.head_dim)
         # Keys and values are written before attention, which reads this step's keys from the cache.
         scales = self.scales if keys.dtype == torch.float8_e4m3fn else None
         query = rope_write(qkv, rotation, keys, values, plan, norms=self.qk_norms, eps=self.eps, scales=scales)
-        x = paged_attention(query, keys, values, plan, window=self.window, scale=self.scale, softcap=self.softcap, scales=scales)
-        x = add_rms_norm(self.group.all_reduce(self.output(x.flatten(1))), residual, self.norm, self.eps, inner=self.attention_norm)
-        x = self.group.all_reduce(self.down(act_mul(self.gate_up(x), self.activation)))
-        return add_rms_norm(x, residual, self.next_norm, self.eps, inner=self.mlp_norm)
+        mixed = paged_attention(query, keys, values, plan, window=self.window, scale=self.scale, softcap=self.softcap, scales=scales)
+        mixed = self.group.all_reduce(self.output(mixed.flatten(1)))
+        # A kernel whose result only a product in fp8 reads rounds it.
+        x = add_rms_norm(mixed, residual, self.norm, self.eps, inner=self.attention_norm, rounds=self.gate_up.rounds_activations)
+        x = act_mul(self.gate_up(x), self.activation, rounds=self.down.rounds_activations)
+        summed = self.group.all_reduce(self.down(x))
+        return add_rms_norm(summed, residual, self.next_norm, self.eps, inner=self.mlp_norm, rounds=self.next_rounds)
 
 
 def _norm(config: ModelConfig, weights: WeightSource, name: str) -> torch.Tensor:
