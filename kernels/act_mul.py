@@ -68,9 +68,7 @@ def act_mul(gate_up: torch.Tensor, activation: str, *, least: float | None = Non
         (out, scale), block = rounded_rows(gate_up, rows, columns), 1 << (columns - 1).bit_length()
         warps = min(max(block // 256, 1), MAX_WARPS)
     grid, gelu = (rows, -(-columns // block)), activation == "gelu_tanh"
-    _act_mul_kernel[grid](
-        out, scale, gate_up, columns, root=ROOT, gelu=gelu, least=least, largest=LARGEST, block=block, num_warps=warps
-    )
+    _act_mul_kernel[grid](out, scale, gate_up, columns, root=ROOT, gelu=gelu, least=least, largest=LARGEST, block=block, num_warps=warps)
     return out if scale is None else (out, scale)
 
 

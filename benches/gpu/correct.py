@@ -226,6 +226,32 @@ def combine(run: common.Run, checks: Checks) -> None:
         checks.check("combine" + (", sinks" if sinks is not None else ""), kernel, reference, TOLERANCES["float32"], "float32")
 
 
+def _rounded_layers(run: common.Run, checks: Checks, dtype: Any, x: Any, weight: Any) -> None:
+    """Kernels that round what they write to fp8, beside two kernels. A number may be off by one step, of 32 at most."""
+    import torch
+
+    from chairlift.kernels import act_mul, rms_norm
+    from chairlift.kernels.quantise_rows import quantise_rows
+    from chairlift.layers.linear import MIN_ABSMAX
+
+    if not run.dry and torch.cuda.get_device_capability() < (8, 9):
+        return
+    name = str(dtype).removeprefix("torch.")
+    ways: dict[str, Callable[..., Any]] = {
+        "rms_norm": lambda **rounding: rms_norm.rms_norm(x, weight, 1e-5, **rounding),
+        "add_rms_norm": lambda **rounding: rms_norm.add_rms_norm(x, x.clone(), weight, 1e-5, **rounding),
+        "act_mul": lambda **rounding: act_mul.act_mul(x, "silu", **rounding),
+    }
+    for what, way in ways.items():
+        checks.check(
+            f"{what} in fp8",
+            lambda way=way: way(least=MIN_ABSMAX),
+            lambda way=way: quantise_rows(way(), MIN_ABSMAX),
+            32 / 448,
+            name,
+        )
+
+
 def layers(run: common.Run, checks: Checks) -> None:
     """All that is not attention nor sampling."""
     import torch
@@ -272,6 +298,7 @@ def layers(run: common.Run, checks: Checks) -> None:
                     tolerance,
                     name,
                 )
+        _rounded_layers(run, checks, dtype, normal(rows, 4096).to(dtype), normal(4096))
         forms = [dtype] if run.dry else [dtype, torch.float8_e4m3fn]
         for heads, kv_heads, dim, normed in ((4, 2, 16, True),) if run.dry else ((32, 8, 128, False), (7, 7, 80, True), (9, 3, 256, True)):
             for kv in forms:

@@ -303,6 +303,56 @@ def layers(run: common.Run, copied: float) -> None:
     line("copy_blocks, 32 of 2 MiB", 512, 32 * words * 2 * 2, [lambda: copy_blocks.copy_blocks(blocks, pairs)])
 
 
+def eight_bits(run: common.Run, copied: float) -> None:
+    """Products in fp8 (W8A8) beside those in 16 bits, and what rounds their inputs beside two kernels. `of copy` counts what products read."""
+    import torch
+    from torch.nn import functional
+
+    from chairlift.kernels import act_mul, quantise_rows, rms_norm
+    from chairlift.layers.linear import MIN_ABSMAX, Linear, quantise, round_rows
+
+    if not run.dry and torch.cuda.get_device_capability() < (8, 9):
+        run.say("Products in fp8: the card has none.")
+        return
+    half = torch.float16 if run.dry else torch.bfloat16
+    hidden, inner = (64, 96) if run.dry else (HIDDEN, INNER)
+    norm = torch.ones(hidden, device=run.device, dtype=half)
+
+    def line(name: str, tokens: int, size: float, ours: list[Any], theirs: list[Any]) -> None:
+        with run.tried(f"{name}, {tokens} tokens", 60):
+            seconds = common.time_calls(run, ours)
+            row = {"in fp8": name, "tokens": tokens, "us": seconds * 1e6, "of copy": size / seconds / copied}
+            row = run.row("Products in 8 bits", row)
+            other = common.time_calls(run, theirs)
+            row |= {"other us": other * 1e6, "other / ours": other / seconds}
+
+    for tokens in (2,) if run.dry else (1, 64, 256, 2048):
+        if not run.fits(f"8 bits, {tokens} tokens", 15):
+            break
+        size = 3 * tokens * hidden
+        xs = [torch.randn(tokens, hidden, device=run.device).to(half) for _ in range(common.copies(run, size))]
+        ours: list[Any] = [lambda x=x: rms_norm.rms_norm(x, norm, 1e-5, least=MIN_ABSMAX) for x in xs]
+        theirs: list[Any] = [lambda x=x: quantise_rows.quantise_rows(rms_norm.rms_norm(x, norm, 1e-5), MIN_ABSMAX) for x in xs]
+        line("rms_norm that rounds", tokens, size, ours, theirs)
+        size = 5 * tokens * inner
+        gates = [torch.randn(tokens, 2 * inner, device=run.device).to(half) for _ in range(common.copies(run, size))]
+        ours = [lambda g=g: act_mul.act_mul(g, "silu", least=MIN_ABSMAX) for g in gates]
+        theirs = [lambda g=g: quantise_rows.quantise_rows(act_mul.act_mul(g, "silu"), MIN_ABSMAX) for g in gates]
+        line("act_mul that rounds", tokens, size, ours, theirs)
+        del gates
+        if run.dry:
+            continue
+        size = hidden * inner
+        weights = [torch.randn(inner, hidden, device=run.device).to(half) for _ in range(common.copies(run, size))]
+        linears = [Linear(quantise(weight, "fp8"), rounds_activations=True) for weight in weights]
+        rows = round_rows(xs[0])
+        ours = [lambda f=f, r=rows: f(r) for f in linears]
+        theirs = [lambda w=w, x=xs[0]: functional.linear(x, w) for w in weights]
+        line("W8A8 product", tokens, size, ours, theirs)
+        del weights, linears, xs
+        common.free()
+
+
 def _rope_in_torch(qkv: Any, cosines: Any, sines: Any, keys: Any, values: Any, slots: Any) -> Any:
     """In the dtype of the model, as transformers does, and an index to store."""
     import torch
@@ -377,7 +427,13 @@ def main() -> None:
     run = common.begin("kernels", __doc__ or "", 8.5)
     with run.tried("the ceilings"):
         copied, computed = common.ceilings(run)
-        for part, given, seconds in ((decode, copied, 300), (prefill, computed, 90), (layers, copied, 90), (sampling, copied, 60)):
+        for part, given, seconds in (
+            (decode, copied, 300),
+            (prefill, computed, 90),
+            (layers, copied, 90),
+            (sampling, copied, 60),
+            (eight_bits, copied, 60),
+        ):
             if run.fits(part.__name__, 20):
                 with run.tried(part.__name__, seconds):
                     part(run, given)
