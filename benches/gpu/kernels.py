@@ -304,7 +304,7 @@ def layers(run: common.Run, copied: float) -> None:
 
 
 def eight_bits(run: common.Run, copied: float) -> None:
-    """Products in fp8 (W8A8) beside those in 16 bits, and what rounds their inputs beside two kernels. `of copy` counts what products read."""
+    """Products in fp8 (W8A8) beside those in 16 bits, and the kernels that round their inputs beside two kernels each."""
     import torch
     from torch.nn import functional
 
