@@ -74,6 +74,8 @@ def test_only_weights_that_are_quantised_alike_are_stacked():
         both = stack([one, one])
         assert both.columns == INS
         assert torch.equal(both.numbers.float(), torch.cat([one.numbers.float()] * 2))
-    for others in ((weight, int8), (int8, fp8), (int4, int8), (int4, int4._replace(group=16))):
+    ordered, other = (int4._replace(order=torch.randperm(INS, generator=torch.Generator().manual_seed(seed))) for seed in (0, 1))
+    assert torch.equal(stack([ordered, ordered]).order, ordered.order)
+    for others in ((weight, int8), (int8, fp8), (int4, int8), (int4, int4._replace(group=16)), (int4, ordered), (ordered, other)):
         with pytest.raises(ValueError, match="quantised in different ways"):
             stack(others)

@@ -57,10 +57,10 @@ class Launches(TorchDispatchMode):
 
 
 class Empty:
-    """Weights without numbers, of 16 bits or of 4."""
+    """Weights without numbers, of 16 bits or of 4, whose groups may be scattered."""
 
-    def __init__(self, packed: bool = False) -> None:
-        self.packed = packed
+    def __init__(self, packed: bool = False, scattered: bool = False) -> None:
+        self.packed, self.scattered = packed, scattered
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
@@ -70,20 +70,27 @@ class Empty:
             return self.take(layer, outs, ins)
         numbers = torch.empty(outs, ins // 2, dtype=torch.uint8, device="cuda")
         scale = torch.empty(outs, ins // 16, dtype=torch.float16, device="cuda")
-        return Quantised(numbers, scale, scale.to(torch.uint8), 16)
+        order = torch.empty(ins, dtype=torch.int64, device="cuda") if self.scattered else None
+        return Quantised(numbers, scale, scale.to(torch.uint8), 16, order)
 
     def scales(self, name: str, heads: int) -> None:
         return None
 
 
 def layer(
-    directory: object, monkeypatch: pytest.MonkeyPatch, *, split: bool = False, quantization: str | None = None, packed: bool = False
+    directory: object,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    split: bool = False,
+    quantization: str | None = None,
+    packed: bool = False,
+    scattered: bool = False,
 ) -> Counter[str]:
     """The launches of one more layer, in a decode step of four sequences, with contexts of one split or of several."""
     model = load_shape(directory, in_torch=True)
     found = []
     with FakeTensorMode():
-        network = Llama(model, Empty(packed), quantization=quantization)
+        network = Llama(model, Empty(packed, scattered), quantization=quantization)
         ints = torch.empty(64, dtype=torch.int32, device="cuda")
         lengths = np.arange(5, dtype=np.int32), np.full(4, 9, dtype=np.int32)
         work = Work(ints, 8, 4 * split, 8 * split, 1)
@@ -114,3 +121,7 @@ def test_a_layer_in_8_bits_rounds_the_activations_of_attention_alone_and_copies_
     assert layer(tmp_path, monkeypatch, quantization="fp8") == rest | {"quantise_rows": 1, "_scaled_mm": 4}
     # A checkpoint of 4 bits is not multiplied out either.
     assert layer(tmp_path, monkeypatch, packed=True) == rest | {"quantised_linear": 4}
+    # Tensors without numbers cannot be compared.
+    monkeypatch.setattr(torch, "equal", lambda one, other: one.shape == other.shape)
+    # The columns of its input are gathered if its groups are scattered, in one more launch for each product.
+    assert layer(tmp_path, monkeypatch, packed=True, scattered=True) == rest | {"quantised_linear": 4, "index_select": 4}

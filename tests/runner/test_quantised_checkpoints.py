@@ -88,7 +88,7 @@ def test_compressed_tensors_reads_the_same(form, make):
     assert (found - whole.float()).norm() <= 2**-8 * found.norm()
 
 
-@pytest.mark.parametrize("form", ["gptq", "packed, with zeros", "floats by row", "fp8 in blocks"])
+@pytest.mark.parametrize("form", ["gptq", "gptq, desc_act", "packed, with zeros", "floats by row", "fp8 in blocks"])
 def test_both_back_ends_answer_as_the_model_that_a_checkpoint_stands_for(form, make):
     packed, plain = make(form, "llama-biased" if form.startswith("fp8") else "qwen3")
     [expected, rust, torch_] = [
@@ -148,6 +148,20 @@ def test_groups_are_not_split_among_processes(make):
         part_of(load_shape(packed), 2)
 
 
+def test_scattered_groups_are_split_by_rows_only(tmp_path, monkeypatch):
+    for name, size in {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}.items():
+        monkeypatch.setitem(tiny_models.SHAPE, name, size)
+    (tmp_path / "plain").mkdir()
+    tiny_models.write("llama", tmp_path / "plain")
+    quantise_checkpoint(tmp_path / "plain", tmp_path / "packed", "gptq, desc_act")
+    whole = TorchWeights(matrices(tmp_path / "packed"), torch.float32, torch.device("cpu"))
+    up, part = DOWN.replace("down", "up"), Shards(whole, TensorParallelGroup(1, 2))
+    expected = dequantise(whole.matrix(up, 128, 64), torch.float32)[64:]
+    assert torch.equal(dequantise(part.matrix(up, 64, 64), torch.float32), expected)
+    with pytest.raises(InvalidSetting, match=r"scattered .* cannot be split among processes; use a checkpoint made with desc_act false"):
+        part.matrix(DOWN, 64, 64)
+
+
 def test_a_layer_may_be_left_whole(make):
     packed, _ = make("awq")
     tensors = load_file(packed / "model.safetensors")
@@ -169,7 +183,7 @@ def test_a_layer_may_be_left_whole(make):
 @pytest.mark.parametrize(
     ("form", "changes", "message"),
     [
-        ("gptq", {"g_idx": torch.arange(80, dtype=torch.int32).flip(0) // 16}, "not of neighbouring columns: use one made with desc_act"),
+        ("gptq", {"g_idx": torch.arange(80, dtype=torch.int32) // 20}, "g_idx of this GPTQ checkpoint does not have groups of 16 columns"),
         ("gptq", {"qzeros": torch.zeros(5, 5, dtype=torch.int32)}, r"qzeros is \[5, 5\] where config.json asks for \[5, 6\]"),
         ("gptq", {"bias": torch.ones(48)}, "tensors that its config.json does not account for: model.layers.1.mlp.down_proj.bias"),
         ("fp8 in blocks", {"weight_scale_inv": torch.ones(3, 5)}, r"weight_scale_inv is \[3, 5\] where config.json asks for \[3, 3\]"),

@@ -65,6 +65,17 @@ def gptq(offset: int) -> Callable[[torch.Tensor], Packed]:
     return pack
 
 
+def gptq_in_order(weight: torch.Tensor) -> Packed:
+    """GPTQ with `desc_act`: groups are of columns from all over, the same ones in all matrices of as many columns."""
+    columns = weight.shape[1]
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    numbers, scale, zero = integers(weight[:, order], GROUP, False, torch.float16)
+    back = order.argsort()
+    tensors = {"qweight": words(numbers[:, back]).T, "qzeros": words((zero.T - 1) % 16), "scales": scale.T}
+    tensors["g_idx"] = (back // GROUP).to(torch.int32)
+    return Packed(tensors, multiplied_out(numbers, scale, zero, GROUP)[:, back])
+
+
 def awq(weight: torch.Tensor) -> Packed:
     """Integers and zeros packed along the outputs, in an order of their own."""
     numbers, scale, zero = integers(weight, GROUP, False, torch.float16)
@@ -121,6 +132,7 @@ PACKED = {"strategy": "group", "group_size": GROUP}
 FORMATS = {
     "gptq": Format(gptq(1), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
     "gptq v2": Format(gptq(0), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"}),
+    "gptq, desc_act": Format(gptq_in_order, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
     "awq": Format(awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "packed": Format(pack_quantized(True, GROUP), compressed("pack-quantized", 4, "int", **PACKED)),
     "packed, with zeros": Format(pack_quantized(False, GROUP), compressed("pack-quantized", 4, "int", **PACKED | {"symmetric": False})),

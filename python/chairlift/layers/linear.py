@@ -19,13 +19,19 @@ class Quantised(NamedTuple):
 
     Numbers are int8 or e4m3 [rows, columns], or 4 bits in uint8 [rows, columns / 2], of which a byte's lower half is the earlier column.
     Scales are of `group` columns each, or of a whole row if `group` is 0: [rows, groups]. Only numbers of 4 bits have zeros: uint8
-    [rows, groups].
+    [rows, groups]. With `order`, int64 [columns], what is stored for column i is that of the matrix's column `order[i]`.
     """
 
     numbers: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None = None
     group: int = 0
+    order: torch.Tensor | None = None
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+        """The numbers, scales, zeros and group, as kernels take them."""
+        return self.numbers, self.scale, self.zero, self.group
 
     @property
     def columns(self) -> int:
@@ -60,14 +66,15 @@ def quantise(x: torch.Tensor, quantization: str) -> Quantised:
 
 def dequantise(weight: Quantised, dtype: torch.dtype) -> torch.Tensor:
     """The matrix in `dtype`, multiplied out in fp32."""
-    numbers, scale, zero, group = weight
+    numbers, scale, zero, group, order = weight
 
     def per_column(x: torch.Tensor) -> torch.Tensor:
         return x.repeat_interleave(group, 1)[:, : weight.columns] if group else x
 
     if zero is not None:
         numbers = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1).float() - per_column(zero)
-    return (numbers.float() * per_column(scale)).to(dtype)
+    whole = (numbers.float() * per_column(scale)).to(dtype)
+    return whole if order is None else torch.empty_like(whole).index_copy_(1, order, whole)
 
 
 def round_rows(x: torch.Tensor) -> Rounded:
@@ -89,14 +96,15 @@ def stack(parts: Sequence[Weight]) -> Weight:
     if len(whole) == len(parts):
         return torch.cat(whole)
     packed = [part for part in parts if isinstance(part, Quantised)]
-    kinds = {(part.numbers.dtype, part.group, part.zero is None) for part in packed}
-    if whole or len(kinds) > 1:
+    kinds = {(part.numbers.dtype, part.group, part.zero is None, part.order is None) for part in packed}
+    orders = [part.order for part in packed if part.order is not None]
+    if whole or len(kinds) > 1 or not all(torch.equal(order, orders[0]) for order in orders):
         raise ValueError("matrices of the same input are quantised in different ways")
     zeros = [part.zero for part in packed if part.zero is not None]
     scale = torch.cat([part.scale for part in packed])
     # torch cannot concatenate fp8.
     numbers = torch.cat([part.numbers.view(torch.uint8) for part in packed]).view(packed[0].numbers.dtype)
-    return Quantised(numbers, scale, torch.cat(zeros) if zeros else None, packed[0].group)
+    return Quantised(numbers, scale, torch.cat(zeros) if zeros else None, packed[0].group, packed[0].order)
 
 
 class Linear:
@@ -126,6 +134,8 @@ class Linear:
         from chairlift.kernels import dequantise as dequantising  # as above
         from chairlift.kernels import quantised_linear as multiplying
 
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
         if len(x) <= multiplying.MAX_ROWS:
-            return multiplying.quantised_linear(x, *weight, self.bias)
-        return functional.linear(x, dequantising.dequantise(*weight, x.shape[1], x.dtype), self.bias)
+            return multiplying.quantised_linear(x, *weight.stored, self.bias)
+        return functional.linear(x, dequantising.dequantise(*weight.stored, x.shape[1], x.dtype), self.bias)

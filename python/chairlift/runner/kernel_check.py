@@ -130,8 +130,8 @@ def _linear(draw: Draw, kind: str) -> float:
         zero = (draw(96, 4) + 8).clamp(0, 15).to(torch.uint8)
         weight = linear.Quantised(pairs, draw(96, 4), zero, 128)
     expected = linear.dequantise(weight, torch.float32)
-    found = quantised_linear.quantised_linear(x, *weight, None)
-    return max(_error(found, x.float() @ expected.T), _error(dequantise.dequantise(*weight, 512, x.dtype), expected))
+    found = quantised_linear.quantised_linear(x, *weight.stored, None)
+    return max(_error(found, x.float() @ expected.T), _error(dequantise.dequantise(*weight.stored, 512, x.dtype), expected))
 
 
 def _attention(draw: Draw, size: int, device: torch.device) -> float:

@@ -28,13 +28,14 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class QuantisedMatrix(NamedTuple):
     """A matrix (numbers - zero) * scale, as `layers.linear.Quantised` has it; numbers without zeros are e4m3.
 
-    `numbers` is [rows, columns], or [rows, columns / 2] with zeros; `scale` is [rows, groups] in the checkpoint's dtype.
+    `numbers` is [rows, columns], or [rows, columns / 2] with zeros; `scale` is [rows, groups] in the checkpoint's dtype; `order` is int64.
     """
 
     numbers: Bytes
     scale: Array
     zero: Bytes | None
     group: int
+    order: NDArray[np.int64] | None = None
 
 
 def read_quantised(scheme: QuantizationScheme, read: Read, has: Callable[[str], bool], outs: int, ins: int) -> QuantisedMatrix:
@@ -50,22 +51,23 @@ def read_quantised(scheme: QuantizationScheme, read: Read, has: Callable[[str], 
         scale = read("weight_scale", (outs, groups))
         zero = np.full(scale.shape, 8, np.uint8) if zero is None else np.ascontiguousarray(zero)
         return QuantisedMatrix(numbers, scale, zero, scheme.group)
-    scale, zeros = read("scales", (groups, outs)), _integers(read("qzeros", (groups, outs // 8)))
+    scale, zeros, order = read("scales", (groups, outs)), _integers(read("qzeros", (groups, outs // 8))), None
     if scheme.method == "awq":
         numbers = _awq_pairs(read("qweight", (ins, outs // 8)))
         zero = _awq_columns(zeros).T
     else:
-        if has("g_idx"):
-            _check_order(read("g_idx", (ins,)), scheme.group)
         numbers = _bytes(read("qweight", (ins // 8, outs)).T)
+        order = _group_order(read("g_idx", (ins,)), scheme.group) if has("g_idx") else None
+        if order is not None:
+            numbers = _ordered(numbers, order)
         # A zero of 0 is stored as 15.
         zero = zeros.T + np.uint8(scheme.zero_offset) & np.uint8(15)
-    return QuantisedMatrix(numbers, np.ascontiguousarray(scale.T), np.ascontiguousarray(zero), scheme.group)
+    return QuantisedMatrix(numbers, np.ascontiguousarray(scale.T), np.ascontiguousarray(zero), scheme.group, order)
 
 
 def multiply_out(matrix: QuantisedMatrix) -> NDArray[np.float32]:
     """The matrix in fp32."""
-    numbers, scale, zero, group = matrix
+    numbers, scale, zero, group, order = matrix
     columns = numbers.shape[1] * (1 if zero is None else 2)
 
     def per_column(x: NDArray[Any]) -> NDArray[Any]:
@@ -77,7 +79,11 @@ def multiply_out(matrix: QuantisedMatrix) -> NDArray[np.float32]:
         whole = np.stack((numbers & 15, numbers >> 4), 2).reshape(-1, columns).astype(np.float32)
         whole -= per_column(zero)
     whole *= per_column(as_float32(scale))
-    return whole
+    if order is None:
+        return whole
+    found = np.empty_like(whole)
+    found[:, order] = whole
+    return found
 
 
 def _e4m3(scheme: QuantizationScheme, read: Read, has: Callable[[str], bool], outs: int, ins: int) -> QuantisedMatrix:
@@ -119,11 +125,21 @@ def _awq_pairs(words: Array) -> Bytes:
     return pairs
 
 
-def _check_order(indices: Array, group: int) -> None:
-    """Raises UnsupportedModel if GPTQ's groups are not of neighbouring columns."""
+def _group_order(indices: Array, group: int) -> NDArray[np.int64] | None:
+    """The order of columns in which GPTQ's groups (`desc_act`) are of neighbours; None if they are already. Raises UnsupportedModel."""
     columns = np.arange(len(indices))
-    if not np.array_equal(indices, columns // group if group else 0 * columns):
-        raise UnsupportedModel("the groups of this GPTQ checkpoint are not of neighbouring columns: use one made with desc_act false")
+    expected = columns // group if group else 0 * columns
+    order = np.argsort(indices, kind="stable")
+    if not np.array_equal(indices[order], expected):
+        raise UnsupportedModel(f"g_idx of this GPTQ checkpoint does not have groups of {group or len(indices)} columns: it is damaged")
+    return None if np.array_equal(order, columns) else order
+
+
+def _ordered(pairs: Bytes, order: NDArray[np.int64]) -> Bytes:
+    """Pairs of 4-bit integers with their columns in another order."""
+    integers: Bytes = np.stack((pairs & 15, pairs >> 4), 2).reshape(len(pairs), -1)[:, order]
+    ordered: Bytes = integers[:, ::2] | integers[:, 1::2] << np.uint8(4)
+    return ordered
 
 
 def _e4m3_table() -> NDArray[np.float32]:

@@ -33,7 +33,8 @@ class TorchWeights:
         numbers, scale = torch.from_numpy(found.numbers).to(self.device), _as_tensor(found.scale).to(self.device)
         if found.zero is None:
             return Quantised(numbers.view(torch.float8_e4m3fn), scale, None, found.group)
-        return Quantised(numbers, scale, torch.from_numpy(found.zero).to(self.device), found.group)
+        order = None if found.order is None else torch.from_numpy(found.order).to(self.device)
+        return Quantised(numbers, scale, torch.from_numpy(found.zero).to(self.device), found.group, order)
 
     def scales(self, name: str, heads: int) -> torch.Tensor | None:
         """Returns the scales of KV heads, fp32 [heads]; None if the checkpoint has none. Raises UnsupportedModel."""

@@ -71,14 +71,19 @@ def _narrowed(whole: Weight, axis: int, start: int, count: int) -> Weight:
     """A copy of some rows (axis 0) or columns of a weight. No group of columns is split."""
     if isinstance(whole, torch.Tensor):
         return _copied(whole, axis, start, count)
-    numbers, scale, zero, group = whole
+    numbers, scale, zero, group, order = whole
+    if axis == 1 and order is not None:
+        raise InvalidSetting(
+            "--tensor-parallel-size: the checkpoint's groups of columns are scattered (GPTQ's desc_act), which cannot be split among "
+            "processes; use a checkpoint made with desc_act false, or one process"
+        )
     # Numbers and scales in so many columns of the matrix.
     each, columns = (1, 1) if axis == 0 else (1 if zero is None else 2, group)
     if axis == 1 and not group:
         return Quantised(_copied(numbers, 1, start // each, count // each), scale, zero, group)
     scale = _copied(scale, axis, start // columns, count // columns)
     zero = None if zero is None else _copied(zero, axis, start // columns, count // columns)
-    return Quantised(_copied(numbers, axis, start // each, count // each), scale, zero, group)
+    return Quantised(_copied(numbers, axis, start // each, count // each), scale, zero, group, order)
 
 
 def _copied(whole: torch.Tensor, axis: int, start: int, count: int) -> torch.Tensor:
