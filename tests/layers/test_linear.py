@@ -65,6 +65,14 @@ def test_a_row_of_activations_is_rounded_alike_whoever_is_beside_it():
         assert (other - linear(x)[2]).norm() <= 1e-5 * other.norm()
 
 
+def test_scales_of_16_bits_are_widened_for_products_in_fp8():
+    x, weight, _ = matrices(torch.bfloat16)
+    packed = quantise(weight, "fp8")
+    narrow = packed._replace(scale=packed.scale.bfloat16())
+    expected = Linear(narrow._replace(scale=narrow.scale.float()), rounds_activations=True)(x)
+    assert torch.equal(Linear(narrow, rounds_activations=True)(x), expected)
+
+
 def test_only_weights_that_are_quantised_alike_are_stacked():
     _, weight, _ = matrices(torch.float32)
     pairs = torch.zeros(OUTS, INS // 2, dtype=torch.uint8)

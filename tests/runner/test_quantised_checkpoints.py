@@ -228,6 +228,17 @@ def test_a_quantised_model_has_no_whole_weight(make):
     assert all(isinstance(linear.weight, Quantised) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
 
 
+@pytest.mark.parametrize(("form", "rounds"), [("floats", True), ("floats by row", True), ("floats in blocks", False), ("fp8", False)])
+def test_activations_are_rounded_if_a_checkpoint_asks_for_a_scale_of_each_token(form, rounds, make):
+    packed, _ = make(form)
+    model = ModelConfig.load(packed)
+    assert model.scheme.per_token == rounds
+    precision = Precision("bfloat16", model.scheme.name, "bfloat16", "bfloat16", rounds)
+    loaded = TorchExecutor.load(EngineConfig(device="cpu"), packed, model, precision)
+    layer = loaded.network.layers[0]
+    assert all(linear.rounds_activations == rounds for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+
+
 BAD = {
     "bits": ("gptq", {"bits": 8}, "8 bits"),
     "layout": ("gptq", {"checkpoint_format": "marlin"}, "4 bits, marlin"),

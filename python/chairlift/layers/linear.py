@@ -111,11 +111,14 @@ class Linear:
     """A linear layer: weight [out, in] and an optional bias [out].
 
     Products with a quantised weight are computed in the activations' dtype. With `rounds_activations` they are computed in fp8: each
-    row of activations is rounded with its own scale (W8A8). That needs a weight of `quantise(..., "fp8")`, a CUDA device of compute
+    row of activations is rounded with its own scale (W8A8). That needs a weight of e4m3 with a scale of each row, a CUDA device of compute
     capability 8.9, bfloat16 activations, and rows and columns that are multiples of 16.
     """
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, rounds_activations: bool = False) -> None:
+        if rounds_activations and isinstance(weight, Quantised):
+            # `_scaled_mm` takes no other scales.
+            weight = weight._replace(scale=weight.scale.float())
         self.weight, self.bias, self.rounds_activations = weight, bias, rounds_activations and isinstance(weight, Quantised)
 
     def __call__(self, x: Activations) -> torch.Tensor:

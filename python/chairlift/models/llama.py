@@ -53,11 +53,17 @@ class Llama:
     """A decoder. Projections of the same input (query, key and value; gate and up) are merged into one matrix."""
 
     def __init__(
-        self, config: ModelConfig, weights: WeightSource, group: TensorParallelGroup = ALONE, quantization: str | None = None
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        group: TensorParallelGroup = ALONE,
+        quantization: str | None = None,
+        rounds_activations: bool = False,
     ) -> None:
         """Takes the model's tensors from `weights`. In a tensor-parallel group, `config` and `weights` are this process's part.
 
         `quantization` (int8 or fp8, see `Linear`) applies to the layers' matrices, which the checkpoint may have quantised already.
+        `rounds_activations` applies to those that the checkpoint has in fp8.
         Embeddings and the head are not quantised, because their errors matter most and they are read a row at a time or once per step.
         Raises UnsupportedModel for architectures that only the CPU kernels support.
         """
@@ -71,7 +77,7 @@ class Llama:
         self.scale = torch.tensor(config.embedding_scale, dtype=self.embedding.dtype).item()
         before = [f"model.layers.{index}.input_layernorm.weight" for index in range(config.num_layers)]
         self.norm, *after = (_norm(config, weights, name) for name in (*before, "model.norm.weight"))
-        self.layers = [_Layer(config, index, weights, norm, group, quantization) for index, norm in enumerate(after)]
+        self.layers = [_Layer(config, index, weights, norm, group, quantization, rounds_activations) for index, norm in enumerate(after)]
         for layer, following in pairwise(self.layers):
             layer.next_rounds = following.qkv.rounds_activations
         self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
@@ -109,6 +115,7 @@ class _Layer:
         next_norm: torch.Tensor,
         group: TensorParallelGroup,
         quantization: str | None,
+        rounds_activations: bool,
     ) -> None:
         """`next_norm` is the first norm of the next layer, or the model's last norm."""
         self.group = group
@@ -128,7 +135,7 @@ class _Layer:
                 raise UnsupportedModel(f"{', '.join(f'{prefix}{name}' for name in outs)}: {error}") from None
             if quantization and isinstance(weight, torch.Tensor):
                 weight = quantise(weight, quantization)
-            return Linear(weight, torch.cat(biases) if biases else None, rounds_activations=quantization == "fp8")
+            return Linear(weight, torch.cat(biases) if biases else None, rounds_activations=rounds_activations or quantization == "fp8")
 
         def norm(name: str) -> torch.Tensor:
             return _norm(config, weights, f"{prefix}{name}.weight")

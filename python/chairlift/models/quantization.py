@@ -16,7 +16,8 @@ class QuantizationScheme:
     """A layer's weights are e4m3 numbers (8 bits) or integers of 4 bits.
 
     `method` is compressed-tensors, fp8, gptq or awq. A scale is of `group` columns, or of a whole row if `group` is 0, and of
-    `block_rows` rows. Stored zeros are `zero_offset` less than they mean. Which layers are quantised is seen in their tensors.
+    `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that activations were rounded to e4m3 too,
+    with a scale of each token. Which layers are quantised is seen in their tensors.
     """
 
     method: str
@@ -24,6 +25,7 @@ class QuantizationScheme:
     group: int = 0
     block_rows: int = 1
     zero_offset: int = 0
+    per_token: bool = False
 
     @property
     def name(self) -> str:
@@ -72,7 +74,9 @@ def _group(group: dict[str, Any], layout: str) -> QuantizationScheme:
     kind, strategy = f"{weights['type']}{weights['num_bits']}", weights["strategy"]
     if kind == "float8" and layout in ("float-quantized", "naive-quantized") and strategy in ("tensor", "channel", "block"):
         rows, columns = weights["block_structure"] if strategy == "block" else (1, 0)
-        return QuantizationScheme("compressed-tensors", 8, _size(columns), _size(rows))
+        inputs = group.get("input_activations") or {}
+        per_token = columns == 0 and inputs.get("type") == "float" and inputs.get("strategy") == "token" and inputs.get("dynamic") is True
+        return QuantizationScheme("compressed-tensors", 8, _size(columns), _size(rows), per_token=per_token)
     if kind == "int4" and layout == "pack-quantized" and strategy in ("group", "channel"):
         if weights.get("actorder") not in (None, False, "weight", "static"):
             raise ValueError(f"actorder {weights['actorder']}")

@@ -101,7 +101,9 @@ class TorchExecutor(DeviceExecutor):
         if isinstance(model, ModelConfig):
             weights = open_torch_weights(config, directory, dtype, device, 1 - model.norm_offset, model.scheme)
             quantization = precision.quantization if precision.quantization in EIGHT_BITS else None
-            network = Llama(model, weights if group.size == 1 else Shards(weights, group), group, quantization)
+            network = Llama(
+                model, weights if group.size == 1 else Shards(weights, group), group, quantization, precision.rounds_activations
+            )
             weights.weights.finish(model)
         else:
             network = _from_transformers(config, directory, model, dtype, device)

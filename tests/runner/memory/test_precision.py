@@ -5,6 +5,7 @@ from model_sizes import GIB, LARGE, MIB, MODEL
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
+from chairlift.models.quantization import QuantizationScheme
 from chairlift.models.shape import ModelShape
 from chairlift.runner.memory.precision import ROOM, Precision, decide, torch_weight_bytes, weight_bytes
 
@@ -186,6 +187,22 @@ def test_fp8_needs_a_device_that_multiplies_it():
     with pytest.raises(InvalidSetting, match=r"needs a device of compute capability 8.9, and this one has 8.6: take int8"):
         decide(EngineConfig(device="cuda", quantization="fp8"), LARGE, 10**12, capability=(8, 6))
     assert decided(device="cuda", quantization="fp8", model=LARGE).quantization == "fp8"
+
+
+def test_a_checkpoint_made_for_activations_in_fp8_gets_them_where_they_are_multiplied():
+    scheme = QuantizationScheme("compressed-tensors", 8, per_token=True)
+    model = replace(LARGE, dtype="bfloat16", quantization=scheme.name, scheme=scheme)
+
+    def rounds(model, capability=(8, 9), **settings):
+        return decide(EngineConfig(**{"device": "cuda"} | settings), model, 10**12, in_torch=True, capability=capability).rounds_activations
+
+    assert rounds(model)
+    assert rounds(model, tensor_parallel_size=2)
+    assert not rounds(model, (8, 6))
+    assert not rounds(model, dtype="float16")
+    assert not rounds(model, device="cpu")
+    assert not rounds(replace(model, intermediate_size=14352), tensor_parallel_size=2)
+    assert not rounds(replace(model, scheme=replace(scheme, per_token=False)))
 
 
 def test_weights_of_8_bits_are_for_models_of_ours():

@@ -35,13 +35,15 @@ class Precision:
     """Dtypes of weights and KV cache: float32, float16 or bfloat16; weights also blocks, KV also int8 or fp8.
 
     "blocks" are a GGUF file's quantised blocks, computed in fp32. `quantization` is none, int8, fp8 or the method of a quantised
-    checkpoint. int8 computes with integers in Rust; for torch see `Linear`. `compute` is the dtype of activations.
+    checkpoint. int8 computes with integers in Rust; for torch see `Linear`. `compute` is the dtype of activations. With
+    `rounds_activations`, products with the checkpoint's weights of fp8 round them to fp8 too.
     """
 
     weights: str
     quantization: str
     kv: str
     compute: str = "float32"
+    rounds_activations: bool = False
     decisions: tuple[Decision, ...] = field(default=(), compare=False)
     """The choices and their reasons."""
 
@@ -157,8 +159,9 @@ def _in_torch(config: EngineConfig, model: ModelShape, available: int, capabilit
         compute, why = _fitting(model, available, quantization)
     kv, why_kv = compute, "the compute dtype" if quantised or quantization else "as the weights"
     weights = compute
+    per_token = quantised is not None and _per_token(config, model, compute, capability)
     if quantised:
-        weights, why = f"{quantised}, in {compute}", "as in the checkpoint"
+        weights, why = f"{quantised}, in {compute}", "as in the checkpoint" + (", activations rounded to fp8 too" if per_token else "")
     elif quantization:
         weights, why = f"{quantization}, in {compute}", asked("--quantization")
     if config.kv_cache_dtype == "fp8" and config.device == "cuda":
@@ -170,7 +173,16 @@ def _in_torch(config: EngineConfig, model: ModelShape, available: int, capabilit
             "leave it out"
         )
     decisions = (Decision("weights", weights, why), Decision("KV dtype", kv, why_kv))
-    return Precision(compute, quantised or quantization or "none", kv, compute, decisions)
+    return Precision(compute, quantised or quantization or "none", kv, compute, per_token, decisions)
+
+
+def _per_token(config: EngineConfig, model: ModelShape, compute: str, capability: tuple[int, int]) -> bool:
+    """Whether products of a checkpoint that was made for activations in fp8 are computed so."""
+    if not isinstance(model, ModelConfig) or model.scheme is None or not model.scheme.per_token:
+        return False
+    # Each process's part must be aligned.
+    aligned = all(size % (FP8_ALIGNMENT * config.tensor_parallel_size) == 0 for sizes in model.layer_matrices for size in sizes)
+    return aligned and compute == "bfloat16" and config.device == "cuda" and capability >= FP8_CAPABILITY
 
 
 def _check_quantization(

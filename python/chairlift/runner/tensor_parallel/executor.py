@@ -60,7 +60,7 @@ class TensorParallelExecutor(DeviceExecutor):
         try:
             with _end_on_failure(workers):
                 workers += [_Worker() for _ in range(1, size)]
-                dtypes = {name: getattr(precision, name) for name in ("weights", "quantization", "kv", "compute")}
+                dtypes = {name: getattr(precision, name) for name in ("weights", "quantization", "kv", "compute", "rounds_activations")}
                 for rank, worker in enumerate(workers, 1):
                     worker.call("load", rank, rendezvous, dataclasses.asdict(config), str(directory), dtypes)
                 group = TensorParallelGroup.join(0, size, rendezvous, torch.device(config.device))

@@ -47,7 +47,7 @@ class Worker:
     group: TensorParallelGroup
     buffers: DeviceBuffers | None = None
 
-    def load(self, rank: int, rendezvous: str, settings: dict[str, Any], directory: str, precision: dict[str, str]) -> None:
+    def load(self, rank: int, rendezvous: str, settings: dict[str, Any], directory: str, precision: dict[str, Any]) -> None:
         """Joins the group and loads this process's part of the weights."""
         config = EngineConfig(**settings)
         torch.set_num_threads(config.threads or 1)
