@@ -9,11 +9,14 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from fake_async_engine import FakeEngine, serving_models
 from gguf_files import gguf_of, tiny_model
 from local_server import local_server
 
 from chairlift.cli import main
 from chairlift.config import DEFAULT_MODEL
+from chairlift.server.lifecycle import Lifecycle, ModelState
+from chairlift.server.model import ServedModel
 
 
 @pytest.fixture
@@ -123,14 +126,30 @@ MODELS = [("chat", "chat", "loaded"), ("gpt", "chat", "loaded"), ("small", "smal
 
 
 def test_ps_lists_the_models_of_a_server(capsys):
-    with server() as (url, _):
+    engines = FakeEngine(), FakeEngine(), FakeEngine()
+    engines[0].counters = {"running": 2, "waiting": 1, "swapped": 1}
+    engines[2].ready = False
+    models = [
+        ServedModel("chat", engines[0], ("gpt-4o",), num_bytes=1_500_000_000),
+        ServedModel("embed", engines[1], keep_alive=600.0),
+        ServedModel("small", engines[2], lifecycle=Lifecycle(ModelState.UNLOADED)),
+    ]
+    with serving_models(models) as (url, _):
         assert main.main(["ps", "--url", url]) == 0
-        lines = capsys.readouterr().out.splitlines()
+        rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
         assert main.main(["ps", "--url", url, "--json"]) == 0
-    assert lines[0].split("  ")[0] == "chat"
-    assert "98 MB, 4,096 tokens of context, 0 requests, unloaded after" in lines[0]
-    assert lines[1:] == ["small  not loaded"]
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["chat", "small"]
+        document = json.loads(capsys.readouterr().out)
+    assert rows == [
+        "NAME STATE MEMORY RUNNING WAITING UNLOADED",
+        "chat, gpt-4o loaded 1,500 MB 2 2 stays loaded",
+        "embed loaded - 0 0 in 10 min",
+        "small not loaded - 0 0 -",
+    ]
+    assert [(one["name"], one["unload_in_seconds"]) for one in document] == [
+        ("chat", None),
+        ("embed", pytest.approx(600, abs=60)),
+        ("small", None),
+    ]
 
 
 @pytest.mark.parametrize(

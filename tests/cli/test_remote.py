@@ -14,6 +14,7 @@ from local_server import local_server
 from rich.console import Console
 
 from chairlift.cli import explain, main, top
+from chairlift.server.lifecycle import ModelState
 
 ROW = {"slot": 2, "tag": 129, "tenant": "alice", "priority": 0, "state": "decode", "prompt_tokens": 500, "computed_tokens": 512}
 ROW |= {"output_tokens": 13, "blocks": 33, "age_us": 1_500_000, "request": "cmpl-abc"}
@@ -86,6 +87,29 @@ def test_top_prints_one_picture_where_nobody_could_see_it_move(monkeypatch, caps
         "7 #257 alice prefill 20/500 13 33 1.50 s",
     ]
     assert "\x1b" not in shown
+
+
+def test_top_has_a_row_for_each_of_several_models(monkeypatch, capsys):
+    monkeypatch.setattr(top, "RATES_SECONDS", 0)
+    chat = {"name": "chat", "aliases": ["gpt-4o"], "status": "loaded", "requests": 1, "running": 1, "waiting": 3}
+    small = {"name": "small", "aliases": [], "status": "loading", "requests": 2, "running": 0, "waiting": 2}
+    memory = {"num_bytes": 98_000_000, "unload_in_seconds": None}
+    state = STATE | {"model": "small", "ready": False, "state": "loading", "models": [chat | memory, small | memory]}
+    with answering({"/dashboard/data?model=small": (200, state)}) as (url, _):
+        assert main.main(["top", "--once", "--url", url, "--model", "small"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0].startswith("chairlift small the model is loading")
+    assert lines[2:5] == [
+        "name state memory running waiting unloaded",
+        "chat, gpt-4o loaded 98 MB 1 3 not while in use",
+        "small loading - 0 2 -",
+    ]
+
+
+@pytest.mark.parametrize("name", [state.value for state in ModelState])
+def test_top_has_words_for_all_states_of_a_model(name):
+    console = Console(file=io.StringIO(), width=120)
+    console.print(top.frame(STATE | {"state": name}, console))
 
 
 @pytest.mark.parametrize(("width", "height", "rows"), [(76, 20, 5), (200, 60, 40)])

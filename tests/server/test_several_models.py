@@ -127,6 +127,9 @@ def test_a_model_in_use_is_not_unloaded(several):
         wait_until(lambda: engines["chat"].started == 1)
         waiting = threads.submit(ask, http, "small")
         wait_until(lambda: http.get("/dashboard/data").json()["models"][1]["requests"] == 1)
+        chat, small, _ = http.get("/dashboard/data?model=small").json()["models"]
+        assert (chat["status"], chat["requests"], chat["unload_in_seconds"]) == ("loaded", 1, None)  # in use
+        assert (small["status"], small["waiting"], small["aliases"]) == ("not loaded", 1, [])
         assert ask(http, "chat").status_code == 200  # a loaded model serves on
         assert engines["small"].starts == 0
         engines["chat"].released = True

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from typing import Any
 
 from chairlift.cli import flags
 from chairlift.cli.remote import add_server, client_key, get_json
 
-_STAYS_SECONDS = 365 * 86400
-"""A model that stays loaded for longer than this is said to stay."""
+HEADING = ("NAME", "STATE", "MEMORY", "RUNNING", "WAITING", "UNLOADED")
 
 _EXAMPLES = """\
 examples:
@@ -31,27 +30,28 @@ def add_parser(commands: Any, summary: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one line for each model."""
-    key = client_key(args)
-    loaded = {one["name"]: one for one in get_json(args.url, "/api/ps", key)["models"]}
-    models = [one for one in get_json(args.url, "/v1/models", key)["data"] if one["id"] == one["root"]]
-    rows = [{"name": one["id"], "status": one["status"], **loaded.get(one["id"], {})} for one in models]
+    models = get_json(args.url, "/dashboard/data", client_key(args))["models"]
     if args.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(models, indent=2))
         return 0
-    width = max(len(row["name"]) for row in rows)
+    rows = [HEADING, *map(model_cells, models)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print(f"{row['name']:{width}}  {row['status']:10}  {_details(row)}".rstrip())
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
 
 
-def _details(row: dict[str, Any]) -> str:
-    """What a loaded model takes and does."""
-    if "expires_at" not in row:
-        return ""
-    size = "" if row["size"] is None else f"{row['size'] / 1e6:,.0f} MB, "
-    return f"{size}{row['context_length']:,} tokens of context, {row['requests']} requests, {_until(row['expires_at'])}"
+def model_cells(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """A model of GET /dashboard/data as cells below `HEADING`."""
+    loaded = model["status"] == "loaded"
+    memory = f"{model['num_bytes'] / 1e6:,.0f} MB" if loaded and model["num_bytes"] else "-"
+    names = ", ".join((model["name"], *model["aliases"]))
+    return names, model["status"], memory, str(model["running"]), str(model["waiting"]), _unloaded(model) if loaded else "-"
 
 
-def _until(time: str) -> str:
-    seconds = (datetime.fromisoformat(time) - datetime.now(UTC)).total_seconds()
-    return "stays loaded" if seconds > _STAYS_SECONDS else f"unloaded after {max(0, seconds):.0f} s without a request"
+def _unloaded(model: Mapping[str, Any]) -> str:
+    """When a loaded model is unloaded."""
+    seconds = model["unload_in_seconds"]
+    if seconds is None:
+        return "not while in use" if model["requests"] else "stays loaded"
+    return f"in {seconds / 60:.0f} min" if seconds >= 90 else f"in {seconds:.0f} s"

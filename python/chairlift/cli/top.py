@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chairlift.cli import flags
+from chairlift.cli.ps import HEADING, model_cells
 from chairlift.cli.remote import add_server, client_key, get_json
 from chairlift.errors import ChairliftError
 from chairlift.timeline import describe_state
@@ -32,6 +34,7 @@ _EXAMPLES = """\
 examples:
   chairlift top                                      the server at http://127.0.0.1:8000
   chairlift top --url http://10.0.0.7:8000 --api-key SECRET
+  chairlift top --model chat                         the engine of one model, on a server with several
   chairlift top --once                               print the state once, for a script
 
 http://127.0.0.1:8000/dashboard shows more in a browser.
@@ -45,18 +48,20 @@ def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "top", summary, _EXAMPLES, run)
     add_server(parser)
+    parser.add_argument("--model", metavar="NAME", help="model whose engine is shown, if the server has several (default: the first)")
     parser.add_argument("--once", action="store_true", help="print the current state and exit")
 
 
 def run(args: argparse.Namespace) -> int:
     """Shows the server's state until Ctrl-C, or once if standard output is no terminal."""
     key = client_key(args)
+    path = "/dashboard/data" + (f"?{urlencode({'model': args.model})}" if args.model else "")
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
 
     def fetch() -> Mapping[str, Any]:
-        state: Mapping[str, Any] = get_json(args.url, "/dashboard/data", key)
+        state: Mapping[str, Any] = get_json(args.url, path, key)
         return state
 
     state = fetch()
@@ -93,6 +98,7 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
             no_wrap=True,
             overflow="ellipsis",
         ),
+        *_models(state),
         Text(),
         _meter("slots", load["slots"], f"{stats.get('running', 0)} of {stats.get('slots', 0)} running, {waiting} waiting", console),
         _meter("KV", load["kv_cache"], _blocks(state), console),
@@ -101,7 +107,7 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
         _beside(_latency(state["latency"]), _waiting(stats), console),
         Text(),
     ]
-    limit = max(5, console.height - 17) if console.is_terminal else len(state["running"])
+    limit = max(5, console.height - 17 - _num_model_lines(state)) if console.is_terminal else len(state["running"])
     parts.append(_running(state["running"], limit, console))
     return Group(*parts)
 
@@ -112,8 +118,27 @@ _SERVER_STATES = {
     "restarting": "the engine is restarting",
     "failed": "the engine failed to start; the server retries",
     "draining": "shutting down",
+    "unloaded": "not loaded: a request loads the model",
+    "loading": "the model is loading",
+    "load_failed": "the model could not be loaded: the server's log has the reason",
 }
 _RATES = (("generation", "tokens/s generated"), ("prompt", "tokens/s of prompts"), ("steps", "steps/s"))
+
+
+def _models(state: Mapping[str, Any]) -> list[RenderableType]:
+    """A row for each model of a server with several."""
+    if not _num_model_lines(state):
+        return []
+    table = _table(*(f"{name.lower()}{' ' if name in ('MEMORY', 'RUNNING', 'WAITING') else ''}" for name in HEADING))
+    for model in state["models"]:
+        table.add_row(*(Text(cell, style="bold" if model["name"] == state["model"] else "") for cell in model_cells(model)))
+    return [Text(), table]
+
+
+def _num_model_lines(state: Mapping[str, Any]) -> int:
+    """Lines that `_models` takes."""
+    count = len(state.get("models", ()))
+    return count + 2 if count > 1 else 0
 
 
 def _meter(name: str, share: float, text: str, console: Console) -> Text:

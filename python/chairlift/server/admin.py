@@ -105,14 +105,7 @@ def _described(service: Service, model: ServedModel) -> dict[str, Any]:
         {"number": one.number, "state": one.state, "restarts": one.restarts, "sequences": one.engine.open_sequences}
         for one in model.engine.replicas
     ]
-    return {
-        "name": model.name,
-        "aliases": list(model.aliases),
-        "status": model.status,
-        "requests": service.loader.uses(model),
-        "restarts": model.lifecycle.restarts,
-        "replicas": replicas,
-    }
+    return {**service.describe(model), "restarts": model.lifecycle.restarts, "replicas": replicas}
 
 
 async def _named(request: Request) -> str:

@@ -38,7 +38,8 @@ class ModelLoader:
     def started(self, model: ServedModel) -> None:
         """Takes over a model whose engine has been started."""
         self._keepers[model.name].watch()
-        self._policy.loaded(model.name, time.monotonic(), model.lifecycle.start_seconds or 0.0)
+        seconds = model.lifecycle.start_seconds or 0.0
+        self._policy.loaded(model.name, time.monotonic(), seconds, model.engine.facts.get("num_bytes"))
 
     def serve_started(self, model: ServedModel) -> None:
         """Takes over a model whose engine somebody else keeps."""
@@ -62,6 +63,10 @@ class ModelLoader:
     def uses(self, model: ServedModel) -> int:
         """Requests and live sequences that need the model."""
         return self._policy.uses(model.name)
+
+    def num_bytes(self, model: ServedModel) -> int:
+        """Bytes of the model's weights and KV cache, as far as they are known; 0 if not."""
+        return self._policy.num_bytes(model.name)
 
     def seconds_until_unload(self, model: ServedModel) -> float:
         """Seconds until an idle model is unloaded; infinite if it stays, or is in use."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,6 +128,26 @@ class Service:
         """Unloads a model when it is idle because a client asks for it. A model that stays loaded for ever does so."""
         if model.keep_alive is not None:
             self.loader.unload(model)
+
+    def describe(self, model: ServedModel) -> dict[str, Any]:
+        """Describes a model for the operator and the dashboard.
+
+        `num_bytes` are those of weights and KV cache, 0 if they are not known. `unload_in_seconds` is None for a model that is in use,
+        stays loaded, or is not loaded.
+        """
+        uses, ready = self.loader.uses(model), model.engine.ready
+        stats = model.engine.stats() if ready else {}
+        seconds = self.loader.seconds_until_unload(model) if ready else math.inf
+        return {
+            "name": model.name,
+            "aliases": list(model.aliases),
+            "status": model.status,
+            "requests": uses,
+            "running": stats.get("running", 0),
+            "waiting": stats.get("waiting", 0) + stats.get("swapped", 0) if ready else uses,
+            "num_bytes": self.loader.num_bytes(model),
+            "unload_in_seconds": None if math.isinf(seconds) else round(max(0.0, seconds), 1),
+        }
 
     def check_admission(self) -> None:
         """Raises ApiError 503 if no model serves or holds new requests."""

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fake_async_engine import FakeEngine, serving, wait_until
 
+from chairlift.server.lifecycle import ModelState
 from chairlift.server.observability import poller
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -157,6 +158,11 @@ def test_the_page_needs_nothing_else_and_lets_nothing_else_run(http):
         [body] = re.findall(rf"<{kind}>(.*?)</{kind}>", answer.text, re.DOTALL)
         assert policy[f"{kind}-src"] == f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
     assert not re.search(r"https?://|//[a-z]+\.|\bsrc=|@import|innerHTML|eval\(|\bstyle=", answer.text)
+
+
+def test_the_page_has_words_for_all_states_of_a_model(http):
+    [table] = re.findall(r"const SERVER_STATES = {(.*?)};", http.get("/dashboard").text, re.DOTALL)
+    assert set(re.findall(r"(\w+): \"", table)) == {state.value for state in ModelState}
 
 
 @pytest.fixture(scope="module")

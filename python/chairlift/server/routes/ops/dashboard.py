@@ -42,8 +42,7 @@ async def data(request: Request) -> Response:
     except ValueError:
         raise ApiError(400, "step must be a whole number, and sample a time in seconds") from None
     state = await poller.state(step, sample, request.state.tenant)
-    models = [{"name": model.name, "status": model.status, "requests": service.loader.uses(model)} for model in service.models]
-    return Json({**state, "models": models}, headers={"cache-control": "no-store"})
+    return Json({**state, "models": [service.describe(model) for model in service.models]}, headers={"cache-control": "no-store"})
 
 
 def _poller(request: Request, model: ServedModel) -> SnapshotPoller:
