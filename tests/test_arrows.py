@@ -73,6 +73,7 @@ IN_SERVER = {
     "admission": {"errors", "keys"},
     "model_loader": {"engine_keeper", "errors", "lifecycle", "load_policy", "model"},
     "engine_keeper": {"model"},
+    "engine_listener": set(),
     "load_policy": set(),
     "model": {"lifecycle", "observability"},
     "model_specs": {"toml_file"},

@@ -145,6 +145,14 @@ def _origins(text: str) -> tuple[str, ...]:
     return origins
 
 
+def host_and_port(text: str) -> tuple[str, int]:
+    """Parses HOST:PORT, or [HOST]:PORT for an IPv6 address. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"expected HOST:PORT, like 10.0.0.1:7000, got {text!r:.100}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def _flag(default: Any, help: str, parse: Callable[[str], Any] = str, *, group: str, secret: bool = False, **extra: Any) -> Any:
     """Defines a dataclass field that is the flag `--name` with `help` and `parse`, under the heading `group`."""
     return field(default=default, repr=not secret, metadata={"help": help, "parse": parse, "group": group, **extra})
@@ -565,6 +573,16 @@ class ServerConfig:
         metavar="N",
         group="server",
     )
+    engine_listen: tuple[str, int] | None = _flag(
+        None,
+        "where engines of other machines join ('chairlift join'); their traffic is authenticated, not encrypted: use a private network",
+        host_and_port,
+        metavar="HOST:PORT",
+        group="server",
+    )
+    engine_secret_file: str | None = _flag(
+        None, "what those engines must know: a file that only its owner may read, with 32 bytes or more", metavar="FILE", group="server"
+    )
     resume: str = _flag(
         "exact",
         "which engine goes on with the answers of one that died: 'exact', one of equal numerics, so that clients get the bytes of an "
@@ -625,6 +643,8 @@ class ServerConfig:
         # The system would silently take the port modulo 65536.
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
+        if self.engine_listen is not None and self.engine_secret_file is None:
+            raise ValueError("--engine-listen needs --engine-secret-file: make one with 'openssl rand -hex 32 > FILE; chmod 600 FILE'")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-keyfile needs --ssl-certfile")
 

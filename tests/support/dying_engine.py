@@ -108,7 +108,7 @@ def serve() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
+    if sys.argv[1] in ("serve", "join"):
         sys.exit(serve())
     doom()
     status = process.main(int(sys.argv[1]), partial(process.load, sys.argv[2]))

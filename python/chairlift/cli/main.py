@@ -17,6 +17,7 @@ from chairlift.errors import ChairliftError, InvalidRequest, InvalidSetting, Inv
 
 COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",
+    "join": "run an engine of this machine for a server on another one",
     "generate": "generate text from prompts",
     "chat": "chat with a model in the terminal",
     "run-batch": "answer a file of requests, without a server",
@@ -46,6 +47,7 @@ The module `chairlift.cli.NAME`, with `_` for `-`, has the command's flags and i
 _EXAMPLES = """\
 examples:
   chairlift serve                      serve the default model at http://127.0.0.1:8000/v1
+  chairlift join HOST:PORT             run one more engine for a server on another machine
   chairlift chat                       chat with it in this terminal
   chairlift generate "Once upon a"     complete a text
   chairlift run-batch -i IN -o OUT     answer a file of requests

@@ -11,14 +11,16 @@ import socket
 import threading
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift.cli import flags
 from chairlift.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from chairlift.errors import InvalidSetting
 
 if TYPE_CHECKING:
+    from chairlift.engine.secret import Secret
     from chairlift.server.keys import Keys
     from chairlift.server.model_specs import ModelSpec
     from chairlift.server.tiers import ServiceTiers
@@ -77,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     tenant_weights = {**weights, **(args.engine.tenant_weights or {})} or None
     engine = replace(args.engine, tenant_weights=tenant_weights, tier_weights={**tiers.weights, **(args.engine.tier_weights or {})})
     specs = _specs(args, engine)
+    if server.engine_listen is not None and len(specs) > 1:
+        raise InvalidSetting("--engine-listen needs a server with one model: engines of other machines run one")
     if server.ssl_certfile is not None:
         check_certificate(server.ssl_certfile, server.ssl_keyfile)
     with ExitStack() as sockets:
@@ -84,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
         admin = None if server.admin_socket is None else sockets.enter_context(open_path(server.admin_socket, 0o600))
         if not keys and server.uds is None and not is_loopback(server.host):
             log.warning("no API key is set: any host that reaches %s can use this server; see --api-key-file, --api-key", server.host)
-        return asyncio.run(_serve(specs, server, keys, tiers, listener, admin, args.started))
+        joining = _Joining.open(server, sockets)
+        return asyncio.run(_serve(specs, server, keys, tiers, listener, admin, joining, args.started))
 
 
 def _specs(args: argparse.Namespace, engine: EngineConfig) -> list[ModelSpec]:
@@ -107,6 +112,24 @@ def _specs(args: argparse.Namespace, engine: EngineConfig) -> list[ModelSpec]:
     return specs
 
 
+class _Joining(NamedTuple):
+    """Where engines of other machines may join, and what they must know."""
+
+    listener: socket.socket
+    secret: Secret
+
+    @staticmethod
+    def open(server: ServerConfig, sockets: ExitStack) -> _Joining | None:
+        """Reads the secret and listens, if engines may join. Raises InvalidSetting and PortTaken."""
+        from chairlift.engine.secret import read_secret
+        from chairlift.server.http.sockets import open_port
+
+        if server.engine_listen is None or server.engine_secret_file is None:
+            return None
+        secret = read_secret(server.engine_secret_file)
+        return _Joining(sockets.enter_context(open_port(*server.engine_listen)), secret)
+
+
 async def _serve(
     specs: list[ModelSpec],
     server: ServerConfig,
@@ -114,6 +137,7 @@ async def _serve(
     tiers: ServiceTiers,
     listener: socket.socket,
     admin: socket.socket | None,
+    joining: _Joining | None,
     started: float,
 ) -> int:
     from chairlift.engine.local_processes import local_processes, share_cores
@@ -131,6 +155,7 @@ async def _serve(
     # The web framework is imported while the engine's process loads the model.
     module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
     from chairlift.server.admin import serve_admin  # the supervisor has imported it
+    from chairlift.server.engine_listener import accepting
 
     gc.freeze()  # what the imports made stays: the garbage collector need not look at it again
     supervisor = module.Supervisor(module.served_models(specs, engines, server), server, keys, tiers, processes)
@@ -140,6 +165,10 @@ async def _serve(
         await stack.enter_async_context(exchanging(processes))
         if admin is not None:
             await stack.enter_async_context(serve_admin(admin, supervisor.admin()))
+        if joining is not None:
+            join = partial(supervisor.join, config=specs[0].config)
+            await stack.enter_async_context(accepting(joining.listener, joining.secret, join))
+            log.info("listening for engines on %s:%d", *joining.listener.getsockname()[:2])
         status: int = await supervisor.run(listener, starting)
     # asyncio and Python wait for all threads at exit, and a thread may be downloading a model for an hour.
     exit_timer = threading.Timer(THREADS_TIMEOUT, os._exit, (status,))

@@ -144,9 +144,11 @@ class AsyncEngine:
         self._ended.clear()
         try:
             directory = await asyncio.to_thread(locate, self.config.model, self.config.revision, self.config.cache_dir)
+            # Another machine has the model elsewhere.
+            model = str(directory) if self._process.joined is None else self.config.model
             # A restarted engine loads the present adapters below.
             modules = None if self.facts else {name: path for name, path in self._modules.items() if name in self.adapters}
-            config = dataclasses.replace(self.config, model=str(directory), journal=self._next_journal(), lora_modules=modules)
+            config = dataclasses.replace(self.config, model=model, journal=self._next_journal(), lora_modules=modules)
             self._write(dataclasses.replace(self._load, settings=dataclasses.asdict(config)))
             known = {} if modules is None else modules
             tokenizer = asyncio.to_thread(Tokenizer, directory, self.config.tokenizer, self.config.chat_template)
@@ -215,6 +217,8 @@ class AsyncEngine:
             except EngineDead:
                 raise
             except ChairliftError as error:
+                if self._process.joined is not None:
+                    raise  # the other engines have it
                 del self.adapters[name]
                 log.error("adapter %s cannot be loaded again: %s", name, error)
 

@@ -1,4 +1,4 @@
-"""The child process that runs engines, for one event loop: its start, its socket, its heartbeat and its end."""
+"""A process that runs engines, for one event loop: its frames, its heartbeat and its end. It is a child, or joined from elsewhere."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
-import signal
 import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Mapping
 from typing import ClassVar, Protocol, Self
@@ -18,8 +14,10 @@ from typing import ClassVar, Protocol, Self
 from chairlift import errors
 from chairlift.engine import frames
 from chairlift.engine.exit_watch import ExitWatch
-from chairlift.engine.frames import Alive, Failed, Fatal, Frame, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
-from chairlift.engine.heartbeat import Heartbeat, is_stopped
+from chairlift.engine.frames import Alive, BadFrame, Failed, Fatal, Frame, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
+from chairlift.engine.heartbeat import Heartbeat
+from chairlift.engine.joined_process import JoinedProcess
+from chairlift.engine.spawned_process import SpawnedProcess
 from chairlift.errors import ChairliftError, EngineClosed, EngineDead
 from chairlift.sampling import MAX_SEQUENCES
 
@@ -43,26 +41,36 @@ class Client(Protocol):
 
 
 class EngineProcess:
-    """A child process in which several `AsyncEngine` run, and take turns.
+    """A process in which several `AsyncEngine` run, and take turns.
 
-    Use it with `async with`, or call `close`. It starts with its first engine, and again with the next one after its end.
+    Use it with `async with`, or call `close`. A child starts with its first engine, and again with the next one after its end. One that
+    has joined from another machine does not start again.
     """
 
     command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
     """Arguments of Python that run the child process."""
 
-    def __init__(self, load_format: str = "auto", *, exclusive: bool = False, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` has variables for the process, beside those of this one."""
+    def __init__(
+        self,
+        load_format: str = "auto",
+        *,
+        exclusive: bool = False,
+        environment: Mapping[str, str] | None = None,
+        joined: JoinedProcess | None = None,
+    ) -> None:
+        """`environment` has variables for a child, beside those of this process. With `joined` there is no child."""
         self.load_format = load_format
         """With "none" the process does not import what loads models beforehand."""
         self.exclusive = exclusive
         """Whether the process runs one engine and ends with it."""
+        self.joined = joined
+        """The process on another machine; None for a child."""
         self._environment = environment or {}
         self.tags = itertools.count(1, MAX_SEQUENCES)  # a request's sequences have consecutive tags
         self._clients: dict[int, Client] = {}
         self._unloading: dict[int, asyncio.Future[None]] = {}
         self._sharing: deque[asyncio.Future[dict[str, int]]] = deque()  # waiting for `ServiceShared`
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: SpawnedProcess | JoinedProcess | None = None
         self._exiting = False
         self._running: set[int] = set()  # the engines that are ready; without one the process may load another and not read its socket
         self._starting = asyncio.Lock()
@@ -86,8 +94,9 @@ class EngineProcess:
                 return self._attach(client)
             if self._reading is not None:
                 await asyncio.wait([self._reading])  # the engines before hear why the process has ended
-            await self.close()
-            sock = self._spawn()
+            if self._process is not None:
+                await self.close()
+            sock = self._start()
             self._numbers = itertools.count()
             number = self._attach(client)
             try:
@@ -130,6 +139,8 @@ class EngineProcess:
 
     def write(self, number: int, frame: Frame) -> None:
         """Sends a frame to an engine."""
+        if self.joined is not None:
+            frame = self.joined.sent(frame)
         self._writer.write(frames.encode(frame, number))
 
     async def drain(self) -> None:
@@ -146,6 +157,8 @@ class EngineProcess:
         """Ends the process, at once if no engine is ready. Requests of its engines raise EngineClosed. May be called repeatedly."""
         process, self._process = self._process, None
         if process is None:
+            if self.joined is not None:
+                self.joined.kill()
             return
         self._end(EngineClosed("the engine was closed"))
         reading, self._reading = self._reading, None
@@ -154,12 +167,11 @@ class EngineProcess:
                 self.write(0, Stop())
             else:
                 process.kill()
-            await asyncio.to_thread(process.wait, STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            log.warning("the engine did not stop within %.0f s: killing it", STOP_SECONDS)
+            if not await process.wait(reading, STOP_SECONDS):
+                log.warning("the engine did not stop within %.0f s: killing it", STOP_SECONDS)
         finally:
             process.kill()  # it ignores SIGTERM
-            process.wait()
+            process.reap()
             if reading is not None:
                 reading.cancel()
                 self._writer.close()
@@ -175,32 +187,22 @@ class EngineProcess:
         self._clients[number] = client
         return number
 
-    def _spawn(self) -> socket.socket:
-        """Starts the child and returns the parent's end of their socket.
+    def _start(self) -> socket.socket:
+        """Starts the child, or takes the process that has joined. Returns this end of the socket.
 
         Must be called in the event loop's thread: the child is killed when the thread that started it ends.
         """
         self._exiting = False
         self._running.clear()
-        loop = asyncio.get_running_loop()
-        self._heartbeat = Heartbeat(self.kill, lambda: self.pid is not None and is_stopped(self.pid))
-        self._exit_watch = ExitWatch(loop, self._process_exits)
-        parent_end, child_end = socket.socketpair()
-        # The child has this process's module path and does not import from its working directory.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        command = [sys.executable, "-P", *self.command, str(child_end.fileno()), self.load_format]
-        # Ctrl-C in a terminal also reaches the child, which has no handler until it has imported: it inherits the blocked signal.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with child_end:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[child_end.fileno()],
-                    env={**os.environ, "PYTHONPATH": path, **self._environment},
-                )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if self.joined is not None:
+            parent_end = self.joined.connect()
+            process: SpawnedProcess | JoinedProcess = self.joined
+        else:
+            parent_end, child_end = socket.socketpair()
+            process = SpawnedProcess(self.command, self.load_format, child_end, self._environment)
+        self._process = process
+        self._heartbeat = Heartbeat(self.kill, process.why_hopeless)
+        self._exit_watch = ExitWatch(asyncio.get_running_loop(), self._process_exits)
         return parent_end
 
     async def _read(self) -> None:
@@ -209,6 +211,8 @@ class EngineProcess:
         try:
             while (received := await frames.read(self._reader)) is not None:
                 number, frame = received
+                if self.joined is not None:
+                    frame = self.joined.received(frame)
                 match frame:
                     case Alive():
                         self._heartbeat.on_message(frame)
@@ -231,6 +235,8 @@ class EngineProcess:
                             client.on_frame(frame)
         except OSError:
             pass  # a connection reset
+        except BadFrame as error:
+            death = EngineDead(f"the connection to the engine's process broke: {error}")
         except Exception as error:
             log.exception("reading from the engine failed")
             death = EngineDead(f"the connection to the engine's process broke: {type(error).__name__}: {error}")
@@ -239,16 +245,14 @@ class EngineProcess:
             return
         self._process_exits()
         if death is None:
-            # The socket closes shortly before the process exits.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(process.wait, 1.0)
-            death = EngineDead(f"the engine's process ended unexpectedly ({_exit_words(process.returncode)})")
+            death = EngineDead(await process.how_it_ended())
         process.kill()
         self._end(death)
 
     def _on_ready(self, number: int, frame: Ready) -> None:
         self._running.add(number)
-        self._exit_watch.watch(frame.sentinels)
+        if self.joined is None:
+            self._exit_watch.watch(frame.sentinels)
         if self._watching is None:
             self._watching = asyncio.create_task(self._heartbeat.watch())
 
@@ -282,9 +286,3 @@ def reported(frame: Failed | Fatal) -> ChairliftError:
     if isinstance(kind, type) and issubclass(kind, ChairliftError):
         return kind(frame.message)
     return EngineDead(f"the engine ended: {frame.error}: {frame.message}")
-
-
-def _exit_words(code: int | None) -> str:
-    if code is None:
-        return "it does not answer"
-    return f"killed by signal {-code}" if code < 0 else f"exit status {code}"

@@ -28,11 +28,11 @@ def is_stopped(pid: int) -> bool:
 
 
 class Heartbeat:
-    """Receives the heartbeats of a ready engine and calls `kill` if it stays stuck, or is stuck and `stopped`."""
+    """Receives the heartbeats of a ready engine and calls `kill` if it stays stuck, or if it is silent and `why_hopeless` has a reason."""
 
-    def __init__(self, kill: Callable[[], None], stopped: Callable[[], bool]) -> None:
+    def __init__(self, kill: Callable[[], None], why_hopeless: Callable[[], str | None]) -> None:
         self._kill = kill
-        self._stopped = stopped
+        self._why_hopeless = why_hopeless
         self._newest = Alive()
         self._received = 0
         self._silence = StallDetector()
@@ -64,9 +64,8 @@ class Heartbeat:
                 continue
             if not since:
                 log.error("the engine is stuck: %.0f s in '%s'", seconds, stage)
-            stopped = stage == "process" and self._stopped()
-            if stopped or since > KILL_AFTER:
-                words = "the engine's process was stopped by a signal" if stopped else f"the engine is still stuck in '{stage}'"
-                log.error("%s: killing its process", words)
+            hopeless = self._why_hopeless() if stage == "process" else None
+            if hopeless or since > KILL_AFTER:
+                log.error("%s: killing its process", hopeless or f"the engine is still stuck in '{stage}'")
                 self._kill()
                 return

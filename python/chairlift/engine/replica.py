@@ -26,6 +26,11 @@ class Replica:
         self._check = check
 
     @property
+    def joined(self) -> bool:
+        """Whether the engine is on another machine, which restarts it."""
+        return self.engine.process.joined is not None
+
+    @property
     def ready(self) -> bool:
         """Whether it takes new requests."""
         return self.engine.ready and not self.draining

@@ -64,12 +64,13 @@ class ReplicatedEngine:
         for process in processes:
             self.add(process)
 
-    def add(self, process: EngineProcess) -> Replica:
-        """Adds an engine in a process. It is not started yet."""
+    def add(self, process: EngineProcess, config: EngineConfig | None = None) -> Replica:
+        """Adds an engine in a process, with other settings if `config` is given. It is not started yet."""
+        config = config or self.config
         numbers = {replica.number for replica in self._replicas}
         number = next(number for number in range(len(numbers) + 1) if number not in numbers)
-        journal = f"{self.config.journal}.replica{number}" if self.config.journal and number else self.config.journal
-        engine = AsyncEngine(replace(self.config, journal=journal), process=process, weight=self._weight)
+        journal = f"{config.journal}.replica{number}" if config.journal and number else config.journal
+        engine = AsyncEngine(replace(config, journal=journal), process=process, weight=self._weight)
         if self._replicas:
             engine.number_like(self._replicas[0].engine)
         engine.adapters = self.adapters
@@ -77,6 +78,12 @@ class ReplicatedEngine:
         engine.on_end = lambda: self._ended(replica)
         self._replicas.append(replica)
         return replica
+
+    def remove(self, replica: Replica) -> None:
+        """Forgets an engine that has ended, which is not the first one."""
+        self._replicas.remove(replica)
+        self._homes = {handle: home for handle, home in self._homes.items() if home is not replica}
+        self._ran_in = {request_id: other for request_id, other in self._ran_in.items() if other is not replica}
 
     @property
     def replicas(self) -> Sequence[Replica]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from chairlift.server.model import ServedModel
 
 if TYPE_CHECKING:
+    from chairlift.config import EngineConfig
+    from chairlift.engine.engine_process import EngineProcess
     from chairlift.engine.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,12 @@ class EngineKeeper:
         for replica in self._model.engine.replicas:
             self._keep(replica)
 
+    def join(self, process: EngineProcess, config: EngineConfig) -> None:
+        """Adds an engine of another machine. It is started when the model is loaded."""
+        replica = self._model.engine.add(process, config)
+        if self._keeping:
+            self._keep(replica)
+
     def unwatch(self) -> None:
         """Restarts engines no more."""
         for task in self._tasks():
@@ -59,6 +67,8 @@ class EngineKeeper:
         await asyncio.gather(*self._tasks(), return_exceptions=True)
         self._keeping.clear()
         await self._model.engine.close()
+        for replica in [one for one in self._model.engine.replicas if one.joined]:
+            self._model.engine.remove(replica)
 
     def restart(self, seconds: float) -> None:
         """Begins to restart the engines one after the other, unless that is going on. Stops at one that does not become ready.
@@ -72,7 +82,7 @@ class EngineKeeper:
         return [*self._keeping.values(), *([] if self._rolling is None else [self._rolling])]
 
     def _keep(self, replica: Replica) -> None:
-        self._keeping[replica] = self._start_task(self._restart_loop(replica))
+        self._keeping[replica] = self._start_task(self._run_joined(replica) if replica.joined else self._restart_loop(replica))
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -108,13 +118,25 @@ class EngineKeeper:
             await asyncio.sleep(delay)
             await self._start(replica)
 
+    async def _run_joined(self, replica: Replica) -> None:
+        """Runs an engine of another machine until it ends, and forgets it then: the other machine restarts it, and it joins again."""
+        if await self._start(replica):
+            await replica.engine.ended()
+        await self._forget(replica)
+
+    async def _forget(self, replica: Replica) -> None:
+        await replica.engine.close()
+        logger.warning("%s has left", self._name(replica))
+        self._model.engine.remove(replica)
+        del self._keeping[replica]
+
     async def _start(self, replica: Replica) -> bool:
         """Starts an engine. Logs whether that succeeded, and returns it."""
         lifecycle = self._model.lifecycle
         try:
             await replica.start()
         except Exception as error:
-            if not self._model.engine.ready:
+            if not (self._model.engine.ready or replica.joined):
                 lifecycle.start_failed()
             logger.error("%s could not be started: %s: %s", self._name(replica), type(error).__name__, error)
             return False
@@ -132,19 +154,25 @@ class EngineKeeper:
                 return
 
     async def _restart(self, replica: Replica, seconds: float) -> bool:
-        """Restarts a running engine; returns whether it is ready again."""
+        """Restarts a running engine; returns whether it is ready again. One of another machine ends, and joins again by itself."""
         logger.info("restarting %s, which runs %d sequences", self._name(replica), replica.engine.open_sequences)
         self._keeping[replica].cancel()
         replica.draining = True
         self._model.lifecycle.engine_ended(serving=self._model.engine.ready)
         await replica.drain(seconds)
         replica.restarts += 1
+        if replica.joined:
+            await self._forget(replica)
+            return True
         await replica.engine.close()
         started = await self._start(replica)
         self._keep(replica)
         return started
 
     def _name(self, replica: Replica) -> str:
+        joined = replica.engine.process.joined
+        if joined is not None:
+            return f"engine {replica.number} of {self._model.name}, at {joined.name},"
         of = f"engine {replica.number}" if len(self._model.engine.replicas) > 1 else "the engine"
         return f"{of} of {self._model.name}"
 

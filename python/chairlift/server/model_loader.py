@@ -7,12 +7,17 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
 
 from chairlift.server.engine_keeper import EngineKeeper
 from chairlift.server.errors import ApiError, unavailable
 from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.load_policy import Action, LoadPolicy, Stage
 from chairlift.server.model import ServedModel
+
+if TYPE_CHECKING:
+    from chairlift.config import EngineConfig
+    from chairlift.engine.engine_process import EngineProcess
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +64,10 @@ class ModelLoader:
     def restart(self, model: ServedModel, seconds: float) -> None:
         """Begins to restart the engines of a loaded model one after the other: see `EngineKeeper.restart`."""
         self._keepers[model.name].restart(seconds)
+
+    def join(self, model: ServedModel, process: EngineProcess, config: EngineConfig) -> None:
+        """Adds an engine of another machine to a model's: see `EngineKeeper.join`."""
+        self._keepers[model.name].join(process, config)
 
     def uses(self, model: ServedModel) -> int:
         """Requests and live sequences that need the model."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from chairlift.checkpoint.cache import weight_bytes
-from chairlift.config import ServerConfig
+from chairlift.config import EngineConfig, ServerConfig
+from chairlift.engine.engine_process import EngineProcess
 from chairlift.server.admin import AdminApp
 from chairlift.server.app import PROBES, application, guarded
 from chairlift.server.http.protocol import HttpProtocol, HttpServer
@@ -30,7 +31,7 @@ from chairlift.server.service import Service
 from chairlift.server.tiers import ServiceTiers
 
 if TYPE_CHECKING:
-    from chairlift.engine.engine_process import EngineProcess
+    from chairlift.engine.joined_process import JoinedProcess
     from chairlift.engine.replicated_engine import ReplicatedEngine
     from chairlift.server.model_specs import ModelSpec
     from chairlift.server.storage.storage import Storage
@@ -97,6 +98,10 @@ class Supervisor:
     def admin(self) -> AdminApp:
         """Returns the application for the admin socket."""
         return AdminApp(self._service, lambda: self._stop("request on the admin socket"), self._config.shutdown_timeout)
+
+    def join(self, process: JoinedProcess, config: EngineConfig) -> None:
+        """Adds an engine of another machine to those of the only model, with these settings."""
+        self._service.loader.join(self._service.default, EngineProcess(joined=process, exclusive=True), config)
 
     async def run(self, listener: socket.socket, starting: asyncio.Task[None] | None = None) -> int:
         """Serves on `listener` until a signal. Returns the exit status.

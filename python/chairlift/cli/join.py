@@ -1,0 +1,57 @@
+"""`chairlift join`: an engine of this machine for a server on another one."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from typing import Any
+
+from chairlift.cli import flags
+from chairlift.config import ServerConfig, host_and_port
+from chairlift.engine.secret import Secret
+from chairlift.errors import InvalidSetting
+
+_EXAMPLES = """\
+examples:
+  chairlift serve MODEL --engine-listen 10.0.0.1:7000 --engine-secret-file secret     on the server's machine
+  chairlift join 10.0.0.1:7000 --engine-secret-file secret                            on this one
+
+The model's name or path must be valid on this machine too. Ctrl-C ends the engine; its answers go on in another one.
+"""
+
+
+def add_parser(commands: Any, summary: str) -> None:
+    """Adds the command and its flags."""
+    parser = flags.add_command(commands, "join", summary, _EXAMPLES, run)
+    parser.add_argument("address", type=_address, metavar="HOST:PORT", help="where the server listens for engines (--engine-listen)")
+    flags.add_fields(parser, ServerConfig, ("engine_secret_file", "log_level", "log_format"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs an engine until a signal. Raises JoinRefused if the server has another secret or version."""
+    from chairlift.engine.secret import read_secret
+
+    if args.server.engine_secret_file is None:
+        raise InvalidSetting("join needs --engine-secret-file FILE, with the secret of the server")
+    with asyncio.Runner() as runner:
+        return runner.run(_join(args.address, read_secret(args.server.engine_secret_file)))
+
+
+async def _join(address: tuple[str, int], secret: Secret) -> int:
+    from chairlift.engine.joining import join
+
+    joining = asyncio.create_task(join(*address, secret))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, joining.cancel)
+    try:
+        await joining
+    except asyncio.CancelledError:
+        return 0
+    raise AssertionError("join returns only by an error")
+
+
+def _address(text: str) -> tuple[str, int]:
+    try:
+        return host_and_port(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,73 @@
+"""Runs an engine of this machine for a server on another one: connects, checks the server, and starts the engine's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from typing import NoReturn
+
+from chairlift.engine.engine_process import EngineProcess
+from chairlift.engine.handshake import SECONDS, BadHandshake, introduce
+from chairlift.engine.joined_process import detect_silence
+from chairlift.engine.secret import Secret
+from chairlift.engine.spawned_process import SpawnedProcess
+
+log = logging.getLogger("chairlift")
+
+MAX_DELAY = 30
+"""Maximum seconds between two attempts to join; the first pause is a second."""
+STABLE_SECONDS = 60
+"""After an engine that ran this long, the pauses begin at a second again."""
+
+
+async def join(host: str, port: int, secret: Secret) -> NoReturn:
+    """Runs an engine for the server at this address, and another one after its end, until this is cancelled.
+
+    Raises JoinRefused if the server has another secret or version.
+    """
+    failures = 0
+    while True:
+        began = time.monotonic()
+        try:
+            sock = await _connect(host, port, secret)
+            log.info("joined the server at %s:%d", host, port)
+            reason = await _run_engine(sock)
+        except BadHandshake as error:
+            reason = str(error)
+        failures = 0 if time.monotonic() - began > STABLE_SECONDS else failures
+        delay = min(1 << failures, MAX_DELAY)
+        failures += 1
+        log.warning("%s: joining %s:%d again in %d s", reason, host, port, delay)
+        await asyncio.sleep(delay)
+
+
+async def _connect(host: str, port: int, secret: Secret) -> socket.socket:
+    """A connection whose other end knows the secret. Raises BadHandshake and JoinRefused."""
+    try:
+        sock = await asyncio.to_thread(socket.create_connection, (host, port), SECONDS)
+    except OSError as error:
+        raise BadHandshake(f"cannot connect: {error.strerror or error}") from None
+    try:
+        sock.setblocking(False)
+        detect_silence(sock)
+        await introduce(sock, secret)
+        sock.setblocking(True)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _run_engine(sock: socket.socket) -> str:
+    """Runs an engine that speaks on `sock` until its end. Returns the reason for that."""
+    process = SpawnedProcess(EngineProcess.command, "auto", sock, {})
+    try:
+        await process.wait(None, None)
+        return await process.how_it_ended()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.reap()

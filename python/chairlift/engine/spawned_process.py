@@ -1,0 +1,77 @@
+"""A child process of this one that runs engines: its start, its socket and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from chairlift.engine.heartbeat import is_stopped
+
+EXIT_SECONDS = 1.0
+"""Most seconds between the end of a process's socket and its exit."""
+
+
+class SpawnedProcess:
+    """A child process with one end of a socket.
+
+    Must be made in a thread that does not end before the process: Linux kills the child when the thread that started it ends.
+    """
+
+    def __init__(self, command: tuple[str, ...], load_format: str, child_end: socket.socket, environment: Mapping[str, str]) -> None:
+        """Starts Python with the arguments `command`, the number of the socket, which is closed here, and `load_format`."""
+        # The child has this process's module path and does not import from its working directory.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        # Ctrl-C in a terminal also reaches the child, which has no handler until it has imported: it inherits the blocked signal.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with child_end:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", *command, str(child_end.fileno()), load_format],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[child_end.fileno()],
+                    env={**os.environ, "PYTHONPATH": path, **environment},
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Kills the process, if it runs."""
+        self._process.kill()
+
+    def why_hopeless(self) -> str | None:
+        """Why the process cannot go on by itself although it exists; None if it may."""
+        return "the engine's process was stopped by a signal" if is_stopped(self.pid) else None
+
+    async def wait(self, reading: asyncio.Task[None] | None, seconds: float | None) -> bool:
+        """Waits for its exit, for ever if `seconds` is None. Returns whether that came in time."""
+        try:
+            await asyncio.to_thread(self._process.wait, seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def reap(self) -> None:
+        """Waits until a killed process has ended."""
+        self._process.wait()
+
+    async def how_it_ended(self) -> str:
+        """The reason for its end, after its socket has closed."""
+        await self.wait(None, EXIT_SECONDS)
+        return f"the engine's process ended unexpectedly ({exit_words(self._process.returncode)})"
+
+
+def exit_words(code: int | None) -> str:
+    """An exit status in words."""
+    if code is None:
+        return "it does not answer"
+    return f"killed by signal {-code}" if code < 0 else f"exit status {code}"

@@ -1,0 +1,118 @@
+"""`chairlift join`: an engine of another machine, here over loopback, that dies or is foreign costs clients nothing."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import dying_engine
+import paced_engine
+import pytest
+from resumable import KINDS, ask, order, requested
+from served import Served, served, until
+
+pytestmark = pytest.mark.slow
+
+FLAGS = ("--max-num-seqs", "12", "--num-kv-blocks", "200", "--threads", "1", "--served-model-name", "tiny", "--log-level", "info")
+
+
+def write_secret(file: Path, content: str) -> str:
+    file.write_text(content)
+    file.chmod(0o600)
+    return str(file)
+
+
+@contextmanager
+def joining(server: Served, secret: str, log: Path, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """`chairlift join` in a process of its own."""
+    address = re.findall(r"listening for engines on (\S+)", server.log())[0]
+    command = [sys.executable, dying_engine.__file__, "join", address, "--engine-secret-file", secret]
+    variables = os.environ | {paced_engine.GATE: str(server.directory / "gate")} | (environment or {})
+    with log.open("wb") as output, subprocess.Popen(command, stderr=output, env=variables) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(60)
+            print(log.read_text())
+
+
+def states(server: Served) -> list[str]:
+    return [one["state"] for one in server.replicas()]
+
+
+def child(process: subprocess.Popen[bytes]) -> int:
+    """The engine's process."""
+    [pid] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(pid)
+
+
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_secret(tmp_path_factory.mktemp("secret") / "secret", "0123456789abcdef" * 4)
+
+
+@pytest.fixture(scope="module")
+def server(byte_model: Path, secret: str) -> Iterator[Served]:
+    (byte_model / "chat_template.jinja").write_text("{% if tools %}{# <tool_call> #}{% endif %}{{ messages[-1].content }}")
+    flags = *FLAGS, "--engine-listen", "127.0.0.1:0", "--engine-secret-file", secret
+    with served(str(byte_model), *flags, script=dying_engine.__file__, load_format="dummy") as one:
+        yield one
+
+
+def test_a_joined_engine_is_killed_and_its_streams_go_on(server: Served, secret: str, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(len(KINDS) + 1) as threads:
+        expected = requested(server, threads)
+        with joining(server, secret, tmp_path / "log") as process:
+            until(lambda: states(server) == ["ready", "ready"])
+            lost = server.log().count("lost its engine")
+            order(server, step=10**9, where="launch")  # only makes steps slow
+            answers = {kind: threads.submit(ask, server, *request) for kind, request in KINDS.items()}
+            until(lambda: server.admin_state()["running"] > len(KINDS))
+            os.kill(child(process), signal.SIGKILL)
+            assert {kind: answer.result() for kind, answer in answers.items()} == {kind: expected[kind] for kind in KINDS}
+            (server.directory / "gate").unlink()
+            assert server.log().count("lost its engine") > lost
+            assert "the connection to the engine of 127.0.0.1:" in server.log()
+            until(lambda: states(server) == ["ready", "ready"])  # it has joined again
+            os.kill(server.engine(), signal.SIGKILL)  # now the joined one serves
+            assert requested(server, threads) == expected
+            until(lambda: states(server) == ["ready", "ready"])
+        until(lambda: states(server) == ["ready"])
+        assert requested(server, threads) == expected
+    assert "0123456789abcdef" not in server.log() + (tmp_path / "log").read_text()
+
+
+def test_an_engine_with_other_numerics_is_refused(server: Served, secret: str, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    (tmp_path / "other").mkdir()
+    foreign.touch()
+    (tmp_path / dying_engine.FOREIGN).touch()
+    with joining(server, secret, tmp_path / "log", {paced_engine.GATE: str(tmp_path / "gate")}):
+        until(lambda: "has other numerics than replica 0" in server.log())
+        until(lambda: states(server) == ["ready"])
+        assert server.answer(max_tokens=4)
+
+
+def test_a_wrong_secret_ends_join_with_status_2_and_one_line(server: Served, tmp_path: Path) -> None:
+    wrong = write_secret(tmp_path / "wrong", "f" * 64)
+    with joining(server, wrong, tmp_path / "log") as process:
+        assert process.wait(60) == 2
+    assert (tmp_path / "log").read_text() == "chairlift: the server has another secret than --engine-secret-file of this machine\n"
+    assert server.log().count("it has another secret than --engine-secret-file of this server") == 1
+    assert states(server) == ["ready"]
+
+
+def test_a_rolling_restart_lets_a_joined_engine_join_again(server: Served, secret: str, tmp_path: Path) -> None:
+    with joining(server, secret, tmp_path / "log") as process:
+        until(lambda: states(server) == ["ready", "ready"])
+        before = child(process)
+        assert server.administer("/models/restart", {"model": "tiny"}).status_code == 202
+        until(lambda: (tmp_path / "log").read_text().count("joined the server") == 2)
+        until(lambda: states(server) == ["ready", "ready"])
+        assert child(process) != before
