@@ -78,7 +78,6 @@ GARBAGE = {
     "half a message": message({"a": 1})[:-1],
     "half a length": b"\0",
     "nothing": b"",
-    "too long": struct.pack(">H", MAX_MESSAGE + 1),
     "not msgpack": b"\0\x05\xc1\xc1\xc1\xc1\xc1",
     "another map": message({"role": "engine"}),
     "a list": message([1]),
@@ -98,6 +97,17 @@ def test_garbage_is_refused(sent):
             with theirs:
                 theirs.send(sent)
             with pytest.raises(BadHandshake):
+                await admit(ours, Recorded(b""))
+
+    asyncio.run(main())
+
+
+def test_a_message_that_is_too_long_is_not_waited_for():
+    async def main():
+        ours, theirs = pair()
+        with ours, theirs:
+            theirs.send(struct.pack(">H", MAX_MESSAGE + 1))
+            with pytest.raises(BadHandshake, match="at most 512"):
                 await admit(ours, Recorded(b""))
 
     asyncio.run(main())

@@ -26,7 +26,8 @@ class Process:
 def test_service_is_charged_once_in_each_other_process():
     async def main():
         a, b, c = processes = [Process() for _ in range(3)]
-        exchange = ServiceExchange(processes)
+        exchange = ServiceExchange()
+        exchange.use(processes)
         a.served, b.served = {"x": 100, "y": 1}, {"x": 20}
         for _ in range(3):
             for process in processes:
@@ -41,7 +42,8 @@ def test_service_is_charged_once_in_each_other_process():
 def test_a_process_that_ended_is_charged_for_nothing_from_before():
     async def main():
         a, b = processes = [Process(), Process()]
-        exchange = ServiceExchange(processes)
+        exchange = ServiceExchange()
+        exchange.use(processes)
         a.served = {"x": 100}
         await exchange.ask(a)
         b.dead = True
@@ -52,6 +54,22 @@ def test_a_process_that_ended_is_charged_for_nothing_from_before():
         await exchange.ask(b)
         assert b.charged == [{}, {"x": 3}]
         assert a.charged == [{}, {}]
+
+    asyncio.run(main())
+
+
+def test_a_process_that_joins_is_told_what_came_after_it_and_one_that_left_is_forgotten():
+    async def main():
+        a, b, c = (Process() for _ in range(3))
+        exchange = ServiceExchange()
+        exchange.use([a, b])
+        a.served = {"x": 1}
+        await exchange.ask(a)
+        exchange.use([a, c])
+        a.served, c.served = {"x": 10}, {"y": 5}
+        for process in (a, c, a):
+            await exchange.ask(process)
+        assert (a.charged, b.charged, c.charged) == ([{}, {}, {"y": 5}], [], [{"x": 10}])
 
     asyncio.run(main())
 
@@ -72,10 +90,12 @@ def test_processes_are_asked_for_as_long_as_the_server_runs(monkeypatch, count):
                 asked.set()
                 return {}
 
-        async with exchanging([Asked(), Hanging()][:count]):
+        processes = [Asked(), Hanging()][:count]
+        async with exchanging(lambda: processes):
             if count == 2:
                 await asked.wait()  # though the other hangs
-            await asyncio.sleep(0)
+            for _ in range(5):
+                await asyncio.sleep(0)
         assert asked.is_set() == (count == 2)
         assert len(asyncio.all_tasks()) == 1
 

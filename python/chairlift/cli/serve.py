@@ -162,7 +162,7 @@ async def _serve(
     async with AsyncExitStack() as stack:
         for process in processes:
             await stack.enter_async_context(process)
-        await stack.enter_async_context(exchanging(processes))
+        await stack.enter_async_context(exchanging(lambda: [replica.engine.process for replica in engines[0].replicas]))
         if admin is not None:
             await stack.enter_async_context(serve_admin(admin, supervisor.admin()))
         if joining is not None:

@@ -19,6 +19,8 @@ log = logging.getLogger("chairlift")
 
 MAX_DELAY = 30
 """Maximum seconds between two attempts to join; the first pause is a second."""
+CHECK_SECONDS = 5.0
+"""Interval at which a running engine is looked at."""
 STABLE_SECONDS = 60
 """After an engine that ran this long, the pauses begin at a second again."""
 
@@ -65,7 +67,9 @@ async def _run_engine(sock: socket.socket) -> str:
     """Runs an engine that speaks on `sock` until its end. Returns the reason for that."""
     process = SpawnedProcess(EngineProcess.command, "auto", sock, {})
     try:
-        await process.wait(None, None)
+        while not await process.wait(None, CHECK_SECONDS):
+            if process.why_hopeless():  # the server has given it up, and it does not see that
+                process.kill()
         return await process.how_it_ended()
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -27,8 +27,27 @@ class ServiceExchange:
     A process that ends loses what it was told, as it loses its tenants' accounts.
     """
 
-    def __init__(self, processes: Sequence[_Process]) -> None:
-        self._elsewhere: dict[_Process, Counter[str]] = {process: Counter() for process in processes}
+    def __init__(self) -> None:
+        self._elsewhere: dict[_Process, Counter[str]] = {}
+        self._asking: dict[_Process, asyncio.Task[None]] = {}
+
+    def use(self, processes: Iterable[_Process]) -> None:
+        """Exchanges service between these from now on, and forgets all others."""
+        self._elsewhere = {process: self._elsewhere.get(process, Counter()) for process in processes}
+
+    def ask_all(self) -> None:
+        """Begins to ask all processes, if there are several. One that has not answered yet is not asked again, and delays no other."""
+        for process in self._elsewhere if len(self._elsewhere) > 1 else ():
+            if process not in self._asking:
+                self._asking[process] = task = asyncio.create_task(self.ask(process))
+                task.add_done_callback(lambda _, process=process: self._asking.pop(process))  # type: ignore[misc]
+
+    async def close(self) -> None:
+        """Asks no more."""
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ask(self, process: _Process) -> None:
         """Tells a process the service in the others since the last call, and notes its own for them."""
@@ -41,21 +60,22 @@ class ServiceExchange:
             if other is not process:
                 elsewhere.update(service)
 
-    async def repeat(self, process: _Process) -> None:
-        """Asks a process again and again. Each has a task of its own, so that one that hangs delays no other."""
-        while True:
-            await asyncio.sleep(INTERVAL)
-            await self.ask(process)
-
 
 @asynccontextmanager
-async def exchanging(processes: Sequence[_Process]) -> AsyncIterator[None]:
-    """Exchanges tenants' service between the processes for the duration of the block. With one process there is nothing to do."""
-    exchange = ServiceExchange(processes)
-    tasks = [asyncio.create_task(exchange.repeat(process)) for process in processes] if len(processes) > 1 else []
+async def exchanging(processes: Callable[[], Iterable[_Process]]) -> AsyncIterator[None]:
+    """Exchanges tenants' service between the present processes for the duration of the block. With one process there is nothing to do."""
+    exchange = ServiceExchange()
+
+    async def repeat() -> None:
+        while True:
+            await asyncio.sleep(INTERVAL)
+            exchange.use(processes())
+            exchange.ask_all()
+
+    repeating = asyncio.create_task(repeat())
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        repeating.cancel()
+        await asyncio.gather(repeating, return_exceptions=True)
+        await exchange.close()

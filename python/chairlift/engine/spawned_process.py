@@ -52,8 +52,8 @@ class SpawnedProcess:
         """Why the process cannot go on by itself although it exists; None if it may."""
         return "the engine's process was stopped by a signal" if is_stopped(self.pid) else None
 
-    async def wait(self, reading: asyncio.Task[None] | None, seconds: float | None) -> bool:
-        """Waits for its exit, for ever if `seconds` is None. Returns whether that came in time."""
+    async def wait(self, reading: asyncio.Task[None] | None, seconds: float) -> bool:
+        """Waits for its exit. Returns whether that came in time."""
         try:
             await asyncio.to_thread(self._process.wait, seconds)
         except subprocess.TimeoutExpired:
