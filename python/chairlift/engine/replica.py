@@ -16,7 +16,11 @@ class Replica:
     `check` is called after each start and may raise an error, which ends the engine.
     """
 
-    def __init__(self, number: int, engine: AsyncEngine, check: Callable[[Replica], None] = lambda replica: None) -> None:
+    def __init__(
+        self, number: int, engine: AsyncEngine, check: Callable[[Replica], None] = lambda replica: None, machine: str | None = None
+    ) -> None:
+        """`machine` is the address of the machine from which the engine has joined; None for this one."""
+        self.machine = machine
         self.number = number
         self.engine = engine
         self.restarts = 0
@@ -28,7 +32,7 @@ class Replica:
     @property
     def joined(self) -> bool:
         """Whether the engine is on another machine, which restarts it."""
-        return self.engine.process.joined is not None
+        return self.machine is not None
 
     @property
     def ready(self) -> bool:

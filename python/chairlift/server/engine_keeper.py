@@ -170,9 +170,8 @@ class EngineKeeper:
         return started
 
     def _name(self, replica: Replica) -> str:
-        joined = replica.engine.process.joined
-        if joined is not None:
-            return f"engine {replica.number} of {self._model.name}, at {joined.name},"
+        if replica.joined:
+            return f"engine {replica.number} of {self._model.name}, at {replica.machine},"
         of = f"engine {replica.number}" if len(self._model.engine.replicas) > 1 else "the engine"
         return f"{of} of {self._model.name}"
 
