@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from chairlift.engine import handshake
 from chairlift.engine.handshake import JoinRefused, introduce
 from chairlift.engine.secret import Secret
 from chairlift.server import engine_listener

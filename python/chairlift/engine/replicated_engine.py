@@ -74,7 +74,7 @@ class ReplicatedEngine:
         if self._replicas:
             engine.number_like(self._replicas[0].engine)
         engine.adapters = self.adapters
-        replica = Replica(number, engine, self._started, process.joined and process.joined.name)
+        replica = Replica(number, engine, self._started, process.joined.name if process.joined else None)
         engine.on_end = lambda: self._ended(replica)
         self._replicas.append(replica)
         return replica
