@@ -73,7 +73,7 @@ def test_a_joined_engine_is_killed_and_its_streams_go_on(server: Served, secret:
             lost = server.log().count("lost its engine")
             order(server, step=10**9, where="launch")  # only makes steps slow
             answers = {kind: threads.submit(ask, server, *request) for kind, request in KINDS.items()}
-            until(lambda: server.admin_state()["running"] > len(KINDS))
+            until(lambda: server.replicas()[1]["sequences"] > 2)
             os.kill(child(process), signal.SIGKILL)
             assert {kind: answer.result() for kind, answer in answers.items()} == {kind: expected[kind] for kind in KINDS}
             (server.directory / "gate").unlink()
