@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
@@ -39,14 +40,23 @@ def interpret_kernels() -> None:
     def rotate_and_write(qkv: Any, rotation: Any, keys: Any, values: Any, plan: Any, **rest: Any) -> Any:
         return rope_write.rope_write(qkv, *rotation, keys, values, plan.slots, **rest)
 
+    def unrounded(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """The kernel as its layer is called where no weight is quantised."""
+
+        def call(*given: Any, rounds: bool, **rest: Any) -> Any:
+            assert not rounds
+            return kernel(*given, **rest)
+
+        return call
+
     def load(*given: Any) -> TorchExecutor:
         executor = TorchExecutor.load(*given)
         executor.in_kernels = True
         return executor
 
-    kernels = {"rms_norm": rms_norm.rms_norm, "add_rms_norm": rms_norm.add_rms_norm, "act_mul": act_mul.act_mul}
-    for name, kernel in {**kernels, "rope_write": rotate_and_write}.items():
-        setattr(llama, name, kernel)
+    for name, kernel in {"rms_norm": rms_norm.rms_norm, "add_rms_norm": rms_norm.add_rms_norm, "act_mul": act_mul.act_mul}.items():
+        setattr(llama, name, unrounded(kernel))
+    llama.rope_write = rotate_and_write
     backend = partial(TorchBackend, load=load, overlaps=False)
     loop._build_runner = lambda config, directory, eos, on_phase: build_runner(config, directory, on_phase, backend)
 
