@@ -12,13 +12,10 @@ import triton.language as tl
 from torch.nn import functional
 
 from chairlift.kernels.cached_launch import jit
-from chairlift.kernels.quantise_rows import LARGEST, rounded_rows, store_rounded
+from chairlift.kernels.quantise_rows import LARGEST, rounded_rows, store_rounded, whole_row
 
 BLOCK = 1024
 """Columns per program: 8 per lane of its 4 warps, which are 16 bytes in half precision."""
-
-MAX_WARPS = 16
-"""Warps of a program that has a whole row."""
 
 ROOT = 0.7978845608028654
 """The square root of 2 / pi."""
@@ -65,8 +62,7 @@ def act_mul(gate_up: torch.Tensor, activation: str, *, least: float | None = Non
         out, scale, block, warps = gate_up.new_empty(rows, columns), None, BLOCK, 4
     else:
         # The scale needs the whole row.
-        (out, scale), block = rounded_rows(gate_up, rows, columns), 1 << (columns - 1).bit_length()
-        warps = min(max(block // 256, 1), MAX_WARPS)
+        (out, scale), (block, warps) = rounded_rows(gate_up, rows, columns), whole_row(columns)
     grid, gelu = (rows, -(-columns // block)), activation == "gelu_tanh"
     _act_mul_kernel[grid](out, scale, gate_up, columns, root=ROOT, gelu=gelu, least=least, largest=LARGEST, block=block, num_warps=warps)
     return out if scale is None else (out, scale)

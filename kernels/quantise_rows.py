@@ -14,6 +14,8 @@ from chairlift.kernels.cached_launch import jit
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 """The largest number of float8_e4m3fn."""
 
+MAX_WARPS = 16
+
 
 @triton.jit
 def store_rounded(numbers_ptr, scale_ptr, row, columns, offsets, x, least, largest):
@@ -40,11 +42,16 @@ def quantise_rows(x: torch.Tensor, least: float) -> tuple[torch.Tensor, torch.Te
     """
     rows, columns = x.shape
     numbers, scale = rounded_rows(x, rows, columns)
-    block = 1 << (columns - 1).bit_length()
-    # A warp has 32 lanes with at least 8 values each.
-    warps = min(max(block // 256, 1), 16)
+    block, warps = whole_row(columns)
     _quantise_rows_kernel[(rows,)](numbers, scale, x, columns, least=least, largest=LARGEST, block=block, num_warps=warps)
     return numbers, scale
+
+
+def whole_row(columns: int) -> tuple[int, int]:
+    """The block and the warps of a program that has a whole row."""
+    block = 1 << (columns - 1).bit_length()
+    # A warp has 32 lanes with at least 8 values each.
+    return block, min(max(block // 256, 1), MAX_WARPS)
 
 
 def rounded_rows(x: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from chairlift.kernels.cached_launch import jit
-from chairlift.kernels.quantise_rows import LARGEST, rounded_rows, store_rounded
+from chairlift.kernels.quantise_rows import LARGEST, rounded_rows, store_rounded, whole_row
 
 
 @jit()
@@ -99,9 +99,7 @@ def _launch(
     columns = x.shape[-1]
     rows = x.numel() // columns
     out, scale = (torch.empty_like(x), None) if least is None else rounded_rows(x, rows, columns)
-    block = 1 << (columns - 1).bit_length()
-    # A warp has 32 lanes with at least 8 values each.
-    warps = min(max(block // 256, 1), 16)
+    block, warps = whole_row(columns)
     given = (out, scale, x, weight, residual, inner, eps, columns)
     _rms_norm_kernel[(rows,)](*given, least=least, largest=LARGEST, block=block, num_warps=warps)
     return out if scale is None else (out, scale)

@@ -84,7 +84,7 @@ def test_act_mul(gelu):
 def test_act_mul_of_rows_that_are_rounded(columns, capability):
     arguments = {"out_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "gate_up_ptr": "*bf16:16", "columns": "i32:16"}
     arguments |= {"root": act_mul.ROOT, "gelu": True, **ROUNDING, "block": next_power_of_2(columns)}
-    warps = min(next_power_of_2(columns) // 256, act_mul.MAX_WARPS)
+    warps = min(next_power_of_2(columns) // 256, quantise_rows.MAX_WARPS)
     assert_rounds(compiled(act_mul._act_mul_kernel, arguments, capability=capability, num_warps=warps))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chairlift.checkpoint.cache import cache_dir, hub_dir
-from chairlift.checkpoint.pull import MEMBER
+from chairlift.checkpoint.pull import default_file
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
 
@@ -24,10 +24,17 @@ class Download:
     num_bytes: int
     modified: float
 
+    def delete(self) -> None:
+        """Deletes its files."""
+        if self.path.is_dir():
+            shutil.rmtree(self.path)
+        else:
+            self.path.unlink()
+
 
 def downloads(directory: str | None = None) -> list[Download]:
     """Returns the downloaded models by name, of `directory` or of the caches that `cache_dir` and `hub_dir` name."""
-    file = _default_file(directory)
+    file = default_file(cache_dir(directory))
     found = [_download(DEFAULT_MODEL, file)] if file.is_file() else []
     cache = hub_cache(directory)
     for path in cache.glob("models--*--*") if cache else ():
@@ -46,11 +53,7 @@ def find_download(model: str, directory: str | None = None) -> Download:
 
 def delete_model(model: str, directory: str | None = None) -> None:
     """Deletes a downloaded model; raises ModelNotFound if it is not there."""
-    found = find_download(model, directory)
-    if found.path.is_dir():
-        shutil.rmtree(found.path)
-    else:
-        found.path.unlink()
+    find_download(model, directory).delete()
 
 
 def check_remote(model: str) -> None:
@@ -75,12 +78,9 @@ def hub_cache(directory: str | None = None) -> Path | None:
     return Path(constants.HF_HUB_CACHE)
 
 
-def _default_file(directory: str | None) -> Path:
-    return cache_dir(directory) / Path(MEMBER).name
-
-
 def _download(name: str, path: Path) -> Download:
     """Describes a file, or a model's directory of the hub's cache, where files of snapshots are links."""
     files = [one for one in path.rglob("*") if one.is_file() and not one.is_symlink()] if path.is_dir() else [path]
-    facts = [one.stat() for one in files] or [path.stat()]
-    return Download(name, path, sum(one.st_size for one in facts if files), max(one.st_mtime for one in facts))
+    facts = [one.stat() for one in files]
+    modified = max((one.st_mtime for one in facts), default=path.stat().st_mtime)
+    return Download(name, path, sum(one.st_size for one in facts), modified)

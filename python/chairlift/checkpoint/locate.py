@@ -12,7 +12,7 @@ from pathlib import Path
 
 from chairlift.checkpoint.cache import FULL, LINK, cache_dir, hub_dir, writing_to
 from chairlift.checkpoint.downloads import check_remote, is_hub_name
-from chairlift.checkpoint.pull import MEMBER, SAMPLING, pull_default
+from chairlift.checkpoint.pull import MEMBER, SAMPLING, default_file, pull_default
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ModelNotFound
 
@@ -69,7 +69,7 @@ def public_name(model: str) -> str:
 
 def _default(cache: Path, progress: bool, download: bool) -> Path:
     """Returns the default model's file."""
-    if not download and not (cache / Path(MEMBER).name).is_file():
+    if not download and not default_file(cache).is_file():
         raise ModelNotFound(f"{DEFAULT_MODEL} is not in {cache}: 'chairlift pull' downloads it")
     return pull_default(cache, progress)
 
@@ -155,13 +155,12 @@ def _from_hub(name: str, revision: str | None, directory: Path | None, download:
     except ImportError:
         raise ModelNotFound(f"fetching {name} needs the package huggingface_hub; {ways_out}") from None
     try:
-        patterns = list(_HUB_FILES)
         return Path(
             snapshot_download(
                 name,
                 revision=revision,
                 cache_dir=directory,
-                allow_patterns=patterns,
+                allow_patterns=list(_HUB_FILES),
                 etag_timeout=_HUB_TIMEOUT,
                 local_files_only=not download,
             )

