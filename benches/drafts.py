@@ -153,7 +153,7 @@ def main() -> None:
     step = profile.step if profile else STEP
     counted = f"steps of {profile.name}" if profile else "steps of 8.93 ms and 1.07 ms a token"
     engines = {
-        "off": LLM(arguments.model, max_model_len=MODEL_LEN),
+        "off": LLM(arguments.model, max_model_len=MODEL_LEN, speculative_config={"method": "off"}),
         "on": LLM(arguments.model, max_model_len=MODEL_LEN, speculative_config={"method": "auto", "num_speculative_tokens": DRAFT_TOKENS}),
     }
     lines = [

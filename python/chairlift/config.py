@@ -107,7 +107,7 @@ def _check_speculation(config: Mapping[str, str | int]) -> None:
     """Raises ValueError unless `config` has a known method and a number of tokens that a step can verify."""
     if unknown := config.keys() - {"method", "num_speculative_tokens"}:
         raise ValueError(f"--speculative-config: unknown key {min(unknown)!r}; there are 'method' and 'num_speculative_tokens'")
-    if (method := config.get("method")) not in ("auto", "ngram", "off"):
+    if (method := config.get("method", "auto")) not in ("auto", "ngram", "off"):
         raise ValueError(f"--speculative-config: method must be 'auto', 'ngram' or 'off', got {method!r}")
     tokens = config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS)
     if type(tokens) is not int or not 1 <= tokens <= MAX_SPECULATIVE_TOKENS:
@@ -287,7 +287,7 @@ class EngineConfig:
     speculative_config: Mapping[str, str | int] | None = _flag(
         None,
         'propose tokens and verify several in one step, as JSON: \'{"method": "auto", "num_speculative_tokens": 8}\'; \'ngram\' looks for '
-        "the last tokens in earlier text, 'auto' also proposes the tokens that a grammar forces; the answers are the same (default: off)",
+        "the last tokens in earlier text, 'auto' also proposes the tokens that a grammar forces; the answers are the same (default: auto)",
         _speculation,
         metavar="JSON",
         group="scheduler",
@@ -465,13 +465,15 @@ class EngineConfig:
     @property
     def speculative_method(self) -> str:
         """How tokens are proposed: "auto", "ngram" or "off"."""
-        return str((self.speculative_config or {}).get("method", "off"))
+        return str((self.speculative_config or {}).get("method", "auto"))
 
     @property
     def num_speculative_tokens(self) -> int:
         """Maximum number of tokens proposed per sequence and step; 0 without speculative decoding."""
-        if self.speculative_config is None or self.speculative_method == "off":
+        if self.speculative_method == "off":
             return 0
+        if self.speculative_config is None:
+            return min(DEFAULT_SPECULATIVE_TOKENS, self.step_tokens - 1)
         return int(self.speculative_config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS))
 
     @property

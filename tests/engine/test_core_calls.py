@@ -163,7 +163,7 @@ def make(monkeypatch):
     monkeypatch.setattr(loop, "_now", lambda: NOW)
 
     def engine(**settings):
-        made = loop.Engine(EngineConfig(**settings))
+        made = loop.Engine(EngineConfig(**{"speculative_config": {"method": "off"}} | settings))
         made.core = cores[-1]
         # One list for both, so that it shows who was called before whom.
         made.runner.calls = made.core.calls

@@ -89,7 +89,7 @@ def formed(byte_model, **settings):
 
 @pytest.fixture(scope="module")
 def formed_without(byte_model):
-    return formed(byte_model)[0]
+    return formed(byte_model, speculative_config={"method": "off"})[0]
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_forced_tokens_are_always_accepted(byte_model):
 
 @pytest.fixture(scope="module")
 def expected(model_dir):
-    found, stats = answers()
+    found, stats = answers(speculative_config={"method": "off"})
     assert "drafts" not in stats
     return found
 
@@ -165,7 +165,6 @@ def test_of_each_tag_the_first_samples_count():
 @pytest.mark.parametrize(
     ("config", "fault"),
     [
-        ({}, "method must be 'auto', 'ngram' or 'off', got None"),
         ({"method": "eagle"}, "got 'eagle'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 16, got 0"),
         ({"method": "ngram", "num_speculative_tokens": 17}, "from 1 to 16, got 17"),
@@ -210,7 +209,7 @@ def test_finished_answers_are_drafted_for_the_same_tenant_and_salt_only():
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"draft_corpus_tokens": 100}, "--draft-corpus-tokens needs --speculative-config"),
+        ({"draft_corpus_tokens": 100, "speculative_config": {"method": "off"}}, "--draft-corpus-tokens needs --speculative-config"),
         ({"draft_corpus_tokens": -1, "speculative_config": {"method": "auto"}}, "must be from 0 to 1073741824, got -1"),
     ],
 )

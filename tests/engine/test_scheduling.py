@@ -41,7 +41,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(directory: Path):
     def engine(**settings) -> Engine:
-        roomy = {"num_kv_blocks": 200, "block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        roomy = {
+            "num_kv_blocks": 200,
+            "block_size": 8,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "speculative_config": {"method": "off"},
+        }
         return Engine(EngineConfig(model=str(directory), load_format="dummy", **roomy | settings))
 
     return engine

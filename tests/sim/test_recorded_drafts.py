@@ -18,6 +18,7 @@ from chairlift.sim.workload import DRAFT_COLUMNS
 PROMPT, OUTPUT, REQUESTS = 40, 60, 4
 LIMITS = {"num_blocks": 201, "block_size": 4, "max_tokens": 256, "max_seqs": 8, "max_model_len": 128}
 STEP = StepTime(((0, 9_000), (1, 10_000)))
+OFF = {"method": "off"}
 AUTO = {"method": "auto", "num_speculative_tokens": 8}
 
 
@@ -78,7 +79,7 @@ def test_recorded_drafts_save_steps_and_less_under_load(recorded) -> None:
     def gain(rate: float) -> tuple[float, int, int]:
         off, on = (
             simulate(file, model="SmolLM2-135M", rate_scale=rate, requests=64, step_time=STEP, **size, speculative_config=drafts)
-            for drafts in (None, AUTO)
+            for drafts in (OFF, AUTO)
         )
         assert off.figures()["draft_tokens"] == 0
         figures = on.figures()

@@ -24,15 +24,15 @@ examples:
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --rate-scale 4 --policy shortest
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device A100 --batching static --static-batch-size 32
   chairlift simulate --trace conv.csv --model Llama-3.1-8B --modelled-device H100 --replicas 8 --num-requests 1000000
-  chairlift simulate --trace day.journal --rate-scale 4 --speculative-config '{"method": "auto"}'
+  chairlift simulate --trace day.journal --rate-scale 4 --speculative-config '{"method": "off"}'
   chairlift calibrate -o here.json && chairlift simulate --trace conv.csv --modelled-device here.json
 
 The scheduler is the one that serves. Only time is simulated: a step takes as long as a roofline of the device's bandwidth and
 peak says, or as 'chairlift calibrate' measured. The roofline assumes that kernels reach 80 % of a GPU's bandwidth and 60 % of
 its peak, and that each step has 0.5 ms of overhead. Use it to compare settings and devices: its absolute error is unknown. The
 same command gives the same numbers. Traces are read as by 'chairlift bench': Azure, BurstGPT, Mooncake, ShareGPT, or a CSV of
-arrival_s,prompt_tokens,output_tokens. A journal of 'chairlift serve --journal' is a trace too. With --speculative-config, the
-drafts that it recorded are proposed again.
+arrival_s,prompt_tokens,output_tokens. A journal of 'chairlift serve --journal' is a trace too. The drafts that
+it recorded are proposed again.
 
 Devices: H200, H100, A100, A10G, L4, RTX4090, cpu (two cores of a Xeon), or a file that 'chairlift calibrate' wrote.
 Models: Llama-3.1-8B, Llama-3.1-70B, Llama-3.2-1B, Llama-3.2-3B, Mistral-7B, Qwen2.5-7B, Qwen3-8B, Qwen3-32B, SmolLM2-135M,
